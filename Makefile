@@ -1,0 +1,84 @@
+# make help lists the commands. Nothing has to be installed or activated before: every command makes
+# the virtual environment .venv when it is missing and keeps it up to date.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+LAB ?= lab1_ddp
+JOBS ?= 2
+LAB_ARGS ?=
+PYTEST_ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED_FROM := pyproject.toml $(wildcard lib/minidist/kernel/kernelspecs/*/kernel.json)
+
+# nbgrader calls its tools by name.
+export PATH := $(BIN):$(PATH)
+# The environment of another project must not leak into ours.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+.PHONY: help grade lab test build lint clean install
+
+help: ## list the commands
+	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
+	@sed -n 's/^\([a-z]*\):.*## /  \1|/p' Makefile | column -t -s '|' 2>/dev/null \
+	  || sed -n 's/^\([a-z]*\):.*## /  \1   /p' Makefile
+
+grade: $(VENV)/.installed ## grade the bundled example class of lab 1 (LAB=..., JOBS=2)
+	@$(BIN)/python -m autograder grade --example --lab $(LAB) --jobs $(JOBS)
+
+lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab there (LAB_ARGS=--no-browser)
+	@for file in labs/*/* notebooks/*.ipynb; do \
+	  copy="work/$${file#labs/}"; \
+	  if [ ! -e "$$copy" ]; then mkdir -p "$$(dirname "$$copy")"; cp "$$file" "$$copy"; echo "new   $$copy"; \
+	  elif ! cmp -s "$$file" "$$copy"; then echo "kept  $$copy (delete it to get $$file afresh)"; fi; \
+	done
+	@args="$(LAB_ARGS)"; [ "$$(id -u)" != 0 ] || args="--allow-root $$args"; \
+	  cd work && exec $(BIN)/jupyter lab $$args
+
+test: $(VENV)/.installed-dev lint ## check style, types and generated files, and run every test
+	@$(BIN)/python -m autograder.build --check
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+build: $(VENV)/.installed ## write the notebooks anew from their .py sources
+	@$(BIN)/python -m autograder.build
+
+lint: $(VENV)/.installed-dev ## check style and types
+	@$(BIN)/ruff format --check --quiet || { echo "run: $(VENV)/bin/ruff format"; exit 1; }
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/pyright
+
+clean: ## remove what was made, but neither .venv nor work/
+	rm -rf build .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+install: $(VENV)/.installed ## install the course into .venv
+
+$(VENV)/.installed: $(INSTALLED_FROM) | $(VENV)/bin/python
+	@echo "Installing the course into $(VENV) (the first time this downloads PyTorch)"
+	@$(PIP) install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(INSTALLED_FROM) | $(VENV)/bin/python
+	@echo "Installing the course and its test tools into $(VENV) (the first time this downloads PyTorch)"
+	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/bin/python:
+	@for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11 python; do \
+	  [ -n "$$python" ] || continue; \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$python"; break; fi; \
+	  [ "$$python" != "$(PYTHON)" ] || { echo "PYTHON=$$python is not a Python >= 3.11" >&2; exit 1; }; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	  echo "No Python >= 3.11 was found. Install one (Debian, Ubuntu: sudo apt-get install python3 python3-venv)" >&2; \
+	  echo "or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; \
+	fi; \
+	if ! "$$found" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  version="$$("$$found" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"; \
+	  echo "$$found cannot make virtual environments: sudo apt-get install python$$version-venv" >&2; exit 1; \
+	fi; \
+	"$$found" -m venv $(VENV)

@@ -1,0 +1,129 @@
+"""The command line: `autograder init`, `autograder grade PATH… --lab LAB`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from autograder.batch import default_jobs, fill_gradebook, grade_class
+from autograder.bridge import BridgeError, choose_sandbox
+from autograder.course import Course, CourseError
+from autograder.criteria import get_lab, lab_names
+from autograder.criteria.base import Status
+from autograder.intake import Submission, find_submissions
+from autograder.report import rich_table, write_csv, write_html
+from autograder.run import Settings
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 if it did what it was asked, 1 on our own failure, 2 on wrong usage."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    console = Console(stderr=options.command == "grade" and options.json == Path("-"))
+    try:
+        return options.run(options, console)
+    except (CourseError, BridgeError, ValueError) as error:
+        print(f"autograder: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("autograder: interrupted; what was graded is kept", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autograder", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    init = commands.add_parser("init", help="make the course's secret key")
+    init.set_defaults(run=_init)
+    grade = commands.add_parser("grade", help="grade notebooks")
+    grade.add_argument(
+        "paths", nargs="*", type=Path, metavar="PATH",
+        help="a notebook, a folder of STUDENT/LAB.ipynb, or nbgrader's submitted/",
+    )  # fmt: skip
+    grade.add_argument("--lab", required=True, choices=lab_names())
+    grade.add_argument("--ranks", type=_positive, help="number of ranks (default: the lab's)")
+    grade.add_argument("--jobs", type=_positive, help="submissions at once")
+    grade.add_argument("--json", type=Path, metavar="FILE", help="write all records as JSON")
+    grade.add_argument(
+        "--trusted", action="store_true", help="grade without a sandbox where there is none"
+    )
+    grade.add_argument("--example", action="store_true", help="grade the bundled example class")
+    grade.add_argument(
+        "--no-gradebook", action="store_true", help="leave nbgrader's gradebook and feedback alone"
+    )
+    grade.set_defaults(run=_grade)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def _init(options: argparse.Namespace, console: Console) -> int:
+    course = Course.find()
+    made = course.make_key()
+    console.print(f"{'made' if made else 'kept'} {course.key_path}", highlight=False)
+    return 0
+
+
+def _grade(options: argparse.Namespace, console: Console) -> int:
+    course, lab = Course.find(), get_lab(options.lab)
+    course.key()
+    submissions = _submissions(options, course)
+    settings = Settings(
+        course, lab.name, options.ranks or lab.grading_world_size,
+        choose_sandbox(options.trusted, bundled=options.example and not options.paths),
+    )  # fmt: skip
+    if not settings.sandboxed:
+        console.print("[bold red]UNSANDBOXED[/]: nothing holds these submissions back")
+    jobs = options.jobs or default_jobs(settings.world_size)
+    records = grade_class(submissions, settings, jobs, console)
+    console.print(rich_table(records))
+    left = [course.build / "report.html", course.build / "grades.csv"]
+    write_html(records, left[0])
+    write_csv(records, left[1])
+    if options.json is not None:
+        text = json.dumps(records, indent=1, ensure_ascii=False)
+        if options.json == Path("-"):
+            print(text)
+        else:
+            options.json.write_text(text + "\n", encoding="utf-8")
+            left.append(options.json)
+    infra = [r for r in records if any(c["status"] == Status.INFRA for c in r["criteria"])]
+    if not options.no_gradebook and settings.world_size == lab.grading_world_size and not infra:
+        with console.status("nbgrader: gradebook and feedback"):
+            left.append(fill_gradebook(submissions, course, lab.name))
+        left.append(course.build / "nbgrader" / "gradebook.db")
+    for path in left:
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
+    for record in infra:
+        message = record["criteria"][0]["message"]
+        print(f"autograder: {record['student']} was not graded: {message}", file=sys.stderr)
+    return EXIT_FAILED if infra else 0
+
+
+def _submissions(options: argparse.Namespace, course: Course) -> list[Submission]:
+    if not options.paths and not options.example:
+        raise ValueError("name a notebook or a folder, or say --example")
+    found = find_submissions(options.paths, options.lab) if options.paths else []
+    if options.example:
+        from autograder.zoo import write_class
+
+        folder = course.build / "class"
+        write_class(options.lab, folder)
+        found += find_submissions([folder], options.lab)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

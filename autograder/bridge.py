@@ -1,0 +1,134 @@
+"""nbgrader's side: verdicts become the outputs of test cells; nbgrader fills gradebook and feedback.
+
+nbgrader reads a grade off a cell's outputs: an error is zero, nothing at all is full marks. So what a
+submission printed in a check's cell is dropped, and the referee's verdict is the only output there.
+
+    sanitize:  ReadWithIntake   the same intake as `autograder grade`, before nbgrader looks at it
+    autograde: GradeWithReferee box + kernel + papermill + referee, or the journal's record of it
+"""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+from nbformat.v4 import new_output
+from nbgrader.coursedir import CourseDirectory
+from nbgrader.preprocessors import NbGraderPreprocessor
+from traitlets import Bool
+
+from autograder.course import Course
+from autograder.criteria import get_lab
+from autograder.intake import Submission, read_submission
+from autograder.run import Record, Settings, executed_path, grade, record_key
+from autograder.sandbox import probe_support
+
+
+class BridgeError(Exception):
+    """nbgrader asked for something that cannot be done here; the message says why."""
+
+
+def choose_sandbox(trusted: bool, bundled: bool) -> bool:
+    """Whether to grade in the sandbox.
+
+    Raises:
+        BridgeError: there is none here, and the submissions are neither ours nor trusted.
+    """
+    support = probe_support()
+    if support.works:
+        return True
+    if trusted or bundled:
+        return False
+    raise BridgeError(
+        f"no sandbox here ({support.reason}). Submissions are programs by other people; without a "
+        "sandbox they can read and change what you can. Install bubblewrap, or say --trusted "
+        "if you trust every one of them."
+    )
+
+
+def is_bundled(path: Path, lab: str) -> bool:
+    """Whether the file is, byte for byte, one of the bundled example class."""
+    from autograder.build import to_bytes
+    from autograder.zoo import load_zoo
+
+    content = path.read_bytes()
+    return any(to_bytes(entry.notebook) == content for entry in load_zoo(lab))
+
+
+class _Bridge(NbGraderPreprocessor):
+    def submission(self, resources: dict[str, Any]) -> Submission:
+        """The file as it was handed in."""
+        names = resources["nbgrader"]
+        folder = CourseDirectory(parent=self)
+        path = folder.format_path(
+            folder.submitted_directory, names["student"], names["assignment"]
+        )
+        return Submission(names["student"], Path(path) / f"{names['notebook']}.ipynb")
+
+
+class ReadWithIntake(_Bridge):
+    """First of nbgrader's sanitizers."""
+
+    def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
+        """The submission's code with the master's locked cells; the master where it is invalid."""
+        master = Course.find().master(resources["nbgrader"]["assignment"])
+        intake = read_submission(self.submission(resources).path, master)
+        return intake.notebook or _refused(master, intake.invalid or ""), resources
+
+
+class GradeWithReferee(_Bridge):
+    """Takes the place of nbgrader's Execute."""
+
+    trusted = Bool(False, help="Grade without a sandbox where there is none.").tag(config=True)
+
+    def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
+        """Runs the submission, or takes what the journal has of it."""
+        course, lab = Course.find(), get_lab(resources["nbgrader"]["assignment"])
+        submission = self.submission(resources)
+        sandboxed = choose_sandbox(
+            self.trusted, not probe_support().works and is_bundled(submission.path, lab.name)
+        )
+        settings = Settings(course, lab.name, lab.grading_world_size, sandboxed)
+        record = grade(submission, settings)
+        if any(c["status"] == "INFRA" for c in record["criteria"]):
+            raise BridgeError(record["criteria"][0]["message"])
+        executed = executed_path(course, lab.name, record_key(submission, settings))
+        if executed.is_file():
+            nb.cells = nbformat.read(executed, as_version=4).cells
+        show_verdicts(nb, record)
+        return nb, resources
+
+
+def show_verdicts(nb: NotebookNode, record: Record) -> None:
+    """Makes the verdict the only output of every check cell."""
+    verdicts = {criterion["name"]: criterion for criterion in record["criteria"]}
+    titles = {c.name: c.title for c in get_lab(record["lab"]).criteria}
+    for cell in nb.cells:
+        name = cell.metadata.get("nbgrader", {}).get("grade_id")
+        if cell.cell_type == "code" and name in verdicts:
+            cell.outputs = [verdict_output(verdicts[name], titles[name], record["sandboxed"])]
+
+
+def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> NotebookNode:
+    """A display for a pass, an error for anything else: what nbgrader counts as all or nothing."""
+    score = f"{verdict['points']:g}/{verdict['max_points']:g}"
+    note = "" if sandboxed else "  (UNSANDBOXED)"
+    if verdict["status"] == "PASS":
+        text = f"✓ {score}  {title}{note}"
+        shown = f'<div style="color:#1a7f37"><b>✓ {score}</b> {html.escape(title + note)}</div>'
+        return new_output("display_data", {"text/plain": text, "text/html": shown})
+    ranks = ", ".join(f"rank {r['rank']}: {r['status']}" for r in verdict["ranks"])
+    lines = [f"✗ {score}  {title}: {verdict['status']}{note}", *verdict["message"].splitlines()]
+    return new_output(
+        "error", ename=verdict["status"], evalue=verdict["message"][:500],
+        traceback=[*lines, *([f"({ranks})"] if ranks else [])],
+    )  # fmt: skip
+
+
+def _refused(master: NotebookNode, reason: str) -> NotebookNode:
+    text = f"**This submission could not be graded.** {html.escape(reason)}"
+    master.cells.insert(0, nbformat.v4.new_markdown_cell(text, id="refused"))
+    return master

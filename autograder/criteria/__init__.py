@@ -1,0 +1,42 @@
+"""The criteria of every lab, one file per lab."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from autograder.criteria.base import Criterion, Lab
+
+__all__ = ["find_criterion", "get_lab", "lab_names"]
+
+
+def lab_names() -> tuple[str, ...]:
+    """Names of all labs that have criteria, in order."""
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(sorted(name for name in modules if name.startswith(("lab", "bonus"))))
+
+
+@cache
+def get_lab(name: str) -> Lab:
+    """The lab called `name`.
+
+    Raises:
+        ValueError: there is no such lab; the message lists those that there are.
+    """
+    if name not in lab_names():
+        raise ValueError(f"no lab is called {name!r}; there are: {', '.join(lab_names())}")
+    return importlib.import_module(f"{__name__}.{name}").LAB
+
+
+def find_criterion(name: str) -> tuple[Lab, Criterion]:
+    """The criterion called `name` and its lab; names are unique over all labs.
+
+    Raises:
+        ValueError: no lab has a criterion of that name.
+    """
+    for lab in map(get_lab, lab_names()):
+        for criterion in lab.criteria:
+            if criterion.name == name:
+                return lab, criterion
+    raise ValueError(f"no lab has a check called {name!r}")

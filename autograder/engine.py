@@ -1,0 +1,205 @@
+"""The papermill engine that runs a submission: every cell, whatever failed before it.
+
+After a hang or a lost rank it asks the kernel for fresh ranks, runs again what had worked so far and goes
+on with the next cell, so one bug costs one criterion. What a check is worth is the referee's to say;
+the engine tells it when a check begins and how its cell ended.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbclient import NotebookClient
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+from papermill.engines import Engine, papermill_engines
+
+from autograder.criteria.base import Lab, Status, Verdict
+from autograder.referee import Referee
+
+START_TIMEOUT_S = 120.0
+RESTART_TIMEOUT_S = 90.0
+KERNEL_SLACK_S = 45.0  # the kernel ends a cell this long after its deadline at the latest
+MAX_RESTARTS = 40
+BROKEN = ("hang", "deadline", "rank_lost")
+
+
+class InfrastructureError(Exception):
+    """Our own failure, not the student's: the kernel's front died or did not answer."""
+
+
+@dataclass
+class Session:
+    """One submission's run: what it needs, and what comes of it."""
+
+    lab: Lab
+    world_size: int
+    referee: Referee
+    kernel_arguments: list[str]
+    on_verdict: Callable[[Verdict, float], None]
+    connection_file: str
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    worked: list[str] = field(default_factory=list)  # sources to run again on fresh ranks
+    restarts: int = 0
+
+
+class RefereeEngine(Engine):
+    """Registered with papermill as "referee"."""
+
+    @classmethod
+    def execute_managed_notebook(cls, nb_man, kernel_name, *, session: Session, **kwargs):
+        """Runs all cells of `nb_man.nb` on the ranks of `session`."""
+        asyncio.run(_Run(nb_man, kernel_name, session).run())
+
+
+papermill_engines.register("referee", RefereeEngine)
+
+
+class _Run:
+    def __init__(self, nb_man: Any, kernel_name: str, session: Session) -> None:
+        self.nb_man, self.session = nb_man, session
+        self.ends_at = time.monotonic() + session.lab.wall_limit_s
+        self.outcome: dict[str, Any] = {}
+        self.broken = False
+        self.client = NotebookClient(
+            nb_man.nb, kernel_name=kernel_name, allow_errors=True, timeout_func=self._timeout,
+            startup_timeout=int(START_TIMEOUT_S), allow_stdin=False, coalesce_streams=True,
+            extra_arguments=list(session.kernel_arguments), on_cell_executed=self._executed,
+        )  # fmt: skip
+        self.deadline_s = session.lab.cell_deadline_s
+
+    async def run(self) -> None:
+        self.client.km = self.client.create_kernel_manager()
+        # Unix sockets in the submission's own folder: no port of the machine is used.
+        self.client.km.transport = "ipc"
+        self.client.km.connection_file = self.session.connection_file
+        try:
+            # nbclient also hangs a handler on SIGINT; the grader's own stays.
+            async with self.client.async_setup_kernel():
+                for index, cell in enumerate(self.nb_man.nb.cells):
+                    if cell.cell_type == "code" and cell.source.strip():
+                        await self._cell(cell, index)
+        except (DeadKernelError, CellTimeoutError, RuntimeError, TimeoutError) as error:
+            raise InfrastructureError(f"the kernel failed: {error}") from error
+
+    async def _cell(self, cell: NotebookNode, index: int) -> None:
+        meta = cell.metadata.minidist
+        check = meta.grade_id if meta.kind == "check" else None
+        if time.monotonic() > self.ends_at:
+            return  # what is left stays NOT_RUN
+        self.nb_man.cell_start(cell, index)
+        if self.broken:
+            await self._fresh_ranks()
+        began = time.monotonic()
+        if check is None:
+            await self._execute(cell, index, self.session.lab.cell_deadline_s)
+        else:
+            criterion = self.session.lab[check]
+            self.session.referee.open(criterion)
+            await self._execute(cell, index, criterion.deadline_s)
+            verdict = self._close()
+            self.session.verdicts[check] = verdict
+            self.session.on_verdict(verdict, time.monotonic() - began)
+        kind = self.outcome["kind"]
+        if check is None and meta.replay and kind == "ok":
+            self.session.worked.append(cell.source)
+        elif check is None and meta.replay and kind in BROKEN:
+            self.session.worked.append(definitions(cell.source))
+        self.broken = kind in BROKEN
+        self.nb_man.cell_complete(cell, index)
+
+    async def _execute(self, cell: NotebookNode, index: int, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.outcome = {}
+        await self._control("deadline", seconds=deadline_s)
+        await self.client.async_execute_cell(cell, index)
+        if not self.outcome:
+            raise InfrastructureError("the kernel answered a cell without saying how it ended")
+
+    def _executed(self, *, execute_reply: Any, **_: Any) -> None:
+        content = execute_reply["content"]
+        kind = "ok" if content.get("status") == "ok" else "error"
+        self.outcome = {"kind": kind, "ranks": []} | dict(content.get("minidist") or {})
+        self.outcome["why"] = str(content.get("evalue") or "")
+
+    def _timeout(self, _: Any) -> float:
+        return self.deadline_s + KERNEL_SLACK_S
+
+    def _close(self) -> Verdict:
+        """Has the open check judged; the kernel's word counts only for ranks that did not answer."""
+        kind, why = self.outcome["kind"], self.outcome["why"]
+        said = {r["rank"]: r["status"] for r in self.outcome["ranks"]}
+        if kind == "rank_lost":
+            lost = {r: Status.RANK_LOST for r, status in said.items() if status == "lost"}
+            missing = Status.NOT_RUN if lost else Status.RANK_LOST
+            return self.session.referee.close(missing, why, lost)
+        if kind in ("hang", "deadline"):
+            failed = {r: Status.STUDENT_ERROR for r, status in said.items() if status == "error"}
+            return self.session.referee.close(Status.TIMEOUT, why, failed)
+        if kind == "error":
+            return self.session.referee.close(Status.STUDENT_ERROR, why)
+        return self.session.referee.close(Status.NOT_RUN, "the cell ended without an answer")
+
+    async def _fresh_ranks(self) -> None:
+        """New ranks, with everything run again that had worked."""
+        while True:
+            self.session.restarts += 1
+            if self.session.restarts > MAX_RESTARTS:
+                raise InfrastructureError(f"ranks were restarted {MAX_RESTARTS} times")
+            self.session.referee.new_ranks()
+            reply = await self._control("restart", timeout=RESTART_TIMEOUT_S)
+            if reply.get("status") != "ok":
+                raise InfrastructureError(f"no fresh ranks: {reply}")
+            for number, source in enumerate(self.session.worked):
+                if not source.strip():
+                    continue
+                cell = NotebookNode(cell_type="code", source=source, metadata={}, outputs=[])
+                self.client.nb.cells.append(cell)  # nbclient wants it to have a place
+                try:
+                    index = len(self.client.nb.cells) - 1
+                    await self._execute(cell, index, self.session.lab.cell_deadline_s)
+                finally:
+                    self.client.nb.cells.pop()
+                if self.outcome["kind"] in BROKEN:
+                    # What worked once does not now: keep its definitions at most.
+                    shorter = definitions(source)
+                    self.session.worked[number] = shorter if shorter != source else ""
+                    break
+            else:
+                return
+
+    async def _control(self, action: str, timeout: float = 20.0, **content: Any) -> dict[str, Any]:
+        """Sends a request to the front on its control channel and returns the reply's content."""
+        kc = self.client.kc
+        assert kc is not None
+        message = kc.session.msg("minidist_request", {"action": action, **content})
+        kc.control_channel.send(message)
+        ends_at = time.monotonic() + timeout
+        while (left := ends_at - time.monotonic()) > 0:
+            try:
+                reply = await kc.control_channel.get_msg(timeout=left)
+            except Exception as error:  # queue.Empty, or the channel is closed
+                raise InfrastructureError(f"the kernel did not answer {action!r}") from error
+            if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
+                return reply["content"]
+        raise InfrastructureError(f"the kernel did not answer {action!r} in {timeout:.0f} s")
+
+
+def definitions(source: str) -> str:
+    """The imports, functions and classes of a cell, without what it does.
+
+    >>> definitions("import os\\ndef f():\\n    return 1\\nwhile True: pass")
+    'import os\\ndef f():\\n    return 1'
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    keep = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    tree.body = [node for node in tree.body if isinstance(node, keep)]
+    return ast.unparse(tree)

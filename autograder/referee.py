@@ -1,0 +1,362 @@
+"""The referee: trusted, outside the ranks. Draws inputs, receives every rank's answer, judges.
+
+A submission's ranks reach it over one unix socket, each with one connection for checks and one for the
+emulated cluster, whose broker belongs to the referee. The grader says which check is open; an answer
+to anything else is refused. What the ranks print, raise or claim about themselves is never evidence.
+
+`python -m autograder.referee PATH --world-size N` is the student's practice referee: the same
+criteria with public seeds; it opens a check when a rank asks for one, and ends with its ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autograder.criteria import find_criterion
+from autograder.criteria.base import (
+    Case,
+    Criterion,
+    Draw,
+    Finding,
+    Status,
+    Values,
+    Verdict,
+    split,
+)
+from autograder.wire import Message, receive, send
+from minidist.emulate.broker import Broker
+from minidist.emulate.plan import ChargePlan
+from minidist.errors import DeadlineError, ProtocolError
+
+HELLO_DEADLINE_S = 20.0
+ANSWER_DEADLINE_S = 60.0
+_REASONS = {
+    Status.TIMEOUT: "no answer before the deadline",
+    Status.RANK_LOST: "the process ended before it answered",
+    Status.NOT_RUN: "the check was not reached",
+    Status.STUDENT_ERROR: "the code raised",
+}
+# The worst of the ranks' statuses is the criterion's, in this order.
+_WORST = (Status.RANK_LOST, Status.TIMEOUT, Status.STUDENT_ERROR, Status.WRONG, Status.NOT_RUN)
+
+
+def draw_for(key: bytes, lab: str, criterion: str, attempt: str, world_size: int) -> Draw:
+    """Secret draws: 128 bits of HMAC-SHA256(course key; lab, criterion, attempt, purpose)."""
+
+    def seed(purpose: str) -> int:
+        text = "\0".join((lab, criterion, attempt, str(world_size), purpose))
+        return int.from_bytes(hmac.new(key, text.encode(), hashlib.sha256).digest()[:16], "big")
+
+    return Draw(world_size, seed)
+
+
+@dataclass
+class _OpenCheck:
+    """The check that is being answered."""
+
+    case: int
+    criterion: Criterion
+    inputs: list[Values]
+    plan: ChargePlan | None
+    asked: set[int] = field(default_factory=set)
+    answers: dict[int, Values] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Referee:
+    """Serves one submission's ranks.
+
+    Args:
+        path: of the unix socket, bound here before any rank starts.
+        world_size: number of ranks.
+        draw: makes the draws of a criterion.
+        practice: open checks when ranks ask, and tell rank 0 the verdict.
+    """
+
+    def __init__(
+        self, path: Path, world_size: int, draw: Callable[[Criterion], Draw], *, practice: bool = False
+    ) -> None:
+        self.path, self.world_size, self.practice = path, world_size, practice
+        self._draw = draw
+        self._changed = threading.Condition()
+        self._open: _OpenCheck | None = None
+        self._cases = 0
+        self._connections: dict[tuple[str, int], socket.socket] = {}
+        self._passed: dict[str, float] = {}
+        self.broker = Broker(world_size, keep_payloads=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(4 * world_size)
+        threading.Thread(target=self._accept, name="referee", daemon=True).start()
+
+    # --- the grader's side -----------------------------------------------------------------------
+
+    def open(self, criterion: Criterion) -> None:
+        """Draws fresh inputs; from now on ranks may ask for and answer this criterion."""
+        draw = self._draw(criterion)
+        plan = criterion.plan(draw) if criterion.plan else None
+        inputs = criterion.draw(draw)
+        assert len(inputs) == self.world_size, f"{criterion.name} drew for {len(inputs)} ranks"
+        if criterion.world == "emulated":
+            self.broker.begin(plan)
+        with self._changed:
+            self._open = _OpenCheck(self._cases, criterion, inputs, plan)
+            self._cases += 1
+
+    def close(self, missing: Status, reason: str = "", ranks: dict[int, Status] | None = None) -> Verdict:
+        """Ends the open check and judges what came.
+
+        Args:
+            missing: the status of a rank that did not answer.
+            reason: why, in words for the student (the kernel's diagnosis).
+            ranks: where the kernel knows more about a rank that did not answer.
+        """
+        with self._changed:
+            opened, self._open = self._open, None
+            self._changed.notify_all()
+        assert opened is not None, "close() without open()"
+        criterion = opened.criterion
+        trace = self.broker.end() if criterion.world == "emulated" else None
+        statuses, notes = [], []
+        for rank in range(self.world_size):
+            if rank in opened.answers:
+                statuses.append(Status.PASS)
+            elif rank in opened.errors:
+                statuses.append(Status.STUDENT_ERROR)
+                notes.append(Finding(opened.errors[rank], rank))
+            else:
+                statuses.append((ranks or {}).get(rank, missing))
+        if all(status == Status.PASS for status in statuses):
+            answers = [opened.answers[rank] for rank in range(self.world_size)]
+            case = Case(self.world_size, opened.inputs, answers, trace, opened.plan)
+            notes = criterion.judge(case)
+            for finding in notes:
+                for rank in range(self.world_size) if finding.rank is None else [finding.rank]:
+                    statuses[rank] = Status.WRONG
+        else:
+            for status in dict.fromkeys(statuses):
+                silent = [r for r, s in enumerate(statuses) if s == status and r not in opened.errors]
+                if status != Status.PASS and silent:
+                    notes.append(Finding(f"{_ranks(silent)}: {reason or _REASONS[status]}"))
+                    reason = _REASONS[status]
+        worst = next((s for s in _WORST if s in statuses), Status.PASS)
+        points = criterion.points if worst == Status.PASS else 0.0
+        message = _message(notes, self.world_size) if worst != Status.PASS else ""
+        return Verdict(criterion.name, worst, points, criterion.points, message, tuple(statuses))
+
+    def new_ranks(self) -> None:
+        """Forgets the connections of ranks that are gone; new ones may connect."""
+        with self._changed:
+            connections, self._connections = self._connections, {}
+        for sock in connections.values():
+            _close(sock)
+
+    def stop(self) -> None:
+        """Closes everything and removes the socket."""
+        self._listener.close()
+        self.new_ranks()
+        self.broker.close()
+        self.path.unlink(missing_ok=True)
+
+    # --- the ranks' side -------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        sock.settimeout(HELLO_DEADLINE_S)
+        try:
+            hello = receive(sock)
+            rank, channel = hello.fields.get("rank"), hello.fields.get("channel")
+            if type(rank) is not int or not 0 <= rank < self.world_size:
+                raise ProtocolError(f"there is no rank {rank!r}")
+            if channel not in ("check", "broker"):
+                raise ProtocolError(f"there is no channel {channel!r}")
+            with self._changed:
+                if (channel, rank) in self._connections:
+                    raise ProtocolError(f"rank {rank} is already connected for {channel}")
+                self._connections[channel, rank] = sock
+            send(sock, Message("welcome"))
+        except (ProtocolError, DeadlineError) as error:
+            with contextlib.suppress(OSError, ProtocolError):
+                send(sock, Message("refused", {"why": str(error)}))
+            sock.close()
+            return
+        except OSError:
+            sock.close()
+            return
+        sock.settimeout(None)
+        if channel == "broker":
+            self.broker.attach(rank, sock)
+        else:
+            self._serve(rank, sock)
+
+    def _serve(self, rank: int, sock: socket.socket) -> None:
+        try:
+            while True:
+                message = receive(sock)
+                reply = self._handle(rank, message)
+                sock.settimeout(ANSWER_DEADLINE_S)
+                send(sock, reply)
+                sock.settimeout(None)
+        except (ProtocolError, DeadlineError, OSError):
+            pass
+        finally:
+            with self._changed:
+                if self._connections.get(("check", rank)) is sock:
+                    del self._connections["check", rank]
+                self._changed.notify_all()
+            _close(sock)
+
+    def _handle(self, rank: int, message: Message) -> Message:
+        name = message.fields.get("criterion")
+        if message.kind == "ask":
+            return self._ask(rank, name)
+        if message.kind == "answer":
+            return self._answer(rank, name, message)
+        raise ProtocolError(f"[rank {rank}] unknown message {message.kind!r}")
+
+    def _ask(self, rank: int, name: object) -> Message:
+        if self.practice:
+            self._open_for_practice(rank, str(name))
+        with self._changed:
+            opened = self._open
+            if opened is None or opened.criterion.name != name:
+                now = opened.criterion.name if opened else "none"
+                return Message("refused", {"why": f"the open check is {now}, not {name}"})
+            if rank in opened.asked:
+                return Message("refused", {"why": f"rank {rank} has asked for {name} already"})
+            opened.asked.add(rank)
+            fields, arrays = split(opened.inputs[rank])
+            return Message("inputs", {"case": opened.case, "values": fields}, arrays)
+
+    def _answer(self, rank: int, name: object, message: Message) -> Message:
+        with self._changed:
+            opened = self._open
+            if opened is None or opened.criterion.name != name or rank not in opened.asked:
+                return Message("noted")
+            if rank not in opened.answers and rank not in opened.errors:
+                if message.fields.get("status") == "ok" and isinstance(
+                    message.fields.get("values"), dict
+                ):
+                    opened.answers[rank] = message.fields["values"] | message.arrays
+                else:
+                    opened.errors[rank] = str(message.fields.get("message", "an error"))[:4000]
+                self._changed.notify_all()
+        return self._practice_verdict(opened, rank) if self.practice else Message("noted")
+
+    # --- practice --------------------------------------------------------------------------------
+
+    def _open_for_practice(self, rank: int, name: str) -> None:
+        """Opens `name` unless it is open already and this rank has not asked for it yet."""
+        with self._changed:
+            opened = self._open
+            if opened and self._is_complete(opened):  # rank 0 is about to be told the verdict
+                self._changed.wait_for(
+                    lambda: self._open is not opened, timeout=opened.criterion.deadline_s
+                )
+                opened = self._open
+            # A rank that is answering waits for the others, so one that asks again, or for another
+            # check, has given the open one up.
+            if opened and opened.criterion.name == name and rank not in opened.asked:
+                return
+            try:
+                _, criterion = find_criterion(name)
+            except ValueError as error:
+                raise ProtocolError(str(error)) from None
+            self.open(criterion)
+
+    def _is_complete(self, opened: _OpenCheck) -> bool:
+        return len(opened.answers) + len(opened.errors) == self.world_size
+
+    def _practice_verdict(self, opened: _OpenCheck, rank: int) -> Message:
+        """Waits until all ranks have answered; rank 0 is told the verdict."""
+        criterion = opened.criterion
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_complete(opened)
+                or self._open is not opened
+                or sum(channel == "check" for channel, _ in self._connections) < self.world_size,
+                timeout=criterion.deadline_s,
+            )
+            if rank != 0 or self._open is not opened:
+                return Message("noted")
+        verdict = self.close(Status.TIMEOUT)
+        self._passed[verdict.criterion] = verdict.points
+        lab, _ = find_criterion(verdict.criterion)
+        so_far = f"{sum(self._passed.values()):g} of {lab.max_score:g} points so far"
+        return Message("verdict", verdict.record() | {
+            "title": criterion.title, "task": criterion.task, "so_far": so_far,
+        })  # fmt: skip
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _message(findings: list[Finding], world_size: int, limit: int = 4) -> str:
+    """The findings as lines, the same one on several ranks once."""
+    where: dict[str, list[int]] = {}
+    for finding in findings:
+        where.setdefault(finding.message, []).extend([] if finding.rank is None else [finding.rank])
+    lines = []
+    for message, ranks in list(where.items())[:limit]:
+        everywhere = not ranks or len(ranks) == world_size
+        lines.append(message if everywhere else f"[{_ranks(ranks)}] {message}")
+    if len(where) > limit:
+        lines.append(f"… and {len(where) - limit} more.")
+    return "\n".join(lines)
+
+
+def _close(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+def main() -> None:
+    """The practice referee: ends when its ranks have gone, or if none came."""
+    parser = argparse.ArgumentParser(prog="autograder.referee", description=__doc__)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--world-size", type=int, required=True)
+    options = parser.parse_args()
+
+    def draw(criterion: Criterion) -> Draw:
+        lab, _ = find_criterion(criterion.name)
+        return draw_for(b"practice", lab.name, criterion.name, "practice", options.world_size)
+
+    parent = os.getppid()
+    referee = Referee(options.path, options.world_size, draw, practice=True)
+    deadline, seen = time.monotonic() + HELLO_DEADLINE_S + ANSWER_DEADLINE_S, False
+    try:
+        while True:
+            time.sleep(0.5)
+            connected = bool(referee._connections)
+            seen = seen or connected
+            if (seen and not connected) or (not seen and time.monotonic() > deadline):
+                return
+            if os.getppid() != parent:
+                return
+    finally:
+        referee.stop()
+        with contextlib.suppress(OSError):
+            options.path.parent.rmdir()  # only if it is empty: a plain script's own folder
+
+
+if __name__ == "__main__":
+    main()

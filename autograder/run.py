@@ -1,0 +1,211 @@
+"""One submission: box + kernel + papermill + referee -> verdicts -> a record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+from nbformat import NotebookNode
+from papermill.exceptions import PapermillExecutionError
+
+from autograder.course import Course
+from autograder.criteria import get_lab
+from autograder.criteria.base import Criterion, Draw, Lab, Status, Verdict
+from autograder.engine import InfrastructureError, Session
+from autograder.intake import Submission, read_submission
+from autograder.journal import Journal, grader_version, submission_key
+from autograder.referee import Referee, draw_for
+from autograder.sandbox import Box, build_box, build_open
+
+INFRA_TRIES = 3
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a class is graded.
+
+    Args:
+        course: where files and key are.
+        lab: name of the lab.
+        world_size: number of ranks.
+        sandboxed: run in the box; without it nothing holds a submission back.
+    """
+
+    course: Course
+    lab: str
+    world_size: int
+    sandboxed: bool
+
+
+def grade(submission: Submission, settings: Settings) -> Record:
+    """Grades one submission; whatever it does, a record comes back.
+
+    A record that the journal has for the same bytes, lab, world size and grader is returned as it is.
+    """
+    lab = get_lab(settings.lab)
+    journal = Journal(settings.course.journal_path)
+    intake = read_submission(submission.path, settings.course.master(lab.name))
+    key = submission_key(intake.sha256, lab.name, settings.world_size, grader_version())
+    base = {
+        "submission": str(submission.path), "student": submission.student, "lab": lab.name,
+        "world_size": settings.world_size,
+    }  # fmt: skip
+    known = journal.finished(key)
+    executed = executed_path(settings.course, lab.name, key)
+    if known is not None and (executed.is_file() or intake.notebook is None):
+        return known | base
+    began = time.monotonic()
+    if intake.notebook is None:
+        verdicts = _all(lab, Status.INVALID, intake.invalid or "not a notebook")
+        return _finish(journal, key, base, lab, verdicts, began, sandboxed=False)
+    reason = ""
+    for _ in range(INFRA_TRIES):
+        attempt = _Attempt(lab, settings, journal, key, submission.student)
+        try:
+            verdicts = attempt.run(intake.notebook, executed)
+        except InfrastructureError as error:
+            reason = str(error)
+            continue
+        except Exception:
+            reason = traceback.format_exc(limit=-3)
+            continue
+        return _finish(journal, key, base, lab, verdicts, began, settings.sandboxed)
+    verdicts = _all(lab, Status.INFRA, f"The grader failed {INFRA_TRIES} times: {reason}")
+    return base | _record(lab, verdicts, began, settings.sandboxed)  # not journalled: tried again
+
+
+def record_key(submission: Submission, settings: Settings) -> str:
+    """What a record is filed under: the file's bytes, lab, world size and version of the grader."""
+    master = settings.course.master(settings.lab)
+    sha256 = read_submission(submission.path, master).sha256
+    return submission_key(sha256, settings.lab, settings.world_size, grader_version())
+
+
+def executed_path(course: Course, lab: str, key: str) -> Path:
+    """The notebook as it was run, with outputs and verdicts."""
+    return course.build / "executed" / lab / f"{key}.ipynb"
+
+
+class _Attempt:
+    """One try: everything that it makes is gone when it returns."""
+
+    def __init__(
+        self, lab: Lab, settings: Settings, journal: Journal, key: str, student: str
+    ) -> None:
+        self.lab, self.settings, self.journal, self.key = lab, settings, journal, key
+        self.seed_id = f"{student}:{key}"
+
+    def run(self, notebook: NotebookNode, executed: Path) -> list[Verdict]:
+        # Short, because a unix socket's path has at most 107 bytes.
+        folder = Path(tempfile.mkdtemp(prefix="md-", dir="/tmp"))
+        try:
+            return self._run(notebook, executed, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, notebook: NotebookNode, executed: Path, folder: Path) -> list[Verdict]:
+        run_dir, front_dir = folder / "r", folder / "f"
+        run_dir.mkdir(mode=0o700)
+        front_dir.mkdir(mode=0o700)  # the notebook's side of the front; not in the box
+        referee = Referee(run_dir / "referee.sock", self.settings.world_size, self._draw)
+        try:
+            box = self._box(run_dir, referee)
+            launcher = {"prefix": box.prefix, "env": box.env, "run_dir": str(run_dir)}
+            if not box.sandboxed:
+                launcher["cwd"] = box.cwd
+            (front_dir / "launcher.json").write_text(json.dumps(launcher))
+            session = Session(
+                lab=self.lab, world_size=self.settings.world_size, referee=referee,
+                kernel_arguments=["--ranks", str(self.settings.world_size),
+                                  "--launcher", str(front_dir / "launcher.json")],
+                on_verdict=self._note, connection_file=str(front_dir / "kernel.json"),
+            )  # fmt: skip
+            source, output = front_dir / "in.ipynb", front_dir / "out.ipynb"
+            nbformat.write(notebook, source)
+            try:
+                papermill.execute_notebook(
+                    source, output, engine_name="referee", kernel_name="torchrun-2",
+                    progress_bar=False, request_save_on_cell_execute=False, session=session,
+                )  # fmt: skip
+            except PapermillExecutionError:
+                pass  # a cell raised; papermill says so after all of them have run
+            _keep(output, session, executed)
+            return [session.verdicts.get(c.name) or _not_run(c) for c in self.lab.criteria]
+        finally:
+            referee.stop()
+
+    def _draw(self, criterion: Criterion) -> Draw:
+        key = self.settings.course.key()
+        return draw_for(key, self.lab.name, criterion.name, self.seed_id, self.settings.world_size)
+
+    def _box(self, run_dir: Path, referee: Referee) -> Box:
+        env = {
+            "MINIDIST_REFEREE": str(referee.path),
+            "MINIDIST_RANK_INIT": "autograder.probe:attach",
+        }
+        if self.settings.sandboxed:
+            return build_box(run_dir=run_dir, withheld=self.lab.withheld, env_extra=env)
+        return build_open(run_dir=run_dir, env_extra=env)
+
+    def _note(self, verdict: Verdict, seconds: float) -> None:
+        """On disk before the next cell runs."""
+        self.journal.append({
+            "kind": "verdict", "key": self.key, "seed_id": self.seed_id,
+            "grader_version": grader_version(), "seconds": round(seconds, 3), **verdict.record(),
+        })  # fmt: skip
+
+
+def _keep(output: Path, session: Session, executed: Path) -> None:
+    """Saves the run notebook with every check cell's verdict in its metadata."""
+    notebook = nbformat.read(output, as_version=4)
+    # papermill puts markers of its own before a cell that failed
+    notebook.cells = [c for c in notebook.cells if "minidist" in c.metadata or c.cell_type != "code"]
+    notebook.cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
+    for cell in notebook.cells:
+        cell.metadata.pop("papermill", None)
+        meta = cell.metadata.get("minidist", {})
+        if meta.get("kind") == "check" and meta["grade_id"] in session.verdicts:
+            meta["verdict"] = session.verdicts[meta["grade_id"]].record()
+    notebook.metadata.pop("papermill", None)
+    executed.parent.mkdir(parents=True, exist_ok=True)
+    partial = executed.with_suffix(".partial")
+    nbformat.write(notebook, partial)
+    partial.replace(executed)
+
+
+def _not_run(criterion: Criterion) -> Verdict:
+    message = "the check was not reached: its cell is missing, or the time for the notebook was used up"
+    return Verdict(criterion.name, Status.NOT_RUN, 0.0, criterion.points, message)
+
+
+def _all(lab: Lab, status: Status, message: str) -> list[Verdict]:
+    return [Verdict(c.name, status, 0.0, c.points, message) for c in lab.criteria]
+
+
+def _record(lab: Lab, verdicts: list[Verdict], began: float, sandboxed: bool) -> Record:
+    counted = [v for v in verdicts if v.status != Status.BLOCKED]
+    return {
+        "score": sum(v.points for v in counted),
+        "max_score": sum(v.max_points for v in counted),
+        "seconds": round(time.monotonic() - began, 2),
+        "sandboxed": sandboxed,
+        "criteria": [v.record() for v in verdicts],
+    }
+
+
+def _finish(
+    journal: Journal, key: str, base: Record, lab: Lab, verdicts: list[Verdict], began: float,
+    sandboxed: bool,
+) -> Record:  # fmt: skip
+    record = base | _record(lab, verdicts, began, sandboxed)
+    journal.append({"kind": "submission", "key": key, "record": record})
+    return record

@@ -1,0 +1,462 @@
+"""One submission's box: what student code can see, use and reach while it is graded.
+
+`build_box` gives the start of a command line. Whatever is appended to it runs with its own users,
+processes, network (only ``lo``), hostname and IPC, on a read-only file system made of an allow-list
+of mounts, with a sized /tmp and /dev/shm as the only places to write:
+
+    box = build_box(run_dir=run_dir, withheld=("minidist.parallel",), limits=Limits())
+    process = subprocess.Popen([*box.prefix, sys.executable, "script.py"], env=box.env)
+
+Four rules for the caller. Pass ``env=box.env``: the first process of the box shows the environment
+it was started with to the others, so clearing it later would not help. Start it from a thread that
+outlives it: the kernel ends the box when the *thread* that started it ends. To end it, kill the
+started process: its pid namespace goes with it, whatever was forked or daemonised inside. Give it
+pipes or /dev/null for its standard streams, never a file of the trusted side: what a process has
+open, student code can open again.
+
+Not in the box: the course's solutions, tests, keys and gradebook, the trusted part of this package,
+and the modules of minidist that a lab withholds. They are absent, not protected.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import minidist
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+# Of this package only what runs beside student code; everything else is trusted.
+_INSIDE = frozenset({"__init__", "py", "probe", "wire", "criteria"})
+_SCRATCH = ("/tmp", "/dev/shm")
+_ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
+# The exchange of nbgrader's older versions holds everybody's submissions, below /usr.
+_HIDDEN = ("/usr/local/share/nbgrader",)
+# When the grader is root, only the rule that a running program is not written to keeps student code
+# from replacing bwrap itself; kernels 6.11 and 6.12 lacked it for a while.
+_PROBE = """
+import minidist
+try:
+    open("/proc/1/exe", "r+b")
+except OSError:
+    pass
+else:
+    raise SystemExit("bwrap itself can be written to from inside (Linux 6.11 or 6.12 as root)")
+"""
+# Variables of the grader's own environment that may enter the box.
+_INHERITED = (
+    "CUDA_DEVICE_ORDER",
+    "CUDA_VISIBLE_DEVICES",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "NVIDIA_VISIBLE_DEVICES",
+    "TZ",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one submission may use. Wall time is not here: whoever waits for it enforces it.
+
+    Attributes:
+        memory_bytes: private writable memory of each process (RLIMIT_DATA). Not enforced where
+            there is a GPU, because CUDA reserves far more address space than it uses.
+        cpu_seconds: processor time of each process.
+        num_processes: processes and threads of the whole box. Not enforced when the grader runs as
+            root (the kernel exempts it) or on kernels before 5.14 (they count all of the user's).
+        file_bytes: size of any one file.
+        tmp_bytes: size of /tmp, which holds the working folder and the home.
+        shm_bytes: size of /dev/shm.
+        num_open_files: open files of each process.
+    """
+
+    memory_bytes: int = 4 * GIB
+    cpu_seconds: int = 900
+    num_processes: int = 1024
+    file_bytes: int = 256 * MIB
+    tmp_bytes: int = 512 * MIB
+    shm_bytes: int = 512 * MIB
+    num_open_files: int = 4096
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether this machine can sandbox; `reason` says why not and what to do, else what is used."""
+
+    bwrap: str | None
+    works: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """How to start a program in the box: ``Popen([*prefix, program, …], env=env)``.
+
+    Attributes:
+        prefix: start of the command line; empty without a sandbox.
+        env: the whole environment, an allow-list.
+        cwd: working folder as the program sees it; the prefix changes to it. Without a sandbox the
+            caller does (``Popen(…, cwd=cwd)``).
+        sandboxed: whether the box holds anything back.
+    """
+
+    prefix: list[str] = field(default_factory=list)
+    env: dict[str, str]
+    cwd: str
+    sandboxed: bool
+
+
+@functools.cache
+def probe_support() -> Support:
+    """Starts Python in a real box once and says whether that works here (cached)."""
+    if sys.platform != "linux":
+        return Support(None, False, f"the sandbox needs Linux, this is {platform.system()}")
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        return Support(None, False, "bwrap is not installed: apt-get install bubblewrap")
+    try:
+        with tempfile.TemporaryDirectory(prefix="md-probe-") as folder:
+            box = _assemble(bwrap, Path(folder), (), Limits(), {}, ())
+            command = [*box.prefix, sys.executable, "-c", _PROBE]
+            done = subprocess.run(
+                command, env=box.env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Support(bwrap, False, f"bwrap could not be tried: {error}")
+    if done.returncode == 0:
+        lacking = "" if _disables_userns(bwrap) else ", without --disable-userns (needs bwrap 0.8)"
+        return Support(bwrap, True, f"{bwrap} works{lacking}")
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    said = lines[-1] if lines else f"exit status {done.returncode}"
+    hint = "Python or the package is not readable in the box"
+    if said.startswith("bwrap:"):
+        hint = "user namespaces are not allowed here"
+        if Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").exists():
+            hint += " (sysctl kernel.apparmor_restrict_unprivileged_userns=0 allows them)"
+    return Support(bwrap, False, f"{hint}: {said[:300]}")
+
+
+def build_box(
+    *,
+    run_dir: Path,
+    withheld: Sequence[str] = (),
+    limits: Limits | None = None,
+    env_extra: Mapping[str, str] | None = None,
+    hide: Sequence[Path] = (),
+) -> Box:
+    """A sandboxed box.
+
+    Args:
+        run_dir: existing folder of the trusted side; the box sees it read-only at the same path, so
+            its sockets can be connected to. A few files of the box's /etc are kept below it.
+        withheld: modules of minidist that must not exist inside, such as ``"minidist.parallel"``;
+            a name that does not exist anyway is fine.
+        limits: see `Limits`.
+        env_extra: added to the environment inside.
+        hide: further files and folders that must not be visible even if they lie below a mount.
+
+    Raises:
+        RuntimeError: no sandbox on this machine (`probe_support` says why).
+        ValueError: `run_dir` is not an absolute existing folder, or a withheld name is not ours.
+    """
+    support = probe_support()
+    if support.bwrap is None or not support.works:
+        raise RuntimeError(f"no sandbox on this machine: {support.reason}")
+    limits = limits or Limits()
+    return _assemble(support.bwrap, run_dir, withheld, limits, env_extra or {}, hide)
+
+
+def build_open(*, run_dir: Path, env_extra: Mapping[str, str] | None = None) -> Box:
+    """The form without a sandbox: own working folder and home in `run_dir`, nothing held back."""
+    _check_run_dir(run_dir)
+    work, home = run_dir / "work", run_dir / "home"
+    for folder in (work, home):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    tmp = os.environ.get("TMPDIR", "/tmp")
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    env = _environment(str(home), tmp, path) | dict(env_extra or {})
+    return Box(env=env, cwd=str(work), sandboxed=False)
+
+
+def _assemble(
+    bwrap: str,
+    run_dir: Path,
+    withheld: Sequence[str],
+    limits: Limits,
+    env_extra: Mapping[str, str],
+    hide: Sequence[Path],
+) -> Box:
+    _check_run_dir(run_dir)
+    mounts = _Mounts()
+    _mount_system(mounts, limits, _write_etc(run_dir))
+    for prefix in _python_prefixes():
+        mounts.bind(prefix)
+    mounts.package(Path(minidist.__file__).parent, _hidden_names(withheld))
+    mounts.package(Path(__file__).parent, _trusted_names())
+    mounts.bind(run_dir)
+    for path in (*map(Path, _HIDDEN), *hide):
+        mounts.hide(path)
+    home, work = "/tmp/home", "/tmp/work"
+    for folder in (home, work):
+        mounts.args += ["--perms", "0700", "--dir", folder]
+    mounts.seal()
+    namespaces = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net"]
+    namespaces += ["--unshare-uts", "--unshare-cgroup-try", "--uid", "1000", "--gid", "1000"]
+    if _disables_userns(bwrap):
+        namespaces += ["--disable-userns"]
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+    env = _environment(home, "/tmp", path) | dict(env_extra)
+    variables = [part for name, value in env.items() for part in ("--setenv", name, value)]
+    prefix = [
+        bwrap,
+        *namespaces,
+        "--clearenv",
+        *variables,
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
+    prefix += ["--hostname", "box", *mounts.args]
+    prefix += ["--chdir", work, "--"]
+    prefix += _limit_command(limits)
+    return Box(prefix=prefix, env=env, cwd=work, sandboxed=True)
+
+
+class _Mounts:
+    """Builds bwrap's mount arguments, in an order in which none covers an earlier one."""
+
+    def __init__(self) -> None:
+        self.args: list[str] = []
+        self._seen: list[Path] = []
+        self._tops: list[Path] = []
+
+    def bind(self, path: Path, source: Path | None = None) -> None:
+        """Shows `source` (default: the same path) read-only at `path`, if it exists."""
+        if source is None and any(path.is_relative_to(seen) for seen in self._seen):
+            return
+        self._guard(path)
+        self._seen.append(path)
+        self.args += ["--ro-bind-try", str(source or path), str(path)]
+
+    def package(self, folder: Path, hidden: Collection[tuple[str, ...]]) -> None:
+        """Shows a package without the hidden modules, given as paths of names below it.
+
+        Modules are left out one by one rather than covered: an empty folder would still import, as
+        a namespace package. Compiled leftovers in __pycache__ are left out too.
+        """
+        if not hidden:
+            self.bind(folder)
+            return
+        self._guard(folder)
+        self.args += ["--perms", "0755", "--tmpfs", str(folder)]
+        absent = {names[0] for names in hidden if len(names) == 1}
+        for child in sorted(folder.iterdir()):
+            stem = child.name.partition(".")[0]
+            if child.name == "__pycache__":
+                for compiled in sorted(child.iterdir()):
+                    if compiled.name.partition(".")[0] not in absent:
+                        self._put(compiled)
+            elif stem and stem not in absent:
+                below = {names[1:] for names in hidden if names[0] == stem and len(names) > 1}
+                if below and child.is_dir():
+                    self.package(child, below)
+                else:
+                    self._put(child)
+        self.args += ["--remount-ro", str(folder)]
+
+    def hide(self, path: Path) -> None:
+        """Covers a file or folder, in case one of the mounts above shows it."""
+        for place in {path.absolute(), path.resolve()}:
+            if not any(place.is_relative_to(seen) for seen in self._seen):
+                continue
+            if place.is_dir():
+                self.args += ["--perms", "0755", "--tmpfs", str(place)]
+                self.args += ["--remount-ro", str(place)]
+            elif place.exists():
+                self.args += ["--ro-bind", "/dev/null", str(place)]
+
+    def scratch(self, path: str, size: int) -> None:
+        """A folder in memory that student code may write to."""
+        self.args += ["--perms", "1777", "--size", str(size), "--tmpfs", path]
+
+    def seal(self) -> None:
+        """Makes what leads to the mounts read-only; nothing can be mounted afterwards.
+
+        /proc too: when the grader is root, the box's user could write sysctls (core_pattern is a
+        way out) although it has no capabilities, for the kernel asks only for the outer uid.
+        """
+        for place in (*map(str, self._tops), "/proc", "/dev", "/"):
+            self.args += ["--remount-ro", place]
+
+    def _put(self, path: Path) -> None:
+        self.args += ["--ro-bind", str(path), str(path)]
+
+    def _guard(self, path: Path) -> None:
+        """Keeps mount points below a scratch folder out of student code's hands.
+
+        The folders that lead to a mount point would be part of the writable /tmp and could be
+        renamed away and replaced; the first of them therefore becomes a mount of its own.
+        """
+        for scratch in _SCRATCH:
+            if path.is_relative_to(scratch):
+                top = Path(scratch, path.relative_to(scratch).parts[0])
+                if top != path and top not in self._tops:
+                    self.args += ["--perms", "0755", "--size", str(MIB), "--tmpfs", str(top)]
+                    self._tops.append(top)
+
+
+def _mount_system(mounts: _Mounts, limits: Limits, etc: Path) -> None:
+    """/usr and what points into it, the needed bits of /etc, /proc, devices, scratch folders."""
+    mounts.bind(Path("/usr"))
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        root = Path("/", name)
+        if root.is_symlink():
+            mounts.args += ["--symlink", os.readlink(root), str(root)]
+        elif root.is_dir():
+            mounts.bind(root)
+    for name in _ETC:
+        mounts.bind(Path("/etc", name))
+    for own in sorted(etc.iterdir()):
+        mounts.bind(Path("/etc", own.name), own)
+    mounts.args += ["--proc", "/proc", "--dev", "/dev"]
+    devices = _cuda_devices()
+    for device in devices:
+        mounts.args += ["--dev-bind", str(device), str(device)]
+    # torch reads the processors' layout and complains on stderr without it; CUDA reads the buses.
+    for readable in (
+        ("/sys",) if devices else ("/sys/devices/system/cpu", "/sys/devices/system/node")
+    ):
+        mounts.bind(Path(readable))
+    mounts.scratch("/dev/shm", limits.shm_bytes)
+    mounts.scratch("/tmp", limits.tmp_bytes)
+    mounts.args += ["--symlink", "/tmp", "/var/tmp"]
+
+
+def _write_etc(run_dir: Path) -> Path:
+    """The box's own small /etc files: a hostname that resolves, one user, no others' names."""
+    etc = run_dir / ".box"
+    etc.mkdir(mode=0o700, exist_ok=True)
+    files = {
+        "hosts": "127.0.0.1 localhost box\n::1 localhost\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+        "passwd": "student:x:1000:1000:student:/tmp/home:/bin/sh\n",
+        "group": "student:x:1000:\n",
+    }
+    for name, text in files.items():
+        (etc / name).write_text(text)
+    return etc
+
+
+def _python_prefixes() -> list[Path]:
+    """Folders that the interpreter and its packages live in, links on the way to it included."""
+    found: list[Path] = [Path(sys.base_prefix), Path(sys.prefix)]
+    link = Path(sys.executable)
+    while link.is_symlink():  # a version manager may put several links before the binary
+        link = Path(os.path.normpath(link.parent / os.readlink(link)))
+        found.append(link.parent.parent)
+    found += [path.resolve() for path in found]
+    project = Path(__file__).parent.parent
+    prefixes: list[Path] = []
+    for path in found:
+        if path in map(Path, ("/", "/usr")):
+            continue
+        if project.is_relative_to(path) and project.name != "site-packages":
+            # An environment made in the project's own folder: not its solutions and tests.
+            names = ("bin", "lib", "lib64", "share", "pyvenv.cfg")
+            prefixes += [path / name for name in names if (path / name).exists()]
+        else:
+            prefixes.append(path)
+    return list(dict.fromkeys(prefixes))
+
+
+def _hidden_names(withheld: Sequence[str]) -> set[tuple[str, ...]]:
+    names = {tuple(name.split(".")) for name in withheld}
+    for parts in names:
+        if len(parts) < 2 or parts[0] != "minidist" or not all(map(str.isidentifier, parts)):
+            raise ValueError(f"withheld: expected 'minidist.module', got {'.'.join(parts)!r}")
+    return {parts[1:] for parts in names}
+
+
+def _trusted_names() -> set[tuple[str, ...]]:
+    stems = {child.name.partition(".")[0] for child in Path(__file__).parent.iterdir()}
+    return {(stem,) for stem in stems - _INSIDE - {"__pycache__", ""}} | {("sandbox",)}
+
+
+def _cuda_devices() -> list[Path]:
+    return sorted(Path("/dev").glob("nvidia*"))
+
+
+@functools.cache
+def _disables_userns(bwrap: str) -> bool:
+    done = subprocess.run([bwrap, "--help"], capture_output=True, timeout=30, check=False)
+    return b"--disable-userns" in done.stdout + done.stderr
+
+
+def _limit_command(limits: Limits) -> list[str]:
+    """Runs inside the box, so that the number of processes is counted there."""
+    wanted = {
+        "CORE": 0,
+        "CPU": limits.cpu_seconds,
+        "FSIZE": limits.file_bytes,
+        "NOFILE": limits.num_open_files,
+    }
+    if not _cuda_devices():
+        wanted["DATA"] = limits.memory_bytes
+    release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+    if os.getuid() != 0 and release >= (5, 14):
+        wanted["NPROC"] = limits.num_processes
+    values: dict[str, int] = {}
+    for name, value in wanted.items():
+        hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1]
+        values[name] = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    if shutil.which("prlimit", path="/usr/bin:/bin"):
+        options = [f"--{name.lower()}={value}:{value}" for name, value in values.items()]
+        return ["prlimit", *options, "--"]
+    calls = "".join(
+        f"r.setrlimit(r.RLIMIT_{name},({value},{value}));" for name, value in values.items()
+    )
+    code = f"import os,resource as r,sys;{calls}os.execvp(sys.argv[1],sys.argv[1:])"
+    return [sys.executable, "-I", "-S", "-c", code]
+
+
+def _environment(home: str, tmp: str, path: str) -> dict[str, str]:
+    env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    env.setdefault("LANG", "C.UTF-8")
+    env |= {
+        "HOME": home,
+        "IPYTHONDIR": f"{home}/ipython",
+        "JUPYTER_CONFIG_DIR": f"{home}/jupyter/config",
+        "JUPYTER_DATA_DIR": f"{home}/jupyter/data",
+        "JUPYTER_NO_CONFIG": "1",
+        "JUPYTER_RUNTIME_DIR": f"{home}/jupyter/runtime",
+        "MPLCONFIGDIR": f"{home}/matplotlib",
+        "OMP_NUM_THREADS": "1",
+        "PATH": path,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONNOUSERSITE": "1",
+        "TMPDIR": tmp,
+        "USER": "student",
+    }
+    if sys.platform == "linux":
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return env
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    if not run_dir.is_absolute() or not run_dir.is_dir() or run_dir.is_symlink():
+        raise ValueError(
+            f"run_dir: expected an existing folder by its absolute path, got {run_dir}"
+        )

@@ -1,0 +1,73 @@
+"""Which backend and device a rank uses, and the names that changed between torch versions."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def choose_backend(local_world_size: int | None = None) -> str:
+    """ "nccl" when every rank of this node has a GPU of its own, else "gloo".
+
+    Args:
+        local_world_size: ranks on this node; None means torchrun's LOCAL_WORLD_SIZE, else 1.
+    """
+    if local_world_size is None:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    if has_nccl and torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size:
+        return "nccl"
+    return "gloo"
+
+
+def choose_device(
+    local_rank: int | None = None, local_world_size: int | None = None
+) -> torch.device:
+    """The device that goes with `choose_backend`: this rank's own GPU, or the CPU.
+
+    Does not make it the current CUDA device; `torch.cuda.set_device` does.
+
+    Args:
+        local_rank: rank on this node; None means torchrun's LOCAL_RANK, else 0.
+    """
+    if choose_backend(local_world_size) == "gloo":
+        return torch.device("cpu")
+    if local_rank is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local_rank)
+
+
+def all_gather_single(
+    output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Gather equal tensors of all ranks into one; torch called it all_gather_into_tensor."""
+    return _renamed("all_gather_single", "all_gather_into_tensor")(
+        output, input, group=group, async_op=async_op
+    )
+
+
+def reduce_scatter_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce one tensor, leaving each rank its part; torch called it reduce_scatter_tensor."""
+    return _renamed("reduce_scatter_single", "reduce_scatter_tensor")(
+        output, input, op=op, group=group, async_op=async_op
+    )
+
+
+def _renamed(new: str, old: str) -> Any:
+    """torch 2.13 renamed them, and warns about the old names."""
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+def ignore_renaming_warnings() -> None:
+    """Keep torch 2.13 from warning about the names that torch 2.11 needs."""
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*_single.*")

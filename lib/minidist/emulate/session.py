@@ -1,0 +1,612 @@
+"""One session of the broker: matches the calls of the ranks, computes results, keeps the trace.
+
+Nothing here blocks or touches a socket: `handle` takes one frame of one rank and returns at once;
+replies go out through the `reply` function given by the broker. Frames come from untrusted
+processes, so every field is checked; a ProtocolError means that this rank broke the protocol.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from minidist.emulate import arrays
+from minidist.emulate.plan import DIRECTIONS, ChargePlan
+from minidist.emulate.trace import Collective, Event, Trace
+from minidist.errors import ProtocolError
+
+COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+)
+_REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
+_MAX_EVENTS = 1_000_000
+_MAX_GROUPS = 4096
+# Reply(rank, header, payload)
+Reply = Callable[[int, dict[str, Any], "np.ndarray | None"], None]
+
+
+@dataclass
+class _Call:
+    """What one rank asked for in one collective."""
+
+    rank: int
+    kind: str
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    root: int | None
+    payload: np.ndarray
+    send_splits: tuple[int, ...] = ()
+    recv_splits: tuple[int, ...] = ()
+
+    def describe(self) -> str:
+        if self.kind == "barrier":
+            return "barrier()"
+        text = f"{self.kind}({self.dtype}{list(self.shape)}"
+        text += f", {self.op}" if self.op else ""
+        return text + (f", root {self.root})" if self.root is not None else ")")
+
+    def signature(self) -> tuple[Any, ...]:
+        # The parts of an all_to_all are compared pair by pair instead.
+        shape = () if self.kind == "all_to_all" else self.shape
+        return (self.kind, self.op, self.dtype, shape, self.root)
+
+
+@dataclass
+class _Slot:
+    """The k-th collective of a group, or the n-th message of one direction."""
+
+    record: Collective
+    number: str  # for messages: "#3 of group 0"
+    members: tuple[int, ...]
+    calls: dict[int, _Call] = field(default_factory=dict)
+    results: dict[int, np.ndarray | None] = field(default_factory=dict)
+    fetches: list[tuple[int, int, float]] = field(default_factory=list)  # rank, request, since
+    ready: set[int] = field(default_factory=set)  # ranks whose result is there
+
+
+class Session:
+    """State of one session.
+
+    Args:
+        number: what frames have to carry to belong to this session.
+        reply: sends a reply to a rank; must not block or raise.
+        max_bytes: payload bytes that one rank may send in the session.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        world_size: int,
+        plan: ChargePlan | None,
+        reply: Reply,
+        *,
+        keep_payloads: bool,
+        deadline_s: float,
+        max_bytes: int,
+    ) -> None:
+        self.number = number
+        self.world_size = world_size
+        self.plan = plan
+        self.deadline_s = deadline_s
+        self.faults: list[str] = []
+        self.failure: tuple[str, str] | None = None  # kind and text of what ended the session
+        self.left: set[int] = set()
+        self.joined: set[int] = set()
+        self._reply = reply
+        self._keep = keep_payloads
+        self._max_bytes = max_bytes
+        self._events: list[list[Event]] = [[] for _ in range(world_size)]
+        self._slots: dict[str, _Slot] = {}
+        self._waiting: dict[str, _Slot] = {}  # those with unanswered fetches
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._counts: dict[tuple[str, int], int] = {}
+        self._message_counts: dict[tuple[str, int], int] = {}
+        self._charges: dict[tuple[int, int, str], int] = {}
+        self._bytes = [0] * world_size
+        self._last: dict[int, str] = {}
+
+    # ------------------------------------------------------------------ frames
+
+    def handle(self, rank: int, header: dict[str, Any], payload: np.ndarray) -> None:
+        """One frame of `rank`, already known to belong to this session."""
+        kind = header.get("t")
+        if len(self._events[rank]) > _MAX_EVENTS:
+            raise ProtocolError(f"more than {_MAX_EVENTS} events in one session")
+        self._bytes[rank] += payload.nbytes
+        if self._bytes[rank] > self._max_bytes:
+            raise ProtocolError(f"sent more than {self._max_bytes} bytes in one session")
+        if kind == "issue":
+            self._issue(rank, header, payload)
+            return
+        if payload.nbytes:
+            raise ProtocolError(f"a {str(kind)[:40]!r} frame carries no payload")
+        if kind == "fetch":
+            self._fetch(rank, header)
+        elif kind == "poll":
+            slot = self._slot_of(rank, header)
+            done = rank in slot.ready or self.failure is not None
+            self._reply(rank, {"q": _request(header), "done": done}, None)
+        elif kind == "wait":
+            self._add_wait(rank, self._slot_of(rank, header))
+        elif kind == "charge":
+            self._charge(rank, header)
+        elif kind == "compute":
+            self._compute(rank, header)
+        elif kind == "join":
+            self._join(rank, header)
+        elif kind == "leave":
+            self._leave(rank, header)
+        else:
+            raise ProtocolError(f"unknown frame type {str(kind)[:40]!r}")
+
+    def _join(self, rank: int, header: dict[str, Any]) -> None:
+        request = _request(header)
+        if rank in self.joined:
+            text = "this rank has already been in this session; the next one must begin first"
+            self._reply(rank, {"q": request, "error": ["protocol", text]}, None)
+            return
+        self.joined.add(rank)
+        answer = {
+            "q": request,
+            "s": self.number,
+            "world_size": self.world_size,
+            "deadline_s": self.deadline_s,
+            "charged": self.plan is not None,
+        }
+        self._reply(rank, answer, None)
+
+    def _leave(self, rank: int, header: dict[str, Any]) -> None:
+        self.left.add(rank)
+        self._reply(rank, {"q": _request(header)}, None)
+        # Who waits for this rank waits in vain: say so now, not at the deadline.
+        for slot in list(self._waiting.values()):
+            if rank in slot.members and rank not in slot.calls:
+                self.fail("missing", self._missing_text(slot, "waits"))
+                return
+
+    def _charge(self, rank: int, header: dict[str, Any]) -> None:
+        request = _request(header)
+        if self.plan is None:
+            text = "there is no charge plan in this session"
+            self._reply(rank, {"q": request, "error": ["protocol", text]}, None)
+            return
+        layer = _integer(header, "layer", 0, self.plan.num_layers - 1)
+        direction = header.get("dir")
+        if direction not in DIRECTIONS:
+            raise ProtocolError(f"direction must be one of {DIRECTIONS}")
+        n = self._charges.get((rank, layer, direction), 0)
+        self._charges[rank, layer, direction] = n + 1
+        event = Event(
+            kind="compute",
+            name=f"{direction} {layer}",
+            duration_s=self.plan.seconds(layer, direction),
+            layer=layer,
+            direction=direction,
+            step=n,
+        )
+        self._events[rank].append(event)
+        factor = self.plan.factor(rank, layer, direction, n)
+        self._reply(rank, {"q": request, "factor": factor}, None)
+
+    def _compute(self, rank: int, header: dict[str, Any]) -> None:
+        if self.plan is not None:
+            raise ProtocolError("reported compute of its own in a session that charges by plan")
+        entries = header.get("ev")
+        if not isinstance(entries, list):
+            raise ProtocolError("compute needs a list of [name, flops, bytes]")
+        for entry in entries:
+            if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
+                raise ProtocolError("compute needs a list of [name, flops, bytes]")
+            flops, num_bytes = _amount(entry[1]), _amount(entry[2])
+            event = Event(kind="compute", name=entry[0][:80], flops=flops, num_bytes=num_bytes)
+            self._events[rank].append(event)
+
+    # ------------------------------------------------------------- collectives
+
+    def _issue(self, rank: int, header: dict[str, Any], payload: np.ndarray) -> None:
+        group, members = self._group(rank, header)
+        kind = header.get("kind")
+        call = _parse_call(rank, header, payload, members)
+        self._last[rank] = call.describe()
+        if kind in ("send", "recv"):
+            self._issue_message(call, header, group, members)
+            return
+        number = self._counts.get((group, rank), 0)
+        self._counts[group, rank] = number + 1
+        if _integer(header, "k", 0, 1 << 40) != number:
+            raise ProtocolError(f"called its collective number {number} of group {group!r} another")
+        key = f"{group}/{number}"
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = _Slot(_record(key, group, members, call), f"#{number} of {group}", members)
+            self._slots[key] = slot
+        self._add_issue(call, slot.record)
+        slot.calls[rank] = call
+        slot.record.arrived += (rank,)
+        if self._keep and call.payload.nbytes:
+            slot.record.payloads[rank] = arrays.values(call.payload, call.dtype)
+        self._match(slot)
+
+    def _issue_message(
+        self, call: _Call, header: dict[str, Any], group: str, members: tuple[int, ...]
+    ) -> None:
+        peer = _integer(header, "peer", 0, self.world_size - 1)
+        tag = _integer(header, "tag", -(1 << 31), 1 << 31)
+        if peer not in members:
+            raise ProtocolError(f"{call.kind} with rank {peer}, which is not in group {group!r}")
+        ends = (call.rank, peer) if call.kind == "send" else (peer, call.rank)
+        path = f"{group}/{ends[0]}>{ends[1]}/{tag}"
+        side = (f"{path}/{call.kind}", call.rank)
+        number = self._message_counts.get(side, 0)
+        self._message_counts[side] = number + 1
+        key = f"{path}/{number}"
+        slot = self._slots.get(key)
+        if slot is None:
+            record = _record(key, group, ends, call)
+            record.kind = "send"
+            slot = _Slot(record, f"#{number} {ends[0]} -> {ends[1]} of {group}", ends)
+            self._slots[key] = slot
+        self._add_issue(call, slot.record)
+        # A message of a rank to itself has both of its ends there: tell them apart by kind.
+        side_of = ends[0] if call.kind == "send" else ends[1]
+        slot.calls[side_of if ends[0] != ends[1] else (-1 if call.kind == "send" else -2)] = call
+        slot.record.arrived += (call.rank,)
+        if call.kind == "send" and self._keep:
+            slot.record.payloads[call.rank] = arrays.values(call.payload, call.dtype)
+        if len(slot.calls) == 2:
+            sent, wanted = sorted(slot.calls.values(), key=lambda c: c.kind, reverse=True)
+            if (sent.dtype, sent.shape) != (wanted.dtype, wanted.shape):
+                self._mismatch(slot)
+                return
+            slot.ready.add(wanted.rank)
+            slot.results[wanted.rank] = sent.payload
+            slot.record.completed = True
+        self._flush(slot)
+
+    def _match(self, slot: _Slot) -> None:
+        calls = [slot.calls[r] for r in slot.members if r in slot.calls]
+        if any(call.signature() != calls[0].signature() for call in calls[1:]):
+            self._mismatch(slot)
+            return
+        if len(calls) < len(slot.members):
+            gone = [r for r in slot.members if r not in slot.calls and r in self.left]
+            if gone and slot.fetches:
+                self.fail("missing", self._missing_text(slot, "waits"))
+            return
+        if calls[0].kind == "all_to_all" and not _splits_agree(calls):
+            self._mismatch(slot)
+            return
+        slot.results = _results(slot.members, calls)
+        slot.ready = set(slot.members)
+        slot.record.completed = True
+        if self._keep and calls[0].kind in ("all_reduce", "reduce", "broadcast", "all_gather"):
+            raw = next((r for r in slot.results.values() if r is not None), None)
+            if raw is not None:
+                slot.record.result = arrays.values(raw, calls[0].dtype)
+        for call in calls:
+            call.payload = call.payload[:0]
+        self._flush(slot)
+
+    def _fetch(self, rank: int, header: dict[str, Any]) -> None:
+        slot = self._slot_of(rank, header)
+        if header.get("wait") is True:
+            self._add_wait(rank, slot)
+        slot.fetches.append((rank, _request(header), time.monotonic()))
+        self._waiting[slot.record.key] = slot
+        if self.failure is None and rank not in slot.ready:
+            if any(r in self.left for r in slot.members if r not in slot.calls):
+                self.fail("missing", self._missing_text(slot, "waits"))
+            return
+        self._flush(slot)
+
+    def _flush(self, slot: _Slot) -> None:
+        """Answer the fetches whose result is there; all of them once the session has failed."""
+        waiting = []
+        for rank, request, since in slot.fetches:
+            if rank in slot.ready:
+                self._reply(rank, {"q": request}, slot.results.pop(rank, None))
+            elif self.failure is not None:
+                self._reply(rank, {"q": request, "error": list(self.failure)}, None)
+            else:
+                waiting.append((rank, request, since))
+        slot.fetches = waiting
+        if not waiting:
+            self._waiting.pop(slot.record.key, None)
+
+    # ----------------------------------------------------------------- failure
+
+    def fail(self, kind: str, text: str) -> None:
+        """End the session: every fetch of a result that is not there gets this error."""
+        self.faults.append(text)
+        if self.failure is None:
+            self.failure = (kind, text)
+        for slot in list(self._waiting.values()):
+            self._flush(slot)
+
+    def close(self, why: str) -> None:
+        """Give everyone who still waits an error; the trace taken before is not touched."""
+        if self.failure is None:
+            self.failure = ("ended", why)
+        for slot in list(self._waiting.values()):
+            self._flush(slot)
+
+    def check_deadline(self, now_s: float) -> float | None:
+        """Fail if a fetch has waited too long; returns the seconds until the next may have."""
+        oldest: tuple[float, _Slot] | None = None
+        for slot in self._waiting.values():
+            for _, _, since in slot.fetches:
+                if oldest is None or since < oldest[0]:
+                    oldest = (since, slot)
+        if oldest is None:
+            return None
+        left_s = oldest[0] + self.deadline_s - now_s
+        if left_s <= 0:
+            text = self._missing_text(oldest[1], f"waited {self.deadline_s:g} s")
+            self.fail("deadline", text)
+            return None
+        return left_s
+
+    def _missing_text(self, slot: _Slot, verb: str) -> str:
+        waiting = sorted({rank for rank, _, _ in slot.fetches})
+        if len(slot.members) == 2 and slot.record.kind == "send":
+            absent = [slot.members[0]]
+            called = next(c.describe() for c in slot.calls.values() if c.kind == "recv")
+        else:
+            absent = [rank for rank in slot.members if rank not in slot.calls]
+            called = next(iter(slot.calls.values())).describe()
+        states = []
+        for rank in absent:
+            last = self._last.get(rank)
+            state = (
+                "has left the emulated cluster"
+                if rank in self.left
+                else "has not come to it"
+                if rank in self.joined
+                else "is not connected to this session"
+            )
+            did = f"; its last call was {last}" if last else "; it has called nothing"
+            states.append(f"rank {rank} {state}{did}")
+        who = ", ".join(f"rank {rank}" for rank in waiting)
+        return f"{who} {verb} in {called} {slot.number}; missing: " + "; ".join(states)
+
+    def _mismatch(self, slot: _Slot) -> None:
+        calls = "; ".join(
+            f"rank {call.rank} called {call.describe()}" for _, call in sorted(slot.calls.items())
+        )
+        if any(c.kind == "all_to_all" for c in slot.calls.values()):
+            calls += "; the sizes sent and expected have to agree pair by pair"
+        self.fail("mismatch", f"the ranks disagree about collective {slot.number}: {calls}")
+
+    # ------------------------------------------------------------------- parts
+
+    def _group(self, rank: int, header: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+        name = header.get("g")
+        if not isinstance(name, str) or not 0 < len(name) <= 200:
+            raise ProtocolError("a group needs a name of 1 to 200 characters")
+        ranks = header.get("r")
+        if (
+            not isinstance(ranks, list)
+            or not ranks
+            or not all(type(r) is int and 0 <= r < self.world_size for r in ranks)
+            or len(set(ranks)) != len(ranks)
+            or rank not in ranks
+        ):
+            raise ProtocolError(
+                f"the ranks of group {name!r} must be different, within 0 to "
+                f"{self.world_size - 1}, and contain the caller"
+            )
+        members = tuple(ranks)
+        if self._groups.setdefault(name, members) != members:
+            raise ProtocolError(
+                f"group {name!r} has ranks {list(members)} here and "
+                f"{list(self._groups[name])} elsewhere"
+            )
+        if len(self._groups) > _MAX_GROUPS:
+            raise ProtocolError(f"more than {_MAX_GROUPS} groups in one session")
+        return name, members
+
+    def _slot_of(self, rank: int, header: dict[str, Any]) -> _Slot:
+        key = header.get("key")
+        slot = self._slots.get(key) if isinstance(key, str) else None
+        if slot is None or not any(call.rank == rank for call in slot.calls.values()):
+            raise ProtocolError(f"asked for collective {str(key)[:80]!r}, which it has not issued")
+        return slot
+
+    def _add_issue(self, call: _Call, record: Collective) -> None:
+        event = Event(
+            kind="issue",
+            name=call.describe(),
+            key=record.key,
+            collective=call.kind,
+            op=call.op,
+            group=record.group,
+            ranks=record.ranks,
+            nbytes=_nbytes(call, len(record.ranks)),
+            numel=_numel(call.shape),
+            dtype=call.dtype,
+            root=call.root,
+        )
+        self._events[call.rank].append(event)
+
+    def _add_wait(self, rank: int, slot: _Slot) -> None:
+        self._events[rank].append(Event(kind="wait", name=slot.record.kind, key=slot.record.key))
+
+    def trace(self) -> Trace:
+        first: dict[str, tuple[int, int]] = {}
+        for rank, events in enumerate(self._events):
+            for index, event in enumerate(events):
+                if event.kind == "issue":
+                    first.setdefault(event.key, (rank, index))
+        records = [slot.record for slot in self._slots.values()]
+        for record in records:
+            record.arrived = tuple(sorted(record.arrived))
+        # The order must not depend on who came first in real time.
+        records.sort(key=lambda record: first[record.key])
+        return Trace(
+            world_size=self.world_size,
+            events=[list(events) for events in self._events],
+            collectives=records,
+            faults=list(self.faults),
+        )
+
+
+def _integer(header: dict[str, Any], name: str, low: int, high: int) -> int:
+    value = header.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise ProtocolError(f"{name!r} must be an integer from {low} to {high}")
+    return value
+
+
+def _request(header: dict[str, Any]) -> int:
+    return _integer(header, "q", 0, 1 << 64)
+
+
+def _amount(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1e30:
+        raise ProtocolError("flops and bytes must be numbers from 0 to 1e30")
+    return float(value)
+
+
+def _sizes(header: dict[str, Any], name: str, count: int) -> tuple[int, ...]:
+    value = header.get(name)
+    if (
+        not isinstance(value, list)
+        or len(value) != count
+        or not all(type(n) is int and 0 <= n < 1 << 40 for n in value)
+    ):
+        raise ProtocolError(f"{name!r} must be a list of {count} sizes")
+    return tuple(value)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _parse_call(
+    rank: int, header: dict[str, Any], payload: np.ndarray, members: tuple[int, ...]
+) -> _Call:
+    kind, op, dtype = header.get("kind"), header.get("op", ""), header.get("dtype")
+    if not isinstance(kind, str) or kind not in (*COLLECTIVES, "send", "recv"):
+        raise ProtocolError(f"unknown collective {str(kind)[:40]!r}")
+    if not isinstance(dtype, str) or dtype not in arrays.NUMPY_DTYPES:
+        raise ProtocolError(f"unknown dtype {str(dtype)[:40]!r}")
+    shape = header.get("shape")
+    if not isinstance(shape, list) or len(shape) > 64:
+        raise ProtocolError("'shape' must be a list of at most 64 sizes")
+    sizes = _sizes(header, "shape", len(shape))
+    if kind in _REDUCING:
+        if op not in arrays.REDUCE_OPS:
+            raise ProtocolError(f"unknown reduction {str(op)[:40]!r}")
+        if reason := arrays.can_reduce(op, dtype):
+            raise ProtocolError(reason)
+    elif op != "":
+        raise ProtocolError(f"{kind} has no reduction")
+    root = None
+    if kind in _ROOTED:
+        root = _integer(header, "root", 0, 1 << 20)
+        if root not in members:
+            raise ProtocolError(f"root {root} is not in the group {list(members)}")
+    numel, parts = _numel(sizes), len(members)
+    call = _Call(rank, kind, op, dtype, sizes, root, payload)
+    if kind == "all_to_all":
+        call.send_splits = _sizes(header, "send", parts)
+        call.recv_splits = _sizes(header, "recv", parts)
+        numel = sum(call.send_splits)
+    elif kind in ("barrier", "recv") or (kind == "broadcast" and rank != root):
+        numel = 0
+    elif kind == "scatter":
+        numel = numel * parts if rank == root else 0
+    elif kind == "reduce_scatter":
+        numel *= parts
+    if payload.nbytes != numel * arrays.itemsize(dtype):
+        raise ProtocolError(
+            f"{call.describe()} needs {numel * arrays.itemsize(dtype)} bytes, got {payload.nbytes}"
+        )
+    return call
+
+
+def _record(key: str, group: str, ranks: tuple[int, ...], call: _Call) -> Collective:
+    return Collective(
+        key=key,
+        kind=call.kind,
+        op=call.op,
+        group=group,
+        ranks=ranks,
+        shape=call.shape,
+        numel=_numel(call.shape),
+        nbytes=_nbytes(call, len(ranks)),
+        dtype=call.dtype,
+        root=call.root,
+    )
+
+
+def _nbytes(call: _Call, num_ranks: int) -> int:
+    """Size in the convention of `simulate.collective_seconds`; the shape is one rank's part."""
+    size = arrays.itemsize(call.dtype)
+    if call.kind == "all_to_all":
+        return sum(call.send_splits) * size
+    whole = call.kind in ("all_gather", "reduce_scatter", "gather", "scatter")
+    return _numel(call.shape) * size * (num_ranks if whole else 1)
+
+
+def _splits_agree(calls: list[_Call]) -> bool:
+    return all(
+        sender.send_splits[j] == receiver.recv_splits[i]
+        for i, sender in enumerate(calls)
+        for j, receiver in enumerate(calls)
+    )
+
+
+def _results(members: tuple[int, ...], calls: list[_Call]) -> dict[int, np.ndarray | None]:
+    """Raw bytes that each rank gets; `calls` are in the order of `members`."""
+    first = calls[0]
+    raws = [call.payload for call in calls]
+    nothing: dict[int, np.ndarray | None] = dict.fromkeys(members)
+    match first.kind:
+        case "all_reduce":
+            return dict.fromkeys(members, arrays.reduce(raws, first.op, first.dtype))
+        case "reduce":
+            assert first.root is not None
+            return nothing | {first.root: arrays.reduce(raws, first.op, first.dtype)}
+        case "broadcast":
+            sent = next(call.payload for call in calls if call.rank == first.root)
+            return {rank: None if rank == first.root else sent for rank in members}
+        case "all_gather":
+            return dict.fromkeys(members, np.concatenate(raws))
+        case "gather":
+            assert first.root is not None
+            return nothing | {first.root: np.concatenate(raws)}
+        case "scatter":
+            sent = next(call.payload for call in calls if call.rank == first.root)
+            return dict(zip(members, np.split(sent, len(members)), strict=True))
+        case "reduce_scatter":
+            total = arrays.reduce(raws, first.op, first.dtype)
+            return dict(zip(members, np.split(total, len(members)), strict=True))
+        case "all_to_all":
+            size = arrays.itemsize(first.dtype)
+            parts = [
+                np.split(call.payload, np.cumsum(np.array(call.send_splits) * size)[:-1])
+                for call in calls
+            ]
+            return {
+                rank: np.concatenate([part[i] for part in parts]) for i, rank in enumerate(members)
+            }
+        case _:
+            return nothing

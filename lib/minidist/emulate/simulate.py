@@ -1,0 +1,361 @@
+"""Replay of a trace on a cluster: exact virtual time, the same on every run and every machine.
+
+The model. Every rank has a compute clock. Compute moves it. A collective is handed to the
+communication stream of its group, which works in order; the collective starts when all of its
+ranks have issued it and their streams and links are free, and takes the time of
+`collective_seconds` on the slowest link that its group needs. `wait` moves the compute clock to the
+end of the collective. A message is eager: it leaves when it is sent, on a stream per direction.
+
+    t(ring all-reduce of B bytes on n ranks) = 2(n-1)/n * B / bandwidth + 2(n-1) * latency
+
+(Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.trace import Event, Trace
+from minidist.errors import ProtocolError
+
+
+def collective_seconds(kind: str, nbytes: float, num_ranks: int, link: Link) -> float:
+    """Duration of one collective, once all of its ranks are there.
+
+    Args:
+        kind: all_reduce, all_gather, reduce_scatter (rings), broadcast, reduce (pipelined trees),
+            gather, scatter (through the root's link), all_to_all, barrier, send.
+        nbytes: all_reduce, broadcast, reduce, send: the buffer. all_gather, gather: everything
+            gathered. reduce_scatter, scatter: everything before it is cut up. all_to_all: what
+            one rank holds, its own part included.
+        num_ranks: size of the group; one rank alone takes no time.
+    """
+    n, latency_s = num_ranks, link.latency_s
+    transfer_s = nbytes / link.bandwidth_bytes_per_s
+    if kind == "send":
+        return latency_s + transfer_s
+    if n == 1:
+        return 0.0
+    match kind:
+        case "all_reduce":
+            return 2 * (n - 1) / n * transfer_s + 2 * (n - 1) * latency_s
+        case "all_gather" | "reduce_scatter" | "all_to_all":
+            return (n - 1) / n * transfer_s + (n - 1) * latency_s
+        case "broadcast" | "reduce":
+            return transfer_s + math.ceil(math.log2(n)) * latency_s
+        case "gather" | "scatter":
+            return (n - 1) / n * transfer_s + latency_s
+        case "barrier":
+            return math.ceil(math.log2(n)) * latency_s
+    raise ValueError(f"collective_seconds: unknown kind {kind!r}")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What one rank did for a while: compute, communication or idle (its compute stands still)."""
+
+    kind: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: from the first charge of its forward pass to the start of the next."""
+
+    start_s: float
+    end_s: float
+    efficiency: float
+
+
+@dataclass
+class Timeline:
+    """What happened when, in virtual seconds."""
+
+    cluster: str
+    world_size: int
+    makespan_s: float
+    intervals: list[list[Interval]]  # per rank, by start
+    event_times: list[list[tuple[float, float]]]
+    """Per rank and event: of a compute its span; of an issue the span of its collective (of a
+    recv: of the message); of a wait the compute clock before and after."""
+    bytes_per_link: dict[str, float] = field(default_factory=dict)
+    """Bytes that left each device's port ("device 0") and each node's ("node 0")."""
+    steps: list[Step] = field(default_factory=list)
+    """Per charged step (see `Event.step`); empty when nothing was charged by layer."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the ranks' time that is compute, from the first compute to the end; 0 to 1.
+
+        What comes before any compute (wrapping a model, say) does not count.
+        """
+        start_s = min(
+            (i.start_s for rank in self.intervals for i in rank if i.kind == "compute"),
+            default=self.makespan_s,
+        )
+        return self.efficiency_between(start_s, self.makespan_s)
+
+    def efficiency_between(self, start_s: float, end_s: float) -> float:
+        """Share of compute in the ranks' time within a span; 0 for an empty one."""
+        if end_s <= start_s:
+            return 0.0
+        busy_s = math.fsum(
+            max(0.0, min(i.end_s, end_s) - max(i.start_s, start_s))
+            for rank in self.intervals
+            for i in rank
+            if i.kind == "compute"
+        )
+        return busy_s / (self.world_size * (end_s - start_s))
+
+    def to_json(self) -> str:
+        """Everything as JSON, equal byte for byte for equal timelines."""
+        return json.dumps(
+            {
+                "cluster": self.cluster,
+                "world_size": self.world_size,
+                "makespan_s": self.makespan_s,
+                "efficiency": self.efficiency,
+                "intervals": [
+                    [[i.kind, i.name, i.start_s, i.end_s] for i in rank] for rank in self.intervals
+                ],
+                "event_times": self.event_times,
+                "bytes_per_link": self.bytes_per_link,
+                "steps": [[s.start_s, s.end_s, s.efficiency] for s in self.steps],
+            },
+            sort_keys=True,
+            separators=(",", ":"),
+        )
+
+
+@dataclass
+class _Pending:
+    """A collective of which at least one rank has issued its part."""
+
+    first: Event
+    needed: int
+    issued: list[tuple[int, int, float]] = field(default_factory=list)  # rank, event, time
+    span: tuple[float, float] | None = None
+
+
+class _Replay:
+    def __init__(self, trace: Trace, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.events = trace.events
+        self.size = trace.world_size
+        self.clock = [0.0] * self.size
+        self.next = [0] * self.size
+        self.pending: dict[str, _Pending] = {}
+        self.ready: dict[str, float] = {}  # complete, not yet started -> latest issue
+        self.streams: dict[tuple[str, object], float] = {}
+        self.ports: dict[tuple[str, int], float] = {}
+        self.heads: dict[tuple[str, object], list[str]] = {}
+        self.intervals: list[list[Interval]] = [[] for _ in range(self.size)]
+        self.times: list[list[tuple[float, float]]] = [
+            [(0.0, 0.0)] * len(events) for events in self.events
+        ]
+        self.link_bytes: dict[str, float] = {}
+
+    def run(self) -> None:
+        while True:
+            # Let every rank go on until it waits for a collective that has no end yet ...
+            moved = [self._advance(rank) for rank in range(self.size)]
+            # ... then start the one that can start first. Whatever the ranks issue later, they
+            # issue after its start, so the order of links is that of virtual time.
+            started = self._start_earliest()
+            if not started and not any(moved):
+                break
+        stuck = [rank for rank in range(self.size) if self.next[rank] < len(self.events[rank])]
+        if stuck:
+            what = "; ".join(f"rank {r} waits for {self._waits_for(r)}" for r in stuck)
+            raise ProtocolError(f"the trace cannot be replayed to its end: {what}")
+
+    def _waits_for(self, rank: int) -> str:
+        event = self.events[rank][self.next[rank]]
+        pending = self.pending.get(event.key)
+        if pending is None:
+            return f"{event.key}, which nobody has issued"
+        there = sorted({issuer for issuer, _, _ in pending.issued})
+        return f"{pending.first.name or pending.first.collective} {event.key}, issued by {there}"
+
+    # ------------------------------------------------------------------- ranks
+
+    def _advance(self, rank: int) -> bool:
+        events, start = self.events[rank], self.next[rank]
+        while self.next[rank] < len(events):
+            index = self.next[rank]
+            event, now_s = events[index], self.clock[rank]
+            if event.kind == "compute":
+                seconds = event.duration_s
+                if seconds is None:
+                    seconds = self.cluster.roofline_seconds(event.flops, event.num_bytes)
+                self.clock[rank] = now_s + seconds
+                self.times[rank][index] = (now_s, self.clock[rank])
+                self._add(rank, "compute", event.name, now_s, self.clock[rank])
+            elif event.kind == "issue":
+                self._issue(rank, index, event, now_s)
+            else:
+                pending = self.pending.get(event.key)
+                if pending is None or pending.span is None:
+                    break
+                self.clock[rank] = max(now_s, pending.span[1])
+                self.times[rank][index] = (now_s, self.clock[rank])
+                self._add(rank, "idle", event.name, now_s, self.clock[rank])
+            self.next[rank] += 1
+        return self.next[rank] > start
+
+    def _add(self, rank: int, kind: str, name: str, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            self.intervals[rank].append(Interval(kind, name, start_s, end_s))
+
+    def _issue(self, rank: int, index: int, event: Event, now_s: float) -> None:
+        message = event.collective in ("send", "recv")
+        pending = self.pending.get(event.key)
+        if pending is None:
+            pending = _Pending(event, 1 if message else len(event.ranks))
+            self.pending[event.key] = pending
+        if event.collective == "recv":
+            # Its sender decides when it travels; the span is filled in once that is known.
+            pending.issued.append((rank, index, now_s))
+            if pending.span is not None:
+                self.times[rank][index] = pending.span
+            return
+        if event.collective == "send":
+            pending.first = event
+        pending.issued.append((rank, index, now_s))
+        for stream in self._streams_of(event):
+            if message or stream[1] == rank:
+                self.heads.setdefault(stream, []).append(event.key)
+        there = [t for r, i, t in pending.issued if self.events[r][i].collective != "recv"]
+        if len(there) == pending.needed:
+            self.ready[event.key] = max(there)
+
+    # ------------------------------------------------------------- collectives
+
+    def _streams_of(self, event: Event) -> list[tuple[str, object]]:
+        """Streams that work in order: one per group and rank, one per direction of messages."""
+        if event.collective == "send":
+            return [(event.group, event.ranks)]
+        return [(event.group, rank) for rank in event.ranks]
+
+    def _start_earliest(self) -> bool:
+        best: tuple[float, str] | None = None
+        for key, issued_s in self.ready.items():
+            streams = self._streams_of(self.pending[key].first)
+            if any(self.heads[stream][0] != key for stream in streams):
+                continue  # an earlier one of the same stream has not started
+            start_s = max(issued_s, *(self.streams.get(stream, 0.0) for stream in streams))
+            if best is None or (start_s, key) < best:
+                best = (start_s, key)
+        if best is None:
+            return False
+        start_s, key = best
+        pending, event = self.pending[key], self.pending[key].first
+        ports, flows = self._route(event)
+        start_s = max(start_s, *(self.ports.get(port, 0.0) for port in ports), 0.0)
+        link = self.cluster.link_between(event.ranks)
+        end_s = start_s + collective_seconds(event.collective, event.nbytes, len(event.ranks), link)
+        del self.ready[key]
+        for stream in self._streams_of(event):
+            self.heads[stream].pop(0)
+            self.streams[stream] = end_s
+        for port in ports:
+            self.ports[port] = end_s
+        for name, sent in flows.items():
+            self.link_bytes[name] = self.link_bytes.get(name, 0.0) + sent
+        pending.span = (start_s, end_s)
+        for rank, index, _ in pending.issued:
+            self.times[rank][index] = pending.span
+        for rank in sorted(set(event.ranks)):
+            self._add(rank, "communication", f"{event.collective} {key}", start_s, end_s)
+        return True
+
+    def _route(self, event: Event) -> tuple[list[tuple[str, int]], dict[str, float]]:
+        """Ports that a collective occupies, and the bytes that leave each of them."""
+        ports: set[tuple[str, int]] = set()
+        flows: dict[str, float] = {}
+        for source, target, sent in _flows(event):
+            a, b = self.cluster.node_of(source), self.cluster.node_of(target)
+            ports |= {("device out", source), ("device in", target)}
+            flows[f"device {source}"] = flows.get(f"device {source}", 0.0) + sent
+            if a != b:
+                ports |= {("node out", a), ("node in", b)}
+                flows[f"node {a}"] = flows.get(f"node {a}", 0.0) + sent
+        return sorted(ports), flows
+
+
+def _flows(event: Event) -> Iterable[tuple[int, int, float]]:
+    """Who sends how many bytes to whom: (source, target, bytes)."""
+    ranks, nbytes, n = event.ranks, float(event.nbytes), len(event.ranks)
+    if event.collective == "send":
+        return [(ranks[0], ranks[1], nbytes)]
+    if n == 1:
+        return []
+    ring = [(ranks[i], ranks[(i + 1) % n]) for i in range(n)]
+    if event.collective in ("all_reduce", "all_gather", "reduce_scatter", "barrier"):
+        share = (2 if event.collective == "all_reduce" else 1) * (n - 1) / n
+        return [(a, b, share * nbytes) for a, b in ring]
+    if event.collective == "all_to_all":
+        return [(a, b, nbytes / n) for a in ranks for b in ranks if a != b]
+    root = ranks[0] if event.root is None else event.root
+    if event.collective == "broadcast":
+        return [(a, b, nbytes) for a, b in ring if b != root]
+    if event.collective == "reduce":
+        return [(a, b, nbytes) for a, b in ring if a != root]
+    others = [rank for rank in ranks if rank != root]
+    if event.collective == "gather":
+        return [(rank, root, nbytes / n) for rank in others]
+    return [(root, rank, nbytes / n) for rank in others]
+
+
+def simulate(trace: Trace, cluster: Cluster) -> Timeline:
+    """Replay a trace on a cluster.
+
+    Raises:
+        ValueError: the trace has more ranks than the cluster has devices.
+        ProtocolError: a rank waits for a collective that the others never issued.
+    """
+    if trace.world_size > cluster.num_devices:
+        raise ValueError(
+            f"simulate: {trace.world_size} ranks do not fit on {cluster.num_devices} devices "
+            f"of {cluster.name!r}"
+        )
+    replay = _Replay(trace, cluster)
+    replay.run()
+    spans = [p.span[1] for p in replay.pending.values() if p.span is not None]
+    makespan_s = max([*replay.clock, *spans, 0.0])
+    for rank, intervals in enumerate(replay.intervals):
+        if makespan_s > replay.clock[rank]:
+            intervals.append(Interval("idle", "end", replay.clock[rank], makespan_s))
+        intervals.sort(key=lambda i: (i.start_s, i.end_s, i.kind, i.name))
+    timeline = Timeline(
+        cluster=cluster.name,
+        world_size=trace.world_size,
+        makespan_s=makespan_s,
+        intervals=replay.intervals,
+        event_times=replay.times,
+        bytes_per_link=replay.link_bytes,
+    )
+    timeline.steps = _steps(trace, timeline)
+    return timeline
+
+
+def _steps(trace: Trace, timeline: Timeline) -> list[Step]:
+    """Cut the timeline where the first rank is charged for the forward pass of a new step."""
+    starts: dict[int, float] = {}
+    for rank, events in enumerate(trace.events):
+        for index, event in enumerate(events):
+            if event.kind == "compute" and event.step is not None:
+                start_s = timeline.event_times[rank][index][0]
+                starts[event.step] = min(start_s, starts.get(event.step, math.inf))
+    ordered = [starts[n] for n in sorted(starts)]
+    ends = [*ordered[1:], timeline.makespan_s][: len(ordered)]
+    return [
+        Step(start, end, timeline.efficiency_between(start, end))
+        for start, end in zip(ordered, ends, strict=True)
+    ]

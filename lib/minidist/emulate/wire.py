@@ -1,0 +1,104 @@
+"""Frames between a rank and the broker: magic, two lengths, a JSON header, raw bytes.
+
+The broker reads frames of untrusted ranks: lengths are capped before anything is allocated, and
+nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+
+from minidist.errors import ProtocolError
+
+MAGIC = b"mdb1"
+PREFIX = struct.Struct(">4sIQ")
+MAX_HEADER_BYTES = 1 << 20
+MAX_PAYLOAD_BYTES = 1 << 28
+
+
+def pack(header: dict[str, Any], payload_bytes: int = 0) -> bytes:
+    """The start of a frame; `payload_bytes` raw bytes have to follow it."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return PREFIX.pack(MAGIC, len(text), payload_bytes) + text
+
+
+def unpack_prefix(
+    data: bytes | bytearray | memoryview, max_payload_bytes: int = MAX_PAYLOAD_BYTES
+) -> tuple[int, int]:
+    """Lengths of header and payload; ProtocolError when they are not credible."""
+    magic, header_bytes, payload_bytes = PREFIX.unpack(data)
+    if magic != MAGIC:
+        raise ProtocolError(f"a frame has to start with {MAGIC!r}, got {bytes(magic)!r}")
+    if not 2 <= header_bytes <= MAX_HEADER_BYTES:
+        raise ProtocolError(f"header of {header_bytes} bytes, allowed are 2 to {MAX_HEADER_BYTES}")
+    if payload_bytes > max_payload_bytes:
+        raise ProtocolError(f"payload of {payload_bytes} bytes, allowed are {max_payload_bytes}")
+    return header_bytes, payload_bytes
+
+
+def unpack_header(data: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The header as a dictionary; ProtocolError when it is anything else."""
+    try:
+        header = json.loads(bytes(data), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise ProtocolError(f"the header must be a JSON object, got {type(header).__name__}")
+    return header
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not allowed")
+
+
+class FrameReader:
+    """Takes bytes as they come and says where the next ones go; never blocks.
+
+    `buffer()` is the space for the next bytes, `advance(n)` says that n came and returns a frame
+    once it is complete.
+    """
+
+    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self._max_payload_bytes = max_payload_bytes
+        self._reset()
+
+    def _reset(self) -> None:
+        self._stage = 0  # 0 prefix, 1 header, 2 payload
+        self._view = memoryview(bytearray(PREFIX.size))
+        self._filled = 0
+        self._payload_bytes = 0
+        self._header: dict[str, Any] = {}
+
+    @property
+    def idle(self) -> bool:
+        """True between two frames."""
+        return self._stage == 0 and self._filled == 0
+
+    def buffer(self) -> memoryview:
+        return self._view[self._filled :]
+
+    def advance(self, count: int) -> tuple[dict[str, Any], np.ndarray] | None:
+        self._filled += count
+        while self._filled == len(self._view):
+            if self._stage == 0:
+                header_bytes, self._payload_bytes = unpack_prefix(
+                    self._view, self._max_payload_bytes
+                )
+                self._start(1, memoryview(bytearray(header_bytes)))
+            elif self._stage == 1:
+                self._header = unpack_header(self._view)
+                # numpy does not touch the pages, so a claim alone costs no memory.
+                self._payload = np.empty(self._payload_bytes, dtype=np.uint8)
+                self._start(2, memoryview(self._payload))
+            else:
+                frame = (self._header, self._payload)
+                self._reset()
+                return frame
+        return None
+
+    def _start(self, stage: int, view: memoryview) -> None:
+        self._stage, self._view, self._filled = stage, view, 0

@@ -1,0 +1,102 @@
+"""One cell on its way: which ranks have finished it, and how their answers become one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from minidist.kernel.outputs import Outputs, label
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+MAX_TRACEBACK_CHARS = 64 * 1024
+
+
+@dataclass
+class Cell:
+    """An execute request while ranks work on it.
+
+    Attributes:
+        request: the client's message; idents: where its reply goes.
+        ranks: ranks that run it. replies: content of the reply of each rank that has one.
+        idle: ranks whose output is complete.
+        answers: what the user typed for each input(); inputs: how many each rank has asked for.
+    """
+
+    request: dict[str, Any]
+    idents: list[bytes]
+    ranks: list[int]
+    outputs: Outputs
+    count: int
+    replies: dict[int, dict[str, Any]] = field(default_factory=dict)
+    idle: set[int] = field(default_factory=set)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: list[str] = field(default_factory=list)
+    asked: int = 0
+    inputs: dict[int, list[tuple[int, dict[str, Any]]]] = field(default_factory=dict)
+    interrupted: bool = False
+    broken: dict[str, Any] | None = None  # an end that no rank replied: lost, hang, deadline
+
+    @property
+    def msg_id(self) -> str:
+        return self.request["header"]["msg_id"]
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [r for r in self.ranks if r not in self.replies or r not in self.idle]
+
+    def stop(self, kind: str, ename: str, text: str, states: list[dict[str, Any]]) -> None:
+        """End the cell for a reason that no rank's reply can give; the first reason stays."""
+        if self.broken is None:
+            self.broken = {"kind": kind, "ename": ename, "text": text, "ranks": states}
+            self.changed.set()
+
+
+def _strings(value: Any) -> list[str]:
+    """A traceback from a rank, checked and bounded."""
+    if not isinstance(value, list):
+        return []
+    lines, left = [], MAX_TRACEBACK_CHARS
+    for line in value:
+        if isinstance(line, str) and left > 0:
+            lines.append(line[:left])
+            left -= len(line)
+    return lines
+
+
+def failure(reply: dict[str, Any]) -> tuple[str, str]:
+    """(ename, evalue) of a rank's error reply."""
+    return str(reply.get("ename", "Error"))[:200], str(reply.get("evalue", ""))[:8000]
+
+
+def merge_errors(replies: dict[int, dict[str, Any]], num_ranks: int) -> dict[str, Any] | None:
+    """One error for the notebook from those of the ranks; None when no rank failed.
+
+    Ranks with the same error and traceback share one; with a single rank nothing is labelled.
+    """
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for rank in sorted(replies):
+        reply = replies[rank]
+        if reply.get("status") != "ok":
+            trace = _COLOUR.sub("", "\n".join(_strings(reply.get("traceback"))))
+            groups.setdefault((*failure(reply), trace), []).append(rank)
+    if not groups:
+        return None
+    traceback: list[str] = []
+    for number, ranks in enumerate(groups.values()):
+        if num_ranks > 1:
+            traceback.append(("\n" if number else "") + f"\x1b[1mon {label(ranks)}:\x1b[0m")
+        traceback += _strings(replies[ranks[0]].get("traceback"))
+    if num_ranks == 1:
+        evalue = next(iter(groups))[1]
+    else:
+        by_value: dict[tuple[str, str], list[int]] = {}
+        for (ename, value, _), ranks in groups.items():
+            by_value.setdefault((ename, value), []).extend(ranks)
+        first = next(iter(by_value))[0]
+        evalue = "; ".join(
+            f"[{label(ranks)}] {value if ename == first else f'{ename}: {value}'}".rstrip()
+            for (ename, value), ranks in by_value.items()
+        )
+    return {"ename": next(iter(groups))[0], "evalue": evalue, "traceback": traceback}

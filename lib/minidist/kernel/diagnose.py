@@ -1,0 +1,198 @@
+"""What this rank's main thread is doing, for the text that explains a hang.
+
+Two sources: the Python frames of the main thread (which cell, which line, which collective, and the
+tensor in the collective's local variables), and torch's flight recorder (how many collectives were
+started and which are not done). The recorder knows torch's own backends only; frames know all.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Functions of torch.distributed in which a rank waits for others.
+COLLECTIVES = frozenset(
+    {
+        *("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "barrier", "send", "recv"),
+        *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_coalesced"),
+        *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "gather", "scatter"),
+        *("all_to_all", "all_to_all_single", "monitored_barrier", "batch_isend_irecv"),
+        *("init_process_group", "new_group", "destroy_process_group", "_store_based_barrier"),
+    }
+)
+# Local variables of those functions that hold the tensor whose shape every rank must agree on.
+_TENSORS = ("tensor", "input_tensor", "output", "input", "output_tensor")
+_POINT_TO_POINT = frozenset({"send", "recv"})
+
+
+def _recorder(collectives: bool) -> dict[str, Any]:
+    """torch's flight recorder, without stack traces (those take seconds)."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return {}
+    core = sys.modules["torch._C._distributed_c10d"]
+    try:
+        return json.loads(core._dump_fr_trace_json(includeCollectives=collectives))  # type: ignore[attr-defined]
+    except Exception:  # absent in some builds: frames alone must do
+        return {}
+
+
+def collectives_started() -> int:
+    """Collectives that this process has started on torch's own backends."""
+    status = _recorder(False).get("pg_status", {}).values()
+    return sum(max(0, int(group.get("last_enqueued_collective", 0))) for group in status)
+
+
+def _thread_state(thread: threading.Thread) -> tuple[str, int]:
+    """(state letter, how often it has gone to sleep); a blocked thread's number stands still."""
+    try:
+        text = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    except OSError:
+        return "?", 0
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return fields["State"].strip()[:1], int(fields.get("voluntary_ctxt_switches", 0))
+
+
+def _call_source(frame: FrameType) -> str:
+    """Source text of the expression that the frame is evaluating, such as `work.wait()`."""
+    positions = list(frame.f_code.co_positions())
+    at = frame.f_lasti // 2
+    if not 0 <= at < len(positions):
+        return ""
+    first, last, start, end = positions[at]
+    if first is None or first != last or start is None or end is None:
+        return ""
+    line = linecache.getline(frame.f_code.co_filename, first)
+    return line.encode()[start:end].decode(errors="replace")
+
+
+def _is_work(frame: FrameType, source: str) -> bool:
+    """Whether `source` is `NAME.wait(…)` with NAME a collective's handle, as far as can be told."""
+    callee = source.partition("(")[0]
+    if not callee.endswith(".wait"):
+        return False
+    value = frame.f_locals.get(callee[:-5], frame.f_globals.get(callee[:-5]))
+    if value is None:  # an expression such as `handles[i].wait()`
+        return True
+    return type(value).__module__.startswith(("torch", "minidist")) or "Work" in str(type(value))
+
+
+def _tensor_text(frame: FrameType) -> tuple[str, str]:
+    """(dtype, shape) of the tensor that a collective's frame works on, or empty strings."""
+    values = frame.f_locals
+    for name in _TENSORS:
+        value: Any = values.get(name)
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            return str(value.dtype).removeprefix("torch."), str(list(value.shape))
+    return "", ""
+
+
+def _group_ranks(frame: FrameType) -> list[int]:
+    """Global ranks of the group that a collective's frame works on; empty for all ranks."""
+    group = frame.f_locals.get("group")
+    if group is None:
+        return []
+    try:
+        import torch.distributed as dist
+
+        return [int(rank) for rank in dist.get_process_group_ranks(group)]
+    except Exception:
+        return []
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return "/torch/" in frame.f_code.co_filename
+
+
+def _waits_in(frames: list[FrameType], pending: list[dict[str, Any]], asleep: bool) -> dict:
+    """The collective that the thread waits in, or an empty dict. `frames`: innermost first."""
+    for frame in frames:
+        code = frame.f_code
+        if code.co_filename.endswith("distributed_c10d.py") and code.co_name in COLLECTIVES:
+            op = code.co_name
+            if op == "_store_based_barrier":
+                op = "init_process_group"
+            dtype, shape = _tensor_text(frame)
+            peer = frame.f_locals.get("src" if op == "recv" else "dst")
+            at = {"op": op, "dtype": dtype, "shape": shape, "ranks": _group_ranks(frame)}
+            if op in _POINT_TO_POINT and isinstance(peer, int):
+                at["peer"] = peer
+            return at
+    source = _call_source(frames[0])
+    handle = next((f.f_locals.get("self") for f in frames[:6] if f.f_code.co_name == "wait"), None)
+    in_wait = _is_work(frames[0], source) or "Work" in str(type(handle))
+    in_torch = asleep and bool(pending) and _is_torch(frames[0])
+    if not in_wait and not in_torch:
+        return {}
+    if pending:
+        entry = pending[0]
+        sizes = entry.get("input_sizes") or [[]]
+        dtypes = [str(d).lower() for d in entry.get("input_dtypes") or []]
+        names = {"float": "float32", "double": "float64", "long": "int64", "half": "float16"}
+        return {
+            "op": str(entry.get("profiling_name", "")).partition(":")[2] or "a collective",
+            "dtype": names.get(dtypes[0], dtypes[0]) if dtypes else "",
+            "shape": str(sizes[0]) if dtypes else "",
+            "ranks": [],
+        }
+    kind = next(
+        (v for name in ("kind", "op", "name") if isinstance(v := getattr(handle, name, None), str)),
+        "a collective (wait on its handle)",
+    )
+    return {"op": kind, "dtype": "", "shape": "", "ranks": []}
+
+
+def _cell_line(frames: list[FrameType], compiler: Any) -> dict[str, Any]:
+    """Cell, line and source of the innermost frame that belongs to a notebook cell."""
+    for frame in frames:
+        name = frame.f_code.co_filename
+        try:
+            cell = compiler.format_code_name(name)
+        except Exception:
+            return {}
+        if cell:
+            source = linecache.getline(name, frame.f_lineno).strip()
+            return {"cell": " ".join(cell), "line": frame.f_lineno, "source": source[:200]}
+    return {}
+
+
+def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
+    """What `thread`, the main thread, is doing now.
+
+    Returns a dict for JSON: state ("collective" or "running"), for a collective op, dtype, shape,
+    ranks (of its group, empty for all) and peer; cell, line and source of the user's code; stack (a
+    digest that changes when the thread moves), switches (how often it has slept), started
+    (collectives of this cell so far) and pending (collectives started and not done).
+    """
+    recorder = _recorder(True)
+    pending = [entry for entry in recorder.get("entries", []) if not entry.get("retired", True)]
+    started = collectives_started()
+    answer: dict[str, Any] = {
+        "state": "running",
+        "started": started - kernel.collectives_before,
+        "pending": len(pending),
+    }
+    frame = sys._current_frames().get(thread.ident or 0)
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    if not frames:
+        return answer
+    letter, switches = _thread_state(thread)
+    trail = [(f.f_code.co_filename, f.f_code.co_name, f.f_lasti) for f in frames]
+    answer.update(stack=hash((tuple(trail), started)), switches=switches)
+    answer.update(_cell_line(frames, kernel.shell.compile))
+    waits = _waits_in(frames, pending, letter == "S")
+    if waits:
+        answer.update(waits, state="collective")
+    elif any(f.f_code.co_name == "_input_request" for f in frames[:8]):
+        answer["doing"] = "waits for input()"
+    elif letter == "S":
+        answer["doing"] = f"sleeps or waits in {_call_source(frames[0]) or trail[0][1]}"[:120]
+    return answer

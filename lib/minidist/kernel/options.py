@@ -1,0 +1,95 @@
+"""What the front is told: the command line, the launcher's file and Jupyter's connection file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# A unix socket's path has at most 107 bytes; ours add up to 40 to the directory's.
+MAX_RUN_DIR_BYTES = 66
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to start ranks.
+
+    Attributes:
+        connection_file: Jupyter's file with addresses and key of this kernel.
+        num_ranks: how many ranks a cell runs on.
+        prefix: argv put before the launcher's own, such as a sandbox's; may be empty.
+        env: whole environment of the launcher; None passes the front's on.
+        cwd: directory in which the launcher starts; None keeps the front's.
+        run_dir: directory of the sockets that ranks connect to; None makes a fresh private one.
+        deadline_s: longest time of one cell in seconds; None sets no limit.
+    """
+
+    connection_file: str
+    num_ranks: int = 2
+    prefix: tuple[str, ...] = ()
+    env: dict[str, str] | None = None
+    cwd: str | None = None
+    run_dir: str | None = None
+    deadline_s: float | None = None
+    rank_init: str | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"--ranks: expected a whole number >= 1, got {self.num_ranks}")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise ValueError(f"--deadline: expected seconds > 0, got {self.deadline_s}")
+        if self.run_dir is not None:
+            check_run_dir(self.run_dir)
+
+
+def check_run_dir(path: str) -> None:
+    """Raises ValueError where sockets in `path` could not be bound."""
+    size = len(os.fsencode(path))
+    if not os.path.isabs(path) or size > MAX_RUN_DIR_BYTES or not os.path.isdir(path):
+        raise ValueError(
+            f"run_dir: expected an existing absolute directory of at most {MAX_RUN_DIR_BYTES} "
+            f"bytes (a unix socket's path is limited to 107), got {path!r} ({size} bytes)"
+        )
+
+
+def make_run_dir() -> str:
+    """A fresh directory of mode 0700 whose path is short enough for unix sockets."""
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), "/tmp"):
+        fits = base and len(os.fsencode(base)) + 20 <= MAX_RUN_DIR_BYTES
+        if base and fits and os.access(base, os.W_OK | os.X_OK) and os.path.isdir(base):
+            return tempfile.mkdtemp(prefix="minidist-", dir=base)
+    return tempfile.mkdtemp(prefix="minidist-")
+
+
+def parse(argv: list[str]) -> Options:
+    """Options from the command line; arguments that are not ours are ignored, as Jupyter adds some.
+
+    Raises:
+        ValueError: a value or the launcher's file is not of the form described in `Options`.
+    """
+    parser = argparse.ArgumentParser(prog="python -m minidist.kernel", allow_abbrev=False)
+    parser.add_argument("-f", "--f", dest="connection_file", required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--launcher", default=None, help="JSON file: prefix, env, run_dir, cwd")
+    parser.add_argument("--deadline", type=float, default=None, help="seconds per cell")
+    known, _ = parser.parse_known_args(argv)
+    launcher: dict[str, Any] = {}
+    if known.launcher:
+        launcher = json.loads(Path(known.launcher).read_text())
+        if not isinstance(launcher, dict):
+            raise ValueError(f"--launcher: expected a JSON object in {known.launcher}")
+    env = launcher.get("env")
+    return Options(
+        connection_file=known.connection_file,
+        num_ranks=known.ranks,
+        prefix=tuple(map(str, launcher.get("prefix", ()))),
+        env=None if env is None else {str(k): str(v) for k, v in env.items()},
+        cwd=launcher.get("cwd"),
+        run_dir=launcher.get("run_dir"),
+        deadline_s=known.deadline,
+        rank_init=(os.environ if env is None else env).get("MINIDIST_RANK_INIT"),
+    )

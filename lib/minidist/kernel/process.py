@@ -1,0 +1,87 @@
+"""Processes: who dies with whom, and how a whole family of them is ended.
+
+The front and the launcher adopt their orphaned descendants (a "subreaper"), so a daemon that a cell
+forked twice is still found, and ended, when its ranks go. Only own descendants are ever signalled,
+and they are found by asking the operating system, never by a number that a rank sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> bool:
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        return libc.prctl(option, value, 0, 0, 0) == 0
+    except (OSError, AttributeError):  # not Linux: the sockets still tell of a death
+        return False
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when `parent` (its parent's pid) ends; at once if it has."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant that loses its own parent."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(root: int) -> list[int]:
+    """Pids below `root`, parents first, zombies included; empty where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # "pid (name) state ppid …": the name may hold spaces and parentheses
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def kill_descendants(root: int, *, deadline_s: float = 3.0) -> None:
+    """SIGKILL everything below `root` until nothing is left or the deadline has passed."""
+    end = time.monotonic() + deadline_s
+    while True:
+        pids = descendants(root)
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        reap(pids)
+        if not descendants(root) or time.monotonic() > end:
+            return
+        time.sleep(0.01)
+
+
+def reap(pids: list[int]) -> None:
+    """Collect those of `pids` that are ended children of this process."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def describe_exit(code: int) -> str:
+    """Words for an exit status as `subprocess` gives it (negative: a signal)."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"signal {-code}"

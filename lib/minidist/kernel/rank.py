@@ -1,0 +1,209 @@
+"""One rank: a real IPython kernel whose sockets connect to the front instead of being bound."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+import zmq
+from ipykernel.iostream import IOPubThread, OutStream
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelapp import IPKernelApp
+from tornado.ioloop import IOLoop
+from traitlets.config import Config
+
+from minidist.kernel import recover
+from minidist.kernel.companion import Companion
+from minidist.kernel.diagnose import collectives_started
+from minidist.kernel.process import die_with_parent
+from minidist.kernel.wire import Link, socket_name
+
+# Characters that one stream of one cell may print; the front cuts what is shown further.
+MAX_STREAM_CHARS = 4 * 1024 * 1024
+
+_CHANNELS = {1: "shell", 2: "stdin", 3: "control"}
+
+
+class BoundedStream(OutStream):
+    """stdout or stderr with a bound per cell, so that a print loop fills no memory."""
+
+    _left = MAX_STREAM_CHARS
+    _dropped = 0
+
+    def write(self, string: str) -> int | None:
+        if not isinstance(string, str) or len(string) <= self._left:
+            if isinstance(string, str):
+                self._left -= len(string)
+            return super().write(string)
+        kept, self._left = string[: self._left], 0
+        self._dropped += len(string) - len(kept)
+        super().write(kept)
+        return len(string)
+
+    def new_cell(self) -> None:
+        self._left, self._dropped = MAX_STREAM_CHARS, 0
+
+    def end_cell(self) -> None:
+        if self._dropped:
+            super().write(f"\n[… {self._dropped} more characters were not kept]\n")
+
+
+class RankKernel(IPythonKernel):
+    """The IPython kernel with the front's cell numbers, so that all ranks agree on In[n]."""
+
+    cells_started = 0
+    cell_id = ""
+    collectives_before = 0
+
+    async def do_execute(  # type: ignore[override]
+        self,
+        code: str,
+        silent: bool,
+        store_history: bool = True,
+        user_expressions: Any = None,
+        allow_stdin: bool = False,
+        *,
+        cell_meta: Any = None,
+        cell_id: Any = None,
+    ) -> dict[str, Any]:
+        ours = (cell_meta or {}).get("minidist", {})
+        shell: Any = self.shell
+        if ours.get("count"):
+            shell.execution_count = ours["count"]
+            history = shell.history_manager
+            for inputs in (history.input_hist_parsed, history.input_hist_raw):
+                # Cells that this rank did not run leave empty entries, so In[n] stays right.
+                inputs.extend([""] * (ours["count"] - len(inputs)))
+        self.cells_started += 1
+        self.cell_id = str(ours.get("cell", self.cells_started))
+        self.collectives_before = collectives_started()
+        recover.new_cell(self.cell_id)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, BoundedStream):
+                stream.new_cell()
+        try:
+            return await super().do_execute(
+                code,
+                silent,
+                store_history,
+                user_expressions,
+                allow_stdin,
+                cell_meta=cell_meta,
+                cell_id=cell_id,
+            )
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, BoundedStream):
+                    stream.end_cell()
+
+
+class RankApp(IPKernelApp):
+    """IPKernelApp that connects to sockets which the front has bound already."""
+
+    run_dir = ""
+    generation = 0
+    rank = 0
+
+    def _address(self, channel: str) -> str:
+        return f"ipc://{self.run_dir}/{socket_name(self.generation, channel, self.rank)}"
+
+    def _bind_socket(self, s: Any, port: int) -> int:
+        s.connect(self._address(_CHANNELS[port]))
+        return port
+
+    def init_control(self, context: Any) -> None:
+        super().init_control(context)
+        # The debugger's socket has just connected to the shell's address, which here is the
+        # front's: the front would deal every other request to it.
+        self.debug_shell_socket.close(0)
+        self.debug_shell_socket = context.socket(zmq.DEALER)
+
+    def init_iopub(self, context: Any) -> None:
+        # PUSH, not PUB: it waits where a PUB would drop, so no line of output is lost.
+        self.iopub_socket = context.socket(zmq.PUSH)
+        self.iopub_socket.linger = 1000
+        self.iopub_socket.connect(self._address("iopub"))
+        self.configure_tornado_logger()
+        self.iopub_thread = IOPubThread(self.iopub_socket, pipe=True, session=self.session)
+        self.iopub_thread.start()
+        self.iopub_socket = self.iopub_thread.background_socket
+
+    def init_connection_file(self) -> None:
+        pass
+
+    def write_connection_file(self, **kwargs: Any) -> None:
+        pass
+
+    def init_poller(self) -> None:
+        pass
+
+    def init_heartbeat(self) -> None:
+        pass
+
+    def log_connection_info(self) -> None:
+        pass
+
+
+def _make_app(config: dict[str, Any], rank: int) -> RankApp:
+    settings = Config()
+    settings.IPKernelApp.outstream_class = f"{__name__}.BoundedStream"
+    settings.IPKernelApp.kernel_class = RankKernel
+    if rank != 0:  # one history is enough, and N writers of one file get in each other's way
+        settings.HistoryManager.hist_file = ":memory:"
+    app: Any = RankApp.instance(config=settings)
+    app.kernel_class = RankKernel
+    app.outstream_class = f"{__name__}.BoundedStream"
+    app.run_dir, app.generation, app.rank = config["run_dir"], config["generation"], rank
+    app.shell_port, app.stdin_port, app.control_port = 1, 2, 3
+    app.session.key = config["key"]
+    app.session.signature_scheme = config["signature_scheme"]
+    app.initialize([])
+    return app
+
+
+def _run_hook() -> None:
+    name = os.environ.get("MINIDIST_RANK_INIT")
+    if name:
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function)()
+
+
+def main(config: dict[str, Any], launcher: int) -> None:
+    """Serve cells until killed; runs in the process that torch's agent has forked."""
+    die_with_parent(launcher)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the agent's handlers came with the fork
+    faulthandler.disable()
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    torch.set_num_threads(max(1, cores // config["ranks"]))
+    rank = int(os.environ["RANK"])
+    link = Link(config["run_dir"], config["key"], str(rank), config["generation"])
+    link.send({"pid": os.getpid()})
+    try:
+        app = _make_app(config, rank)
+        recover.install_fresh_store_keys()
+        _run_hook()
+        app.iopub_thread.schedule(lambda: None)  # type: ignore[union-attr]
+    except BaseException:
+        link.send({"init_error": traceback.format_exc()[-8000:]})
+        with contextlib.suppress(OSError):
+            link.receive()  # the front ends this process
+        raise
+    Companion(
+        link,
+        kernel=app.kernel,
+        loop=IOLoop.current(),
+        main_thread=threading.main_thread(),
+        inherited=recover.own_sockets(),
+    ).start()
+    link.send({"ready": True})
+    app.start()

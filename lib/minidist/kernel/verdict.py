@@ -1,0 +1,138 @@
+"""From what each rank says it is doing: is this a hang, and how is it told?
+
+A rank's report (see `diagnose.where`) comes from inside and is only ever shown or compared; every
+value is checked for type and cut to a bounded length first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# A blocked thread may wake now and then to look at a deadline; a working one does so all the time.
+MAX_SWITCHES = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one rank does.
+
+    Attributes:
+        status: "finished" (or "error", "absent"), "waiting" in a collective, "running" or "silent".
+        ranks: the collective's group; empty for all ranks.
+        mark: changes when the rank moves on.
+    """
+
+    status: str
+    op: str = ""
+    tensor: str = ""
+    ranks: tuple[int, ...] = ()
+    peer: int | None = None
+    at: str = ""
+    doing: str = ""
+    started: int = 0
+    pending: int = 0
+    mark: object = None
+    switches: int = 0
+    note: str = field(default="", compare=False)
+
+
+def _string(value: Any, size: int = 200) -> str:
+    return value[:size] if isinstance(value, str) else ""
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def place(report: dict[str, Any] | None) -> Place:
+    """The checked form of a rank's report; `None` where it gave none."""
+    if report is None or "state" not in report:
+        return Place("silent")
+    tensor = " ".join(filter(None, (_string(report.get("dtype")), _string(report.get("shape")))))
+    at = ""
+    if report.get("cell"):
+        at = f"{_string(report['cell'])}, line {_integer(report.get('line'))}"
+        at += f": {_string(report.get('source'))}" if report.get("source") else ""
+    group = report.get("ranks")
+    return Place(
+        status="waiting" if report["state"] == "collective" else "running",
+        op=_string(report.get("op")),
+        tensor=tensor,
+        ranks=tuple(map(_integer, group[:4096])) if isinstance(group, list) else (),
+        peer=report["peer"] if isinstance(report.get("peer"), int) else None,
+        at=at,
+        doing=_string(report.get("doing")),
+        started=_integer(report.get("started")),
+        pending=_integer(report.get("pending")),
+        mark=(_integer(report.get("stack")), _integer(report.get("started"))),
+        switches=_integer(report.get("switches")),
+    )
+
+
+def unmoved(before: Place, now: Place) -> bool:
+    """Whether a waiting rank has stood still between two reports."""
+    still = before.mark == now.mark and now.switches - before.switches <= MAX_SWITCHES
+    return before.status == now.status == "waiting" and still
+
+
+def is_hang(places: dict[int, Place]) -> bool:
+    """Whether waiting ranks wait for something that cannot come.
+
+    Only called when every waiting rank has stood still for seconds. A rank that runs may still get
+    there, and ranks that all wait in one and the same collective may have a slow link: no hang.
+    """
+    everyone = tuple(sorted(places))
+    moving = {r for r, p in places.items() if p.status in ("running", "silent")}
+    waiting = {r for r, p in places.items() if p.status == "waiting"}
+    if moving or not waiting:
+        return False
+
+    def can_end(rank: int) -> bool:
+        here = places[rank]
+        if here.op in ("send", "recv"):
+            other = places.get(here.peer) if here.peer is not None else None
+            return other is not None and {here.op, other.op} == {"send", "recv"}
+        group = here.ranks or everyone
+        same = (here.op, here.tensor, here.ranks or everyone)
+        for member in group:
+            there = places.get(member)
+            if there is None or there.status != "waiting":
+                return False
+            if (there.op, there.tensor, there.ranks or everyone) != same and (
+                there.op != here.op or _shapes_must_agree(here.op)
+            ):
+                return False
+        return True
+
+    return not any(can_end(rank) for rank in waiting)
+
+
+def _shapes_must_agree(op: str) -> bool:
+    return op in ("all_reduce", "broadcast", "reduce", "barrier", "all_gather_into_tensor")
+
+
+def describe(rank: int, places: dict[int, Place]) -> str:
+    """One line: what `rank` does, without its number."""
+    here = places[rank]
+    at = f" at {here.at}" if here.at else ""
+    if here.status == "waiting":
+        details = [here.tensor] if here.tensor else []
+        if here.peer is not None:
+            details.append(f"{'from' if here.op == 'recv' else 'to'} rank {here.peer}")
+        if here.ranks and len(here.ranks) < len(places):
+            details.append(f"group of ranks {', '.join(map(str, here.ranks[:16]))}")
+        inside = f" ({', '.join(details)})" if details else ""
+        return f"waits in {here.op}{inside}{at}"
+    if here.status in ("finished", "error"):
+        what = "finished the cell" if here.status == "finished" else f"failed with {here.note}"
+        text = f"{what} after {here.started} collective{'' if here.started == 1 else 's'}"
+        ahead = [(p.started, r) for r, p in places.items() if p.started > here.started]
+        if ahead:
+            text += f"; rank {max(ahead)[1]} has started {max(ahead)[0]}"
+        return text
+    if here.status == "absent":
+        return "takes no part in this cell (%%rank)"
+    if here.status == "silent":
+        return "gives no answer (busy in code that does not let other Python threads run)"
+    return f"{here.doing or 'is running'}{at}"

@@ -1,0 +1,108 @@
+"""Watches a running cell: output to show meanwhile, hangs, the cell's deadline."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from minidist.kernel.cell import Cell, failure
+from minidist.kernel.ranks import Ranks
+from minidist.kernel.verdict import Place, describe, is_hang, place, unmoved
+
+FIRST_LOOK_S = 1.0
+LOOK_EVERY_S = 0.5
+# Ranks that stand still this long and wait for what cannot come are a hang.
+HANG_AFTER_S = 3.0
+
+
+class Watch:
+    """Looks at the ranks of one cell from time to time.
+
+    Args:
+        deadline_s: longest time of the cell in seconds; None sets no limit.
+    """
+
+    def __init__(self, cell: Cell, ranks: Ranks, deadline_s: float | None) -> None:
+        self._cell, self._ranks = cell, ranks
+        self._start = time.monotonic()
+        self._end = None if deadline_s is None else self._start + deadline_s
+        self._deadline_s = deadline_s
+        self._next_look = self._start + FIRST_LOOK_S
+        self._still_since = self._start
+        self._before: dict[int, Place] = {}
+
+    def wait_s(self) -> float:
+        """Seconds until `look` has something to do."""
+        times = [self._next_look] + ([] if self._end is None else [self._end])
+        return max(0.0, min(times) - time.monotonic())
+
+    async def look(self) -> None:
+        """Show what is new, and end the cell where it hangs or has run out of time."""
+        now = time.monotonic()
+        late = self._end is not None and now >= self._end
+        if now < self._next_look and not late:
+            return
+        self._next_look = now + LOOK_EVERY_S
+        cell = self._cell
+        cell.outputs.tick()
+        if cell.interrupted and not late:
+            return
+        places = await self.places()
+        if not cell.unfinished or cell.broken is not None:
+            return
+        for rank, here in places.items():
+            before = self._before.get(rank)
+            if here.status == "waiting" and (before is None or not unmoved(before, here)):
+                self._still_since = now
+                self._before = places
+        if not is_hang(places):
+            self._still_since, self._before = now, places
+        if now - self._still_since >= HANG_AFTER_S:
+            self._stop("hang", "DistributedHang", "the ranks wait for each other forever", places)
+        elif late:
+            text = f"the cell did not end within its deadline of {self._deadline_s:g} s"
+            self._stop("deadline", "DeadlineExceeded", text, places)
+
+    def _stop(self, kind: str, ename: str, text: str, places: dict[int, Place]) -> None:
+        states = states_of(places)
+        lines = "".join(f"\nrank {state['rank']}: {state['text']}" for state in states)
+        self._cell.stop(kind, ename, text + lines, states)
+
+    async def places(self) -> dict[int, Place]:
+        """What each rank of the kernel does now."""
+        reports = await self._ranks.ask_all(self._cell.ranks, "where", 1.0)
+        return places_of(self._cell, self._ranks.count, reports)
+
+
+def places_of(
+    cell: Cell, count: int, reports: dict[int, dict[str, Any] | None]
+) -> dict[int, Place]:
+    """Places of `count` ranks from the cell's replies and the reports of unfinished ranks."""
+    places: dict[int, Place] = {}
+    for rank in range(count):
+        if rank not in cell.ranks:
+            places[rank] = Place("absent")
+            continue
+        here = place(reports.get(rank))
+        if rank in cell.unfinished:
+            places[rank] = here
+            continue
+        reply = cell.replies[rank]
+        failed = reply.get("status") != "ok"
+        note = ": ".join(failure(reply))[:300] if failed else ""
+        status = "error" if failed else "finished"
+        places[rank] = Place(status, started=here.started, note=note)
+    return places
+
+
+def states_of(places: dict[int, Place]) -> list[dict[str, Any]]:
+    """The per-rank list of an execute reply's `minidist` entry."""
+    words = {"absent": "finished", "silent": "running"}
+    return [
+        {
+            "rank": rank,
+            "status": words.get(here.status, here.status),
+            "text": describe(rank, places),
+        }
+        for rank, here in places.items()
+    ]

@@ -1,0 +1,319 @@
+"""Start one process per rank, and give a block of code a default process group of its own.
+
+Example::
+
+    def mean(x):
+        dist.init_process_group("gloo")
+        t = torch.tensor([x * dist.get_rank()])
+        dist.all_reduce(t, op=dist.ReduceOp.AVG)
+        return t.item()
+
+    run(mean, 2, 3.0)  # [1.5, 1.5], one result per rank
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any
+
+from minidist.errors import LaunchError
+
+try:  # by value, so that functions of a notebook can be run; without it only importable ones
+    import cloudpickle
+except ImportError:  # pragma: no cover - it comes with submitit
+    cloudpickle = None
+
+# After a rank has failed, the others get this long to fail by themselves (their tracebacks help).
+_GRACE_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+# Groups made inside isolated_world stay referenced: a gloo group's destructor joins threads that
+# may still wait for a peer.
+_retired_groups: list[Any] = []
+
+
+def run(
+    fn: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    deadline_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call `fn(*args)` in `nprocs` fresh processes and return one result per rank.
+
+    Every process has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    set as torchrun sets them, one torch thread, and no process group. Arguments and results are
+    pickled. A program that calls this at import time needs `if __name__ == "__main__":`.
+
+    Args:
+        fn: what each rank calls.
+        nprocs: number of ranks.
+        deadline_s: seconds for everything, from start to the last result.
+        env: extra environment variables of the ranks.
+
+    Raises:
+        LaunchError: a rank raised, died, or had not finished at the deadline; every other rank
+            has been killed by then. `rank` of the error is the first one that failed.
+    """
+    if nprocs < 1:
+        raise ValueError(f"run: nprocs must be at least 1, got {nprocs}")
+    job = _dumps((fn, args))
+    port = free_port()
+    context = multiprocessing.get_context("forkserver")
+    # The server imports torch once and runs nothing, so each rank is a clean and fast fork of it.
+    context.set_forkserver_preload(["torch", "torch.distributed", "minidist.launch"])
+    end_s = time.monotonic() + deadline_s
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(nprocs):
+            variables = dict(os.environ) | dict(env or {}) | _rank_env(rank, nprocs, port)
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(theirs, variables, job), name=f"rank {rank}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            ranks.append(_Rank(rank, process, ours))
+        _collect(ranks, end_s, deadline_s)
+    finally:
+        for each in ranks:
+            each.close()
+    return [each.result for each in ranks]
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listened on a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _rank_env(rank: int, nprocs: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _dumps(value: Any) -> bytes:
+    return cloudpickle.dumps(value) if cloudpickle is not None else pickle.dumps(value)
+
+
+class _Rank:
+    """The parent's view of one rank: its process, its pipe and what came out of it."""
+
+    def __init__(self, rank: int, process: Any, pipe: connection.Connection) -> None:
+        self.rank = rank
+        self.process = process
+        self.pipe = pipe
+        self.done = False
+        self.result: Any = None
+        self.error: str | None = None
+
+    def receive(self) -> None:
+        """Take the rank's one message; its pipe is readable or closed."""
+        self.done = True
+        try:
+            status, value = pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join(5)
+            code = self.process.exitcode
+            how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"code {code}"
+            self.error = f"the process ended without a result ({how})"
+            return
+        except Exception as error:
+            self.error = f"its result could not be read: {error!r}"
+            return
+        if status == "ok":
+            self.result = value
+        else:
+            self.error = value
+
+    def close(self) -> None:
+        # A rank that is done may still be closing its groups: give it a moment, then end it.
+        self.process.join(2.0 if self.done and self.error is None else 0.0)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join(5)
+        self.pipe.close()
+
+
+def _collect(ranks: list[_Rank], end_s: float, deadline_s: float) -> None:
+    first: _Rank | None = None
+    while pending := [each for each in ranks if not each.done]:
+        left_s = end_s - time.monotonic()
+        ready = connection.wait([each.pipe for each in pending], max(0.0, left_s))
+        for each in pending:
+            if each.pipe in ready:
+                each.receive()
+                if each.error is not None and first is None:
+                    first = each
+                    end_s = min(end_s, time.monotonic() + _GRACE_S)
+        if not ready and time.monotonic() >= end_s:
+            break
+    late = [each.rank for each in ranks if not each.done]
+    if first is not None:
+        others = [each for each in ranks if each.error is not None and each is not first]
+        text = f"failed in run(): {first.error}"
+        for each in others:
+            last = (each.error or "").strip().splitlines()[-1]
+            text += f"\nalso failed: rank {each.rank}: {last}"
+        if late:
+            text += f"\nkilled while still running: {_names(late)}"
+        raise LaunchError(text, rank=first.rank)
+    if late:
+        raise LaunchError(
+            f"run(): {_names(late)} had not finished after {deadline_s:g} s "
+            f"(of {len(ranks)} ranks); all were killed",
+            rank=late[0] if len(late) == 1 else None,
+        )
+
+
+def _names(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _rank_main(pipe: connection.Connection, variables: dict[str, str], job: bytes) -> None:
+    """What a rank's process runs: sets the scene, calls the function, sends one message."""
+    with contextlib.suppress(OSError, AttributeError):
+        # The fork server ends with the program that started it; a rank must not outlive it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        fn, args = pickle.loads(job)
+        message = _dumps(("ok", fn(*args)))
+    except BaseException:
+        message = pickle.dumps(("error", traceback.format_exc()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(message)
+    pipe.close()
+
+
+_c10d_maps = (
+    "_pg_map",
+    "_pg_names",
+    "_pg_group_ranks",
+    "_pg_backend_config",
+    "_tags_to_pg",
+    "_pg_to_tag",
+)
+_rounds = itertools.count()
+
+
+@contextlib.contextmanager
+def isolated_world(
+    backend: str,
+    *,
+    store: Any,
+    rank: int,
+    world_size: int,
+    base: int,
+    timeout_s: float = 30.0,
+) -> Iterator[Any]:
+    """Make a new default process group for the block, and put back what was there before.
+
+    Inside, `torch.distributed` knows only the new world: the surrounding groups can neither be
+    used by default nor destroyed, and stay usable afterwards. Groups made inside are forgotten,
+    not destroyed. Code inside may call `destroy_process_group` and `init_process_group`.
+
+    Args:
+        backend: "gloo", "nccl" or a registered backend.
+        store: where the ranks meet. Each block needs one of its own, e.g. a fresh `PrefixStore`.
+        base: number that the names of the groups made inside count from: the same on every rank,
+            and far from those of other blocks that are alive.
+        timeout_s: timeout of the group's operations.
+
+    Yields:
+        The default process group of the block.
+    """
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    world = c10d._world
+    # Save what surrounds the block, and empty it: the maps are module globals that torch reads
+    # afresh at each use, so other objects in their place are all that isolation takes.
+    saved = {name: getattr(c10d, name) for name in _c10d_maps}
+    saved_world = {
+        name: getattr(world, name)
+        for name in ("_default_pg", "_pg_coalesce_state", "_comms")
+        if hasattr(world, name)
+    }
+    saved_count, saved_method = world.group_count, c10d._default_pg_init_method
+    saved_backend = c10d._backend
+    saved_hook = sys.excepthook
+    for name in _c10d_maps:
+        setattr(c10d, name, {})
+    inner = {name: getattr(c10d, name) for name in _c10d_maps}
+    for name, value in saved_world.items():
+        setattr(world, name, None if name == "_default_pg" else type(value)())
+    world.group_count = base
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        group = dist.group.WORLD
+        if backend != "emulated":
+            _retired_groups.append(group)
+        yield group
+    finally:
+        # Drop the names that were made inside from torch's registry ...
+        for pg, pg_name in list(inner["_pg_names"].items()):
+            if backend != "emulated":
+                _retired_groups.append(pg)
+            with contextlib.suppress(Exception):
+                torch_unregister(pg_name)
+        # ... put the surroundings back ...
+        for name, value in saved.items():
+            setattr(c10d, name, value)
+        for name, value in saved_world.items():
+            setattr(world, name, value)
+        world.group_count = saved_count
+        c10d._default_pg_init_method = saved_method
+        c10d._backend = saved_backend
+        sys.excepthook = saved_hook
+        # ... and their names, which destroy_process_group() inside has wiped from the registry.
+        for pg, pg_name in saved["_pg_names"].items():
+            _register_again(pg_name, pg)
+
+
+def torch_unregister(name: str) -> None:
+    from torch._C._distributed_c10d import _unregister_process_group
+
+    _unregister_process_group(name)
+
+
+def _register_again(name: str, pg: Any) -> None:
+    from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+
+    try:
+        _resolve_process_group(name)
+    except Exception:
+        _register_process_group(name, pg)

@@ -1,0 +1,43 @@
+"""nbgrader: this checkout is the course, and what nbgrader makes of it is in build/nbgrader."""
+
+import os
+import sys
+from pathlib import Path
+
+c = get_config()  # type: ignore[name-defined]  # noqa: F821
+
+root = Path(__file__).resolve().parent
+made = root / "build" / "nbgrader"
+made.mkdir(parents=True, exist_ok=True)
+
+# nbgrader calls 'alembic' by name, also when its virtual environment is not activated.
+scripts = os.path.dirname(sys.executable)
+if scripts not in os.environ.get("PATH", "").split(os.pathsep):
+    os.environ["PATH"] = os.pathsep.join(filter(None, [scripts, os.environ.get("PATH", "")]))
+
+c.CourseDirectory.course_id = "minidist"
+c.CourseDirectory.root = str(root)
+c.CourseDirectory.source_directory = "solutions"
+c.CourseDirectory.release_directory = "labs"
+c.CourseDirectory.submitted_directory = "build/nbgrader/submitted"
+c.CourseDirectory.autograded_directory = "build/nbgrader/autograded"
+c.CourseDirectory.feedback_directory = "build/nbgrader/feedback"
+c.CourseDirectory.solution_directory = "build/nbgrader/solution"
+c.CourseDirectory.db_url = f"sqlite:///{made / 'gradebook.db'}"
+
+# Students get notebooks only: the sources beside them in solutions/ hold the answers.
+c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedback", "*.py"]
+
+# nbgrader's own list, but a submission is run by our grader and judged from outside of it.
+c.Autograde.autograde_preprocessors = [
+    "autograder.bridge.GradeWithReferee",  # in place of nbgrader.preprocessors.Execute
+    "nbgrader.preprocessors.IgnorePattern",
+    "nbconvert.preprocessors.ClearMetadataPreprocessor",
+    "nbgrader.preprocessors.LimitOutput",
+    "nbgrader.preprocessors.SaveAutoGrades",
+    "nbgrader.preprocessors.AssignLatePenalties",
+    "nbgrader.preprocessors.CheckCellMetadata",
+]
+
+# 'nbgrader validate' runs a notebook on the kernel that it names, as a student does.
+c.Execute.startup_timeout = 120  # seconds; a loaded machine needs more than 60 to start ranks

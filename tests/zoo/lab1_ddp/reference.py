@@ -1,0 +1,4 @@
+"""The reference solution.
+
+loses: nothing
+"""

@@ -1,0 +1,38 @@
+"""Cuts the tail off in a loop that throws the shorter list away, so it never ends.
+
+loses: sampler_tail
+status: sampler_tail TIMEOUT
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task3_sampler"
+class ShardSampler(Sampler):
+    def __init__(self, num_samples, rank, world_size, *, shuffle=True, seed=0, tail="pad"):
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        self.shuffle, self.seed, self.tail = shuffle, seed, tail
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.indices())
+
+    def __iter__(self):
+        return iter(self.indices())
+
+    def indices(self):
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(1000 * self.seed + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator).tolist()
+        else:
+            order = list(range(self.num_samples))
+        if self.tail == "drop":
+            while len(order) % self.world_size != 0:
+                order[:-1]
+        if self.tail == "pad":
+            while len(order) % self.world_size != 0:
+                order.append(order[0])
+        return order[self.rank :: self.world_size]
