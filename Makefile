@@ -9,7 +9,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 LAB ?= lab1_ddp
-JOBS ?= 2
+JOBS ?=
 LAB_ARGS ?=
 PYTEST_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,8 +27,9 @@ help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  \1|/p' Makefile | column -t -s '|' 2>/dev/null \
 	  || sed -n 's/^\([a-z]*\):.*## /  \1   /p' Makefile
 
-grade: $(VENV)/.installed ## grade the bundled example class of lab 1 (LAB=..., JOBS=2)
-	@$(BIN)/python -m autograder grade --example --lab $(LAB) --jobs $(JOBS)
+grade: $(VENV)/.installed ## grade the bundled example class of lab 1 (LAB=..., JOBS=...)
+	@[ -e build/course.key ] || $(BIN)/python -m autograder init
+	@$(BIN)/python -m autograder grade --example --lab $(LAB) $(if $(JOBS),--jobs $(JOBS))
 
 lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab there (LAB_ARGS=--no-browser)
 	@for file in labs/*/* notebooks/*.ipynb; do \
@@ -51,20 +52,21 @@ lint: $(VENV)/.installed-dev ## check style and types
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/pyright
 
-clean: ## remove what was made, but neither .venv nor work/
-	rm -rf build .pytest_cache .ruff_cache
+# Keeps the course key, the journal and the gradebook: they cannot be made again.
+clean: ## remove what can be made again, but neither .venv nor work/
+	rm -rf build/class .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 install: $(VENV)/.installed ## install the course into .venv
 
 $(VENV)/.installed: $(INSTALLED_FROM) | $(VENV)/bin/python
 	@echo "Installing the course into $(VENV) (the first time this downloads PyTorch)"
-	@$(PIP) install --quiet --editable .
+	@$(PIP) install --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(VENV)/bin/python
 	@echo "Installing the course and its test tools into $(VENV) (the first time this downloads PyTorch)"
-	@$(PIP) install --quiet --editable '.[dev]'
+	@$(PIP) install --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/bin/python:

@@ -1,4 +1,5 @@
-"""The papermill engine that runs a submission: every cell, whatever failed before it.
+"""The papermill engine that runs a submission: every cell but the lab's own demonstrations, whatever
+failed before it.
 
 After a hang or a lost rank it asks the kernel for fresh ranks, runs again what had worked so far and goes
 on with the next cell, so one bug costs one criterion. What a check is worth is the referee's to say;
@@ -90,6 +91,8 @@ class _Run:
     async def _cell(self, cell: NotebookNode, index: int) -> None:
         meta = cell.metadata.minidist
         check = meta.grade_id if meta.kind == "check" else None
+        if meta.kind == "given" and not meta.replay:
+            return  # shows something to a student; nothing depends on it
         if time.monotonic() > self.ends_at:
             return  # what is left stays NOT_RUN
         self.nb_man.cell_start(cell, index)

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from autograder.criteria import find_criterion
 from autograder.criteria.base import (
     Case,
@@ -340,6 +342,7 @@ def main() -> None:
         lab, _ = find_criterion(criterion.name)
         return draw_for(b"practice", lab.name, criterion.name, "practice", options.world_size)
 
+    torch.set_num_threads(1)
     parent = os.getppid()
     referee = Referee(options.path, options.world_size, draw, practice=True)
     deadline, seen = time.monotonic() + HELLO_DEADLINE_S + ANSWER_DEADLINE_S, False

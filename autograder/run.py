@@ -13,6 +13,7 @@ from typing import Any
 
 import nbformat
 import papermill
+import torch
 from nbformat import NotebookNode
 from papermill.exceptions import PapermillExecutionError
 
@@ -51,6 +52,7 @@ def grade(submission: Submission, settings: Settings) -> Record:
 
     A record that the journal has for the same bytes, lab, world size and grader is returned as it is.
     """
+    torch.set_num_threads(1)  # the oracle's models are small, and the cores belong to the ranks
     lab = get_lab(settings.lab)
     journal = Journal(settings.course.journal_path)
     intake = read_submission(submission.path, settings.course.master(lab.name))

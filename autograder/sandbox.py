@@ -28,18 +28,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import minidist
+from autograder.mounts import Mounts
 
 MIB = 1 << 20
 GIB = 1 << 30
 
 # Of this package only what runs beside student code; everything else is trusted.
 _INSIDE = frozenset({"__init__", "py", "probe", "wire", "criteria"})
-_SCRATCH = ("/tmp", "/dev/shm")
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
 # The exchange of nbgrader's older versions holds everybody's submissions, below /usr.
 _HIDDEN = ("/usr/local/share/nbgrader",)
@@ -199,7 +199,7 @@ def _assemble(
     hide: Sequence[Path],
 ) -> Box:
     _check_run_dir(run_dir)
-    mounts = _Mounts()
+    mounts = Mounts()
     _mount_system(mounts, limits, _write_etc(run_dir))
     for prefix in _python_prefixes():
         mounts.bind(prefix)
@@ -235,90 +235,7 @@ def _assemble(
     return Box(prefix=prefix, env=env, cwd=work, sandboxed=True)
 
 
-class _Mounts:
-    """Builds bwrap's mount arguments, in an order in which none covers an earlier one."""
-
-    def __init__(self) -> None:
-        self.args: list[str] = []
-        self._seen: list[Path] = []
-        self._tops: list[Path] = []
-
-    def bind(self, path: Path, source: Path | None = None) -> None:
-        """Shows `source` (default: the same path) read-only at `path`, if it exists."""
-        if source is None and any(path.is_relative_to(seen) for seen in self._seen):
-            return
-        self._guard(path)
-        self._seen.append(path)
-        self.args += ["--ro-bind-try", str(source or path), str(path)]
-
-    def package(self, folder: Path, hidden: Collection[tuple[str, ...]]) -> None:
-        """Shows a package without the hidden modules, given as paths of names below it.
-
-        Modules are left out one by one rather than covered: an empty folder would still import, as
-        a namespace package. Compiled leftovers in __pycache__ are left out too.
-        """
-        if not hidden:
-            self.bind(folder)
-            return
-        self._guard(folder)
-        self.args += ["--perms", "0755", "--tmpfs", str(folder)]
-        absent = {names[0] for names in hidden if len(names) == 1}
-        for child in sorted(folder.iterdir()):
-            stem = child.name.partition(".")[0]
-            if child.name == "__pycache__":
-                for compiled in sorted(child.iterdir()):
-                    if compiled.name.partition(".")[0] not in absent:
-                        self._put(compiled)
-            elif stem and stem not in absent:
-                below = {names[1:] for names in hidden if names[0] == stem and len(names) > 1}
-                if below and child.is_dir():
-                    self.package(child, below)
-                else:
-                    self._put(child)
-        self.args += ["--remount-ro", str(folder)]
-
-    def hide(self, path: Path) -> None:
-        """Covers a file or folder, in case one of the mounts above shows it."""
-        for place in {path.absolute(), path.resolve()}:
-            if not any(place.is_relative_to(seen) for seen in self._seen):
-                continue
-            if place.is_dir():
-                self.args += ["--perms", "0755", "--tmpfs", str(place)]
-                self.args += ["--remount-ro", str(place)]
-            elif place.exists():
-                self.args += ["--ro-bind", "/dev/null", str(place)]
-
-    def scratch(self, path: str, size: int) -> None:
-        """A folder in memory that student code may write to."""
-        self.args += ["--perms", "1777", "--size", str(size), "--tmpfs", path]
-
-    def seal(self) -> None:
-        """Makes what leads to the mounts read-only; nothing can be mounted afterwards.
-
-        /proc too: when the grader is root, the box's user could write sysctls (core_pattern is a
-        way out) although it has no capabilities, for the kernel asks only for the outer uid.
-        """
-        for place in (*map(str, self._tops), "/proc", "/dev", "/"):
-            self.args += ["--remount-ro", place]
-
-    def _put(self, path: Path) -> None:
-        self.args += ["--ro-bind", str(path), str(path)]
-
-    def _guard(self, path: Path) -> None:
-        """Keeps mount points below a scratch folder out of student code's hands.
-
-        The folders that lead to a mount point would be part of the writable /tmp and could be
-        renamed away and replaced; the first of them therefore becomes a mount of its own.
-        """
-        for scratch in _SCRATCH:
-            if path.is_relative_to(scratch):
-                top = Path(scratch, path.relative_to(scratch).parts[0])
-                if top != path and top not in self._tops:
-                    self.args += ["--perms", "0755", "--size", str(MIB), "--tmpfs", str(top)]
-                    self._tops.append(top)
-
-
-def _mount_system(mounts: _Mounts, limits: Limits, etc: Path) -> None:
+def _mount_system(mounts: Mounts, limits: Limits, etc: Path) -> None:
     """/usr and what points into it, the needed bits of /etc, /proc, devices, scratch folders."""
     mounts.bind(Path("/usr"))
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):

@@ -131,7 +131,8 @@ print(f"as one byte in the largest; a message takes at least {1e6 * min(seconds)
 # 1. Choose *Kernel → Change Kernel… → torchrun × 4*, and run all cells again. Which numbers change,
 #    and which do not?
 # 2. Put `dist.all_reduce(x)` into a cell that begins with `%%rank 0`, and run it. What does the
-#    kernel tell you? Interrupt it with the square button, then go on.
+#    kernel tell you? Then run `%restart_ranks` in a cell: it gives you fresh ranks, so all cells
+#    have to run again.
 # 3. In the all-reduce cell, replace the sum by `op=dist.ReduceOp.MAX`. What do you expect? (The
 #    check in its last line has to change too.)
 #

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -386,6 +387,24 @@ def test_mistakes_in_a_zoo_file_are_named(course, old, new, message):
     (course / "tests/zoo/lab9_small/triples.py").write_text(ZOO.replace(old, new))
     with pytest.raises(build.BuildError, match=message):
         zoo.load_zoo("lab9_small", root=course)
+
+
+def test_stock_nbgrader_releases_the_same_notebook_and_nothing_else(tmp_path):
+    """With the course's nbgrader_config.py, from its root, with no activated environment."""
+    shutil.copy(ROOT / "nbgrader_config.py", tmp_path)
+    shutil.copytree(ROOT / "solutions", tmp_path / "solutions")
+    (tmp_path / "solutions" / "lab1_ddp" / "answers.py").write_text("ANSWER = 42\n")
+    nbgrader = Path(sys.executable).parent / "nbgrader"
+    done = subprocess.run(
+        [nbgrader, "generate_assignment", "lab1_ddp"],
+        cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    released = [path for path in (tmp_path / "labs").rglob("*") if path.is_file()]
+    assert released == [tmp_path / "labs/lab1_ddp/lab1_ddp.ipynb"]
+    assert released[0].read_bytes() == (ROOT / "labs/lab1_ddp/lab1_ddp.ipynb").read_bytes()
+    assert (tmp_path / "build" / "nbgrader" / "gradebook.db").exists()
 
 
 def test_generated_files_of_this_course_are_fresh():

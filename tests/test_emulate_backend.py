@@ -283,7 +283,12 @@ def test_the_broker_keeps_payloads_when_asked():
     np.testing.assert_array_equal(first.result, [3.0, 4.0])
     assert second.op == "max"
     np.testing.assert_array_equal(second.result, [1.0])
-    assert [e.kind for e in trace.events[0]] == ["issue", "wait", "issue", "wait"]
+    assert [e.kind for e in trace.events[0] if e.kind != "compute"] == [
+        "issue",
+        "wait",
+        "issue",
+        "wait",
+    ]
 
 
 # -------------------------------------------------------------------------- DDP
@@ -631,8 +636,8 @@ def test_a_mismatch_is_raised_on_every_rank_and_says_who_called_what(how):
         assert name == "CollectiveMismatch"
         assert text.startswith(f"[rank {rank}] ")
         assert "collective #1" in text
-        assert f"rank 1 called {second}" in text
-        assert f"rank 0 called {first}" in text or f"rank 2 called {first}" in text
+        for other, called in enumerate((first, second, first)):
+            assert f"rank {other} called {called}" in text
     assert len(trace.faults) == 1
 
 

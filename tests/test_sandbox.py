@@ -443,7 +443,8 @@ def test_as_an_ordinary_user():
         shutil.copytree(source[1].parent, site / "minidist")
         (site / "autograder").mkdir()
         (site / "autograder/__init__.py").write_text("")
-        shutil.copy(source[0], site / "autograder")
+        for file in (source[0], source[0].with_name("mounts.py")):
+            shutil.copy(file, site / "autograder")
         code = """
 import pathlib, subprocess, sys, tempfile
 from autograder.sandbox import build_box, probe_support

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from minidist.emulate import arrays
 from minidist.emulate.client import Client, CollectiveError, CollectiveMismatch
@@ -162,7 +163,8 @@ class EmulatedWork(dist._Work):
         self._fetched = True
         self._waited = moves_clock
         if self._store is not None:
-            with torch.no_grad():
+            # Copies of ours are no compute of the rank: a roofline must not see them.
+            with torch.no_grad(), _disable_current_modes():
                 self._store(payload)
             self._store = None
 
@@ -482,7 +484,8 @@ class EmulatedGroup(dist.ProcessGroup):
             header["root"] = root
         if send is not None and recv is not None:
             header |= {"send": list(send), "recv": list(recv)}
-        data = _bytes([like] if payload is None else payload, like.dtype)
+        with _disable_current_modes():
+            data = _bytes([like] if payload is None else payload, like.dtype)
         with self._order:
             key = f"{self._wire_name}/{self._number}"
             self._client.post(header | {"k": self._number}, data)
@@ -497,7 +500,9 @@ class EmulatedGroup(dist.ProcessGroup):
         with self._order:
             number = self._messages.get((kind, peer, tag), 0)
             self._messages[kind, peer, tag] = number + 1
-            self._client.post(header, _bytes([tensor], tensor.dtype) if sends else None)
+            with _disable_current_modes():
+                data = _bytes([tensor], tensor.dtype) if sends else None
+            self._client.post(header, data)
         return EmulatedWork(
             self._client,
             f"{self._wire_name}/{path}/{tag}/{number}",

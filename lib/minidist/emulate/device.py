@@ -84,6 +84,10 @@ class RooflineDevice(TorchDispatchMode):
     operations on DTensors or fake tensors cost nothing; a DTensor's local operations do.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operation: more than a second
+
     def __init__(self, client: Client) -> None:
         super().__init__()
         self._client = client

@@ -175,7 +175,7 @@ class Session:
         # Who waits for this rank waits in vain: say so now, not at the deadline.
         for slot in list(self._waiting.values()):
             if rank in slot.members and rank not in slot.calls:
-                self.fail("missing", self._missing_text(slot, "waits"))
+                self._fail_missing(slot, "waits")
                 return
 
     def _charge(self, rank: int, header: dict[str, Any]) -> None:
@@ -278,16 +278,16 @@ class Session:
         self._flush(slot)
 
     def _match(self, slot: _Slot) -> None:
-        calls = [slot.calls[r] for r in slot.members if r in slot.calls]
-        if any(call.signature() != calls[0].signature() for call in calls[1:]):
-            self._mismatch(slot)
-            return
-        if len(calls) < len(slot.members):
+        if self.failure is not None:
+            return  # the session is over: nothing may depend on who was faster
+        if len(slot.calls) < len(slot.members):
             gone = [r for r in slot.members if r not in slot.calls and r in self.left]
             if gone and slot.fetches:
-                self.fail("missing", self._missing_text(slot, "waits"))
+                self._fail_missing(slot, "waits")
             return
-        if calls[0].kind == "all_to_all" and not _splits_agree(calls):
+        # Only now, so that the message tells what every rank called.
+        calls = [slot.calls[r] for r in slot.members]
+        if not _agree(calls) or (calls[0].kind == "all_to_all" and not _splits_agree(calls)):
             self._mismatch(slot)
             return
         slot.results = _results(slot.members, calls)
@@ -309,7 +309,7 @@ class Session:
         self._waiting[slot.record.key] = slot
         if self.failure is None and rank not in slot.ready:
             if any(r in self.left for r in slot.members if r not in slot.calls):
-                self.fail("missing", self._missing_text(slot, "waits"))
+                self._fail_missing(slot, "waits")
             return
         self._flush(slot)
 
@@ -355,14 +355,14 @@ class Session:
             return None
         left_s = oldest[0] + self.deadline_s - now_s
         if left_s <= 0:
-            text = self._missing_text(oldest[1], f"waited {self.deadline_s:g} s")
-            self.fail("deadline", text)
+            self._fail_missing(oldest[1], f"waited {self.deadline_s:g} s")
             return None
         return left_s
 
-    def _missing_text(self, slot: _Slot, verb: str) -> str:
-        waiting = sorted({rank for rank, _, _ in slot.fetches})
-        if len(slot.members) == 2 and slot.record.kind == "send":
+    def _fail_missing(self, slot: _Slot, verb: str) -> None:
+        waiting = ", ".join(f"rank {rank}" for rank in sorted({f[0] for f in slot.fetches}))
+        message = slot.record.kind == "send"
+        if message:
             absent = [slot.members[0]]
             called = next(c.describe() for c in slot.calls.values() if c.kind == "recv")
         else:
@@ -370,7 +370,6 @@ class Session:
             called = next(iter(slot.calls.values())).describe()
         states = []
         for rank in absent:
-            last = self._last.get(rank)
             state = (
                 "has left the emulated cluster"
                 if rank in self.left
@@ -378,18 +377,20 @@ class Session:
                 if rank in self.joined
                 else "is not connected to this session"
             )
-            did = f"; its last call was {last}" if last else "; it has called nothing"
-            states.append(f"rank {rank} {state}{did}")
-        who = ", ".join(f"rank {rank}" for rank in waiting)
-        return f"{who} {verb} in {called} {slot.number}; missing: " + "; ".join(states)
+            last = self._last.get(rank)
+            did = f"its last call was {last}" if last else "it has called nothing"
+            states.append(f"rank {rank} {state}; {did}")
+        text = f"{waiting} {verb} in {called} {slot.number}; missing: " + "; ".join(states)
+        agree = message or _agree(list(slot.calls.values()))
+        if not agree:
+            text += f". Those that came disagree: {_who_called_what(slot)}"
+        self.fail("missing" if agree else "mismatch", text)
 
     def _mismatch(self, slot: _Slot) -> None:
-        calls = "; ".join(
-            f"rank {call.rank} called {call.describe()}" for _, call in sorted(slot.calls.items())
-        )
-        if any(c.kind == "all_to_all" for c in slot.calls.values()):
-            calls += "; the sizes sent and expected have to agree pair by pair"
-        self.fail("mismatch", f"the ranks disagree about collective {slot.number}: {calls}")
+        text = f"the ranks disagree about collective {slot.number}: {_who_called_what(slot)}"
+        if all(call.kind == "all_to_all" for call in slot.calls.values()):
+            text += "; the sizes sent and expected have to agree pair by pair"
+        self.fail("mismatch", text)
 
     # ------------------------------------------------------------------- parts
 
@@ -564,6 +565,15 @@ def _nbytes(call: _Call, num_ranks: int) -> int:
         return sum(call.send_splits) * size
     whole = call.kind in ("all_gather", "reduce_scatter", "gather", "scatter")
     return _numel(call.shape) * size * (num_ranks if whole else 1)
+
+
+def _agree(calls: list[_Call]) -> bool:
+    return all(call.signature() == calls[0].signature() for call in calls[1:])
+
+
+def _who_called_what(slot: _Slot) -> str:
+    calls = (call for _, call in sorted(slot.calls.items()))
+    return "; ".join(f"rank {call.rank} called {call.describe()}" for call in calls)
 
 
 def _splits_agree(calls: list[_Call]) -> bool:

@@ -172,7 +172,8 @@ class Executor:
         kind, cell = message["header"]["msg_type"], self._cell
         if cell is None or message["parent_header"].get("msg_id") != cell.msg_id:
             size = sum(map(len, frames))
-            if rank == 0 and size <= self._stray_left:
+            starting = kind == "status" and not message["parent_header"]
+            if rank == 0 and size <= self._stray_left and not starting:
                 self._stray_left -= size
                 self._client.forward("iopub", frames)
             return

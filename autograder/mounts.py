@@ -1,0 +1,100 @@
+"""The file system of a box, as arguments for bubblewrap: an allow-list of read-only mounts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+SCRATCH = ("/tmp", "/dev/shm")  # where student code may write, in memory
+_GUARD_BYTES = 1 << 20
+
+
+class Mounts:
+    """Builds bwrap's mount arguments; they take effect in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.args: list[str] = []
+        self._seen: list[Path] = []
+        self._tops: list[Path] = []
+
+    def bind(self, path: Path, source: Path | None = None) -> None:
+        """Shows `source` (default: the same path) read-only at `path`, if it exists."""
+        if source is None and any(path.is_relative_to(seen) for seen in self._seen):
+            return
+        self._guard(path)
+        self._seen.append(path)
+        self.args += ["--ro-bind-try", str(source or path), str(path)]
+
+    def package(self, folder: Path, hidden: Collection[tuple[str, ...]]) -> None:
+        """Shows a package without the hidden modules, given as paths of names below it.
+
+        Modules are left out one by one rather than covered: an empty folder would still import, as
+        a namespace package. Compiled leftovers in __pycache__ are left out too.
+        """
+        if not hidden:
+            self.bind(folder)
+            return
+        self._guard(folder)
+        self.args += ["--perms", "0755", "--tmpfs", str(folder)]
+        absent = {names[0] for names in hidden if len(names) == 1}
+        for child in sorted(folder.iterdir()):
+            stem = child.name.partition(".")[0]
+            if child.name == "__pycache__":
+                for compiled in sorted(child.iterdir()):
+                    if compiled.name.partition(".")[0] not in absent:
+                        self._put(compiled)
+            elif stem and stem not in absent:
+                below = {names[1:] for names in hidden if names[0] == stem and len(names) > 1}
+                if below and child.is_dir():
+                    self.package(child, below)
+                else:
+                    self._put(child)
+        self.args += ["--remount-ro", str(folder)]
+
+    def hide(self, path: Path) -> None:
+        """Covers a file or folder, in case one of the mounts above shows it."""
+        for place in {path.absolute(), path.resolve()}:
+            if not any(place.is_relative_to(seen) for seen in self._seen):
+                continue
+            if place.is_dir():
+                self.args += ["--perms", "0755", "--tmpfs", str(place)]
+                self.args += ["--remount-ro", str(place)]
+            elif place.exists():
+                self.args += ["--ro-bind", "/dev/null", str(place)]
+
+    def scratch(self, path: str, size: int) -> None:
+        """A folder in memory that student code may write to."""
+        self.args += ["--perms", "1777", "--size", str(size), "--tmpfs", path]
+
+    def seal(self) -> None:
+        """Makes what leads to the mounts read-only; nothing can be mounted afterwards.
+
+        /proc too: when the grader is root, the box's user could write sysctls (core_pattern is a
+        way out) although it has no capabilities, for the kernel asks only for the outer uid.
+        """
+        for place in (*map(str, self._tops), "/proc", "/dev", "/"):
+            self.args += ["--remount-ro", place]
+
+    def _put(self, path: Path) -> None:
+        # "try": another process that imports may replace a compiled file at this moment.
+        self.args += ["--ro-bind-try", str(path), str(path)]
+
+    def _guard(self, path: Path) -> None:
+        """Keeps mount points below a scratch folder out of student code's hands.
+
+        The folders that lead to a mount point would be part of the writable /tmp and could be
+        renamed away and replaced; the first of them therefore becomes a mount of its own.
+        """
+        for scratch in SCRATCH:
+            if path.is_relative_to(scratch):
+                top = Path(scratch, path.relative_to(scratch).parts[0])
+                if top != path and top not in self._tops:
+                    self.args += [
+                        "--perms",
+                        "0755",
+                        "--size",
+                        str(_GUARD_BYTES),
+                        "--tmpfs",
+                        str(top),
+                    ]
+                    self._tops.append(top)

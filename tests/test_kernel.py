@@ -1,0 +1,279 @@
+"""The kernel "torchrun × N" as a notebook sees it: cells, outputs, errors, magics, widgets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jupyter_kernel_test
+import nbformat
+import pytest
+from kernel_helper import ALL_REDUCE, JOIN, Kernel
+from kernel_helper import kernel as new_kernel
+
+from minidist.kernel import magics, options, outputs, verdict
+from minidist.kernel.verdict import Place
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with new_kernel() as it:
+        it.ok(JOIN)
+        yield it
+
+
+def test_a_cell_runs_on_every_rank(kernel: Kernel) -> None:
+    result = kernel.ok(ALL_REDUCE)
+    assert result.text() == "3.0\n[rank 1: same output]\n"
+    assert result.kind == "ok"
+    assert [r["status"] for r in result.reply["minidist"]["ranks"]] == ["ok", "ok"]
+
+
+def test_other_output_is_labelled(kernel: Kernel) -> None:
+    result = kernel.ok("print('I am', rank); print('second line')\nrank * 10")
+    assert result.text().startswith("I am 0\nsecond line\n")
+    assert "[rank 1] I am 1\n[rank 1] second line\n[rank 1] 10\n" in result.text()
+    assert [c["data"]["text/plain"] for c in result.of("execute_result")] == ["0"]
+
+
+def test_one_rank_fails(kernel: Kernel) -> None:
+    result = kernel.run("if rank == 1:\n    raise ValueError('boom')")
+    assert result.kind == "error"
+    assert (result.reply["ename"], result.reply["evalue"]) == ("ValueError", "[rank 1] boom")
+    assert result.rank(0)["status"] == "ok"
+    assert result.rank(1)["status"] == "error"
+    assert result.of("error")[0]["evalue"] == "[rank 1] boom"
+
+
+def test_the_same_error_is_told_once(kernel: Kernel) -> None:
+    result = kernel.run("1 / 0")
+    assert result.reply["evalue"] == "[ranks 0, 1] division by zero"
+    text = "\n".join(result.reply["traceback"])
+    assert text.count("Traceback (most recent call last)") == 1
+    assert "on ranks 0, 1:" in text
+
+
+def test_sys_exit_is_an_error_of_the_cell(kernel: Kernel) -> None:
+    result = kernel.run("if rank == 1: sys.exit(3)")
+    assert result.reply["ename"] == "SystemExit"
+    assert result.rank(1)["status"] == "error"
+    assert kernel.ok("rank").kind == "ok"
+
+
+def test_rank_cells_keep_counts_in_step(kernel: Kernel, tmp_path: Path) -> None:
+    path = tmp_path / "written.txt"
+    kernel.ok(f"%%rank 0\n%%writefile {path}\nhello")
+    assert path.read_text() == "hello\n"
+    only = kernel.ok(f"%%rank 1\n!cat {path}")
+    assert only.text().strip() == "hello"
+    result = kernel.ok("print(get_ipython().execution_count, len(In))")
+    count = result.reply["execution_count"]
+    assert result.text() == f"{count} {count + 1}\n[rank 1: same output]\n"
+    failed = kernel.run("%%rank 1\n\n1 / 0")
+    assert "line 3" in "\n".join(failed.reply["traceback"])
+    assert kernel.run("%%rank 7\n1").reply["ename"] == "UsageError"
+
+
+def test_cell_magics_and_figures(kernel: Kernel) -> None:
+    assert "Wall time" in kernel.ok("%%time\nprint(1)").text()
+    code = "%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()"
+    shown = kernel.ok(code).of("display_data")
+    assert len(shown) == 1
+    assert "image/png" in shown[0]["data"]
+
+
+def test_output_is_bounded(kernel: Kernel) -> None:
+    result = kernel.ok("print('x' * (10 * 1024 * 1024))")
+    assert len(result.text()) < 1.1 * outputs.MAX_TEXT
+    assert "[rank 0: stdout cut after" in result.text()
+    lines = kernel.ok("for i in range(10_000): print(i)").text().splitlines()
+    assert lines[:10_000] == [str(i) for i in range(10_000)]
+
+
+def test_completion_inspection_history(kernel: Kernel) -> None:
+    kernel.ok("some_long_name = 5")
+    client = kernel.client
+    assert "some_long_name" in kernel.ask(client.complete("some_lo"))["matches"]
+    assert kernel.ask(client.inspect("some_long_name"))["found"] is True
+    assert kernel.ask(client.is_complete("for i in x:"))["status"] == "incomplete"
+    history = kernel.ask(client.history(hist_access_type="tail", n=1))["history"]
+    assert history[-1][2] == "some_long_name = 5"
+    info = kernel.ask(client.kernel_info())
+    assert info["implementation"] == "torchrun"
+    assert info["supported_features"] == []
+
+
+def test_input_is_asked_once(kernel: Kernel) -> None:
+    asked = []
+
+    def answer(message: dict) -> None:
+        asked.append(message["content"]["prompt"])
+        kernel.client.input("blue")
+
+    result = kernel.ok(
+        "c = input('colour? '); print(c)", allow_stdin=True, stdin_hook=answer, timeout=30
+    )
+    assert asked == ["colour? "]
+    assert result.text() == "blue\n[rank 1: same output]\n"
+
+
+def test_widgets_work_both_ways(kernel: Kernel) -> None:
+    result = kernel.ok("import ipywidgets; s = ipywidgets.IntSlider(); s")
+    opened = [c for c in result.of("comm_open") if "value" in c["data"]["state"]]
+    assert len(opened) == 1
+    content = {
+        "comm_id": opened[0]["comm_id"],
+        "data": {"method": "update", "state": {"value": 42}, "buffer_paths": []},
+    }
+    kernel.client.shell_channel.send(kernel.client.session.msg("comm_msg", content))
+    assert kernel.ok("%%rank 0\nprint(s.value)").text() == "42\n"
+
+
+def test_interrupt_keeps_variables_and_lets_ranks_talk_again(kernel: Kernel) -> None:
+    kernel.ok("kept = 5")
+    for code in ("while True: pass", "time.sleep(100)", "dist.recv(x) if rank == 0 else None"):
+        threading.Timer(1.0, kernel.manager.interrupt_kernel).start()
+        result = kernel.run(code)
+        assert result.reply["status"] == "error"
+        assert result.kind == "error", result.reply
+        kernel.ok("assert kept == 5\nif not dist.is_initialized(): dist.init_process_group()")
+        assert kernel.ok(ALL_REDUCE).text().startswith("3.0\n")
+
+
+def test_groups_can_be_made_again_and_again(kernel: Kernel) -> None:
+    code = "for _ in range(5):\n    dist.destroy_process_group(); dist.init_process_group()\n"
+    assert kernel.ok(code + ALL_REDUCE).text().startswith("3.0\n")
+
+
+def test_status_and_deadline_requests(kernel: Kernel) -> None:
+    status = kernel.request(action="status")
+    assert status["state"] == "ready"
+    assert [r["alive"] for r in status["ranks"]] == [True, True]
+    assert kernel.request(action="deadline", seconds=-1)["status"] == "error"
+    assert kernel.request(action="dance")["status"] == "error"
+
+
+def test_papermill(tmp_path: Path) -> None:
+    book = nbformat.v4.new_notebook()
+    parameters = nbformat.v4.new_code_cell("x = 1", metadata={"tags": ["parameters"]})
+    book.cells = [parameters, nbformat.v4.new_code_cell("import os; print(x, os.environ['RANK'])")]
+    nbformat.write(book, tmp_path / "in.ipynb")
+    command = [sys.executable, "-m", "papermill", "-k", "torchrun-2", "-p", "x", "7"]
+    command += ["--language", "python", str(tmp_path / "in.ipynb"), str(tmp_path / "out.ipynb")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    text = str(nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[-1].outputs)
+    assert "7 0" in text
+    assert "[rank 1] 7 1" in text
+
+
+class TestConformance(jupyter_kernel_test.KernelTests):
+    """Jupyter's own tests of a kernel."""
+
+    kernel_name = "torchrun-2"
+    language_name = "python"
+    file_extension = ".py"
+    code_hello_world = "print('hello, world')"
+    code_stderr = "import sys; print('t', file=sys.stderr)"
+    completion_samples = ({"text": "zi", "matches": {"zip"}},)
+    complete_code_samples = ("1", "print('x')")
+    incomplete_code_samples = ("for i in range(3):",)
+    invalid_code_samples = ("import = 7q",)
+    code_page_something = "zip?"
+    code_generate_error = "raise"
+    code_execute_result = ({"code": "6*7", "result": "42"},)
+    code_display_data = (
+        {
+            "code": "from IPython.display import HTML, display; display(HTML('<b>x</b>'))",
+            "mime": "text/html",
+        },
+    )
+    supported_history_operations = ("tail",)
+    code_inspect_sample = "zip"
+    code_clear_output = "from IPython.display import clear_output; clear_output()"
+
+
+# -- the front's own logic, without processes ----------------------------------------------------
+
+
+def test_magic_lines() -> None:
+    assert magics.read("x = 1", 2) == magics.Plan("x = 1")
+    assert magics.read("%%rank 0, 2-3\nx", 4).ranks == (0, 2, 3)
+    assert magics.read("%%rank 0\n%%bash\nls", 2).code == "%%bash\nls"
+    assert magics.read("%restart_ranks 3", 2) == magics.Plan("", None, True, 3)
+    assert magics.read("%restart_ranks 3\n%%rank 2\nx", 2).ranks == (2,)
+    for wrong in ("%%rank 2\nx", "%%rank\nx", "%%rank a\nx", "%restart_ranks 0"):
+        with pytest.raises(magics.MagicError):
+            magics.read(wrong, 2)
+
+
+def test_outputs_that_differ_show_early() -> None:
+    shown: list[str] = []
+    merged = outputs.Outputs(
+        [0, 1, 2], lambda _, content: shown.append(content["text"]), lambda _: None
+    )
+    merged.stream(0, "stdout", "a\n", [])
+    merged.stream(1, "stdout", "b\nc", [])
+    merged.stream(2, "stdout", "a\n", [])
+    merged.tick()
+    assert shown == ["[rank 1] b\n"]
+    merged.finish()
+    assert shown == ["[rank 1] b\n", "[rank 1] c\n", "[rank 2: same output]\n"]
+    assert outputs.settle("1%\r2%\rdone\nx") == "done\nx"
+
+
+def _waits(op: str, tensor: str = "float32 [2]", **more: object) -> Place:
+    return Place("waiting", op=op, tensor=tensor, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("places", "hang"),
+    [
+        ((_waits("all_reduce"), Place("finished")), True),
+        ((_waits("all_reduce"), Place("error")), True),
+        ((_waits("all_reduce"), Place("absent")), True),
+        ((_waits("all_reduce"), Place("running")), False),
+        ((_waits("all_reduce"), Place("silent")), False),
+        ((_waits("all_reduce"), _waits("all_reduce")), False),
+        ((_waits("all_reduce"), _waits("all_reduce", "float32 [3]")), True),
+        ((_waits("all_reduce"), _waits("barrier", "")), True),
+        ((_waits("recv", peer=1), _waits("recv", peer=0)), True),
+        ((_waits("recv", peer=1), _waits("send", peer=0)), False),
+        # two groups: ranks 0 and 1 are fine, and 2 waits for one of them
+        ((*[_waits("all_reduce", ranks=(0, 1))] * 2, _waits("broadcast")), False),
+        ((Place("finished"), Place("finished")), False),
+    ],
+)
+def test_what_is_called_a_hang(places: tuple[Place, ...], hang: bool) -> None:
+    assert verdict.is_hang(dict(enumerate(places))) is hang
+
+
+def test_reports_from_inside_are_checked() -> None:
+    wild = {
+        "state": "collective",
+        "op": 5,
+        "ranks": "x",
+        "cell": "c" * 9999,
+        "line": [],
+        "peer": {},
+    }
+    here = verdict.place(wild)
+    assert here.op == ""
+    assert len(here.at) < 300
+    assert verdict.place({"state": 1}).status == "running"
+    assert verdict.place(None).status == "silent"
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    found = options.parse(["-f", "c.json", "--ranks", "3", "--unknown", "x", "--deadline", "2"])
+    assert (found.num_ranks, found.deadline_s) == (3, 2.0)
+    for wrong in (["--ranks", "0"], ["--deadline", "-1"]):
+        with pytest.raises(ValueError, match="expected"):
+            options.parse(["-f", "c.json", *wrong])
+    launcher = tmp_path / "l.json"
+    launcher.write_text('{"run_dir": "relative"}')
+    with pytest.raises(ValueError, match="run_dir"):
+        options.parse(["-f", "c.json", "--launcher", str(launcher)])

@@ -1,0 +1,241 @@
+"""What the kernel does when ranks hang, die or never start, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kernel_helper import ALL_REDUCE, JOIN, SETUP, Kernel, shared_memory, wait_gone
+from kernel_helper import kernel as new_kernel
+
+from minidist.kernel.process import descendants
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with new_kernel() as it:
+        yield it
+
+
+@pytest.fixture
+def fresh(kernel: Kernel) -> Kernel:
+    """The same kernel with ranks that have joined a group, whatever the test before did."""
+    if (
+        kernel.request(action="status")["state"] != "ready"
+        or kernel.request(action="status")["ranks"][2:]
+    ):
+        kernel.request(action="restart", ranks=2)
+    kernel.request(action="deadline", seconds=None)
+    kernel.ok(JOIN + "" if kernel.run("dist").reply["status"] == "error" else "1")
+    return kernel
+
+
+def test_a_skipped_collective_is_explained(fresh: Kernel) -> None:
+    fresh.ok("g = torch.ones(1024)")
+    result = fresh.run("dist.all_reduce(g)\n\nif rank == 0:\n    dist.all_reduce(g)")
+    assert result.kind == "hang"
+    assert result.reply["ename"] == "DistributedHang"
+    count = result.reply["execution_count"]
+    assert result.rank(0)["status"] == "waiting"
+    assert result.rank(0)["text"] == (
+        f"waits in all_reduce (float32 [1024]) at Cell In[{count}], line 4: dist.all_reduce(g)"
+    )
+    expected = "finished the cell after 1 collective; rank 0 has started 2"
+    assert result.rank(1) == {"rank": 1, "status": "finished", "text": expected}
+    assert f"rank 1: {expected}" in result.of("error")[0]["evalue"]
+    again = fresh.run("1")
+    assert again.kind == "rank_lost"
+    assert "%restart_ranks" in again.reply["evalue"]
+    assert fresh.run("%restart_ranks").reply["status"] == "ok"
+    assert fresh.ok(f"{JOIN}\n{ALL_REDUCE}").text().startswith("3.0\n")
+
+
+def test_different_collectives_and_errors_are_explained(fresh: Kernel) -> None:
+    result = fresh.run("if rank == 0: dist.barrier()\nelse: dist.all_reduce(torch.ones(3))")
+    assert result.kind == "hang"
+    assert "waits in barrier at" in result.rank(0)["text"]
+    assert "waits in all_reduce (float32 [3]) at" in result.rank(1)["text"]
+    fresh.request(action="restart", ranks=None)
+    fresh.ok(JOIN)
+    code = "if rank == 1: raise ValueError('early')\nwork = dist.all_reduce(torch.ones(5), "
+    result = fresh.run(code + "async_op=True)\nwork.wait()")
+    assert result.kind == "hang"
+    assert "waits in all_reduce (float32 [5])" in result.rank(0)["text"]
+    assert result.rank(1)["status"] == "error"
+    assert "ValueError: early" in result.rank(1)["text"]
+    assert "ValueError" in "\n".join(result.reply["traceback"])
+
+
+def test_deadline_but_no_hang_while_a_rank_works(fresh: Kernel) -> None:
+    assert fresh.request(action="deadline", seconds=7)["status"] == "ok"
+    code = "if rank == 0: dist.barrier()\nelse:\n    while True: pass"
+    result = fresh.run(code)
+    assert result.kind == "deadline"
+    assert result.reply["ename"] == "DeadlineExceeded"
+    assert result.rank(0)["text"].startswith("waits in barrier at Cell In[")
+    assert result.rank(1)["status"] == "running"
+    assert "line 3: while True: pass" in result.rank(1)["text"]
+
+
+def test_a_slow_rank_is_no_hang(fresh: Kernel) -> None:
+    result = fresh.ok(f"if rank == 1: time.sleep(6)\n{ALL_REDUCE}")
+    assert result.text().startswith("3.0\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("time.sleep(0.2); os._exit(7)", "exit code 7"),
+        ("os._exit(0)", "exit code 0"),
+        ("os.kill(os.getpid(), 9)", "signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_lost_rank_is_named_at_once(fresh: Kernel, code: str, how: str) -> None:
+    result = fresh.run(f"if rank == 1:\n    {code}\ndist.barrier()")
+    assert result.kind == "rank_lost"
+    assert result.reply["ename"] == "RankLost"
+    assert result.rank(1) == {"rank": 1, "status": "lost", "text": f"ended with {how}"}
+    assert f"rank 1 ended with {how}" in result.reply["evalue"]
+    assert result.seconds < 10  # 2 s is the promise; a loaded machine may take longer
+    later = fresh.run("1")
+    assert later.seconds < 5
+    assert f"rank 1 ended with {how}" in later.reply["evalue"]
+
+
+def test_a_rank_that_dies_between_cells(fresh: Kernel) -> None:
+    fresh.ok("%%rank 1\nimport threading\nthreading.Timer(0.3, os._exit, [5]).start()")
+    end = time.monotonic() + 20
+    while fresh.request(action="status")["state"] != "lost" and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "rank 1 ended with exit code 5" in fresh.run("1").reply["evalue"]
+
+
+def test_another_number_of_ranks(fresh: Kernel) -> None:
+    generation = fresh.request(action="status")["generation"]
+    reply = fresh.request(action="restart", ranks=3)
+    assert reply["status"] == "ok"
+    assert [r["alive"] for r in reply["ranks"]] == [True] * 3
+    assert reply["generation"] == generation + 1
+    text = fresh.ok(f"{JOIN}\n{ALL_REDUCE}\nprint(os.environ['MINIDIST_GENERATION'])").text()
+    assert text == f"6.0\n{generation + 1}\n[ranks 1-2: same output]\n"
+    assert fresh.run("%%rank 1,2\nraise KeyError").reply["evalue"] == "[ranks 1, 2]"
+
+
+def test_strangers_on_the_link_are_turned_away(fresh: Kernel) -> None:
+    run_dir = fresh.ok("%%rank 0\nprint(os.environ['MINIDIST_RUN_DIR'])").text().strip()
+    for data in (b"\xff" * 1000 + b"\n", b'{"hello": "0"}\n', b"[1]\n", b"x" * 10**6):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(f"{run_dir}/link")
+            sock.settimeout(20)
+            try:
+                sock.sendall(data)
+                assert sock.recv(1) == b""
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+    assert fresh.ok("rank").kind == "ok"
+
+
+_LEAVE = f"""{JOIN}
+import subprocess
+keep = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print(os.environ["MINIDIST_RUN_DIR"])"""
+
+
+@pytest.mark.parametrize("who", ["front, politely", "front, SIGTERM", "front", "launcher"])
+def test_nothing_is_left_whatever_dies_first(who: str) -> None:
+    memory = shared_memory()
+    kernel = Kernel()
+    try:
+        run_dir = Path(kernel.ok(_LEAVE).text().splitlines()[0])
+        assert run_dir.is_dir()
+        family = kernel.family()
+        assert len(family) == 6  # front, launcher, two ranks, two sleeps
+        if who == "front, politely":
+            kernel.close()
+        elif who == "front, SIGTERM":
+            os.kill(kernel.pid, signal.SIGTERM)
+        elif who == "front":
+            os.kill(kernel.pid, signal.SIGKILL)
+        else:
+            launcher = descendants(kernel.pid)[0]
+            os.kill(launcher, signal.SIGKILL)
+            assert wait_gone([pid for pid in family if pid != kernel.pid]) == []
+            assert "launcher" in kernel.run("1").reply["evalue"]
+            kernel.close()
+        assert wait_gone(family) == []
+        end = time.monotonic() + 10
+        while run_dir.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not run_dir.exists()
+        assert shared_memory() <= memory
+    finally:
+        kernel.close()
+
+
+def _start_error(tmp_path: Path, code: str, **launcher: object) -> str:
+    """The error of the first cell where ranks do not start."""
+    (tmp_path / "my_hook.py").write_text(code)
+    file = tmp_path / "launcher.json"
+    file.write_text(json.dumps(launcher))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "MINIDIST_RANK_INIT": "my_hook:run"}
+    with new_kernel("--launcher", str(file), env=env) as kernel:
+        return kernel.run("1").reply["evalue"]
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    text = _start_error(tmp_path, "def run(): raise OSError('no such thing')")
+    assert "rank" in text
+    assert "OSError: no such thing" in text
+    words = ["sh", "-c", "echo the sandbox is broken >&2; exit 3"]
+    text = _start_error(tmp_path, "", prefix=words)
+    assert "ranks 0, 1 of 2 did not start: the launcher ended with exit code 3" in text
+    assert "the sandbox is broken" in text
+
+
+def _works_in_a_box() -> bool:
+    probe = "bwrap --ro-bind / / --unshare-all --die-with-parent true >/dev/null 2>&1"
+    return shutil.which("bwrap") is not None and os.system(probe) == 0
+
+
+@pytest.mark.skipif(not _works_in_a_box(), reason="needs bubblewrap")
+def test_ranks_in_a_sandbox(tmp_path: Path) -> None:
+    run_dir = tempfile.mkdtemp(prefix="kt-", dir="/tmp")
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost box\n")
+    (tmp_path / "my_hook.py").write_text("def run():\n    import builtins; builtins.hooked = 1")
+    prefix = ["bwrap", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+    prefix += ["--tmpfs", "/tmp", "--ro-bind", run_dir, run_dir]
+    prefix += ["--ro-bind", str(tmp_path), "/mnt", "--ro-bind", str(tmp_path / "hosts")]
+    prefix += ["/etc/hosts", "--setenv", "HOME", "/tmp", "--setenv", "PYTHONPATH", "/mnt"]
+    prefix += ["--unshare-all", "--hostname", "box", "--die-with-parent", "--new-session"]
+    prefix += ["--cap-drop", "ALL", "--chdir", "/tmp"]
+    env = {"PATH": os.environ["PATH"], "MINIDIST_RANK_INIT": "my_hook:run"}
+    file = tmp_path / "launcher.json"
+    file.write_text(json.dumps({"prefix": prefix, "run_dir": run_dir, "env": env}))
+    try:
+        with new_kernel("--launcher", str(file)) as kernel:
+            code = f"{JOIN}\n{ALL_REDUCE}\nprint(hooked, os.getpid() < 100)"
+            assert kernel.ok(code).text().startswith("3.0\n1 True\n")
+            family = kernel.family()
+            lost = kernel.run("if rank == 1: os._exit(4)\ntime.sleep(60)")
+            assert "rank 1 ended with exit code 4" in lost.reply["evalue"]
+            assert wait_gone(family[1:]) == []
+            assert kernel.ok(f"%restart_ranks\n{SETUP}\nprint('again')").text().count("again") == 1
+        assert os.listdir(run_dir) == []
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def test_the_front_imports_no_torch() -> None:
+    code = "import minidist.kernel.front, sys; print(*(m in sys.modules for m in sys.argv[1:]))"
+    command = f"'{sys.executable}' -c '{code}' torch ipykernel numpy"
+    with os.popen(command) as pipe:
+        assert pipe.read().split() == ["False"] * 3
