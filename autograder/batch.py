@@ -43,7 +43,9 @@ def grade_class(
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(f"grading {settings.lab}", total=len(submissions))
         todo = dict(enumerate(submissions))
-        for _ in range(3):  # a worker that is killed takes the pool with it; the rest is tried again
+        for _ in range(
+            3
+        ):  # a worker that is killed takes the pool with it; the rest is tried again
             with ProcessPoolExecutor(
                 jobs, multiprocessing.get_context("spawn"), initializer=_leave_interrupts_to_parent
             ) as pool:

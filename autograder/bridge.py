@@ -1,7 +1,8 @@
-"""nbgrader's side: verdicts become the outputs of test cells; nbgrader fills gradebook and feedback.
+"""nbgrader's side: verdicts become the outputs of test cells; the gradebook is nbgrader's.
 
-nbgrader reads a grade off a cell's outputs: an error is zero, nothing at all is full marks. So what a
-submission printed in a check's cell is dropped, and the referee's verdict is the only output there.
+nbgrader reads a grade off a cell's outputs: an error is zero, nothing at all is full marks. So
+what a submission printed in a check's cell is dropped, and the referee's verdict is the only
+output there.
 
     sanitize:  ReadWithIntake   the same intake as `autograder grade`, before nbgrader looks at it
     autograde: GradeWithReferee box + kernel + papermill + referee, or the journal's record of it
@@ -63,9 +64,7 @@ class _Bridge(NbGraderPreprocessor):
         """The file as it was handed in."""
         names = resources["nbgrader"]
         folder = CourseDirectory(parent=self)
-        path = folder.format_path(
-            folder.submitted_directory, names["student"], names["assignment"]
-        )
+        path = folder.format_path(folder.submitted_directory, names["student"], names["assignment"])
         return Submission(names["student"], Path(path) / f"{names['notebook']}.ipynb")
 
 
@@ -92,10 +91,11 @@ class GradeWithReferee(_Bridge):
             self.trusted, not probe_support().works and is_bundled(submission.path, lab.name)
         )
         settings = Settings(course, lab.name, lab.grading_world_size, sandboxed)
+        intake = read_submission(submission.path, course.master(lab.name))
         record = grade(submission, settings)
         if any(c["status"] == "INFRA" for c in record["criteria"]):
             raise BridgeError(record["criteria"][0]["message"])
-        executed = executed_path(course, lab.name, record_key(submission, settings))
+        executed = executed_path(course, lab.name, record_key(intake.sha256, settings))
         if executed.is_file():
             nb.cells = nbformat.read(executed, as_version=4).cells
         show_verdicts(nb, record)

@@ -91,7 +91,9 @@ class Course:
         except FileNotFoundError:
             raise CourseError(f"{self.key_path} is missing: run `autograder init`") from None
         except ValueError:
-            raise CourseError(f"{self.key_path} is damaged: expected {KEY_BYTES} bytes in hex") from None
+            raise CourseError(
+                f"{self.key_path} is damaged: expected {KEY_BYTES} bytes in hex"
+            ) from None
         if stat.S_IMODE(mode) & 0o077:
             raise CourseError(f"{self.key_path} can be read by others: chmod 600 {self.key_path}")
         if len(key) != KEY_BYTES:

@@ -1,18 +1,20 @@
-"""The papermill engine that runs a submission: every cell but the lab's own demonstrations, whatever
-failed before it.
+"""The papermill engine that runs a submission: every cell, whatever failed before it.
 
-After a hang or a lost rank it asks the kernel for fresh ranks, runs again what had worked so far and goes
-on with the next cell, so one bug costs one criterion. What a check is worth is the referee's to say;
-the engine tells it when a check begins and how its cell ended.
+Only the lab's own demonstrations are left out: they show something and nothing depends on them.
+
+After a hang or a lost rank it asks the kernel for fresh ranks, runs again what had worked so
+far and goes on with the next cell, so one bug costs one criterion. What a check is worth is the
+referee's to say; the engine tells it when a check begins and how its cell ended.
 """
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nbclient import NotebookClient
@@ -45,7 +47,10 @@ class Session:
     on_verdict: Callable[[Verdict, float], None]
     connection_file: str
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    worked: list[str] = field(default_factory=list)  # sources to run again on fresh ranks
+    worked: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # to run again: source and its In[n]
+    renumbered: dict[str, str] = field(default_factory=dict)  # In[n] of a rerun -> the cell's own
     restarts: int = 0
 
 
@@ -105,14 +110,13 @@ class _Run:
             criterion = self.session.lab[check]
             self.session.referee.open(criterion)
             await self._execute(cell, index, criterion.deadline_s)
-            verdict = self._close()
+            verdict = self._own_numbers(self._close())
             self.session.verdicts[check] = verdict
             self.session.on_verdict(verdict, time.monotonic() - began)
         kind = self.outcome["kind"]
-        if check is None and meta.replay and kind == "ok":
-            self.session.worked.append(cell.source)
-        elif check is None and meta.replay and kind in BROKEN:
-            self.session.worked.append(definitions(cell.source))
+        if check is None and meta.replay and kind in ("ok", *BROKEN):
+            source = cell.source if kind == "ok" else definitions(cell.source)
+            self.session.worked.append((source, cell.execution_count or 0))
         self.broken = kind in BROKEN
         self.nb_man.cell_complete(cell, index)
 
@@ -134,7 +138,7 @@ class _Run:
         return self.deadline_s + KERNEL_SLACK_S
 
     def _close(self) -> Verdict:
-        """Has the open check judged; the kernel's word counts only for ranks that did not answer."""
+        """Has the open check judged; the kernel's word counts only for ranks without an answer."""
         kind, why = self.outcome["kind"], self.outcome["why"]
         said = {r["rank"]: r["status"] for r in self.outcome["ranks"]}
         if kind == "rank_lost":
@@ -158,23 +162,34 @@ class _Run:
             reply = await self._control("restart", timeout=RESTART_TIMEOUT_S)
             if reply.get("status") != "ok":
                 raise InfrastructureError(f"no fresh ranks: {reply}")
-            for number, source in enumerate(self.session.worked):
+            for position, (source, number) in enumerate(self.session.worked):
                 if not source.strip():
                     continue
-                cell = NotebookNode(cell_type="code", source=source, metadata={}, outputs=[])
-                self.client.nb.cells.append(cell)  # nbclient wants it to have a place
-                try:
-                    index = len(self.client.nb.cells) - 1
-                    await self._execute(cell, index, self.session.lab.cell_deadline_s)
-                finally:
-                    self.client.nb.cells.pop()
+                await self._again(source, number)
                 if self.outcome["kind"] in BROKEN:
                     # What worked once does not now: keep its definitions at most.
                     shorter = definitions(source)
-                    self.session.worked[number] = shorter if shorter != source else ""
+                    self.session.worked[position] = (shorter if shorter != source else "", number)
                     break
             else:
                 return
+
+    async def _again(self, source: str, number: int) -> None:
+        """Runs a cell that was run as In[`number`] once more."""
+        cell = NotebookNode(cell_type="code", source=source, metadata={}, outputs=[])
+        self.client.nb.cells.append(cell)  # nbclient wants it to have a place
+        try:
+            index = len(self.client.nb.cells) - 1
+            await self._execute(cell, index, self.session.lab.cell_deadline_s)
+        finally:
+            self.client.nb.cells.pop()
+        self.session.renumbered[f"In[{cell.get('execution_count')}]"] = f"In[{number}]"
+
+    def _own_numbers(self, verdict: Verdict) -> Verdict:
+        """Names cells by the numbers that the student sees, whatever was run again since."""
+        names = self.session.renumbered
+        message = re.sub(r"In\[\d+\]", lambda m: names.get(m[0], m[0]), verdict.message)
+        return replace(verdict, message=message)
 
     async def _control(self, action: str, timeout: float = 20.0, **content: Any) -> dict[str, Any]:
         """Sends a request to the front on its control channel and returns the reply's content."""

@@ -1,9 +1,9 @@
 """From an untrusted file to a notebook that can be run. Nothing of the submission is executed here.
 
-A submission gives its code, and nothing else: the source of its code cells, in its own order. The
-cells that the lab locks come from the master (the released lab), whatever the submission says they
-are. Outputs, tags, metadata, attachments and ids are dropped, because other tools act on them: a
-`skip-execution` tag, say, would keep a check from running.
+A submission gives its code, and nothing else: the source of its code cells, in its own order.
+The cells that the lab locks come from the master (the released lab), whatever the submission
+says they are. Outputs, tags, metadata, attachments and ids are dropped, because other tools act
+on them: a `skip-execution` tag, say, would keep a check from running.
 
     submission.ipynb -> bounded read -> JSON, depth checked first -> cells -> master's put back
 """

@@ -1,9 +1,9 @@
 """The append-only journal of verdicts: what makes a batch resumable, and a crash harmless.
 
 One JSON object per line. A line is written by one `write` under a lock and is on disk (fsync)
-before `append` returns, so several processes may write, and one that is killed loses at most the
-line that it had not finished. Such a torn line is skipped and reported by whoever reads, and never
-joined with the next one.
+before `append` returns, so several processes may write, and one that is killed loses at most
+the line that it had not finished. Such a torn line is skipped and reported by whoever reads,
+and never joined with the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import minidist
 Record = dict[str, Any]
 
 # Parts of this package that cannot change a verdict: they build labs or show results.
-_NOT_GRADING = frozenset({"__main__", "bridge", "build", "percent", "report", "sync", "zoo"})
+_NOT_GRADING = frozenset(
+    {"__main__", "batch", "bridge", "build", "percent", "report", "sync", "zoo"}
+)
 # Parts of minidist that run while grading.
 _GRADING = (
     "__init__",

@@ -11,7 +11,6 @@ In the script every magic is a comment, so that the script is Python and torchru
 - A cell may begin with cell magics (`# %%rank 0`). What follows a magic whose body is not this
   cell's Python (`%%writefile`, `%%bash` ...) is commented as a whole. What follows any other magic
   may be live Python, or commented as a whole so that the plain script does not run it.
-
 - `# %% tags=["active-ipynb"]`, jupytext's own way, comments a whole cell.
 
 jupytext splits the script into cells; its other rules for magics are not used, because they leave

@@ -1,10 +1,11 @@
 """`check("name", what_you_wrote)`: the same code at the student's desk and in the grader's box.
 
-It asks the referee for this rank's inputs, calls the student's code with them and sends back raw
-arrays. It knows no expected value and cannot say PASS: the referee, a process of its own, judges.
+It asks the referee for this rank's inputs, calls the student's code with them and sends back
+raw arrays. It knows no expected value and cannot say PASS: the referee, a process of its own,
+judges.
 
-At the desk there is no referee at first: rank 0 starts one for practice, with public seeds. Under the
-grader each rank is connected by `attach()` before any of the student's code runs.
+At the desk there is no referee at first: rank 0 starts one for practice, with public seeds.
+Under the grader each rank is connected by `attach()` before any of the student's code runs.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ def describe_error(error: BaseException) -> str:
         cell = _cell_name(frame.filename)
         if cell or frame.filename.endswith("lab.py"):
             place = f" ({cell or frame.filename}, line {frame.lineno}: {frame.line})"
+    if isinstance(error, NotImplementedError) and not str(error):
+        return f"not written yet{place}"
     return f"{type(error).__name__}: {error}{place}"
 
 

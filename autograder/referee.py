@@ -1,8 +1,9 @@
 """The referee: trusted, outside the ranks. Draws inputs, receives every rank's answer, judges.
 
-A submission's ranks reach it over one unix socket, each with one connection for checks and one for the
-emulated cluster, whose broker belongs to the referee. The grader says which check is open; an answer
-to anything else is refused. What the ranks print, raise or claim about themselves is never evidence.
+A submission's ranks reach it over one unix socket, each with one connection for checks and one
+for the emulated cluster, whose broker belongs to the referee. The grader says which check is
+open; an answer to anything else is refused. What the ranks print, raise or claim about
+themselves is never evidence.
 
 `python -m autograder.referee PATH --world-size N` is the student's practice referee: the same
 criteria with public seeds; it opens a check when a rank asks for one, and ends with its ranks.
@@ -47,6 +48,7 @@ _REASONS = {
     Status.RANK_LOST: "the process ended before it answered",
     Status.NOT_RUN: "the check was not reached",
     Status.STUDENT_ERROR: "the code raised",
+    Status.WRONG: "no answer",
 }
 # The worst of the ranks' statuses is the criterion's, in this order.
 _WORST = (Status.RANK_LOST, Status.TIMEOUT, Status.STUDENT_ERROR, Status.WRONG, Status.NOT_RUN)
@@ -86,7 +88,12 @@ class Referee:
     """
 
     def __init__(
-        self, path: Path, world_size: int, draw: Callable[[Criterion], Draw], *, practice: bool = False
+        self,
+        path: Path,
+        world_size: int,
+        draw: Callable[[Criterion], Draw],
+        *,
+        practice: bool = False,
     ) -> None:
         self.path, self.world_size, self.practice = path, world_size, practice
         self._draw = draw
@@ -115,7 +122,9 @@ class Referee:
             self._open = _OpenCheck(self._cases, criterion, inputs, plan)
             self._cases += 1
 
-    def close(self, missing: Status, reason: str = "", ranks: dict[int, Status] | None = None) -> Verdict:
+    def close(
+        self, missing: Status, reason: str = "", ranks: dict[int, Status] | None = None
+    ) -> Verdict:
         """Ends the open check and judges what came.
 
         Args:
@@ -146,15 +155,23 @@ class Referee:
                 for rank in range(self.world_size) if finding.rank is None else [finding.rank]:
                     statuses[rank] = Status.WRONG
         else:
-            for status in dict.fromkeys(statuses):
-                silent = [r for r, s in enumerate(statuses) if s == status and r not in opened.errors]
-                if status != Status.PASS and silent:
-                    notes.append(Finding(f"{_ranks(silent)}: {reason or _REASONS[status]}"))
-                    reason = _REASONS[status]
+            notes = self._explain_silence(statuses, set(opened.errors), reason) + notes
         worst = next((s for s in _WORST if s in statuses), Status.PASS)
         points = criterion.points if worst == Status.PASS else 0.0
         message = _message(notes, self.world_size) if worst != Status.PASS else ""
         return Verdict(criterion.name, worst, points, criterion.points, message, tuple(statuses))
+
+    def _explain_silence(
+        self, statuses: list[Status], spoke: set[int], reason: str
+    ) -> list[Finding]:
+        """Why ranks did not answer; what the kernel said comes first and once."""
+        notes: list[Finding] = []
+        for status in _WORST:
+            silent = [r for r, s in enumerate(statuses) if s == status and r not in spoke]
+            if silent:
+                what = reason if reason and not notes else f"{_ranks(silent)}: {_REASONS[status]}"
+                notes.append(Finding(what))
+        return notes
 
     def new_ranks(self) -> None:
         """Forgets the connections of ranks that are gone; new ones may connect."""
@@ -291,9 +308,11 @@ class Referee:
         criterion = opened.criterion
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_complete(opened)
-                or self._open is not opened
-                or sum(channel == "check" for channel, _ in self._connections) < self.world_size,
+                lambda: (
+                    self._is_complete(opened)
+                    or self._open is not opened
+                    or sum(channel == "check" for channel, _ in self._connections) < self.world_size
+                ),
                 timeout=criterion.deadline_s,
             )
             if rank != 0 or self._open is not opened:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -50,13 +52,13 @@ class Settings:
 def grade(submission: Submission, settings: Settings) -> Record:
     """Grades one submission; whatever it does, a record comes back.
 
-    A record that the journal has for the same bytes, lab, world size and grader is returned as it is.
+    What the journal has for the same bytes, lab, world size and grader is not run again.
     """
     torch.set_num_threads(1)  # the oracle's models are small, and the cores belong to the ranks
     lab = get_lab(settings.lab)
     journal = Journal(settings.course.journal_path)
     intake = read_submission(submission.path, settings.course.master(lab.name))
-    key = submission_key(intake.sha256, lab.name, settings.world_size, grader_version())
+    key = record_key(intake.sha256, settings)
     base = {
         "submission": str(submission.path), "student": submission.student, "lab": lab.name,
         "world_size": settings.world_size,
@@ -85,11 +87,10 @@ def grade(submission: Submission, settings: Settings) -> Record:
     return base | _record(lab, verdicts, began, settings.sandboxed)  # not journalled: tried again
 
 
-def record_key(submission: Submission, settings: Settings) -> str:
+def record_key(sha256: str, settings: Settings) -> str:
     """What a record is filed under: the file's bytes, lab, world size and version of the grader."""
-    master = settings.course.master(settings.lab)
-    sha256 = read_submission(submission.path, master).sha256
-    return submission_key(sha256, settings.lab, settings.world_size, grader_version())
+    version = grader_version(nbformat.writes(settings.course.master(settings.lab)).encode())
+    return submission_key(sha256, settings.lab, settings.world_size, version)
 
 
 def executed_path(course: Course, lab: str, key: str) -> Path:
@@ -133,13 +134,12 @@ class _Attempt:
             )  # fmt: skip
             source, output = front_dir / "in.ipynb", front_dir / "out.ipynb"
             nbformat.write(notebook, source)
-            try:
+            # That a cell raised, papermill says after all of them have run.
+            with contextlib.suppress(PapermillExecutionError):
                 papermill.execute_notebook(
                     source, output, engine_name="referee", kernel_name="torchrun-2",
                     progress_bar=False, request_save_on_cell_execute=False, session=session,
                 )  # fmt: skip
-            except PapermillExecutionError:
-                pass  # a cell raised; papermill says so after all of them have run
             _keep(output, session, executed)
             return [session.verdicts.get(c.name) or _not_run(c) for c in self.lab.criteria]
         finally:
@@ -170,8 +170,12 @@ def _keep(output: Path, session: Session, executed: Path) -> None:
     """Saves the run notebook with every check cell's verdict in its metadata."""
     notebook = nbformat.read(output, as_version=4)
     # papermill puts markers of its own before a cell that failed
-    notebook.cells = [c for c in notebook.cells if "minidist" in c.metadata or c.cell_type != "code"]
-    notebook.cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
+    notebook.cells = [
+        c for c in notebook.cells if "minidist" in c.metadata or c.cell_type != "code"
+    ]
+    notebook.cells = [
+        c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])
+    ]
     for cell in notebook.cells:
         cell.metadata.pop("papermill", None)
         meta = cell.metadata.get("minidist", {})
@@ -179,13 +183,15 @@ def _keep(output: Path, session: Session, executed: Path) -> None:
             meta["verdict"] = session.verdicts[meta["grade_id"]].record()
     notebook.metadata.pop("papermill", None)
     executed.parent.mkdir(parents=True, exist_ok=True)
-    partial = executed.with_suffix(".partial")
+    partial = executed.with_name(f"{executed.stem}.{os.getpid()}.partial")
     nbformat.write(notebook, partial)
     partial.replace(executed)
 
 
 def _not_run(criterion: Criterion) -> Verdict:
-    message = "the check was not reached: its cell is missing, or the time for the notebook was used up"
+    message = (
+        "the check was not reached: its cell is missing, or the time for the notebook was used up"
+    )
     return Verdict(criterion.name, Status.NOT_RUN, 0.0, criterion.points, message)
 
 

@@ -1,21 +1,21 @@
 """One submission's box: what student code can see, use and reach while it is graded.
 
-`build_box` gives the start of a command line. Whatever is appended to it runs with its own users,
-processes, network (only ``lo``), hostname and IPC, on a read-only file system made of an allow-list
-of mounts, with a sized /tmp and /dev/shm as the only places to write:
+`build_box` gives the start of a command line. Whatever is appended to it runs with its own
+users, processes, network (only ``lo``), hostname and IPC, on a read-only file system made of an
+allow-list of mounts, with a sized /tmp and /dev/shm as the only places to write:
 
     box = build_box(run_dir=run_dir, withheld=("minidist.parallel",), limits=Limits())
     process = subprocess.Popen([*box.prefix, sys.executable, "script.py"], env=box.env)
 
-Four rules for the caller. Pass ``env=box.env``: the first process of the box shows the environment
-it was started with to the others, so clearing it later would not help. Start it from a thread that
-outlives it: the kernel ends the box when the *thread* that started it ends. To end it, kill the
-started process: its pid namespace goes with it, whatever was forked or daemonised inside. Give it
-pipes or /dev/null for its standard streams, never a file of the trusted side: what a process has
-open, student code can open again.
+Four rules for the caller. Pass ``env=box.env``: the first process of the box shows the
+environment it was started with to the others, so clearing it later would not help. Start it
+from a thread that outlives it: the kernel ends the box when the *thread* that started it ends.
+To end it, kill the started process: its pid namespace goes with it, whatever was forked or
+daemonised inside. Give it pipes or /dev/null for its standard streams, never a file of the
+trusted side: what a process has open, student code can open again.
 
-Not in the box: the course's solutions, tests, keys and gradebook, the trusted part of this package,
-and the modules of minidist that a lab withholds. They are absent, not protected.
+Not in the box: the course's solutions, tests, keys and gradebook, the trusted part of this
+package, and the modules of minidist that a lab withholds. They are absent, not protected.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ A message is a kind, a dict of JSON fields and a dict of named NumPy arrays:
 >>> message.kind, message.fields["criterion"], message.arrays["sum"].tolist()
 ('answer', 'setup', [0.0, 1.0, 2.0])
 
-Whoever reads does not trust whoever wrote: lengths are capped before anything is allocated, types and
-shapes are checked before an array is made, and whatever is wrong raises `ProtocolError`.
+Whoever reads does not trust whoever wrote: lengths are capped before anything is allocated,
+types and shapes are checked before an array is made, and whatever is wrong raises
+`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def send(sock: socket.socket, message: Message) -> None:
     """Writes one message.
 
     Raises:
-        ProtocolError: an array's dtype cannot be sent, or the message is larger than a peer accepts.
+        ProtocolError: an array's dtype cannot be sent, or the message is too large for a peer.
     """
     described, payload = [], []
     for name, value in message.arrays.items():
@@ -113,7 +114,9 @@ def _arrays(described: list[Any], body: bytes) -> dict[str, np.ndarray]:
         assert isinstance(shape, list)
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if offset + size > len(body):
-            raise ProtocolError(f"array {name!r}: {size} bytes announced, {len(body) - offset} came")
+            raise ProtocolError(
+                f"array {name!r}: {size} bytes announced, {len(body) - offset} came"
+            )
         flat = np.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=offset)
         arrays[name] = flat.reshape(shape).copy()
         offset += size

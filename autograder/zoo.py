@@ -12,8 +12,8 @@ tests/zoo/LAB/NAME.py is a percent script:
     class DDP(nn.Module): ...
 
 A cell stands for the whole solution cell of that name; the other solution cells are the
-reference's. `loses:` takes `nothing` and `everything` too, `base: starter` takes the untouched lab,
-and `status:` lines say how a criterion is lost where WRONG is not the answer.
+reference's. `loses:` takes `nothing` and `everything` too, `base: starter` takes the untouched
+lab, and `status:` lines say how a criterion is lost where WRONG is not the answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a criterion is: draw (trusted) -> observe (in the rank) -> judge (trusted).
 
-`draw` makes one private dict of inputs per rank from a secret generator. `observe` runs in the student's
-process, calls what the student wrote and returns raw arrays; it knows no expected value. `judge` sees
-all inputs and all answers, recomputes what is right (in float64, in one process) and lists what is wrong.
+`draw` makes one private dict of inputs per rank from a secret generator. `observe` runs in the
+student's process, calls what the student wrote and returns raw arrays; it knows no expected
+value. `judge` sees all inputs and all answers, recomputes what is right (in float64, in one
+process) and lists what is wrong.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Criterion:
         title: what is tested, for tables and feedback.
         task: the heading of the task to reread.
         points: full points; a criterion gives all or none.
-        world: which process group is torch's default while `observe` runs: one of the probe's own on
-            real hardware, one on the emulated cluster, or whatever the student has ("own").
+        world: which process group is torch's default while `observe` runs: one of the probe's
+            own on real hardware, one on the emulated cluster, or whatever the student has ("own").
         deadline_s: seconds until the ranks are taken for hung.
         plan: makes the compute charges of the emulated cluster from the draw.
     """
@@ -168,9 +169,9 @@ def compare(
     atol: float,
     hint: str = "",
 ) -> bool:
-    """Adds a finding unless `got` is a finite array of `expected`'s shape and values; True if it is right.
+    """True if `got` is a finite array of `expected`'s shape and values, else adds a finding.
 
-    The message names the first place where they differ. `hint` is the likely reason, if there is one.
+    The message names the first place where they differ; `hint` is the likely reason.
     """
     problem = _difference(got, np.asarray(expected, dtype=np.float64), rtol, atol)
     if problem:

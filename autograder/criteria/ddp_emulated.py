@@ -1,9 +1,10 @@
 """Criteria for DDP written from scratch: how and when it communicates, on the emulated cluster.
 
-The model's layers are charged: the broker hands out a secret factor per layer and direction, which
-must enter activations and gradients, and adds the layer's time to that rank's clock. So the broker,
-which belongs to the referee, knows what was computed when; and it carries every all-reduce, so it sees
-which gradients were sent in which. Nothing here rests on what a rank reports.
+The model's layers are charged: the broker hands out a secret factor per layer and direction,
+which must enter activations and gradients, and adds the layer's time to that rank's clock. So
+the broker, which belongs to the referee, knows what was computed when; and it carries every
+all-reduce, so it sees which gradients were sent in which. Nothing here rests on what a rank
+reports.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def grading_cluster(world_size: int) -> Cluster:
     """Links on which all gradients take 0.3/0.7 of a step, whatever the number of ranks."""
     communication_s = STEP_S * (1 / AFTER_BACKWARD - 1)
     factor = 2 * (world_size - 1) / world_size
-    link = Link(bandwidth_bytes_per_s=factor * GRADIENT_BYTES / communication_s, latency_s=LATENCY_S)
+    link = Link(
+        bandwidth_bytes_per_s=factor * GRADIENT_BYTES / communication_s, latency_s=LATENCY_S
+    )
     return Cluster(
         name="grading", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
         peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
@@ -75,7 +78,9 @@ def _charged_model(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Seque
     return nn.Sequential(*(Charged(layer, i, channel) for i, layer in enumerate(layers)))
 
 
-def _train_steps(module: nn.Module, ddp: Any, inputs: Values, finish: Any, dtype: torch.dtype) -> None:
+def _train_steps(
+    module: nn.Module, ddp: Any, inputs: Values, finish: Any, dtype: torch.dtype
+) -> None:
     for step in range(STEPS):
         x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).to(dtype) for k in "xy")
         module.zero_grad()
@@ -125,7 +130,8 @@ class _LastStep:
         self.finding: Finding | None = None
         if len(backward) != LAYERS:
             self.finding = Finding(
-                f"the backward pass ran {len(backward)} of {LAYERS} layers in step {STEPS - 1}.", rank
+                f"the backward pass ran {len(backward)} of {LAYERS} layers in step {STEPS - 1}.",
+                rank,
             )
             return
         self.last_backward = backward[-1]
@@ -147,7 +153,8 @@ class _LastStep:
             else:
                 layer, name = number // 2, ("weight", "bias")[number % 2]
                 self.finding = Finding(
-                    f"the {name} gradient of layer {layer} was in no all-reduce of step {STEPS - 1}.",
+                    f"the {name} gradient of layer {layer} was in no all-reduce "
+                    f"of step {STEPS - 1}.",
                     rank,
                 )
                 return
@@ -201,12 +208,13 @@ def judge_buckets(case: Case) -> list[Finding]:
         if isinstance(step, Finding):
             findings.append(step)
             continue
-        sizes = [c.numel * 4 for _, c in step.collectives]
+        sizes = [c.nbytes for _, c in step.collectives]
         # Whether the limit is checked before or after a gradient is added is free.
         if max(sizes) > cap * MEGABYTE + largest_parameter:
             findings.append(Finding(
-                f"bucket_cap_mb={cap:g}: an all-reduce carried {max(sizes) / MEGABYTE:.2f} MB. A bucket "
-                f"is full at {cap:g} MB; compare bytes (numel × element_size) with bytes.", rank,
+                f"bucket_cap_mb={cap:g}: an all-reduce carried {max(sizes) / MEGABYTE:.2f} MB. A "
+                f"bucket is full at {cap:g} MB; compare bytes with bytes (numel × element_size).",
+                rank,
             ))  # fmt: skip
         if sum(sizes) > 1.5 * GRADIENT_BYTES:
             findings.append(Finding(
@@ -246,8 +254,8 @@ def judge_scaling(case: Case) -> list[Finding]:
     return [Finding(
         f"scaling efficiency {efficiency:.3f}, target {EFFICIENCY}: a step computes for "
         f"{STEP_S * 1e3:.1f} ms but takes {step_s * 1e3:.1f} ms of virtual time. Reducing after "
-        f"backward gives about {AFTER_BACKWARD}; buckets reduced while backward goes on, and waited for only in "
-        "finish_gradient_synchronization, hide all but the last one."
+        f"backward gives about {AFTER_BACKWARD}; buckets reduced while backward goes on, and "
+        "waited for only in finish_gradient_synchronization, hide all but the last one."
     )]  # fmt: skip
 
 

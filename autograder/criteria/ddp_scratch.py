@@ -1,8 +1,8 @@
 """Criteria for DDP written from scratch: values, on a real process group.
 
-Every rank computes gradients on data of its own; the right mean on every rank proves that they met.
-All but the first two criteria start from the same weights on every rank, so that a mistake in
-broadcasting costs only its own criterion.
+Every rank computes gradients on data of its own; the right mean on every rank proves that they
+met. All but the first two criteria start from the same weights on every rank, so that a mistake
+in broadcasting costs only its own criterion.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def judge_buffers(case: Case) -> list[Finding]:
             compare(
                 findings, rank, f"buffer {name} after wrapping", answer.get(f"buffer {name}"),
                 case.inputs[0][name], rtol=1e-6, atol=1e-6,
-                hint="Buffers (BatchNorm's statistics, say) are part of the model: broadcast them too.",
+                hint="Buffers (BatchNorm's statistics, say) are part of the model: broadcast them.",
             )  # fmt: skip
     return findings
 
@@ -204,7 +204,9 @@ def draw_tied(draw: Draw) -> list[Values]:
         for name in ("first.weight", "first.bias", "frozen.weight", "frozen.bias", "last.bias")
     }
     sizes = (TIED_SIZE, TIED_SIZE)
-    return [start | oracle.draw_batch(draw.private(r), BATCH, sizes) for r in range(draw.world_size)]
+    return [
+        start | oracle.draw_batch(draw.private(r), BATCH, sizes) for r in range(draw.world_size)
+    ]
 
 
 def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
@@ -224,7 +226,7 @@ def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_tied(case: Case) -> list[Finding]:
-    """A tied parameter has the mean of its whole gradient; frozen ones have none and do not move."""
+    """A tied parameter has the mean of its whole gradient; frozen ones do not move."""
     local = []
     for inputs in case.inputs:
         model = Tied(inputs, torch.float64)
@@ -239,8 +241,12 @@ def judge_tied(case: Case) -> list[Finding]:
                 got = answer.get(f"g{step}/{name}")
                 hint = oracle.explain_gradient(got, expected, local[rank][name], case.world_size)
                 if name == "first.weight":
-                    hint = hint or "It is used twice: reduce it once, after both uses have added up."
-                if not oracle.close(findings, rank, f"gradient of {name}", got, expected, hint=hint):
+                    hint = (
+                        hint or "It is used twice: reduce it once, after both uses have added up."
+                    )
+                if not oracle.close(
+                    findings, rank, f"gradient of {name}", got, expected, hint=hint
+                ):
                     break
         for name in ("frozen.weight", "frozen.bias"):
             oracle.close(findings, rank, name, answer.get(f"value {name}"), case.inputs[0][name])
@@ -267,7 +273,7 @@ class Branches(nn.Module):
 
 
 def draw_unused(draw: Draw) -> list[Values]:
-    """Per step and rank, which branches are used: never 2 at first, then on some ranks, then on all."""
+    """Per step and rank, which branches are used: 2 never, on some ranks, on all."""
     rng, world_size = draw.shared(), draw.world_size
     start: Values = {}
     for i in range(4):

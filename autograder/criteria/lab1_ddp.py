@@ -22,9 +22,7 @@ _sampler = partial(
 )
 _train = partial(Criterion, task=_LOOP, observe=training.observe_train)
 _scratch = partial(Criterion, task=_SCRATCH)
-_emulated = partial(
-    Criterion, task=_SCRATCH, world="emulated", plan=emulated.plan, deadline_s=40.0
-)
+_emulated = partial(Criterion, task=_SCRATCH, world="emulated", plan=emulated.plan, deadline_s=40.0)
 
 LAB = Lab(
     name="lab1_ddp",
@@ -67,8 +65,8 @@ LAB = Lab(
             draw=training.draw_train_steps, judge=training.judge_train_loss,
         ),
         Criterion(
-            name="script", title="train_ddp.py under torchrun", task=_SCRIPT, points=8, world="none",
-            draw=training.draw_script, observe=training.observe_script,
+            name="script", title="train_ddp.py under torchrun", task=_SCRIPT, points=8,
+            world="none", draw=training.draw_script, observe=training.observe_script,
             judge=training.judge_script, deadline_s=90.0,
         ),
         Criterion(

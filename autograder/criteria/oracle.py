@@ -1,12 +1,13 @@
 """What is right, recomputed in float64 and in one process, with torch alone.
 
-`RTOL` is the tolerance per dtype of what the ranks computed: sums over ranks, batches and buckets may be
-taken in any order, so equality is never asked for.
+`RTOL` is the tolerance per dtype of what the ranks computed: sums over ranks, batches and
+buckets may be taken in any order, so equality is never asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ RTOL = {"float32": 2e-4, "float64": 1e-9}
 def draw_parameters(rng: np.random.Generator, sizes: Sequence[int]) -> Values:
     """Parameters p0, p1, … of `mlp(sizes)`: weight [out, in] and bias [out] per layer, float32."""
     arrays: Values = {}
-    for i, (fan_in, fan_out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
         arrays[f"p{2 * i}"] = rng.normal(0, fan_in**-0.5, (fan_out, fan_in)).astype(np.float32)
         arrays[f"p{2 * i + 1}"] = rng.normal(0, 0.3, fan_out).astype(np.float32)
     return arrays

@@ -1,7 +1,7 @@
 """Criteria for a sampler that deals a dataset out to ranks. Nothing here communicates.
 
-A sampler takes `rank` and `world_size` as arguments, so every real rank evaluates several *virtual*
-ranks: a sampler that only works at one world size shows itself at any.
+A sampler takes `rank` and `world_size` as arguments, so every real rank evaluates several
+*virtual* ranks: a sampler that only works at one world size shows itself at any.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def draw_partition(draw: Draw) -> list[Values]:
     """Sizes that divide evenly, with and without shuffling."""
     rng = draw.shared()
     return _draw(draw, [
-        {"num_samples": world_size * int(rng.integers(16, 30)), "world_size": world_size, "shuffle": s}
+        {"num_samples": world_size * int(rng.integers(16, 30)), "world_size": world_size,
+         "shuffle": s}
         for world_size, s in product(VIRTUAL_WORLDS, (False, True))
     ])  # fmt: skip
 
@@ -77,7 +78,9 @@ def draw_epoch(draw: Draw) -> list[Values]:
     ])  # fmt: skip
 
 
-def _collect(case: Case, number: int, setting: Values, visit: int = 0) -> list[np.ndarray] | Finding:
+def _collect(
+    case: Case, number: int, setting: Values, visit: int = 0
+) -> list[np.ndarray] | Finding:
     """The index list of every virtual rank, or what is missing."""
     lists = []
     for virtual in range(setting["world_size"]):
@@ -90,7 +93,9 @@ def _collect(case: Case, number: int, setting: Values, visit: int = 0) -> list[n
         if length != len(got):
             return Finding(f"{where}: len(sampler) is {length}, but it yields {len(got)}.", real)
         if ((got < 0) | (got >= setting["num_samples"])).any():
-            return Finding(f"{where}: yields an index outside 0…{setting['num_samples'] - 1}.", real)
+            return Finding(
+                f"{where}: yields an index outside 0…{setting['num_samples'] - 1}.", real
+            )
         lists.append(got)
     return lists
 
@@ -156,7 +161,7 @@ def judge_tail(case: Case) -> list[Finding]:
 
 
 def judge_epoch(case: Case) -> list[Finding]:
-    """Another epoch or seed gives another order, the same epoch the same one; all ranks agree on it."""
+    """Another epoch or seed gives another order, the same epoch the same one, on all ranks."""
     findings: list[Finding] = []
     orders: dict[int, list[np.ndarray]] = {}
     for number, setting in enumerate(case.inputs[0]["settings"]):

@@ -1,7 +1,7 @@
-"""Criteria for starting a process group, torch's DDP, the training loop, the script and the comparison.
+"""Criteria for tasks 1, 2 and 4 to 6 of lab 1: from the process group to the comparison.
 
-Every rank gets rows of the dataset that no other rank has (all others are nan), so final weights that
-agree with the oracle prove that the ranks' gradients met.
+Every rank gets rows of the dataset that no other rank has (all others are nan), so final
+weights that agree with the oracle prove that the ranks' gradients met.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ def judge_setup(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         for what, expected in (("rank", rank), ("world_size", case.world_size)):
             if answer.get(what) != expected:
-                findings.append(Finding(f"{what}: expected {expected}, got {answer.get(what)}.", rank))
+                findings.append(
+                    Finding(f"{what}: expected {expected}, got {answer.get(what)}.", rank)
+                )
         pair = (answer.get("device"), answer.get("backend"))
         if pair not in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
             findings.append(Finding(
-                f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has its own "
-                "GPU, else gloo on the CPU.", rank))  # fmt: skip
+                f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has a "
+                "GPU of its own, else gloo on the CPU.", rank))  # fmt: skip
         compare(findings, rank, "sum over ranks", answer.get("sum"), total, rtol=1e-9, atol=1e-12)
     return findings
 
@@ -167,7 +169,9 @@ def _draw_training(draw: Draw, num_epochs: int, same_order: bool) -> list[Values
         batch = oracle.draw_batch(rng, rows, TRAIN_SIZES)
         x[mine], y[mine] = batch["x"], batch["y"]
         first = rng.permutation(rows)[:PER_RANK]
-        order = [first if same_order else rng.permutation(rows)[:PER_RANK] for _ in range(num_epochs)]
+        order = [
+            first if same_order else rng.permutation(rows)[:PER_RANK] for _ in range(num_epochs)
+        ]
         inputs.append(start | {"x": x, "y": y, "order": np.stack(order) + rank * rows})
     return inputs
 
@@ -280,7 +284,16 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
                    f"--nproc-per-node={context.world_size}", str(script),
                    f"--data={data}", f"--out={out}", f"--epochs={SCRIPT_EPOCHS}",
                    f"--batch-size={SCRIPT_BATCH}", f"--lr={SCRIPT_LR}"]  # fmt: skip
-        ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "MINIDIST_")
+        ours = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_",
+            "GROUP_",
+            "ROLE_",
+            "MASTER_",
+            "TORCHELASTIC_",
+            "MINIDIST_",
+        )
         env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         env["OMP_NUM_THREADS"] = "1"
         code, log = run_group(command, env, SCRIPT_DEADLINE_S)
@@ -336,9 +349,17 @@ def judge_script(case: Case) -> list[Finding]:
 
 
 def draw_in_sync(draw: Draw) -> list[Values]:
-    """Gradients that agree, and gradients that differ in ways that a sum or a mean would not see."""
+    """Gradients that agree, and some that differ in ways that a sum or a mean would not see."""
     rng, world_size = draw.shared(), draw.world_size
-    kinds = ["equal", "last differs", "first differs", "swapped", "tiny", "none on one", "none on all"]
+    kinds = [
+        "equal",
+        "last differs",
+        "first differs",
+        "swapped",
+        "tiny",
+        "none on one",
+        "none on all",
+    ]
     order = [kinds[i] for i in rng.permutation(len(kinds))]
     inputs: list[Values] = [{"cases": order} for _ in range(world_size)]
     for number, kind in enumerate(order):
@@ -363,7 +384,9 @@ def observe_in_sync(gradients_in_sync: Any, inputs: Values, context: Context) ->
     """The function's answer for every case."""
     answers = []
     for number in range(len(inputs["cases"])):
-        model = torch.nn.ParameterList([torch.zeros(3, 4), torch.zeros(6)]).to(context.device).double()
+        model = (
+            torch.nn.ParameterList([torch.zeros(3, 4), torch.zeros(6)]).to(context.device).double()
+        )
         for i, p in enumerate(model.parameters()):
             if f"g{number}/{i}" in inputs:
                 p.grad = torch.from_numpy(inputs[f"g{number}/{i}"]).to(context.device)

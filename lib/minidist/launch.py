@@ -38,6 +38,9 @@ try:  # by value, so that functions of a notebook can be run; without it only im
 except ImportError:  # pragma: no cover - it comes with submitit
     cloudpickle = None
 
+# The fork server imports these once and runs nothing, so each rank is a clean and fast fork of it.
+# DistributedDataParallel's constructor imports torch._dynamo: more than a second on every rank.
+_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "minidist.launch")
 # After a rank has failed, the others get this long to fail by themselves (their tracebacks help).
 _GRACE_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -75,8 +78,7 @@ def run(
     job = _dumps((fn, args))
     port = free_port()
     context = multiprocessing.get_context("forkserver")
-    # The server imports torch once and runs nothing, so each rank is a clean and fast fork of it.
-    context.set_forkserver_preload(["torch", "torch.distributed", "minidist.launch"])
+    context.set_forkserver_preload(list(_PRELOAD))
     end_s = time.monotonic() + deadline_s
     ranks: list[_Rank] = []
     try:
@@ -289,7 +291,7 @@ def isolated_world(
             if backend != "emulated":
                 _retired_groups.append(pg)
             with contextlib.suppress(Exception):
-                torch_unregister(pg_name)
+                _unregister(pg_name)
         # ... put the surroundings back ...
         for name, value in saved.items():
             setattr(c10d, name, value)
@@ -304,13 +306,13 @@ def isolated_world(
             _register_again(pg_name, pg)
 
 
-def torch_unregister(name: str) -> None:
+def _unregister(name: Any) -> None:
     from torch._C._distributed_c10d import _unregister_process_group
 
     _unregister_process_group(name)
 
 
-def _register_again(name: str, pg: Any) -> None:
+def _register_again(name: Any, pg: Any) -> None:
     from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 
     try:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minidist.emulate import arrays
+from minidist.emulate import arrays, wire
 from minidist.emulate.client import Client, CollectiveError, CollectiveMismatch
 from minidist.launch import isolated_world
 
@@ -552,7 +552,7 @@ def _bytes(tensors: Tensors, dtype: torch.dtype) -> memoryview | None:
     if any(t.dtype != dtype for t in flat):
         raise ValueError(f"tensors of one collective must have one dtype, got {dtype} and others")
     joined = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-    return memoryview(joined.view(torch.uint8).numpy())
+    return wire.view_of(joined.view(torch.uint8).numpy())
 
 
 def _write(output: torch.Tensor, raw: np.ndarray) -> None:

@@ -248,7 +248,7 @@ class Broker:
         start = wire.pack(header, size)
         connection.outgoing.append(memoryview(start))
         if payload is not None and size:
-            connection.outgoing.append(memoryview(np.ascontiguousarray(payload).view(np.uint8)))
+            connection.outgoing.append(wire.view_of(np.ascontiguousarray(payload)))
         connection.unread_bytes += len(start) + size
         self._send(connection)
 

@@ -201,12 +201,17 @@ class Client:
         # leaves it in step.
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        if not poll.poll(max(0, int((end_s - time.monotonic()) * 1000))):
-            raise CollectiveError(self._silent(what), rank=self.rank)
+        while True:
+            left_s = end_s - time.monotonic()
+            # In slices, for a signal that another thread of the process got.
+            if poll.poll(int(1000 * min(1.0, max(0.0, left_s)))):
+                break
+            if left_s <= 0:
+                raise CollectiveError(self._silent(what), rank=self.rank)
         try:
-            start = self._exactly(wire.PREFIX.size)
+            start = wire.view_of(self._exactly(wire.PREFIX.size))
             header_bytes, payload_bytes = wire.unpack_prefix(start, 1 << 40)
-            header = wire.unpack_header(self._exactly(header_bytes))
+            header = wire.unpack_header(wire.view_of(self._exactly(header_bytes)))
             payload = self._exactly(payload_bytes)
         except BaseException as error:
             raise self._broken(error, "receiving from") from error
@@ -217,7 +222,7 @@ class Client:
 
     def _exactly(self, count: int) -> np.ndarray:
         data = np.empty(count, dtype=np.uint8)
-        view, filled = memoryview(data), 0
+        view, filled = wire.view_of(data), 0
         while filled < count:
             got = self._sock.recv_into(view[filled:])
             if got == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,6 +24,11 @@ def pack(header: dict[str, Any], payload_bytes: int = 0) -> bytes:
     """The start of a frame; `payload_bytes` raw bytes have to follow it."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return PREFIX.pack(MAGIC, len(text), payload_bytes) + text
+
+
+def view_of(array: np.ndarray) -> memoryview:
+    """An array's bytes, to be read or filled; the array has to be contiguous."""
+    return memoryview(cast(Any, array)).cast("B") if array.size else memoryview(b"")
 
 
 def unpack_prefix(
@@ -93,7 +98,7 @@ class FrameReader:
                 self._header = unpack_header(self._view)
                 # numpy does not touch the pages, so a claim alone costs no memory.
                 self._payload = np.empty(self._payload_bytes, dtype=np.uint8)
-                self._start(2, memoryview(self._payload))
+                self._start(2, view_of(self._payload))
             else:
                 frame = (self._header, self._payload)
                 self._reset()

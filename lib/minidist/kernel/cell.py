@@ -19,7 +19,8 @@ class Cell:
 
     Attributes:
         request: the client's message; idents: where its reply goes.
-        ranks: ranks that run it. replies: content of the reply of each rank that has one.
+        ranks: ranks that run it; count: its number In[count]; generation: of the ranks.
+        replies: content of the reply of each rank that has one.
         idle: ranks whose output is complete.
         answers: what the user typed for each input(); inputs: how many each rank has asked for.
     """
@@ -29,6 +30,7 @@ class Cell:
     ranks: list[int]
     outputs: Outputs
     count: int
+    generation: int
     replies: dict[int, dict[str, Any]] = field(default_factory=dict)
     idle: set[int] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -36,6 +38,7 @@ class Cell:
     asked: int = 0
     inputs: dict[int, list[tuple[int, dict[str, Any]]]] = field(default_factory=dict)
     interrupted: bool = False
+    cut: bool = False  # whether connections of a rank were shut down to free it
     broken: dict[str, Any] | None = None  # an end that no rank replied: lost, hang, deadline
 
     @property

@@ -124,8 +124,9 @@ def _waits_in(frames: list[FrameType], pending: list[dict[str, Any]], asleep: bo
                 at["peer"] = peer
             return at
     source = _call_source(frames[0])
-    handle = next((f.f_locals.get("self") for f in frames[:6] if f.f_code.co_name == "wait"), None)
-    in_wait = _is_work(frames[0], source) or "Work" in str(type(handle))
+    handles = (f.f_locals.get("self") for f in frames[:16] if f.f_code.co_name == "wait")
+    handle = next((h for h in handles if "Work" in str(type(h))), None)
+    in_wait = handle is not None or _is_work(frames[0], source)
     in_torch = asleep and bool(pending) and _is_torch(frames[0])
     if not in_wait and not in_torch:
         return {}
@@ -142,9 +143,14 @@ def _waits_in(frames: list[FrameType], pending: list[dict[str, Any]], asleep: bo
         }
     kind = next(
         (v for name in ("kind", "op", "name") if isinstance(v := getattr(handle, name, None), str)),
-        "a collective (wait on its handle)",
+        "a collective (by its handle)",
     )
-    return {"op": kind, "dtype": "", "shape": "", "ranks": []}
+    outputs: Any = getattr(handle, "_outputs", None)
+    tensor: Any = outputs[0] if isinstance(outputs, list) and outputs else None
+    dtype, shape = ("", "")
+    if hasattr(tensor, "dtype") and hasattr(tensor, "shape"):
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape))
+    return {"op": kind, "dtype": dtype, "shape": shape, "ranks": []}
 
 
 def _cell_line(frames: list[FrameType], compiler: Any) -> dict[str, Any]:

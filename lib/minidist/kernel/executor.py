@@ -12,15 +12,13 @@ import zmq.asyncio
 from minidist.kernel import magics
 from minidist.kernel.cell import Cell, merge_errors
 from minidist.kernel.client import Client
+from minidist.kernel.interrupt import interrupt, recover
 from minidist.kernel.options import Options
 from minidist.kernel.outputs import Outputs
 from minidist.kernel.ranks import Ranks
 from minidist.kernel.watch import Watch, places_of, states_of
 
 HOW_TO_GO_ON = "Run %restart_ranks in a cell for fresh ranks, or restart the kernel."
-# After an interrupt: when a rank still blocked is cut off from its peers, and when it is killed.
-CUT_AFTER_S = 0.7
-KILL_AFTER_S = 5.0
 # Output outside of cells (threads, widgets): bytes from one cell to the next.
 MAX_STRAY_BYTES = 4 * 1024 * 1024
 
@@ -45,7 +43,9 @@ class Executor:
         self._failure = ""  # why there are no usable ranks, or empty
         self._settled = asyncio.Event()
         self._restarting = asyncio.Lock()
+        self._stopping: asyncio.Task[bool] | None = None
         self._cell: Cell | None = None
+        self._interrupting: asyncio.Task[None] | None = None  # kept, or it could be collected
         self._executions = 0
         self._cells = 0
         self._pending: dict[str, tuple[str, list[bytes], dict[str, Any]]] = {}
@@ -73,35 +73,50 @@ class Executor:
             self.count = count or self.count
             self._generation += 1
             self._failure = ""
-            self._ranks = Ranks(
-                context=self._context,
-                options=self._options,
-                key=self._client.key,
-                signature_scheme=self._client.signature_scheme,
-                run_dir=self._run_dir,
-                count=self.count,
-                generation=self._generation,
-                on_message=self._from_rank,
-                on_lost=self._on_lost,
-            )
+            ranks = self._ranks
+            if ranks is None or not await self._stopped():
+                if ranks is not None:
+                    ranks.close()
+                ranks = Ranks(
+                    context=self._context,
+                    options=self._options,
+                    key=self._client.key,
+                    signature_scheme=self._client.signature_scheme,
+                    run_dir=self._run_dir,
+                    on_message=self._from_rank,
+                    on_lost=self._on_lost,
+                )
+                self._ranks = ranks
             try:
-                await self._ranks.start()
+                await ranks.start(self.count, self._generation)
             except (RuntimeError, OSError) as error:
                 self._failure = f"The ranks could not be started. {error}\n{HOW_TO_GO_ON}"
             finally:
                 self._settled.set()
             return self._failure
 
+    async def _stopped(self) -> bool:
+        """Whether the old ranks are gone and their launcher is fit to start others."""
+        return self._stopping is not None and await self._stopping
+
     def _bury(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
+        """End the ranks; a launcher that does not see to it at once goes with them."""
+        if self._ranks is not None and (self._stopping is None or self._stopping.done()):
+            self._stopping = asyncio.get_running_loop().create_task(self._stop(self._ranks))
         for channel, idents, message in self._pending.values():
             self._client.reply(channel, idents, message, {"status": "error", "ename": "RankLost"})
             self._client.status("idle", message)
         self._pending.clear()
 
+    async def _stop(self, ranks: Ranks) -> bool:
+        stopped = await ranks.stop()
+        if not stopped:
+            ranks.close()
+        return stopped
+
     def close(self) -> None:
-        self._bury()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def status(self) -> dict[str, Any]:
         """Content of the reply to the `status` action."""
@@ -272,7 +287,7 @@ class Executor:
         cell = self._send(idents, request, plan)
         try:
             await self._until_done(cell)
-            note = await self._after_interrupt(cell) if cell.interrupted else ""
+            note = await recover(cell, self._ranks) if cell.interrupted else ""
         finally:
             self._cell = None
             self._stray_left = MAX_STRAY_BYTES
@@ -290,7 +305,7 @@ class Executor:
             lambda frames: self._client.forward("iopub", frames),
         )
         self._cells += 1
-        cell = Cell(request, idents, ranks, outputs, self._executions)
+        cell = Cell(request, idents, ranks, outputs, self._executions, self._generation)
         self._cell = cell
         ours = {"cell": f"{self._generation}.{self._cells}"}
         if request["content"].get("store_history", True):
@@ -324,7 +339,7 @@ class Executor:
         errors = merge_errors(cell.replies, self.count)
         if cell.broken is not None:
             broken = cell.broken
-            if not self._failure:
+            if not self._failure and cell.generation == self._generation:
                 cause = f"{broken['ename']}: {broken['text'].splitlines()[0]}"
                 self._failure = f"no ranks since In[{cell.count}] ({cause}). {HOW_TO_GO_ON}"
                 self._bury()
@@ -347,64 +362,12 @@ class Executor:
             return {**reply, "traceback": errors["traceback"]}
         return _ok(cell.replies.get(cell.outputs.plain, {}), states)
 
-    # -- interrupt -------------------------------------------------------------------------------
-
     async def interrupt(self) -> dict[str, Any]:
-        """KeyboardInterrupt on every rank that runs; what does not react is cut, then killed."""
-        cell, ranks = self._cell, self._ranks
-        if cell is None or ranks is None:
-            return {"status": "ok"}
-        cell.interrupted = True
-        asyncio.get_running_loop().create_task(self._interrupt(cell, ranks))
+        """Start interrupting the running cell, if there is one."""
+        if self._cell is not None and self._ranks is not None:
+            work = interrupt(self._cell, self._ranks)
+            self._interrupting = asyncio.get_running_loop().create_task(work)
         return {"status": "ok"}
-
-    async def _interrupt(self, cell: Cell, ranks: Ranks) -> None:
-        start = time.monotonic()
-        await ranks.ask_all(cell.unfinished, "interrupt")
-        next_cut, again = start + CUT_AFTER_S, False
-        while cell.unfinished and cell.broken is None:
-            now = time.monotonic()
-            if now - start > KILL_AFTER_S:
-                who = ", ".join(map(str, cell.unfinished))
-                text = f"rank {who} did not react to the interrupt within {KILL_AFTER_S:.0f} s"
-                states = states_of(places_of(cell, ranks.count, {}))
-                for state in states:
-                    if state["rank"] in cell.unfinished:
-                        state.update(status="lost", text="did not react to the interrupt")
-                cell.stop("rank_lost", "RankLost", f"{text}; all ranks were killed", states)
-                return
-            if now >= next_cut:
-                if again:  # not at once: it would break off the report of the first one
-                    await ranks.ask_all(cell.unfinished, "interrupt")
-                await ranks.ask_all(cell.unfinished, "cut")
-                next_cut, again = now + 1.5, True
-            await asyncio.sleep(0.02)
-
-    async def _after_interrupt(self, cell: Cell) -> str:
-        """Make the ranks fit to communicate again; returns what was done, for the user.
-
-        An interrupted collective would pair with its peers' next one and give wrong sums, so
-        unless all ranks stand at the same point with nothing under way, groups are destroyed.
-        """
-        ranks = self._ranks
-        if cell.broken is not None or ranks is None:
-            return ""
-        everyone = list(range(ranks.count))
-        reports = await ranks.ask_all(everyone, "where", 1.0)
-        states = {(r.get("started"), r.get("pending")) for r in reports.values() if r}
-        if len(reports) == ranks.count and len(states) == 1 and next(iter(states))[1] == 0:
-            return ""
-        answers = await ranks.ask_all(everyone, "reset", 5.0)
-        if any(answer is None or "error" in answer for answer in answers.values()):
-            text = "process groups could not be taken down after the interrupt"
-            cell.stop("rank_lost", "RankLost", text, [])
-            return ""
-        if not any(answer.get("reset") for answer in answers.values() if answer):
-            return ""
-        return (
-            "the interrupt stopped a collective half way, so the process group was destroyed on "
-            "every rank: call init_process_group again before the next collective"
-        )
 
 
 def _ok(reply: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:

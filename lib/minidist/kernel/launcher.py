@@ -1,25 +1,33 @@
-"""The launcher: imports torch and ipykernel once, then torch's elastic agent forks the ranks.
+"""The launcher: imports torch and ipykernel once, and forks an agent for each set of ranks.
 
-It is the same agent that `torchrun` runs, so ranks find torchrun's own environment. Everything that
-the launcher has to know comes as one JSON line on its standard input; afterwards its link to the
-front tells it when the front is gone.
+The agent is torch's elastic agent, the one that `torchrun` runs, so ranks find torchrun's own
+environment; it forks the ranks. The launcher itself never runs anything of the user's and stays
+fit to fork again: fresh ranks cost a fork, not another import of torch. Its configuration comes as
+one JSON line on standard input; then the front asks over the link for ranks, or for their end.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import json
 import multiprocessing.connection
 import os
+import queue
 import shutil
 import socket
 import sys
 import threading
-import time
+import traceback
 from typing import Any
 
-from minidist.kernel.process import adopt_orphans, descendants, kill_descendants
+from minidist.kernel.process import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    kill_descendants,
+)
 from minidist.kernel.wire import Link
 
 
@@ -37,7 +45,6 @@ def _set_environment(config: dict[str, Any]) -> None:
     os.environ.update(
         MINIDIST_KERNEL="1",
         MINIDIST_RUN_DIR=config["run_dir"],
-        MINIDIST_GENERATION=str(config["generation"]),
     )
     if config.get("rank_init"):
         os.environ["MINIDIST_RANK_INIT"] = config["rank_init"]
@@ -51,31 +58,54 @@ def _end_everything(config: dict[str, Any]) -> None:
     os._exit(1)
 
 
-def _serve(link: Link, config: dict[str, Any]) -> None:
-    """Thread: report how ranks ended; end everything when the front has gone."""
+def _serve(link: Link, config: dict[str, Any], orders: queue.Queue[dict[str, Any]]) -> None:
+    """Thread: obey the front, and end everything when it has gone."""
     while (message := link.receive()) is not None:
-        if message.get("do") == "watch":
-            threading.Thread(target=_report_exits, args=(link,), daemon=True).start()
+        if message.get("do") == "start":
+            orders.put(message)
+        elif message.get("do") == "watch":
+            _watch(link, descendants(os.getpid()))
+        elif message.get("do") == "stop":
+            kill_descendants(os.getpid())
+            left = len(descendants(os.getpid()))
+            link.send({"id": message.get("id"), "stopped": not left})
     _end_everything(config)
 
 
-def _report_exits(link: Link) -> None:
-    """Tell the front each child's exit status, without taking it from the agent (WNOWAIT)."""
+def _watch(link: Link, pids: list[int]) -> None:
+    """Report the ends of `pids` from a thread of its own."""
+    threading.Thread(target=_report_exits, args=(link, pids), daemon=True).start()
+
+
+def _report_exits(link: Link, pids: list[int]) -> None:
+    """Tell the front each exit status, without taking it from the parent (WNOWAIT)."""
     watched: dict[int, int] = {}
-    for pid in descendants(os.getpid()):
+    for pid in pids:
         with contextlib.suppress(OSError):
             watched[os.pidfd_open(pid)] = pid
     while watched:
         for fd in multiprocessing.connection.wait(list(watched)):
             pid = watched.pop(fd)  # type: ignore[arg-type]
             with contextlib.suppress(OSError):
-                result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-                if result is not None:
-                    exited = result.si_code == os.CLD_EXITED
-                    link.send(
-                        {"exit": pid, "code": result.si_status if exited else -result.si_status}
-                    )
+                link.send({"exit": pid, "code": _exit_code(pid)})
             os.close(fd)  # type: ignore[arg-type]
+
+
+def _exit_code(pid: int) -> int | None:
+    """Exit status of an ended process, negative for a signal; None where it cannot be known."""
+    try:  # only its parent may ask, so a grandchild's comes from /proc
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if result is None:
+            return None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+    except ChildProcessError:
+        pass
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            status = int(file.read().rpartition(")")[2].split()[-1])
+    except (OSError, ValueError):
+        return None
+    return os.waitstatus_to_exitcode(status)
 
 
 def _free_port() -> int:
@@ -115,6 +145,24 @@ def _launch(config: dict[str, Any]) -> None:
                 raise
 
 
+def _fork_agent(link: Link, config: dict[str, Any]) -> int:
+    """Fork the process that runs torch's agent; returns its pid."""
+    launcher = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        die_with_parent(launcher)
+        os.close(link.fileno())
+        os.environ["MINIDIST_GENERATION"] = str(config["generation"])
+        _launch(config)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
 def main() -> int:
     config = json.loads(sys.stdin.buffer.readline())
     config["key"] = base64.b64decode(config["key"])
@@ -124,20 +172,21 @@ def main() -> int:
     os.close(null)
     adopt_orphans()
     _set_environment(config)
-    link = Link(config["run_dir"], config["key"], "launcher", config["generation"])
-    threading.Thread(target=_serve, args=(link, config), daemon=True).start()
+    link = Link(config["run_dir"], config["key"], "launcher", 0)
+    orders: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_serve, args=(link, config, orders), daemon=True).start()
 
     import torch.distributed  # noqa: F401  (imported once, before the fork)
     from ipykernel.kernelapp import IPKernelApp  # noqa: F401
 
-    try:
-        _launch(config)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            link.send({"failed": f"{type(error).__name__}: {error}"[:4000]})
-        time.sleep(0.2)  # let the exit reports go out before the front sees this process end
-        raise
-    return 0
+    from minidist.kernel import rank  # noqa: F401
+
+    for name in filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")):
+        importlib.import_module(name)
+    while True:
+        order = orders.get()
+        config.update(ranks=order["ranks"], generation=order["generation"])
+        _watch(link, [_fork_agent(link, config)])
 
 
 if __name__ == "__main__":

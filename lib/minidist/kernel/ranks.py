@@ -29,10 +29,10 @@ _STDERR_TAIL_BYTES = 8000
 
 
 class Ranks:
-    """Starts `count` ranks and carries messages to and from them.
+    """Starts ranks and carries messages to and from them; one launcher serves many generations.
 
     `on_message(channel, rank, frames)` is called for each message from a rank, and
-    `on_lost(rank or None, text)` once, when a rank or the launcher has ended.
+    `on_lost(rank or None, text)` once per generation, when a rank or the launcher has ended.
     """
 
     def __init__(
@@ -43,59 +43,68 @@ class Ranks:
         key: bytes,
         signature_scheme: str,
         run_dir: str,
-        count: int,
-        generation: int,
         on_message: Callable[[str, int, list[bytes]], None],
         on_lost: Callable[[int | None, str], None],
     ) -> None:
-        self.count = count
-        self.generation = generation
+        self.count = 0
+        self.generation = -1
         self.ready: set[int] = set()
         self.pids: dict[int, int] = {}  # as the rank says; for display only, never signalled
         self._options, self._key, self._scheme = options, key, signature_scheme
         self._context, self._run_dir = context, run_dir
         self._on_message, self._on_lost = on_message, on_lost
         self._sockets: dict[tuple[str, int], zmq.asyncio.Socket] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._readers: list[asyncio.Task[None]] = []
+        self._watcher: asyncio.Task[None] | None = None
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next_id = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr = bytearray()
-        self._exits: dict[int, int] = {}
+        self._exits: dict[int, int | None] = {}
         self._start_error = ""
         self._changed = asyncio.Event()
         self._closed = False
-        self._lost = False
+        self._running = False  # whether the present generation is wanted
         self._server: asyncio.Server | None = None
 
     # -- start -----------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Bind, start the launcher, wait for every rank.
+    async def start(self, count: int, generation: int) -> None:
+        """Bind, start the launcher if there is none, have it start ranks, wait for every one.
 
         Raises:
             RuntimeError: not all ranks were ready in time; the message says what is missing.
         """
+        self.count, self.generation = count, generation
+        self.ready, self.pids, self._exits, self._start_error = set(), {}, {}, ""
+        self._running = True
+        end = asyncio.get_running_loop().time() + START_DEADLINE_S
         try:
-            await self._bind()
-            self._spawn()
-            end = asyncio.get_running_loop().time() + START_DEADLINE_S
-            while len(self.ready) < self.count:
-                left = end - asyncio.get_running_loop().time()
-                if self._start_error or self._ended() or left <= 0:
-                    await asyncio.sleep(0.3)  # let the last words on stderr arrive
-                    raise RuntimeError(self._why_not_ready(left <= 0))
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), min(left, 0.1))
-                self._changed.clear()
+            self._bind()
+            if self._process is None:
+                await self._open_link()
+                self._spawn()
+                self._watcher = asyncio.create_task(self._watch_launcher())
+            await self._until(lambda: "launcher" in self._writers, end)
+            self._send_link("launcher", {"do": "start", "ranks": count, "generation": generation})
+            await self._until(lambda: len(self.ready) == count, end)
         except BaseException:
             self.close()
             raise
         self._send_link("launcher", {"do": "watch"})
-        self._tasks.append(asyncio.create_task(self._watch_launcher()))
 
-    async def _bind(self) -> None:
+    async def _until(self, reached: Callable[[], bool], end: float) -> None:
+        while not reached():
+            left = end - asyncio.get_running_loop().time()
+            if self._start_error or self._ended() or left <= 0:
+                await asyncio.sleep(0.3)  # let the last words on stderr arrive
+                raise RuntimeError(self._why_not_ready(left <= 0))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left, 0.1))
+            self._changed.clear()
+
+    def _bind(self) -> None:
         # In a directory that the caller chose, its mode is the guard: a sandbox may run as
         # another user, who must be able to write to the sockets.
         shared = self._options.run_dir is not None
@@ -113,12 +122,14 @@ class Ranks:
                     os.chmod(path, 0o666)
                 self._sockets[channel, rank] = sock
                 if channel != "control" or rank == 0:
-                    self._tasks.append(asyncio.create_task(self._read(channel, rank, sock)))
+                    self._readers.append(asyncio.create_task(self._read(channel, rank, sock)))
+
+    async def _open_link(self) -> None:
         path = f"{self._run_dir}/{LINK_NAME}"
         with contextlib.suppress(OSError):
             os.unlink(path)
         self._server = await asyncio.start_unix_server(self._serve_link, path, limit=MAX_LINE_BYTES)
-        if shared:
+        if self._options.run_dir is not None:
             os.chmod(path, 0o666)
 
     def _spawn(self) -> None:
@@ -130,7 +141,6 @@ class Ranks:
             "key": base64.b64encode(self._key).decode(),
             "signature_scheme": self._scheme,
             "ranks": self.count,
-            "generation": self.generation,
             "rank_init": options.rank_init,
         }
         try:
@@ -196,11 +206,11 @@ class Ranks:
                 frames = await sock.recv_multipart()
             except zmq.ZMQError:
                 return
-            if not self._closed:
+            if self._running:
                 self._on_message(channel, rank, frames)
 
     def send(self, channel: str, rank: int, frames: list[bytes]) -> None:
-        if not self._closed:
+        if self._running:
             self._sockets[channel, rank].send_multipart(frames)
 
     # -- the line to launcher and companions -----------------------------------------------------
@@ -211,21 +221,26 @@ class Ranks:
             hello = decode(await asyncio.wait_for(reader.readline(), 10))
             name = str(hello.get("hello"))
             known = {"launcher", *map(str, range(self.count))}
-            proof = token(self._key, name, self.generation)
+            generation = 0 if name == "launcher" else self.generation
+            proof = token(self._key, name, generation)
             genuine = hmac.compare_digest(str(hello.get("token")).encode(), proof.encode())
             if name not in known or name in self._writers or not genuine or self._closed:
                 return
             who = name
             self._writers[who] = writer
+            self._changed.set()
             while line := await reader.readline():
                 self._link_message(who, decode(line))
         except (OSError, ValueError, TimeoutError, asyncio.CancelledError):
             pass  # ValueError: a line beyond the limit; cancelled: the front itself ends
         finally:
             writer.close()
-            if who and not self._closed:
+            if who and self._writers.get(who) is writer:
+                del self._writers[who]
                 self._changed.set()
-                asyncio.get_running_loop().create_task(self._link_lost(who))
+                if who != "launcher" and self._running and len(self.ready) == self.count:
+                    task = asyncio.get_running_loop().create_task(self._link_lost(int(who)))
+                    self._readers.append(task)
 
     def _link_message(self, who: str, message: dict[str, Any]) -> None:
         identifier = message.get("id")
@@ -234,12 +249,8 @@ class Ranks:
                 future.set_result(message)
         elif who == "launcher":
             pid, code = message.get("exit"), message.get("code")
-            if isinstance(pid, int) and isinstance(code, int):
-                self._exits[pid] = code
-            elif "failed" in message and len(self.ready) < self.count:
-                self._start_error = self._start_error or (
-                    f"the launcher failed: {str(message['failed'])[:4000]}\n{self.stderr_tail()}"
-                )
+            if isinstance(pid, int):
+                self._exited(pid, code if isinstance(code, int) else None)
         elif isinstance(message.get("pid"), int):
             self.pids[int(who)] = message["pid"]
         elif message.get("ready") is True:
@@ -258,12 +269,15 @@ class Ranks:
 
     async def ask(self, rank: int, do: str, timeout_s: float = 0.5) -> dict[str, Any] | None:
         """A companion thread's answer; None when it gave none in time."""
+        return await self._ask(str(rank), do, timeout_s)
+
+    async def _ask(self, who: str, do: str, timeout_s: float) -> dict[str, Any] | None:
         self._next_id += 1
         identifier = self._next_id
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[identifier] = future
         try:
-            if not self._send_link(str(rank), {"id": identifier, "do": do}):
+            if not self._send_link(who, {"id": identifier, "do": do}):
                 return None
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
@@ -279,19 +293,25 @@ class Ranks:
 
     # -- ends ------------------------------------------------------------------------------------
 
-    async def _link_lost(self, who: str) -> None:
-        """A line was closed, so its process has ended (or is about to)."""
-        if who == "launcher" or len(self.ready) < self.count:
-            return  # the watcher, or start(), sees to it
-        for _ in range(20):  # the launcher's report comes within milliseconds
-            code = self._exits.get(self.pids.get(int(who), -1))
-            if code is not None or self._closed:
-                break
-            await asyncio.sleep(0.05)
-        else:
-            code = None
+    def _exited(self, pid: int, code: int | None) -> None:
+        """The launcher says that a process of this generation has ended."""
+        self._exits[pid] = code
         how = "ended" if code is None else f"ended with {describe_exit(code)}"
-        self._tell_lost(int(who), f"rank {who} {how}")
+        rank = next((r for r, known in self.pids.items() if known == pid), None)
+        if not self._running:
+            return
+        if len(self.ready) == self.count:
+            if rank is not None:
+                self._tell_lost(rank, f"rank {rank} {how}")
+        else:  # the agent, or a rank: either way this start has failed
+            who = "torch's agent" if rank is None else f"rank {rank}"
+            text = f"{who} {how} before all ranks were ready.\n{self.stderr_tail()}"
+            self._start_error = self._start_error or text
+
+    async def _link_lost(self, rank: int) -> None:
+        """A rank's line was closed, so it has ended; how comes from the launcher, if it can."""
+        await asyncio.sleep(1.0)
+        self._tell_lost(rank, f"rank {rank} ended")
 
     async def _watch_launcher(self) -> None:
         process = self._process
@@ -304,21 +324,49 @@ class Ranks:
             self._tell_lost(None, f"the launcher of the ranks ended with {how}")
 
     def _tell_lost(self, rank: int | None, text: str) -> None:
-        if not self._closed and not self._lost:
-            self._lost = True
+        if self._running and len(self.ready) == self.count:
+            self._running = False
             self._on_lost(rank, text)
 
     def alive(self, rank: int) -> bool:
         writer = self._writers.get(str(rank))
-        return not self._closed and writer is not None and not writer.is_closing()
+        return self._running and writer is not None and not writer.is_closing()
+
+    async def stop(self) -> bool:
+        """End the ranks; returns whether the launcher did, and can start others."""
+        self._unbind()
+        if self._closed or self._ended():
+            return False
+        answer = await self.ask_launcher("stop", 5.0)
+        return answer is not None and answer.get("stopped") is True
+
+    async def ask_launcher(self, do: str, timeout_s: float) -> dict[str, Any] | None:
+        return await self._ask("launcher", do, timeout_s)
+
+    def _unbind(self) -> None:
+        """Have nothing more to do with the present generation."""
+        self._running = False
+        for task in self._readers:
+            task.cancel()
+        self._readers.clear()
+        for (channel, rank), sock in self._sockets.items():
+            sock.close(0)
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self._run_dir}/{socket_name(self.generation, channel, rank)}")
+        self._sockets.clear()
+        for who in [who for who in self._writers if who != "launcher"]:
+            self._writers.pop(who).close()
 
     def close(self) -> None:
         """End launcher and ranks now and free their sockets; harmless when called again."""
         if self._closed:
             return
         self._closed = True
+        self._unbind()
         if self._server is not None:
             self._server.close()
+        if self._watcher is not None and self._watcher is not asyncio.current_task():
+            self._watcher.cancel()
         process = self._process
         if process is not None:
             with contextlib.suppress(OSError):
@@ -332,13 +380,6 @@ class Ranks:
                 process.stdout.close()
         for writer in self._writers.values():
             writer.close()
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        for (channel, rank), sock in self._sockets.items():
-            sock.close(0)
-            with contextlib.suppress(OSError):
-                os.unlink(f"{self._run_dir}/{socket_name(self.generation, channel, rank)}")
         with contextlib.suppress(OSError):
             os.unlink(f"{self._run_dir}/{LINK_NAME}")
 

@@ -1,0 +1,67 @@
+"""Interrupting a cell on all ranks, and making the ranks fit to communicate afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from minidist.kernel.cell import Cell
+from minidist.kernel.ranks import Ranks
+from minidist.kernel.watch import places_of, states_of
+
+# After an interrupt: when a rank still blocked is cut off from its peers, and when it is killed.
+CUT_AFTER_S = 0.7
+KILL_AFTER_S = 5.0
+
+
+async def interrupt(cell: Cell, ranks: Ranks) -> None:
+    """KeyboardInterrupt on every rank that runs; what does not react is cut, then given up."""
+    cell.interrupted = True
+    start = time.monotonic()
+    await ranks.ask_all(cell.unfinished, "interrupt")
+    next_cut, again = start + CUT_AFTER_S, False
+    while cell.unfinished and cell.broken is None:
+        now = time.monotonic()
+        if now - start > KILL_AFTER_S:
+            who = ", ".join(map(str, cell.unfinished))
+            text = f"rank {who} did not react to the interrupt within {KILL_AFTER_S:.0f} s"
+            states = states_of(places_of(cell, ranks.count, {}))
+            for state in states:
+                if state["rank"] in cell.unfinished:
+                    state.update(status="lost", text="did not react to the interrupt")
+            cell.stop("rank_lost", "RankLost", f"{text}; all ranks were killed", states)
+            return
+        if now >= next_cut:
+            if again:  # not at once: it would break off the report of the first one
+                await ranks.ask_all(cell.unfinished, "interrupt")
+            cell.cut = True
+            await ranks.ask_all(cell.unfinished, "cut")
+            next_cut, again = now + 1.5, True
+        await asyncio.sleep(0.02)
+
+
+async def recover(cell: Cell, ranks: Ranks) -> str:
+    """Make the ranks fit to communicate again; returns what was done, for the user.
+
+    An interrupted collective would pair with its peers' next one and give wrong sums, so unless all
+    ranks stand at the same point with nothing under way, process groups are destroyed.
+    """
+    if cell.broken is not None:
+        return ""
+    everyone = list(range(ranks.count))
+    reports = await ranks.ask_all(everyone, "where", 1.0)
+    states = {(r.get("started"), r.get("pending")) for r in reports.values() if r}
+    in_step = None not in reports.values() and len(states) == 1
+    if not cell.cut and in_step and next(iter(states))[1] == 0:
+        return ""
+    answers = await ranks.ask_all(everyone, "reset", 5.0)
+    if any(answer is None or "error" in answer for answer in answers.values()):
+        text = "process groups could not be taken down after the interrupt"
+        cell.stop("rank_lost", "RankLost", text, [])
+        return ""
+    if not any(answer.get("reset") for answer in answers.values() if answer):
+        return ""
+    return (
+        "the interrupt stopped a collective half way, so the process group was destroyed on "
+        "every rank: call init_process_group again before the next collective"
+    )

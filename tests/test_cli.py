@@ -1,0 +1,93 @@
+"""The command line: what it accepts, what it refuses, and what becomes of broken files."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+from course import LAB, ROOT, TestCourse
+
+pytestmark = pytest.mark.timeout(600)
+MASTER = ROOT / "labs" / LAB / f"{LAB}.ipynb"
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    return TestCourse.make(tmp_path_factory.mktemp("course"))
+
+
+def _changed(**changes):
+    return json.dumps(json.loads(MASTER.read_text()) | changes).encode()
+
+
+BROKEN = {
+    "not_json": (b"{ this is not JSON", "JSON"),
+    "latin1": ('{"cells": "é"}'.encode("latin-1"), "UTF-8"),
+    "empty": (b"", "JSON"),
+    "no_cells": (_changed(cells=[]), "cell"),
+    "nbformat_3": (_changed(nbformat=3), "nbformat"),
+    "a_list": (b"[]", "notebook"),
+    "deep": (b"[" * 100_000 + b"]" * 100_000, "nest"),
+}
+
+
+def test_broken_notebooks_get_a_record_and_the_rest_is_graded(course):
+    for student, (content, _) in BROKEN.items():
+        course.submit(student, content)
+    huge = course.submit("huge", b"")
+    with open(huge, "wb") as file:
+        file.truncate(200 << 20)
+    course.submit("starter", MASTER.read_bytes())
+    records = course.grade(str(course.root / "handed_in"))
+    assert set(records) == {*BROKEN, "huge", "starter"}
+    for student, (_, reason) in (BROKEN | {"huge": (b"", "MiB")}).items():
+        criteria = records[student]["criteria"]
+        assert {c["status"] for c in criteria} == {"INVALID"}, student
+        assert reason.lower() in criteria[0]["message"].lower(), criteria[0]["message"]
+        assert records[student]["score"] == 0
+        assert records[student]["max_score"] == 100
+    assert {c["status"] for c in records["starter"]["criteria"]} == {"STUDENT_ERROR"}
+    assert "not written yet" in records["starter"]["criteria"][0]["message"]
+    feedback = course.root / "build" / "nbgrader" / "feedback"
+    assert "could not be graded" in (feedback / "latin1" / LAB / f"{LAB}.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["grade", "nowhere", "--lab", LAB], "nowhere"),
+        (["grade", "--lab", LAB], "name a notebook"),
+        (["grade", ".", "--lab", "lab9"], "lab9"),
+        (["grade", "--example", "--lab", LAB, "--ranks", "0"], "at least 1"),
+        (["frobnicate"], "frobnicate"),
+        ([], "required"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(course, arguments, says):
+    done = course.run("-m", "autograder", *arguments, deadline_s=120, code=2)
+    assert says in done.stderr
+
+
+def test_the_key_is_private_and_kept(course):
+    key = course.root / "build" / "course.key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    before = key.read_text()
+    assert "kept" in course.run("-m", "autograder", "init", deadline_s=120).stdout
+    assert key.read_text() == before
+
+
+def test_grading_needs_a_key_that_nobody_else_can_read(tmp_path):
+    course = TestCourse.make(tmp_path)
+    key = tmp_path / "build" / "course.key"
+    key.chmod(0o644)
+    grade = ("-m", "autograder", "grade", "--example", "--lab", LAB)
+    assert "chmod 600" in course.run(*grade, deadline_s=120, code=2).stderr
+    key.unlink()
+    assert "autograder init" in course.run(*grade, deadline_s=120, code=2).stderr
+
+
+def test_outside_a_course_it_says_so(tmp_path):
+    course = TestCourse(tmp_path)
+    done = course.run("-m", "autograder", "init", deadline_s=120, code=2)
+    assert "nbgrader_config.py" in done.stderr
