@@ -153,6 +153,8 @@ class _Attempt:
         env = {
             "MINIDIST_REFEREE": str(referee.path),
             "MINIDIST_RANK_INIT": "autograder.probe:attach",
+            # Imported once by the launcher, not by every rank: the first DDP needs torch._dynamo.
+            "MINIDIST_PRELOAD": f"torch._dynamo,matplotlib.pyplot,autograder.criteria.{self.lab.name}",
         }
         if self.settings.sandboxed:
             return build_box(run_dir=run_dir, withheld=self.lab.withheld, env_extra=env)

@@ -24,7 +24,7 @@ def _changed(**changes):
 BROKEN = {
     "not_json": (b"{ this is not JSON", "JSON"),
     "latin1": ('{"cells": "é"}'.encode("latin-1"), "UTF-8"),
-    "empty": (b"", "JSON"),
+    "empty": (b"", "empty"),
     "no_cells": (_changed(cells=[]), "cell"),
     "nbformat_3": (_changed(nbformat=3), "nbformat"),
     "a_list": (b"[]", "notebook"),

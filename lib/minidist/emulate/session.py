@@ -15,54 +15,26 @@ from typing import Any
 import numpy as np
 
 from minidist.emulate import arrays
+from minidist.emulate.calls import (
+    Call,
+    agree,
+    amount,
+    integer,
+    num_bytes,
+    numel_of,
+    parse_call,
+    request_number,
+    results,
+    splits_agree,
+)
 from minidist.emulate.plan import DIRECTIONS, ChargePlan
 from minidist.emulate.trace import Collective, Event, Trace
 from minidist.errors import ProtocolError
 
-COLLECTIVES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-)
-_REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-_ROOTED = ("reduce", "broadcast", "gather", "scatter")
 _MAX_EVENTS = 1_000_000
 _MAX_GROUPS = 4096
 # Reply(rank, header, payload)
 Reply = Callable[[int, dict[str, Any], "np.ndarray | None"], None]
-
-
-@dataclass
-class _Call:
-    """What one rank asked for in one collective."""
-
-    rank: int
-    kind: str
-    op: str
-    dtype: str
-    shape: tuple[int, ...]
-    root: int | None
-    payload: np.ndarray
-    send_splits: tuple[int, ...] = ()
-    recv_splits: tuple[int, ...] = ()
-
-    def describe(self) -> str:
-        if self.kind == "barrier":
-            return "barrier()"
-        text = f"{self.kind}({self.dtype}{list(self.shape)}"
-        text += f", {self.op}" if self.op else ""
-        return text + (f", root {self.root})" if self.root is not None else ")")
-
-    def signature(self) -> tuple[Any, ...]:
-        # The parts of an all_to_all are compared pair by pair instead.
-        shape = () if self.kind == "all_to_all" else self.shape
-        return (self.kind, self.op, self.dtype, shape, self.root)
 
 
 @dataclass
@@ -72,7 +44,7 @@ class _Slot:
     record: Collective
     number: str  # for messages: "#3 of group 0"
     members: tuple[int, ...]
-    calls: dict[int, _Call] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
     results: dict[int, np.ndarray | None] = field(default_factory=dict)
     fetches: list[tuple[int, int, float]] = field(default_factory=list)  # rank, request, since
     ready: set[int] = field(default_factory=set)  # ranks whose result is there
@@ -139,7 +111,7 @@ class Session:
         elif kind == "poll":
             slot = self._slot_of(rank, header)
             done = rank in slot.ready or self.failure is not None
-            self._reply(rank, {"q": _request(header), "done": done}, None)
+            self._reply(rank, {"q": request_number(header), "done": done}, None)
         elif kind == "wait":
             self._add_wait(rank, self._slot_of(rank, header))
         elif kind == "charge":
@@ -154,7 +126,7 @@ class Session:
             raise ProtocolError(f"unknown frame type {str(kind)[:40]!r}")
 
     def _join(self, rank: int, header: dict[str, Any]) -> None:
-        request = _request(header)
+        request = request_number(header)
         if rank in self.joined:
             text = "this rank has already been in this session; the next one must begin first"
             self._reply(rank, {"q": request, "error": ["protocol", text]}, None)
@@ -171,7 +143,7 @@ class Session:
 
     def _leave(self, rank: int, header: dict[str, Any]) -> None:
         self.left.add(rank)
-        self._reply(rank, {"q": _request(header)}, None)
+        self._reply(rank, {"q": request_number(header)}, None)
         # Who waits for this rank waits in vain: say so now, not at the deadline.
         for slot in list(self._waiting.values()):
             if rank in slot.members and rank not in slot.calls:
@@ -179,12 +151,12 @@ class Session:
                 return
 
     def _charge(self, rank: int, header: dict[str, Any]) -> None:
-        request = _request(header)
+        request = request_number(header)
         if self.plan is None:
             text = "there is no charge plan in this session"
             self._reply(rank, {"q": request, "error": ["protocol", text]}, None)
             return
-        layer = _integer(header, "layer", 0, self.plan.num_layers - 1)
+        layer = integer(header, "layer", 0, self.plan.num_layers - 1)
         direction = header.get("dir")
         if direction not in DIRECTIONS:
             raise ProtocolError(f"direction must be one of {DIRECTIONS}")
@@ -211,7 +183,7 @@ class Session:
         for entry in entries:
             if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
                 raise ProtocolError("compute needs a list of [name, flops, bytes]")
-            flops, num_bytes = _amount(entry[1]), _amount(entry[2])
+            flops, num_bytes = amount(entry[1]), amount(entry[2])
             event = Event(kind="compute", name=entry[0][:80], flops=flops, num_bytes=num_bytes)
             self._events[rank].append(event)
 
@@ -220,14 +192,14 @@ class Session:
     def _issue(self, rank: int, header: dict[str, Any], payload: np.ndarray) -> None:
         group, members = self._group(rank, header)
         kind = header.get("kind")
-        call = _parse_call(rank, header, payload, members)
+        call = parse_call(rank, header, payload, members)
         self._last[rank] = call.describe()
         if kind in ("send", "recv"):
             self._issue_message(call, header, group, members)
             return
         number = self._counts.get((group, rank), 0)
         self._counts[group, rank] = number + 1
-        if _integer(header, "k", 0, 1 << 40) != number:
+        if integer(header, "k", 0, 1 << 40) != number:
             raise ProtocolError(f"called its collective number {number} of group {group!r} another")
         key = f"{group}/{number}"
         slot = self._slots.get(key)
@@ -242,10 +214,10 @@ class Session:
         self._match(slot)
 
     def _issue_message(
-        self, call: _Call, header: dict[str, Any], group: str, members: tuple[int, ...]
+        self, call: Call, header: dict[str, Any], group: str, members: tuple[int, ...]
     ) -> None:
-        peer = _integer(header, "peer", 0, self.world_size - 1)
-        tag = _integer(header, "tag", -(1 << 31), 1 << 31)
+        peer = integer(header, "peer", 0, self.world_size - 1)
+        tag = integer(header, "tag", -(1 << 31), 1 << 31)
         if peer not in members:
             raise ProtocolError(f"{call.kind} with rank {peer}, which is not in group {group!r}")
         ends = (call.rank, peer) if call.kind == "send" else (peer, call.rank)
@@ -287,10 +259,10 @@ class Session:
             return
         # Only now, so that the message tells what every rank called.
         calls = [slot.calls[r] for r in slot.members]
-        if not _agree(calls) or (calls[0].kind == "all_to_all" and not _splits_agree(calls)):
+        if not agree(calls) or (calls[0].kind == "all_to_all" and not splits_agree(calls)):
             self._mismatch(slot)
             return
-        slot.results = _results(slot.members, calls)
+        slot.results = results(slot.members, calls)
         slot.ready = set(slot.members)
         slot.record.completed = True
         if self._keep and calls[0].kind in ("all_reduce", "reduce", "broadcast", "all_gather"):
@@ -305,7 +277,7 @@ class Session:
         slot = self._slot_of(rank, header)
         if header.get("wait") is True:
             self._add_wait(rank, slot)
-        slot.fetches.append((rank, _request(header), time.monotonic()))
+        slot.fetches.append((rank, request_number(header), time.monotonic()))
         self._waiting[slot.record.key] = slot
         if self.failure is None and rank not in slot.ready:
             if any(r in self.left for r in slot.members if r not in slot.calls):
@@ -381,10 +353,10 @@ class Session:
             did = f"its last call was {last}" if last else "it has called nothing"
             states.append(f"rank {rank} {state}; {did}")
         text = f"{waiting} {verb} in {called} {slot.number}; missing: " + "; ".join(states)
-        agree = message or _agree(list(slot.calls.values()))
-        if not agree:
+        agreed = message or agree(list(slot.calls.values()))
+        if not agreed:
             text += f". Those that came disagree: {_who_called_what(slot)}"
-        self.fail("missing" if agree else "mismatch", text)
+        self.fail("missing" if agreed else "mismatch", text)
 
     def _mismatch(self, slot: _Slot) -> None:
         text = f"the ranks disagree about collective {slot.number}: {_who_called_what(slot)}"
@@ -427,7 +399,7 @@ class Session:
             raise ProtocolError(f"asked for collective {str(key)[:80]!r}, which it has not issued")
         return slot
 
-    def _add_issue(self, call: _Call, record: Collective) -> None:
+    def _add_issue(self, call: Call, record: Collective) -> None:
         event = Event(
             kind="issue",
             name=call.describe(),
@@ -436,8 +408,8 @@ class Session:
             op=call.op,
             group=record.group,
             ranks=record.ranks,
-            nbytes=_nbytes(call, len(record.ranks)),
-            numel=_numel(call.shape),
+            nbytes=num_bytes(call, len(record.ranks)),
+            numel=numel_of(call.shape),
             dtype=call.dtype,
             root=call.root,
         )
@@ -465,85 +437,7 @@ class Session:
         )
 
 
-def _integer(header: dict[str, Any], name: str, low: int, high: int) -> int:
-    value = header.get(name)
-    if type(value) is not int or not low <= value <= high:
-        raise ProtocolError(f"{name!r} must be an integer from {low} to {high}")
-    return value
-
-
-def _request(header: dict[str, Any]) -> int:
-    return _integer(header, "q", 0, 1 << 64)
-
-
-def _amount(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 1e30:
-        raise ProtocolError("flops and bytes must be numbers from 0 to 1e30")
-    return float(value)
-
-
-def _sizes(header: dict[str, Any], name: str, count: int) -> tuple[int, ...]:
-    value = header.get(name)
-    if (
-        not isinstance(value, list)
-        or len(value) != count
-        or not all(type(n) is int and 0 <= n < 1 << 40 for n in value)
-    ):
-        raise ProtocolError(f"{name!r} must be a list of {count} sizes")
-    return tuple(value)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def _parse_call(
-    rank: int, header: dict[str, Any], payload: np.ndarray, members: tuple[int, ...]
-) -> _Call:
-    kind, op, dtype = header.get("kind"), header.get("op", ""), header.get("dtype")
-    if not isinstance(kind, str) or kind not in (*COLLECTIVES, "send", "recv"):
-        raise ProtocolError(f"unknown collective {str(kind)[:40]!r}")
-    if not isinstance(dtype, str) or dtype not in arrays.NUMPY_DTYPES:
-        raise ProtocolError(f"unknown dtype {str(dtype)[:40]!r}")
-    shape = header.get("shape")
-    if not isinstance(shape, list) or len(shape) > 64:
-        raise ProtocolError("'shape' must be a list of at most 64 sizes")
-    sizes = _sizes(header, "shape", len(shape))
-    if kind in _REDUCING:
-        if op not in arrays.REDUCE_OPS:
-            raise ProtocolError(f"unknown reduction {str(op)[:40]!r}")
-        if reason := arrays.can_reduce(op, dtype):
-            raise ProtocolError(reason)
-    elif op != "":
-        raise ProtocolError(f"{kind} has no reduction")
-    root = None
-    if kind in _ROOTED:
-        root = _integer(header, "root", 0, 1 << 20)
-        if root not in members:
-            raise ProtocolError(f"root {root} is not in the group {list(members)}")
-    numel, parts = _numel(sizes), len(members)
-    call = _Call(rank, kind, op, dtype, sizes, root, payload)
-    if kind == "all_to_all":
-        call.send_splits = _sizes(header, "send", parts)
-        call.recv_splits = _sizes(header, "recv", parts)
-        numel = sum(call.send_splits)
-    elif kind in ("barrier", "recv") or (kind == "broadcast" and rank != root):
-        numel = 0
-    elif kind == "scatter":
-        numel = numel * parts if rank == root else 0
-    elif kind == "reduce_scatter":
-        numel *= parts
-    if payload.nbytes != numel * arrays.itemsize(dtype):
-        raise ProtocolError(
-            f"{call.describe()} needs {numel * arrays.itemsize(dtype)} bytes, got {payload.nbytes}"
-        )
-    return call
-
-
-def _record(key: str, group: str, ranks: tuple[int, ...], call: _Call) -> Collective:
+def _record(key: str, group: str, ranks: tuple[int, ...], call: Call) -> Collective:
     return Collective(
         key=key,
         kind=call.kind,
@@ -551,72 +445,13 @@ def _record(key: str, group: str, ranks: tuple[int, ...], call: _Call) -> Collec
         group=group,
         ranks=ranks,
         shape=call.shape,
-        numel=_numel(call.shape),
-        nbytes=_nbytes(call, len(ranks)),
+        numel=numel_of(call.shape),
+        nbytes=num_bytes(call, len(ranks)),
         dtype=call.dtype,
         root=call.root,
     )
 
 
-def _nbytes(call: _Call, num_ranks: int) -> int:
-    """Size in the convention of `simulate.collective_seconds`; the shape is one rank's part."""
-    size = arrays.itemsize(call.dtype)
-    if call.kind == "all_to_all":
-        return sum(call.send_splits) * size
-    whole = call.kind in ("all_gather", "reduce_scatter", "gather", "scatter")
-    return _numel(call.shape) * size * (num_ranks if whole else 1)
-
-
-def _agree(calls: list[_Call]) -> bool:
-    return all(call.signature() == calls[0].signature() for call in calls[1:])
-
-
 def _who_called_what(slot: _Slot) -> str:
     calls = (call for _, call in sorted(slot.calls.items()))
     return "; ".join(f"rank {call.rank} called {call.describe()}" for call in calls)
-
-
-def _splits_agree(calls: list[_Call]) -> bool:
-    return all(
-        sender.send_splits[j] == receiver.recv_splits[i]
-        for i, sender in enumerate(calls)
-        for j, receiver in enumerate(calls)
-    )
-
-
-def _results(members: tuple[int, ...], calls: list[_Call]) -> dict[int, np.ndarray | None]:
-    """Raw bytes that each rank gets; `calls` are in the order of `members`."""
-    first = calls[0]
-    raws = [call.payload for call in calls]
-    nothing: dict[int, np.ndarray | None] = dict.fromkeys(members)
-    match first.kind:
-        case "all_reduce":
-            return dict.fromkeys(members, arrays.reduce(raws, first.op, first.dtype))
-        case "reduce":
-            assert first.root is not None
-            return nothing | {first.root: arrays.reduce(raws, first.op, first.dtype)}
-        case "broadcast":
-            sent = next(call.payload for call in calls if call.rank == first.root)
-            return {rank: None if rank == first.root else sent for rank in members}
-        case "all_gather":
-            return dict.fromkeys(members, np.concatenate(raws))
-        case "gather":
-            assert first.root is not None
-            return nothing | {first.root: np.concatenate(raws)}
-        case "scatter":
-            sent = next(call.payload for call in calls if call.rank == first.root)
-            return dict(zip(members, np.split(sent, len(members)), strict=True))
-        case "reduce_scatter":
-            total = arrays.reduce(raws, first.op, first.dtype)
-            return dict(zip(members, np.split(total, len(members)), strict=True))
-        case "all_to_all":
-            size = arrays.itemsize(first.dtype)
-            parts = [
-                np.split(call.payload, np.cumsum(np.array(call.send_splits) * size)[:-1])
-                for call in calls
-            ]
-            return {
-                rank: np.concatenate([part[i] for part in parts]) for i, rank in enumerate(members)
-            }
-        case _:
-            return nothing

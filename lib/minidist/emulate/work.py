@@ -1,0 +1,150 @@
+"""Handles of collectives under way on the emulated cluster."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from minidist.emulate.client import Client
+
+Tensors = Sequence[torch.Tensor]
+
+
+class EmulatedWork(dist._Work):
+    """A collective under way. `wait` fetches the result and moves the rank's compute clock."""
+
+    def __init__(
+        self,
+        client: Client,
+        key: str,
+        outputs: Tensors,
+        store: Callable[[np.ndarray], None] | None,
+        *,
+        eager: bool = False,
+        source: int = -1,
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._key = key
+        self._outputs = list(outputs)
+        self._store = store
+        self._fetched = eager  # an eager send needs no answer
+        self._waited = False
+        self._source = source
+        self._lock = threading.RLock()
+
+    def wait(self, timeout: Any = None) -> bool:
+        with self._lock:
+            if not self._fetched:
+                self._fetch(moves_clock=True)
+            elif not self._waited:
+                self._report_wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        """A completed future; what waits for it in C++ (DDP's reducer) does so at backward's end.
+
+        The result is fetched here and now: a reader thread that completed futures would run
+        their callbacks, which may call collectives themselves.
+        """
+        with self._lock:
+            if not self._fetched:
+                self._fetch(moves_clock=False)
+                self._report_wait_later()
+        future = _Future(self)
+        future.set_result(self._outputs)
+        return future
+
+    def is_completed(self) -> bool:
+        with self._lock:
+            if not self._fetched:
+                answer, _ = self._client.call({"t": "poll", "key": self._key})
+                if not answer.get("done"):
+                    return False
+                self._fetch(moves_clock=False)
+                self._report_wait_later()
+        return True
+
+    def is_success(self) -> bool:
+        return self._fetched
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def _fetch(self, *, moves_clock: bool) -> None:
+        _, payload = self._client.call({"t": "fetch", "key": self._key, "wait": moves_clock})
+        self._fetched = True
+        self._waited = moves_clock
+        if self._store is not None:
+            # Copies of ours are no compute of the rank: a roofline must not see them.
+            with torch.no_grad(), _disable_current_modes():
+                self._store(payload)
+            self._store = None
+
+    def _report_wait(self) -> None:
+        with self._lock:
+            if not self._waited:
+                self._waited = True
+                self._client.post({"t": "wait", "key": self._key})
+
+    def _report_wait_later(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self._report_wait)
+        else:
+            self._report_wait()
+
+
+class _Future(torch.futures.Future):
+    """Tells when Python code waits for it; C++ code uses the future below and does not."""
+
+    def __init__(self, work: EmulatedWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> Any:
+        self._work._report_wait()
+        return super().wait()
+
+
+class ManyWorks(dist._Work):
+    """Several collectives that were called as one."""
+
+    def __init__(self, works: list[EmulatedWork], outputs: Tensors) -> None:
+        super().__init__()
+        self._works = works
+        self._outputs = list(outputs)
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        for work in self._works:
+            work.get_future()
+        future = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._outputs
