@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,7 +121,8 @@ def _submissions(options: argparse.Namespace, course: Course) -> list[Submission
         from autograder.zoo import write_class
 
         folder = course.build / "class"
-        write_class(options.lab, folder)
+        shutil.rmtree(folder, ignore_errors=True)  # of an older version, perhaps
+        write_class(options.lab, folder, only_example=True)
         found += find_submissions([folder], options.lab)
     return found
 

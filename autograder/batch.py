@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import nbformat
-from nbformat import NotebookNode
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autograder.bridge import _refused
+from autograder.bridge import refused
 from autograder.course import Course, CourseError
-from autograder.criteria import get_lab
-from autograder.criteria.base import Status
 from autograder.intake import Submission, read_submission
-from autograder.run import Record, Settings, _all, _record, grade
+from autograder.run import Record, Settings, grade, known_record, not_graded
 
 NBGRADER_DEADLINE_S = 1800.0
+POOL_TRIES = 3
 
 
 def default_jobs(world_size: int) -> int:
@@ -35,54 +35,58 @@ def default_jobs(world_size: int) -> int:
 def grade_class(
     submissions: Sequence[Submission], settings: Settings, jobs: int, console: Console
 ) -> list[Record]:
-    """One record per submission, in their order."""
+    """One record per submission, in their order; what is in the journal is not run again."""
     records: dict[int, Record] = {}
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(f"grading {settings.lab}", total=len(submissions))
-        todo = dict(enumerate(submissions))
-        for _ in range(
-            3
-        ):  # a worker that is killed takes the pool with it; the rest is tried again
-            with ProcessPoolExecutor(
-                jobs, multiprocessing.get_context("spawn"), initializer=_leave_interrupts_to_parent
-            ) as pool:
-                futures = {pool.submit(grade, todo[i], settings): i for i in todo}
-                try:
-                    for future in as_completed(futures):
-                        index = futures[future]
-                        records[index] = future.result()
-                        del todo[index]
-                        done = records[index]
-                        progress.update(bar, advance=1, description=f"graded {done['student']}")
-                except BrokenProcessPool:
-                    continue
-                except KeyboardInterrupt:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    for process in multiprocessing.active_children():
-                        process.terminate()
-                    raise
+
+        def done(index: int, record: Record) -> None:
+            records[index] = record
+            progress.update(bar, advance=1, description=f"graded {record['student']}")
+
+        for index, submission in enumerate(submissions):
+            if known := known_record(submission, settings):
+                done(index, known)
+        # A worker that is killed takes the pool with it; the others' work is tried again.
+        for _ in range(POOL_TRIES):
+            todo = {i: s for i, s in enumerate(submissions) if i not in records}
             if not todo:
                 break
-    for index, submission in todo.items():
-        records[index] = _lost(submission, settings)
-    return [records[i] for i in range(len(submissions))]
+            with contextlib.suppress(BrokenProcessPool):
+                _run_pool(todo, settings, min(jobs, len(todo)), done)
+    reason = f"a worker process of the grader was killed {POOL_TRIES} times"
+    return [
+        records.get(index) or not_graded(submission, settings, reason)
+        for index, submission in enumerate(submissions)
+    ]
 
 
-def _leave_interrupts_to_parent() -> None:
+def _run_pool(
+    todo: dict[int, Submission],
+    settings: Settings,
+    jobs: int,
+    done: Callable[[int, Record], None],
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_prepare_worker) as pool:
+        futures = {pool.submit(grade, todo[i], settings): i for i in todo}
+        try:
+            for future in as_completed(futures):
+                done(futures[future], future.result())
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _prepare_worker() -> None:
+    """Leaves Ctrl-C to the parent; ends on SIGTERM by way of every `finally`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _lost(submission: Submission, settings: Settings) -> Record:
-    lab = get_lab(settings.lab)
-    verdicts = _all(lab, Status.INFRA, "a worker process of the grader was killed three times")
-    return {
-        "submission": str(submission.path), "student": submission.student, "lab": lab.name,
-        "world_size": settings.world_size, **_record(lab, verdicts, 0.0, settings.sandboxed),
-        "seconds": 0.0,
-    }  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def fill_gradebook(submissions: Sequence[Submission], course: Course, lab: str) -> Path:
@@ -102,17 +106,16 @@ def fill_gradebook(submissions: Sequence[Submission], course: Course, lab: str) 
         target.parent.mkdir(parents=True, exist_ok=True)
         intake = read_submission(submission.path, course.master(lab))
         if intake.notebook is None:  # nbgrader would stop at a file that it cannot read
-            nbformat.write(_refused(_untouched(course, lab), intake.invalid or ""), target)
+            nbformat.write(refused(course.master(lab), intake.invalid or ""), target)
         else:
-            target.write_bytes(submission.path.read_bytes())
+            shutil.copyfile(submission.path, target)
+    ours = {submission.student for submission in submissions}
+    others = {folder.name for folder in (made / "submitted").iterdir()} - ours
+    only_ours = f"--CourseDirectory.student_id_exclude={','.join(sorted(others))}"
     _nbgrader(course, "generate_assignment", lab, "--force")
-    _nbgrader(course, "autograde", lab, "--force")
-    _nbgrader(course, "generate_feedback", lab, "--force")
+    _nbgrader(course, "autograde", lab, "--force", only_ours)
+    _nbgrader(course, "generate_feedback", lab, "--force", only_ours)
     return made / "feedback"
-
-
-def _untouched(course: Course, lab: str) -> NotebookNode:
-    return course.master(lab)
 
 
 def _nbgrader(course: Course, command: str, *arguments: str) -> None:

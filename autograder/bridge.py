@@ -75,7 +75,7 @@ class ReadWithIntake(_Bridge):
         """The submission's code with the master's locked cells; the master where it is invalid."""
         master = Course.find().master(resources["nbgrader"]["assignment"])
         intake = read_submission(self.submission(resources).path, master)
-        return intake.notebook or _refused(master, intake.invalid or ""), resources
+        return intake.notebook or refused(master, intake.invalid or ""), resources
 
 
 class GradeWithReferee(_Bridge):
@@ -128,7 +128,8 @@ def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> Note
     )  # fmt: skip
 
 
-def _refused(master: NotebookNode, reason: str) -> NotebookNode:
+def refused(master: NotebookNode, reason: str) -> NotebookNode:
+    """The untouched lab with the reason on top: stands for a notebook that cannot be read."""
     text = f"**This submission could not be graded.** {html.escape(reason)}"
     master.cells.insert(0, nbformat.v4.new_markdown_cell(text, id="refused"))
     return master

@@ -177,8 +177,11 @@ class Referee:
         """Forgets the connections of ranks that are gone; new ones may connect."""
         with self._changed:
             connections, self._connections = self._connections, {}
-        for sock in connections.values():
-            _close(sock)
+        for (channel, rank), sock in connections.items():
+            if channel == "broker":
+                self.broker.detach(rank)  # the broker's to close: it still watches the descriptor
+            else:
+                _close(sock)
 
     def stop(self) -> None:
         """Closes everything and removes the socket."""

@@ -55,36 +55,58 @@ def grade(submission: Submission, settings: Settings) -> Record:
     What the journal has for the same bytes, lab, world size and grader is not run again.
     """
     torch.set_num_threads(1)  # the oracle's models are small, and the cores belong to the ranks
+    known = known_record(submission, settings)
+    if known is not None:
+        return known
     lab = get_lab(settings.lab)
     journal = Journal(settings.course.journal_path)
     intake = read_submission(submission.path, settings.course.master(lab.name))
     key = record_key(intake.sha256, settings)
-    base = {
-        "submission": str(submission.path), "student": submission.student, "lab": lab.name,
-        "world_size": settings.world_size,
-    }  # fmt: skip
-    known = journal.finished(key)
-    executed = executed_path(settings.course, lab.name, key)
-    if known is not None and (executed.is_file() or intake.notebook is None):
-        return known | base
     began = time.monotonic()
     if intake.notebook is None:
         verdicts = _all(lab, Status.INVALID, intake.invalid or "not a notebook")
-        return _finish(journal, key, base, lab, verdicts, began, sandboxed=False)
+        record = _record(submission, settings, verdicts, began, sandboxed=False)
+        journal.append({"kind": "submission", "key": key, "record": record})
+        return record
     reason = ""
     for _ in range(INFRA_TRIES):
         attempt = _Attempt(lab, settings, journal, key, submission.student)
         try:
-            verdicts = attempt.run(intake.notebook, executed)
+            verdicts = attempt.run(intake.notebook, executed_path(settings.course, lab.name, key))
         except InfrastructureError as error:
             reason = str(error)
-            continue
         except Exception:
             reason = traceback.format_exc(limit=-3)
-            continue
-        return _finish(journal, key, base, lab, verdicts, began, settings.sandboxed)
-    verdicts = _all(lab, Status.INFRA, f"The grader failed {INFRA_TRIES} times: {reason}")
-    return base | _record(lab, verdicts, began, settings.sandboxed)  # not journalled: tried again
+        else:
+            record = _record(submission, settings, verdicts, began, settings.sandboxed)
+            journal.append({"kind": "submission", "key": key, "record": record})
+            return record
+    return not_graded(
+        submission, settings, f"The grader failed {INFRA_TRIES} times: {reason}", began
+    )
+
+
+def known_record(submission: Submission, settings: Settings) -> Record | None:
+    """The journal's record of the same bytes, lab, world size and grader, if there is one."""
+    sha256 = read_submission(submission.path, settings.course.master(settings.lab)).sha256
+    key = record_key(sha256, settings)
+    known = Journal(settings.course.journal_path).finished(key)
+    if known is None:
+        return None
+    invalid = all(c["status"] == Status.INVALID for c in known["criteria"])
+    if not invalid and not executed_path(settings.course, settings.lab, key).is_file():
+        return None
+    # The same notebook may have been handed in by somebody else.
+    return known | {"submission": str(submission.path), "student": submission.student}
+
+
+def not_graded(
+    submission: Submission, settings: Settings, reason: str, began: float | None = None
+) -> Record:
+    """A record of our own failure; not journalled, so that it is tried again."""
+    verdicts = _all(get_lab(settings.lab), Status.INFRA, reason)
+    began = time.monotonic() if began is None else began
+    return _record(submission, settings, verdicts, began, settings.sandboxed)
 
 
 def record_key(sha256: str, settings: Settings) -> str:
@@ -154,7 +176,9 @@ class _Attempt:
             "MINIDIST_REFEREE": str(referee.path),
             "MINIDIST_RANK_INIT": "autograder.probe:attach",
             # Imported once by the launcher, not by every rank: the first DDP needs torch._dynamo.
-            "MINIDIST_PRELOAD": f"torch._dynamo,matplotlib.pyplot,autograder.criteria.{self.lab.name}",
+            "MINIDIST_PRELOAD": ",".join(
+                ("torch._dynamo", "matplotlib.pyplot", f"autograder.criteria.{self.lab.name}")
+            ),
         }
         if self.settings.sandboxed:
             return build_box(run_dir=run_dir, withheld=self.lab.withheld, env_extra=env)
@@ -201,21 +225,19 @@ def _all(lab: Lab, status: Status, message: str) -> list[Verdict]:
     return [Verdict(c.name, status, 0.0, c.points, message) for c in lab.criteria]
 
 
-def _record(lab: Lab, verdicts: list[Verdict], began: float, sandboxed: bool) -> Record:
+def _record(
+    submission: Submission, settings: Settings, verdicts: list[Verdict], began: float,
+    sandboxed: bool,
+) -> Record:  # fmt: skip
     counted = [v for v in verdicts if v.status != Status.BLOCKED]
     return {
+        "submission": str(submission.path),
+        "student": submission.student,
+        "lab": settings.lab,
+        "world_size": settings.world_size,
         "score": sum(v.points for v in counted),
         "max_score": sum(v.max_points for v in counted),
         "seconds": round(time.monotonic() - began, 2),
         "sandboxed": sandboxed,
         "criteria": [v.record() for v in verdicts],
     }
-
-
-def _finish(
-    journal: Journal, key: str, base: Record, lab: Lab, verdicts: list[Verdict], began: float,
-    sandboxed: bool,
-) -> Record:  # fmt: skip
-    record = base | _record(lab, verdicts, began, sandboxed)
-    journal.append({"kind": "submission", "key": key, "record": record})
-    return record

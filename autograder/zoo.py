@@ -8,12 +8,13 @@ tests/zoo/LAB/NAME.py is a percent script:
     status: ddp_unused TIMEOUT
     '''
 
-    # %% replaces="ddp"
+    # %% replaces="task7_ddp"
     class DDP(nn.Module): ...
 
 A cell stands for the whole solution cell of that name; the other solution cells are the
 reference's. `loses:` takes `nothing` and `everything` too, `base: starter` takes the untouched
-lab, and `status:` lines say how a criterion is lost where WRONG is not the answer.
+lab, `class: example` puts it into the class that `make grade` shows, and `status:` lines say how
+a criterion is lost where WRONG is not the answer.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class ZooEntry:
         docstring: what is special about it.
         loses: the criteria that it must lose, and no other.
         statuses: criterion -> status, for criteria of `loses` where the file says how.
+        in_example: whether it is in the class that `make grade` shows (`class: example`).
         notebook: what the student hands in.
     """
 
@@ -48,6 +50,7 @@ class ZooEntry:
     docstring: str
     loses: frozenset[str] | Literal["everything"]
     statuses: dict[str, str] = field(default_factory=dict)
+    in_example: bool = False
     notebook: NotebookNode
 
     def expected_score(self, points: dict[str, float]) -> float:
@@ -78,14 +81,16 @@ def write_class(
     dest: Path,
     layout: Literal["nbgrader", "flat"] = "nbgrader",
     *,
+    only_example: bool = False,
     root: Path = COURSE_ROOT,
 ) -> list[Path]:
-    """Writes every entry as a submitted notebook.
+    """Writes entries as submitted notebooks.
 
     Args:
         lab: such as "lab1_ddp".
         dest: the folder that gets one folder per student.
         layout: "nbgrader" for DEST/NAME/LAB/LAB.ipynb, "flat" for DEST/NAME/LAB.ipynb.
+        only_example: leave out what is not in the example class.
 
     Returns:
         The notebooks, in the order of the students' names. A notebook that is there already with
@@ -95,6 +100,8 @@ def write_class(
         raise ValueError(f"layout must be 'nbgrader' or 'flat', got {layout!r}")
     paths = []
     for entry in load_zoo(lab, root=root):
+        if only_example and not entry.in_example:
+            continue
         folder = dest / entry.name / lab if layout == "nbgrader" else dest / entry.name
         path = folder / f"{lab}.ipynb"
         data = to_bytes(entry.notebook)
@@ -138,7 +145,12 @@ def _load_entry(py: Path, lab: str, reference: NotebookNode, starter: NotebookNo
     criteria = {criterion.name for criterion in get_lab(lab).criteria}
     loses, statuses = _expectations(py, docstring, criteria)
     return ZooEntry(
-        name=py.stem, docstring=docstring, loses=loses, statuses=statuses, notebook=notebook
+        name=py.stem,
+        docstring=docstring,
+        loses=loses,
+        statuses=statuses,
+        in_example=_line(docstring, "class") == "example",
+        notebook=notebook,
     )
 
 

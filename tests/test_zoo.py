@@ -1,4 +1,4 @@
-"""The bundled class is graded once, as `make grade` does; everything here looks at the result.
+"""The whole zoo is graded once, as `make grade` does; everything here looks at the result.
 
 Every submission says in its docstring what it must lose: those criteria and no other.
 """
@@ -15,7 +15,7 @@ from leftovers import assert_nothing_left, find_leftovers
 
 from autograder.criteria import get_lab
 from autograder.sandbox import probe_support
-from autograder.zoo import load_zoo
+from autograder.zoo import load_zoo, write_class
 
 pytestmark = pytest.mark.timeout(1200)
 ZOO = {entry.name: entry for entry in load_zoo(LAB)}
@@ -27,7 +27,8 @@ def graded(tmp_path_factory):
     """The course and one record per student."""
     before = find_leftovers()
     course = TestCourse.make(tmp_path_factory.mktemp("course"))
-    records = course.grade("--example")
+    write_class(LAB, course.root / "class")
+    records = course.grade(str(course.root / "class"))
     assert_nothing_left(before)
     return course, records
 
@@ -50,6 +51,9 @@ def test_the_class_has_right_and_wrong_ones():
     assert {"reference", "right_per_parameter", "right_own_flattening"} <= set(right)
     assert ZOO["starter"].loses == "everything"
     assert len(ZOO) >= 15
+    example = {name for name, entry in ZOO.items() if entry.in_example}
+    assert len(example) >= 10
+    assert {"reference", "starter", "wrong_skipped_collective"} <= example
 
 
 def test_records_have_the_public_form(graded):
@@ -160,7 +164,7 @@ def test_a_second_run_grades_nothing_again(graded):
     journal = course.root / "build" / "journal.jsonl"
     lines = journal.read_text().splitlines()
     began = time.monotonic()
-    again = course.grade("--example", "--no-gradebook")
+    again = course.grade(str(course.root / "class"), "--no-gradebook")
     assert again == records
     assert journal.read_text().splitlines() == lines
     assert time.monotonic() - began < sum(r["seconds"] for r in records.values())

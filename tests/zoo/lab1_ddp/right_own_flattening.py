@@ -4,6 +4,7 @@ Laid out in forward order and reduced from the end. Divides before it reduces. A
 bytes. Broadcasts by an all-reduce. Not an nn.Module.
 
 loses: nothing
+class: example
 """
 
 # ruff: noqa: F821

@@ -4,6 +4,7 @@ Every all-reduce carries one parameter, so none is larger than the cap allows. T
 same order on all ranks, also where a rank does not use a parameter.
 
 loses: nothing
+class: example
 """
 
 # ruff: noqa: F821

@@ -2,4 +2,5 @@
 
 base: starter
 loses: everything
+class: example
 """

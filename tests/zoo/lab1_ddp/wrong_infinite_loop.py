@@ -2,6 +2,7 @@
 
 loses: sampler_tail
 status: sampler_tail TIMEOUT
+class: example
 """
 
 # ruff: noqa: F821

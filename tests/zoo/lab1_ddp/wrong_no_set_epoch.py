@@ -1,6 +1,7 @@
 """Never tells the sampler the epoch: every epoch has the same order.
 
 loses: train_epochs
+class: example
 """
 
 # ruff: noqa: F821

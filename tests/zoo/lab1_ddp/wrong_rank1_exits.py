@@ -2,6 +2,7 @@
 
 loses: gradients_in_sync
 status: gradients_in_sync RANK_LOST
+class: example
 """
 
 # ruff: noqa: F821

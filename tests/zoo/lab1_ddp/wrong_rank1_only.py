@@ -1,6 +1,7 @@
 """Right on every rank but rank 1, which keeps the gradients of its own samples.
 
 loses: ddp_gradients, ddp_tied_frozen, ddp_unused
+class: example
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Buckets and means are right, but nothing travels before backward has ended.
 
 loses: ddp_overlap, ddp_scaling
+class: example
 """
 
 # ruff: noqa: F821

@@ -4,6 +4,7 @@ loses: train_steps, train_epochs, train_loss
 status: train_steps TIMEOUT
 status: train_epochs TIMEOUT
 status: train_loss TIMEOUT
+class: example
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Sums the gradients over the ranks and forgets to divide.
 
 loses: ddp_gradients, ddp_tied_frozen, ddp_unused
+class: example
 """
 
 # ruff: noqa: F821
