@@ -11,14 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autograder.batch import default_jobs, fill_gradebook, grade_class
-from autograder.bridge import BridgeError, choose_sandbox
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
-from autograder.criteria.base import Status
 from autograder.intake import Submission, find_submissions
-from autograder.report import rich_table, write_csv, write_html
-from autograder.run import Settings
+
+# What needs torch and nbgrader is imported by the command that needs it: wrong usage and --help
+# answer at once.
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
@@ -30,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=options.command == "grade" and options.json == Path("-"))
     try:
         return options.run(options, console)
-    except (CourseError, BridgeError, ValueError) as error:
+    except (CourseError, ValueError) as error:
         print(f"autograder: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
@@ -78,9 +76,16 @@ def _init(options: argparse.Namespace, console: Console) -> int:
 
 
 def _grade(options: argparse.Namespace, console: Console) -> int:
-    course, lab = Course.find(), get_lab(options.lab)
+    course = Course.find()
     course.key()
     submissions = _submissions(options, course)
+    from autograder.batch import default_jobs, fill_gradebook, grade_class
+    from autograder.bridge import choose_sandbox
+    from autograder.criteria.base import Status
+    from autograder.report import rich_table, write_csv, write_html
+    from autograder.run import Settings
+
+    lab = get_lab(options.lab)
     settings = Settings(
         course, lab.name, options.ranks or lab.grading_world_size,
         choose_sandbox(options.trusted, bundled=options.example and not options.paths),
@@ -103,7 +108,7 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     infra = [r for r in records if any(c["status"] == Status.INFRA for c in r["criteria"])]
     if not options.no_gradebook and settings.world_size == lab.grading_world_size and not infra:
         with console.status("nbgrader: gradebook and feedback"):
-            left.append(fill_gradebook(submissions, course, lab.name))
+            left.append(fill_gradebook(submissions, records, settings))
         left.append(course.build / "nbgrader" / "gradebook.db")
     for path in left:
         console.print(f"  {path}", highlight=False, soft_wrap=True)

@@ -21,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autograder.bridge import refused
 from autograder.course import Course, CourseError
 from autograder.intake import Submission, read_submission
-from autograder.run import Record, Settings, grade, known_record, not_graded
+from autograder.journal import Journal
+from autograder.run import Record, Settings, grade, known_record, not_graded, record_key
 
 NBGRADER_DEADLINE_S = 1800.0
 POOL_TRIES = 3
@@ -89,7 +90,9 @@ def _prepare_worker() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def fill_gradebook(submissions: Sequence[Submission], course: Course, lab: str) -> Path:
+def fill_gradebook(
+    submissions: Sequence[Submission], records: Sequence[Record], settings: Settings
+) -> Path:
     """Has nbgrader take the verdicts into its gradebook and write each student's feedback.
 
     Returns:
@@ -98,8 +101,9 @@ def fill_gradebook(submissions: Sequence[Submission], course: Course, lab: str) 
     Raises:
         CourseError: nbgrader failed; the message has the end of what it said.
     """
+    course, lab = settings.course, settings.lab
     made = course.build / "nbgrader"
-    for submission in submissions:
+    for submission, record in zip(submissions, records, strict=True):
         target = made / "submitted" / submission.student / lab / f"{lab}.ipynb"
         if submission.path.resolve() == target.resolve():
             continue
@@ -107,6 +111,10 @@ def fill_gradebook(submissions: Sequence[Submission], course: Course, lab: str) 
         intake = read_submission(submission.path, course.master(lab))
         if intake.notebook is None:  # nbgrader would stop at a file that it cannot read
             nbformat.write(refused(course.master(lab), intake.invalid or ""), target)
+            if known_record(Submission(submission.student, target), settings) is None:
+                sha256 = read_submission(target, course.master(lab)).sha256
+                stand_in = {"kind": "submission", "key": record_key(sha256, settings)}
+                Journal(course.journal_path).append(stand_in | {"record": record})
         else:
             shutil.copyfile(submission.path, target)
     ours = {submission.student for submission in submissions}

@@ -21,29 +21,25 @@ from nbgrader.coursedir import CourseDirectory
 from nbgrader.preprocessors import NbGraderPreprocessor
 from traitlets import Bool
 
-from autograder.course import Course
+from autograder.course import Course, CourseError
 from autograder.criteria import get_lab
 from autograder.intake import Submission, read_submission
 from autograder.run import Record, Settings, executed_path, grade, record_key
 from autograder.sandbox import probe_support
 
 
-class BridgeError(Exception):
-    """nbgrader asked for something that cannot be done here; the message says why."""
-
-
 def choose_sandbox(trusted: bool, bundled: bool) -> bool:
     """Whether to grade in the sandbox.
 
     Raises:
-        BridgeError: there is none here, and the submissions are neither ours nor trusted.
+        CourseError: there is none here, and the submissions are neither ours nor trusted.
     """
     support = probe_support()
     if support.works:
         return True
     if trusted or bundled:
         return False
-    raise BridgeError(
+    raise CourseError(
         f"no sandbox here ({support.reason}). Submissions are programs by other people; without a "
         "sandbox they can read and change what you can. Install bubblewrap, or say --trusted "
         "if you trust every one of them."
@@ -94,7 +90,7 @@ class GradeWithReferee(_Bridge):
         intake = read_submission(submission.path, course.master(lab.name))
         record = grade(submission, settings)
         if any(c["status"] == "INFRA" for c in record["criteria"]):
-            raise BridgeError(record["criteria"][0]["message"])
+            raise CourseError(record["criteria"][0]["message"])
         executed = executed_path(course, lab.name, record_key(intake.sha256, settings))
         if executed.is_file():
             nb.cells = nbformat.read(executed, as_version=4).cells

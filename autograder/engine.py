@@ -211,8 +211,11 @@ class _Run:
 def definitions(source: str) -> str:
     """The imports, functions and classes of a cell, without what it does.
 
-    >>> definitions("import os\\ndef f():\\n    return 1\\nwhile True: pass")
-    'import os\\ndef f():\\n    return 1'
+    >>> print(definitions("import os; x = 1\\nclass A:\\n    n = 2\\nwhile True: pass"))
+    import os
+    <BLANKLINE>
+    class A:
+        n = 2
     """
     try:
         tree = ast.parse(source)

@@ -26,7 +26,7 @@ BROKEN = {
     "latin1": ('{"cells": "é"}'.encode("latin-1"), "UTF-8"),
     "empty": (b"", "empty"),
     "no_cells": (_changed(cells=[]), "cell"),
-    "nbformat_3": (_changed(nbformat=3), "nbformat"),
+    "nbformat_3": (_changed(nbformat=3), "format is 3"),
     "a_list": (b"[]", "notebook"),
     "deep": (b"[" * 100_000 + b"]" * 100_000, "nest"),
 }

@@ -1,0 +1,70 @@
+"""nbgrader's own commands, as an instructor types them, on a course of their own."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+
+import pytest
+from course import LAB, ROOT, TestCourse
+
+from autograder.criteria import get_lab
+from autograder.zoo import load_zoo, write_class
+
+pytestmark = pytest.mark.timeout(900)
+STUDENTS = ("starter", "wrong_sum", "wrong_rank1_exits")
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    return TestCourse.make(tmp_path_factory.mktemp("course"))
+
+
+def test_generate_assignment_gives_what_is_committed(course):
+    course.run("-m", "nbgrader", "generate_assignment", LAB, "--force", deadline_s=120)
+    released = course.root / "labs" / LAB
+    assert [path.name for path in released.iterdir()] == [f"{LAB}.ipynb"]  # no answers
+    committed = ROOT / "labs" / LAB / f"{LAB}.ipynb"
+    assert (released / f"{LAB}.ipynb").read_bytes() == committed.read_bytes()
+
+
+def test_autograde_gives_the_referees_scores(course):
+    everyone = course.root / "everyone"
+    write_class(LAB, everyone)
+    submitted = course.root / "build" / "nbgrader" / "submitted"
+    for student in STUDENTS:
+        shutil.copytree(everyone / student, submitted / student)
+    for command in ("generate_assignment", "autograde", "generate_feedback"):
+        course.run("-m", "nbgrader", command, LAB, "--force", deadline_s=600)
+    database = sqlite3.connect(course.root / "build" / "nbgrader" / "gradebook.db")
+    scores = dict(
+        database.execute(
+            "select s.student_id, sum(g.auto_score) from grade g"
+            " join submitted_notebook n on n.id = g.notebook_id"
+            " join submitted_assignment s on s.id = n.assignment_id group by s.student_id"
+        )
+    )
+    points = {criterion.name: criterion.points for criterion in get_lab(LAB).criteria}
+    expected = {e.name: e.expected_score(points) for e in load_zoo(LAB) if e.name in STUDENTS}
+    assert scores == expected
+    for student in STUDENTS:
+        page = course.root / "build" / "nbgrader" / "feedback" / student / LAB / f"{LAB}.html"
+        assert f"(Score: {expected[student]} / 100.0)" in page.read_text(encoding="utf-8")
+    # The same submissions, graded by our own command: nothing is run again, the scores agree.
+    records = course.grade(str(submitted), "--no-gradebook")
+    assert {name: record["score"] for name, record in records.items()} == expected
+
+
+def test_validate_tells_a_student_what_is_missing(course):
+    lab = f"labs/{LAB}/{LAB}.ipynb"
+    done = course.run("-m", "nbgrader", "validate", lab, deadline_s=400, code=None)
+    said = done.stdout + done.stderr
+    assert "VALIDATION FAILED" in said
+    assert "NotImplementedError" in said
+
+
+def test_validate_passes_the_solution(course):
+    solution = f"solutions/{LAB}/{LAB}.ipynb"
+    done = course.run("-m", "nbgrader", "validate", solution, deadline_s=400)
+    said = done.stdout + done.stderr
+    assert "Success" in said, said
