@@ -12,6 +12,7 @@ LAB ?= lab1_ddp
 JOBS ?=
 LAB_ARGS ?=
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED_FROM := pyproject.toml $(wildcard lib/minidist/kernel/kernelspecs/*/kernel.json)
 
@@ -20,7 +21,7 @@ export PATH := $(BIN):$(PATH)
 # The environment of another project must not leak into ours.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help grade lab test build lint clean install
+.PHONY: help grade lab test soak build lint clean install
 
 help: ## list the commands
 	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
@@ -43,6 +44,9 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 test: $(VENV)/.installed-dev lint ## check style, types and generated files, and run every test
 	@$(BIN)/python -m autograder.build --check
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed-dev ## grade every right submission ten times with all cores busy (SOAK_ARGS=...)
+	@$(BIN)/python tests/soak.py $(SOAK_ARGS)
 
 build: $(VENV)/.installed ## write the notebooks anew from their .py sources
 	@$(BIN)/python -m autograder.build
