@@ -24,6 +24,7 @@ class TestCourse:
 
     @classmethod
     def make(cls, root: Path) -> TestCourse:
+        root.mkdir(exist_ok=True)
         shutil.copy(ROOT / "nbgrader_config.py", root)
         for name in ("labs", "solutions"):
             shutil.copytree(ROOT / name, root / name)

@@ -8,6 +8,11 @@ import stat
 import pytest
 from course import LAB, ROOT, TestCourse
 
+from autograder.bridge import choose_sandbox, is_bundled
+from autograder.course import CourseError
+from autograder.sandbox import probe_support
+from autograder.zoo import write_class
+
 pytestmark = pytest.mark.timeout(600)
 MASTER = ROOT / "labs" / LAB / f"{LAB}.ipynb"
 
@@ -85,6 +90,39 @@ def test_grading_needs_a_key_that_nobody_else_can_read(tmp_path):
     assert "chmod 600" in course.run(*grade, deadline_s=120, code=2).stderr
     key.unlink()
     assert "autograder init" in course.run(*grade, deadline_s=120, code=2).stderr
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch, tmp_path):
+    """A machine without a sandbox: bwrap is not on PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    probe_support.cache_clear()
+    yield
+    probe_support.cache_clear()
+
+
+def test_without_a_sandbox_strangers_are_refused_unless_trusted(no_bubblewrap, tmp_path):
+    course = TestCourse.make(tmp_path / "course")
+    path = str(course.submit("starter", MASTER.read_bytes()))
+    grade = ("-m", "autograder", "grade", path, "--lab", LAB, "--no-gradebook")
+    refused = course.run(*grade, deadline_s=120, code=2)
+    assert "bubblewrap" in refused.stderr
+    assert "--trusted" in refused.stderr
+    record = course.grade(path, "--no-gradebook", "--trusted")["starter"]
+    assert record["sandboxed"] is False
+    assert {c["status"] for c in record["criteria"]} == {"STUDENT_ERROR"}
+    assert "UNSANDBOXED" in (course.root / "build" / "report.html").read_text()
+
+
+def test_without_a_sandbox_the_bundled_class_is_graded(no_bubblewrap, tmp_path):
+    bundled, *_ = write_class(LAB, tmp_path, only_example=True)
+    assert is_bundled(bundled, LAB)
+    assert choose_sandbox(trusted=False, bundled=True) is False
+    changed = tmp_path / "changed.ipynb"
+    changed.write_bytes(bundled.read_bytes() + b"\n")
+    assert not is_bundled(changed, LAB)
+    with pytest.raises(CourseError, match="no sandbox here"):
+        choose_sandbox(trusted=False, bundled=False)
 
 
 def test_outside_a_course_it_says_so(tmp_path):
