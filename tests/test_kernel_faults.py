@@ -17,6 +17,7 @@ import pytest
 from kernel_helper import ALL_REDUCE, JOIN, SETUP, Kernel, shared_memory, wait_gone
 from kernel_helper import kernel as new_kernel
 
+import minidist
 from minidist.kernel.process import descendants
 
 
@@ -213,6 +214,8 @@ def test_ranks_in_a_sandbox(tmp_path: Path) -> None:
     (tmp_path / "my_hook.py").write_text("def run():\n    import builtins; builtins.hooked = 1")
     prefix = ["bwrap", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
     prefix += ["--tmpfs", "/tmp", "--ro-bind", run_dir, run_dir]
+    for path in (sys.prefix, str(Path(minidist.__file__).parent.parent)):  # perhaps below /tmp
+        prefix += ["--ro-bind", path, path]
     prefix += ["--ro-bind", str(tmp_path), "/mnt", "--ro-bind", str(tmp_path / "hosts")]
     prefix += ["/etc/hosts", "--setenv", "HOME", "/tmp", "--setenv", "PYTHONPATH", "/mnt"]
     prefix += ["--unshare-all", "--hostname", "box", "--die-with-parent", "--new-session"]
