@@ -79,12 +79,14 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     course = Course.find()
     course.key()
     submissions = _submissions(options, course)
-    from autograder.batch import default_jobs, fill_gradebook, grade_class
+    from autograder.batch import check_names, default_jobs, fill_gradebook, grade_class
     from autograder.bridge import choose_sandbox
     from autograder.criteria.base import Status
     from autograder.report import rich_table, write_csv, write_html
     from autograder.run import Settings
 
+    if not options.no_gradebook:
+        check_names(submissions)
     lab = get_lab(options.lab)
     settings = Settings(
         course, lab.name, options.ranks or lab.grading_world_size,
@@ -99,7 +101,7 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     write_html(records, left[0])
     write_csv(records, left[1])
     if options.json is not None:
-        text = json.dumps(records, indent=1, ensure_ascii=False)
+        text = json.dumps(records, indent=1)
         if options.json == Path("-"):
             print(text)
         else:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -90,6 +91,19 @@ def _prepare_worker() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
+def check_names(submissions: Sequence[Submission]) -> None:
+    """Raises ValueError where nbgrader could not keep the students apart, or not name them."""
+    names = Counter(submission.student for submission in submissions)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(f"{count} submissions are by {name!r}: grade them one by one")
+        if name in ("", ".", "..") or name.startswith(".") or set(name) & set(",/[]*?{}+"):
+            raise ValueError(
+                f"{name!r} cannot be a student's name in nbgrader: rename the folder, "
+                "or grade with --no-gradebook"
+            )
+
+
 def fill_gradebook(
     submissions: Sequence[Submission], records: Sequence[Record], settings: Settings
 ) -> Path:
@@ -118,10 +132,11 @@ def fill_gradebook(
         else:
             shutil.copyfile(submission.path, target)
     ours = {submission.student for submission in submissions}
-    others = {folder.name for folder in (made / "submitted").iterdir()} - ours
+    others = {f.name for f in (made / "submitted").iterdir() if "," not in f.name} - ours
     only_ours = f"--CourseDirectory.student_id_exclude={','.join(sorted(others))}"
     _nbgrader(course, "generate_assignment", lab, "--force")
-    _nbgrader(course, "autograde", lab, "--force", only_ours)
+    trusted = f"--GradeWithReferee.trusted={not settings.sandboxed}"
+    _nbgrader(course, "autograde", lab, "--force", only_ours, trusted)
     _nbgrader(course, "generate_feedback", lab, "--force", only_ours)
     return made / "feedback"
 

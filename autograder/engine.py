@@ -17,13 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from nbformat.validator import NotebookValidationError
 from papermill.engines import Engine, papermill_engines
 
 from autograder.criteria.base import Lab, Status, Verdict
 from autograder.referee import Referee
+from minidist.kernel.cell import printable
 
 START_TIMEOUT_S = 120.0
 RESTART_TIMEOUT_S = 90.0
@@ -66,13 +69,23 @@ class RefereeEngine(Engine):
 papermill_engines.register("referee", RefereeEngine)
 
 
+class _Client(NotebookClient):
+    """Survives what is malformed: outputs come from the student's ranks."""
+
+    def process_message(self, msg: Any, cell: NotebookNode, cell_index: int) -> Any:
+        try:
+            return super().process_message(msg, cell, cell_index)
+        except (KeyError, TypeError, AttributeError, ValueError, NotebookValidationError):
+            return None
+
+
 class _Run:
     def __init__(self, nb_man: Any, kernel_name: str, session: Session) -> None:
         self.nb_man, self.session = nb_man, session
         self.ends_at = time.monotonic() + session.lab.wall_limit_s
         self.outcome: dict[str, Any] = {}
         self.broken = False
-        self.client = NotebookClient(
+        self.client = _Client(
             nb_man.nb, kernel_name=kernel_name, allow_errors=True, timeout_func=self._timeout,
             startup_timeout=int(START_TIMEOUT_S), allow_stdin=False, coalesce_streams=True,
             extra_arguments=list(session.kernel_arguments), on_cell_executed=self._executed,
@@ -101,8 +114,10 @@ class _Run:
         if time.monotonic() > self.ends_at:
             return  # what is left stays NOT_RUN
         self.nb_man.cell_start(cell, index)
-        if self.broken:
-            await self._fresh_ranks()
+        # Ranks that died after the last cell had ended are not this cell's fault.
+        if (self.broken or await self._are_lost()) and not await self._fresh_ranks():
+            self.ends_at = 0.0
+            return
         began = time.monotonic()
         if check is None:
             await self._execute(cell, index, self.session.lab.cell_deadline_s)
@@ -114,8 +129,8 @@ class _Run:
             self.session.verdicts[check] = verdict
             self.session.on_verdict(verdict, time.monotonic() - began)
         kind = self.outcome["kind"]
-        if check is None and meta.replay and kind in ("ok", *BROKEN):
-            source = cell.source if kind == "ok" else definitions(cell.source)
+        if check is None and meta.replay:
+            source = definitions(cell.source) if kind in BROKEN else cell.source
             self.session.worked.append((source, cell.execution_count or 0))
         self.broken = kind in BROKEN
         self.nb_man.cell_complete(cell, index)
@@ -132,7 +147,7 @@ class _Run:
         content = execute_reply["content"]
         kind = "ok" if content.get("status") == "ok" else "error"
         self.outcome = {"kind": kind, "ranks": []} | dict(content.get("minidist") or {})
-        self.outcome["why"] = str(content.get("evalue") or "")
+        self.outcome["why"] = printable(str(content.get("evalue") or "")[:6000])
 
     def _timeout(self, _: Any) -> float:
         return self.deadline_s + KERNEL_SLACK_S
@@ -152,12 +167,21 @@ class _Run:
             return self.session.referee.close(Status.STUDENT_ERROR, why)
         return self.session.referee.close(Status.NOT_RUN, "the cell ended without an answer")
 
-    async def _fresh_ranks(self) -> None:
-        """New ranks, with everything run again that had worked."""
+    async def _are_lost(self) -> bool:
+        """Whether there are no ranks; waits for those that are being started."""
+        ends_at = time.monotonic() + START_TIMEOUT_S
+        while (state := (await self._control("status"))["state"]) == "starting":
+            if time.monotonic() > ends_at:
+                raise InfrastructureError(f"the ranks did not start in {START_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(0.1)
+        return state == "lost"
+
+    async def _fresh_ranks(self) -> bool:
+        """New ranks, with everything run again that was run; False if no time is left."""
         while True:
             self.session.restarts += 1
-            if self.session.restarts > MAX_RESTARTS:
-                raise InfrastructureError(f"ranks were restarted {MAX_RESTARTS} times")
+            if self.session.restarts > MAX_RESTARTS or time.monotonic() > self.ends_at:
+                return False
             self.session.referee.new_ranks()
             reply = await self._control("restart", timeout=RESTART_TIMEOUT_S)
             if reply.get("status") != "ok":
@@ -165,6 +189,8 @@ class _Run:
             for position, (source, number) in enumerate(self.session.worked):
                 if not source.strip():
                     continue
+                if time.monotonic() > self.ends_at:
+                    return False
                 await self._again(source, number)
                 if self.outcome["kind"] in BROKEN:
                     # What worked once does not now: keep its definitions at most.
@@ -172,7 +198,7 @@ class _Run:
                     self.session.worked[position] = (shorter if shorter != source else "", number)
                     break
             else:
-                return
+                return True
 
     async def _again(self, source: str, number: int) -> None:
         """Runs a cell that was run as In[`number`] once more."""
@@ -218,7 +244,7 @@ def definitions(source: str) -> str:
         n = 2
     """
     try:
-        tree = ast.parse(source)
+        tree = ast.parse(TransformerManager().transform_cell(source))  # magics become calls
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
     keep = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

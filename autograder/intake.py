@@ -100,7 +100,11 @@ def read_submission(path: Path, master: NotebookNode, limits: IntakeLimits | Non
     notes: list[str] = []
     digest = hashlib.sha256(b"nothing was read")
     try:
-        raw, digest = _read(path, limits.max_bytes)
+        try:
+            raw, digest = _read(path, limits.max_bytes)
+        except _Invalid as reason:
+            digest.update(str(reason).encode())
+            raise
         cells = _cells(_parse(raw, limits), limits, notes)
         notebook = _assemble(cells, master, notes)
     except _Invalid as reason:

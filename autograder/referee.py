@@ -19,6 +19,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,9 +41,14 @@ from autograder.wire import Message, receive, send
 from minidist.emulate.broker import Broker
 from minidist.emulate.plan import ChargePlan
 from minidist.errors import DeadlineError, ProtocolError
+from minidist.kernel.cell import printable
 
 HELLO_DEADLINE_S = 20.0
 ANSWER_DEADLINE_S = 60.0
+MAX_MESSAGE_CHARS = 6000
+# What one rank may send through the emulated cluster; honest work takes a tenth of it.
+MAX_PAYLOAD_BYTES = 1 << 26
+MAX_SESSION_BYTES = 1 << 28
 _REASONS = {
     Status.TIMEOUT: "no answer before the deadline",
     Status.RANK_LOST: "the process ended before it answered",
@@ -102,7 +108,12 @@ class Referee:
         self._cases = 0
         self._connections: dict[tuple[str, int], socket.socket] = {}
         self._passed: dict[str, float] = {}
-        self.broker = Broker(world_size, keep_payloads=True)
+        self._stopped = False
+        self._greeting = threading.BoundedSemaphore(8 * world_size)  # connections without a name
+        self.broker = Broker(
+            world_size, keep_payloads=True, max_payload_bytes=MAX_PAYLOAD_BYTES,
+            max_session_bytes=MAX_SESSION_BYTES,
+        )  # fmt: skip
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(4 * world_size)
@@ -150,7 +161,11 @@ class Referee:
         if all(status == Status.PASS for status in statuses):
             answers = [opened.answers[rank] for rank in range(self.world_size)]
             case = Case(self.world_size, opened.inputs, answers, trace, opened.plan)
-            notes = criterion.judge(case)
+            try:
+                notes = criterion.judge(case)
+            except Exception as error:  # answers come from the ranks: anything may be in them
+                traceback.print_exc()
+                notes = [Finding(f"the answer cannot be judged ({type(error).__name__}: {error})")]
             for finding in notes:
                 for rank in range(self.world_size) if finding.rank is None else [finding.rank]:
                     statuses[rank] = Status.WRONG
@@ -185,6 +200,9 @@ class Referee:
 
     def stop(self) -> None:
         """Closes everything and removes the socket."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         self.new_ranks()
         self.broker.close()
@@ -197,23 +215,18 @@ class Referee:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                return
+                if self._stopped:
+                    return
+                time.sleep(0.05)  # too many open files, perhaps; ranks still have to connect
+                continue
+            if not self._greeting.acquire(blocking=False):
+                sock.close()
+                continue
             threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
-        sock.settimeout(HELLO_DEADLINE_S)
         try:
-            hello = receive(sock)
-            rank, channel = hello.fields.get("rank"), hello.fields.get("channel")
-            if type(rank) is not int or not 0 <= rank < self.world_size:
-                raise ProtocolError(f"there is no rank {rank!r}")
-            if channel not in ("check", "broker"):
-                raise ProtocolError(f"there is no channel {channel!r}")
-            with self._changed:
-                if (channel, rank) in self._connections:
-                    raise ProtocolError(f"rank {rank} is already connected for {channel}")
-                self._connections[channel, rank] = sock
-            send(sock, Message("welcome"))
+            channel, rank = self._hello(sock)
         except (ProtocolError, DeadlineError) as error:
             with contextlib.suppress(OSError, ProtocolError):
                 send(sock, Message("refused", {"why": str(error)}))
@@ -222,11 +235,29 @@ class Referee:
         except OSError:
             sock.close()
             return
+        finally:
+            self._greeting.release()
         sock.settimeout(None)
         if channel == "broker":
             self.broker.attach(rank, sock)
         else:
             self._serve(rank, sock)
+
+    def _hello(self, sock: socket.socket) -> tuple[str, int]:
+        """Which rank it is, and for what; nothing else is accepted as a first message."""
+        sock.settimeout(HELLO_DEADLINE_S)
+        hello = receive(sock, max_array_bytes=0)
+        rank, channel = hello.fields.get("rank"), hello.fields.get("channel")
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            raise ProtocolError(f"there is no rank {rank!r}")
+        if channel not in ("check", "broker"):
+            raise ProtocolError(f"there is no channel {channel!r}")
+        with self._changed:
+            if (channel, rank) in self._connections:
+                raise ProtocolError(f"rank {rank} is already connected for {channel}")
+            self._connections[channel, rank] = sock
+        send(sock, Message("welcome"))
+        return channel, rank
 
     def _serve(self, rank: int, sock: socket.socket) -> None:
         try:
@@ -344,7 +375,7 @@ def _message(findings: list[Finding], world_size: int, limit: int = 4) -> str:
         lines.append(message if everywhere else f"[{_ranks(ranks)}] {message}")
     if len(where) > limit:
         lines.append(f"… and {len(where) - limit} more.")
-    return "\n".join(lines)
+    return printable("\n".join(lines)[:MAX_MESSAGE_CHARS])
 
 
 def _close(sock: socket.socket) -> None:

@@ -70,7 +70,7 @@ def send(sock: socket.socket, message: Message) -> None:
     sock.sendall(_PREFIX.pack(_MAGIC, len(header), len(body)) + header + body)
 
 
-def receive(sock: socket.socket) -> Message:
+def receive(sock: socket.socket, *, max_array_bytes: int = MAX_ARRAY_BYTES) -> Message:
     """Reads one message; the socket's own timeout is the deadline.
 
     Raises:
@@ -80,7 +80,7 @@ def receive(sock: socket.socket) -> Message:
     magic, header_length, body_length = _PREFIX.unpack(_read(sock, _PREFIX.size))
     if magic != _MAGIC:
         raise ProtocolError(f"expected a message that begins with {_MAGIC!r}, got {magic!r}")
-    if header_length > MAX_HEADER_BYTES or body_length > MAX_ARRAY_BYTES:
+    if header_length > MAX_HEADER_BYTES or body_length > max_array_bytes:
         raise ProtocolError(f"message too large: {header_length} + {body_length} bytes")
     header = _parse_header(_read(sock, header_length))
     body = _read(sock, body_length)

@@ -32,6 +32,7 @@ SCALING_CAP_MB = 0.5
 EFFICIENCY = 0.9
 AFTER_BACKWARD = 0.7  # efficiency of reducing after backward on the grading cluster
 LATENCY_S = 20e-6
+MAX_PLACES = 2000  # where a gradient is looked for in a payload that was made to waste our time
 
 
 def grading_cluster(world_size: int) -> Cluster:
@@ -179,7 +180,9 @@ def _contains(payload: Any, gradient: np.ndarray, world_size: int) -> bool:
     for scale in (1.0, 1.0 / world_size):
         value = wanted * scale
         tolerance = 1e-3 * abs(value[anchor])
-        for place in np.flatnonzero(np.abs(sent - value[anchor]) <= tolerance) - anchor:
+        for place in (
+            np.flatnonzero(np.abs(sent - value[anchor]) <= tolerance)[:MAX_PLACES] - anchor
+        ):
             run = sent[place : place + len(value)] if place >= 0 else sent[:0]
             if len(run) == len(value) and (np.abs(run - value) <= tolerance).all():
                 return True
@@ -254,8 +257,9 @@ def judge_scaling(case: Case) -> list[Finding]:
     return [Finding(
         f"scaling efficiency {efficiency:.3f}, target {EFFICIENCY}: a step computes for "
         f"{STEP_S * 1e3:.1f} ms but takes {step_s * 1e3:.1f} ms of virtual time. Reducing after "
-        f"backward gives about {AFTER_BACKWARD}; buckets reduced while backward goes on, and "
-        "waited for only in finish_gradient_synchronization, hide all but the last one."
+        f"backward gives about {AFTER_BACKWARD}; buckets reduced with async_op=True from the "
+        "hooks while backward goes on, and waited for only in "
+        "finish_gradient_synchronization, hide all but the last one."
     )]  # fmt: skip
 
 

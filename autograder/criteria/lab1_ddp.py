@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from autograder.criteria import comparing, sampling, training
 from autograder.criteria import ddp_emulated as emulated
 from autograder.criteria import ddp_scratch as scratch
-from autograder.criteria import sampling, training
 from autograder.criteria.base import Criterion, Lab
 
 _SETUP = "Task 1, the process group"
@@ -71,8 +71,8 @@ LAB = Lab(
         ),
         Criterion(
             name="gradients_in_sync", title="tells whether gradients agree", task=_VERIFY, points=7,
-            draw=training.draw_in_sync, observe=training.observe_in_sync,
-            judge=training.judge_in_sync,
+            draw=comparing.draw, observe=comparing.observe,
+            judge=comparing.judge,
         ),
         _scratch(
             name="ddp_weights", title="weights become rank 0's", points=5,

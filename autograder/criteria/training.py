@@ -1,4 +1,4 @@
-"""Criteria for tasks 1, 2 and 4 to 6 of lab 1: from the process group to the comparison.
+"""Criteria for tasks 1, 2, 4 and 5 of lab 1: from the process group to the script.
 
 Every rank gets rows of the dataset that no other rank has (all others are nan), so final
 weights that agree with the oracle prove that the ranks' gradients met.
@@ -38,6 +38,7 @@ def draw_setup(draw: Draw) -> list[Values]:
 def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> Values:
     """Sets up twice, then sums the private vectors over the group that is there."""
     setup_distributed()
+    group = dist.group.WORLD
     rank, world_size, device = setup_distributed()
     device = torch.device(device)
     value = torch.from_numpy(inputs["value"]).to(device)
@@ -48,6 +49,7 @@ def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> V
         "device": device.type,
         "backend": str(dist.get_backend()),
         "sum": value.cpu().numpy(),
+        "same_group": dist.group.WORLD is group,
     }
 
 
@@ -66,6 +68,8 @@ def judge_setup(case: Case) -> list[Finding]:
             findings.append(Finding(
                 f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has a "
                 "GPU of its own, else gloo on the CPU.", rank))  # fmt: skip
+        if answer.get("same_group") is not True:
+            findings.append(Finding("the second call replaced the process group.", rank))
         compare(findings, rank, "sum over ranks", answer.get("sum"), total, rtol=1e-9, atol=1e-12)
     return findings
 
@@ -141,14 +145,18 @@ class RowsOfThisRank(Dataset):
 
 
 class DrawnSampler(Sampler[int]):
-    """Yields the index list of the epoch that was set; epoch 0 until `set_epoch` is called."""
+    """Yields the index list of the epoch that was set; epoch 0 until `set_epoch` is called.
+
+    An epoch that does not exist counts as the last: that shows in the weights, not as an error
+    in a line of the student's that is innocent.
+    """
 
     def __init__(self, per_epoch: np.ndarray) -> None:
         self.per_epoch, self.epoch = per_epoch.tolist(), 0
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch's list."""
-        self.epoch = epoch
+        self.epoch = min(max(int(epoch), 0), len(self.per_epoch) - 1)
 
     def __iter__(self):
         return iter(self.per_epoch[self.epoch])
@@ -240,7 +248,9 @@ def judge_train_steps(case: Case) -> list[Finding]:
 
 def judge_train_epochs(case: Case) -> list[Finding]:
     """The same with an order per epoch, which only `set_epoch` chooses."""
-    return _judge_parameters(case, "Call sampler.set_epoch(epoch) before each epoch's first batch.")
+    return _judge_parameters(
+        case, "Call sampler.set_epoch(epoch), for epoch 0, 1, 2, …, before each first batch."
+    )
 
 
 def judge_train_loss(case: Case) -> list[Finding]:
@@ -345,80 +355,4 @@ def judge_script(case: Case) -> list[Finding]:
         findings, 0, "losses in --out", case.answers[0].get("losses"), np.array(losses)[:, 0],
         hint="Per epoch the mean over all samples of all ranks.",
     )  # fmt: skip
-    return findings
-
-
-# --- gradients_in_sync ---------------------------------------------------------------------------
-
-
-def draw_in_sync(draw: Draw) -> list[Values]:
-    """Gradients that agree, and some that differ in ways that a sum or a mean would not see."""
-    rng, world_size = draw.shared(), draw.world_size
-    kinds = [
-        "equal",
-        "last differs",
-        "first differs",
-        "swapped",
-        "tiny",
-        "none on one",
-        "none on all",
-    ]
-    order = [kinds[i] for i in rng.permutation(len(kinds))]
-    inputs: list[Values] = [{"cases": order} for _ in range(world_size)]
-    for number, kind in enumerate(order):
-        base = [rng.normal(size=(3, 4)), rng.normal(size=6)]
-        for rank in range(world_size):
-            grads = [g.copy() for g in base]
-            odd = rank == world_size - 1 and world_size > 1
-            if (kind == "last differs" and odd) or (kind == "first differs" and rank == 0):
-                grads[1][-1] += 0.01
-            if kind == "swapped" and odd:
-                grads[0][0, 0], grads[0][2, 3] = grads[0][2, 3], grads[0][0, 0]
-            if kind == "tiny" and odd:
-                grads[0][1, 1] += 1e-9
-            for i, grad in enumerate(grads):
-                missing = kind == "none on all" or (kind == "none on one" and odd)
-                if not (missing and i == 1):
-                    inputs[rank][f"g{number}/{i}"] = grad
-    return inputs
-
-
-def observe_in_sync(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
-    """The function's answer for every case."""
-    answers = []
-    for number in range(len(inputs["cases"])):
-        model = (
-            torch.nn.ParameterList([torch.zeros(3, 4), torch.zeros(6)]).to(context.device).double()
-        )
-        for i, p in enumerate(model.parameters()):
-            if f"g{number}/{i}" in inputs:
-                p.grad = torch.from_numpy(inputs[f"g{number}/{i}"]).to(context.device)
-        said = gradients_in_sync(model)
-        if isinstance(said, torch.Tensor | np.bool_):
-            said = bool(said)
-        if not isinstance(said, bool):
-            raise TypeError(f"gradients_in_sync: expected True or False, got {said!r}")
-        answers.append(said)
-    return {"answers": answers}
-
-
-def judge_in_sync(case: Case) -> list[Finding]:
-    """True where all ranks hold the same gradients, on every rank the same answer."""
-    findings: list[Finding] = []
-    words = {
-        "equal": "all ranks hold the same gradients",
-        "last differs": "the last rank's last value differs by 0.01",
-        "first differs": "rank 0's last value differs by 0.01",
-        "swapped": "the last rank has two values swapped (sums agree)",
-        "tiny": "one value differs by 1e-9, less than tol",
-        "none on one": "one parameter has a gradient on some ranks only",
-        "none on all": "one parameter has no gradient on any rank",
-    }
-    for rank, answer in enumerate(case.answers):
-        said = answer.get("answers")
-        for number, kind in enumerate(case.inputs[0]["cases"]):
-            expected = kind in ("equal", "tiny", "none on all") or case.world_size == 1
-            got = said[number] if isinstance(said, list) and number < len(said) else None
-            if got is not expected:
-                findings.append(Finding(f"{words[kind]}: expected {expected}, got {got}.", rank))
     return findings

@@ -56,6 +56,11 @@ class Cell:
             self.changed.set()
 
 
+def printable(text: str) -> str:
+    """Without lone surrogates, which no message to the notebook could carry."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _strings(value: Any) -> list[str]:
     """A traceback from a rank, checked and bounded."""
     if not isinstance(value, list):
@@ -63,14 +68,15 @@ def _strings(value: Any) -> list[str]:
     lines, left = [], MAX_TRACEBACK_CHARS
     for line in value:
         if isinstance(line, str) and left > 0:
-            lines.append(line[:left])
+            lines.append(printable(line[:left]))
             left -= len(line)
     return lines
 
 
 def failure(reply: dict[str, Any]) -> tuple[str, str]:
     """(ename, evalue) of a rank's error reply."""
-    return str(reply.get("ename", "Error"))[:200], str(reply.get("evalue", ""))[:8000]
+    ename, evalue = reply.get("ename", "Error"), reply.get("evalue", "")
+    return printable(str(ename))[:200], printable(str(evalue))[:8000]
 
 
 def merge_errors(replies: dict[int, dict[str, Any]], num_ranks: int) -> dict[str, Any] | None:
