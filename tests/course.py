@@ -49,7 +49,7 @@ class TestCourse:
         assert code is None or done.returncode == code, f"ended with {done.returncode}: {said}"
         return done
 
-    def grade(self, *arguments: str, deadline_s: float = 900, code: int = 0) -> dict[str, Any]:
+    def grade(self, *arguments: str, deadline_s: float = 1800, code: int = 0) -> dict[str, Any]:
         """`autograder grade … --lab lab1_ddp`; one record per student."""
         path = self.root / "records.json"
         path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from autograder.criteria import get_lab
 from autograder.sandbox import probe_support
 from autograder.zoo import load_zoo, write_class
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(2400)
 ZOO = {entry.name: entry for entry in load_zoo(LAB)}
 CRITERIA = [criterion.name for criterion in get_lab(LAB).criteria]
 
