@@ -28,6 +28,16 @@ c.CourseDirectory.db_url = f"sqlite:///{made / 'gradebook.db'}"
 # Students get notebooks only: the sources beside them in solutions/ hold the answers.
 c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedback", "*.py"]
 
+# nbgrader's own list, after our intake: a copied or damaged cell must not stop the class.
+c.Autograde.sanitize_preprocessors = [
+    "autograder.bridge.ReadWithIntake",
+    "nbgrader.preprocessors.ClearOutput",
+    "nbgrader.preprocessors.DeduplicateIds",
+    "nbgrader.preprocessors.OverwriteKernelspec",
+    "nbgrader.preprocessors.OverwriteCells",
+    "nbgrader.preprocessors.CheckCellMetadata",
+]
+
 # nbgrader's own list, but a submission is run by our grader and judged from outside of it.
 c.Autograde.autograde_preprocessors = [
     "autograder.bridge.GradeWithReferee",  # in place of nbgrader.preprocessors.Execute

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 
+import nbformat
 import pytest
 from course import LAB, ROOT, TestCourse
 
@@ -34,6 +35,12 @@ def test_autograde_gives_the_referees_scores(course):
     submitted = course.root / "build" / "nbgrader" / "submitted"
     for student in STUDENTS:
         shutil.copytree(everyone / student, submitted / student)
+    # A copied check cell stops stock nbgrader; here it is an ordinary cell of the student's.
+    path = submitted / "starter" / LAB / f"{LAB}.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    checks = [c for c in notebook.cells if c.metadata.get("nbgrader", {}).get("grade")]
+    notebook.cells.append(checks[0])
+    path.write_text(nbformat.writes(notebook), encoding="utf-8")
     for command in ("generate_assignment", "autograde", "generate_feedback"):
         course.run("-m", "nbgrader", command, LAB, "--force", deadline_s=600)
     database = sqlite3.connect(course.root / "build" / "nbgrader" / "gradebook.db")
