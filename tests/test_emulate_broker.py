@@ -247,7 +247,11 @@ BAD_HEADERS = {
     "layer outside": {"t": "charge", "q": 1, "layer": 9, "dir": "forward"},
     "negative layer": {"t": "charge", "q": 1, "layer": -1, "dir": "forward"},
     "unknown direction": {"t": "charge", "q": 1, "layer": 0, "dir": "up"},
-    "own compute in a charged session": {"t": "compute", "ev": [["x", 1, 1]]},
+    "stream outside": GOOD | {"st": 1 << 20},
+    "stream of another type": GOOD | {"st": "0"},
+    "wait for a mark that nobody made": {"t": "after", "e": 1, "st": 1},
+    "mark without a number": {"t": "record", "st": 1},
+    "own compute in a charged session": {"t": "compute", "ev": [["x", 1, 1, 0]]},
 }  # fmt: skip
 BAD_BYTES = {
     "other magic": raw_frame(GOOD, b"1234", magic=b"HTTP"),

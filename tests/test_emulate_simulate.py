@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import subprocess
@@ -303,3 +304,58 @@ def test_importing_the_simulator_does_not_import_torch():
         " minidist.emulate.broker; assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# -- streams of one device ------------------------------------------------------------------------
+
+
+def on(stream: int, event: Event) -> Event:
+    return dataclasses.replace(event, stream=stream)
+
+
+def test_streams_run_side_by_side_and_meet_at_marks():
+    # Stream 1 gathers while stream 0 computes; stream 0 waits for the mark behind the gather.
+    both = [
+        on(1, issue("all_gather", "0/0", (0, 1), 2 * 3_000_000)),
+        on(1, wait("0/0")),
+        on(1, Event(kind="record", key="mark/0")),
+        compute(0.002),
+        Event(kind="after", key="mark/0"),
+        compute(0.001),
+    ]
+    timeline = replay([both, both], make_cluster(2))
+    gather_s = collective_seconds("all_gather", 6_000_000, 2, make_cluster(2).intra_node)
+    assert gather_s > 0.002
+    assert timeline.makespan_s == pytest.approx(gather_s + 0.001, rel=1e-12)
+    idle = [i for i in timeline.intervals[0] if i.kind == "idle"]
+    assert [(i.start_s, i.end_s) for i in idle] == [(0.002, pytest.approx(gather_s))]
+
+
+def test_collectives_of_one_group_keep_the_order_of_the_program():
+    # The second one is ready at once, but NCCL would run it behind the first one too.
+    events = [
+        compute(0.005),
+        issue("all_reduce", "0/0", (0, 1), 1000),
+        on(1, issue("all_gather", "0/1", (0, 1), 1000)),
+    ]
+    timeline = replay([events, events], make_cluster(2))
+    first, second = (timeline.event_times[0][i] for i in (1, 2))
+    assert first[0] == 0.005
+    assert second[0] == first[1]
+
+
+def test_compute_beside_stream_0_is_copying():
+    events = [compute(0.001), on(3, compute(0.004))]
+    timeline = replay([events], make_cluster(1))
+    assert [i.kind for i in timeline.intervals[0]] == ["compute", "copy", "idle"]
+    assert timeline.efficiency == pytest.approx(0.25)
+
+
+def test_a_mark_that_is_never_reached_is_named():
+    events = [
+        on(1, wait("0/0")),
+        on(1, Event(kind="record", key="mark/0")),
+        Event(kind="after", key="mark/0"),
+    ]
+    with pytest.raises(ProtocolError, match="rank 0 waits for 0/0, which nobody has issued"):
+        replay([events], make_cluster(1))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from minidist.emulate.client import Client, CollectiveError, CollectiveMismatch
 from minidist.emulate.group import EmulatedGroup
+from minidist.emulate.streams import emulated_streams
 from minidist.emulate.work import EmulatedWork
 from minidist.launch import isolated_world
 
@@ -52,12 +53,15 @@ def emulated_world(sock: socket.socket, rank: int, world_size: int) -> Iterator[
     client.join()
     before, _client = _client, client
     try:
-        with isolated_world(
-            "emulated",
-            store=dist.HashStore(),
-            rank=rank,
-            world_size=world_size,
-            base=_BASE + 10_000 * client.session,
+        with (
+            isolated_world(
+                "emulated",
+                store=dist.HashStore(),
+                rank=rank,
+                world_size=world_size,
+                base=_BASE + 10_000 * client.session,
+            ),
+            emulated_streams(client),
         ):
             yield client
     finally:

@@ -52,6 +52,7 @@ class Client:
         self.world_size = world_size
         self.session = -1
         self.charged = False
+        self.stream = 0  # the device's stream that this rank is working on
         self._sock = sock
         self._deadline_s = _JOIN_S
         self._slots: dict[int, _Slot] = {}
@@ -103,7 +104,7 @@ class Client:
     def compute(self, name: str, flops: float, num_bytes: float) -> None:
         """Report compute of this rank's own (teaching); sent along with the next message."""
         with self._sending:
-            self._computes.append([name, flops, num_bytes])
+            self._computes.append([name, flops, num_bytes, self.stream])
             if len(self._computes) >= 256:
                 self._send_computes()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -96,11 +97,11 @@ class RooflineDevice(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
-            return NotImplemented
+        if any(base.__name__ == "DTensor" for t in types for base in t.__mro__):
+            return NotImplemented  # it comes back with its local tensors
         out = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", func)
-        if func.is_view or packet in _FREE:
+        if func.is_view or packet in _FREE or _has_fake(out) or _has_fake(args):
             return out
         count = flop_registry.get(packet)
         flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
@@ -126,6 +127,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for each in value for tensor in _tensors(each)]
     return []
+
+
+def _has_fake(value: Any) -> bool:
+    return any(isinstance(t, FakeTensor) or t.is_meta for t in _tensors(value))
 
 
 def _bytes_of(value: Any) -> int:

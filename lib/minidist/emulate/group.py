@@ -289,7 +289,7 @@ class EmulatedGroup(dist.ProcessGroup):
     ) -> EmulatedWork:
         """Send this rank's part of a collective; `like` gives the dtype and shape of one part."""
         header: dict[str, Any] = {"t": "issue", **describe(kind, like, op)}
-        header |= {"g": self._wire_name, "r": list(self._ranks)}
+        header |= {"g": self._wire_name, "r": list(self._ranks), "st": self._client.stream}
         if root is not None:
             header["root"] = root
         if send is not None and recv is not None:
@@ -304,7 +304,8 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def _message(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> EmulatedWork:
         header: dict[str, Any] = {"t": "issue", **describe(kind, tensor, "")}
-        header |= {"g": self._wire_name, "r": list(self._ranks), "peer": peer, "tag": tag}
+        header |= {"g": self._wire_name, "r": list(self._ranks), "st": self._client.stream}
+        header |= {"peer": peer, "tag": tag}
         sends, me = kind == "send", self._client.rank
         path = f"{me}>{peer}" if sends else f"{peer}>{me}"
         with self._order:

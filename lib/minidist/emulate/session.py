@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from minidist.errors import ProtocolError
 
 _MAX_EVENTS = 1_000_000
 _MAX_GROUPS = 4096
+_MAX_STREAMS = 1024
 # Reply(rank, header, payload)
 Reply = Callable[[int, dict[str, Any], "np.ndarray | None"], None]
 
@@ -88,6 +89,7 @@ class Session:
         self._counts: dict[tuple[str, int], int] = {}
         self._message_counts: dict[tuple[str, int], int] = {}
         self._charges: dict[tuple[int, int, str], int] = {}
+        self._marks: list[set[int]] = [set() for _ in range(world_size)]
         self._bytes = [0] * world_size
         self._last: dict[int, str] = {}
 
@@ -113,7 +115,9 @@ class Session:
             done = rank in slot.ready or self.failure is not None
             self._reply(rank, {"q": request_number(header), "done": done}, None)
         elif kind == "wait":
-            self._add_wait(rank, self._slot_of(rank, header))
+            self._add_wait(rank, header, self._slot_of(rank, header))
+        elif kind in ("record", "after"):
+            self._add_mark(rank, header, kind)
         elif kind == "charge":
             self._charge(rank, header)
         elif kind == "compute":
@@ -179,12 +183,17 @@ class Session:
             raise ProtocolError("reported compute of its own in a session that charges by plan")
         entries = header.get("ev")
         if not isinstance(entries, list):
-            raise ProtocolError("compute needs a list of [name, flops, bytes]")
+            raise ProtocolError("compute needs a list of [name, flops, bytes, stream]")
         for entry in entries:
-            if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
-                raise ProtocolError("compute needs a list of [name, flops, bytes]")
-            flops, num_bytes = amount(entry[1]), amount(entry[2])
-            event = Event(kind="compute", name=entry[0][:80], flops=flops, num_bytes=num_bytes)
+            if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[0], str):
+                raise ProtocolError("compute needs a list of [name, flops, bytes, stream]")
+            event = Event(
+                kind="compute",
+                name=entry[0][:80],
+                flops=amount(entry[1]),
+                num_bytes=amount(entry[2]),
+                stream=_stream({"st": entry[3]}),
+            )
             self._events[rank].append(event)
 
     # ------------------------------------------------------------- collectives
@@ -206,7 +215,7 @@ class Session:
         if slot is None:
             slot = _Slot(_record(key, group, members, call), f"#{number} of {group}", members)
             self._slots[key] = slot
-        self._add_issue(call, slot.record)
+        self._add_issue(call, header, slot.record)
         slot.calls[rank] = call
         slot.record.arrived += (rank,)
         if self._keep and call.payload.nbytes:
@@ -232,7 +241,7 @@ class Session:
             record.kind = "send"
             slot = _Slot(record, f"#{number} {ends[0]} -> {ends[1]} of {group}", ends)
             self._slots[key] = slot
-        self._add_issue(call, slot.record)
+        self._add_issue(call, header, slot.record)
         # A message of a rank to itself has both of its ends there: tell them apart by kind.
         side_of = ends[0] if call.kind == "send" else ends[1]
         slot.calls[side_of if ends[0] != ends[1] else (-1 if call.kind == "send" else -2)] = call
@@ -276,7 +285,7 @@ class Session:
     def _fetch(self, rank: int, header: dict[str, Any]) -> None:
         slot = self._slot_of(rank, header)
         if header.get("wait") is True:
-            self._add_wait(rank, slot)
+            self._add_wait(rank, header, slot)
         slot.fetches.append((rank, request_number(header), time.monotonic()))
         self._waiting[slot.record.key] = slot
         if self.failure is None and rank not in slot.ready:
@@ -399,9 +408,19 @@ class Session:
             raise ProtocolError(f"asked for collective {str(key)[:80]!r}, which it has not issued")
         return slot
 
-    def _add_issue(self, call: Call, record: Collective) -> None:
+    def _add_issue(self, call: Call, header: dict[str, Any], record: Collective) -> None:
+        stream = _stream(header)
+        if self.plan is not None and stream:
+            # Nothing proves which computes a collective on another stream depends on, so it
+            # depends on all that this rank has been charged for.
+            mark = f"charges/{len(self._events[call.rank])}"
+            self._events[call.rank] += [
+                Event(kind="record", key=mark),
+                Event(kind="after", key=mark, stream=stream),
+            ]
         event = Event(
             kind="issue",
+            stream=stream,
             name=call.describe(),
             key=record.key,
             collective=call.kind,
@@ -415,8 +434,22 @@ class Session:
         )
         self._events[call.rank].append(event)
 
-    def _add_wait(self, rank: int, slot: _Slot) -> None:
-        self._events[rank].append(Event(kind="wait", name=slot.record.kind, key=slot.record.key))
+    def _add_wait(self, rank: int, header: dict[str, Any], slot: _Slot) -> None:
+        record, stream = slot.record, _stream(header)
+        event = Event(kind="wait", name=record.kind, key=record.key, stream=stream)
+        self._events[rank].append(event)
+
+    def _add_mark(
+        self, rank: int, header: dict[str, Any], kind: Literal["record", "after"]
+    ) -> None:
+        mark = integer(header, "e", 0, 1 << 40)
+        marks = self._marks[rank]
+        if (kind == "record") == (mark in marks):
+            state = "has been" if mark in marks else "has not been"
+            raise ProtocolError(f"{kind} of mark {mark}, which {state} recorded")
+        marks.add(mark)
+        event = Event(kind=kind, name="stream", key=f"mark/{mark}", stream=_stream(header))
+        self._events[rank].append(event)
 
     def trace(self) -> Trace:
         first: dict[str, tuple[int, int]] = {}
@@ -435,6 +468,10 @@ class Session:
             collectives=records,
             faults=list(self.faults),
         )
+
+
+def _stream(header: dict[str, Any]) -> int:
+    return integer({"st": 0} | header, "st", 0, _MAX_STREAMS - 1)
 
 
 def _record(key: str, group: str, ranks: tuple[int, ...], call: Call) -> Collective:

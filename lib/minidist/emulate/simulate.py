@@ -1,10 +1,12 @@
 """Replay of a trace on a cluster: exact virtual time, the same on every run and every machine.
 
-The model. Every rank has a compute clock. Compute moves it. A collective is handed to the
-communication stream of its group, which works in order; the collective starts when all of its
-ranks have issued it and their streams and links are free, and takes the time of
-`collective_seconds` on the slowest link that its group needs. `wait` moves the compute clock to the
-end of the collective. A message is eager: it leaves when it is sent, on a stream per direction.
+The model. Every rank has streams, each with a clock; compute moves the clock of its stream, and
+most programs use stream 0 only. A collective is handed to the communication stream of its group,
+which works in order; the collective starts when all of its ranks have reached the point where they
+issue it and their streams and links are free, and takes the time of `collective_seconds` on the
+slowest link that its group needs. `wait` moves the clock of the stream that waits to the end of the
+collective. A message is eager: it leaves when it is sent, on a stream per direction. The host costs
+nothing: it is always far enough ahead to keep the streams busy.
 
     t(ring all-reduce of B bytes on n ranks) = 2(n-1)/n * B / bandwidth + 2(n-1) * latency
 
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from minidist.emulate.clusters import Cluster, Link
@@ -56,7 +59,11 @@ def collective_seconds(kind: str, nbytes: float, num_ranks: int, link: Link) -> 
 
 @dataclass(frozen=True)
 class Interval:
-    """What one rank did for a while: compute, communication or idle (its compute stands still)."""
+    """What one rank did for a while.
+
+    `compute` and `idle` are what stream 0 does, `copy` is compute on another stream, and
+    `communication` lies beside them.
+    """
 
     kind: str
     name: str
@@ -83,7 +90,7 @@ class Timeline:
     intervals: list[list[Interval]]  # per rank, by start
     event_times: list[list[tuple[float, float]]]
     """Per rank and event: of a compute its span; of an issue the span of its collective (of a
-    recv: of the message); of a wait the compute clock before and after."""
+    recv: of the message); of a wait its stream's clock before and after."""
     bytes_per_link: dict[str, float] = field(default_factory=dict)
     """Bytes that left each device's port ("device 0") and each node's ("node 0")."""
     steps: list[Step] = field(default_factory=list)
@@ -148,13 +155,14 @@ class _Replay:
         self.cluster = cluster
         self.events = trace.events
         self.size = trace.world_size
-        self.clock = [0.0] * self.size
-        self.next = [0] * self.size
+        self.clock: list[dict[int, float]] = [{0: 0.0} for _ in range(self.size)]
+        self.queues = [_by_stream(events) for events in trace.events]
+        self.marks: dict[tuple[int, str], float] = {}
         self.pending: dict[str, _Pending] = {}
         self.ready: dict[str, float] = {}  # complete, not yet started -> latest issue
         self.streams: dict[tuple[str, object], float] = {}
         self.ports: dict[tuple[str, int], float] = {}
-        self.heads: dict[tuple[str, object], list[str]] = {}
+        self.heads = _issue_order(trace.events, self._streams_of)
         self.intervals: list[list[Interval]] = [[] for _ in range(self.size)]
         self.times: list[list[tuple[float, float]]] = [
             [(0.0, 0.0)] * len(events) for events in self.events
@@ -170,13 +178,17 @@ class _Replay:
             started = self._start_earliest()
             if not started and not any(moved):
                 break
-        stuck = [rank for rank in range(self.size) if self.next[rank] < len(self.events[rank])]
+        stuck = [
+            f"rank {rank} waits for {self._waits_for(self.events[rank][queue[0]])}"
+            for rank, queues in enumerate(self.queues)
+            for queue in queues.values()
+            if queue and self.events[rank][queue[0]].kind == "wait"
+        ]
         if stuck:
-            what = "; ".join(f"rank {r} waits for {self._waits_for(r)}" for r in stuck)
+            what = "; ".join(stuck)
             raise ProtocolError(f"the trace cannot be replayed to its end: {what}")
 
-    def _waits_for(self, rank: int) -> str:
-        event = self.events[rank][self.next[rank]]
+    def _waits_for(self, event: Event) -> str:
         pending = self.pending.get(event.key)
         if pending is None:
             return f"{event.key}, which nobody has issued"
@@ -186,28 +198,46 @@ class _Replay:
     # ------------------------------------------------------------------- ranks
 
     def _advance(self, rank: int) -> bool:
-        events, start = self.events[rank], self.next[rank]
-        while self.next[rank] < len(events):
-            index = self.next[rank]
-            event, now_s = events[index], self.clock[rank]
-            if event.kind == "compute":
-                seconds = event.duration_s
-                if seconds is None:
-                    seconds = self.cluster.roofline_seconds(event.flops, event.num_bytes)
-                self.clock[rank] = now_s + seconds
-                self.times[rank][index] = (now_s, self.clock[rank])
-                self._add(rank, "compute", event.name, now_s, self.clock[rank])
-            elif event.kind == "issue":
-                self._issue(rank, index, event, now_s)
+        """Let every stream of a rank go on as far as it can."""
+        moved, again = False, True
+        while again:  # a stream may have waited for a mark of another
+            again = False
+            for stream, queue in self.queues[rank].items():
+                while queue and self._step(rank, stream, queue[0]):
+                    queue.popleft()
+                    again = moved = True
+        return moved
+
+    def _step(self, rank: int, stream: int, index: int) -> bool:
+        """One event of one stream; False if it has to wait."""
+        event, now_s = self.events[rank][index], self.clock[rank].setdefault(stream, 0.0)
+        end_s = now_s
+        if event.kind == "compute":
+            seconds = event.duration_s
+            if seconds is None:
+                seconds = self.cluster.roofline_seconds(event.flops, event.num_bytes)
+            end_s = now_s + seconds
+            # Other streams copy: only stream 0 is what efficiency is about.
+            self._add(rank, "copy" if stream else "compute", event.name, now_s, end_s)
+        elif event.kind == "issue":
+            self._issue(rank, index, event, now_s)
+            return True
+        elif event.kind == "record":
+            self.marks[rank, event.key] = now_s
+        else:
+            if event.kind == "after":
+                until_s = self.marks.get((rank, event.key))
             else:
                 pending = self.pending.get(event.key)
-                if pending is None or pending.span is None:
-                    break
-                self.clock[rank] = max(now_s, pending.span[1])
-                self.times[rank][index] = (now_s, self.clock[rank])
-                self._add(rank, "idle", event.name, now_s, self.clock[rank])
-            self.next[rank] += 1
-        return self.next[rank] > start
+                until_s = pending.span[1] if pending is not None and pending.span else None
+            if until_s is None:
+                return False
+            end_s = max(now_s, until_s)
+            if stream == 0:
+                self._add(rank, "idle", event.name, now_s, end_s)
+        self.clock[rank][stream] = end_s
+        self.times[rank][index] = (now_s, end_s)
+        return True
 
     def _add(self, rank: int, kind: str, name: str, start_s: float, end_s: float) -> None:
         if end_s > start_s:
@@ -228,16 +258,14 @@ class _Replay:
         if event.collective == "send":
             pending.first = event
         pending.issued.append((rank, index, now_s))
-        for stream in self._streams_of(event):
-            if message or stream[1] == rank:
-                self.heads.setdefault(stream, []).append(event.key)
         there = [t for r, i, t in pending.issued if self.events[r][i].collective != "recv"]
         if len(there) == pending.needed:
             self.ready[event.key] = max(there)
 
     # ------------------------------------------------------------- collectives
 
-    def _streams_of(self, event: Event) -> list[tuple[str, object]]:
+    @staticmethod
+    def _streams_of(event: Event) -> list[tuple[str, object]]:
         """Streams that work in order: one per group and rank, one per direction of messages."""
         if event.collective == "send":
             return [(event.group, event.ranks)]
@@ -262,7 +290,7 @@ class _Replay:
         end_s = start_s + collective_seconds(event.collective, event.nbytes, len(event.ranks), link)
         del self.ready[key]
         for stream in self._streams_of(event):
-            self.heads[stream].pop(0)
+            self.heads[stream].popleft()
             self.streams[stream] = end_s
         for port in ports:
             self.ports[port] = end_s
@@ -287,6 +315,32 @@ class _Replay:
                 ports |= {("node out", a), ("node in", b)}
                 flows[f"node {a}"] = flows.get(f"node {a}", 0.0) + sent
         return sorted(ports), flows
+
+
+def _by_stream(events: list[Event]) -> dict[int, deque[int]]:
+    """Per stream of one rank the indices of its events."""
+    queues: dict[int, deque[int]] = {}
+    for index, event in enumerate(events):
+        queues.setdefault(event.stream, deque()).append(index)
+    return queues
+
+
+def _issue_order(
+    events: list[list[Event]], streams_of: Callable[[Event], list[tuple[str, object]]]
+) -> dict[tuple[str, object], deque[str]]:
+    """Per communication stream the keys in the order in which the program issued them.
+
+    A recv has no place in it: its sender decides when the message travels.
+    """
+    order: dict[tuple[str, object], deque[str]] = {}
+    for rank, own in enumerate(events):
+        for event in own:
+            if event.kind != "issue" or event.collective == "recv":
+                continue
+            for stream in streams_of(event):
+                if event.collective == "send" or stream[1] == rank:
+                    order.setdefault(stream, deque()).append(event.key)
+    return order
 
 
 def _flows(event: Event) -> Iterable[tuple[int, int, float]]:
@@ -328,10 +382,10 @@ def simulate(trace: Trace, cluster: Cluster) -> Timeline:
     replay = _Replay(trace, cluster)
     replay.run()
     spans = [p.span[1] for p in replay.pending.values() if p.span is not None]
-    makespan_s = max([*replay.clock, *spans, 0.0])
+    makespan_s = max([0.0, *spans, *(end_s for rank in replay.clock for end_s in rank.values())])
     for rank, intervals in enumerate(replay.intervals):
-        if makespan_s > replay.clock[rank]:
-            intervals.append(Interval("idle", "end", replay.clock[rank], makespan_s))
+        if makespan_s > replay.clock[rank][0]:
+            intervals.append(Interval("idle", "end", replay.clock[rank][0], makespan_s))
         intervals.sort(key=lambda i: (i.start_s, i.end_s, i.kind, i.name))
     timeline = Timeline(
         cluster=cluster.name,

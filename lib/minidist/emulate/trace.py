@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-EventKind = Literal["compute", "issue", "wait"]
+EventKind = Literal["compute", "issue", "wait", "record", "after"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,11 +14,13 @@ class Event:
 
     `compute` has `duration_s`, or `flops` and `num_bytes` for the device's roofline.
     `issue` hands a collective to the communication stream of its group.
-    `wait` makes the rank's compute clock wait for the end of the collective `key`.
+    `wait` makes the stream wait for the end of the collective `key`.
+    `record` marks a point of its stream; `after` makes its stream wait for that mark, `key`.
     """
 
     kind: EventKind
     name: str = ""
+    stream: int = 0  # of the rank's device; 0 is the one that computes
     # compute
     duration_s: float | None = None
     flops: float = 0.0

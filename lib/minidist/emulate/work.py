@@ -88,7 +88,8 @@ class EmulatedWork(dist._Work):
         return self._source
 
     def _fetch(self, *, moves_clock: bool) -> None:
-        _, payload = self._client.call({"t": "fetch", "key": self._key, "wait": moves_clock})
+        header = {"t": "fetch", "key": self._key, "wait": moves_clock, "st": self._client.stream}
+        _, payload = self._client.call(header)
         self._fetched = True
         self._waited = moves_clock
         if self._store is not None:
@@ -101,7 +102,7 @@ class EmulatedWork(dist._Work):
         with self._lock:
             if not self._waited:
                 self._waited = True
-                self._client.post({"t": "wait", "key": self._key})
+                self._client.post({"t": "wait", "key": self._key, "st": self._client.stream})
 
     def _report_wait_later(self) -> None:
         if torch._C._current_graph_task_id() != -1:
