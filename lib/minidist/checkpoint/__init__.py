@@ -1,0 +1,33 @@
+"""Checkpoints that survive what happens to training jobs.
+
+- `Checkpoints` saves and loads: atomically, with checksums, the newest whole one wins (`store`).
+- State that is the same on all ranks is written once, each rank's own state once per rank.
+- `Shard` says which part of a global tensor a rank holds; a checkpoint written by 4 ranks is read
+  by 2 or 3, or by another layout of data and tensor parallelism (`shards`).
+- `save_dcp` and `load_dcp` do the same with torch.distributed.checkpoint (`native`).
+
+Example, on every rank::
+
+    checkpoints = Checkpoints("run1/checkpoints", keep=2)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    step = checkpoints.load(shared=state, local={"rng": rng}) or 0
+    while step < 1000:
+        ...
+        step += 1
+        if step % 100 == 0:
+            checkpoints.save(step, shared=state, local={"rng": rng})
+"""
+
+from minidist.checkpoint.native import load_dcp, save_dcp
+from minidist.checkpoint.shards import Shard, shards_of
+from minidist.checkpoint.store import CheckpointError, Checkpoints, Saving
+
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "Saving",
+    "Shard",
+    "load_dcp",
+    "save_dcp",
+    "shards_of",
+]

@@ -1,0 +1,378 @@
+"""A folder of checkpoints: written whole or not at all, checked before they are used.
+
+What can go wrong, and what holds against it:
+
+1. A job dies while it writes. Files go to `step-00000100.writing`; only when all of them are on
+   the disk does rename(2) give the folder its name, so a folder with a name is complete.
+2. A disk loses or changes bytes later. `manifest.json` has the size and the SHA-256 of every file;
+   what does not agree is not loaded, and the checkpoint before it is.
+3. Ranks see different things (one could not write, one cannot read). Every rank says what it found
+   before any rank goes on, so all save, load, or raise the same.
+
+Phases of `save`: open, write, digest, commit. Every phase ends with an exchange between the ranks,
+on a gloo group of its own: so it can run in a background thread beside training's collectives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from minidist.checkpoint.shards import ShardReader, Shards, boxes_to_write
+from minidist.errors import MinidistError
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+class CheckpointError(MinidistError):
+    """A checkpoint could not be written or read; the message names the file and the rank."""
+
+
+class Stateful(Protocol):
+    """A model, an optimizer, a scheduler, a scaler, a sampler, ..."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+States = Mapping[str, Stateful]
+
+
+class Saving:
+    """A save under way in the background."""
+
+    def __init__(self, work: Callable[[], Path]) -> None:
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Path]) -> None:
+        try:
+            self._path = work()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float = 600.0) -> Path:
+        """The checkpoint's folder, once it is complete; raises what went wrong."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(f"saving had not ended after {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Every rank makes one, calls the same methods in the same order, and sees the same folder. In a
+    program without a process group it works alone.
+
+    Args:
+        directory: made if it is not there.
+        keep: this many of the newest stay; older ones are deleted after a save.
+        timeout_s: how long ranks wait for each other.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, keep: int = 2, timeout_s: float = 600.0
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}")
+        self.directory = Path(directory)
+        self.keep = keep
+        self.group: Any = None  # a gloo group of its own
+        self.rank, self.world_size = 0, 1
+        if dist.is_initialized():
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._saving: Saving | None = None
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    # -------------------------------------------------------------------- save
+
+    def save(
+        self,
+        step: int,
+        *,
+        shared: States | None = None,
+        local: States | None = None,
+        sharded: Shards | None = None,
+    ) -> Path:
+        """Write the checkpoint of `step`; returns its folder on every rank.
+
+        Args:
+            step: a checkpoint of the same step is replaced.
+            shared: state that is the same on every rank; rank 0's is written.
+            local: state that every rank has its own of, e.g. its random numbers.
+            sharded: name -> `Shard` (or several): this rank's parts of global tensors.
+
+        Raises:
+            CheckpointError: on every rank, if any rank failed. Earlier checkpoints are untouched.
+        """
+        self._finish_saving()
+        return self._save_files(step, self._snapshot(shared, local, sharded, copy=False))
+
+    def save_async(
+        self,
+        step: int,
+        *,
+        shared: States | None = None,
+        local: States | None = None,
+        sharded: Shards | None = None,
+    ) -> Saving:
+        """As `save`, but only the copy in memory is made now. One save is under way at a time."""
+        self._finish_saving()
+        write = self._snapshot(shared, local, sharded, copy=True)
+        self._saving = Saving(lambda: self._save_files(step, write))
+        return self._saving
+
+    def save_files(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Let `write(folder)` write files on every rank; make a checkpoint of them."""
+        self._finish_saving()
+        return self._save_files(step, write)
+
+    def _finish_saving(self) -> None:
+        before, self._saving = self._saving, None
+        if before is not None:
+            before.wait()
+
+    def _snapshot(
+        self, shared: States | None, local: States | None, sharded: Shards | None, *, copy: bool
+    ) -> Callable[[Path], None]:
+        states = [("local", local)] + ([("shared", shared)] if self.rank == 0 else [])
+        files = {
+            "shared.pt" if kind == "shared" else f"local-{self.rank}.pt": {
+                name: _to_cpu(part.state_dict(), copy) for name, part in parts.items()
+            }
+            for kind, parts in states
+            if parts is not None
+        }
+        # Several ranks may hold the same part of a tensor: one of them writes it.
+        boxes, index = boxes_to_write(sharded or {}, self.rank, self._exchange)
+        tensors = {key: _to_cpu(tensor, copy) for key, tensor in boxes.items()}
+
+        def write(folder: Path) -> None:
+            for name, state in files.items():
+                torch.save(state, folder / name)
+            if tensors:
+                torch.save(tensors, folder / f"shards-{self.rank}.pt")
+            if self.rank == 0:
+                (folder / "index.json").write_text(json.dumps(index))
+
+        return write
+
+    def _save_files(self, step: int, write: Callable[[Path], None]) -> Path:
+        final = self.directory / f"step-{step:08d}"
+        folder = final.with_suffix(".writing")
+
+        def open_folder() -> None:
+            if self.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+
+        def digest() -> dict[str, Any]:
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            mine = files[self.rank :: self.world_size]
+            return {str(path.relative_to(folder)): _digest(path, sync=True) for path in mine}
+
+        def commit() -> None:
+            if self.rank != 0:
+                return
+            listed = {name: entry for part in digests for name, entry in part.items()}
+            manifest = {
+                "format": _FORMAT,
+                "step": step,
+                "world_size": self.world_size,
+                "files": dict(sorted(listed.items())),
+            }
+            path = folder / MANIFEST
+            path.write_text(json.dumps(manifest, indent=1))
+            _sync(path)
+            _sync(folder)
+            if final.exists():  # a run that was set back writes the same step again
+                old = final.with_suffix(".replaced")
+                shutil.rmtree(old, ignore_errors=True)
+                final.rename(old)
+            folder.rename(final)
+            _sync(self.directory)
+            self._delete_old()
+
+        try:
+            self._together(f"open {folder}", open_folder)
+            self._together(f"write {folder}", lambda: write(folder))
+            digests = self._together(f"read back {folder}", digest)
+            self._together(f"complete {folder}", commit)
+        except CheckpointError:
+            if self.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return final
+
+    def _delete_old(self) -> None:
+        for path in self.directory.glob("step-*.replaced"):
+            shutil.rmtree(path, ignore_errors=True)
+        for step in self.steps()[: -self.keep]:
+            shutil.rmtree(self.directory / f"step-{step:08d}", ignore_errors=True)
+
+    # -------------------------------------------------------------------- load
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, damaged ones included, oldest first."""
+        names = (path.name.removeprefix("step-") for path in self.directory.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def latest(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest checkpoint that every rank finds whole; None without one.
+
+        Each rank reads a part of the files and compares them with the manifest. What is damaged is
+        passed over with a warning on rank 0.
+        """
+        self._finish_saving()
+        seen = self._exchange(self.steps())
+        for step in sorted(set().union(*seen), reverse=True):
+            folder = self.directory / f"step-{step:08d}"
+            problems = [text for text in self._exchange(self._problem(folder)) if text]
+            if not problems:
+                return step, folder
+            if self.rank == 0:
+                warnings.warn(
+                    f"checkpoint of step {step} is damaged and not used: {problems[0]}",
+                    stacklevel=2,
+                )
+        return None
+
+    def load(
+        self,
+        *,
+        shared: States | None = None,
+        local: States | None = None,
+        sharded: Shards | None = None,
+    ) -> int | None:
+        """Load the newest whole checkpoint into the objects given; returns its step, or None.
+
+        Tensors of `sharded` are filled in place, from a checkpoint of any number of ranks and any
+        layout. `local` needs the world size that it was saved with.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not load. The objects may then hold
+                a mixture of states and must not be trained further.
+        """
+        found = self.latest()
+        if found is None:
+            return None
+        step, folder = found
+
+        def read() -> None:
+            saved_by = json.loads((folder / MANIFEST).read_text())["world_size"]
+            if local and saved_by != self.world_size:
+                raise CheckpointError(
+                    f"each rank's own state was saved by {saved_by} ranks and cannot be given to "
+                    f"{self.world_size}; leave local= out to go on without it"
+                )
+            for name, parts in (("shared.pt", shared), (f"local-{self.rank}.pt", local)):
+                if parts:
+                    _restore(folder / name, parts)
+            if sharded:
+                ShardReader(folder).fill(sharded)
+
+        self._together(f"load {folder}", read)
+        return step
+
+    def _problem(self, folder: Path) -> str:
+        """What is wrong with this rank's part of a checkpoint's files; empty if nothing."""
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            if manifest["format"] != _FORMAT:
+                return f"its format is {manifest['format']}, this program reads {_FORMAT}"
+            names = sorted(manifest["files"])[self.rank :: self.world_size]
+            for name in names:
+                expected = manifest["files"][name]
+                got = _digest(folder / name)
+                if got != expected:
+                    return f"{folder / name}: expected {expected}, got {got}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{folder}: {error!r}"
+        return ""
+
+    # ------------------------------------------------------------------- ranks
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """`value` of every rank, in the order of ranks."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """Do something on every rank; all of them return, or all of them raise."""
+        result: Any = None
+        error: str | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        outcomes = self._exchange((result, error))
+        failed = {rank: text for rank, (_, text) in enumerate(outcomes) if text is not None}
+        if failed:
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise CheckpointError(f"could not {what}: {texts}", rank=self.rank)
+        return [result for result, _ in outcomes]
+
+
+def _restore(path: Path, parts: States) -> None:
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    missing = sorted(set(parts) - set(saved))
+    if missing:
+        raise CheckpointError(f"{path} has {sorted(saved)}, but not {missing}")
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+
+
+def _to_cpu(value: Any, copy: bool) -> Any:
+    """The same structure with its tensors on the CPU; copied if training may change them."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return value.to("cpu", copy=True) if copy or value.device.type != "cpu" else value
+    if isinstance(value, dict):
+        return {key: _to_cpu(item, copy) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_cpu(item, copy) for item in value)
+    return value
+
+
+def _digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
+    if sync:
+        _sync(path)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"num_bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
