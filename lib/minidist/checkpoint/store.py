@@ -265,11 +265,13 @@ class Checkpoints:
         shared: States | None = None,
         local: States | None = None,
         sharded: Shards | None = None,
+        any_world_size: bool = False,
     ) -> int | None:
         """Load the newest whole checkpoint into the objects given; returns its step, or None.
 
         Tensors of `sharded` are filled in place, from a checkpoint of any number of ranks and any
-        layout. `local` needs the world size that it was saved with.
+        layout. `local` needs the world size that it was saved with, unless `any_world_size` allows
+        to go on without it.
 
         Raises:
             CheckpointError: on every rank, if any rank could not load. The objects may then hold
@@ -282,12 +284,13 @@ class Checkpoints:
 
         def read() -> None:
             saved_by = json.loads((folder / MANIFEST).read_text())["world_size"]
-            if local and saved_by != self.world_size:
+            own = local if saved_by == self.world_size else None
+            if local and not own and not any_world_size:
                 raise CheckpointError(
                     f"each rank's own state was saved by {saved_by} ranks and cannot be given to "
-                    f"{self.world_size}; leave local= out to go on without it"
+                    f"{self.world_size}; any_world_size=True goes on without it"
                 )
-            for name, parts in (("shared.pt", shared), (f"local-{self.rank}.pt", local)):
+            for name, parts in (("shared.pt", shared), (f"local-{self.rank}.pt", own)):
                 if parts:
                     _restore(folder / name, parts)
             if sharded:

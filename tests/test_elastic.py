@@ -1,0 +1,157 @@
+"""Jobs under torchrun that lose a rank, a node, or their time, and go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from minidist.elastic import share_of_batch, torchrun_command, train_elastically
+from minidist.launch import free_port
+
+SCRIPT = str(Path(__file__).parent / "elastic_script.py")
+
+
+@contextlib.contextmanager
+def started(command, **more):
+    """A process group of its own, gone at the end whatever happens."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, start_new_session=True, env=env, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, **more,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        # The workers have sessions of their own, and end with their agent.
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+        process.stdout.close()
+
+
+def train(folder, num_steps, die, **options):
+    command = torchrun_command([SCRIPT, str(folder), str(num_steps), die], **options)
+    with started(command) as process:
+        text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    return json.loads((folder / "ended.json").read_text())
+
+
+def losses(folder):
+    """Step -> loss, of the last run that did the step."""
+    found = {}
+    for path in sorted(folder.glob("losses-*.jsonl")):
+        found |= dict(json.loads(line) for line in path.read_text().splitlines())
+    return found
+
+
+def test_a_killed_rank_costs_time_and_nothing_else(tmp_path):
+    """Bit for bit: dropout, AdamW's moments and the schedule go on where they stood."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    assert train(whole, 12, "never", nproc_per_node=2) == [12, 0, False, 2]
+    ended = train(broken, 12, "rank 1 at 10", nproc_per_node=2, max_restarts=1)
+    assert ended == [12, 8, False, 2]  # from the checkpoint of step 8
+    assert losses(broken) == losses(whole)
+    assert len(losses(whole)) == 12
+
+
+def test_a_job_that_is_told_to_end_saves_first_and_goes_on_later(tmp_path):
+    whole, told = tmp_path / "whole", tmp_path / "told"
+    whole.mkdir()
+    told.mkdir()
+    train(whole, 9, "never", nproc_per_node=3)
+    assert train(told, 9, "term at 5", nproc_per_node=3) == [6, 0, True, 3]
+    assert train(told, 9, "never", nproc_per_node=3) == [9, 6, False, 3]
+    assert losses(told) == losses(whole)
+
+
+def test_the_other_node_goes_on_when_one_is_lost(tmp_path):
+    num_steps = 60
+    port = free_port()
+    commands = [
+        torchrun_command(
+            [SCRIPT, str(tmp_path), str(num_steps), "node"],
+            nnodes="1:2", max_restarts=2, endpoint=f"127.0.0.1:{port}", is_host=node == 0,
+            local_addr="127.0.0.1", keep_alive_s=2,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    with started(commands[0]) as first, started(commands[1]) as second:
+        wait_until(lambda: len(losses(tmp_path)) >= 6 or first.poll() is not None, 60)
+        assert (tmp_path / "losses-0-2.jsonl").exists(), "it did not begin with two ranks"
+        # The whole node at once: the agent alone would leave its worker behind.
+        kill_tree(second.pid)
+        text, _ = first.communicate(timeout=120)
+        assert first.returncode == 0, text
+    step, first_step, preempted, world_size = json.loads((tmp_path / "ended.json").read_text())
+    assert (step, preempted, world_size) == (num_steps, False, 1)
+    assert first_step > 0
+    assert first_step % 4 == 0
+    # The global batch is the same at every world size, so the curve is too, up to rounding.
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    train(alone, num_steps, "no dropout", nproc_per_node=1)
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-9)
+
+
+def wait_until(condition, timeout_s):
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "it took too long"
+        time.sleep(0.05)
+
+
+def kill_tree(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for each in [pid, *map(int, children)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("batch", [7, 8, 12, 100])
+def test_shares_are_the_whole_batch(batch, world_size):
+    shares = [share_of_batch(batch, world_size, rank) for rank in range(world_size)]
+    assert [i for share in shares for i in range(batch)[share]] == list(range(batch))
+    sizes = [share.stop - share.start for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_wrong_use_says_what_is_right():
+    with pytest.raises(ValueError, match="at least 3 samples, got 2"):
+        share_of_batch(2, 3, 0)
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        train_elastically(print, num_steps=1, checkpoints=None, shared={}, every=0)
+    with pytest.raises(ValueError, match="need an endpoint"):
+        torchrun_command(["x.py"], nnodes="1:2")
+    assert torchrun_command(["x.py"])[:3] == [sys.executable, "-m", "torch.distributed.run"]
+
+
+HANGS = """
+import time
+from minidist.elastic import Preemption
+with Preemption(grace_s=0.5):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_rank_that_hangs_does_not_outlive_the_signal():
+    with started([sys.executable, "-c", HANGS]) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
