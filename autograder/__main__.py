@@ -1,4 +1,4 @@
-"""The command line: `autograder init`, `autograder grade PATH… --lab LAB`."""
+"""The command line: `autograder init`, `grade PATH… --lab LAB`, `verify [--lab LAB]`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
@@ -58,6 +59,16 @@ def _parser() -> argparse.ArgumentParser:
         "--no-gradebook", action="store_true", help="leave nbgrader's gradebook and feedback alone"
     )
     grade.set_defaults(run=_grade)
+    verify = commands.add_parser(
+        "verify", help="prove the labs' tests with the bundled right and wrong submissions"
+    )
+    verify.add_argument("--lab", action="append", choices=lab_names(), help="default: every lab")
+    verify.add_argument("--jobs", type=_positive, help="submissions at once")
+    verify.add_argument("--json", type=Path, metavar="FILE", help="write the kill matrices as JSON")
+    verify.add_argument(
+        "--covering", action="store_true", help="only submissions that lose every criterion once"
+    )
+    verify.set_defaults(run=_verify)
     return parser
 
 
@@ -118,6 +129,30 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
         message = record["criteria"][0]["message"]
         print(f"autograder: {record['student']} was not graded: {message}", file=sys.stderr)
     return EXIT_FAILED if infra else 0
+
+
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    from autograder.sandbox import probe_support
+    from autograder.verify import matrix_table, verify_lab
+
+    proofs = []
+    for name in options.lab or lab_names():
+        proof = verify_lab(
+            name, console, jobs=options.jobs, covering=options.covering,
+            sandbox=probe_support().works,
+        )  # fmt: skip
+        proofs.append(proof)
+        console.print(matrix_table(proof))
+        for problem in proof.problems:
+            console.print(f"[bold red]✗[/] {escape(problem)}", highlight=False, soft_wrap=True)
+        verdict = "[bold red]NOT PROVEN[/]" if proof.problems else "[bold green]proven[/]"
+        console.print(
+            f"{name}: {verdict}, {len(proof.rows)} submissions in {proof.seconds:.0f} s\n"
+        )
+    if options.json is not None:
+        text = json.dumps([proof.record() for proof in proofs], indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return EXIT_FAILED if any(proof.problems for proof in proofs) else 0
 
 
 def _submissions(options: argparse.Namespace, course: Course) -> list[Submission]:

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mesh": {"errors", "config", "device"},
     "collectives": {"errors", "config", "device"},
     **{part: BASE | COMMUNICATION for part in PARTS | TOOLS},
+    "sampler": BASE | COMMUNICATION | {"seeding"},  # a loader's workers are seeded per rank
     "parallel": {"errors", "config", "collectives", "mesh", "device", "precision"},
     "train": LAYERS,
     "elastic": LAYERS | {"train"},

@@ -1,0 +1,198 @@
+"""`autograder verify`: proves that a lab's tests are right.
+
+Every submission of the bundled class says in its docstring which criteria it must lose. All are
+graded like a student's, in a course of their own that is thrown away, and the result is the kill
+matrix: submission x criterion. A cell that differs from the docstring fails the proof, and so do a
+reference below full marks, a starter above 0, and a class with too few wrong or right submissions.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autograder.batch import default_jobs, grade_class
+from autograder.course import Course
+from autograder.criteria import get_lab
+from autograder.criteria.base import Lab, Status
+from autograder.intake import find_submissions
+from autograder.report import MARKS
+from autograder.run import Settings
+from autograder.zoo import ZooEntry, load_zoo, write_class
+
+MIN_WRONG, MIN_RIGHT = 15, 6
+
+
+@dataclass(frozen=True)
+class Row:
+    """One submission: the statuses that its docstring asks for, and those that it got."""
+
+    name: str
+    expected: dict[str, str]  # criterion -> status; "" for lost in any way
+    got: dict[str, str]
+    seconds: float
+    messages: dict[str, str]
+
+    def wrong(self) -> dict[str, str]:
+        """Criterion -> what is wrong with its cell."""
+        found = {}
+        for name, want in self.expected.items():
+            got = self.got.get(name, "nothing")
+            right = got == want if want else got not in (Status.PASS, Status.INFRA, Status.BLOCKED)
+            if want == Status.PASS and got == Status.BLOCKED:
+                right = True  # needs hardware that is not here
+            if not right:
+                found[name] = f"expected {want or 'a loss'}, got {got}: {self.messages.get(name)}"
+        return found
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came out for one lab."""
+
+    lab: str
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]
+    seconds: float
+    left_out: tuple[str, ...] = field(default=())
+
+    def record(self) -> dict[str, Any]:
+        """The proof as JSON."""
+        return {
+            "lab": self.lab,
+            "proven": not self.problems,
+            "seconds": round(self.seconds, 1),
+            "problems": list(self.problems),
+            "left_out": list(self.left_out),
+            "matrix": {row.name: row.got for row in self.rows},
+        }
+
+
+def verify_lab(
+    name: str,
+    console: Console,
+    *,
+    jobs: int | None = None,
+    covering: bool = False,
+    sandbox: bool = True,
+    root: Path | None = None,
+) -> Proof:
+    """Grades the bundled class of one lab and holds it against its docstrings.
+
+    Args:
+        covering: only as many submissions as it takes for every criterion to be lost once and
+            passed once; what is left out is named.
+        sandbox: False runs the class, which is ours, without one.
+        root: the checkout; default: the one that this module lies in.
+    """
+    lab, began = get_lab(name), time.monotonic()
+    checkout = root or Course.find().root
+    entries = load_zoo(name, root=checkout)
+    chosen = _covering(lab, entries) if covering else entries
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        course = _throwaway_course(Path(folder), checkout)
+        write_class(name, course.root / "class", root=checkout)
+        names = {entry.name for entry in chosen}
+        submissions = [
+            s for s in find_submissions([course.root / "class"], name) if s.student in names
+        ]
+        settings = Settings(course, name, lab.grading_world_size, sandbox)
+        records = grade_class(
+            submissions, settings, jobs or default_jobs(settings.world_size), console
+        )
+    by_student = {record["student"]: record for record in records}
+    rows = tuple(_row(lab, entry, by_student[entry.name]) for entry in chosen)
+    return Proof(
+        lab=name,
+        rows=rows,
+        problems=tuple(_problems(entries, rows)),
+        seconds=time.monotonic() - began,
+        left_out=tuple(sorted({entry.name for entry in entries} - names)),
+    )
+
+
+def matrix_table(proof: Proof) -> Table:
+    """The kill matrix, for a terminal. Columns are numbered; the legend is in the caption."""
+    names = [c.name for c in get_lab(proof.lab).criteria]
+    legend = "  ".join(f"{i} {name}" for i, name in enumerate(names, 1))
+    table = Table(title=f"{proof.lab}: who loses what", caption=legend, box=box.SIMPLE_HEAD)
+    table.add_column("submission", no_wrap=True)
+    for number in range(1, len(names) + 1):
+        table.add_column(str(number), justify="center")
+    for row in proof.rows:
+        wrong = row.wrong()
+        cells = []
+        for name in names:
+            mark = MARKS.get(row.got.get(name, ""), MARKS["INFRA"])
+            style = "bold white on red" if name in wrong else mark.style
+            cells.append(Text(mark.symbol, style=style))
+        table.add_row(Text(row.name), *cells)
+    return table
+
+
+def _throwaway_course(folder: Path, checkout: Path) -> Course:
+    shutil.copytree(checkout / "labs", folder / "labs")
+    shutil.copy(checkout / "nbgrader_config.py", folder)
+    course = Course(folder)
+    course.make_key()
+    return course
+
+
+def _row(lab: Lab, entry: ZooEntry, record: dict[str, Any]) -> Row:
+    lost = {c.name for c in lab.criteria} if entry.loses == "everything" else entry.loses
+    return Row(
+        name=entry.name,
+        expected={
+            c.name: entry.statuses.get(c.name, "") if c.name in lost else str(Status.PASS)
+            for c in lab.criteria
+        },
+        got={c["name"]: c["status"] for c in record["criteria"]},
+        seconds=record["seconds"],
+        messages={c["name"]: c["message"] for c in record["criteria"]},
+    )
+
+
+def _problems(entries: Sequence[ZooEntry], rows: Sequence[Row]) -> list[str]:
+    problems = [
+        f"{row.name}: {criterion}: {text}"
+        for row in rows
+        for criterion, text in row.wrong().items()
+    ]
+    by_name = {entry.name: entry for entry in entries}
+    for name, loses in (("reference", frozenset()), ("starter", "everything")):
+        if name not in by_name or by_name[name].loses != loses:
+            problems.append(f"the class has no {name!r} that loses {loses or 'nothing'}")
+    right = [e.name for e in entries if not e.loses and e.name != "reference"]
+    wrong = [e.name for e in entries if e.loses and e.name != "starter"]
+    if len(wrong) < MIN_WRONG:
+        problems.append(f"{len(wrong)} wrong submissions; there should be at least {MIN_WRONG}")
+    if len(right) < MIN_RIGHT:
+        problems.append(f"{len(right)} right ones beside the reference; at least {MIN_RIGHT}")
+    return problems
+
+
+def _covering(lab: Lab, entries: Sequence[ZooEntry]) -> list[ZooEntry]:
+    """Reference, starter, the first right one, and few wrong ones that lose every criterion."""
+    missing = {criterion.name for criterion in lab.criteria}
+    right = [e for e in entries if not e.loses and e.name != "reference"][:1]
+    chosen = [e for e in entries if e.name in ("reference", "starter")] + right
+    wrong = [e for e in entries if e.loses and e.loses != "everything"]
+    while missing and wrong:
+        best = max(wrong, key=lambda e: len(missing & set(e.loses)))
+        if not missing & set(best.loses):
+            break
+        missing -= set(best.loses)
+        wrong.remove(best)
+        chosen.append(best)
+    names = {e.name for e in chosen}
+    return [e for e in entries if e.name in names]

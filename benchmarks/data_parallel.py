@@ -1,0 +1,82 @@
+"""A training step under each form of data parallelism, beside torch's DDP.
+
+6-layer GPT of width 512, 2 ranks of one thread: forward, backward with gradient reduction. No
+optimizer: it would be the same for all.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Row, main_arguments, paired, row, run_bench, write
+from torch import nn
+
+from minidist.collectives.shared import SharedMemoryGroup
+from minidist.model import GPT, GPTConfig, lm_loss
+from minidist.parallel.data import (
+    BucketedDDP,
+    OverlappedDDP,
+    average_gradients,
+    average_gradients_flat,
+)
+
+BATCH = 4
+FULL = GPTConfig(vocab_size=1024, context=128, width=512, num_layers=6, num_heads=8)
+QUICK = GPTConfig(vocab_size=256, context=32, width=128, num_layers=2, num_heads=4)
+GOALS = {"bucketed": 0.98, "bucketed, shared memory": 0.8}
+
+
+def measure(quick: bool) -> list[Row]:
+    """On every rank: the steps, timed in turn."""
+    dist.init_process_group("gloo")
+    config = QUICK if quick else FULL
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens_BT = torch.randint(
+        0, config.vocab_size, (BATCH, config.context + 1), generator=generator
+    )
+    shared = SharedMemoryGroup()
+
+    def step(call: nn.Module, after: Any = None) -> None:
+        call.zero_grad(set_to_none=True)
+        lm_loss(call(tokens_BT[:, :-1]), tokens_BT[:, 1:]).backward()
+        if after is not None:
+            after()
+
+    def model() -> GPT:
+        torch.manual_seed(0)
+        return GPT(config)
+
+    naive, flat, overlapped = model(), model(), OverlappedDDP(model())
+    forms = {
+        "torch DDP": functools.partial(step, nn.parallel.DistributedDataParallel(model())),
+        "naive": functools.partial(step, naive, lambda: average_gradients(naive)),
+        "flat": functools.partial(step, flat, lambda: average_gradients_flat(flat)),
+        "overlapped": functools.partial(step, overlapped, overlapped.finish),
+        "bucketed": functools.partial(step, BucketedDDP(model(), gradient_as_bucket_view=True)),
+        "bucketed, shared memory": functools.partial(
+            step,
+            BucketedDDP(
+                model(),
+                gradient_as_bucket_view=True,
+                reduce=shared.all_reduce,
+                allocate=lambda numel, dtype, _: shared.buffer(numel, dtype),
+            ),
+        ),
+    }
+    times = paired(forms, rounds=3 if quick else 30, warmup=3)
+    rows = [
+        row(f"step, {name} / torch DDP", times, name, "torch DDP", goal=GOALS.get(name))
+        for name in forms
+        if name != "torch DDP"
+    ]
+    dist.barrier()
+    shared.close()
+    dist.destroy_process_group()
+    return rows
+
+
+if __name__ == "__main__":
+    write(run_bench(measure, 2, main_arguments(__doc__).quick)[0], "data_parallel")

@@ -1,0 +1,242 @@
+"""Metrics over all ranks that equal those of one process, and logging on rank 0.
+
+The mean of the ranks' means is wrong as soon as they saw different numbers of samples or tokens.
+So every metric here keeps a **sum** and a **count**, adds up locally without communication, and
+reduces both once, at the end. Ranks may have different numbers of batches, or none at all.
+
+Example::
+
+    loss, accuracy = WeightedMean(), Accuracy()
+    for inputs, targets in loader:                   # tail="uneven": each sample once
+        logits = model(inputs)
+        loss.update(lm_loss(logits, targets), weight=targets.numel())
+        accuracy.update(logits, targets)
+    results = reduce_metrics({"loss": loss, "accuracy": accuracy})    # one all-reduce
+    log0("loss %.3f", results["loss"])
+
+>>> loss = WeightedMean()
+>>> loss.update(1.0, weight=30)      # 30 tokens
+>>> loss.update(2.0, weight=10)
+>>> loss.compute()                   # without a process group: of this process
+1.25
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minidist.device import choose_device
+from minidist.errors import MismatchError
+
+
+class WeightedMean:
+    """Sum of weight * value over sum of weights, over all updates of all ranks.
+
+    Values stay on their device: an update does not wait for a GPU. Sums are float64.
+    """
+
+    def __init__(self) -> None:
+        self.sum: Tensor | float = 0.0
+        self.count: Tensor | float = 0.0
+
+    def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """Add a mean over `weight` samples or tokens; weight 0 leaves the value out, even nan."""
+        weight = _wide(weight)
+        product = _wide(value) * weight
+        if isinstance(product, Tensor):
+            product = torch.where(torch.as_tensor(weight == 0, device=product.device), 0.0, product)
+        elif weight == 0:
+            product = 0.0
+        self.sum = self.sum + product
+        self.count = self.count + weight
+
+    def compute(self, group: dist.ProcessGroup | None = None) -> float:
+        """Collective: the mean over the ranks of `group`; nan if nobody had anything."""
+        return reduce_metrics({"mean": self}, group)["mean"]
+
+    def finish(self, total: float, count: float) -> float:
+        """The metric, from the sum and the count of all ranks."""
+        return total / count if count else math.nan
+
+
+class Accuracy(WeightedMean):
+    """Share of targets that are among the k most likely classes, in 0 … 1."""
+
+    def __init__(self, k: int = 1, ignore_index: int = -100) -> None:
+        super().__init__()
+        if k < 1:
+            raise ValueError(f"Accuracy: k must be at least 1, got {k}")
+        self.k = k
+        self.ignore_index = ignore_index
+
+    @torch.no_grad()
+    def update(self, logits: Tensor, targets: Tensor) -> None:  # type: ignore[override]
+        """Logits (..., classes), integer targets (...); those of `ignore_index` do not count."""
+        if logits.shape[:-1] != targets.shape:
+            raise ValueError(
+                f"Accuracy: logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
+            )
+        best = logits.topk(min(self.k, logits.shape[-1]), dim=-1).indices
+        counts = targets != self.ignore_index
+        hits = (best == targets.unsqueeze(-1)).any(-1) & counts
+        self.sum = self.sum + hits.sum().double()
+        self.count = self.count + counts.sum().double()
+
+
+class Perplexity(WeightedMean):
+    """exp of the mean loss per token. Not the mean of the batches' perplexities: exp is convex."""
+
+    def finish(self, total: float, count: float) -> float:
+        mean = super().finish(total, count)
+        try:
+            return math.exp(mean)
+        except OverflowError:
+            return math.inf
+
+
+def reduce_metrics(
+    metrics: Mapping[str, WeightedMean], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Collective: all metrics over all ranks, in one all-reduce.
+
+    Every rank passes the same names in the same order. Without a process group, of this process.
+    """
+    parts = [part for metric in metrics.values() for part in (metric.sum, metric.count)]
+    if not parts:
+        return {}
+    device = _device(group)
+    sums = torch.stack([torch.as_tensor(p, dtype=torch.float64, device=device) for p in parts])
+    if _is_distributed():
+        dist.all_reduce(sums, group=group)
+    values = sums.tolist()
+    return {
+        name: metric.finish(values[2 * i], values[2 * i + 1])
+        for i, (name, metric) in enumerate(metrics.items())
+    }
+
+
+def gather_variable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Collective: the tensors of all ranks, whose first dimensions may differ, also be 0.
+
+    Pads to the longest, since an all-gather wants equal shapes, and cuts afterwards.
+
+    Args:
+        tensor: (n, ...); n is the rank's own, dtype and the other dimensions are the same on all.
+
+    Returns:
+        One tensor per rank of the group, on the device of `tensor`.
+
+    Raises:
+        ValueError: a scalar.
+        MismatchError: on every rank, when dtypes or other dimensions differ.
+    """
+    if tensor.dim() == 0:
+        raise ValueError("gather_variable: wants a tensor with a first dimension, got a scalar")
+    if not _is_distributed():
+        return [tensor.detach()]
+    # Sizes and kinds first, so that what does not fit fails on every rank.
+    device = _device(group)
+    world_size = dist.get_world_size(group)
+    infos: list[Any] = [None] * world_size
+    dist.all_gather_object(infos, (len(tensor), tuple(tensor.shape[1:]), str(tensor.dtype)), group)
+    kinds = [info[1:] for info in infos]
+    for other, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise MismatchError(
+                f"gather_variable: rank 0 of the group has rows of {kinds[0]}, rank {other} of "
+                f"{kind}",
+                rank=dist.get_rank(),
+            )
+    # Padded, as bytes: any dtype will do.
+    longest = max(info[0] for info in infos)
+    padded = torch.zeros((longest, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+    padded[: len(tensor)] = tensor.detach()
+    every = [torch.empty_like(padded) for _ in range(world_size)]
+    if padded.numel():
+        dist.all_gather([_bytes(each) for each in every], _bytes(padded), group=group)
+    return [each[: info[0]].to(tensor.device) for each, info in zip(every, infos, strict=True)]
+
+
+def gather_predictions(
+    predictions: Tensor, indices: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Collective: predictions of all ranks in the order of the data set, without doubles.
+
+    Args:
+        predictions: (n, ...), one row per sample that this rank saw.
+        indices: (n,) int64, the samples' numbers in the data set. A sample that several ranks saw
+            (a padded tail) is returned once.
+
+    Returns:
+        (number of different samples, ...), by ascending index.
+    """
+    if len(predictions) != len(indices):
+        raise ValueError(
+            f"gather_predictions: {len(predictions)} predictions for {len(indices)} indices"
+        )
+    rows = torch.cat(gather_variable(predictions, group))
+    numbers = torch.cat(gather_variable(indices.to(predictions.device), group))
+    order = torch.argsort(numbers, stable=True)
+    ordered = numbers[order]
+    first = torch.ones(len(ordered), dtype=torch.bool, device=ordered.device)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return rows[order[first]]
+
+
+def get_logger(name: str = "minidist", level: int = logging.INFO) -> logging.Logger:
+    """A logger whose lines say which rank wrote them: `12:00:01 [rank 1] loading`."""
+    logger = logging.getLogger(name)
+    if not any(isinstance(each, _RankFilter) for h in logger.handlers for each in h.filters):
+        handler = logging.StreamHandler()
+        handler.addFilter(_RankFilter())
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s [rank %(rank)s] %(message)s", datefmt="%H:%M:%S")
+        )
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(level)
+    return logger
+
+
+def log0(message: str, *args: Any, logger: logging.Logger | None = None) -> None:
+    """Log on rank 0 only. Call it on all ranks, so that collectives in its arguments are, too."""
+    if _rank() == 0:
+        (logger or get_logger()).info(message, *args)
+
+
+class _RankFilter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = _rank()
+        return True
+
+
+def _rank() -> int:
+    """Also before a process group exists: torchrun says it."""
+    return dist.get_rank() if _is_distributed() else int(os.environ.get("RANK", "0"))
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors have to lie for this group's collectives."""
+    if _is_distributed() and dist.get_backend(group) == "nccl":
+        return choose_device()
+    return torch.device("cpu")
+
+
+def _wide(value: Tensor | float) -> Tensor | float:
+    return value.detach().double() if isinstance(value, Tensor) else float(value)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,236 @@
+"""Gradient accumulation: one optimizer step from several micro-batches.
+
+A batch that does not fit into memory is cut into micro-batches; their gradients add up in `p.grad`.
+Over ranks and micro-batches the result must be what one process gets from the joint batch:
+
+    gradient = sum over ranks r, micro-batches i of weight[r, i] grad(loss[r, i]) / sum of weights
+
+where loss[r, i] is a mean over `weight[r, i]` tokens (or samples). A data-parallel wrapper divides
+by the number of ranks W, so each loss is scaled by **weight * W / sum of weights** before backward.
+With equal weights and k micro-batches that is the familiar 1 / k. Where sequences are padded the
+weights differ, and 1 / k would give a token of a sparse micro-batch more say than one of a full.
+
+Phases of a step: agree on the sum of weights; forward and backward of every micro-batch, all but
+the last under `no_sync`; unscale; clip; step.
+
+Three mistakes, all common: `no_sync` around backward only (it is the forward that decides); a step
+at `i % k == 0`, which is after the first micro-batch; forgetting the tail when k does not divide.
+
+Example::
+
+    for group in micro_batch_groups(loader, 4):        # the last may be smaller
+        accumulate_step(ddp, group, loss_fn, optimizer, max_norm=1.0)
+
+or with a loop of one's own::
+
+    for micro_batch, is_last in accumulate(group, ddp):
+        (loss_fn(ddp, micro_batch) / len(group)).backward()   # is_last: gradients are synchronised
+    optimizer.step()
+
+>>> [len(group) for group in micro_batch_groups(range(10), 4)]
+[4, 4, 2]
+
+Works with torch's DistributedDataParallel, `parallel.data.BucketedDDP`, and a plain module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class Scaler(Protocol):
+    """What is used of a GradScaler: torch.amp's, or any with the same methods."""
+
+    def scale(self, outputs: Tensor, /) -> Tensor: ...
+    def unscale_(self, optimizer: torch.optim.Optimizer, /) -> Any: ...
+    def step(self, optimizer: torch.optim.Optimizer, /) -> Any: ...
+    def update(self) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step reports.
+
+    Args:
+        loss: this rank's part of the mean loss: the mean over ranks of `loss` is the mean over all
+            tokens of all ranks and micro-batches. A scalar, detached, on the model's device.
+        total_weight: sum of the weights of all ranks.
+        grad_norm: before clipping; None without clipping.
+    """
+
+    loss: Tensor
+    total_weight: float
+    grad_norm: Tensor | None
+
+
+def micro_batch_groups(batches: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Consecutive groups of `size` micro-batches; the last group has the rest.
+
+    Raises:
+        ValueError: size is below 1.
+    """
+    if size < 1:
+        raise ValueError(f"micro_batch_groups: size must be at least 1, got {size}")
+    return _groups(batches, size)
+
+
+def _groups(batches: Iterable[T], size: int) -> Iterator[list[T]]:
+    group: list[T] = []
+    for batch in batches:
+        group.append(batch)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def accumulate(micro_batches: Iterable[T], model: nn.Module) -> Iterator[tuple[T, bool]]:
+    """Yield (micro-batch, is it the last); the loop's body runs under `no_sync` until the last.
+
+    Forward **and** backward belong into the body. Takes any iterable: it reads one ahead to know
+    which is the last.
+    """
+    no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)
+    iterator = iter(micro_batches)
+    try:
+        current = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        with no_sync():
+            yield current, False
+        current = following
+    yield current, True
+
+
+def accumulate_step(
+    model: nn.Module,
+    micro_batches: Sequence[T],
+    loss_fn: Callable[[nn.Module, T], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    weights: Sequence[float] | None = None,
+    scaler: Scaler | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    max_norm: float | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Step:
+    """Collective: one optimizer step from all micro-batches of all ranks.
+
+    Args:
+        model: a data-parallel wrapper over `group` whose gradients are means over ranks, or a plain
+            module in a single process.
+        micro_batches: this rank's. With `weights`, ranks may have different numbers of them.
+        loss_fn: model, micro-batch -> mean loss, a scalar.
+        weights: how many tokens (or samples) each micro-batch's mean is over; their sum over ranks
+            is agreed on in one small all-reduce. None means all micro-batches weigh the same, and
+            every rank has as many: nothing is sent.
+        scaler: for fp16; unscaled before clipping, and it may skip the step.
+        autocast: makes the context of forward, `lambda: torch.autocast("cuda", torch.bfloat16)`.
+        max_norm: clip the whole gradient's norm, after the sum and the synchronisation.
+        group: the data-parallel ranks; None means the default group.
+
+    Raises:
+        ValueError: no micro-batch, or weights that do not fit; with `weights`, a rank without
+            micro-batches or a sum of 0 is an error on every rank.
+    """
+    # Agree on the sum of weights.
+    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+    if weights is None:
+        if not micro_batches:
+            raise ValueError("accumulate_step: no micro-batches; every rank needs as many")
+        weights = [1.0] * len(micro_batches)
+        total = float(world_size * len(micro_batches))
+    else:
+        device = next(model.parameters()).device
+        total = _total_weight(len(micro_batches), weights, device, world_size, group)
+
+    # Forward and backward.
+    optimizer.zero_grad()
+    loss_sum: Tensor | None = None
+    for (micro_batch, _), weight in zip(accumulate(micro_batches, model), weights, strict=True):
+        with autocast():
+            loss = loss_fn(model, micro_batch)
+        # A micro-batch of no tokens has a mean of nan, which times 0 is nan; its backward has to
+        # run all the same, since the last one is where ranks meet.
+        scaled = torch.nan_to_num(loss) * 0 if weight == 0 else loss * (weight * world_size / total)
+        (scaled if scaler is None else scaler.scale(scaled)).backward()
+        loss_sum = scaled.detach() + (0 if loss_sum is None else loss_sum)
+    assert loss_sum is not None
+
+    # Unscale, clip, step.
+    grad_norm = None
+    if max_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    return Step(loss=loss_sum, total_weight=total, grad_norm=grad_norm)
+
+
+def _total_weight(
+    num_micro_batches: int,
+    weights: Sequence[float],
+    device: torch.device,
+    world_size: int,
+    group: dist.ProcessGroup | None,
+) -> float:
+    """Collective: the sum of all weights, or an error on every rank."""
+    fits = num_micro_batches == len(weights) > 0 and all(w >= 0 for w in weights)
+    own = [float(sum(weights)) if fits else 0.0, 0.0 if fits else 1.0]
+    sums = torch.tensor(own, dtype=torch.float64, device=device)
+    if world_size > 1:
+        dist.all_reduce(sums, group=group)
+    total, num_wrong = sums.tolist()
+    if num_wrong or total <= 0:
+        raise ValueError(
+            f"accumulate_step: {num_wrong:.0f} ranks have no micro-batches or weights that do not "
+            f"fit, and all weights add up to {total:g}; this rank has {num_micro_batches} "
+            f"micro-batches and weights {list(weights)}"
+        )
+    return total
+
+
+def train_epoch_native(
+    model: nn.parallel.DistributedDataParallel,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    num_accumulate: int,
+    num_batches: int,
+) -> int:
+    """The torch-native way, written out: equal micro-batches, right modulo, tail included.
+
+    Args:
+        num_batches: how many batches the loader has, `len(loader)`.
+
+    Returns:
+        The number of optimizer steps.
+    """
+    num_steps = 0
+    for i, (inputs, targets) in enumerate(loader):
+        is_last = (i + 1) % num_accumulate == 0 or i + 1 == num_batches
+        # The tail has fewer micro-batches, so each of them weighs more.
+        first = i - i % num_accumulate
+        size = min(num_accumulate, num_batches - first)
+        with nullcontext() if is_last else model.no_sync():
+            (loss_fn(model(inputs), targets) / size).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+            num_steps += 1
+    return num_steps

@@ -1,0 +1,366 @@
+"""Data parallelism, step 4 of 4: bucketed all-reduces that overlap with backward.
+
+What torch's DistributedDataParallel does, in Python. Gradients are copied into buckets as they
+appear; a bucket whose gradients have all arrived is reduced while backward goes on.
+
+    backward:   | layer 3 | layer 2 | layer 1 |
+    network:              | bucket 0 | bucket 1 | bucket 2 |
+                                                ^ backward() returns here, gradients are means
+
+Phases:
+    1. wrap      compare the models, broadcast rank 0's, make buckets, hook the parameters
+    2. forward   broadcast buffers, run the module, watch its outputs
+    3. begin     the first gradient of an output: backward has started
+    4. arrive    a parameter's gradient is complete: into its bucket; launch buckets in order
+    5. finish    end of backward: fill in what did not arrive, launch the rest, wait, deliver
+
+Example::
+
+    ddp = BucketedDDP(model)
+    for x, y in loader:                        # each rank its own x, y
+        optimizer.zero_grad()
+        loss_fn(ddp(x), y).backward()          # p.grad is the mean over ranks when this returns
+        optimizer.step()
+
+Three rules make it right whatever a rank's data does to the model. Buckets are launched in one
+fixed order, since collectives pair up by their order. What is reduced is all that `p.grad` holds,
+so any number of backwards may come before it. And a parameter that did not arrive still takes part,
+with what its gradient holds, or zero: so no rank waits for a message that never comes.
+
+Paper: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(arXiv 2006.15704).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from minidist.errors import MinidistError
+from minidist.parallel.data.buckets import Allocate, Bucket, Work, assign_buckets
+from minidist.parallel.data.graph import parameters_reached
+from minidist.parallel.data.replicas import (
+    broadcast_state,
+    broadcast_tensors,
+    check_same_model,
+    global_rank,
+)
+
+MIB = 2**20
+
+# Sums a flat tensor over the ranks, in place. May return before it is done, with something to wait
+# for. Is called on all ranks with the same buckets in the same order.
+Reduce = Callable[[Tensor], Work | None]
+
+
+class State(Enum):
+    """Where a rank stands."""
+
+    IDLE = auto()  # gradients are the user's; hooks do nothing
+    REDUCING = auto()  # a synchronised backward runs: gradients go into buckets
+
+
+class BucketedDDP(nn.Module):
+    """Data parallelism: after `backward()`, gradients are the mean over the ranks of `group`.
+
+    Args:
+        module: the same on every rank in names, shapes and dtypes; values come from rank 0.
+        group: the ranks that share the work; None means the default group.
+        bucket_bytes: most bytes in a bucket. 0 gives every parameter a bucket of its own.
+        first_bucket_bytes: the same for the first bucket, which decides when overlap starts.
+        gradient_as_bucket_view: let `p.grad` be a view of its bucket. Saves one copy, and the
+            memory of all gradients.
+        find_unused: parameters may get no gradient. Without it such a parameter counts as zero (on
+            one rank: right; on all ranks: it gets a gradient of zeros, with which an optimizer with
+            momentum or weight decay still moves it). With it, one more small all-reduce settles
+            which ones no rank used, and those keep what they had, None as a rule. The outputs'
+            graph is searched as well, so that a bucket need not wait for what cannot come.
+        broadcast_buffers: before each synchronised forward in training mode, buffers become those
+            of rank 0.
+        reorder: after the first backward, make the buckets anew in the order in which gradients
+            came on rank 0. Without it, the order is that of the parameters, reversed.
+        reduce: replaces the all-reduce: a ring, shared memory, compression. Sums in place.
+        allocate: memory of the buckets, where `reduce` needs a special kind.
+
+    Raises:
+        MismatchError: the ranks hold different models.
+        ValueError: no parameter to train, or sizes below zero.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = 25 * MIB,
+        first_bucket_bytes: int = MIB,
+        gradient_as_bucket_view: bool = False,
+        find_unused: bool = False,
+        broadcast_buffers: bool = True,
+        reorder: bool = True,
+        reduce: Reduce | None = None,
+        allocate: Allocate | None = None,
+    ) -> None:
+        super().__init__()
+        # Validate: without communication, so that a wrong call ends on every rank alike.
+        if bucket_bytes < 0 or first_bucket_bytes < 0:
+            raise ValueError(
+                "BucketedDDP: bucket sizes must be at least 0 bytes, got "
+                f"bucket_bytes={bucket_bytes}, first_bucket_bytes={first_bucket_bytes}"
+            )
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("BucketedDDP: no parameter of the module requires a gradient")
+        self.module = module
+        self.group = group
+        self.num_active = dist.get_world_size(group)  # ranks whose gradients count: see join.py
+        self.source = 0  # rank of the group whose buffers and order of gradients count
+        self.before_forward: Callable[[bool], None] | None = None  # set by join.py
+        self._bucket_bytes = (bucket_bytes, first_bucket_bytes)
+        self._as_view = gradient_as_bucket_view
+        self._find_unused = find_unused
+        self._broadcast_buffers = broadcast_buffers
+        self._allocate = allocate
+        self._reduce = reduce or self._all_reduce
+
+        # Derive: every replica becomes rank 0's.
+        check_same_model(module, group)
+        broadcast_state(module, group)
+
+        # Build.
+        self._state = State.IDLE
+        self._sync = True
+        self._begin_at_any_gradient = False
+        # With find_unused: what a backward can reach, None where the graph cannot be searched.
+        self._reached: set[Tensor] | None = set()
+        self._order_seen: list[nn.Parameter] | None = [] if reorder else None
+        self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+        self._make_buckets(list(reversed(trained)))
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    def _all_reduce(self, flat: Tensor) -> Work | None:
+        return dist.all_reduce(flat, group=self.group, async_op=True)
+
+    def _make_buckets(self, order: list[nn.Parameter]) -> None:
+        self._order = order
+        self._buckets = [
+            Bucket([order[i] for i in indices], self._allocate)
+            for indices in assign_buckets(order, *self._bucket_bytes)
+        ]
+        self._place = {
+            parameter: (bucket, position)
+            for bucket in self._buckets
+            for position, parameter in enumerate(bucket.parameters)
+        }
+        self._num_launched = 0
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets in their order of launch."""
+        return tuple(self._buckets)
+
+    # --- forward ------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; one that may be followed by backward makes it a synchronised one.
+
+        Raises:
+            MinidistError: the last backward did not end, so the ranks are out of step.
+            ValueError: parameters were unfrozen after wrapping.
+        """
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._check()
+        if self.before_forward is not None:
+            self.before_forward(self._sync)
+        if self._sync and self.shares_buffers():
+            self.broadcast_buffers()
+        output = self.module(*args, **kwargs)
+        self._watch(output)
+        return output
+
+    def shares_buffers(self) -> bool:
+        """Whether a synchronised forward would broadcast buffers now."""
+        return (
+            self._broadcast_buffers
+            and self.module.training
+            and next(self.module.buffers(), None) is not None
+        )
+
+    def broadcast_buffers(self) -> None:
+        """Collective: buffers become those of rank 0, as wanted before an evaluation, say."""
+        broadcast_tensors(self.module.buffers(), self.group, self.source)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients local: what is computed inside is added up in `p.grad`.
+
+        It is the forward that decides, so both forward and backward belong inside. The next
+        backward outside reduces the sum.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _check(self) -> None:
+        inside_backward = torch._C._current_graph_task_id() != -1
+        if self._state is State.REDUCING and not inside_backward:
+            raise MinidistError(
+                "BucketedDDP: the last backward ended with an error, after it may have sent some "
+                "gradients; the ranks are out of step: start again from a checkpoint",
+                rank=dist.get_rank(),
+            )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"BucketedDDP: {name} was frozen when the model was wrapped, and now wants a "
+                    "gradient, which no bucket carries; wrap the model again"
+                )
+
+    def _watch(self, output: Any) -> None:
+        """Let the first gradient that reaches an output begin the reduction.
+
+        A hook on the outputs and not on parameters: with unused parameters there may be a rank on
+        which no parameter gets a gradient, and it has to take part all the same.
+        """
+        leaves = pytree.tree_leaves(output)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        # Objects that torch cannot look into may hold tensors as well.
+        opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
+        if self._find_unused and self._reached is not None:
+            self._reached = None if opaque else self._reached | parameters_reached(outputs)
+        if self._sync:
+            for tensor in outputs:
+                tensor.register_hook(self._begin)
+            self._begin_at_any_gradient |= opaque
+
+    # --- backward -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _begin(self, _grad: Tensor | None = None) -> None:
+        if self._state is State.REDUCING:
+            return  # another output of the same backward
+        self._start()
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        reached = self._reached
+        if self._find_unused and reached is not None:
+            self._fill(lambda parameter: parameter not in reached)
+            self._launch()
+
+    def _start(self) -> None:
+        self._state = State.REDUCING
+        self._num_launched = 0
+        for bucket in self._buckets:
+            bucket.reset()
+
+    @torch.no_grad()
+    def _arrive(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if self._state is State.IDLE:
+            if not self._begin_at_any_gradient:
+                return  # under no_sync, or a use of the parameter outside forward
+            self._begin()
+        assert parameter.grad is not None
+        bucket, position = self._place[parameter]
+        if bucket.flat.layout != parameter.grad.layout:
+            raise ValueError(
+                f"BucketedDDP: gradients must be dense, got {parameter.grad.layout} for a "
+                f"parameter of shape {tuple(parameter.shape)}"
+            )
+        if position not in bucket.waiting:
+            raise MinidistError(
+                f"BucketedDDP: a parameter of shape {tuple(parameter.shape)} got a gradient twice "
+                "in one backward (reentrant checkpointing does this: use_reentrant=False), or, "
+                "with find_unused, one that does not come through the outputs of forward",
+                rank=dist.get_rank(),
+            )
+        bucket.store(position, 1 / self.num_active, self._as_view)
+        if self._order_seen is not None:
+            self._order_seen.append(parameter)
+        if not bucket.waiting:
+            self._launch()
+
+    def _fill(self, which: Callable[[nn.Parameter], bool]) -> None:
+        """Let parameters take part that do not arrive in this backward."""
+        for bucket in self._buckets:
+            for position in sorted(bucket.waiting):
+                if which(bucket.parameters[position]):
+                    bucket.store(position, 1 / self.num_active, self._as_view)
+
+    def _launch(self) -> None:
+        """Start the reduction of every complete bucket that is next in the order."""
+        while self._num_launched < len(self._buckets):
+            bucket = self._buckets[self._num_launched]
+            if bucket.waiting:
+                return
+            self._num_launched += 1
+            bucket.work = self._reduce(bucket.flat)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """At the end of backward, called by autograd: all gradients become means."""
+        self._fill(lambda parameter: True)
+        self._launch()
+        used = self._agree_on_used() if self._find_unused else None
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            bucket.deliver(used, self._as_view)
+        self._end()
+
+    def _end(self) -> None:
+        if self._order_seen is not None:
+            self._reorder(self._order_seen)
+            self._order_seen = None
+        self._reached = set()
+        self._begin_at_any_gradient = False
+        self._state = State.IDLE
+
+    def _agree_on_used(self, shadow: bool = False) -> set[nn.Parameter]:
+        """Parameters that hold a gradient on any rank: the same set on all ranks."""
+        bits = [int(p.grad is not None and not shadow) for p in self._order]
+        counts = torch.tensor(bits, dtype=torch.int32, device=self._buckets[0].flat.device)
+        dist.all_reduce(counts, group=self.group)
+        return {p for p, count in zip(self._order, counts.tolist(), strict=True) if count}
+
+    def _reorder(self, seen: list[nn.Parameter]) -> None:
+        """Once: buckets in the order in which gradients came on one rank, instead of a guess."""
+        index = {parameter: i for i, parameter in enumerate(self._order)}
+        order = list(dict.fromkeys([*seen, *self._order]))
+        wire = torch.tensor([index[p] for p in order], device=self._buckets[0].flat.device)
+        dist.broadcast(wire, src=global_rank(self.group, self.source), group=self.group)
+        indices = wire.tolist()
+        if indices == sorted(indices):
+            return
+        old = self._place
+        self._make_buckets([self._order[i] for i in indices])
+        for parameter, (bucket, position) in self._place.items():
+            slot = old[parameter][0].slots[old[parameter][1]]
+            if parameter.grad is not None and parameter.grad.data_ptr() == slot.data_ptr():
+                bucket.slots[position].copy_(slot)
+                parameter.grad = bucket.slots[position]
+
+    @torch.no_grad()
+    def shadow_backward(self) -> None:
+        """Collective: take part in the others' backward without data: zeros in every bucket."""
+        self._start()
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.waiting.clear()
+        self._launch()
+        if self._find_unused:
+            self._agree_on_used(shadow=True)
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        self._end()

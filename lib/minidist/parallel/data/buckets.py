@@ -1,0 +1,146 @@
+"""Buckets: gradients that travel together, as views of one flat tensor.
+
+>>> weights = [nn.Parameter(torch.zeros(100)) for _ in range(5)]          # 400 bytes each
+>>> assign_buckets(weights, bucket_bytes=1000, first_bucket_bytes=400)    # in order of launch
+[[0], [1, 2], [3, 4]]
+>>> bucket = Bucket([weights[1], weights[2]])
+>>> bucket.flat.shape, [slot.shape for slot in bucket.slots]
+(torch.Size([200]), [torch.Size([100]), torch.Size([100])])
+
+The bucket size is a trade: large ones pay the latency less often, small ones start earlier. The
+first bucket is small because until it starts nothing overlaps. Li et al. (arXiv 2006.15704), 3.2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Work(Protocol):
+    """What a reduction under way has: torch's Work, or anything else that can be waited for."""
+
+    def wait(self) -> Any: ...
+
+
+# Memory of a bucket: (number of elements, dtype, device) -> flat tensor.
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def assign_buckets(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int, first_bucket_bytes: int
+) -> list[list[int]]:
+    """Group parameters, given in the order in which their gradients come.
+
+    A bucket has one dtype and one device, and holds at most `bucket_bytes` unless a single
+    parameter is larger. Depends on nothing but the arguments, so all ranks get the same.
+
+    Returns:
+        Indices into `parameters`, bucket by bucket, in the order in which buckets become complete.
+    """
+    done: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    num_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for index, parameter in enumerate(parameters):
+        kind = (parameter.dtype, parameter.device)
+        size = parameter.numel() * parameter.element_size()
+        limit = bucket_bytes if done else min(first_bucket_bytes, bucket_bytes)
+        if kind in open_buckets and num_bytes[kind] + size > limit:
+            done.append(open_buckets.pop(kind))
+        num_bytes[kind] = size + (num_bytes[kind] if kind in open_buckets else 0)
+        open_buckets.setdefault(kind, []).append(index)
+    done.extend(open_buckets.values())
+    return sorted(done, key=lambda bucket: bucket[-1])
+
+
+class Bucket:
+    """Parameters whose gradients are reduced in one message.
+
+    Attributes:
+        flat: the message, (number of elements,).
+        slots: per parameter, the view of `flat` that holds its gradient, shaped as the parameter.
+        waiting: positions whose gradient has not come yet in this backward.
+        work: the reduction under way; None before it, and if it was complete at once.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], allocate: Allocate | None = None
+    ) -> None:
+        self.parameters = list(parameters)
+        first = self.parameters[0]
+        num_elements = sum(p.numel() for p in self.parameters)
+        if allocate is None:
+            self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+        else:
+            self.flat = allocate(num_elements, first.dtype, first.device)
+        pieces = self.flat.split([p.numel() for p in self.parameters])
+        self.slots = [_shaped(piece, p) for piece, p in zip(pieces, self.parameters, strict=True)]
+        self.waiting: set[int] = set()
+        self.work: Work | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+    def reset(self) -> None:
+        """Before a backward: nothing has arrived."""
+        self.waiting = set(range(len(self.parameters)))
+        self.work = None
+
+    def store(self, position: int, scale: float, as_view: bool) -> None:
+        """Write scale * gradient of one parameter into its slot; no gradient counts as zero.
+
+        Args:
+            as_view: let `p.grad` be the slot from now on, which saves the copy back.
+        """
+        parameter, slot = self.parameters[position], self.slots[position]
+        self.waiting.discard(position)
+        grad = parameter.grad
+        if grad is None:
+            slot.zero_()
+        elif grad.data_ptr() == slot.data_ptr():
+            slot.mul_(scale)  # autograd has added into the slot itself
+        else:
+            torch.mul(grad.detach(), scale, out=slot)  # copy and division in one pass
+            if as_view:
+                parameter.grad = slot
+
+    def deliver(self, used: set[nn.Parameter] | None, as_view: bool) -> None:
+        """After the reduction: every parameter's gradient becomes its slot, or a copy of it.
+
+        Args:
+            used: parameters that have a gradient on some rank; the others keep what they have.
+                None means all.
+        """
+        targets, sources = [], []
+        for parameter, slot in zip(self.parameters, self.slots, strict=True):
+            if not parameter.requires_grad or (used is not None and parameter not in used):
+                continue
+            if as_view:
+                parameter.grad = slot
+            elif parameter.grad is None:
+                parameter.grad = slot.clone()
+            else:
+                targets.append(parameter.grad.detach())
+                sources.append(slot)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+def _shaped(piece: Tensor, parameter: nn.Parameter) -> Tensor:
+    """`piece` with the parameter's shape and, where it fills its memory (channels last), strides.
+
+    Autograd wants gradients laid out as their parameters.
+    """
+    if parameter.is_contiguous():
+        return piece.view(parameter.shape)
+    strides = sorted(zip(parameter.stride(), parameter.shape, strict=True))
+    expected = 1
+    for stride, size in strides:
+        if size != 1 and stride != expected:
+            return piece.view(parameter.shape)
+        expected *= size
+    return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())

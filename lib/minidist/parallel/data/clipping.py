@@ -1,0 +1,103 @@
+"""Gradient clipping by global norm: one norm over all parameters, one factor for all gradients.
+
+Under DDP every rank holds the same mean gradients after backward, so every rank computes the same
+norm by itself: clip **after** the synchronisation, and nothing needs to be sent. Clipping before
+it, under `no_sync` say, would clip each rank's own gradients by other factors. Where each rank
+holds only a shard of the gradients (ZeRO, FSDP, tensor parallelism), the squares have to be added
+up.
+
+>>> w = nn.Parameter(torch.zeros(2))
+>>> w.grad = torch.tensor([3.0, 4.0])
+>>> clip_grad_norm([w], max_norm=1.0)       # the norm before clipping
+tensor(5.)
+>>> w.grad
+tensor([0.6000, 0.8000])
+
+With a GradScaler, unscale first: the limit is meant for true gradients. torch-native:
+`clip_grad_norm_native`. Paper: Pascanu et al. (arXiv 1211.5063).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minidist.errors import MinidistError
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    shard_group: dist.ProcessGroup | None = None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients in place so that their joint norm is at most `max_norm`.
+
+    Args:
+        parameters: those without a gradient are left out.
+        norm_type: 2 is usual; math.inf takes the largest absolute value.
+        shard_group: None if every rank holds all gradients (DDP). Else the ranks of this group hold
+            disjoint parts, maybe none at all, and the call is collective.
+        error_if_nonfinite: raise instead of scaling by nan or 0; on all ranks alike.
+
+    Returns:
+        The norm before clipping, the same on every rank: a scalar in float32, or in float64 for
+        float64 gradients and for shards.
+
+    Raises:
+        ValueError: max_norm is not positive or norm_type is below 1.
+        MinidistError: the norm is inf or nan, if asked for.
+    """
+    if not max_norm > 0 or not norm_type >= 1:
+        raise ValueError(
+            "clip_grad_norm: max_norm must be above 0 and norm_type at least 1, "
+            f"got {max_norm} and {norm_type}"
+        )
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = _norm(grads, norm_type, shard_group)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        rank = dist.get_rank() if dist.is_initialized() else None
+        raise MinidistError(f"clip_grad_norm: the gradients' norm is {norm.item()}", rank=rank)
+    # The small constant keeps a norm of 0 from dividing; min() on the device saves a round trip
+    # from GPU to CPU that `if norm > max_norm` would cost.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(device=grad.device, dtype=grad.dtype))
+    return norm
+
+
+def _norm(grads: list[Tensor], norm_type: float, shard_group: dist.ProcessGroup | None) -> Tensor:
+    # In float32 at least: squares of float16 overflow above 256.
+    # Ranks with shards may hold other dtypes, or nothing: float64 is agreed on without asking.
+    wide = shard_group is not None or any(grad.dtype == torch.float64 for grad in grads)
+    dtype = torch.float64 if wide else torch.float32
+    device = grads[0].device if grads else _device(shard_group)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(device) for g in grads]
+    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=device)
+    if math.isinf(norm_type):
+        total = stacked.max()
+        if shard_group is not None:
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=shard_group)
+        return total
+    total = stacked.pow(norm_type).sum()
+    if shard_group is not None:
+        dist.all_reduce(total, group=shard_group)
+    return total.pow(1 / norm_type)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    if group is not None and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def clip_grad_norm_native(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """torch's own, for replicated gradients, and for DTensors of FSDP2, whose norm it joins."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -1,0 +1,117 @@
+"""The torch-native way: DistributedDataParallel, with each of its options said in a line.
+
+Example::
+
+    ddp = wrap_ddp(model, DDPOptions(gradient_as_bucket_view=True, hook="fp16"))
+    loss_fn(ddp(x), y).backward()
+
+Paper: Li et al. (arXiv 2006.15704).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPOptions:
+    """What `wrap_ddp` passes on, with torch's defaults."""
+
+    # Size of a bucket in MiB: large ones pay fewer latencies, small ones start earlier. The first
+    # step uses one layout; from the second on, buckets follow the order of the first backward.
+    bucket_cap_mb: float = 25.0
+    # p.grad is a view into the bucket: saves a copy and the memory of all gradients.
+    gradient_as_bucket_view: bool = False
+    # Search the graph for parameters that get no gradient in this step. Needed where a branch may
+    # be skipped; without it such a step raises, or hangs when only some ranks skip.
+    find_unused_parameters: bool = False
+    # The same parameters are used, in the same way, in every step: torch learns once which are
+    # unused. Allows reentrant checkpointing and a parameter used several times.
+    static_graph: bool = False
+    # Buffers (BatchNorm's running statistics) become rank 0's before every forward.
+    broadcast_buffers: bool = True
+    # What travels. "bf16" wants NCCL; "powersgd" sends low-rank factors (arXiv 1905.13727).
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    powersgd_rank: int = 1
+
+
+def wrap_ddp(
+    module: nn.Module,
+    options: DDPOptions | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> DistributedDataParallel:
+    """Collective: torch's DDP around a module that is on its device already.
+
+    Raises:
+        ValueError: an unknown hook, or one that the backend refuses.
+    """
+    options = options or DDPOptions()
+    hook = _hook(options, group)
+    device = next(module.parameters()).device
+    ddp = DistributedDataParallel(
+        module,
+        device_ids=None if device.type == "cpu" else [device],
+        process_group=group,
+        bucket_cap_mb=options.bucket_cap_mb,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+        broadcast_buffers=options.broadcast_buffers,
+    )
+    if hook is not None:
+        ddp.register_comm_hook(*hook)
+    return ddp
+
+
+def _hook(
+    options: DDPOptions, group: dist.ProcessGroup | None
+) -> tuple[Any, Callable[..., Any]] | None:
+    """State and function for `register_comm_hook`."""
+    if options.hook == "none":
+        return None
+    if options.hook == "fp16":
+        return group, default_hooks.fp16_compress_hook
+    if options.hook == "bf16":
+        if dist.get_backend(group) != "nccl":
+            raise ValueError(
+                f"wrap_ddp: torch's bf16 hook needs nccl, got {dist.get_backend(group)}"
+            )
+        return group, default_hooks.bf16_compress_hook
+    if options.hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            group,
+            matrix_approximation_rank=options.powersgd_rank,
+            start_powerSGD_iter=2,  # the first steps go uncompressed: buckets are rebuilt in them
+        )
+        return state, powerSGD_hook.powerSGD_hook
+    raise ValueError(f"wrap_ddp: hook is none, fp16, bf16 or powersgd, got {options.hook!r}")
+
+
+def train_uneven(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> int:
+    """Collective: train on a number of batches that may differ between ranks; returns the steps.
+
+    Ranks that are done shadow the others' collectives; in the end all hold the parameters of one
+    that trained to the last. The mean still divides by all ranks (`divide_by_initial_world_size`).
+    """
+    num_steps = 0
+    with Join([ddp], divide_by_initial_world_size=True):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss_fn(ddp(inputs), targets).backward()
+            optimizer.step()
+            num_steps += 1
+    return num_steps

@@ -1,0 +1,97 @@
+"""Data parallelism, step 3 of 4: one all-reduce per parameter, while backward still runs.
+
+Backward makes gradients from the last layer to the first. As soon as one is complete its all-reduce
+starts, and the network works while the processor differentiates the layers before it. Each
+parameter is a message of its own, so a model of many small parameters pays many latencies: buckets
+(step 4) cure that.
+
+Phases: a hook marks a gradient as arrived; marked ones are launched in **one fixed order**;
+`finish` fills in what did not arrive, waits and divides.
+
+Why a fixed order: collectives of a group pair up in the order of their calls. Ranks whose models
+branch differently complete their gradients in different orders, and would add wrong ones.
+
+Example::
+
+    ddp = OverlappedDDP(model)
+    loss_fn(ddp(x), y).backward()     # all-reduces start in here
+    ddp.finish()                      # and are complete here
+    optimizer.step()
+
+Background: Li et al., "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.errors import MinidistError
+from minidist.parallel.data.replicas import broadcast_state, check_same_model
+
+
+class OverlappedDDP(nn.Module):
+    """Averages gradients over `group`, parameter by parameter, in `backward()` and `finish()`.
+
+    Every rank calls `finish()` once after each backward. Frozen parameters are left alone, and one
+    without a gradient counts as zero. For accumulation, `no_sync` and buffers see `BucketedDDP`.
+
+    Raises:
+        MismatchError: at wrapping, when the ranks hold different models.
+        MinidistError: a second backward began before `finish()`.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self._group = group
+        check_same_model(module, group)
+        broadcast_state(module, group)
+        # Backward runs through the layers from the last to the first: launch in that order.
+        self._order = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+        self._arrived: set[nn.Parameter] = set()
+        self._works: list[Any] = []
+        for parameter in self._order:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if parameter in self._arrived:
+            # Its all-reduce may be under way in the very memory that autograd just added to.
+            raise MinidistError(
+                "OverlappedDDP: a second backward before finish() of the first",
+                rank=dist.get_rank(),
+            )
+        self._arrived.add(parameter)
+        self._launch()
+
+    def _launch(self) -> None:
+        """Start the all-reduce of every gradient that is next in the order and has arrived."""
+        while len(self._works) < len(self._order):
+            parameter = self._order[len(self._works)]
+            if parameter not in self._arrived:
+                return
+            assert parameter.grad is not None
+            work = dist.all_reduce(parameter.grad, group=self._group, async_op=True)
+            self._works.append(work)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Collective: after it, every gradient is the mean over ranks."""
+        for parameter in self._order:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._arrived.update(self._order)
+        self._launch()
+        for parameter, work in zip(self._order, self._works, strict=True):
+            work.wait()
+            assert parameter.grad is not None
+            parameter.grad.div_(dist.get_world_size(self._group))
+        self._arrived.clear()
+        self._works.clear()

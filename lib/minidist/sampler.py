@@ -1,0 +1,205 @@
+"""Which samples a rank sees, and loaders made for many ranks.
+
+Phases of an epoch: all ranks draw the same order of the whole data set (from seed and epoch, so
+nothing is sent), settle the tail that does not divide, and take every world_size-th index.
+
+>>> def indices(tail):
+...     options = dict(world_size=3, shuffle=False, tail=tail)
+...     return [list(DistributedSampler(7, rank=rank, **options)) for rank in range(3)]
+>>> indices("pad")
+[[0, 3, 6], [1, 4, 0], [2, 5, 1]]
+>>> indices("drop")
+[[0, 3], [1, 4], [2, 5]]
+>>> indices("uneven")
+[[0, 3, 6], [1, 4], [2, 5]]
+
+    tail       every rank the same number   each sample once   use it for
+    "pad"      yes                          some twice         training; torch's default
+    "drop"     yes                          some never         training
+    "uneven"   no                           yes                evaluation: an exact mean
+
+With "uneven" the ranks take different numbers of batches: evaluate without collectives inside the
+loop and reduce sums afterwards (minidist.metrics), or train under a join context.
+
+A plain shuffled loader on each rank is no substitute: the ranks would draw different, overlapping
+samples. And without `set_epoch`, every epoch has the same order. torch-native:
+`torch.utils.data.DistributedSampler`, which has "pad" and "drop" and gives the same indices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from minidist.seeding import derive_seed
+
+Tail = Literal["pad", "drop", "uneven"]
+
+
+class DistributedSampler(Sampler[int]):
+    """Indices of the samples of one rank, in a new order each epoch.
+
+    Args:
+        dataset: anything with a length, or the length itself.
+        rank, world_size: of the data-parallel group: ranks that split a model between them (tensor,
+            pipeline) must see the same samples, so take `mesh.coordinate("dp")`, `mesh.size("dp")`.
+        shuffle: draw the order anew in every epoch; else it is 0, 1, 2, …
+        seed: the same on every rank.
+        tail: what happens when the length does not divide; see above.
+
+    Raises:
+        ValueError: no such rank, or no such tail.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        *,
+        rank: int,
+        world_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        tail: Tail = "pad",
+    ) -> None:
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"DistributedSampler: rank must be in 0 … world_size - 1, got rank {rank} "
+                f"of {world_size}"
+            )
+        if tail not in ("pad", "drop", "uneven"):
+            raise ValueError(
+                f'DistributedSampler: tail must be "pad", "drop" or "uneven", got {tail!r}'
+            )
+        self.num_samples = dataset if isinstance(dataset, int) else len(dataset)
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.tail = tail
+        self.epoch = 0
+        self.num_consumed = 0
+
+    def set_epoch(self, epoch: int, num_consumed: int = 0) -> None:
+        """Choose the epoch, on every rank, before iterating.
+
+        Args:
+            num_consumed: to resume in the midst of an epoch: how many samples all ranks together
+                have trained on in it. The rest is dealt out anew, so another number of ranks may
+                resume; count in the training loop, since a loader's workers read ahead.
+        """
+        if epoch < 0 or num_consumed < 0:
+            raise ValueError(
+                f"set_epoch: must not be negative, got epoch={epoch}, num_consumed={num_consumed}"
+            )
+        self.epoch = epoch
+        self.num_consumed = num_consumed
+
+    def __iter__(self) -> Iterator[int]:
+        # The same order on all ranks.
+        order = list(range(self.num_samples))
+        if self.shuffle:
+            # A sum and no hash, so that the order is the one of torch's sampler.
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator).tolist()
+        rest = order[self.num_consumed :]
+        # The tail.
+        total = len(rest)
+        if self.tail == "drop":
+            total -= total % self.world_size
+        if self.tail == "pad" and rest:
+            total = math.ceil(total / self.world_size) * self.world_size
+            rest = rest + (order * math.ceil(total / len(order)))[: total - len(rest)]
+        # This rank's part.
+        return iter(rest[self.rank : total : self.world_size])
+
+    def __len__(self) -> int:
+        left = max(0, self.num_samples - self.num_consumed)
+        if self.tail == "drop":
+            return left // self.world_size
+        if self.tail == "pad":
+            return math.ceil(left / self.world_size)
+        return len(range(self.rank, left, self.world_size))
+
+
+def make_loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    rank: int,
+    world_size: int,
+    train: bool = True,
+    seed: int = 0,
+    tail: Tail | None = None,
+    num_workers: int = 0,
+    prefetch_factor: int | None = None,
+    pin_memory: bool | None = None,
+    drop_last: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> DataLoader[Any]:
+    """A loader of this rank's samples, with sound settings; call `set_epoch` before each epoch.
+
+    Args:
+        batch_size: samples per rank and batch.
+        rank, world_size: of the data-parallel group, as for `DistributedSampler`.
+        train: shuffle, give every rank as many batches, leave out a smaller last batch (its samples
+            would weigh more in the mean). False is for evaluation: in order, each sample once.
+        num_workers: processes that load, per rank; 0 loads in the training loop itself. All ranks
+            of a node share its cores: cores / ranks per node is the most that helps. Workers live
+            on from epoch to epoch (`persistent_workers`), since starting them costs seconds.
+        prefetch_factor: batches that each worker loads ahead, torch's default is 2. Costs memory:
+            num_workers x prefetch_factor batches per rank.
+        pin_memory: page-locked batches, from which a copy to a GPU can be asynchronous
+            (`.to(device, non_blocking=True)`). None means: if there is a GPU.
+        drop_last: leave out a last batch that is smaller; None means as `train`.
+
+    Raises:
+        ValueError: batch_size or num_workers out of range.
+    """
+    if batch_size < 1 or num_workers < 0:
+        raise ValueError(
+            "make_loader: batch_size must be at least 1 and num_workers at least 0, "
+            f"got {batch_size} and {num_workers}"
+        )
+    sampler = DistributedSampler(
+        dataset,  # type: ignore[arg-type]
+        rank=rank,
+        world_size=world_size,
+        shuffle=train,
+        seed=seed,
+        tail=tail or ("pad" if train else "uneven"),
+    )
+    loader = DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=num_workers > 0,
+        pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        drop_last=train if drop_last is None else drop_last,
+        collate_fn=collate_fn,
+        # In worker i torch seeds `random`, numpy and itself from i and a number that it draws here.
+        # Where all ranks draw the same number, worker i of all ranks augments alike.
+        generator=torch.Generator(),
+    )
+    set_epoch(loader, 0)
+    return loader
+
+
+def set_epoch(loader: DataLoader[Any], epoch: int, num_consumed: int = 0) -> None:
+    """Choose the epoch of a loader of `make_loader`: its order, and its workers' random numbers.
+
+    Both depend on seed, rank and epoch and on nothing that happened before, so a resumed run draws
+    what an uninterrupted one does. (Persistent workers keep their generators between epochs: theirs
+    are exact only for the first epoch after the loader was made. Where it matters, draw from
+    `derive_seed(seed, epoch, index)` in the data set.)
+    """
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler) or loader.generator is None:
+        raise ValueError(f"set_epoch: wants a loader of make_loader, got one with {sampler!r}")
+    sampler.set_epoch(epoch, num_consumed)
+    loader.generator.manual_seed(derive_seed(sampler.seed, "loader", sampler.rank, epoch))

@@ -1,0 +1,124 @@
+"""Random numbers on many ranks: the same where replicas must agree, different where they must not.
+
+    the same on every rank        initial weights (or broadcast them), the order of samples
+    different on every rank       dropout, augmentation, noise
+    different in every worker     augmentation in the processes of a loader: minidist.sampler
+
+The usual mistake is one seed for both: `manual_seed(seed)` everywhere drops the same neurons on all
+ranks, `manual_seed(seed + rank)` before the model is made starts from different weights. So seed
+twice, before and after making the model.
+
+Example::
+
+    seed_all(seed)                  # the same: build the model
+    model = GPT(config)
+    seed_all(seed, rank)            # from here on, every rank draws its own
+
+Seeds of several parts are hashed, not added: with `seed + rank`, rank 1 of seed 0 is rank 0 of
+seed 1.
+
+>>> derive_seed(0, 1) == derive_seed(1, 0), derive_seed(0, 1) == derive_seed(0, 1)
+(False, True)
+>>> seed_all(7); first = torch.rand(2); state = get_rng_state()
+>>> second = torch.rand(2); set_rng_state(state)
+>>> torch.equal(torch.rand(2), second)
+True
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def derive_seed(seed: int, *parts: int | str) -> int:
+    """A seed in 0 … 2**63 - 1 that depends on every part: rank, epoch, a purpose.
+
+    The same on every machine and Python, unlike `hash`.
+    """
+    text = "\0".join([str(int(seed)), *(f"{type(p).__name__}:{p}" for p in parts)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def seed_all(seed: int, *parts: int | str) -> None:
+    """Seed `random`, numpy's global generator, and torch on all devices.
+
+    Args:
+        parts: as for `derive_seed`; none means `seed` itself.
+    """
+    value = derive_seed(seed, *parts) if parts else seed
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)
+
+
+@contextmanager
+def seeded(seed: int, *parts: int | str) -> Iterator[None]:
+    """Seed all generators for the block only; afterwards they go on where they were.
+
+    For what must be the same on all ranks in the midst of what must not::
+
+        with seeded(seed, "init"):
+            model = GPT(config)
+    """
+    state = get_rng_state()
+    seed_all(seed, *parts)
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def get_rng_state() -> dict[str, Any]:
+    """The state of all generators of this process, for a checkpoint.
+
+    Consists of tensors, numbers and lists, so `torch.load(..., weights_only=True)` reads it. Every
+    rank has a state of its own: save one per rank.
+    """
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what `get_rng_state` returned.
+
+    Raises:
+        ValueError: the state is of more or fewer GPUs than this process sees.
+    """
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(state["cuda"]) != num_devices:
+        raise ValueError(
+            f"set_rng_state: the state is of {len(state['cuda'])} CUDA devices, "
+            f"this process sees {num_devices}"
+        )
+    python, of_numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+    np.random.set_state((
+        of_numpy["kind"],
+        of_numpy["keys"].numpy().astype(np.uint32),
+        of_numpy["position"],
+        of_numpy["has_gauss"],
+        of_numpy["cached"],
+    ))  # fmt: skip
+    torch.set_rng_state(state["torch"].cpu())
+    if num_devices:
+        torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])

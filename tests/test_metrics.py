@@ -1,0 +1,163 @@
+"""Metrics over ranks equal those of one process; rank-0 logging."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from minidist.errors import MismatchError
+from minidist.launch import run
+from minidist.metrics import (
+    Accuracy,
+    Perplexity,
+    WeightedMean,
+    gather_predictions,
+    gather_variable,
+    get_logger,
+    log0,
+    reduce_metrics,
+)
+from minidist.sampler import DistributedSampler
+
+NUM, CLASSES = 13, 7
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(NUM, 5, CLASSES, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, CLASSES, (NUM, 5), generator=generator)
+    targets[torch.rand(NUM, 5, generator=generator) < 0.3] = -100
+    targets[3] = -100  # a batch without any token
+    return logits, targets
+
+
+def evaluate(logits, targets, batches):
+    loss, perplexity = WeightedMean(), Perplexity()
+    top1, top3 = Accuracy(), Accuracy(k=3)
+    for rows in batches:
+        tokens = (targets[rows] != -100).sum()
+        mean = F.cross_entropy(logits[rows].flatten(0, 1), targets[rows].flatten())
+        loss.update(mean, tokens)  # nan where there are no tokens
+        perplexity.update(mean.item(), int(tokens))
+        top1.update(logits[rows], targets[rows])
+        top3.update(logits[rows], targets[rows])
+    return {"loss": loss, "perplexity": perplexity, "top1": top1, "top3": top3}
+
+
+def measure(case):
+    dist.init_process_group("gloo")
+    rank, n = dist.get_rank(), dist.get_world_size()
+    logits, targets = data()
+    if case == "uneven":
+        indices = list(DistributedSampler(NUM, rank=rank, world_size=n, shuffle=False,
+                                          tail="uneven"))  # fmt: skip
+    else:  # some ranks have nothing
+        indices = list(range(NUM)) if rank == n - 1 else []
+    calls = []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *a, **k: calls.append(1) or all_reduce(*a, **k)
+    metrics = evaluate(logits, targets, [indices[i : i + 2] for i in range(0, len(indices), 2)])
+    results = reduce_metrics(metrics)
+    num_calls = len(calls)
+    alone = metrics["loss"].compute()
+    empty = WeightedMean().compute()
+
+    rows = torch.tensor(indices, dtype=torch.int64)
+    predictions = gather_predictions(logits[rows], rows)
+    kinds = {
+        str(dtype): gather_variable(torch.full((rank, 2), rank).to(dtype))
+        for dtype in (torch.bool, torch.bfloat16, torch.int64, torch.complex64)
+    }
+    nothing = gather_variable(torch.zeros(0, 3))
+    with pytest.raises(MismatchError) as caught:
+        gather_variable(torch.zeros(2, 3 if rank == n - 1 else 4))
+    dist.barrier()
+    dist.destroy_process_group()
+    return results, num_calls, alone, empty, predictions, kinds, nothing, str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", ["uneven", "empty"])
+def test_metrics_equal_those_of_one_process(case, world_size):
+    logits, targets = data()
+    mask = targets != -100
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    best = logits.argsort(-1, descending=True)
+    expected = {
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "top1": (best[..., 0] == targets)[mask].double().mean().item(),
+        "top3": (best[..., :3] == targets[..., None]).any(-1)[mask].double().mean().item(),
+    }
+    for rank, each in enumerate(run(measure, world_size, case)):
+        results, num_calls, alone, empty, predictions, kinds, nothing, text = each
+        assert results == pytest.approx(expected, rel=1e-12)
+        assert num_calls == 1
+        assert alone == pytest.approx(loss, rel=1e-12)
+        assert math.isnan(empty)
+        torch.testing.assert_close(predictions, logits, rtol=0, atol=0)
+        for gathered in kinds.values():
+            assert [tuple(t.shape) for t in gathered] == [(r, 2) for r in range(world_size)]
+            for r, t in enumerate(gathered):
+                torch.testing.assert_close(t, torch.full((r, 2), r).to(t.dtype))
+        assert [t.shape for t in nothing] == [(0, 3)] * world_size
+        assert text.startswith(f"[rank {rank}] gather_variable: rank 0 of the group has rows of")
+
+
+def test_a_mean_of_means_would_be_wrong():
+    """The oracle tells the two apart: without weights the result differs."""
+    metric = WeightedMean()
+    metric.update(1.0, 3)
+    metric.update(2.0, 1)
+    assert metric.compute() == 1.25
+    perplexity = Perplexity()
+    perplexity.update(1.0, 3)
+    perplexity.update(2.0, 1)
+    assert perplexity.compute() == pytest.approx(math.exp(1.25))
+    perplexity.update(1e6, 1e6)
+    assert perplexity.compute() == math.inf
+
+
+def test_a_padded_tail_is_counted_once_in_gathered_predictions():
+    indices = torch.tensor([4, 0, 2, 0])
+    got = gather_predictions(torch.tensor([40, 0, 20, 0]), indices)
+    assert got.tolist() == [0, 20, 40]
+    assert gather_predictions(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)).shape == (0, 2)
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        Accuracy(k=0)
+    with pytest.raises(ValueError, match=r"logits \(2, 3\) do not fit targets \(3,\)"):
+        Accuracy().update(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="got a scalar"):
+        gather_variable(torch.tensor(1))
+    with pytest.raises(ValueError, match="2 predictions for 3 indices"):
+        gather_predictions(torch.zeros(2), torch.arange(3))
+    assert reduce_metrics({}) == {}
+
+
+def log_something():
+    import contextlib
+    import io
+
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        get_logger("test").info("before")
+        dist.init_process_group("gloo")
+        get_logger("test").info("value %d", 3)  # the same handler, not a second one
+        log0("only %s", "once", logger=get_logger("test"))
+    dist.barrier()
+    dist.destroy_process_group()
+    return stderr.getvalue()
+
+
+def test_logging():
+    for rank, text in enumerate(run(log_something, 2)):
+        lines = [line.split(" ", 1)[1] for line in text.splitlines()]
+        expected = [f"[rank {rank}] before", f"[rank {rank}] value 3"]
+        assert lines == expected + ["[rank 0] only once"] * (rank == 0)
