@@ -1,0 +1,384 @@
+"""Claims: every number that a lecture states is checked where it is stated.
+
+>>> traffic = 2 * (4 - 1) / 4 * 1000  # counted by a log of sends, say
+>>> claim("a ring all-reduce of B bytes on n ranks sends 2(n-1)/n B per rank", traffic, 1500.0,
+...       rtol=1e-9)  # doctest: +ELLIPSIS
+✓ a ring all-reduce of B bytes on n ranks sends 2(n-1)/n B per rank: 1500 (expected 1500 ...)
+
+The three kinds:
+
+- **verified**: measured or computed here, and equal to what is expected;
+- **corrected**: a source said something else; `said=` is what it said and `why=` why it is wrong.
+  The measured value must equal `expected` and must NOT equal what was said;
+- **cited**: somebody's published figure that is not measured here; `source=` says whose.
+
+`expected` is a number, an array, a bool, a string, a pair like `(">=", 0.9)`, or a function of the
+measured value that returns a bool. Floats need `rtol=` (or `atol=`, or `exact=True`). NaN never
+passes. An `expected` that is the very object `measured` is refused: it would check nothing.
+
+A false claim raises `ClaimError`. Every claim, true or false, is kept in `claims.registry` and, if
+the environment variable MINIDIST_CLAIMS names a file, appended to it as one JSON line.
+`python -m minidist.claims FILE.jsonl` prints the table and fails if a claim is false.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import json
+import math
+import numbers
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from minidist.errors import MinidistError
+
+STATUSES = ("verified", "corrected", "cited")
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+    "!=": lambda a, b: a != b,
+}
+
+
+class ClaimError(MinidistError, AssertionError):
+    """A claim is false, or was made in a way that checks nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One checked statement, as it is kept and shown."""
+
+    text: str
+    measured: str
+    expected: str
+    tolerance: str
+    status: str
+    passed: bool
+    source: str = ""
+    said: str = ""
+    why: str = ""
+    where: str = ""
+    rank: int = 0
+
+    def __str__(self) -> str:
+        mark = {"cited": "§"}.get(self.status, "✓") if self.passed else "✗"
+        # A comparison says itself what is expected; a cited figure was not measured.
+        line = f"{mark} {self.text}: {self.measured}"
+        if self.status != "cited":
+            line += f" (expected {' '.join(filter(None, (self.expected, self.tolerance)))})"
+        if self.status == "corrected":
+            line += f"; a source says {self.said}: {self.why}"
+        if self.source:
+            line += f" [{self.source}]"
+        return line
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        colour = {"verified": "#1b7f4b", "corrected": "#9a5b00", "cited": "#4a5a8a"}[self.status]
+        if not self.passed:
+            colour = "#b00020"
+        return (
+            f'<span style="border-left:3px solid {colour};padding-left:.5em">'
+            f"{html.escape(str(self))}</span>"
+        )
+
+
+registry: list[Claim] = []
+
+
+def claim(
+    text: str,
+    measured: Any,
+    expected: Any = None,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    exact: bool = False,
+    source: str = "",
+    status: str = "verified",
+    said: Any = None,
+    why: str = "",
+) -> Claim:
+    """Check a statement, record it and return it (a notebook shows it as one line).
+
+    Args:
+        text: the statement, as a sentence without a full stop.
+        measured: what was measured or computed here; for `cited` the published figure.
+        expected: number(s), bool, string, `(operator, value)` or a function of the measured value.
+        rtol: allowed |measured - expected| / |expected|. One of rtol, atol and exact is needed
+            wherever floats are compared for equality.
+        exact: integers and strings are always exact; this says it for floats.
+        source: citation; needed for `cited`, welcome elsewhere.
+        status: verified, corrected or cited.
+        said, why: for `corrected`: the wrong value, and why it is wrong.
+
+    Raises:
+        ClaimError: the claim is false; the message has what, expected, got and tolerance.
+        ValueError: the claim is not well formed.
+    """
+    _check_form(text, measured, expected, rtol, atol, exact, source, status, said, why)
+    passed, expected_text = _compare(measured, expected, rtol, atol, status)
+    if status == "corrected" and passed and _looks_equal(measured, said, rtol, atol):
+        passed, expected_text = False, f"{expected_text}, and not the corrected {_show(said)}"
+    comparison = isinstance(expected, tuple) or callable(expected) or status == "cited"
+    result = Claim(
+        text=text,
+        measured=_show(measured),
+        expected=expected_text,
+        tolerance="" if comparison else _tolerance(rtol, atol, exact, measured),
+        status=status,
+        passed=passed,
+        source=source,
+        said="" if said is None else _show(said),
+        why=why,
+        where=_where(),
+        rank=int(os.environ.get("RANK", "0")),
+    )
+    _record(result)
+    if not passed:
+        raise ClaimError(
+            f"claim is false: {text}; expected {result.expected}"
+            f"{' ' + result.tolerance if result.tolerance else ''}, got {result.measured}"
+        )
+    return result
+
+
+def table(claims: Iterable[Claim] | None = None) -> str:
+    """All claims as text: verdict, statement, value, source, and a count at the end."""
+    rows = list(registry if claims is None else claims)
+    lines = [
+        f"{row.status if row.passed else 'FALSE':<10}{row.where:<28}{str(row)[2:]}" for row in rows
+    ]
+    counts = [f"{sum(r.passed and r.status == s for r in rows)} {s}" for s in STATUSES]
+    failed = sum(not row.passed for row in rows)
+    return "\n".join([*lines, f"{len(rows)} claims: {', '.join(counts)}, {failed} false"])
+
+
+def load(path: str | Path) -> list[Claim]:
+    """Claims from a JSON-lines file. A claim made by several ranks, or run again, counts once:
+    the last verdict stays, except that a false one is never hidden by another rank's true one."""
+    found: dict[tuple[str, str, int], Claim] = {}
+    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = Claim(**json.loads(line))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not a claim: {error}") from error
+        found[row.where, row.text, row.rank] = row
+    merged: dict[tuple[str, str], Claim] = {}
+    for (where, text, _), row in found.items():
+        if (where, text) not in merged or not row.passed:
+            merged[where, text] = row
+    return list(merged.values())
+
+
+# -------------------------------------------------------------------------------------------- form
+
+
+def _check_form(
+    text: str,
+    measured: Any,
+    expected: Any,
+    rtol: float | None,
+    atol: float | None,
+    exact: bool,
+    source: str,
+    status: str,
+    said: Any,
+    why: str,
+) -> None:
+    if not text.strip():
+        raise ValueError("a claim needs a text")
+    if status not in STATUSES:
+        raise ValueError(f"claim {text!r}: status is one of {STATUSES}, got {status!r}")
+    if status == "cited":
+        if not source:
+            raise ValueError(f"claim {text!r}: a cited figure needs source=, whose it is")
+        if expected is not None:
+            raise ValueError(f"claim {text!r}: nothing is expected of a cited figure")
+        return
+    if expected is None:
+        raise ValueError(f"claim {text!r}: expected is missing")
+    if (said is None or not why) and status == "corrected":
+        raise ValueError(f"claim {text!r}: a correction needs said= and why=")
+    if _same_object(measured, expected):
+        raise ValueError(
+            f"claim {text!r}: measured and expected are the same object; compute one another way"
+        )
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"claim {text!r}: {name} must be finite and not negative, got {value}")
+    if rtol is not None and rtol >= 1:
+        raise ValueError(f"claim {text!r}: rtol {rtol} allows anything; a tolerance is below 1")
+    if exact and (rtol is not None or atol is not None):
+        raise ValueError(f"claim {text!r}: exact excludes rtol and atol")
+    if callable(expected) or _is_comparison(expected) or isinstance(expected, str | bool):
+        return
+    integers = all(isinstance(v, numbers.Integral) for v in (*_flat(measured), *_flat(expected)))
+    if rtol is None and atol is None and not exact and not integers:
+        raise ValueError(f"claim {text!r}: floats need rtol=, atol= or exact=True")
+
+
+def _same_object(a: Any, b: Any) -> bool:
+    """The same object, or two arrays over the same memory. Python shares small integers, bools and
+    strings between expressions that have nothing to do with each other, so those may coincide."""
+    if isinstance(a, bool | str) or (isinstance(a, int) and -5 <= a <= 256):
+        return False
+    if a is b:
+        return True
+
+    def address(value: Any) -> Any:
+        if hasattr(value, "data_ptr"):
+            return value.data_ptr(), tuple(value.shape)
+        interface = getattr(value, "__array_interface__", None)
+        return interface and (interface["data"][0], tuple(value.shape))
+
+    return address(a) is not None and address(a) == address(b)
+
+
+def _is_comparison(expected: Any) -> bool:
+    return isinstance(expected, tuple) and len(expected) == 2 and expected[0] in _COMPARE
+
+
+# --------------------------------------------------------------------------------------- comparing
+
+
+def _compare(
+    measured: Any, expected: Any, rtol: float | None, atol: float | None, status: str
+) -> tuple[bool, str]:
+    if status == "cited":
+        return True, ""
+    if any(isinstance(value, float) and math.isnan(value) for value in _flat(measured)):
+        return False, _show(expected) if not callable(expected) else "a number"
+    if callable(expected):
+        name = getattr(expected, "__name__", "a condition")
+        shown = "the condition to hold" if name == "<lambda>" else name
+        return _plain(expected(measured)) is True, shown
+    if _is_comparison(expected):
+        operator, bound = expected
+        values = _flat(measured)
+        holds = bool(values) and all(_ordered(operator, float(v), float(bound)) for v in values)
+        return holds, f"{operator} {_show(bound)}"
+    return _looks_equal(measured, expected, rtol, atol), _show(expected)
+
+
+def _ordered(operator: str, value: float, bound: float) -> bool:
+    if math.isnan(value) or math.isnan(bound):
+        return False
+    return _COMPARE[operator](value, bound)
+
+
+def _looks_equal(a: Any, b: Any, rtol: float | None, atol: float | None) -> bool:
+    a, b = _plain(a), _plain(b)
+    if isinstance(a, str | bool) or isinstance(b, str | bool):
+        return type(a) is type(b) and a == b  # True is not 1, and "1" is not 1
+    if _shape(a) != _shape(b):
+        return False
+    pairs = zip(_flat(a), _flat(b), strict=True)
+    return all(_close(x, y, rtol or 0.0, atol or 0.0) for x, y in pairs)
+
+
+def _close(x: Any, y: Any, rtol: float, atol: float) -> bool:
+    if isinstance(x, numbers.Integral) and isinstance(y, numbers.Integral) and not (rtol or atol):
+        return int(x) == int(y)
+    x, y = float(x), float(y)
+    if math.isnan(x) or math.isnan(y):
+        return False
+    if math.isinf(x) or math.isinf(y):
+        return x == y
+    return abs(x - y) <= atol + rtol * abs(y)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as Python lists and numbers."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _flat(value: Any) -> list[Any]:
+    value = _plain(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def _shape(value: Any) -> Any:
+    value = _plain(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_shape(item) for item in value]
+    return None
+
+
+# ----------------------------------------------------------------------------------------- showing
+
+
+def _show(value: Any) -> str:
+    value = _plain(value)
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, numbers.Integral):
+        return f"{int(value):,}" if abs(int(value)) >= 10_000 else str(int(value))
+    if isinstance(value, numbers.Real):
+        return f"{float(value):.5g}"
+    if isinstance(value, Sequence):
+        items = [_show(item) for item in value[:6]]
+        return f"[{', '.join(items)}{', ...' if len(value) > 6 else ''}]"
+    return str(value)[:80]
+
+
+def _tolerance(rtol: float | None, atol: float | None, exact: bool, measured: Any) -> str:
+    parts = [f"± {rtol:.2g} relative"] if rtol else []
+    parts += [f"± {atol:.2g}"] if atol else []
+    return " ".join(parts) or ("exactly" if exact or not isinstance(measured, bool | str) else "")
+
+
+def _where() -> str:
+    """File and line, or notebook cell, of whoever calls claim()."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    name = frame.f_code.co_filename
+    notebook = "get_ipython" in frame.f_globals and "__file__" not in frame.f_globals
+    lecture = os.environ.get("MINIDIST_LECTURE", "")
+    if notebook:  # a notebook: IPython knows the number of the running cell
+        try:
+            cell = frame.f_globals["get_ipython"]().execution_count
+        except Exception:  # a stand-in for IPython: the place is a convenience, the claim is not
+            cell = "?"
+        return f"{lecture or 'notebook'} [{cell}]"
+    return f"{lecture or Path(name).name}:{frame.f_lineno}"
+
+
+def _record(result: Claim) -> None:
+    registry.append(result)
+    path = os.environ.get("MINIDIST_CLAIMS")
+    if path:  # one write of one line: ranks that append at once do not mix
+        line = json.dumps(asdict(result), ensure_ascii=False) + "\n"
+        with open(path, "ab", buffering=0) as file:
+            file.write(line.encode())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table of one or more JSON-lines files; 1 if a claim is false or there is none."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: python -m minidist.claims FILE.jsonl ...", file=sys.stderr)
+        return 2
+    claims = [row for path in arguments for row in load(path)]
+    print(table(claims))
+    return 0 if claims and all(row.passed for row in claims) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,295 @@
+"""GPUs, links and nodes as data, each figure with where it comes from.
+
+Three traps that this file takes out:
+
+- **Dense or sparse.** Data sheets print tensor-core peaks for 2:4 sparsity first. Training is
+  dense, so every peak here is the dense one, half of that.
+- **One direction or both.** NVLink is sold by the sum of both directions ("900 GB/s"). A ring
+  sends in one direction while it receives in the other, so its time follows from ONE (450 GB/s).
+  `Link.bandwidth_bytes_per_s` is always one direction; `bidirectional_bytes_per_s` is both.
+- **Bits or bytes.** Networks are sold in bits: 400 Gbit/s is 50 GB/s. GB is 10^9 bytes, GiB 2^30.
+
+Example: an A100 sends to its neighbour over NVLink 9.5 times as fast as over PCIe 4.0.
+
+>>> round(NVLINK3.bandwidth_bytes_per_s / pcie(generation=4).bandwidth_bytes_per_s, 1)
+9.5
+>>> gbit_per_s(400) / 1e9
+50.0
+
+Sources: NVIDIA data sheets as gathered in github.com/stas00/ml-engineering (chapters on
+accelerators and networks); attainable fractions: the measurements in benchmarks/reference/;
+latencies: NCCL's tuning model (src/graph/tuning.cc, ring, Simple protocol).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+GB = 1e9
+GIB = 2.0**30
+TFLOP = 1e12
+
+_SHEETS = "NVIDIA data sheet, via stas00/ml-engineering"
+
+
+def gbit_per_s(gigabits: float) -> float:
+    """Bytes per second of a link that is sold in Gbit/s: bytes = bits / 8."""
+    return gigabits * 1e9 / 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPU:
+    """One accelerator.
+
+    Attributes:
+        peak_flops_per_s: dense peak by dtype: "bf16" and "fp16" (tensor cores, fp32 accumulation),
+            "tf32" (tensor cores), "fp32" (plain cores), "fp8". Only what the chip has.
+        memory_bytes: of device memory, in bytes (a data sheet's GB, 10^9).
+        memory_bandwidth_bytes_per_s: of device memory.
+        matmul_efficiency: the share of peak that the matrix products of a transformer layer reach,
+            fitted to published training runs for A100 and H100 (see `minidist.cost.step`) and taken
+            from them for the others.
+        source: where the figures come from.
+    """
+
+    name: str
+    peak_flops_per_s: dict[str, float] = field(hash=False)
+    memory_bytes: float
+    memory_bandwidth_bytes_per_s: float
+    matmul_efficiency: float = 0.7
+    source: str = _SHEETS
+
+    def peak(self, dtype: str = "bf16") -> float:
+        """Dense peak in FLOP/s.
+
+        Raises:
+            ValueError: the chip has no units for this dtype.
+        """
+        if dtype not in self.peak_flops_per_s:
+            raise ValueError(
+                f"{self.name} has no peak for {dtype!r}, only for {sorted(self.peak_flops_per_s)}"
+            )
+        return self.peak_flops_per_s[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One direction of a wire: a message of B bytes takes latency_s + B / bandwidth.
+
+    Attributes:
+        bandwidth_bytes_per_s: nominal, one direction.
+        attainable_fraction: what a long ring all-reduce reaches of it (bus bandwidth / nominal).
+        latency_s: of one hop, software included.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    attainable_fraction: float = 1.0
+    source: str = _SHEETS
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_bytes_per_s > 0 or not self.latency_s >= 0:
+            raise ValueError(f"a link needs bandwidth > 0 and latency >= 0, got {self}")
+        if not 0 < self.attainable_fraction <= 1:
+            raise ValueError(f"attainable_fraction is in (0, 1], got {self.attainable_fraction}")
+
+    @property
+    def bidirectional_bytes_per_s(self) -> float:
+        return 2 * self.bandwidth_bytes_per_s
+
+    @property
+    def attainable(self) -> Link:
+        """The same link at the bandwidth that collectives reach in practice."""
+        return Link(
+            name=f"{self.name}, attainable",
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * self.attainable_fraction,
+            latency_s=self.latency_s,
+            source=self.source,
+        )
+
+    def times(self, count: float) -> Link:
+        """`count` such links used side by side."""
+        return Link(
+            name=f"{count:g} x {self.name}",
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * count,
+            latency_s=self.latency_s,
+            attainable_fraction=self.attainable_fraction,
+            source=self.source,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A machine: GPUs joined by `intra_node`, each with its own `network` port to other nodes."""
+
+    name: str
+    gpu: GPU
+    num_gpus: int
+    intra_node: Link
+    network: Link
+
+    def link_for(self, *, num_ranks: int, stride: int = 1) -> Link:
+        """The link that a ring of `num_ranks` ranks, `stride` apart, is bound by.
+
+        Inside one node it is `intra_node`. Across nodes a group with k ranks in every node drives k
+        network ports at once (NCCL builds a ring per port), but never more than `intra_node`.
+
+        >>> DGX_A100.link_for(num_ranks=8).name
+        'NVLink 3'
+        >>> DGX_A100.link_for(num_ranks=16, stride=8).name  # one rank in each of 16 nodes
+        'InfiniBand HDR 200 Gbit/s'
+        >>> DGX_A100.link_for(num_ranks=16).bandwidth_bytes_per_s / 1e9  # 8 ports per node
+        200.0
+        """
+        if num_ranks * stride <= self.num_gpus:
+            return self.intra_node
+        per_node = max(1, min(num_ranks, self.num_gpus // stride))
+        outside = self.network if per_node == 1 else self.network.times(per_node)
+        if outside.bandwidth_bytes_per_s < self.intra_node.bandwidth_bytes_per_s:
+            return outside
+        return Link(
+            name=f"{self.intra_node.name} (network not the limit)",
+            bandwidth_bytes_per_s=self.intra_node.bandwidth_bytes_per_s,
+            latency_s=outside.latency_s,
+            attainable_fraction=self.intra_node.attainable_fraction,
+            source=self.intra_node.source,
+        )
+
+
+# ------------------------------------------------------------------------------------------ GPUs
+
+V100 = GPU(
+    name="V100 SXM 32 GB",
+    peak_flops_per_s={"fp16": 125e12, "fp32": 15.7e12},
+    memory_bytes=32 * GB,
+    memory_bandwidth_bytes_per_s=0.9e12,
+)
+A100_40GB = GPU(
+    name="A100 SXM 40 GB",
+    peak_flops_per_s={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
+    memory_bytes=40 * GB,
+    memory_bandwidth_bytes_per_s=1.555e12,
+)
+A100 = GPU(
+    name="A100 SXM 80 GB",
+    peak_flops_per_s={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
+    memory_bytes=80 * GB,
+    memory_bandwidth_bytes_per_s=2.0e12,  # the data sheet says 2,039 GB/s
+)
+H100 = GPU(
+    name="H100 SXM 80 GB",
+    peak_flops_per_s={
+        "bf16": 989e12,
+        "fp16": 989e12,
+        "tf32": 494.5e12,
+        "fp32": 67e12,
+        "fp8": 1979e12,
+    },
+    memory_bytes=80 * GB,
+    memory_bandwidth_bytes_per_s=3.35e12,
+    matmul_efficiency=0.5,
+)
+H200 = GPU(
+    name="H200 SXM 141 GB",
+    peak_flops_per_s=dict(H100.peak_flops_per_s),
+    memory_bytes=141 * GB,
+    memory_bandwidth_bytes_per_s=4.8e12,
+    matmul_efficiency=0.5,
+)
+B200 = GPU(
+    name="B200 SXM 180 GB",
+    peak_flops_per_s={
+        "bf16": 2250e12,
+        "fp16": 2250e12,
+        "tf32": 1125e12,
+        "fp32": 80e12,
+        "fp8": 4500e12,
+    },
+    memory_bytes=180 * GB,
+    memory_bandwidth_bytes_per_s=8.0e12,
+    matmul_efficiency=0.5,
+)
+GPUS = {gpu.name: gpu for gpu in (V100, A100_40GB, A100, H100, H200, B200)}
+
+# ----------------------------------------------------------------------------------------- links
+
+_NVLINK_HOP_S, _PCIE_HOP_S, _NETWORK_HOP_S = 3.4e-6, 5.7e-6, 9.6e-6
+
+
+def _nvlink(generation: int, num_links: int, gbytes_per_link: float, fraction: float) -> Link:
+    return Link(
+        name=f"NVLink {generation}",
+        bandwidth_bytes_per_s=num_links * gbytes_per_link * 1e9,
+        latency_s=_NVLINK_HOP_S,
+        attainable_fraction=fraction,
+        source=f"{num_links} links of {gbytes_per_link:g} GB/s each way ({_SHEETS})",
+    )
+
+
+NVLINK2 = _nvlink(2, 6, 25.0, 0.8)
+NVLINK3 = _nvlink(3, 12, 25.0, 0.78)  # 234.9 of 300 GB/s measured, 8 x A100, 16 GiB
+NVLINK4 = _nvlink(4, 18, 25.0, 0.82)  # 367.6 of 450 GB/s measured, 8 x H200, ring
+NVLINK5 = _nvlink(5, 18, 50.0, 0.82)  # not measured with a ring; taken from NVLink 4
+
+# Transfers per second of one lane, in 10^9; from 3.0 on 128 of 130 bits are data.
+_PCIE_GT_PER_S = {3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
+
+
+def pcie(*, generation: int, num_lanes: int = 16) -> Link:
+    """A PCIe slot, one direction.
+
+    bandwidth = lanes * transfers per second / 8 bits, times 128/130 for the line code (3.0 to 5.0).
+
+    >>> [round(pcie(generation=g).bandwidth_bytes_per_s / 1e9, 1) for g in (3, 4, 5)]
+    [15.8, 31.5, 63.0]
+    """
+    if generation not in _PCIE_GT_PER_S:
+        raise ValueError(f"PCIe generation {generation}: known are {sorted(_PCIE_GT_PER_S)}")
+    code = 1.0 if generation >= 6 else 128 / 130
+    return Link(
+        name=f"PCIe {generation}.0 x{num_lanes}",
+        bandwidth_bytes_per_s=num_lanes * _PCIE_GT_PER_S[generation] * 1e9 / 8 * code,
+        latency_s=_PCIE_HOP_S,
+        attainable_fraction=0.8,
+        source="PCI-SIG: transfers per lane and line code",
+    )
+
+
+def network(*, gigabits_per_s: float, name: str, latency_s: float = _NETWORK_HOP_S) -> Link:
+    """A network port, one direction, from the Gbit/s it is sold by."""
+    return Link(
+        name=f"{name} {gigabits_per_s:g} Gbit/s",
+        bandwidth_bytes_per_s=gbit_per_s(gigabits_per_s),
+        latency_s=latency_s,
+        attainable_fraction=0.92,  # 46 to 48 of 50 GB/s measured over one 400 Gbit/s port
+    )
+
+
+INFINIBAND_HDR = network(gigabits_per_s=200, name="InfiniBand HDR")
+INFINIBAND_NDR = network(gigabits_per_s=400, name="InfiniBand NDR")
+ETHERNET_10 = network(gigabits_per_s=10, name="Ethernet", latency_s=50e-6)
+ETHERNET_25 = network(gigabits_per_s=25, name="Ethernet", latency_s=50e-6)
+ETHERNET_100 = network(gigabits_per_s=100, name="Ethernet", latency_s=50e-6)
+LINKS = {
+    link.name: link
+    for link in (
+        *(pcie(generation=g) for g in (3, 4, 5, 6)),
+        *(NVLINK2, NVLINK3, NVLINK4, NVLINK5),
+        *(INFINIBAND_HDR, INFINIBAND_NDR, ETHERNET_10, ETHERNET_25, ETHERNET_100),
+    )
+}
+
+# ----------------------------------------------------------------------------------------- nodes
+
+DGX_A100 = Node(name="DGX A100", gpu=A100, num_gpus=8, intra_node=NVLINK3, network=INFINIBAND_HDR)
+DGX_H100 = Node(name="DGX H100", gpu=H100, num_gpus=8, intra_node=NVLINK4, network=INFINIBAND_NDR)
+DGX_H200 = Node(name="DGX H200", gpu=H200, num_gpus=8, intra_node=NVLINK4, network=INFINIBAND_NDR)
+PCIE_A100 = Node(
+    name="4 x A100 on PCIe",
+    gpu=A100,
+    num_gpus=4,
+    intra_node=pcie(generation=4),
+    network=network(gigabits_per_s=25, name="Ethernet, a quarter of 100", latency_s=50e-6),
+)
+NODES = {node.name: node for node in (DGX_A100, DGX_H100, DGX_H200, PCIE_A100)}

@@ -1,0 +1,323 @@
+"""Bytes per GPU: parameters, gradients, optimiser states, activations.
+
+**Model states.** Mixed-precision Adam keeps 2 bytes of bf16 parameter, 2 of gradient, and in fp32
+a master copy, a momentum and a variance: 2 + 2 + 12 = 16 bytes per parameter (Rajbhandari et al.,
+arXiv 1910.02054). The 12 alone are often quoted; they are only the optimiser's part. Plain fp32
+Adam also has 16: mixed precision saves activations and time, not model states.
+
+**ZeRO** over N ranks: stage 1 divides the 12 by N, stage 2 the gradients too, stage 3 everything.
+
+**Activations** of one block, in bytes, s sequence, b micro-batch, h width, a heads, t tensor ranks
+(Korthikanti et al., arXiv 2205.05198, table 2):
+
+    no parallelism           s b h (34 + 5 a s/h)
+    tensor parallel          s b h (10 + 24/t + 5 a s/(h t))
+    + sequence parallel      s b h (34/t + 5 a s/(h t))
+    selective recomputation  the terms with 5 a s/h vanish (as they do with FlashAttention)
+    full recomputation       s b h 2
+
+Example: GPT-3's model states, then one sequence's activations on one GPU.
+
+>>> round(MIXED_ADAM.total * 175e9 / 1e12, 1)  # TB
+2.8
+>>> from minidist.cost.transformer import GPT3_175B
+>>> round(96 * activation_bytes_per_layer(model=GPT3_175B, micro_batch=1) / 1e9)  # GB
+275
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minidist.cost.hardware import GPU
+from minidist.cost.parallelism import ParallelismConfig
+from minidist.cost.transformer import Transformer
+
+# ------------------------------------------------------------------------------------ model states
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes per parameter.
+
+    Attributes:
+        parameter: the copy that the forward pass uses.
+        gradient: what backward writes and the ranks reduce.
+        optimizer: everything else that lives between steps: master copy, momenta.
+    """
+
+    parameter: float
+    gradient: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameter + self.gradient + self.optimizer
+
+    def per_rank(self, *, zero_stage: int, num_ranks: int) -> StateBytes:
+        """What one of `num_ranks` data-parallel ranks holds, per parameter of the model.
+
+        >>> stage = lambda s: MIXED_ADAM.per_rank(zero_stage=s, num_ranks=64).total * 7.5
+        >>> [round(stage(s), 1) for s in (0, 1, 2, 3)]  # GB for 7.5B parameters
+        [120.0, 31.4, 16.6, 1.9]
+        """
+        if zero_stage not in (0, 1, 2, 3) or num_ranks < 1:
+            raise ValueError(f"ZeRO stage is 0 to 3 on >= 1 ranks, got {zero_stage}, {num_ranks}")
+        return StateBytes(
+            parameter=self.parameter / (num_ranks if zero_stage >= 3 else 1),
+            gradient=self.gradient / (num_ranks if zero_stage >= 2 else 1),
+            optimizer=self.optimizer / (num_ranks if zero_stage >= 1 else 1),
+        )
+
+
+_STATES_PER_PARAMETER = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adam8bit": 0.5}
+
+
+def state_bytes(*, optimizer: str = "adam", precision: str = "bf16_mixed") -> StateBytes:
+    """Bytes per parameter of an optimiser in a precision.
+
+    Args:
+        optimizer: sgd, momentum, adam, adamw, adam8bit (one byte per state).
+        precision: "fp32"; "bf16_mixed" or "fp16_mixed" (16-bit parameters and gradients, fp32
+            master copy and states); "bf16_fp32_grads" (Megatron: gradients kept in fp32);
+            "fp16_fp32_grad_copy" (Megatron fp16: a second, fp32 gradient); "bf16" (all of it in
+            16 bits, no master copy: small updates are lost).
+
+    >>> [state_bytes(precision=p).total for p in ("fp32", "bf16_mixed", "bf16_fp32_grads",
+    ...                                           "fp16_fp32_grad_copy", "bf16")]
+    [16, 16, 18, 20, 8]
+    >>> state_bytes(optimizer="momentum", precision="fp32").total
+    12
+    """
+    if optimizer not in _STATES_PER_PARAMETER:
+        raise ValueError(f"state_bytes: unknown optimizer {optimizer!r}")
+    states = _STATES_PER_PARAMETER[optimizer]
+    table = {  # parameter, gradient, kept beside (master and gradient copies), bytes per state
+        "fp32": (4, 4, 0, 4),
+        "bf16_mixed": (2, 2, 4, 4),
+        "fp16_mixed": (2, 2, 4, 4),
+        "bf16_fp32_grads": (2, 4, 4, 4),
+        "fp16_fp32_grad_copy": (2, 2, 8, 4),
+        "bf16": (2, 2, 0, 2),
+    }
+    if precision not in table:
+        raise ValueError(f"state_bytes: unknown precision {precision!r}, known are {list(table)}")
+    parameter, gradient, kept, per_state = table[precision]
+    return StateBytes(parameter=parameter, gradient=gradient, optimizer=kept + states * per_state)
+
+
+MIXED_ADAM = state_bytes()
+
+
+def zero_traffic_bytes(
+    *, num_parameters: float, num_ranks: int, zero_stage: int, bytes_per_element: float = 2
+) -> float:
+    """Bytes that one rank sends per step: 2 P (n-1)/n for stages 0 to 2 (an all-reduce, or
+    reduce-scatter and all-gather), 3 P (n-1)/n for stage 3, which gathers twice
+    (arXiv 1910.02054, section 7)."""
+    passes = 3 if zero_stage == 3 else 2
+    return passes * (num_ranks - 1) / num_ranks * num_parameters * bytes_per_element
+
+
+# ------------------------------------------------------------------------------------- activations
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def activation_bytes_per_layer(
+    *,
+    model: Transformer,
+    micro_batch: int,
+    tp: int = 1,
+    cp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    fused_attention: bool = False,
+    dropout: bool = True,
+) -> float:
+    """Bytes that one block keeps for backward on one GPU, with 16-bit activations.
+
+    For a GPT with dropout this is table 2 of arXiv 2205.05198. The same counting covers other MLPs
+    and grouped queries: an operation keeps its input, a dropout one byte per element for its mask.
+
+        kept whole by plain tensor parallelism: two norms and two block inputs 2+2+2+2, masks 1+1
+        cut by tensor parallelism: q 2, k and v 4 (less with grouped queries), attention output 2,
+            MLP 2r before and 2r after GELU (r = inner width / h; SwiGLU keeps four such tensors)
+        scores: softmax 2 a s/h, and with dropout its mask 1 and its output 2
+
+    Args:
+        fused_attention: FlashAttention: the scores are never stored.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute is one of {RECOMPUTE}, got {recompute!r}")
+    sbh = model.context / cp * micro_batch * model.width
+    if recompute == "full":
+        return 2 * sbh
+    ratio = model.mlp_width / model.width
+    whole = 8 + (2 if dropout else 0)
+    cut = 4 + 4 * model.kv_width / model.width + (8 if model.gated_mlp else 4) * ratio
+    scores = (5 if dropout else 2) * model.num_heads * model.context / model.width
+    if recompute == "selective" or fused_attention:
+        scores = 0
+    return sbh * (whole / (tp if sequence_parallel else 1) + (cut + scores) / tp)
+
+
+def in_flight_layers(
+    *,
+    num_layers: int,
+    pp: int,
+    num_microbatches: int | None = None,
+    virtual_stages: int = 1,
+    schedule: str = "1f1b",
+) -> float:
+    """Layers x micro-batches whose activations the first stage holds at the peak.
+
+    GPipe holds all m micro-batches of its l/p layers; 1F1B min(p, m); interleaving
+    l (1 + (p-1)/(p v)) (arXiv 2104.04473, 2205.05198).
+    """
+    if schedule == "gpipe":
+        if num_microbatches is None:
+            raise ValueError("in_flight_layers: GPipe keeps all micro-batches; say how many")
+        return num_layers / pp * num_microbatches
+    if virtual_stages > 1:
+        return num_layers * (1 + (pp - 1) / (pp * virtual_stages))
+    return num_layers / pp * min(pp, num_microbatches or pp)
+
+
+# ----------------------------------------------------------------------------------- a whole plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the fullest GPU. `working` is what comes and goes: layers gathered by ZeRO-3, a
+    block being recomputed, and what the framework takes for itself."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.working
+
+    @property
+    def model_states(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def parameters_per_gpu(*, model: Transformer, parallelism: ParallelismConfig) -> float:
+    """Parameters on the fullest stage: its blocks and one table (or both, without a pipeline), cut
+    by tensor parallelism. Norms are small and counted as if cut."""
+    p = parallelism
+    if p.pp == 1:
+        return model.num_parameters / p.tp
+    layers = -(-model.num_layers // p.pp)
+    table = model.vocab_size * model.width
+    return (layers * model.block_parameters + table) / p.tp
+
+
+def memory_per_gpu(
+    *,
+    model: Transformer,
+    parallelism: ParallelismConfig,
+    micro_batch: int = 1,
+    num_microbatches: int | None = None,
+    states: StateBytes = MIXED_ADAM,
+    recompute: str = "none",
+    fused_attention: bool = False,
+    dropout: bool = False,
+    framework_bytes: float = 2e9,
+) -> Memory:
+    """Bytes on the fullest GPU of a plan.
+
+    Args:
+        micro_batch: sequences per micro-batch and data-parallel rank.
+        framework_bytes: CUDA context, NCCL buffers, allocator slack. 2 GB is a rough figure.
+
+    >>> from minidist.cost.transformer import GPT3_175B
+    >>> plan = ParallelismConfig(dp=2, pp=4, tp=8)  # 64 GPUs: the model states alone are too much
+    >>> round(memory_per_gpu(model=GPT3_175B, parallelism=plan).model_states / 1e9)
+    88
+    """
+    p = parallelism
+    held = parameters_per_gpu(model=model, parallelism=p)
+    mine = states.per_rank(zero_stage=p.zero_stage, num_ranks=p.shard_ranks)
+    per_layer = activation_bytes_per_layer(
+        model=model,
+        micro_batch=micro_batch,
+        tp=p.tp,
+        cp=p.cp,
+        sequence_parallel=p.sequence_parallel,
+        recompute=recompute,
+        fused_attention=fused_attention,
+        dropout=dropout,
+    )
+    layers = in_flight_layers(
+        num_layers=model.num_layers,
+        pp=p.pp,
+        num_microbatches=num_microbatches,
+        virtual_stages=p.virtual_stages,
+    )
+    tokens = model.context / p.cp * micro_batch
+    logits = 6 * tokens * model.vocab_size / p.tp  # in 16 bits, and in fp32 for the loss
+    if p.pp == 1:
+        activations = layers * per_layer + logits
+    else:  # the first stage holds most micro-batches, the last one the logits
+        activations = max(layers * per_layer, model.num_layers / p.pp * per_layer + logits)
+    again = 0.0
+    if recompute == "full":  # one block at a time is alive in full
+        again = activation_bytes_per_layer(
+            model=model,
+            micro_batch=micro_batch,
+            tp=p.tp,
+            cp=p.cp,
+            sequence_parallel=p.sequence_parallel,
+            fused_attention=fused_attention,
+            dropout=dropout,
+        )
+    gathered = 0.0
+    if p.zero_stage == 3:  # the block in use and the next one, prefetched; and its gradient
+        gathered = model.block_parameters / p.tp * (2 * states.parameter + states.gradient)
+    return Memory(
+        parameters=held * mine.parameter,
+        gradients=held * mine.gradient,
+        optimizer=held * mine.optimizer,
+        activations=activations,
+        working=again + gathered + framework_bytes,
+    )
+
+
+def largest_micro_batch(
+    *,
+    model: Transformer,
+    parallelism: ParallelismConfig,
+    gpu: GPU,
+    states: StateBytes = MIXED_ADAM,
+    recompute: str = "none",
+    fused_attention: bool = False,
+    dropout: bool = False,
+    framework_bytes: float = 2e9,
+) -> int:
+    """The most sequences per micro-batch that fit the GPU; 0 if not even one does.
+
+    Everything but model states grows linearly with the micro-batch, so two evaluations are enough.
+    """
+
+    def total(micro_batch: int) -> float:
+        return memory_per_gpu(
+            model=model,
+            parallelism=parallelism,
+            micro_batch=micro_batch,
+            states=states,
+            recompute=recompute,
+            fused_attention=fused_attention,
+            dropout=dropout,
+            framework_bytes=framework_bytes,
+        ).total
+
+    one, two = total(1), total(2)
+    if one > gpu.memory_bytes:
+        return 0
+    return 1 + int((gpu.memory_bytes - one) // (two - one))

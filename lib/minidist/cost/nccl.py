@@ -1,0 +1,137 @@
+"""How NCCL itself predicts a collective, to choose an algorithm and a protocol.
+
+NCCL adds a base latency, a latency per hop and bytes / bandwidth, for every algorithm (ring, tree)
+and protocol, and takes the fastest:
+
+- **LL** sends 4 bytes of data with 4 bytes of flag: lowest latency, a quarter of the bandwidth;
+- **LL128** sends 120 of 128 bytes as data: low latency, 92 % of the bandwidth, where NVLink allows;
+- **Simple** sends large chunks with a fence: highest latency, all of the bandwidth.
+
+Constants: NVIDIA/nccl, src/graph/tuning.cc (2.1x), microseconds. `Simple` for trees has its latency
+per hop in one number (28 us on NVLink), which is why small trees never use it.
+
+Example: 8 GPUs on NVLink switch from LL to LL128 to Simple as the buffer grows.
+
+>>> [choose(num_bytes=b, gpus_per_node=8, num_nodes=1, bus_bytes_per_s=235e9).protocol
+...  for b in (2**10, 2**20, 2**30)]
+['LL', 'LL128', 'Simple']
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+PROTOCOLS = ("LL", "LL128", "Simple")
+ALGORITHMS = ("ring", "tree")
+# algorithm -> one figure per protocol, in microseconds
+BASE_LATENCY_US = {"tree": (4.4, 4.4, 0.0), "ring": (3.6, 10.0, 8.4)}
+HOP_LATENCY_US = {
+    "NVLINK": {"tree": (0.52, 1.2, 28.0), "ring": (0.47, 1.9, 3.4)},
+    "PCI": {"tree": (1.0, 1.9, 28.0), "ring": (1.0, 2.5, 5.7)},
+    "NET": {"tree": (5.0, 8.5, 50.0), "ring": (2.7, 4.0, 9.6)},
+}
+_BANDWIDTH_SHARE = {"LL": 1 / 4, "LL128": 0.92, "Simple": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One algorithm and protocol with its predicted seconds."""
+
+    algorithm: str
+    protocol: str
+    seconds: float
+
+
+def latency_seconds(
+    *,
+    algorithm: str,
+    protocol: str,
+    gpus_per_node: int,
+    num_nodes: int,
+    kind: str = "all_reduce",
+    intra: str = "NVLINK",
+) -> float:
+    """The part that does not depend on bytes.
+
+    ring: base + (steps - network steps) * intra + network steps * net, where an all-reduce has
+    2(n-1) steps, 2(nodes-1) of them over the network (half of each for reduce-scatter and
+    all-gather). tree (all-reduce only): base + 2((g-1) * intra + log2(nodes) * net), g per node.
+    """
+    index = PROTOCOLS.index(protocol)
+    hop, net = HOP_LATENCY_US[intra][algorithm][index], HOP_LATENCY_US["NET"][algorithm][index]
+    base = BASE_LATENCY_US[algorithm][index]
+    if algorithm == "tree":
+        if kind != "all_reduce":
+            raise ValueError(f"NCCL's trees do all_reduce only, not {kind!r}")
+        levels = math.log2(num_nodes)
+        return 1e-6 * (base + 2 * ((gpus_per_node - 1) * hop + levels * net))
+    rounds = 2 if kind == "all_reduce" else 1
+    steps = rounds * (gpus_per_node * num_nodes - 1)
+    net_steps = rounds * (num_nodes - 1) if num_nodes > 1 else 0
+    return 1e-6 * (base + (steps - net_steps) * hop + net_steps * net)
+
+
+def predict(
+    *,
+    num_bytes: float,
+    gpus_per_node: int,
+    num_nodes: int,
+    bus_bytes_per_s: float,
+    algorithm: str,
+    protocol: str,
+    kind: str = "all_reduce",
+    intra: str = "NVLINK",
+) -> float:
+    """Seconds of a collective as NCCL predicts them: latency + bytes / algorithm bandwidth.
+
+    Args:
+        bus_bytes_per_s: of the ring or tree that NCCL found, all channels together. The algorithm
+            bandwidth is bus * n / steps for a ring and bus / 2 for a tree.
+    """
+    n = gpus_per_node * num_nodes
+    if n == 1:
+        return 0.0
+    bus = bus_bytes_per_s * _BANDWIDTH_SHARE[protocol]
+    steps = (2 if kind == "all_reduce" else 1) * (n - 1)
+    bandwidth = bus * n / steps if algorithm == "ring" else bus / 2
+    latency_s = latency_seconds(
+        algorithm=algorithm,
+        protocol=protocol,
+        gpus_per_node=gpus_per_node,
+        num_nodes=num_nodes,
+        kind=kind,
+        intra=intra,
+    )
+    return latency_s + num_bytes / bandwidth
+
+
+def choose(
+    *,
+    num_bytes: float,
+    gpus_per_node: int,
+    num_nodes: int,
+    bus_bytes_per_s: float,
+    kind: str = "all_reduce",
+    intra: str = "NVLINK",
+) -> Choice:
+    """The algorithm and protocol that the model finds fastest."""
+    choices = [
+        Choice(
+            algorithm=algorithm,
+            protocol=protocol,
+            seconds=predict(
+                num_bytes=num_bytes,
+                gpus_per_node=gpus_per_node,
+                num_nodes=num_nodes,
+                bus_bytes_per_s=bus_bytes_per_s,
+                algorithm=algorithm,
+                protocol=protocol,
+                kind=kind,
+                intra=intra,
+            ),
+        )
+        for algorithm in (ALGORITHMS if kind == "all_reduce" else ("ring",))
+        for protocol in PROTOCOLS
+    ]
+    return min(choices, key=lambda choice: choice.seconds)

@@ -1,0 +1,193 @@
+"""How a job is cut up: degrees of parallelism, checked with the arithmetic in the error.
+
+>>> config = ParallelismConfig(dp=2, tp=2, pp=2)
+>>> config.world_size
+8
+>>> config.check_world_size(6)
+Traceback (most recent call last):
+    ...
+ValueError: dp 2 x pp 2 x cp 1 x tp 2 = 8, but there are 6 ranks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minidist.cost.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismConfig:
+    """Degrees of data, pipeline, context and tensor parallelism, and what goes with them.
+
+    Rank order is that of `minidist.mesh`: dp, pp, cp, tp from slowest to fastest.
+
+    Attributes:
+        zero_stage: 0 (replicate), 1 (shard optimiser states over dp), 2 (and gradients), 3 (and
+            parameters; FSDP) (arXiv 1910.02054).
+        sequence_parallel: shard what tensor parallelism leaves whole along the sequence
+            (arXiv 2205.05198).
+        virtual_stages: chunks of layers per pipeline rank (interleaved 1F1B, arXiv 2104.04473).
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    zero_stage: int = 0
+    sequence_parallel: bool = False
+    virtual_stages: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "pp", "cp", "tp", "virtual_stages"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"ParallelismConfig: {name} must be an integer >= 1, got {value!r}"
+                )
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(
+                f"ParallelismConfig: zero_stage is 0, 1, 2 or 3, got {self.zero_stage}"
+            )
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise ValueError(
+                f"ParallelismConfig: {self.virtual_stages} virtual stages need pp > 1, got pp 1"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("ParallelismConfig: sequence_parallel needs tp > 1, got tp 1")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pp * self.cp * self.tp
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that together hold one copy of the model: tp * pp."""
+        return self.tp * self.pp
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that hold equal parameters, so that ZeRO can shard over them: dp * cp."""
+        return self.dp * self.cp
+
+    def stride(self, axis: str) -> int:
+        """Distance between neighbouring ranks of an axis: 1 for tp, tp for cp, ...
+
+        >>> ParallelismConfig(dp=2, pp=4, tp=8).stride("dp")
+        32
+        """
+        order = ("tp", "cp", "pp", "dp")
+        stride = 1
+        for name in order[: order.index(axis)]:
+            stride *= getattr(self, name)
+        return stride
+
+    def __str__(self) -> str:
+        parts = [f"{name} {getattr(self, name)}" for name in ("dp", "pp", "cp", "tp")]
+        extra = [f"ZeRO-{self.zero_stage}"] if self.zero_stage else []
+        extra += ["sequence parallel"] if self.sequence_parallel else []
+        extra += [f"{self.virtual_stages} chunks per stage"] if self.virtual_stages > 1 else []
+        return " x ".join(parts) + (", " + ", ".join(extra) if extra else "")
+
+    # ----------------------------------------------------------------------------------- checks
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises ValueError with the product where it is not `world_size`."""
+        if self.world_size != world_size:
+            raise ValueError(
+                f"dp {self.dp} x pp {self.pp} x cp {self.cp} x tp {self.tp} = {self.world_size}, "
+                f"but there are {world_size} ranks"
+            )
+
+    def num_microbatches(self, *, global_batch: int, micro_batch: int) -> int:
+        """m = global batch / (dp * micro-batch), in sequences; what each pipeline runs per step.
+
+        >>> ParallelismConfig(dp=4).num_microbatches(global_batch=64, micro_batch=2)
+        8
+        >>> ParallelismConfig(dp=3).num_microbatches(global_batch=64, micro_batch=2)
+        Traceback (most recent call last):
+            ...
+        ValueError: global batch 64 = dp 3 x micro-batch 2 x 10 + 4: 4 sequences are left over
+        """
+        if global_batch < 1 or micro_batch < 1:
+            raise ValueError(
+                f"batches must be at least 1, got global {global_batch}, micro {micro_batch}"
+            )
+        count, left = divmod(global_batch, self.dp * micro_batch)
+        if left:
+            raise ValueError(
+                f"global batch {global_batch} = dp {self.dp} x micro-batch {micro_batch} x {count} "
+                f"+ {left}: {left} sequences are left over"
+            )
+        return count
+
+    def problems(
+        self,
+        *,
+        model: Transformer,
+        global_batch: int | None = None,
+        micro_batch: int = 1,
+        gpus_per_node: int | None = None,
+    ) -> list[str]:
+        """What does not divide, in words; empty if the configuration can run."""
+        found = []
+        kv_heads = model.num_kv_heads or model.num_heads
+
+        def divides(what: str, amount: int, axis: str, size: int) -> None:
+            if amount % size:
+                found.append(f"{what} {amount} / {axis} {size} = {amount / size:.4g}, not whole")
+
+        divides("heads", model.num_heads, "tp", self.tp)
+        if kv_heads != model.num_heads and kv_heads % self.tp and self.tp % kv_heads:
+            found.append(f"key-value heads {kv_heads} and tp {self.tp}: neither divides the other")
+        divides("width", model.width, "tp", self.tp)
+        stages = self.pp * self.virtual_stages
+        divides("layers", model.num_layers, "pp x chunks" if stages != self.pp else "pp", stages)
+        divides(
+            "context",
+            model.context,
+            "2 x cp" if self.cp > 1 else "cp",
+            2 * self.cp if self.cp > 1 else 1,
+        )
+        if self.sequence_parallel:
+            divides("context", model.context, "tp x cp", self.tp * self.cp)
+        if gpus_per_node is not None and self.tp > gpus_per_node:
+            found.append(f"tp {self.tp} does not stay inside a node of {gpus_per_node} GPUs")
+        elif gpus_per_node is not None and gpus_per_node % self.tp:
+            found.append(f"tp {self.tp} groups do not tile a node of {gpus_per_node} GPUs")
+        if self.zero_stage >= 2 and self.pp > 1:
+            found.append(
+                f"ZeRO-{self.zero_stage} with pp {self.pp}: it would reduce or gather again for "
+                "every micro-batch"
+            )
+        if global_batch is not None:
+            try:
+                m = self.num_microbatches(global_batch=global_batch, micro_batch=micro_batch)
+            except ValueError as error:
+                found.append(str(error))
+            else:
+                if self.virtual_stages > 1 and m % self.pp:
+                    found.append(f"interleaving needs micro-batches {m} / pp {self.pp} whole")
+        return found
+
+    def validate(
+        self,
+        *,
+        world_size: int,
+        model: Transformer | None = None,
+        global_batch: int | None = None,
+        micro_batch: int = 1,
+        gpus_per_node: int | None = None,
+    ) -> ParallelismConfig:
+        """Returns itself, or raises ValueError that lists everything that does not fit."""
+        self.check_world_size(world_size)
+        if model is not None:
+            found = self.problems(
+                model=model,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                gpus_per_node=gpus_per_node,
+            )
+            if found:
+                raise ValueError(f"{self}: " + "; ".join(found))
+        return self

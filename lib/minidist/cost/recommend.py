@@ -1,0 +1,271 @@
+"""Choose how to cut up a job: every plan that divides, those that fit, the fastest first.
+
+1. Enumerate dp x pp x cp x tp = N over the divisors of N, tp inside a node, every ZeRO stage, every
+   way to recompute, several micro-batches. Any N works: 6, 7 and 100 GPUs as well as 64.
+2. Drop what does not divide (heads by tp, layers by pp, batch by dp), and remember why.
+3. Drop what does not fit the GPU (`minidist.cost.memory`).
+4. Predict the step time of the rest (`minidist.cost.step`) and sort. Among plans within 2 % the
+   simplest wins: fewest parallel axes, lowest ZeRO stage, least recomputation.
+
+Example: 13 billion parameters on two DGX A100.
+
+>>> from minidist.cost.hardware import DGX_A100
+>>> from minidist.cost.transformer import LLAMA2_13B
+>>> best = recommend(model=LLAMA2_13B, node=DGX_A100, num_gpus=16, global_batch=128)[0]
+>>> best.parallelism.world_size, best.memory.total < 80e9
+(16, True)
+>>> print(best.reasons[0])
+model states: 13.0 B parameters x 16 bytes = 208 GB; one GPU has 80 GB
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from minidist.cost.hardware import Node
+from minidist.cost.memory import MIXED_ADAM, Memory, StateBytes, memory_per_gpu
+from minidist.cost.parallelism import ParallelismConfig
+from minidist.cost.step import StepTime, predict_step
+from minidist.cost.transformer import Transformer
+
+_RECOMPUTE_ORDER = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way to run the job that fits, with its predicted time and the reasons in words."""
+
+    parallelism: ParallelismConfig
+    micro_batch: int
+    num_microbatches: int
+    recompute: str
+    memory: Memory
+    step: StepTime
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.parallelism}, micro-batch {self.micro_batch} x {self.num_microbatches}, "
+            f"recompute {self.recompute}: {self.step.total_s:.3g} s, MFU {self.step.mfu:.0%}, "
+            f"{self.memory.total / 1e9:.0f} GB"
+        )
+
+
+class NothingFitsError(ValueError):
+    """No plan divides and fits; the message says what came nearest and why the others failed."""
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> divisors(100)
+    [1, 2, 4, 5, 10, 20, 25, 50, 100]
+    """
+    if number < 1:
+        raise ValueError(f"divisors of a number >= 1, got {number}")
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def parallelisms(
+    *, num_gpus: int, gpus_per_node: int, max_cp: int = 1
+) -> Iterator[ParallelismConfig]:
+    """Every dp x pp x cp x tp with that product, tp a divisor of a node, ZeRO where it can be.
+
+    >>> {c.world_size for c in parallelisms(num_gpus=7, gpus_per_node=8)}
+    {7}
+    """
+    # A job smaller than a node, or one that does not fill nodes, still packs tp groups into nodes.
+    for tp in divisors(num_gpus):
+        if tp > gpus_per_node or (num_gpus > gpus_per_node and gpus_per_node % tp):
+            continue
+        for pp in divisors(num_gpus // tp):
+            for cp in divisors(num_gpus // (tp * pp)):
+                if cp > max_cp:
+                    continue
+                dp = num_gpus // (tp * pp * cp)
+                stages = (0, 1, 2, 3) if pp == 1 else (0, 1)
+                for zero_stage in stages if dp * cp > 1 else (0,):
+                    yield ParallelismConfig(
+                        dp=dp,
+                        pp=pp,
+                        cp=cp,
+                        tp=tp,
+                        zero_stage=zero_stage,
+                        sequence_parallel=tp > 1,
+                    )
+
+
+def recommend(
+    *,
+    model: Transformer,
+    node: Node,
+    num_gpus: int,
+    global_batch: int,
+    states: StateBytes = MIXED_ADAM,
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16),
+    fused_attention: bool = True,
+    max_cp: int = 1,
+    reserve: float = 0.05,
+    launch_s: float = 0.9e-3,
+    limit: int = 5,
+) -> list[Plan]:
+    """The fastest plans, best first, each with its reasons.
+
+    Args:
+        num_gpus: any number from 1; all of them are used.
+        global_batch: sequences of `model.context` tokens per optimiser step.
+        reserve: share of the memory kept free for fragmentation.
+        max_cp: largest context-parallel degree to try (long sequences).
+        limit: how many plans to return.
+
+    Raises:
+        NothingFitsError: nothing divides, or nothing fits; with the nearest miss in numbers.
+    """
+    if num_gpus < 1 or global_batch < 1 or not 0 <= reserve < 1:
+        raise ValueError(
+            "recommend: needs num_gpus >= 1, global_batch >= 1, 0 <= reserve < 1, got "
+            f"{num_gpus}, {global_batch}, {reserve}"
+        )
+    budget = node.gpu.memory_bytes * (1 - reserve)
+    plans: list[Plan] = []
+    refused: Counter[str] = Counter()
+    nearest: tuple[float, str] | None = None
+    for p in parallelisms(num_gpus=num_gpus, gpus_per_node=node.num_gpus, max_cp=max_cp):
+        for micro_batch in micro_batches:
+            found = p.problems(model=model, global_batch=global_batch, micro_batch=micro_batch)
+            if found:
+                refused.update(found[:1])
+                continue
+            m = p.num_microbatches(global_batch=global_batch, micro_batch=micro_batch)
+            for recompute in _RECOMPUTE_ORDER:
+                if recompute == "selective" and fused_attention:
+                    continue  # the scores are recomputed inside the kernel anyway
+                memory = memory_per_gpu(
+                    model=model,
+                    parallelism=p,
+                    micro_batch=micro_batch,
+                    num_microbatches=m,
+                    states=states,
+                    recompute=recompute,
+                    fused_attention=fused_attention,
+                )
+                if memory.total > budget:
+                    if nearest is None or memory.total < nearest[0]:
+                        nearest = memory.total, f"{p}, micro-batch {micro_batch}, {recompute}"
+                    continue
+                step = predict_step(
+                    model=model,
+                    parallelism=p,
+                    node=node,
+                    global_batch=global_batch,
+                    micro_batch=micro_batch,
+                    states=states,
+                    recompute=recompute,
+                    fused_attention=fused_attention,
+                    dropout=False,
+                    launch_s=launch_s,
+                )
+                plans.append(
+                    Plan(
+                        parallelism=p,
+                        micro_batch=micro_batch,
+                        num_microbatches=m,
+                        recompute=recompute,
+                        memory=memory,
+                        step=step,
+                    )
+                )
+                break  # more recomputation only costs time
+    if not plans:
+        raise NothingFitsError(_why_nothing(num_gpus, budget, nearest, refused))
+    ranked = _rank(plans)[:limit]
+    return [_explained(plan, ranked[0], model, node, states) for plan in ranked]
+
+
+def _why_nothing(
+    num_gpus: int, budget: float, nearest: tuple[float, str] | None, refused: Counter[str]
+) -> str:
+    if nearest is not None:
+        size, plan = nearest
+        return (
+            f"recommend: nothing fits {num_gpus} GPUs with {budget / 1e9:.0f} GB each; nearest is "
+            f"{plan} with {size / 1e9:.0f} GB. More GPUs, offload, or a smaller model"
+        )
+    reasons = "; ".join(reason for reason, _ in refused.most_common(3))
+    return f"recommend: no plan of {num_gpus} GPUs divides: {reasons}"
+
+
+def _rank(plans: list[Plan]) -> list[Plan]:
+    """By time, but within 2 % of the fastest by simplicity."""
+
+    def simplicity(plan: Plan) -> tuple[int, int, int, float]:
+        p = plan.parallelism
+        axes = sum(size > 1 for size in (p.pp, p.cp, p.tp))
+        return axes, p.zero_stage, _RECOMPUTE_ORDER.index(plan.recompute), plan.step.total_s
+
+    plans = sorted(plans, key=lambda plan: plan.step.total_s)
+    limit_s = plans[0].step.total_s * 1.02
+    near = [plan for plan in plans if plan.step.total_s <= limit_s]
+    return sorted(near, key=simplicity) + plans[len(near) :]
+
+
+def _explained(plan: Plan, best: Plan, model: Transformer, node: Node, states: StateBytes) -> Plan:
+    p, memory, step = plan.parallelism, plan.memory, plan.step
+    n, gpu = model.num_parameters, node.gpu
+    reasons = [
+        f"model states: {n / 1e9:.1f} B parameters x {states.total:g} bytes = "
+        f"{n * states.total / 1e9:.0f} GB; one GPU has {gpu.memory_bytes / 1e9:.0f} GB"
+    ]
+    if p.tp > 1:
+        reasons.append(
+            f"tp {p.tp} stays inside a node ({node.num_gpus} GPUs on {node.intra_node.name}); "
+            f"{model.num_heads} heads / {p.tp} = {model.num_heads // p.tp} per GPU; "
+            f"its all-reduces take {step.tensor_s / step.total_s:.0%} of the step"
+        )
+    if p.pp > 1:
+        reasons.append(
+            f"pp {p.pp}: {model.num_layers} layers / {p.pp} = {model.num_layers // p.pp} "
+            f"per stage; bubble (p-1)/(m+p-1) = {p.pp - 1}/{plan.num_microbatches + p.pp - 1} = "
+            f"{(p.pp - 1) / (plan.num_microbatches + p.pp - 1):.0%} of the step"
+        )
+    if p.cp > 1:
+        reasons.append(f"cp {p.cp}: {model.context} tokens / {p.cp} = {model.context // p.cp} each")
+    if p.zero_stage:
+        what = ("", "optimiser states", "and gradients", "and parameters")
+        reasons.append(
+            f"ZeRO-{p.zero_stage} over {p.shard_ranks} ranks (shards "
+            f"{' '.join(what[1 : p.zero_stage + 1])}): {memory.model_states / 1e9:.1f} GB of model "
+            "states per GPU"
+        )
+    reasons.append(
+        f"memory: {memory.model_states / 1e9:.1f} GB states + {memory.activations / 1e9:.1f} GB "
+        f"activations + {memory.working / 1e9:.1f} GB working = {memory.total / 1e9:.1f} of "
+        f"{gpu.memory_bytes / 1e9:.0f} GB"
+    )
+    if plan.recompute != "none":
+        reasons.append(f"{plan.recompute} recomputation, since the activations do not fit without")
+    lost = [
+        f"{name} {share:.0%}"
+        for name, share in step.shares().items()
+        if name != "compute" and share >= 0.01
+    ]
+    reasons.append(
+        f"step {step.total_s:.3g} s = {step.tokens_per_s:,.0f} tokens/s, MFU {step.mfu:.0%}; "
+        f"not computing: {', '.join(lost) or 'less than 1 %'}"
+    )
+    if plan is not best:
+        reasons.append(
+            f"{step.total_s / best.step.total_s:.2f} times the time of {best.parallelism}"
+        )
+    return Plan(
+        parallelism=p,
+        micro_batch=plan.micro_batch,
+        num_microbatches=plan.num_microbatches,
+        recompute=plan.recompute,
+        memory=memory,
+        step=step,
+        reasons=tuple(reasons),
+    )

@@ -1,0 +1,237 @@
+"""A GPT by its sizes: how many parameters it has and how much arithmetic a token costs.
+
+Symbols, as in Narayanan et al. 2021 (arXiv 2104.04473): l layers, h width, s context, V vocabulary,
+b sequences, a heads. One block has 12 h^2 weights: 3 h^2 for queries, keys and values, h^2 for the
+output, 8 h^2 for the MLP. A matrix product with n weights costs 2n FLOPs per token forward and 4n
+backward (once for the inputs, once for the weights), hence the "6N" of Kaplan et al. (2001.08361).
+
+Example: GPT-3 has 175 billion parameters and trains at 6N = 1.05 TFLOP per token, and attention
+scores add 3 percent.
+
+>>> gpt3 = GPT3_175B
+>>> round(gpt3.num_parameters / 1e9, 1)
+174.6
+>>> round(gpt3.flops_per_token() / (6 * gpt3.num_parameters), 2)
+1.03
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """Sizes of a decoder-only transformer. Field names are those of `minidist.model.GPTConfig`.
+
+    Attributes:
+        mlp_ratio: inner width of the MLP over h (float for GPUs' favourite multiples).
+        gated_mlp: SwiGLU: three matrices instead of two.
+        num_kv_heads: fewer than num_heads for grouped-query attention; None means num_heads.
+        learned_positions: a table of context x width (GPT), or none (rotary).
+        bias, norm_bias: of the linear layers, of the norms (LayerNorm has one, RMSNorm has not).
+    """
+
+    vocab_size: int
+    context: int
+    width: int
+    num_layers: int
+    num_heads: int
+    mlp_ratio: float = 4
+    gated_mlp: bool = False
+    num_kv_heads: int | None = None
+    tied: bool = True
+    bias: bool = True
+    norm_bias: bool = True
+    learned_positions: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "width", "num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"Transformer: {name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"Transformer: width {self.width} is not divisible by {self.num_heads} heads "
+                f"(remainder {self.width % self.num_heads})"
+            )
+
+    @classmethod
+    def from_config(cls, config: Any) -> Transformer:
+        """From an object with the same field names, such as `minidist.model.GPTConfig`."""
+        names = ("vocab_size", "context", "width", "num_layers", "num_heads", "mlp_ratio")
+        return cls(
+            **{name: getattr(config, name) for name in names}, tied=config.tied, bias=config.bias
+        )
+
+    @property
+    def mlp_width(self) -> int:
+        return round(self.mlp_ratio * self.width)
+
+    @property
+    def kv_width(self) -> float:
+        """Width of keys (and of values): h, or less with grouped queries."""
+        return self.width * (self.num_kv_heads or self.num_heads) / self.num_heads
+
+    @property
+    def block_weights(self) -> int:
+        """Entries of the weight matrices of one block: 12 h^2 for a GPT."""
+        h, mlp_matrices = self.width, 3 if self.gated_mlp else 2
+        return round(2 * h * h + 2 * h * self.kv_width + mlp_matrices * h * self.mlp_width)
+
+    @property
+    def block_parameters(self) -> int:
+        """With biases and the two norms: 12 h^2 + 13 h for a GPT."""
+        h = self.width
+        norms = 2 * h * (2 if self.norm_bias else 1)
+        if not self.bias:
+            return self.block_weights + norms
+        mlp_biases = self.mlp_width * (2 if self.gated_mlp else 1) + h
+        return round(self.block_weights + norms + 2 * h + 2 * self.kv_width + mlp_biases)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Token table, position table and, unless tied, the head."""
+        tables = self.vocab_size * (1 if self.tied else 2)
+        return self.width * (tables + (self.context if self.learned_positions else 0))
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them. 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)) + 2h for a tied GPT
+        (arXiv 2104.04473, equation 2, which leaves out the 2h of the last norm)."""
+        final_norm = self.width * (2 if self.norm_bias else 1)
+        return self.num_layers * self.block_parameters + self.embedding_parameters + final_norm
+
+    # ------------------------------------------------------------------------------------ FLOPs
+
+    def attention_flops_per_token(self, *, causal: bool = False) -> float:
+        """Forward FLOPs of the scores and of their product with the values, all layers: 4 l s h.
+
+        The field counts the full square, also where a causal kernel computes half of it
+        (`causal=True` for that half).
+        """
+        return 4 * self.num_layers * self.context * self.width * (0.5 if causal else 1.0)
+
+    def forward_flops_per_token(self, *, causal: bool = False, head: bool = True) -> float:
+        """2 FLOPs per weight of a matrix product, plus attention. Tables that are looked up cost
+        nothing; the head is a product, tied or not."""
+        weights = self.num_layers * self.block_weights
+        weights += self.vocab_size * self.width if head else 0
+        return 2 * weights + self.attention_flops_per_token(causal=causal)
+
+    def flops_per_token(self, *, causal: bool = False, recompute: str = "none") -> float:
+        """Forward and backward: three times the forward pass; what `recompute` repeats on top.
+
+        Args:
+            recompute: "none"; "full": every block's forward again (the head is not repeated);
+                "selective": only the attention scores again (arXiv 2205.05198).
+        """
+        total = 3 * self.forward_flops_per_token(causal=causal)
+        if recompute == "full":
+            return total + self.forward_flops_per_token(causal=causal, head=False)
+        if recompute == "selective":
+            return total + self.attention_flops_per_token(causal=causal)
+        if recompute != "none":
+            raise ValueError(f"recompute is none, selective or full, got {recompute!r}")
+        return total
+
+
+def megatron_iteration_flops(
+    *, model: Transformer, global_batch: int, with_recompute: bool = True
+) -> float:
+    """FLOPs of one step: F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) (arXiv 2104.04473, eq. 3).
+
+    The 96 counts a fourth, recomputed forward pass, so dividing by time gives a *hardware* figure
+    (HFU). Without recomputation the factor is 72, the head's term V/(12 l h), and it is MFU.
+
+    >>> model = GPT3_175B
+    >>> full = megatron_iteration_flops(model=model, global_batch=1)
+    >>> mine = model.context * model.flops_per_token(recompute="full")
+    >>> abs(full / mine - 1) < 1e-12
+    True
+    """
+    b, s, layers = global_batch, model.context, model.num_layers
+    h, vocab = model.width, model.vocab_size
+    if with_recompute:
+        return 96 * b * s * layers * h**2 * (1 + s / (6 * h) + vocab / (16 * layers * h))
+    return 72 * b * s * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
+
+
+def megatron_gpt(*, width: int, num_layers: int, num_heads: int) -> Transformer:
+    """The GPTs of arXiv 2104.04473: context 2048, vocabulary 51,200."""
+    return Transformer(
+        vocab_size=51200, context=2048, width=width, num_layers=num_layers, num_heads=num_heads
+    )
+
+
+GPT3_175B = megatron_gpt(width=12288, num_layers=96, num_heads=96)
+LLAMA2_7B = Transformer(
+    vocab_size=32000,
+    context=4096,
+    width=4096,
+    num_layers=32,
+    num_heads=32,
+    mlp_ratio=11008 / 4096,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
+)
+LLAMA2_13B = Transformer(
+    vocab_size=32000,
+    context=4096,
+    width=5120,
+    num_layers=40,
+    num_heads=40,
+    mlp_ratio=13824 / 5120,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
+)
+LLAMA2_70B = Transformer(
+    vocab_size=32000,
+    context=4096,
+    width=8192,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    mlp_ratio=28672 / 8192,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
+)
+LLAMA3_8B = Transformer(
+    vocab_size=128256,
+    context=8192,
+    width=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    mlp_ratio=14336 / 4096,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
+)
+LLAMA3_70B = Transformer(
+    vocab_size=128256,
+    context=8192,
+    width=8192,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    mlp_ratio=28672 / 8192,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
+)
