@@ -1,0 +1,93 @@
+"""The torch-native way: the same stages under torch.distributed.pipelining.
+
+    ours                 torch                           rule on micro-batches
+    gpipe                ScheduleGPipe                   -
+    one_f_one_b          Schedule1F1B                    m >= p
+    interleaved          ScheduleInterleaved1F1B         m a multiple of max(1, m // p)
+    (zb_h1, one chunk)   ScheduleInterleavedZeroBubble   the same; it is the paper's ZB-1P
+
+Both divide by m: torch scales the gradients after the last backward, ours scales each loss. So with
+torch, gradients must be zeroed before each step; with ours they may keep adding up.
+
+Example::
+
+    pipeline = NativePipeline(stages[rank], "1F1B", m, lm_loss)
+    loss = pipeline.step(inputs, targets)   # on the last rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+SINGLE = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}
+MULTI = {
+    "interleaved 1F1B": pipelining.ScheduleInterleaved1F1B,
+    "zero bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+
+
+class NativePipeline:
+    """torch's pipeline with the interface of `PipelineExecutor`.
+
+    Args:
+        stages: this rank's stage, or its chunks in order.
+        schedule: one of "GPipe", "1F1B" (one stage per rank), "interleaved 1F1B", "zero bubble".
+        num_micro_batches: m.
+        loss_fn: (output, target) of a micro-batch -> mean over it.
+        group: the pipeline's ranks.
+
+    Raises:
+        ValueError: an unknown schedule, more chunks than it can take, or torch's rule on m.
+    """
+
+    def __init__(
+        self,
+        stages: nn.Module | Sequence[nn.Module],
+        schedule: str,
+        num_micro_batches: int,
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        chunks = [stages] if isinstance(stages, nn.Module) else list(stages)
+        if schedule not in SINGLE | MULTI:
+            raise ValueError(
+                f"NativePipeline: expected one of {[*SINGLE, *MULTI]}, got {schedule!r}"
+            )
+        if schedule in SINGLE and len(chunks) != 1:
+            raise ValueError(
+                f"NativePipeline: {schedule} takes one stage per rank, got {len(chunks)}"
+            )
+        self.rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.is_first, self.is_last = self.rank == 0, self.rank == num_ranks - 1
+        made = [
+            pipelining.PipelineStage(
+                chunk,
+                stage_index=i * num_ranks + self.rank,
+                num_stages=len(chunks) * num_ranks,
+                device=torch.device(device),
+                group=group,
+            )
+            for i, chunk in enumerate(chunks)
+        ]
+        # torch types the two families apart: one stage, or a list of them.
+        kind: Any = (SINGLE | MULTI)[schedule]
+        first: Any = made[0] if schedule in SINGLE else made
+        self.schedule = kind(first, n_microbatches=num_micro_batches, loss_fn=loss_fn)
+
+    def step(self, inputs: Tensor | None = None, targets: Tensor | None = None) -> Tensor | None:
+        """One batch; gradients go to `.grad`. Returns the mean loss on the last rank, else None."""
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *((inputs,) if self.is_first else ()),
+            target=targets if self.is_last else None,
+            losses=losses if self.is_last else None,
+        )
+        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None

@@ -1,0 +1,178 @@
+"""From a schedule to what each rank really does: its computations, and the messages between them.
+
+Who sends what to whom follows from the schedule. *When* each rank posts its sends and receives has
+to be chosen so that ranks can never wait for each other in a circle, even where a send does not
+return before it is received and a rank's messages go one after the other (NCCL's stream; gloo is
+milder). The rule, and why it works:
+
+1. Put everything that all ranks do into one order in time: computations by their start in an ideal
+   run, each message right after the computation that made it.
+2. Every rank does its own part of that order. The first thing of the order that is not over can
+   always run: all before it is over, so both ends of a message are free for it. No deadlock.
+3. A receive moves up past one computation of its rank, but never past another message: it is
+   posted before that computation, which hides the transfer. The order of messages, which is what
+   the proof is about, stays. Neighbours become one batch, with one receive at most: a batch is over
+   when all of it is, and nobody should wait for two inputs to get one.
+
+>>> from minidist.parallel.pipeline.schedule import one_f_one_b
+>>> for step in make_program(one_f_one_b(2, 2))[1]:
+...     print(step)
+Exchange(recv F0 from 0)
+Exchange(recv F1 from 0)
+F0
+B0
+Exchange(send B0 to 0)
+F1
+B1
+Exchange(send B1 to 0)
+
+No torch in this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minidist.parallel.pipeline.schedule import Action, Kind, Schedule
+from minidist.parallel.pipeline.simulate import StageTimes, simulate
+
+
+@dataclass(frozen=True)
+class Message:
+    """An activation (F) or the gradient of one (B) on its way from rank to rank.
+
+    Args:
+        made_by: the action on rank `source` whose result it is.
+        used_by: the action on rank `target` that needs it.
+    """
+
+    source: int
+    target: int
+    made_by: Action
+    used_by: Action
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages that a rank posts together, in one batch_isend_irecv, in this order."""
+
+    rank: int
+    messages: tuple[Message, ...]
+
+    @property
+    def receives(self) -> bool:
+        return any(message.target == self.rank for message in self.messages)
+
+    def __str__(self) -> str:
+        texts = (
+            f"send {m.made_by} to {m.target}"
+            if m.source == self.rank
+            else f"recv {m.made_by} from {m.source}"
+            for m in self.messages
+        )
+        return f"Exchange({', '.join(texts)})"
+
+
+Step = Action | Exchange
+
+
+def make_program(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """Per rank: actions, and exchanges between them.
+
+    Raises:
+        ValueError: the schedule is invalid.
+    """
+    # 1. One order of everything: an item is (time, messages first, rank, position) and the thing.
+    spans = simulate(schedule, StageTimes()).spans
+    end_s = {(rank, s.action): s.end_s for rank, of in enumerate(spans) for s in of}
+    order: list[tuple[tuple[float, int, int, int], int, Action | Message]] = []
+    for rank, of_rank in enumerate(spans):
+        for position, span in enumerate(of_rank):
+            order.append(((span.start_s, 1, rank, position), rank, span.action))
+            for source, made_by in schedule.needs(rank, span.action):
+                if source != rank:
+                    message = Message(source, rank, made_by, span.action)
+                    key = (end_s[source, made_by], 0, source, rank)
+                    order.append((key, source, message))
+    order.sort(key=lambda item: item[0])
+
+    # 2. Each rank's part of it.
+    programs: list[list[Step | Message]] = [[] for _ in spans]
+    for _, rank, thing in order:
+        programs[rank].append(thing)
+        if isinstance(thing, Message):
+            programs[thing.target].append(thing)
+    return tuple(tuple(_batch(rank, program)) for rank, program in enumerate(programs))
+
+
+def _batch(rank: int, program: list[Step | Message]) -> list[Step]:
+    # 3. Receives move up past one computation; then neighbours are joined.
+    steps: list[Step | Message] = []
+    for thing in program:
+        receive = isinstance(thing, Message) and thing.target == rank
+        if receive and steps and isinstance(steps[-1], Action):
+            steps.insert(-1, thing)
+        else:
+            steps.append(thing)
+    result: list[Step] = []
+    for thing in steps:
+        if not isinstance(thing, Message):
+            result.append(thing)
+            continue
+        before = result[-1] if result else None
+        if isinstance(before, Exchange) and not (thing.target == rank and before.receives):
+            result[-1] = Exchange(rank, (*before.messages, thing))
+        else:
+            result.append(Exchange(rank, (thing,)))
+    return result
+
+
+def check_program(programs: tuple[tuple[Step, ...], ...]) -> None:
+    """Raise ValueError if the programs could stop, or a rank uses or sends what it does not have.
+
+    Walks all ranks under the strictest rules that a network could have: an exchange is over only
+    when all of its messages have met their other half, and until then its rank does nothing else.
+    """
+    at = [0] * len(programs)
+    posted: dict[Message, set[int]] = {}
+    over: set[Message] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                step = program[at[rank]]
+                if isinstance(step, Exchange):
+                    for message in step.messages:
+                        if message.source == rank and message.made_by not in program[: at[rank]]:
+                            raise ValueError(f"rank {rank} sends {message.made_by} before it ran")
+                        posted.setdefault(message, set()).add(rank)
+                    if any(len(posted[message]) < 2 for message in step.messages):
+                        break
+                    over.update(step.messages)
+                else:
+                    late = [
+                        m
+                        for other in program[at[rank] :]
+                        if isinstance(other, Exchange)
+                        for m in other.messages
+                        if m.target == rank and m.used_by == step
+                    ]
+                    if late:
+                        raise ValueError(f"rank {rank} runs {step} before it receives {late[0]}")
+                at[rank] += 1
+                moved = True
+    stuck = [f"rank {r} at {p[at[r]]}" for r, p in enumerate(programs) if at[r] < len(p)]
+    if stuck:
+        raise ValueError(f"deadlock: {'; '.join(stuck)}")
+
+
+def num_messages(schedule: Schedule) -> int:
+    """Messages of one step over all ranks: 2 m (p v - 1) where p > 1."""
+    return sum(
+        source != rank
+        for rank, actions in enumerate(schedule.actions)
+        for action in actions
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD)
+        for source, _ in schedule.needs(rank, action)
+    )
