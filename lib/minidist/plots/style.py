@@ -1,0 +1,94 @@
+"""One look for every figure: colours, fonts, the white card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito, Color universal design (2008), without its yellow, which is faint on white.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+INK, FAINT, GRID = "#222222", "#6B6B6B", "#DDDDDD"
+
+# What a rank is doing has the same colour in every figure.
+COLOURS = {
+    "compute": "#0072B2",
+    "forward": "#0072B2",
+    "backward": "#56B4E9",
+    "weight": "#009E73",
+    "update": "#CC79A7",
+    "communication": "#E69F00",
+    "copy": "#CC79A7",
+    "loader": "#CC79A7",
+    "idle": "#EEEEEE",
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#009E73",
+    "activations": "#E69F00",
+    "other": "#999999",
+}
+
+_RC: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "grid.color": GRID,
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "savefig.facecolor": "white",
+    "figure.dpi": 100,
+    "axes.prop_cycle": cycler(color=PALETTE),
+    "lines.linewidth": 2.0,
+    "lines.markersize": 5.0,
+}
+
+
+def style() -> Any:
+    """A context in which figures have the look of the course.
+
+    >>> with style():
+    ...     figure, ax = new_figure()
+    """
+    return matplotlib.rc_context(_RC)
+
+
+def new_figure(width: float = 7.5, height: float = 3.0) -> tuple[Figure, Axes]:
+    """A figure and its axes, in inches. It belongs to nobody: pyplot does not show it twice."""
+    with style():
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.subplots()
+
+
+def into(ax: Axes | None, width: float = 7.5, height: float = 3.0) -> tuple[Figure, Axes]:
+    """The axes that were given with their figure, or new ones."""
+    if ax is None:
+        return new_figure(width, height)
+    figure = ax.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    return figure, ax
+
+
+def text_colour(background: str) -> str:
+    """Black or white, whichever reads better on a colour (WCAG relative luminance).
+
+    >>> text_colour("#0072B2"), text_colour("#EEEEEE")
+    ('white', 'black')
+    """
+    parts = [int(background[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"

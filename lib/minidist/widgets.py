@@ -1,0 +1,136 @@
+"""Figures with controls, for lectures: move a slider, and a real computation is run again.
+
+Example, in a notebook::
+
+    def buckets(cap_mb: float = 25.0, latency_us: float = 10.0) -> Figure: ...
+
+    explore(buckets, cap_mb=(1, 100), latency_us=[1, 10, 100],
+            labels={"cap_mb": "bucket size (MB)", "latency_us": "latency (µs)"})
+
+The controls have labels and work by keyboard. The output holds the first figure as a picture too,
+so that what runs without a browser (papermill, GitHub, HTML) shows it instead of the controls.
+
+On a kernel with several ranks the controls live on rank 0, and so must what they run: a callback
+that called a collective would wait for ranks that never come.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ipywidgets
+from matplotlib.figure import Figure
+
+Control = tuple[float, float] | tuple[float, float, float] | Sequence[Any] | bool
+_WIDE = {"description_width": "initial"}
+
+
+def explore(
+    draw: Callable[..., Figure],
+    *,
+    labels: Mapping[str, str] | None = None,
+    alt: str = "",
+    **controls: Control,
+) -> Explorer:
+    """Show what `draw` returns, with a control for each of its arguments that is named.
+
+    Args:
+        draw: takes the controls' values by name; the defaults of its parameters are where the
+            controls begin. What it raises is shown in place of the figure.
+        labels: names of the controls with their units; default: the parameter's name.
+        alt: what the figure shows, for those who cannot see it; default: `draw`'s docstring.
+        controls: (low, high) or (low, high, step) for a slider (of whole numbers, if all are),
+            a list of values for a slider over them, a list of texts for a menu, True or False for
+            a box to tick.
+
+    Raises:
+        ValueError: `draw` has no such parameter, or no default for it.
+    """
+    return Explorer(draw, controls, dict(labels or {}), alt)
+
+
+class Explorer:
+    """A figure and its controls; shown when it is the last value of a cell."""
+
+    def __init__(
+        self,
+        draw: Callable[..., Figure],
+        controls: Mapping[str, Control],
+        labels: Mapping[str, str],
+        alt: str,
+    ) -> None:
+        self._draw = draw
+        self._alt = alt or (inspect.getdoc(draw) or draw.__name__).split("\n")[0]
+        self.controls: dict[str, Any] = {}
+        parameters = inspect.signature(draw).parameters
+        for name, control in controls.items():
+            if name not in parameters or parameters[name].default is inspect.Parameter.empty:
+                defaults = [p.name for p in parameters.values() if p.default is not p.empty]
+                raise ValueError(
+                    f"explore: {draw.__name__} has no parameter {name!r} with a default; it has "
+                    f"{defaults}"
+                )
+            begin = parameters[name].default
+            self.controls[name] = _make_control(control, begin, labels.get(name, name))
+        self.picture = ipywidgets.HTML()
+        self.box = ipywidgets.VBox([*self.controls.values(), self.picture])
+        for widget in self.controls.values():
+            widget.observe(self._changed, names="value")
+        self.png = b""
+        self._changed(None)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Where the controls stand."""
+        return {name: widget.value for name, widget in self.controls.items()}
+
+    def _changed(self, change: Any) -> None:
+        try:
+            figure = self._draw(**self.values)
+        except Exception as error:
+            text = html.escape(f"{type(error).__name__}: {error}")
+            self.picture.value = f'<pre role="alert">{text}</pre>'
+            if change is None:
+                raise
+            return
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=110)
+        self.png = buffer.getvalue()
+        data = base64.b64encode(self.png).decode()
+        alt = html.escape(self._alt, quote=True)
+        self.picture.value = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.box.model_id}
+        where = ", ".join(f"{w.description} = {w.value}" for w in self.controls.values())
+        return {
+            "application/vnd.jupyter.widget-view+json": view,
+            "image/png": base64.b64encode(self.png).decode(),
+            "text/plain": f"{self._alt} ({where}). Open the notebook in JupyterLab to change it.",
+        }
+
+
+def _make_control(control: Control, value: Any, label: str) -> Any:
+    common: dict[str, Any] = {"value": value, "description": label, "style": _WIDE}
+    wide = ipywidgets.Layout(width="32em")
+    if isinstance(control, bool):
+        return ipywidgets.Checkbox(**common, indent=False)
+    if isinstance(control, tuple):
+        low, high, *step = control
+        whole = all(isinstance(number, int) for number in (*control, value))
+        slider = ipywidgets.IntSlider if whole else ipywidgets.FloatSlider
+        size = step[0] if step else (1 if whole else (high - low) / 100)
+        return slider(**common, min=low, max=high, step=size, continuous_update=False, layout=wide)
+    options = list(control)
+    if value not in options:
+        raise ValueError(f"explore: {label!r} begins at {value!r}, which is not in {options}")
+    if all(isinstance(option, str) for option in options):
+        return ipywidgets.Dropdown(**common, options=options)
+    return ipywidgets.SelectionSlider(
+        **common, options=options, continuous_update=False, layout=wide
+    )
