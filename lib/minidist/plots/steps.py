@@ -96,7 +96,7 @@ def holdings(schedule: Schedule, step: int) -> list[list[frozenset[int]]]:
 
     >>> from minidist.collectives.steps import ring_steps
     >>> [len(chunk) for chunk in holdings(ring_steps(3), 2)[0]]
-    [1, 3, 2]
+    [3, 2, 1]
     """
     held = [
         [frozenset({rank}) for _ in range(schedule.num_chunks)]

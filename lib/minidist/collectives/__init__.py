@@ -1,0 +1,155 @@
+"""Collectives, from send and receive up.
+
+An algorithm is data: a `Schedule`, a list of steps of (src, dst, chunk, "reduce" or "copy"), made
+by a function of `steps`. One executor runs it; the lectures draw it; `Schedule.time_s` costs it.
+
+| read in this order | |
+|---|---|
+| `schedule`, `steps` | the algorithms as data; no torch |
+| `executor`, `reduction` | the loop that sends, receives and adds |
+| `ring`, `tree`, `halving_doubling`, `direct` | all-reduce, reduce-scatter, all-gather |
+| `rooted`, `exchange`, `hierarchical` | broadcast, reduce, gather, scatter; all-to-all; nodes |
+| `work`, `call` | `async_op=True` and what it guarantees; validation |
+| `hooks`, `backend` | DDP communication hooks; the torch.distributed backend "minidist" |
+| `log` | who called what, how many bytes, who waited for whom |
+| `shared` | for ranks of one machine: collectives in memory that they share |
+
+Example::
+
+    ring_all_reduce(gradient, "avg")            # in place, on all ranks of the default group
+    work = tree_all_reduce(gradient, async_op=True)
+    work.wait()
+
+Names that need torch are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from minidist.collectives.schedule import Schedule, Transfer, chunk_offsets, simulate
+from minidist.collectives.steps import (
+    all_to_all_steps,
+    broadcast_steps,
+    direct_steps,
+    double_tree_steps,
+    gather_steps,
+    halving_doubling_steps,
+    hierarchical_steps,
+    reduce_steps,
+    ring_all_gather_steps,
+    ring_reduce_scatter_steps,
+    ring_steps,
+    scatter_steps,
+    tree_steps,
+)
+
+if TYPE_CHECKING:
+    from minidist.collectives.backend import register
+    from minidist.collectives.direct import (
+        direct_all_gather,
+        direct_all_reduce,
+        direct_reduce_scatter,
+    )
+    from minidist.collectives.exchange import all_to_all
+    from minidist.collectives.executor import Transport, even_chunks, list_chunks, run_steps
+    from minidist.collectives.halving_doubling import halving_doubling_all_reduce
+    from minidist.collectives.hierarchical import hierarchical_all_reduce, node_groups
+    from minidist.collectives.log import CollectiveLog
+    from minidist.collectives.records import MergedLog, Record
+    from minidist.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+    from minidist.collectives.rooted import broadcast, gather, reduce, scatter
+    from minidist.collectives.shared import (
+        SharedMemoryError,
+        SharedMemoryGroup,
+        SharedWork,
+        shared_memory_hook,
+    )
+    from minidist.collectives.tree import tree_all_reduce
+    from minidist.collectives.work import CollectiveWork
+
+__all__ = [
+    "CollectiveLog",
+    "CollectiveWork",
+    "MergedLog",
+    "Record",
+    "Schedule",
+    "SharedMemoryError",
+    "SharedMemoryGroup",
+    "SharedWork",
+    "Transfer",
+    "Transport",
+    "all_to_all",
+    "all_to_all_steps",
+    "broadcast",
+    "broadcast_steps",
+    "chunk_offsets",
+    "direct_all_gather",
+    "direct_all_reduce",
+    "direct_reduce_scatter",
+    "direct_steps",
+    "double_tree_steps",
+    "even_chunks",
+    "gather",
+    "gather_steps",
+    "halving_doubling_all_reduce",
+    "halving_doubling_steps",
+    "hierarchical_all_reduce",
+    "hierarchical_steps",
+    "list_chunks",
+    "node_groups",
+    "reduce",
+    "reduce_steps",
+    "register",
+    "ring_all_gather",
+    "ring_all_gather_steps",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "ring_reduce_scatter_steps",
+    "ring_steps",
+    "run_steps",
+    "scatter",
+    "scatter_steps",
+    "shared_memory_hook",
+    "simulate",
+    "tree_all_reduce",
+    "tree_steps",
+]
+
+_LAZY = {
+    "CollectiveLog": "log",
+    "CollectiveWork": "work",
+    "MergedLog": "records",
+    "Record": "records",
+    "Transport": "executor",
+    "SharedMemoryError": "shared",
+    "SharedMemoryGroup": "shared",
+    "SharedWork": "shared",
+    "all_to_all": "exchange",
+    "broadcast": "rooted",
+    "direct_all_gather": "direct",
+    "direct_all_reduce": "direct",
+    "direct_reduce_scatter": "direct",
+    "even_chunks": "executor",
+    "gather": "rooted",
+    "halving_doubling_all_reduce": "halving_doubling",
+    "hierarchical_all_reduce": "hierarchical",
+    "list_chunks": "executor",
+    "node_groups": "hierarchical",
+    "reduce": "rooted",
+    "register": "backend",
+    "ring_all_gather": "ring",
+    "ring_all_reduce": "ring",
+    "ring_reduce_scatter": "ring",
+    "run_steps": "executor",
+    "scatter": "rooted",
+    "shared_memory_hook": "shared",
+    "tree_all_reduce": "tree",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

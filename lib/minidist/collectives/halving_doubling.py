@@ -1,0 +1,50 @@
+"""Recursive halving and doubling: the ring's bytes in a tree's number of steps.
+
+**Halving** (a reduce-scatter): rank r and the rank at distance N/2 swap halves of their buffers and
+add up; then each half is halved at distance N/4, and so on. After log2 N steps rank r has chunk r.
+**Doubling** (an all-gather): the same way back, what is sent doubling with each step.
+
+Distances are powers of two. With P the largest power of two in N, the N-P ranks beyond first fold
+their buffers into those of ranks 0 .. N-P-1 and get the result from them in the end: two more steps
+and, for the ranks concerned, up to S more bytes.
+
+Example::
+
+    t = torch.arange(4.0)               # three ranks: rank 2 folds into rank 0
+    halving_doubling_all_reduce(t)      # all: tensor([0., 3., 6., 9.])
+
+Torch's own: `dist.all_reduce`.
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+IJHPCA 19 (2005).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minidist.collectives.call import all_reduce_by
+from minidist.collectives.steps import halving_doubling_steps
+from minidist.collectives.work import CollectiveWork
+
+
+def halving_doubling_all_reduce(
+    tensor: torch.Tensor,
+    op: Any = "sum",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    check: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+) -> CollectiveWork:
+    """Reduce a tensor over all ranks, in place. Any world size.
+
+    Arguments, errors and result: as for `ring_all_reduce`.
+    """
+    return all_reduce_by(
+        *("halving_doubling_all_reduce", halving_doubling_steps, tensor, op, group, async_op),
+        check=check,
+        accumulate_dtype=accumulate_dtype,
+    )

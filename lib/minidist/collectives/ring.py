@@ -1,0 +1,153 @@
+"""The ring: every rank sends to the next one, and only to it.
+
+**Reduce-scatter**, N-1 steps. The buffer is cut into N chunks; in each step every rank sends one
+chunk on and adds the one that arrives to its own. Then chunk r is complete on rank r.
+**All-gather**, N-1 steps. The complete chunks go around once more.
+**All-reduce** is one after the other. A rank sends 2 (N-1)/N S bytes, which no all-reduce over
+point-to-point messages can undercut, at the price of 2 (N-1) latencies.
+
+    chunks of rank 0   0 1 2        the ranks of a reduce-scatter with N = 3:
+    chunks of rank 1   0 1 2        step 1   0 -2-> 1   1 -0-> 2   2 -1-> 0
+    chunks of rank 2   0 1 2        step 2   0 -1-> 1   1 -2-> 2   2 -0-> 0
+
+Example::
+
+    t = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)      # two ranks
+    ring_all_reduce(t)                                   # both: tensor([3., 6., 9.])
+    work = ring_all_reduce(t, "avg", async_op=True)      # both, after work.wait(): the same
+
+Torch's own: `dist.all_reduce`, `dist.reduce_scatter_tensor`, `dist.all_gather_into_tensor`.
+Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009); Horovod, arXiv:1802.05799.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minidist.collectives.call import Call, all_reduce_by, gather_by, require_writable
+from minidist.collectives.executor import Transport, run_steps
+from minidist.collectives.steps import (
+    ring_all_gather_steps,
+    ring_reduce_scatter_steps,
+    ring_steps,
+)
+from minidist.collectives.work import CollectiveWork
+
+
+def ring_all_reduce(
+    tensor: torch.Tensor,
+    op: Any = "sum",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    num_segments: int = 1,
+    check: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+) -> CollectiveWork:
+    """Reduce a tensor over all ranks, in place, so that every rank has the result.
+
+    All ranks get the same bits. All the all-reduces of this package take these arguments.
+
+    Args:
+        tensor: any shape, also empty, and any strides; a CPU or accelerator tensor of any dtype
+            that torch can reduce. The same number of elements on all ranks.
+        op: "sum", "avg", "max", "min", "prod", for integers also "band", "bor", "bxor"; or a
+            `dist.ReduceOp`. The average of integers is rounded toward zero.
+        group: None means the default group.
+        async_op: return at once (`work` says what is guaranteed).
+        num_segments: messages per chunk; with 2 or more, adding up overlaps with receiving.
+        check: first compare dtype, shape and op over all ranks (one more trip around the ring).
+        accumulate_dtype: dtype of partial sums. By default that of the tensor: on a ring of N
+            ranks a bfloat16 sum is rounded N-1 times. With torch.float32 it is rounded once, and
+            twice as many bytes travel. (`direct_all_reduce` rounds once without that.)
+
+    Returns:
+        A handle with `wait()`, `is_completed()`, `get_future()` and `num_bytes_sent`. Unless
+        `async_op`, the operation is over.
+
+    Raises:
+        ValueError: arguments that this rank alone can see to be wrong.
+        MismatchError: with `check`, ranks do not agree. Without it, different sizes are not
+            detected: gloo may report a broken connection, or fill too little of a chunk.
+    """
+    steps = partial(ring_steps, num_segments=num_segments)
+    return all_reduce_by(
+        *("ring_all_reduce", steps, tensor, op, group, async_op),
+        check=check,
+        accumulate_dtype=accumulate_dtype,
+    )
+
+
+def ring_reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor | Sequence[torch.Tensor],
+    op: Any = "sum",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    check: bool = False,
+) -> CollectiveWork:
+    """Reduce over all ranks; each keeps its own part of the result.
+
+    The input stays as it is: its values are copied first.
+
+    Args:
+        output: receives part r on rank r.
+        input: one tensor, cut into N parts as even as can be (the first ones one element longer, as
+            `torch.tensor_split` does), or a list of N tensors, part r of any size that is the same
+            on all ranks.
+        op, group, async_op, check: as for `ring_all_reduce`.
+
+    Raises:
+        ValueError: as `ring_all_reduce`; or `output` has not the size of part r.
+    """
+    # Validate.
+    parts = [input] if isinstance(input, torch.Tensor) else list(input)
+    call = Call("ring_reduce_scatter", [output, *parts], group)
+    require_writable(call, output)
+    reduction = call.reduction(op)
+    sizes = call.part_sizes("input", input)
+    call.require_numel("output", output, sizes[call.rank])
+    # Derive.
+    schedule = ring_reduce_scatter_steps(call.size)
+
+    def body(transport: Transport) -> int:
+        chunks = call.chunks(input, copy=True)
+        num_bytes = run_steps(schedule, chunks, transport, reduction)
+        mine = chunks(transport.rank, 1)
+        reduction.finish(mine, transport.size)
+        call.unstage(mine, output)
+        return num_bytes
+
+    # Issue.
+    about = {"check": check, "op": reduction.name, "same": sizes, "message": parts}
+    return call.issue(body, [output], async_op, **about)
+
+
+def ring_all_gather(
+    output: torch.Tensor | Sequence[torch.Tensor],
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    check: bool = False,
+) -> CollectiveWork:
+    """Every rank gets the inputs of all ranks.
+
+    Args:
+        output: one tensor, filled with N parts one after the other, of sizes as even as can be (see
+            `ring_reduce_scatter`); or a list of N tensors, number r as large as rank r's input.
+        input: part r on rank r. May be that part of the output.
+        group, async_op, check: as for `ring_all_reduce`.
+
+    Raises:
+        ValueError: as `ring_all_reduce`; or `input` has not the size of part r.
+    """
+    return gather_by(
+        "ring_all_gather", ring_all_gather_steps, output, input, group, async_op, check
+    )

@@ -1,0 +1,267 @@
+"""Collectives in the background: what `async_op=True` returns, and what makes it progress.
+
+Every process group has one `Channel`: a queue and, from the first asynchronous operation on, one
+thread that runs the operations of that group one after the other, to their ends. An operation that
+nobody waits for makes progress all the same.
+
+What is guaranteed:
+
+- Operations of one group run in the order in which they were called. As with any collective, all
+  ranks have to call them in the same order; then any number may be in flight.
+- They may be waited for in any order, any number of times, from any thread.
+- A blocking operation waits until those called before it on the same group are over. With none in
+  flight it runs in the calling thread.
+- Operations of different groups run at the same time.
+- Our messages carry a tag of their own: on gloo, the program's own send and recv and torch's
+  collectives may be used on the same group meanwhile.
+- An operation that fails raises its error from `wait()` and from its future.
+
+What is not: a callback given to `get_future().then(...)` may run in the channel's thread and must
+not call a collective of that group (it would wait for itself): it gets a RuntimeError. And until
+`wait()` returns, its tensors belong to the operation.
+
+Which thread. On gloo, point-to-point calls may come from any thread. NCCL's calls only queue work
+on the GPU, so there the operation is queued at once on a side stream, without a thread; `wait()`
+makes the current stream wait. With other backends an asynchronous operation is run when it is
+called: it is correct, and overlaps with nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from minidist.collectives.executor import Transport
+from minidist.errors import DeadlineError
+
+_THREAD_BACKENDS = ("gloo", "minidist")
+
+
+class CollectiveWork(dist._Work):
+    """A collective under way, with the methods of torch's Work.
+
+    Args:
+        kind: name of the function that was called.
+        transport: of the group.
+        body: does it, and returns the number of bytes that this rank sent.
+        tensors: all that it reads or writes; they live as long as it does.
+        outputs: those of them that are the future's value.
+        after: an operation of another group that has to be over first.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        transport: Transport,
+        body: Callable[[Transport], int],
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        after: CollectiveWork | None = None,
+    ) -> None:
+        super().__init__()
+        self._kind = kind
+        self._transport = transport
+        self._body: Callable[[Transport], int] | None = body
+        self._tensors = list(tensors)
+        self._outputs = list(outputs)
+        self._after = after
+        self.done = threading.Event()
+        self._error: BaseException | None = None
+        self._side = _SideStream(self._tensors)
+        self._future: torch.futures.Future = torch.futures.Future(devices=self._side.devices)
+        self.num_bytes_sent = 0
+        # Where a log listens.
+        self.on_end: list[Callable[[], None]] = []
+        self.on_wait: list[Callable[[float], None]] = []
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "over" if self.is_completed() else "under way"
+        return f"<{self._kind}: {state}, {self.num_bytes_sent:,} bytes sent>"
+
+    # ------------------------------------------------------- what a caller uses
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the result is there, or raise the operation's error.
+
+        On a GPU: when the current stream will not go on before the result is there.
+
+        Args:
+            timeout: None leaves it to the group's own timeout, which every message has.
+
+        Raises:
+            DeadlineError: not over by then. The operation goes on.
+        """
+        seconds = timeout.total_seconds() if timeout else None  # C++ passes zero for none
+        begin_s = time.monotonic()
+        if not self.done.wait(seconds):
+            raise DeadlineError(
+                f"{self._kind} of group {self._transport.group.group_name!r} was not over "
+                f"after {seconds:g} s",
+                rank=self._transport.rank,
+            )
+        for listen in self.on_wait:
+            listen(time.monotonic() - begin_s)
+        if self._error is not None:
+            raise self._error
+        self._side.join()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done.is_set() and self._side.is_over()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the list of result tensors."""
+        return self._future
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    # ------------------------------------------------------ what a channel uses
+
+    def run(self) -> None:
+        """Do it. Never raises: the error is for those who wait."""
+        assert self._body is not None
+        try:
+            # Our own additions and messages are no business of a log, a profiler or a roofline.
+            with self._side, torch.inference_mode(), _disable_current_modes():
+                if self._after is not None:
+                    self._after.wait()
+                self.num_bytes_sent = self._body(self._transport)
+        except BaseException as error:
+            self._error = error
+        self._body = self._after = None
+        for listen in self.on_end:
+            listen()
+        self.done.set()
+        # The future last: its callbacks run here and now.
+        if isinstance(self._error, Exception):
+            self._future.set_exception(self._error)
+        elif self._error is None:
+            with self._side.current():
+                self._future.set_result(self._outputs)
+
+
+class Channel:
+    """The operations of one group on this rank, one at a time, in the order of their calls."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[CollectiveWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        # Of the operation queued last. Not the operation: it knows the group, which must not live
+        # because of its channel.
+        self._last = threading.Event()
+        self._last.set()
+        self._order = threading.Lock()
+        self._connected = False
+        weakref.finalize(self, self._queue.put, None)
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> Channel:
+        with _channels_lock:
+            if group not in _channels:
+                _channels[group] = Channel(f"minidist collectives of {group.group_name}")
+            return _channels[group]
+
+    def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """On NCCL, before the first messages: a collective of all ranks.
+
+        Some of our steps involve some ranks only, and NCCL's first batch must involve all.
+        """
+        if not self._connected:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            self._connected = True
+
+    def issue(self, work: CollectiveWork, *, threaded: bool) -> CollectiveWork:
+        """Run it now, or queue it for the thread; in order in any case."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "a callback of a collective's future called a collective of the same group: it "
+                "would wait for itself. Call wait() first, and the next collective after it"
+            )
+        with self._order:
+            if not threaded and self._last.is_set():
+                work.run()
+                return work
+            self._last = work.done
+            self._queue.put(work)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_progress, args=(self._queue,), name=self._name, daemon=True
+                )
+                self._thread.start()
+        return work
+
+
+# One channel per group and process, as long as the group lives: the thread cannot be passed in.
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
+_channels_lock = threading.Lock()
+
+
+def may_use_thread(transport: Transport, device: torch.device) -> bool:
+    """Whether another thread may send and receive for this group."""
+    return transport.backend(device) in _THREAD_BACKENDS
+
+
+def _progress(operations: queue.SimpleQueue[CollectiveWork | None]) -> None:
+    while (work := operations.get()) is not None:
+        work.run()
+        del work  # else its tensors would live until the next operation
+
+
+class _SideStream:
+    """On an accelerator: a stream that starts after the caller's work and that `join` waits for.
+
+    On the CPU it does nothing.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        found = [t.device for t in tensors if t.device.type != "cpu"]
+        self.devices: list[Any] = list(dict.fromkeys(found))[:1]
+        self._end: Any = None
+        if self.devices:
+            self._module = torch.get_device_module(self.devices[0])
+            self._stream = self._module.Stream(self.devices[0])
+            self._stream.wait_stream(self._module.current_stream(self.devices[0]))
+            for tensor in tensors:
+                if tensor.device == self.devices[0]:
+                    tensor.record_stream(self._stream)
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        return self._module.stream(self._stream) if self.devices else contextlib.nullcontext()
+
+    def __enter__(self) -> None:
+        self._context = self.current()
+        self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.devices:
+            self._end = self._stream.record_event()
+        self._context.__exit__(None, None, None)
+
+    def join(self) -> None:
+        if self._end is not None:
+            self._module.current_stream(self.devices[0]).wait_event(self._end)
+
+    def is_over(self) -> bool:
+        return self._end is None or self._end.query()
