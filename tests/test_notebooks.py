@@ -1,28 +1,77 @@
-"""Every lecture runs from top to bottom on its own kernel."""
+"""Every lecture runs from top to bottom, as a student would run it, and what it claims is true.
+
+A lecture is run by papermill on its own kernel. MINIDIST_CLAIMS collects what it claimed.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from pathlib import Path
 
 import nbformat
+import papermill
 import pytest
-from nbclient import NotebookClient
 
-LECTURES = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
+from minidist import claims
+
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+LECTURES = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+MIN_FIGURES, MIN_WIDGETS, MIN_CLAIMS = 3, 2, 12
+WIDGET = "application/vnd.jupyter.widget-view+json"
+# On a loaded machine these are long; they are there to catch a lecture that has become slow.
+CELL_LIMIT_S, LECTURE_LIMIT_S = 60.0, 240.0
+
+
+def run(path: Path, tmp_path: Path, monkeypatch) -> tuple[nbformat.NotebookNode, list, float]:
+    """The notebook with its outputs, the claims that it made, and the seconds it took."""
+    log = tmp_path / "claims.jsonl"
+    monkeypatch.setenv("MINIDIST_CLAIMS", str(log))
+    monkeypatch.setenv("MINIDIST_LECTURE", path.stem)
+    began = time.monotonic()
+    notebook = papermill.execute_notebook(
+        str(path), None, cwd=str(tmp_path), progress_bar=False, start_timeout=120,
+        execution_timeout=int(CELL_LIMIT_S),
+    )  # fmt: skip
+    return notebook, claims.load(log) if log.exists() else [], time.monotonic() - began
+
+
+def outputs_of(notebook) -> list:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
 @pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
-def test_lecture_runs(path, tmp_path):
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=120,
-        startup_timeout=120,
-        resources={"metadata": {"path": str(tmp_path)}},
-    )
-    client.execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+@pytest.mark.timeout(600)
+def test_lecture(path, tmp_path, monkeypatch):
+    notebook, made, seconds = run(path, tmp_path, monkeypatch)
+    outputs = outputs_of(notebook)
+    assert seconds < LECTURE_LIMIT_S
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
-    assert pictures, f"{path.name} shows no figure"
-    text = "".join(output.get("text", "") for output in outputs)
-    assert "[rank 1" in text, "the other ranks' output is missing"
+    widgets = [output for output in outputs if WIDGET in output.get("data", {})]
+    if path.stem == "00_start_here":
+        text = "".join(output.get("text", "") for output in outputs)
+        assert pictures
+        assert "[rank 1" in text, "the other ranks' output is missing"
+        return
+    assert all("image/png" in w["data"] for w in widgets), "a widget shows nothing on GitHub"
+    assert len(pictures) - len(widgets) >= MIN_FIGURES
+    assert len(widgets) >= MIN_WIDGETS
+    assert len({claim.text for claim in made}) >= MIN_CLAIMS
+    assert [str(claim) for claim in made if not claim.passed] == []
+    errors = [o for o in outputs if o.get("output_type") == "error"]
+    assert errors == []
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
+def test_lecture_has_its_parts(path):
+    notebook = nbformat.read(path, as_version=4)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are committed"
+    if path.stem == "00_start_here":
+        return
+    assert "<details>" in text, "questions without folded answers"
+    assert re.search(r"arXiv[: ]\d{4}\.\d{4,5}", text), "nothing to read"
+    assert re.search(r"lab[1-6]_\w+", text), "no lab is named"
+    assert any("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells)
+    assert len(json.dumps(notebook)) < 1_000_000

@@ -1,0 +1,144 @@
+"""Who takes part in tensor parallelism and how: the object that every layer of the package gets.
+
+>>> split_evenly("ParallelAttention: heads", 6, 3)
+2
+>>> split_evenly("ParallelAttention: heads", 6, 4)
+Traceback (most recent call last):
+    ...
+ValueError: ParallelAttention: heads: 6 cannot be split over 4 ranks (6 = 4 x 1 + 2): use 1, 2...
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minidist.mesh import Mesh
+
+
+def split_evenly(what: str, total: int, parts: int, rank: int | None = None) -> int:
+    """`total / parts`, or a ValueError that shows the arithmetic.
+
+    Args:
+        what: opens the message, e.g. "ParallelAttention: heads".
+        rank: named in the message where there is one.
+    """
+    if total % parts == 0:
+        return total // parts
+    fits = [str(n) for n in range(1, total + 1) if total % n == 0]
+    choice = " or ".join([", ".join(fits[:-1]), fits[-1]]) if len(fits) > 1 else "1"
+    where = "" if rank is None else f"[rank {rank}] "
+    raise ValueError(
+        f"{where}{what}: {total} cannot be split over {parts} ranks "
+        f"({total} = {parts} x {total // parts} + {total % parts}): use {choice} ranks"
+    )
+
+
+class RngTracker:
+    """A second random stream that differs between the ranks of a group.
+
+    Ranks that hold the same activations must draw the same dropout mask: they use the default
+    stream, seeded alike. Ranks that hold different parts must draw different masks: inside `fork`,
+    the default stream is replaced by one that depends on the rank, and put back afterwards, so that
+    the common stream does not move.
+
+    Example::
+
+        torch.manual_seed(0)                       # the same on all ranks
+        rng = RngTracker(seed=0, group=mesh.group("tp"))
+        x = F.dropout(x, 0.1)                      # same mask everywhere
+        with rng.fork():
+            x_part = F.dropout(x_part, 0.1)        # a mask of this rank's own
+
+    The idea is that of appendix B.2 of Megatron-LM (arXiv 1909.08053). `state` is part of a
+    checkpoint.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        device = torch.device(device)
+        generator = torch.Generator(device).manual_seed(seed + 1_000_003 * (_group_rank(group) + 1))
+        self.state = generator.get_state()
+        self._random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[None]:
+        """Draw from this rank's own stream inside the block."""
+        common = self._random.get_rng_state()
+        self._random.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = self._random.get_rng_state()
+            self._random.set_rng_state(common)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """How layers are split.
+
+    Args:
+        group: the ranks that share every layer; None is the default group.
+        sequence_parallel: keep the activations between the split layers split along the sequence
+            (arXiv 2205.05198).
+        overlap: in the backward pass of a column-parallel layer, compute the gradient of the
+            weight while the gradient of the input is being reduced.
+        rng: the stream for dropout on split activations; needed where sequence_parallel meets
+            dropout.
+
+    Raises:
+        ValueError: there is no process group yet, or this rank is not a member of `group`.
+    """
+
+    group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    overlap: bool = False
+    rng: RngTracker | None = None
+
+    def __post_init__(self) -> None:
+        _group_rank(self.group)
+
+    @staticmethod
+    def of(mesh_or_group: Mesh | dist.ProcessGroup | None, **options: Any) -> TensorParallel:
+        """From a mesh (its axis "tp") or a group."""
+        group = mesh_or_group.group("tp") if isinstance(mesh_or_group, Mesh) else mesh_or_group
+        return TensorParallel(group=group, **options)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return dist.get_rank(self.group)
+
+    def split(self, what: str, total: int) -> int:
+        """`total` per rank; see `split_evenly`."""
+        return split_evenly(what, total, self.size, dist.get_rank())
+
+    def part(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor whose dimension `dim` divides evenly, as a copy."""
+        return full.detach().chunk(self.size, dim)[self.rank].clone()
+
+    def __deepcopy__(self, memo: Any) -> TensorParallel:
+        return self  # a copy of a model uses the same ranks; process groups cannot be copied
+
+
+def _group_rank(group: dist.ProcessGroup | None) -> int:
+    if not dist.is_initialized():
+        raise ValueError("TensorParallel: call torch.distributed.init_process_group first")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"[rank {dist.get_rank()}] TensorParallel: not a member of the group")
+    return rank

@@ -1,0 +1,122 @@
+"""The same GPT, split by torch: DTensor and `parallelize_module`.
+
+Each entry of the plan says how a module's parameters are split and which layout its input and
+output have; torch inserts the collectives. What is easy to get wrong:
+
+- `Attention.forward` unflattens by `num_heads`, and sees a local tensor with H / n heads: the
+  number has to be changed by hand.
+- Query, key and value are three column-parallel layers with one input. With a plan entry each and
+  nothing else, the gradient of that input is reduced three times. `PrepareModuleInput` on the
+  attention makes its input one replicated DTensor; the three partial gradients are added first and
+  reduced once.
+- `loss_parallel` needs logits that are still a DTensor (`use_local_output=False`), and the backward
+  pass has to run inside it.
+- Norms and position embedding are not split. Left out of the plan they keep plain tensors as
+  parameters, and `clip_grad_norm_` and optimizers with `foreach` (the default on GPUs) refuse a mix
+  of those and DTensors. `distribute_module` makes them replicated DTensors.
+
+Example, on each rank of a group of 2::
+
+    model = parallelize_gpt_native(GPT(config), mesh, sequence_parallel=True)
+    with loss_parallel():
+        loss = lm_loss(model(tokens_BT), targets_BT)
+        loss.backward()
+
+Papers: Megatron-LM (arXiv 1909.08053), GSPMD (arXiv 2105.04663), PyTorch's own: torchtitan
+(arXiv 2410.06511).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from minidist.mesh import Mesh
+from minidist.parallel.tensor.config import split_evenly
+
+__all__ = ["loss_parallel", "parallelize_gpt_native"]
+
+
+def parallelize_gpt_native(
+    model: Any, mesh: Mesh | DeviceMesh, *, sequence_parallel: bool = False, one_input: bool = True
+) -> Any:
+    """Split a `minidist.model.GPT` in place; its forward returns logits sharded by vocabulary.
+
+    Args:
+        mesh: a `Mesh` (its axis "tp") or a one-dimensional `DeviceMesh`.
+        one_input: make the input of query, key and value one DTensor. False shows what it saves.
+
+    Raises:
+        ValueError: heads, vocabulary, or (with sequence parallelism) positions do not divide.
+    """
+    # Validate.
+    tp = mesh.device_mesh["tp"] if isinstance(mesh, Mesh) else mesh
+    config = model.config
+    for what, total in [("heads", config.num_heads), ("vocabulary", config.vocab_size)]:
+        split_evenly(f"parallelize_gpt_native: {what}", total, tp.size())
+    if sequence_parallel:
+        split_evenly("parallelize_gpt_native: positions", config.context, tp.size())
+
+    # Derive the plan. Between the split layers activations are replicated, or split by tokens.
+    between = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    block_plan: dict[str, ParallelStyle] = {
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=between),
+        "mlp.up": ColwiseParallel(input_layouts=between),
+        "mlp.down": RowwiseParallel(output_layouts=between),
+    }
+    if one_input or sequence_parallel:
+        block_plan["attention"] = PrepareModuleInput(
+            input_layouts=between, desired_input_layouts=Replicate()
+        )
+    if sequence_parallel:
+        plan["position_embedding"] = RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0)
+        )
+        plan["norm"] = SequenceParallel()
+        block_plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+
+    # Build.
+    parallelize_module(model, tp, plan)
+    for block in model.blocks:
+        parallelize_module(block, tp, block_plan)
+        block.attention.num_heads //= tp.size()
+    if not sequence_parallel:
+        norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)]
+        for module in (model.position_embedding, model.norm, *norms):
+            _replicate(module, tp)
+    if config.tied:
+        model.head.weight = model.token_embedding.weight  # both are Shard(0)
+    return model
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters become replicated DTensors; input and output stay plain, equal tensors."""
+
+    def enter(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return DTensor.from_local(inputs[0], mesh, [Replicate()])
+
+    def leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.to_local()
+
+    distribute_module(module, mesh, input_fn=enter, output_fn=leave)
