@@ -13,6 +13,7 @@ JOBS ?=
 LAB_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
+BENCH_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED_FROM := pyproject.toml $(wildcard lib/minidist/kernel/kernelspecs/*/kernel.json)
 
@@ -21,7 +22,7 @@ export PATH := $(BIN):$(PATH)
 # The environment of another project must not leak into ours.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help grade lab test soak build lint clean install
+.PHONY: help grade lab test verify soak claims bench build lint clean install
 
 help: ## list the commands
 	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
@@ -45,8 +46,21 @@ test: $(VENV)/.installed-dev lint ## check style, types and generated files, and
 	@$(BIN)/python -m autograder.build --check
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+verify: $(VENV)/.installed-dev ## prove every lab's tests with right and wrong submissions (LAB=... for one)
+	@$(BIN)/python -m autograder verify $(if $(filter command line environment,$(origin LAB)),--lab $(LAB)) --json build/verify.json
+
 soak: $(VENV)/.installed-dev ## grade every right submission ten times with all cores busy (SOAK_ARGS=...)
 	@$(BIN)/python tests/soak.py $(SOAK_ARGS)
+
+claims: $(VENV)/.installed ## run every lecture and list what it claims, with verdict and source
+	@mkdir -p build/claims build/lectures; rm -f build/claims/*.jsonl
+	@for file in notebooks/[0-9]*.ipynb; do name="$$(basename "$$file" .ipynb)"; echo "running $$name"; \
+	  MINIDIST_CLAIMS="$(CURDIR)/build/claims/$$name.jsonl" MINIDIST_LECTURE="$$name" \
+	  $(BIN)/python -m papermill --no-progress-bar --log-level ERROR --cwd build/lectures "$$file" "build/lectures/$$name.ipynb"; done
+	@$(BIN)/python -m minidist.claims build/claims/*.jsonl
+
+bench: $(VENV)/.installed-dev ## time ours beside its peers, paired and interleaved (BENCH_ARGS=--quick)
+	@$(BIN)/python benchmarks $(BENCH_ARGS)
 
 build: $(VENV)/.installed ## write the notebooks anew from their .py sources
 	@$(BIN)/python -m autograder.build
