@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"errors", "config", "device"},
     **{part: BASE | COMMUNICATION for part in PARTS | TOOLS},
     "sampler": BASE | COMMUNICATION | {"seeding"},  # a loader's workers are seeded per rank
-    "parallel": {"errors", "config", "collectives", "mesh", "device", "precision"},
+    "parallel": {"errors", "config", "cost", "collectives", "mesh", "device", "precision"},
     "train": LAYERS,
     "elastic": LAYERS | {"train"},
     "kernel": {"errors"},

@@ -1,0 +1,53 @@
+"""Gradient compression: fewer bytes per all-reduce, and what has to be done about the loss.
+
+| compressor             | on the wire                                 | loses                     |
+|------------------------|---------------------------------------------|---------------------------|
+| `Cast(torch.float32)`  | 4 bytes per element                         | nothing: the baseline     |
+| `Cast(torch.float16)`  | 2 bytes per element                         | range, 13 mantissa bits   |
+| `Cast(torch.bfloat16)` | 2 bytes per element                         | 16 mantissa bits          |
+| `Int8()`               | 1 byte per element, 4 per tensor or channel | all but 255 levels        |
+| `TopK(density)`        | 8 bytes per element that is sent            | the small elements        |
+| `PowerSGD(rank)`       | 4 rank (rows + columns) bytes per matrix    | small singular values     |
+
+Three ways to use every one of them::
+
+    ddp.register_comm_hook(HookState(TopK(0.01)), compression_hook)  # stock DDP
+    ddp = BucketedDDP(model, reduce=lambda flat: sum_in_place(compressor, flat, ddp.buckets))
+    mean = compressor.reduce(flat, segments_of(parameters), group)   # any flat gradient
+
+Three promises, kept by all:
+
+- **Every rank gets the same bits.** Replicas that differ in one bit drift apart, and nothing ever
+  brings them back. So each element is summed on one rank and copied, or summed in rank order.
+- **Nothing is lost with error feedback.** What did not fit on the wire stays in this rank's
+  residual and is added to the next gradient: on the mean over ranks,
+  gradient + residual before = result + residual after.
+- **A gradient that is not finite gives a result that is not finite**, on every rank, and leaves the
+  residual alone, so a loss scaler sees the overflow and training goes on unharmed.
+
+Papers: PowerSGD arXiv 1905.13727; top-k, Deep Gradient Compression arXiv 1712.01887; error feedback
+arXiv 1901.09847.
+"""
+
+from minidist.parallel.compression.base import Compressor, Segment, Traffic, segments_of
+from minidist.parallel.compression.hook import HookState, compression_hook, sum_in_place
+from minidist.parallel.compression.native import register_torch_hook
+from minidist.parallel.compression.powersgd import PowerSGD, orthonormalise
+from minidist.parallel.compression.quantize import Cast, Int8
+from minidist.parallel.compression.topk import TopK
+
+__all__ = [
+    "Cast",
+    "Compressor",
+    "HookState",
+    "Int8",
+    "PowerSGD",
+    "Segment",
+    "TopK",
+    "Traffic",
+    "compression_hook",
+    "orthonormalise",
+    "register_torch_hook",
+    "segments_of",
+    "sum_in_place",
+]

@@ -1,0 +1,162 @@
+"""PowerSGD: a gradient matrix travels as two thin ones.
+
+A gradient M of rows x columns is close to a product of rank r:
+
+    M  ~  P Q^T        P: rows x r,  Q: columns x r
+
+Phases, one step of a power iteration whose Q is that of the last step:
+1. P = M Q, mean over the ranks. Parameters that are not worth it travel along uncompressed.
+2. P gets orthonormal columns (the same on all ranks, from the same bits).
+3. Q = M^T P, mean over the ranks.
+4. The result is P Q^T, the projection of the mean gradient on the columns of P.
+
+Example::
+
+    PowerSGD(rank=2).reduce(flat_N, segments_of(parameters))
+    # a 512 x 512 weight: 2 x (512 + 512) numbers instead of 262144, 128 times fewer
+
+The matrices only have one all-reduce each because the mean is linear: mean(M_i Q) = mean(M_i) Q.
+Vogels et al., arXiv 1905.13727.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from minidist.parallel.compression.base import Compressor, Exchange, Segment
+from minidist.parallel.compression.exchange import Exact, two_phase_mean
+
+
+class PowerSGD(Compressor):
+    """Low-rank compression of every parameter that has two or more dimensions.
+
+    Args:
+        rank: columns of P and Q; 1 to 4 are usual. It says how good the approximation is.
+        start_step: uncompressed steps at first. Early gradients change fast, and torch advises a
+            tenth of the training; with its hook it is at least 2 because DDP builds new buckets.
+            Here state belongs to parameters, so 0 is fine.
+        min_ratio: a parameter is compressed only if that saves more than this factor.
+        warm_start: start from the Q of the last step; else from random numbers at each step.
+        seed: of the random numbers. Must be the same on all ranks.
+        error_feedback: see `Compressor`. Without it, all but the largest r directions are lost.
+    """
+
+    def __init__(
+        self,
+        rank: int = 1,
+        *,
+        start_step: int = 0,
+        min_ratio: float = 2.0,
+        warm_start: bool = True,
+        seed: int = 0,
+        error_feedback: bool = True,
+    ) -> None:
+        if rank < 1:
+            raise ValueError(f"PowerSGD: rank must be at least 1, got {rank}")
+        if start_step < 0 or min_ratio < 0:
+            raise ValueError(
+                "PowerSGD: start_step and min_ratio must not be negative, got "
+                f"{start_step} and {min_ratio}"
+            )
+        super().__init__(error_feedback=error_feedback)
+        self.rank = rank
+        self.start_step = start_step
+        self.min_ratio = min_ratio
+        self.warm_start = warm_start
+        self.seed = seed
+        self._factors: dict[Hashable, torch.Tensor] = {}  # the Q of each parameter
+        self._num_calls: dict[Hashable, int] = {}
+
+    def _exchange(self, values: torch.Tensor, segments: list[Segment], group: Any) -> Exchange:
+        step = self._num_calls.get(segments[0].key, 0)
+        for segment in segments:
+            self._num_calls[segment.key] = step + 1
+        parts = values.split([segment.numel for segment in segments])
+        low = {
+            i: parts[i].view(segment.shape[0], -1)
+            for i, segment in enumerate(segments)
+            if step >= self.start_step and self._is_worth_it(segment.shape)
+        }
+        whole = [i for i in range(len(segments)) if i not in low]
+        # 1. P = M Q, and the rest as it is.
+        q = {i: self._start(i, step, segments[i].key, matrix) for i, matrix in low.items()}
+        p = {i: matrix @ q[i] for i, matrix in low.items()}
+        means = yield from self._mean_of([*(parts[i] for i in whole), *p.values()], group)
+        result: list[torch.Tensor] = list(parts)
+        for i, mean in zip(whole, means, strict=False):
+            result[i] = mean
+        if not low:
+            return torch.cat(result), values
+        # 2. Orthonormal columns.
+        p = {i: orthonormalise(mean) for i, mean in zip(low, means[len(whole) :], strict=True)}
+        # 3. Q = M^T P.
+        means = yield from self._mean_of([low[i].T @ p[i] for i in low], group)
+        # 4. P Q^T. Of a compressed matrix the result has received just what it is.
+        sent = list(parts)
+        for i, mean in zip(low, means, strict=True):
+            result[i] = sent[i] = (p[i] @ mean.T).reshape(-1)
+            self._keep(segments[i].key, mean, q[i])
+        return torch.cat(result), torch.cat(sent)
+
+    def _is_worth_it(self, shape: tuple[int, ...]) -> bool:
+        if len(shape) < 2 or 0 in shape:
+            return False
+        rows, columns = shape[0], torch.Size(shape[1:]).numel()
+        thin = (rows + columns) * min(self.rank, rows, columns)
+        return thin * self.min_ratio < rows * columns
+
+    def _start(self, i: int, step: int, key: Hashable, matrix: torch.Tensor) -> torch.Tensor:
+        """The Q that this step begins with."""
+        if self.warm_start and key in self._factors:
+            return self._factors[key].to(matrix.device, matrix.dtype)
+        # Drawn on the CPU: the same numbers for every device and rank.
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * step + i)
+        shape = (matrix.shape[1], min(self.rank, *matrix.shape))
+        q = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return q.to(matrix.device, matrix.dtype)
+
+    def _keep(self, key: Hashable, new: torch.Tensor, old: torch.Tensor) -> None:
+        """Remember Q, but no column that is zero or not finite: P = M Q would stay so for ever."""
+        norms = new.norm(dim=0)
+        self._factors[key] = torch.where((norms > 0) & torch.isfinite(norms), new, old)
+
+    def _mean_of(self, tensors: list[torch.Tensor], group: Any) -> Any:
+        """Mean of several tensors in one exchange."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        mean, _ = yield from two_phase_mean(flat, Exact(), group, self.traffic)
+        parts = mean.split([tensor.numel() for tensor in tensors])
+        return [part.view(like.shape) for part, like in zip(parts, tensors, strict=True)]
+
+    def _tables(self) -> dict[str, dict[Hashable, Any]]:
+        return {**super()._tables(), "factors": self._factors, "num_calls": self._num_calls}
+
+
+def orthonormalise(matrix: torch.Tensor) -> torch.Tensor:
+    """Columns made orthonormal, first to last (modified Gram-Schmidt).
+
+    A column that depends on those before it becomes zero. Dividing the rounding noise that is left
+    of it by its length would give a direction that is not orthogonal to the others, and P P^T would
+    no longer be a projection.
+
+    >>> orthonormalise(torch.tensor([[3.0, 3.0], [4.0, 4.0]]))
+    tensor([[0.6000, 0.0000],
+            [0.8000, 0.0000]])
+
+    Args:
+        matrix: rows x r, with r small: one pass over the matrix per column.
+    """
+    columns: list[torch.Tensor] = []
+    tolerance = 10 * torch.finfo(matrix.dtype).eps
+    for column in matrix.unbind(1):
+        length = torch.linalg.vector_norm(column)
+        column = column / torch.where(length > 0, length, 1.0)
+        for _ in range(2):  # once leaves an error of eps / (what is left); twice is enough
+            for other in columns:
+                column = column - (other @ column) * other
+        left = torch.linalg.vector_norm(column)
+        # NaN must stay NaN, so the test is for "too small" and not for "large enough".
+        columns.append(torch.where(left <= tolerance, 0.0, column / left))
+    return torch.stack(columns, dim=1)

@@ -1,0 +1,214 @@
+"""Local SGD: each rank trains alone for a while, then the ranks average their parameters.
+
+Data parallelism averages gradients at every step. Local SGD takes H steps without any communication
+and then averages parameters: H times fewer bytes, and H times fewer waits for the slowest rank.
+
+    step        0     1     2     3     4     5     6     7
+    gradients   mean  mean                                     start_step = 2: like DDP at first
+    parameters              .     .     mean  .     .     mean  period = 3: then local
+
+Phases of a step:
+1. Before `start_step`: average the gradients. Early on the replicas would run apart fastest
+   ("post-local SGD").
+2. The optimiser's own step, on each rank.
+3. From `start_step` on, every `period` steps: average the parameters.
+
+Example::
+
+    local = LocalSGD(model, optimizer, period=8, start_step=100)
+    for x, y in loader:                      # a plain model, no DDP around it
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        local.step()                         # instead of optimizer.step()
+    local.average()                          # before evaluating or saving: replicas differ
+    print(local.saved_bytes)
+
+**Period 1 is not DDP.** Averaging parameters after every step equals averaging gradients before it
+only if the step is linear in the gradients. SGD is, with momentum and weight decay too: the mean of
+the ranks' momenta is the momentum of the mean gradient. Adam divides by the root of a mean of
+squares, and the mean of squares of the ranks' gradients is not the square of their mean, so each
+rank divides by another number. Clipping and skipped steps are not linear either.
+
+Period > 1 is another algorithm for any optimiser: gradients are taken at different points.
+
+Papers: Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767; post-local SGD:
+Lin et al., arXiv 1808.07217. torch's own form of it is `torch_local_sgd` below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@torch.no_grad()
+def average_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> int:
+    """Replace each tensor by its mean over the group, in place: one all-reduce per dtype.
+
+    All ranks pass tensors of equal shapes in equal order. Tensors of less than 32 bits are averaged
+    in fp32.
+
+    Returns:
+        Bytes that this rank sends in ring all-reduces, 2 (n-1)/n of the tensors.
+    """
+    n = dist.get_world_size(group)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    sent_bytes = 0
+    for dtype, some in by_dtype.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in some])
+        dist.all_reduce(flat, group=group)
+        flat /= n
+        for tensor, mean in zip(some, flat.split([t.numel() for t in some]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
+        sent_bytes += 2 * (n - 1) * flat.numel() * flat.element_size() // n
+    return sent_bytes
+
+
+class LocalSGD:
+    """Takes the optimiser's steps, and averages when it is time.
+
+    Replicas must start equal: the constructor sends rank 0's parameters and buffers to all
+    (collective).
+
+    Args:
+        module: a plain module. Wrapped in DDP it would average gradients as well.
+        optimizer: of this rank.
+        period: steps between two averagings of parameters, H in the paper.
+        start_step: steps with averaged gradients at the beginning.
+        average_state: keys of the optimiser's per-parameter state to average along, e.g.
+            ("momentum_buffer",) of SGD or ("exp_avg", "exp_avg_sq") of Adam. Else each rank goes on
+            with the state that led it to where it no longer is.
+        group: the ranks that share the work; None means all.
+
+    Attributes:
+        sent_bytes: what this rank has sent.
+        saved_bytes: what averaging gradients at every step would have sent on top of that.
+
+    Raises:
+        ValueError: `period` or `start_step` is out of range, or the module is DDP's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        period: int,
+        *,
+        start_step: int = 0,
+        average_state: Sequence[str] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if period < 1 or start_step < 0:
+            raise ValueError(
+                "LocalSGD: period must be at least 1 and start_step at least 0, got "
+                f"{period} and {start_step}"
+            )
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError("LocalSGD: needs the plain module, got DistributedDataParallel")
+        self.module = module
+        self.optimizer = optimizer
+        self.period = period
+        self.start_step = start_step
+        self.average_state = tuple(average_state)
+        self.group = group
+        self.num_steps = 0
+        self.sent_bytes = 0
+        self._gradient_bytes = 0
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+    @property
+    def saved_bytes(self) -> int:
+        return self._gradient_bytes - self.sent_bytes
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of the optimiser, and an averaging if it is due. The same on all ranks."""
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        n = dist.get_world_size(self.group)
+        num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        self._gradient_bytes += 2 * (n - 1) * num_bytes // n
+        # 1. Like DDP at first. A parameter without a gradient on this rank may have one elsewhere.
+        if self.num_steps < self.start_step:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self.sent_bytes += average_tensors(gradients, self.group)
+        # 2. Each on its own.
+        self.optimizer.step()
+        self.num_steps += 1
+        # 3. Meet.
+        local_steps = self.num_steps - self.start_step
+        if local_steps > 0 and local_steps % self.period == 0:
+            self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average parameters, floating-point buffers and the chosen optimiser state. Collective."""
+        tensors: list[torch.Tensor] = [p.detach() for p in self.module.parameters()]
+        tensors += [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                tensors += self._state_of(parameter)
+        self.sent_bytes += average_tensors(tensors, self.group)
+
+    def _state_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        state = self.optimizer.state.get(parameter, {})
+        if state and not state.keys() >= set(self.average_state):
+            raise ValueError(
+                f"LocalSGD: average_state is {self.average_state}, but "
+                f"{type(self.optimizer).__name__} keeps {sorted(state)}"
+            )
+        # Without a gradient so far there is no state: zeros take part, and are not kept.
+        values = [state.get(key) for key in self.average_state]
+        return [torch.zeros_like(parameter) if value is None else value for value in values]
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is in the period. Between averagings, model and optimiser differ by rank."""
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+def torch_local_sgd(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    period: int,
+    *,
+    start_step: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[DistributedDataParallel, Any]:
+    """The same with torch: DDP whose hook stops averaging gradients, and an averaging optimiser.
+
+    The phase differs: torch averages right after the first local step and then every `period`
+    steps; `LocalSGD` after every `period` local steps.
+
+    Returns:
+        (ddp, optimizer): train with these as usual.
+    """
+    # Here, because these imports cost every rank a second.
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    ddp = DistributedDataParallel(module, process_group=group)
+    world = dist.group.WORLD if group is None else group
+    state = post_localSGD_hook.PostLocalSGDState(
+        process_group=world,
+        subgroup=None,
+        start_localSGD_iter=start_step,
+        post_local_gradient_allreduce=False,  # True averages gradients within each node
+    )
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = PeriodicModelAverager(period, warmup_steps=start_step, process_group=group)
+    return ddp, PostLocalSGDOptimizer(optimizer, averager)

@@ -1,0 +1,42 @@
+"""Mixed precision: what 16 bits can hold, and how to train with them (arXiv 1710.03740).
+
+- `formats`: fp32, tf32, fp16, bf16, fp8 as data; rounding to any of them,
+- `compare`: what they do to a matrix product, a long sum, a small update: rows for a table,
+- `scaler`: loss scaling from scratch, with one decision for all ranks,
+- `master`: fp16 or bf16 parameters with an fp32 copy in the optimiser,
+- `training`: the autocast step, and the policy that sharded training takes.
+
+| what                    | with fp16                         | with bf16                        |
+|-------------------------|-----------------------------------|----------------------------------|
+| loss scaling            | needed: no number below 6e-8      | not needed: the range of fp32    |
+| fp32 master weights     | needed: updates below 1/2000 of a | needed: updates below 1/250 of a |
+|                         | weight are lost                   | weight are lost                  |
+| sums, softmax in fp32   | needed (autocast does it)         | needed (autocast does it)        |
+"""
+
+from minidist.precision.compare import (
+    ErrorRow,
+    accumulation_error,
+    matmul_error,
+    update_survives,
+)
+from minidist.precision.formats import FORMATS, Format, round_to, spacing, underflow_share
+from minidist.precision.master import MasterWeights
+from minidist.precision.scaler import GradScaler
+from minidist.precision.training import MixedPrecisionPolicy, autocast_step
+
+__all__ = [
+    "FORMATS",
+    "ErrorRow",
+    "Format",
+    "GradScaler",
+    "MasterWeights",
+    "MixedPrecisionPolicy",
+    "accumulation_error",
+    "autocast_step",
+    "matmul_error",
+    "round_to",
+    "spacing",
+    "underflow_share",
+    "update_survives",
+]

@@ -1,0 +1,83 @@
+"""One training step under autocast, and the dtypes that sharded training asks for.
+
+Autocast keeps parameters in fp32 and picks a dtype per operation: matrix products and convolutions
+in 16 bits, sums, norms, softmax and losses in fp32. `torch.autocast(device_type, dtype)` is for all
+devices; the one under torch.cuda is deprecated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of sharded training; None means: as the parameters are.
+
+    Args:
+        param_dtype: of parameters while a layer computes, and of their all-gather.
+        reduce_dtype: of gradients while they are reduced. fp32 is the safe one: a sum over many
+            ranks in bf16 has 8 bits.
+        output_dtype: of what the model returns.
+
+    >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).output_dtype
+
+    Raises:
+        ValueError: a dtype is not a floating-point one.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecisionPolicy: {name} must be a floating-point dtype, got {dtype}"
+                )
+
+
+def autocast_step(
+    model: nn.Module,
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    optimizer: Any,
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    scaler: Any = None,
+    max_norm: float | None = None,
+) -> torch.Tensor:
+    """Forward, backward and one step of the optimiser. Works on any device, and inside DDP.
+
+    Args:
+        dtype: of the matrix products; None trains without autocast.
+        scaler: a `GradScaler`, ours or torch's; fp16 needs one, bf16 does not.
+        max_norm: clip the gradients to this norm, after unscaling: the threshold means unscaled
+            gradients.
+
+    Returns:
+        The loss, a detached scalar.
+    """
+    optimizer.zero_grad()
+    # Forward and loss under autocast; backward outside: it uses each operation's forward dtype.
+    with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
+        loss = loss_fn(model(inputs), targets)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if max_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    return loss.detach()
