@@ -31,6 +31,7 @@ from autograder.run import Settings
 from autograder.zoo import ZooEntry, load_zoo, write_class
 
 MIN_WRONG, MIN_RIGHT = 15, 6
+_NOT_LOST = (Status.PASS, Status.INFRA, Status.BLOCKED)
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,13 @@ class Row:
         """Criterion -> what is wrong with its cell."""
         found = {}
         for name, want in self.expected.items():
-            got = self.got.get(name, "nothing")
-            right = got == want if want else got not in (Status.PASS, Status.INFRA, Status.BLOCKED)
+            got = self.got.get(name, "")
+            right = got == want if want else bool(got) and got not in _NOT_LOST
             if want == Status.PASS and got == Status.BLOCKED:
                 right = True  # needs hardware that is not here
             if not right:
-                found[name] = f"expected {want or 'a loss'}, got {got}: {self.messages.get(name)}"
+                why = self.messages.get(name)
+                found[name] = f"expected {want or 'a loss'}, got {got or 'nothing'}: {why}"
         return found
 
 
@@ -98,7 +100,7 @@ def verify_lab(
     lab, began = get_lab(name), time.monotonic()
     checkout = root or Course.find().root
     entries = load_zoo(name, root=checkout)
-    chosen = _covering(lab, entries) if covering else entries
+    chosen = choose_covering(lab, entries) if covering else entries
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         course = _throwaway_course(Path(folder), checkout)
         write_class(name, course.root / "class", root=checkout)
@@ -115,7 +117,7 @@ def verify_lab(
     return Proof(
         lab=name,
         rows=rows,
-        problems=tuple(_problems(entries, rows)),
+        problems=tuple(find_problems(lab, entries, rows)),
         seconds=time.monotonic() - began,
         left_out=tuple(sorted({entry.name for entry in entries} - names)),
     )
@@ -162,7 +164,8 @@ def _row(lab: Lab, entry: ZooEntry, record: dict[str, Any]) -> Row:
     )
 
 
-def _problems(entries: Sequence[ZooEntry], rows: Sequence[Row]) -> list[str]:
+def find_problems(lab: Lab, entries: Sequence[ZooEntry], rows: Sequence[Row]) -> list[str]:
+    """What keeps the class and its results from being a proof."""
     problems = [
         f"{row.name}: {criterion}: {text}"
         for row in rows
@@ -174,6 +177,9 @@ def _problems(entries: Sequence[ZooEntry], rows: Sequence[Row]) -> list[str]:
             problems.append(f"the class has no {name!r} that loses {loses or 'nothing'}")
     right = [e.name for e in entries if not e.loses and e.name != "reference"]
     wrong = [e.name for e in entries if e.loses and e.name != "starter"]
+    lost = set().union(*(e.loses for e in entries if e.loses != "everything"))
+    if never := sorted({c.name for c in lab.criteria} - lost):
+        problems.append(f"no wrong submission loses {', '.join(never)}")
     if len(wrong) < MIN_WRONG:
         problems.append(f"{len(wrong)} wrong submissions; there should be at least {MIN_WRONG}")
     if len(right) < MIN_RIGHT:
@@ -181,7 +187,7 @@ def _problems(entries: Sequence[ZooEntry], rows: Sequence[Row]) -> list[str]:
     return problems
 
 
-def _covering(lab: Lab, entries: Sequence[ZooEntry]) -> list[ZooEntry]:
+def choose_covering(lab: Lab, entries: Sequence[ZooEntry]) -> list[ZooEntry]:
     """Reference, starter, the first right one, and few wrong ones that lose every criterion."""
     missing = {criterion.name for criterion in lab.criteria}
     right = [e for e in entries if not e.loses and e.name != "reference"][:1]

@@ -1,0 +1,78 @@
+"""The proof that the labs' tests are right: the kill matrix of every lab.
+
+Here a covering part of each class is graded; `make verify` grades all of them. Lab 1's whole class
+is graded in test_zoo.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+from autograder.criteria import get_lab, lab_names
+from autograder.sandbox import probe_support
+from autograder.verify import Row, choose_covering, find_problems, matrix_table, verify_lab
+from autograder.zoo import load_zoo
+
+LAB1 = get_lab("lab1_ddp")
+LABS = [name for name in lab_names() if name != "lab1_ddp"]
+
+
+@pytest.mark.parametrize("name", LABS)
+@pytest.mark.timeout(1500)
+def test_each_submission_loses_exactly_what_it_breaks(name):
+    proof = verify_lab(name, Console(quiet=True), covering=True, sandbox=probe_support().works)
+    Console(width=140).print(matrix_table(proof))
+    assert proof.problems == ()
+    lost = {c for row in proof.rows for c, status in row.got.items() if status != "PASS"}
+    assert lost == {criterion.name for criterion in get_lab(name).criteria}
+
+
+@pytest.mark.parametrize("name", lab_names())
+def test_the_covering_part_loses_every_criterion_once(name):
+    entries = load_zoo(name)
+    chosen = choose_covering(get_lab(name), entries)
+    assert {"reference", "starter"} <= {entry.name for entry in chosen}
+    by_wrong_ones = [e.loses for e in chosen if e.loses and e.loses != "everything"]
+    assert set().union(*by_wrong_ones) == {c.name for c in get_lab(name).criteria}
+    assert len(chosen) < len(entries)
+
+
+def row(name, expected, got):
+    return Row(name=name, expected=expected, got=got, seconds=1.0, messages=dict.fromkeys(got, ""))
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "differs"),
+    [
+        ("PASS", "PASS", False),
+        ("PASS", "WRONG", True),
+        ("PASS", "BLOCKED", False),
+        ("", "WRONG", False),
+        ("", "TIMEOUT", False),
+        ("", "PASS", True),
+        ("", "INFRA", True),
+        ("", "BLOCKED", True),
+        ("TIMEOUT", "TIMEOUT", False),
+        ("TIMEOUT", "WRONG", True),
+    ],
+)
+def test_every_cell_is_held_against_its_docstring(expected, got, differs):
+    assert bool(row("x", {"a": expected}, {"a": got}).wrong()) is differs
+    assert row("x", {"a": expected}, {}).wrong()  # a criterion without a verdict
+
+
+def test_a_class_that_proves_too_little_is_named():
+    entries = load_zoo("lab1_ddp")
+    assert find_problems(LAB1, entries, []) == []
+    without_starter = [e for e in entries if e.name != "starter"]
+    assert "no 'starter'" in find_problems(LAB1, without_starter, [])[0]
+    few = [e for e in entries if not e.loses or e.loses == "everything"]
+    assert "0 wrong submissions" in find_problems(LAB1, few, [])[0]
+    no_right = [
+        dataclasses.replace(e, loses=frozenset({"setup"})) if e.name.startswith("right") else e
+        for e in entries
+    ]
+    assert "0 right ones" in find_problems(LAB1, no_right, [])[0]
