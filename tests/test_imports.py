@@ -30,8 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{part: BASE | COMMUNICATION for part in PARTS | TOOLS},
     "sampler": BASE | COMMUNICATION | {"seeding"},  # a loader's workers are seeded per rank
     "parallel": {"errors", "config", "cost", "collectives", "mesh", "device", "precision"},
-    "train": LAYERS,
-    "elastic": LAYERS | {"train"},
+    "elastic": LAYERS,
+    "train": LAYERS | {"elastic"},
     "kernel": {"errors"},
     "claims": BASE,
     "plots": LAYERS,

@@ -1,0 +1,57 @@
+"""Clipping by the global norm when every rank holds only some of the gradients.
+
+The 2-norm of all gradients is the root of the sum of squares over ranks, so one all-reduce of one
+number does. (`torch.nn.utils.clip_grad_norm_` on shards would clip each rank by its own norm, and
+the ranks would drift apart.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@torch.no_grad()
+def clip_by_global_norm(
+    shards: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Scale `.grad` of the shards so that the norm over all ranks is at most `max_norm`.
+
+    Collective. Every element must be in the shard of exactly one rank.
+
+    Args:
+        shards: what this rank owns; those without a gradient are left out.
+        norm_type: p of the p-norm, `math.inf` for the largest magnitude.
+
+    Returns:
+        The norm before scaling, a float64 scalar, on every rank.
+    """
+    if not max_norm >= 0 or not norm_type > 0:
+        raise ValueError(f"clip: max_norm {max_norm} must be >= 0 and norm_type {norm_type} > 0")
+    shards = list(shards)
+    gradients = [shard.grad for shard in shards if shard.grad is not None]
+    # A rank without a gradient takes part all the same, on the same device and with the same dtype.
+    device = shards[0].device if shards else torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    infinite = norm_type == math.inf
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        if gradient.numel():
+            exact = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
+            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=exact).to(total)
+            total = torch.maximum(total, norm) if infinite else total + norm**norm_type
+    dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+    norm = total if infinite else total ** (1 / norm_type)
+    # As torch does: no gradient grows, and the small number guards against a division by zero.
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.device))
+    return norm

@@ -1,0 +1,259 @@
+"""Moving rows: every rank gets all rows, or every rank gets the sum of its own row.
+
+    gather_rows          rank r sends row r to all            ZeRO: parameters
+    reduce_rows          rank r gets the mean of all row r    ZeRO: gradients
+
+These are all-gather and reduce-scatter. NCCL has both. On gloo the reduce-scatter is a whole
+all-reduce, and the all-gather copies its output once more, so on a CPU the rows travel directly
+between the ranks, into the memory where they are wanted, and the receiver adds. That also does for
+rows of unequal length.
+
+`GradientBucket` is the way of gradients through all of this: they are copied into the row of their
+owner as they appear, and one collective takes them all. Each row carries one flag per piece that it
+holds: the sum of flags says whether any rank had a gradient. A parameter that no rank used keeps
+`grad = None`, as in one process, and is not decayed or moved by momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minidist.device import all_gather_single, reduce_scatter_single
+from minidist.parallel.zero.partition import Layout
+
+# Tags keep the two kinds of rows apart from each other and from messages of other code.
+_GATHER_TAG, _REDUCE_TAG = 7001, 7002
+
+
+class Pending:
+    """A collective under way. `wait` returns its result, on a GPU as soon as it is enqueued."""
+
+    def __init__(
+        self, works: Sequence[Any], result: Callable[[], Tensor], keep: Tensor | None = None
+    ) -> None:
+        self._works = works
+        self._result = result
+        self._keep = keep  # memory that the collective reads
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._result()
+
+
+def gather_rows(
+    rows: Tensor, row: Tensor, sizes: Sequence[int], group: dist.ProcessGroup
+) -> Pending:
+    """Start an all-gather. `wait()` returns `rows`.
+
+    Args:
+        rows: where to put all rows, 1-D, sum(sizes) elements.
+        row: this rank's row, 1-D, same dtype and device; must not change before `wait()`.
+        sizes: elements of each rank's row.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    parts = rows.split(list(sizes))
+    if world_size == 1:
+        parts[0].copy_(row)
+        return Pending([], lambda: rows)
+    if _direct(row, group):
+        works = _swap([row] * world_size, parts, rank, group, _GATHER_TAG)
+        parts[rank].copy_(row)
+        return Pending(works, lambda: rows)
+    if len(set(sizes)) == 1:
+        work = all_gather_single(rows, row, group=group, async_op=True)
+        return Pending([work], lambda: rows)
+    copies, own = row.repeat(world_size), [row.numel()] * world_size
+    work = dist.all_to_all_single(rows, copies, list(sizes), own, group=group, async_op=True)
+    return Pending([work], lambda: rows, keep=copies)
+
+
+def reduce_rows(
+    rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, dtype: torch.dtype
+) -> Pending:
+    """Start a reduce-scatter. `wait()` returns the mean over ranks of this rank's row.
+
+    Args:
+        rows: one row for every rank, 1-D, sum(sizes) elements; must not change before `wait()`.
+        sizes: elements of each row.
+        dtype: dtype of the result. On a CPU the sum is taken in it; elsewhere in that of `rows`.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    parts = rows.split(list(sizes))
+    if world_size == 1:
+        return Pending([], lambda: rows.to(dtype))
+    if not _direct(rows, group) and len(set(sizes)) == 1:
+        output = torch.empty_like(parts[rank])
+        work = reduce_scatter_single(output, rows, group=group, async_op=True)
+        return Pending([work], lambda: output.to(dtype).div_(world_size), keep=rows)
+    memory = rows.new_empty(world_size, sizes[rank])
+    received = list(memory.unbind())
+    if _direct(rows, group):
+        works = _swap(parts, received, rank, group, _REDUCE_TAG)
+        received[rank] = parts[rank]
+    else:
+        own = [sizes[rank]] * world_size
+        works = [
+            dist.all_to_all_single(
+                memory.view(-1), rows, own, list(sizes), group=group, async_op=True
+            )
+        ]
+
+    def mean() -> Tensor:
+        # Scaled before they are added, so that half precision does not overflow.
+        total = received[0].to(dtype) * (1 / world_size)
+        for row in received[1:]:
+            total.add_(row, alpha=1 / world_size)
+        return total
+
+    return Pending(works, mean, keep=rows)
+
+
+def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or all ranks for None."""
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("there is no default process group: call dist.init_process_group first")
+    return group
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Does this group carry CPU tensors by gloo?"""
+    # "undefined" is what torch calls a group with one backend per device: gloo for the CPU.
+    name = str(dist.get_backend(group))
+    return name in ("gloo", "undefined") or "cpu:gloo" in name
+
+
+def _direct(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    return tensor.device.type == "cpu" and is_gloo(group)
+
+
+def _swap(
+    sends: Sequence[Tensor],
+    receives: Sequence[Tensor],
+    rank: int,
+    group: dist.ProcessGroup,
+    tag: int,
+) -> list[Any]:
+    """Send sends[q] to every other rank q and receive receives[q] from it; empty rows stay home."""
+    world_size = len(sends)
+    ops = []
+    for step in range(1, world_size):
+        # At each step every rank sends to one and receives from one.
+        to, source = (rank + step) % world_size, (rank - step) % world_size
+        if sends[to].numel():
+            ops.append(dist.P2POp(dist.isend, sends[to], group=group, tag=tag, group_peer=to))
+        if receives[source].numel():
+            ops.append(
+                dist.P2POp(dist.irecv, receives[source], group=group, tag=tag, group_peer=source)
+            )
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
+class GradientBucket:
+    """Gradients of some parameters on their way to the ranks that own them.
+
+    Phases, once per backward pass: `add` each gradient; `launch` the reduce-scatter; `finish`.
+    Without a launch, what was added stays and the next backward pass adds to it.
+
+    Args:
+        layout: which rank owns which elements.
+        wire_dtype: dtype in which gradients are collected and sent.
+        dtype: dtype of the result.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        wire_dtype: torch.dtype,
+        dtype: torch.dtype,
+    ) -> None:
+        self.layout = layout
+        self.group = group
+        self.device = device
+        self.wire_dtype = wire_dtype
+        self.dtype = dtype
+        self.pieces = layout.rows[dist.get_rank(group)]
+        # A row of the wire: the elements, then one flag per piece; as many for all rows, so that
+        # rows of equal length stay equal.
+        num_flags = max(len(pieces) for pieces in layout.rows)
+        self.sizes = [size + num_flags for size in layout.sizes]
+        self._own_size = layout.sizes[dist.get_rank(group)]
+        self._targets: list[list[tuple[int, int, int, int]]] = [[] for _ in layout.numels]
+        self._flags: list[slice] = []
+        start = 0
+        for size, pieces in zip(layout.sizes, layout.rows, strict=True):
+            for i, piece in enumerate(pieces):
+                self._targets[piece.index].append(
+                    (start + piece.offset, piece.begin, piece.end, start + size + i)
+                )
+            start += size + num_flags
+            self._flags.append(slice(start - num_flags, start))
+        self._rows: Tensor | None = None
+        self._filled: set[int] = set()
+        self._sent: tuple[Pending, set[int]] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Has nothing been added since the last launch?"""
+        return not self._filled
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Put the whole gradient of one parameter into the rows of its owners."""
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"gradients have to be dense to be sharded, got {gradient.layout} for parameter "
+                f"{index} of its bucket (an embedding with sparse=True?)"
+            )
+        if self._rows is None:
+            self._rows = torch.empty(sum(self.sizes), dtype=self.wire_dtype, device=self.device)
+        for at, begin, end, _ in self._targets[index]:
+            target = self._rows[at : at + end - begin]
+            if end - begin == gradient.numel():
+                target, source = target.view(gradient.shape), gradient
+            else:
+                source = gradient.reshape(-1)[begin:end]
+            if index in self._filled:
+                target.add_(source)
+            else:
+                target.copy_(source)
+        self._filled.add(index)
+
+    def clear(self) -> None:
+        """Forget what was added and not launched."""
+        self._rows, self._filled = None, set()
+
+    def launch(self) -> None:
+        """Start the reduce-scatter; what this rank has no gradient for counts as zero."""
+        rows = self._rows
+        if rows is None:
+            rows = torch.empty(sum(self.sizes), dtype=self.wire_dtype, device=self.device)
+        for flags in self._flags:
+            rows[flags] = 1
+        for index in range(len(self._targets)):
+            if index not in self._filled:
+                for at, begin, end, flag in self._targets[index]:
+                    rows[at : at + end - begin] = 0
+                    rows[flag] = 0
+        pending = reduce_rows(rows, self.sizes, self.group, self.dtype)
+        self._sent = (pending, self._filled)
+        self._rows, self._filled = None, set()
+
+    def finish(self) -> tuple[Tensor, list[bool]]:
+        """Wait; the mean gradient of this rank's row, and which of its pieces any rank had."""
+        assert self._sent is not None, "finish() without launch()"
+        pending, filled = self._sent
+        self._sent = None
+        row = pending.wait()
+        present = [piece.index in filled for piece in self.pieces]
+        if not all(present):  # only then is it worth a look at the others' flags
+            flags = row[self._own_size :][: len(present)].tolist()
+            present = [mine or flag > 0 for mine, flag in zip(present, flags, strict=True)]
+        return row[: self._own_size], present

@@ -1,0 +1,188 @@
+"""A few parameters as one flat line, of which each rank keeps one part.
+
+    shard        [ w w w w w ]  rank 0      [ w w b b _ ]  rank 1         always there, padded
+    full         [ w w w w w w w b b _ ]                                  only while computing
+    params       w -> view of full    b -> view of full                   what the layers use
+    pieces       w -> view of shard   b -> view of shard                  what the optimiser updates
+
+All-gather writes straight into `full`: the parameters are views of it, so nothing is copied out.
+Freeing `full` keeps its (empty) storage. Autograd has saved views of it for the backward pass; when
+the next all-gather fills the same storage again, they see the parameters again.
+
+The layout is PyTorch FSDP's flat parameter (arXiv 2304.11277, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows
+from minidist.parallel.zero.partition import Piece, by_element
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter is registered: `module._parameters[name]`. A tied one has several."""
+
+    module: nn.Module
+    name: str
+
+    def put(self, param: nn.Parameter) -> None:
+        # Not setattr: this runs often, and must not call what a module does in __setattr__.
+        self.module._parameters[self.name] = param
+
+
+class FlatShard:
+    """Parameters of one dtype, sharded over a group.
+
+    Args:
+        params: whole parameters; on the meta device, `write` has to give their values.
+        slots: where each is registered.
+        device: where to compute.
+        policy: anything with `param_dtype` and `reduce_dtype` (or without): dtypes to compute and
+            to send gradients in.
+        offload: keep the shard, its gradient and so the optimiser's state in CPU memory.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        slots: Sequence[Sequence[Slot]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        policy: Any = None,
+        offload: bool = False,
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.slots = slots
+        self.shapes = [param.shape for param in params]
+        dtype = params[0].dtype
+        compute_dtype = getattr(policy, "param_dtype", None) or dtype
+        reduce_dtype = getattr(policy, "reduce_dtype", None) or compute_dtype
+        self.layout = by_element([p.numel() for p in params], dist.get_world_size(group))
+        rank = dist.get_rank(group)
+        size = self.layout.sizes[rank]
+        self._row = slice(rank * size, (rank + 1) * size)
+
+        # The shard, and the optimiser's view of it: one piece per parameter, empty if another
+        # rank has it all.
+        home = torch.device("cpu") if offload else device
+        self.shard = torch.zeros(
+            size, dtype=dtype, device=home, pin_memory=home != device and device.type == "cuda"
+        )
+        own = {piece.index: piece for piece in self.layout.rows[rank]}
+        self.cuts = [own.get(i, Piece(i, 0, 0, 0)) for i in range(len(params))]
+        self.pieces = [
+            nn.Parameter(self.shard[cut.offset : cut.offset + cut.numel], param.requires_grad)
+            for cut, param in zip(self.cuts, params, strict=True)
+        ]
+
+        # The full line, and the layers' view of it. `.data` gives the views a version counter of
+        # their own: autograd must not take the next all-gather for a change of what it has saved.
+        self.full = torch.empty(sum(self.layout.sizes), dtype=compute_dtype, device=device)
+        line = self.full.data
+        self.params = [
+            nn.Parameter(line[start : start + numel].view(shape), param.requires_grad)
+            for start, numel, shape, param in zip(
+                self.layout.starts, self.layout.numels, self.shapes, params, strict=True
+            )
+        ]
+        self._num_bytes = self.full.untyped_storage().nbytes()
+        self._pending: Pending | None = None
+        self.is_full = False
+        self.gradients = GradientBucket(self.layout, group, device, reduce_dtype, dtype)
+        for index, param in enumerate(params):
+            if not param.is_meta:
+                self.write(index, param.detach())
+        self.free()
+
+    @torch.no_grad()
+    def write(self, index: int, value: Tensor) -> None:
+        """Take this rank's elements of a whole parameter."""
+        cut = self.cuts[index]
+        self.pieces[index].copy_(value.reshape(-1)[cut.begin : cut.end])
+
+    # -- parameters: shard -> full -> freed ----------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Start the all-gather, unless it is under way or done."""
+        if self.is_full or self._pending is not None:
+            return
+        self.full.untyped_storage().resize_(self._num_bytes)
+        row = self.shard.to(self.device, self.full.dtype, non_blocking=True)
+        self._pending = gather_rows(self.full, row, self.layout.sizes, self.group)
+
+    def wait(self) -> None:
+        """Wait for the all-gather, and let the layers use the whole parameters."""
+        if self.is_full:
+            return
+        self.gather()
+        assert self._pending is not None
+        with torch.no_grad():
+            self._pending.wait()
+        self._pending = None
+        self.is_full = True
+        for param, piece, slots in zip(self.params, self.pieces, self.slots, strict=True):
+            if param.requires_grad != piece.requires_grad:  # frozen or thawed meanwhile
+                param.requires_grad_(piece.requires_grad)
+            for slot in slots:
+                slot.put(param)
+
+    def free(self) -> None:
+        """Free the full line; the layers show their pieces again."""
+        if self._pending is not None:  # it was prefetched and then not needed
+            self._pending.wait()
+            self._pending = None
+        self.full.untyped_storage().resize_(0)
+        self.is_full = False
+        for piece, slots in zip(self.pieces, self.slots, strict=True):
+            for slot in slots:
+                slot.put(piece)
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.is_full and self._pending is None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Take this rank's row of the full line into the shard, after somebody changed it."""
+        if not self.is_full:
+            raise RuntimeError("write_back: the parameters have been freed meanwhile")
+        self.shard.copy_(self.full[self._row])
+
+    # -- gradients: whole -> bucket -> shard ---------------------------------------------------
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(param.grad is not None for param in self.params)
+
+    @property
+    def is_trainable(self) -> bool:
+        return any(piece.requires_grad for piece in self.pieces)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Move the gradients of the whole parameters into the bucket."""
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                self.gradients.add(index, param.grad)
+                param.grad = None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Wait for the reduce-scatter, and add its result to the gradients of the pieces."""
+        row, present = self.gradients.finish()
+        row = row.to(self.shard.device)
+        for piece, has_gradient in zip(self.gradients.pieces, present, strict=True):
+            if has_gradient:
+                mine = self.pieces[piece.index]
+                gradient = row[piece.offset : piece.offset + piece.numel]
+                mine.grad = gradient if mine.grad is None else mine.grad.add_(gradient)

@@ -1,0 +1,310 @@
+"""ZeRO stage 1: the optimiser's state is sharded; parameters and gradients are whole on every rank.
+
+    every rank     owner of a piece                      every rank
+    gradients  ->  average, update with any torch      ->  all-gather the
+                   optimiser, state only here               updated parameters
+
+Phases of a step:
+1. average    each gradient goes to its owner (reduce-scatter), unless DDP has averaged already
+2. update     the wrapped optimiser runs on what this rank owns
+3. gather     the owners send the updated parameters to all
+
+Example::
+
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    DDP(model)(x).backward(); optimizer.step(); schedule.step()
+
+Parameters are owned whole, not in slices: so every optimiser works, also those that look at a
+parameter's shape or norm, and a parameter's state is found in one place. The price is balance: a
+rank owns at least its largest parameter. Stage 2 makes the other choice.
+
+ZeRO (P_os): arXiv 1910.02054. Memory of mixed-precision Adam in bytes per parameter: 4 + 12/N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minidist.parallel.zero.buckets import (
+    Bucket,
+    by_dtype_and_device,
+    cut_into_buckets,
+    elements_of,
+)
+from minidist.parallel.zero.clip import clip_by_global_norm
+from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows, group_or_world
+from minidist.parallel.zero.partition import Layout, Piece, by_parameter
+from minidist.parallel.zero.state import (
+    Cut,
+    cut_optimizer_state,
+    gather_parts,
+    merge_optimizer_parts,
+    pack_optimizer_state,
+)
+
+# LBFGS takes inner products over all parameters at once.
+_NOT_SHARDABLE = {"LBFGS"}
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimiser whose state is spread over the ranks of a group.
+
+    It is used as the optimiser that it wraps: `param_groups` hold all parameters, so schedulers and
+    hand-made changes of hyperparameters work, and reach the wrapped optimiser at the next step.
+
+    Args:
+        params: parameters or groups of them, the same and in the same order on every rank.
+        optimizer_class: e.g. torch.optim.AdamW.
+        group: ranks to shard over; None means all.
+        average_gradients: average the gradients over the group, by reduce-scatter, in `step`.
+            False where something else has averaged them (DDP).
+        master_dtype: update copies of this dtype (torch.float32) of parameters that have another
+            (torch.bfloat16), and round to the parameters.
+        bucket_bytes: parameters are sent in buckets of about this size.
+        **kwargs: arguments of `optimizer_class`.
+
+    Raises:
+        ValueError: an optimiser that cannot be sharded, or no parameters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        group: dist.ProcessGroup | None = None,
+        *,
+        average_gradients: bool = False,
+        master_dtype: torch.dtype | None = None,
+        bucket_bytes: int = 25 << 20,
+        **kwargs: Any,
+    ) -> None:
+        if optimizer_class.__name__ in _NOT_SHARDABLE:
+            raise ValueError(
+                f"{type(self).__name__}: {optimizer_class.__name__} needs all parameters in one "
+                "place and cannot be sharded"
+            )
+        if bucket_bytes < 1:
+            raise ValueError(f"{type(self).__name__}: bucket_bytes must be positive")
+        params = list(params)
+        self.group = group_or_world(group)
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self.average_gradients = average_gradients
+        self.master_dtype = master_dtype
+        self.bucket_bytes = bucket_bytes
+        self.buckets: list[Bucket] = []
+        self._loads = [0] * self.world_size
+        self._averaged = False
+        # Its groups are the same as ours, each with this rank's part only, which may be nothing.
+        self.inner = optimizer_class([{"params": []}], **kwargs)  # pyright: ignore[reportCallIssue]
+        self.inner.param_groups.clear()
+        super().__init__(params, self.inner.defaults)
+        self.state = self.inner.state
+
+    # -- ownership -----------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, also after training has begun; every rank adds the same."""
+        # A parameter that is listed twice (tied weights, passed by hand) is one parameter.
+        listed = param_group["params"]
+        listed = [listed] if isinstance(listed, Tensor) else listed
+        if not isinstance(listed, set):  # which torch refuses, for it has no order
+            listed = list(dict.fromkeys(listed))
+        super().add_param_group({**param_group, "params": listed})
+        added = self.param_groups[-1]
+        owned: list[Tensor] = []
+        for params, layout in self._partition(added["params"]):
+            bucket = self._make_bucket(params, layout)
+            self.buckets.append(bucket)
+            owned += bucket.owned
+        self.inner.add_param_group({**_hyperparameters(added), "params": owned})
+
+    def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
+        """Cut a group's parameters into buckets, and each bucket into rows."""
+        # Parameters of like size share a bucket, at least one per rank: its rows are then equal.
+        for alike in by_dtype_and_device(sorted(params, key=lambda p: -p.numel())):
+            for some in cut_into_buckets(alike, self.bucket_bytes, at_least=self.world_size):
+                yield some, by_parameter([p.numel() for p in some], self.world_size, self._loads)
+
+    def _make_bucket(self, params: list[Tensor], layout: Layout) -> Bucket:
+        first = params[0]
+        pieces = [self._piece_of(params[p.index], p) for p in layout.rows[self.rank]]
+        owned = pieces
+        if self._needs_master(first):
+            owned = [piece.detach().to(self.master_dtype) for piece in pieces]
+        wire = GradientBucket(layout, self.group, first.device, first.dtype, first.dtype)
+        return Bucket(params, layout, pieces, owned, wire)
+
+    def _piece_of(self, param: Tensor, piece: Piece) -> Tensor:
+        return param
+
+    def _needs_master(self, param: Tensor) -> bool:
+        return self.master_dtype is not None and param.dtype != self.master_dtype
+
+    # -- a step --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters on all ranks. Collective: every rank has to call it.
+
+        Args:
+            closure: computes the loss and the gradients again; called once, on every rank.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # 1. average
+        self.reduce_gradients()
+        # 2. update
+        self._hand_over_gradients()
+        self._copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        self.inner.step()
+        self._copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        # 3. gather
+        self._gather_parameters()
+        self._averaged = False
+        return loss
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Phase 1 by itself, to look at or clip averaged gradients before the step.
+
+        Afterwards a rank has the gradients of what it owns; the others are None, so that nobody
+        can read a gradient that is not the average.
+        """
+        if not self.average_gradients:
+            return
+        params = [p for bucket in self.buckets for p in bucket.params]
+        if self._averaged:
+            owned = {id(p) for bucket in self.buckets for p in bucket.pieces}
+            if any(p.grad is not None for p in params if id(p) not in owned):
+                raise RuntimeError(
+                    f"[rank {self.rank}] backward() ran after the gradients had been averaged; "
+                    "call step() or zero_grad() first"
+                )
+            return
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                if param.grad is not None:
+                    bucket.gradients.add(index, param.grad)
+                    param.grad = None
+            bucket.gradients.launch()
+        for bucket in self.buckets:
+            row, present = bucket.gradients.finish()
+            pieces = bucket.layout.rows[self.rank]
+            for piece, param, has_gradient in zip(pieces, bucket.pieces, present, strict=True):
+                if has_gradient:
+                    gradient = row[piece.offset : piece.offset + piece.numel]
+                    param.grad = gradient.view(param.shape)
+        self._averaged = True
+
+    def _hand_over_gradients(self) -> None:
+        """Give the master copies their gradients; what is updated in place has its own."""
+        for bucket in self.buckets:
+            for mine, piece in zip(bucket.owned, bucket.pieces, strict=True):
+                if mine is not piece:
+                    mine.grad = None if piece.grad is None else piece.grad.to(mine.dtype)
+
+    def _gather_parameters(self) -> None:
+        """Send what this rank owns and take what the others do, two buckets at a time."""
+        started: tuple[Bucket, Pending] | None = None
+        for bucket in self.buckets:
+            first = bucket.params[0]
+            row = first.new_empty(bucket.layout.sizes[self.rank])
+            pieces = bucket.layout.rows[self.rank]
+            for piece, mine in zip(pieces, bucket.owned, strict=True):
+                row[piece.offset : piece.offset + piece.numel].view(mine.shape).copy_(mine)
+                if self._needs_master(first):
+                    mine.grad = None
+            rows = first.new_empty(sum(bucket.layout.sizes))
+            pending = gather_rows(rows, row, bucket.layout.sizes, self.group)
+            if started is not None:
+                self._unpack(*started)
+            started = (bucket, pending)
+        if started is not None:
+            self._unpack(*started)
+
+    def _unpack(self, bucket: Bucket, pending: Pending) -> None:
+        rows = pending.wait().split(list(bucket.layout.sizes))
+        for row, pieces in zip(rows, bucket.layout.rows, strict=True):
+            for piece in pieces:
+                new = row[piece.offset : piece.offset + piece.numel]
+                param = bucket.params[piece.index].detach()
+                if piece.numel == param.numel():
+                    param.copy_(new.view(param.shape))
+                else:
+                    elements_of(param, piece).copy_(new)
+
+    @staticmethod
+    def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        for old, new in zip(source, target, strict=True):
+            new.update(_hyperparameters(old))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, owned or not."""
+        super().zero_grad(set_to_none)
+        self._averaged = False
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over all parameters is at most `max_norm`.
+
+        Collective. Returns the norm before scaling, the same on all ranks. Afterwards only the
+        gradients of owned parameters are scaled; the step uses no others.
+        """
+        self.reduce_gradients()
+        mine = [piece for bucket in self.buckets for piece in bucket.pieces]
+        return clip_by_global_norm(mine, max_norm, norm_type, self.group)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard, without communication: save one file per rank.
+
+        `full_state_dict` gives the state of the whole. Either loads with `load_state_dict`, the
+        shard on the same rank of the same number of ranks.
+        """
+        part = pack_optimizer_state(self.param_groups, self.inner.state, self._cuts())
+        return {"rank": self.rank, "world_size": self.world_size, **part}
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The state dict of the wrapped optimiser as if it had not been sharded, on the CPU.
+
+        Collective: every rank has to call it; with `rank0_only` the others get an empty dict.
+        """
+        return gather_parts(self.state_dict(), merge_optimizer_parts, self.group, rank0_only)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Load a full state dict, from any number of ranks or none, or this rank's own shard.
+
+        Raises:
+            ValueError: the shard of another rank, or groups of other sizes.
+        """
+        cut_optimizer_state(
+            state_dict, self.inner, self.param_groups, self._cuts(), self.rank, self.world_size
+        )
+        self._copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        self.state = self.inner.state
+
+    def _cuts(self) -> dict[Tensor, Cut]:
+        """What each tensor of the wrapped optimiser is a cut of: (number, shape, begin, end)."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        number = {id(p): i for i, p in enumerate(params)}
+        cuts = {}
+        for bucket in self.buckets:
+            pieces = bucket.layout.rows[self.rank]
+            for piece, mine in zip(pieces, bucket.owned, strict=True):
+                param = bucket.params[piece.index]
+                master = self._needs_master(param)
+                cuts[mine] = Cut(number[id(param)], param.shape, piece.begin, piece.end, master)
+        return cuts
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}

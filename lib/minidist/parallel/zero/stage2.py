@@ -1,0 +1,198 @@
+"""ZeRO stage 2: gradients are sharded too. They leave during the backward pass, and are freed.
+
+    backward:   g5  g4 | g3  g2 | g1           gradients appear, last layers first
+    wire:          [bucket 0][bucket 1][bucket 2]  each bucket is reduce-scattered when it is full
+    kept:          1/N       1/N       1/N      the mean of this rank's elements, nothing else
+
+Phases:
+1. collect   a hook copies each new gradient into its bucket and drops it
+2. reduce    a full bucket is reduce-scattered, while backward goes on
+3. keep      at the end of backward each rank adds the mean of its elements to its shard
+4. step      as in stage 1: update what is owned, all-gather the parameters
+
+Example::
+
+    optimizer = Zero2Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    loss(model(x)).backward()         # no DDP: the averaging happens here
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step(); optimizer.zero_grad()
+
+A bucket is cut by element, in N equal rows, so that every rank is equally busy and keeps 1/N.
+Therefore the wrapped optimiser has to treat elements alike: SGD, Adam and their kin do, those that
+look at the shape of a parameter do not.
+
+ZeRO (P_os+g): arXiv 1910.02054. Memory of mixed-precision Adam in bytes per parameter: 2 + 14/N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minidist.parallel.zero.buckets import (
+    Bucket,
+    by_dtype_and_device,
+    cut_into_buckets,
+    elements_of,
+)
+from minidist.parallel.zero.exchange import GradientBucket
+from minidist.parallel.zero.partition import Layout, Piece, by_element
+from minidist.parallel.zero.stage1 import ShardedOptimizer
+
+# They look at whole matrices, or at a norm per parameter.
+_NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "LARS", "LAMB", "Shampoo", "SOAP"}
+
+
+class Zero2Optimizer(ShardedOptimizer):
+    """A sharded optimiser that averages and shards the gradients during the backward pass.
+
+    After backward the parameters' own `grad` is None: the shards of the gradients belong to the
+    tensors that `inner`, the wrapped optimiser, updates. `backward()` is collective.
+
+    Args:
+        params, optimizer_class, group, master_dtype, bucket_bytes: as in `ShardedOptimizer`.
+        reduce_dtype: dtype in which gradients travel; None means the parameters'.
+        **kwargs: arguments of `optimizer_class`.
+
+    Raises:
+        ValueError: an optimiser that does not treat elements alike, or parameters that are not
+            contiguous.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        group: dist.ProcessGroup | None = None,
+        *,
+        master_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        bucket_bytes: int = 25 << 20,
+        **kwargs: Any,
+    ) -> None:
+        if optimizer_class.__name__ in _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"Zero2Optimizer: {optimizer_class.__name__} looks at whole parameters, which are "
+                "cut by element here; ShardedOptimizer keeps them whole"
+            )
+        self.reduce_dtype = reduce_dtype
+        self._sync = True
+        self._next = 0  # bucket to send next
+        self._missing: dict[int, int] = {}  # bucket -> gradients not seen in this backward
+        super().__init__(
+            params,
+            optimizer_class,
+            group,
+            master_dtype=master_dtype,
+            bucket_bytes=bucket_bytes,
+            **kwargs,
+        )
+
+    # -- ownership -----------------------------------------------------------------------------
+
+    def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
+        # Backward reaches the last parameters first, so their bucket comes first.
+        for alike in by_dtype_and_device(reversed(params)):
+            for some in cut_into_buckets(alike, self.bucket_bytes):
+                yield some, by_element([p.numel() for p in some], self.world_size)
+
+    def _piece_of(self, param: Tensor, piece: Piece) -> Tensor:
+        return elements_of(param.detach(), piece)
+
+    def _make_bucket(self, params: list[Tensor], layout: Layout) -> Bucket:
+        bucket = super()._make_bucket(params, layout)
+        first = params[0]
+        wire_dtype = self.reduce_dtype or first.dtype
+        bucket.gradients = GradientBucket(layout, self.group, first.device, wire_dtype, first.dtype)
+        number = len(self.buckets)
+        for index, param in enumerate(params):
+            # torch takes hooks only for what requires a gradient; frozen ones may later.
+            frozen = not param.requires_grad
+            param.requires_grad_(True)
+            param.register_post_accumulate_grad_hook(self._collector(number, index))
+            param.requires_grad_(not frozen)
+        return bucket
+
+    # -- backward ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients whole and local in the block; the next backward outside sends the sum.
+
+        Saves communication for accumulation, and costs the memory of whole gradients meanwhile.
+        Without it, each backward adds to the shards. Only `backward` has to be inside.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _collector(self, number: int, index: int) -> Any:
+        def collect(param: Tensor) -> None:
+            # 1. collect
+            if not self._missing:
+                self._missing = {
+                    i: sum(p.requires_grad for p in bucket.params)
+                    for i, bucket in enumerate(self.buckets)
+                }
+                self._next = 0
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            assert param.grad is not None
+            self.buckets[number].gradients.add(index, param.grad)
+            param.grad = None
+            self._missing[number] -= 1
+            if self._sync:
+                self._send_full_buckets()
+
+        return collect
+
+    def _send_full_buckets(self) -> None:
+        # 2. reduce. In order of the buckets, whichever fills first: all ranks must agree on the
+        # order, and a rank that does not use a parameter fills its bucket only at the end.
+        while self._next < len(self.buckets) and self._missing[self._next] <= 0:
+            self.buckets[self._next].gradients.launch()
+            self._next += 1
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._missing = dict.fromkeys(self._missing, 0)
+        if self._sync:
+            self._send_full_buckets()
+            # 3. keep
+            for bucket in self.buckets:
+                self._keep(bucket)
+        self._missing = {}
+
+    def _keep(self, bucket: Bucket) -> None:
+        row, present = bucket.gradients.finish()
+        rows = bucket.layout.rows[self.rank]
+        for piece, mine, has_gradient in zip(rows, bucket.pieces, present, strict=True):
+            if has_gradient:
+                gradient = row[piece.offset : piece.offset + piece.numel]
+                mine.grad = gradient if mine.grad is None else mine.grad.add_(gradient)
+
+    def reduce_gradients(self) -> None:
+        """Nothing is left to do after backward; refuses gradients that were never averaged."""
+        if any(not bucket.gradients.is_empty for bucket in self.buckets):
+            raise RuntimeError(
+                f"[rank {self.rank}] the last backward() before step() was inside no_sync(), so "
+                "its gradients were never averaged"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the shards of the gradients, and what no_sync() has kept."""
+        super().zero_grad(set_to_none)
+        self._missing = {}
+        for bucket in self.buckets:
+            bucket.gradients.clear()
+            for mine in bucket.pieces:
+                if set_to_none:
+                    mine.grad = None
+                elif mine.grad is not None:
+                    mine.grad.zero_()

@@ -1,0 +1,335 @@
+"""ZeRO stage 3: parameters are sharded, too. A unit is whole only while it computes.
+
+    forward   gather 1 | compute 1, gather 2 | free 1, compute 2, gather 3 | ...
+    backward  ... | gather 2 | compute 2, gather 1 | free 2, send gradients 2, compute 1 | ...
+
+Phases of a step, all started by hooks on the modules:
+1. before forward    the unit's parameters are all-gathered, and the next unit's gather starts
+2. after forward     freed (but for the root's, and the last unit's: it comes first in backward)
+3. before backward   gathered again, and the gather of the unit before it in forward starts
+4. after backward    freed; gradients are reduce-scattered, and wait for nobody
+5. end of backward   each rank adds the mean of its elements to the `.grad` of its pieces
+
+Example::
+
+    model = GPT(config)
+    zero = Zero3(model, units=model.blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding: over the pieces
+    model(x).sum().backward(); zero.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
+    torch.save(zero.full_state_dict(rank0_only=True), path)     # on all ranks; rank 0 has it
+
+Between steps `model.parameters()` are 1-D pieces of what they were, under the same names and in the
+same order. An optimiser has to treat elements alike (SGD, Adam and their kin). All ranks have to
+run the same units in the same order.
+
+ZeRO (P_os+g+p): arXiv 1910.02054; units and prefetch as in PyTorch FSDP: arXiv 2304.11277.
+Memory of mixed-precision Adam: 16/N bytes per parameter; and the root and two units whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from minidist.parallel.zero.checkpoint import StateDicts
+from minidist.parallel.zero.clip import clip_by_global_norm
+from minidist.parallel.zero.exchange import group_or_world
+from minidist.parallel.zero.flat import FlatShard
+from minidist.parallel.zero.hooks import backward_is_running, call_after_backward, cast
+from minidist.parallel.zero.materialise import materialise
+from minidist.parallel.zero.unit import (
+    State,
+    Unit,
+    assign_parameters,
+    share_random_state,
+    take_values_of_rank0,
+)
+
+# Reduce-scatters under way while the next unit computes. Each holds a unit's whole gradients.
+_MAX_IN_FLIGHT = 1
+
+
+class Zero3(StateDicts):
+    """Shards a model in place, and runs it.
+
+    The values of rank 0 are taken, also of buffers, so that all ranks start alike.
+
+    Args:
+        model: on the compute device, or on the meta device: then its parameters are initialised
+            one at a time, and no rank ever holds them all.
+        units: modules of `model` whose parameters are gathered together, e.g. its blocks; may be
+            nested. What they leave belongs to the root, the model.
+        group: ranks to shard over; None means all.
+        policy: anything with `param_dtype`, `reduce_dtype`, `output_dtype` and
+            `cast_forward_inputs`, e.g. torch's MixedPrecisionPolicy. Shards, and so the optimiser,
+            keep the dtype that the model has.
+        reshard_after_forward: free the parameters between forward and backward. False trades
+            memory for one all-gather less per unit (ZeRO-2's traffic).
+        prefetch: units to gather ahead; 0 for none.
+        offload: keep shards, gradients and optimiser state in CPU memory.
+        device: where to compute; None means where the model is, for a meta model the CPU.
+        init: called with the model if it is on the meta device; None means `reset_parameters`.
+
+    Raises:
+        ValueError: units that are not modules of the model, or parameters whose values nothing
+            sets.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[nn.Module] = (),
+        group: dist.ProcessGroup | None = None,
+        *,
+        policy: Any = None,
+        reshard_after_forward: bool = True,
+        prefetch: int = 1,
+        offload: bool = False,
+        device: torch.device | str | None = None,
+        init: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        # Validate.
+        units = list(units)
+        names = {module: name for name, module in model.named_modules()}
+        strangers = [type(unit).__name__ for unit in units if unit not in names]
+        if strangers:
+            raise ValueError(f"Zero3: units that are not modules of the model: {strangers}")
+        if prefetch < 0:
+            raise ValueError(f"Zero3: prefetch must not be negative, got {prefetch}")
+        if not any(True for _ in model.parameters()):
+            raise ValueError("Zero3: the model has no parameters")
+        # Derive.
+        self.model = model
+        self.group = group_or_world(group)
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self.policy = policy
+        self.prefetch = prefetch
+        self.device = _choose_device(model, device)
+        is_meta = any(p.is_meta for p in model.parameters())
+        if not is_meta:
+            take_values_of_rank0(model, self.group, self.device)
+        # Build. The root's unit is the first.
+        self.units: list[Unit] = []
+        assigned = assign_parameters(model, units)
+        homes: dict[nn.Parameter, tuple[FlatShard, int]] = {}
+        for module, params in assigned.items():
+            unit = Unit(module, names[module], reshard_after_forward and module is not model)
+            homes |= unit.shard(params, self.group, self.device, policy, offload)
+            self.units.append(unit)
+        if is_meta:
+            self._materialise(assigned, homes, init)
+        super().__init__(model, [flat for unit in self.units for flat in unit.flats], self.group)
+        self._sync = True
+        self._trail: list[Unit] = []  # units in the order of this forward
+        self._last_trail: list[Unit] = []  # ... and of the one before
+        self._in_backward = False
+        self._in_flight: list[FlatShard] = []
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(
+                partial(self._before_forward, unit), prepend=True, with_kwargs=True
+            )
+            unit.module.register_forward_hook(partial(self._after_forward, unit))
+
+    # -- construction --------------------------------------------------------------------------
+
+    def _materialise(self, assigned: Any, homes: Any, init: Any) -> None:
+        # All ranks draw the same numbers, and each keeps its own elements.
+        share_random_state(self.group, self.device)
+        for params in assigned.values():
+            for param, slots in params.items():
+                for slot in slots:
+                    slot.put(param)
+        writers = {
+            param: partial(flat.write, index)
+            for param, (flat, index) in homes.items()
+            if param.is_meta
+        }
+        try:
+            materialise(self.model, writers, self.device, init)
+        finally:
+            for unit in self.units:
+                unit.free()
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Activation checkpointing runs a forward again in the middle of backward.
+        is_recompute = backward_is_running()
+        if module is self.model and not is_recompute:
+            self._begin_forward()
+        # 1. before forward
+        if unit.state is not State.BACKWARD:
+            unit.wait()
+            unit.state = State.FORWARD
+            if not is_recompute:
+                self._trail.append(unit)
+                self._prefetch_forward()
+                unit.num_calls += int(torch.is_grad_enabled())
+        args, kwargs = self._cast_inputs((args, kwargs))
+        if torch.is_grad_enabled():
+            args, kwargs = call_after_backward((args, kwargs), partial(self._after_backward, unit))
+        return args, kwargs
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            for tensor in tree_flatten(output)[0]:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(self._before_backward, unit))
+        # 2. after forward
+        if unit.state is not State.BACKWARD and not self._stays(unit):
+            unit.free()
+        output_dtype = getattr(self.policy, "output_dtype", None)
+        if module is self.model and output_dtype is not None:
+            output = cast(output, output_dtype)
+        return output
+
+    def _stays(self, unit: Unit) -> bool:
+        """Are the parameters kept until backward?"""
+        if not torch.is_grad_enabled():
+            return False  # evaluation: no backward will come
+        at = len(self._trail) - 1
+        is_last = at == len(self._last_trail) - 1 and self._last_trail[at] is unit
+        return is_last or not unit.reshard_after_forward
+
+    def _begin_forward(self) -> None:
+        # What an earlier forward has left whole is out of date if the optimiser has stepped.
+        for unit in self.units:
+            if unit.state is not State.SHARDED or not unit.is_sharded:
+                unit.free()
+        if self._in_backward:  # the last one ended in an exception
+            self._in_backward = False
+            self._in_flight.clear()
+            self.discard_gradients()
+        self._last_trail, self._trail = self._trail, []
+
+    def _prefetch_forward(self) -> None:
+        # The order of the last forward, for as long as this one follows it.
+        at = len(self._trail)
+        if self._last_trail[:at] == self._trail:
+            for unit in self._last_trail[at : at + self.prefetch]:
+                unit.gather()
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        dtype = getattr(self.policy, "param_dtype", None)
+        if dtype is None or not getattr(self.policy, "cast_forward_inputs", True):
+            return inputs
+        return cast(inputs, dtype)
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        # 3. before backward
+        if unit.state is not State.BACKWARD:
+            unit.wait()
+            unit.state = State.BACKWARD
+            if unit in self._trail:
+                at = self._trail.index(unit)
+                for previous in reversed(self._trail[max(0, at - self.prefetch) : at]):
+                    previous.gather()
+
+    def _after_backward(self, unit: Unit) -> None:
+        unit.num_calls -= 1
+        if unit.num_calls <= 0 and unit.state is State.BACKWARD:
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        # 4. after backward
+        for flat in unit.flats:
+            flat.collect()
+        unit.free()
+        unit.owes_gradients = not self._sync
+        if self._sync:
+            for flat in unit.flats:
+                if flat.is_trainable:
+                    flat.gradients.launch()
+                    self._in_flight.append(flat)
+            while len(self._in_flight) > _MAX_IN_FLIGHT:
+                self._in_flight.pop(0).keep()
+
+    def _end_backward(self) -> None:
+        # 5. end of backward. Left are the root and units whose inputs need no gradient.
+        for unit in dict.fromkeys([*reversed(self._trail), *reversed(self.units)]):
+            is_due = self._sync and unit.owes_gradients  # it ran in no_sync() only
+            if unit.state is State.BACKWARD or unit.has_gradients or is_due:
+                self._reduce(unit)
+            elif not unit.is_sharded:
+                unit.free()
+            unit.num_calls = 0
+        while self._in_flight:
+            self._in_flight.pop(0).keep()
+        self._in_backward = False
+
+    # -- for the training loop -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients whole and local in the block; the next backward outside sends the sum.
+
+        Saves the reduce-scatters of accumulation, and costs the memory of whole gradients
+        meanwhile. Without it, each backward adds to the sharded gradients.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over all parameters is at most `max_norm`.
+
+        Collective. Returns the norm before scaling, the same on all ranks.
+
+        Raises:
+            RuntimeError: the last backward was inside `no_sync`.
+        """
+        if any(not flat.gradients.is_empty for flat in self.flats):
+            raise RuntimeError(
+                f"[rank {self.rank}] the last backward() was inside no_sync(), so its gradients "
+                "were never averaged"
+            )
+        pieces = [piece for flat in self.flats for piece in flat.pieces]
+        return clip_by_global_norm(pieces, max_norm, norm_type, self.group)
+
+    def discard_gradients(self) -> None:
+        """Drop all gradients: those of the pieces, as zero_grad does, and what no_sync has kept."""
+        for unit in self.units:
+            unit.owes_gradients = False
+            for flat in unit.flats:
+                flat.gradients.clear()
+                for param in (*flat.pieces, *flat.params):
+                    param.grad = None
+
+    @contextlib.contextmanager
+    def unsharded(self, *, writeback: bool = False) -> Iterator[None]:
+        """Whole parameters in the block, in the compute dtype, to look at or (writeback) change.
+
+        Collective: every rank enters, and makes the same changes.
+        """
+        for unit in self.units:
+            unit.wait()
+        try:
+            yield
+            if writeback:
+                for flat in self.flats:
+                    flat.write_back()
+        finally:
+            for unit in self.units:
+                unit.free()
+
+
+def _choose_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    found = next(model.parameters()).device
+    return torch.device("cpu") if found.type == "meta" else found
