@@ -235,3 +235,11 @@ def test_needs_neither_torch_nor_numpy():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_equal_numpy_scalars_are_two_objects():
+    for _ in range(50):  # a scalar's address is free again at once, and may be the next one's
+        claim("two sums agree", np.float64(1.5) + 1, np.float64(2.0) + 0.5, rtol=1e-9)
+    array = np.ones(3)
+    with pytest.raises(ValueError, match="same object"):
+        claim("an array is itself", array, array[:], rtol=1e-9)

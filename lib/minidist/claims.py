@@ -239,7 +239,9 @@ def _same_object(a: Any, b: Any) -> bool:
     def address(value: Any) -> Any:
         if hasattr(value, "data_ptr"):
             return value.data_ptr(), tuple(value.shape)
-        interface = getattr(value, "__array_interface__", None)
+        # A NumPy scalar makes its interface anew, at an address that is free again at once.
+        is_array = any(base.__name__ == "ndarray" for base in type(value).__mro__)
+        interface = getattr(value, "__array_interface__", None) if is_array else None
         return interface and (interface["data"][0], tuple(value.shape))
 
     return address(a) is not None and address(a) == address(b)

@@ -16,7 +16,7 @@ This package and `minidist.widgets` are the only importers of matplotlib and ipy
 from minidist.plots.charts import plot_bars, plot_lines, plot_stacked
 from minidist.plots.numbers import plot_formats, plot_spacing
 from minidist.plots.steps import plot_step, plot_steps
-from minidist.plots.style import COLOURS, PALETTE, new_figure, style
+from minidist.plots.style import COLOURS, PALETTE, new_figure, show_in_notebooks, style
 from minidist.plots.timelines import plot_pipeline, plot_timeline
 
 __all__ = [
@@ -34,3 +34,5 @@ __all__ = [
     "plot_timeline",
     "style",
 ]
+
+show_in_notebooks()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Any
 
 import matplotlib
@@ -71,6 +73,24 @@ def new_figure(width: float = 7.5, height: float = 3.0) -> tuple[Figure, Axes]:
     with style():
         figure = Figure(figsize=(width, height), layout="constrained")
         return figure, figure.subplots()
+
+
+def show_in_notebooks() -> None:
+    """Make a figure that is a cell's last value appear as a picture, with or without pyplot."""
+    if "IPython" not in sys.modules:
+        return
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    if shell is not None:
+        formatter = shell.display_formatter.formatters["image/png"]
+        formatter.for_type(Figure, _to_png)
+
+
+def _to_png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 def into(ax: Axes | None, width: float = 7.5, height: float = 3.0) -> tuple[Figure, Axes]:

@@ -113,5 +113,7 @@ def _finish(ax: Axes, num_ranks: int, width: float, unit: str, title: str) -> No
 
 
 def _legend(figure: Figure, kinds: list[str]) -> None:
+    if figure.legends:  # several timelines in one figure share one
+        return
     handles = [square(COLOURS[kind], kind) for kind in kinds]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(kinds), frameon=False)
