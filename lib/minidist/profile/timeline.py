@@ -1,0 +1,296 @@
+"""What every rank did when: one form for all sources, to compute with and to look at.
+
+A `Timeline` is a list of `Span`s. It comes from
+
+- torch.profiler, or a trace file that it exported: `minidist.profile.trace`;
+- the emulated cluster: `from_emulated(timeline)`;
+- a pipeline, simulated or executed: `from_pipeline(timeline)`;
+- your own measurements: `Timeline(spans)`.
+
+It goes to `minidist.profile.overlap` (shares of a step) and, with `save_chrome_trace(timeline,
+path)`, to Perfetto (https://ui.perfetto.dev) or chrome://tracing, all ranks below each other.
+
+>>> timeline = Timeline((
+...     Span(rank=0, lane="device", kind="compute", name="backward", start_s=0, end_s=3),
+...     Span(rank=0, lane="network", kind="communication", name="all_reduce", start_s=2, end_s=4),
+... ))
+>>> timeline.makespan_s, timeline.ranks, timeline.collectives(0)
+(4, (0,), {'all_reduce': 1})
+>>> [event["name"] for event in chrome_trace(timeline)["traceEvents"] if event["ph"] == "X"]
+['backward', 'all_reduce']
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Kind = Literal["compute", "communication", "copy", "loader", "idle"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# Spans of this prefix are the host's calls that hand a collective to the backend's thread. They
+# cost time as the collective itself does, and are not counted as collectives.
+HOST_CALL = "c10d::"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Something that took a while.
+
+    Attributes:
+        lane: where it ran: a thread, a CUDA stream, a link. Spans of one lane may nest.
+        kind: "communication" begins when the rank joins the collective, not when data starts to
+            flow: it contains the wait for ranks that come later (true of gloo's and NCCL's records;
+            the emulated cluster's start when the last rank is there).
+        start_s, end_s: seconds on an axis that all ranks of a timeline share.
+    """
+
+    rank: int
+    lane: str
+    kind: Kind
+    name: str
+    start_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Span: kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if not self.end_s >= self.start_s:
+            raise ValueError(
+                f"Span {self.name!r} of rank {self.rank} ends at {self.end_s} s, before its start "
+                f"at {self.start_s} s"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A stretch of one rank's time to look at: a training step, as a rule."""
+
+    rank: int
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans and steps of one rank or of several.
+
+    Attributes:
+        spans: in any order.
+        steps: per rank and step a window; empty where the source knows of none.
+        origin_unix_ns: what second 0 is in Unix time, or None where the axis is not the wall clock.
+    """
+
+    spans: tuple[Span, ...]
+    steps: tuple[Window, ...] = ()
+    origin_unix_ns: int | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have a span or a step, ascending."""
+        return tuple(sorted({each.rank for each in (*self.spans, *self.steps)}))
+
+    @property
+    def start_s(self) -> float:
+        return min((each.start_s for each in (*self.spans, *self.steps)), default=0.0)
+
+    @property
+    def end_s(self) -> float:
+        return max((each.end_s for each in (*self.spans, *self.steps)), default=0.0)
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first start to the last end over all ranks."""
+        return self.end_s - self.start_s
+
+    def of(self, rank: int, *kinds: Kind) -> list[Span]:
+        """Spans of a rank by start; of some kinds, or of all."""
+        chosen = [s for s in self.spans if s.rank == rank and (not kinds or s.kind in kinds)]
+        return sorted(chosen, key=lambda s: (s.start_s, s.end_s, s.lane, s.name))
+
+    def windows(self, rank: int) -> list[Window]:
+        """The rank's steps in order; without any, one window that is the whole timeline."""
+        steps = sorted((w for w in self.steps if w.rank == rank), key=lambda w: w.start_s)
+        return steps or [Window(rank=rank, name="all", start_s=self.start_s, end_s=self.end_s)]
+
+    def collectives(self, rank: int, window: Window | None = None) -> dict[str, int]:
+        """How often each collective (or message) of a rank starts, in a window or at all."""
+        return dict(
+            Counter(
+                span.name
+                for span in self.of(rank, "communication")
+                if not span.name.startswith(HOST_CALL)
+                and (window is None or window.start_s <= span.start_s < window.end_s)
+            )
+        )
+
+
+def merge_timelines(timelines: Iterable[Timeline]) -> Timeline:
+    """One timeline from those of several ranks.
+
+    Where all know the wall clock they are put on one axis. Ranks of one machine have one clock;
+    those of several machines are aligned as well as NTP aligns these. Without a wall clock the
+    seconds are taken as they are.
+    """
+    parts = list(timelines)
+    origins = [part.origin_unix_ns for part in parts if part.origin_unix_ns is not None]
+    if len(origins) < len(parts) or not parts:
+        return Timeline(
+            tuple(span for part in parts for span in part.spans),
+            tuple(step for part in parts for step in part.steps),
+        )
+    origin = min(origins)
+    moved = [shift(part, (o - origin) / 1e9) for part, o in zip(parts, origins, strict=True)]
+    return Timeline(
+        tuple(span for part in moved for span in part.spans),
+        tuple(step for part in moved for step in part.steps),
+        origin,
+    )
+
+
+def shift(timeline: Timeline, seconds: float) -> Timeline:
+    """The same, later by some seconds; the axis is no wall clock any more."""
+    move: Any = lambda x: replace(x, start_s=x.start_s + seconds, end_s=x.end_s + seconds)  # noqa: E731
+    return Timeline(tuple(map(move, timeline.spans)), tuple(map(move, timeline.steps)))
+
+
+def gather_timeline(timeline: Timeline, group: dist.ProcessGroup | None = None) -> Timeline:
+    """Collective: the merged timeline of all ranks of `group`, on all of them."""
+    import torch.distributed as dist
+
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, timeline, group=group)
+    return merge_timelines(parts)
+
+
+# ------------------------------------------------------------------------------------ other sources
+
+
+class EmulatedInterval(Protocol):
+    """`minidist.emulate.simulate.Interval`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def start_s(self) -> float: ...
+    @property
+    def end_s(self) -> float: ...
+
+
+class EmulatedTimeline(Protocol):
+    """`minidist.emulate.Timeline`: per rank intervals, and the steps that were charged."""
+
+    @property
+    def makespan_s(self) -> float: ...
+    @property
+    def intervals(self) -> Sequence[Sequence[EmulatedInterval]]: ...
+    @property
+    def steps(self) -> Sequence[Any]: ...
+
+
+def from_emulated(timeline: EmulatedTimeline) -> Timeline:
+    """The emulated cluster's result, in virtual seconds: exact, and equal on every run.
+
+    Steps are those that a charge plan made; a run by roofline has one window, the whole.
+    """
+    lanes = {"compute": "device", "idle": "device", "copy": "copy", "communication": "network"}
+    spans, steps = [], []
+    for rank, intervals in enumerate(timeline.intervals):
+        for each in intervals:
+            # "all_reduce 0/3": the collective, and its number in its group.
+            name = each.name.split(" ")[0] if each.kind == "communication" else each.name
+            kind: Any = each.kind
+            spans.append(
+                Span(rank=rank, lane=lanes[each.kind], kind=kind, name=name or each.kind,
+                     start_s=each.start_s, end_s=each.end_s)
+            )  # fmt: skip
+        whole = [(0.0, timeline.makespan_s)]
+        bounds = [(step.start_s, step.end_s) for step in timeline.steps] or whole
+        steps += [
+            Window(rank=rank, name=f"step {index}", start_s=start, end_s=end)
+            for index, (start, end) in enumerate(bounds)
+        ]
+    return Timeline(tuple(spans), tuple(steps))
+
+
+class PipelineTimeline(Protocol):
+    """`minidist.parallel.pipeline`'s Timeline: per rank spans of (action, start_s, end_s)."""
+
+    @property
+    def spans(self) -> Sequence[Sequence[Any]]: ...
+
+
+def from_pipeline(timeline: PipelineTimeline) -> Timeline:
+    """A pipeline's step, simulated or recorded by the executor: F0, B0, … as compute.
+
+    All ranks get one window, the whole step, so that what is not compute is its bubble.
+    """
+    spans = [
+        Span(rank=rank, lane="stage", kind="compute", name=str(each.action),
+             start_s=each.start_s, end_s=each.end_s)
+        for rank, row in enumerate(timeline.spans)
+        for each in row
+    ]  # fmt: skip
+    plain = Timeline(tuple(spans))
+    steps = [
+        Window(rank=rank, name="step 0", start_s=plain.start_s, end_s=plain.end_s)
+        for rank in range(len(timeline.spans))
+    ]
+    return Timeline(plain.spans, tuple(steps))
+
+
+# ------------------------------------------------------------------------------------------- export
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The timeline in the Chrome trace format (Trace Event Format, complete events, microseconds).
+
+    One process per rank and one thread per lane; steps have a lane of their own. Read it back with
+    `minidist.profile.trace.read_trace`.
+    """
+    events: list[dict[str, Any]] = []
+    for rank in timeline.ranks:
+        lanes = ["steps", *dict.fromkeys(span.lane for span in timeline.of(rank))]
+        events.append(_named("process_name", rank, 0, f"rank {rank}"))
+        events += [_named("thread_name", rank, tid, lane) for tid, lane in enumerate(lanes)]
+        for step in timeline.steps:
+            if step.rank == rank:
+                events.append(_event(step, "step", 0))
+        for span in timeline.of(rank):
+            events.append(_event(span, span.kind, lanes.index(span.lane)))
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "minidist": {"origin_unix_ns": timeline.origin_unix_ns},
+    }
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _event(each: Span | Window, kind: str, tid: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": kind,
+        "name": each.name,
+        "pid": each.rank,
+        "tid": tid,
+        "ts": each.start_s * 1e6,
+        "dur": (each.end_s - each.start_s) * 1e6,
+    }
+
+
+def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
+    """Write `chrome_trace` as a JSON file for Perfetto."""
+    Path(path).write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")

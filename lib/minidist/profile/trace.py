@@ -1,0 +1,231 @@
+"""Timelines from torch.profiler, and from the trace files that it exports.
+
+Example::
+
+    with torch.profiler.profile() as profile:
+        for batch in loader:
+            with record_function("step"):
+                train_step(batch)                       # DDP, FSDP2, ...
+    timeline = from_profiler(profile, step="step")      # this rank's
+    print(overlap.report(gather_timeline(timeline)))
+
+Phases: read the events; decide whether the host or a GPU is what computes; name the kind of each;
+take from compute what is nested in a loader's or a collective's call; cut into steps.
+
+What is what, in a trace without GPU events (CPU, gloo):
+
+- `compute`: operators (category `cpu_op`), on whichever thread. Python between two operators is
+  not: it is idle time, as a GPU that waits for its host would be.
+- `communication`: `gloo:all_reduce` and the like, annotations on gloo's own threads. They begin
+  when gloo starts on the collective and last until it has its result, **the wait for slower ranks
+  included**. `c10d::allreduce_` is the host's call that queues it, a span of its own.
+- `loader`: `enumerate(DataLoader)#...__next__`, which is the loop waiting for its batch.
+
+In a trace with GPU events the GPU is what computes: kernels by stream, NCCL's by their name (they
+spin until all ranks are there, so they contain the wait, too), copies and memsets; host operators
+only launch, and do not count. Steps are then those of the GPU (`gpu_user_annotation`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minidist.profile.intervals import Interval, merge, subtract
+from minidist.profile.timeline import HOST_CALL, KINDS, Kind, Span, Timeline, Window
+
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
+_BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")  # torch's profiling names of collectives
+_LOADER = "enumerate(DataLoader)"
+# Operators that queue a collective or wait for one: no computation, whatever else is inside.
+_CALLS = (HOST_CALL, "_c10d_functional::", "c10d_functional::", "record_param_comms")
+
+
+def from_profiler(profile: Any, *, rank: int | None = None, step: str = "") -> Timeline:
+    """This rank's timeline from a `torch.profiler.profile` that has ended.
+
+    Args:
+        rank: None means the one that the profiler noted (0 without a process group).
+        step: name of the `record_function` block that is a step. "" means the steps that
+            `profile.step()` marks, which torch does only where the profiler has a schedule.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return read_trace(path, rank=rank, step=step)
+
+
+def read_trace(path: str | Path, *, rank: int | None = None, step: str = "") -> Timeline:
+    """A timeline from a trace file (.json or .json.gz) of torch.profiler, or one of ours."""
+    path = Path(path)
+    raw = path.read_bytes()
+    if path.suffix == ".gz":
+        raw = gzip.decompress(raw)
+    return from_chrome_trace(json.loads(raw), rank=rank, step=step)
+
+
+def from_chrome_trace(
+    trace: Mapping[str, Any], *, rank: int | None = None, step: str = ""
+) -> Timeline:
+    """As `read_trace`, from the parsed JSON.
+
+    Raises:
+        ValueError: no trace events, or no step of that name.
+    """
+    if "traceEvents" not in trace:
+        raise ValueError(
+            "from_chrome_trace: no 'traceEvents'; expected what torch.profiler exports"
+        )
+    if "minidist" in trace:
+        return _from_ours(trace)
+    if rank is None:
+        rank = int(trace.get("distributedInfo", {}).get("rank", 0))
+
+    # Read: complete events with whole nanoseconds, for a float of 2**53 ns would lose some.
+    base_ns = int(trace.get("baseTimeNanoseconds", 0))
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    on_device = any(event.get("cat") in _DEVICE for event in events)
+    starts = [_ns(event["ts"]) for event in events]
+    origin = min(starts, default=0)
+
+    # Name the kind of each event.
+    by_kind: dict[tuple[Kind, str], list[tuple[str, Interval]]] = defaultdict(list)
+    calls: dict[str, list[Interval]] = defaultdict(list)  # per thread: not compute, whatever inside
+    for event, start in zip(events, starts, strict=True):
+        name, lane = str(event["name"]), _lane(event)
+        span = ((start - origin) / 1e9, (start - origin + _ns(event.get("dur", 0))) / 1e9)
+        kind = _kind(event, name, on_device)
+        if kind is not None:
+            by_kind[kind, lane].append((name, span))
+        if _is_call(name):
+            calls[lane].append(span)
+
+    # Take from compute what is nested in such calls.
+    spans: list[Span] = []
+    for (kind, lane), found in by_kind.items():
+        nested = merge(calls[lane]) if kind == "compute" and not on_device else []
+        for name, interval in _outermost(found) if kind == "compute" else found:
+            spans += [
+                Span(rank=rank, lane=lane, kind=kind, name=name, start_s=start, end_s=end)
+                for start, end in (subtract([interval], nested) if nested else [interval])
+            ]
+
+    # Cut into steps.
+    steps = _steps(events, starts, origin, rank, step, on_device)
+    unix_ns = origin + base_ns if base_ns else None
+    return Timeline(tuple(sorted(spans, key=lambda s: (s.start_s, s.lane))), steps, unix_ns)
+
+
+def _ns(microseconds: float) -> int:
+    return round(float(microseconds) * 1000)
+
+
+def _lane(event: Mapping[str, Any]) -> str:
+    if event.get("cat") in _DEVICE:
+        return f"stream {event.get('args', {}).get('stream', event.get('tid'))}"
+    return f"thread {event.get('tid')}"
+
+
+def _kind(event: Mapping[str, Any], name: str, on_device: bool) -> Kind | None:
+    """Kind of an event, or None for what only says who called what."""
+    category = event.get("cat")
+    if name.startswith(_LOADER) and category in ("cpu_op", "user_annotation"):
+        return "loader"
+    if category == "user_annotation" and name.startswith(_BACKENDS):
+        # Of NCCL that is the host's part; the kernel is what counts.
+        return None if on_device and name.startswith("nccl:") else "communication"
+    if on_device:
+        if category == "kernel":
+            return "communication" if name.lower().startswith("nccl") else "compute"
+        return "copy" if category in _DEVICE else None
+    if category != "cpu_op":
+        return None
+    if name.startswith(HOST_CALL):
+        return "communication"
+    return None if name.startswith(_CALLS) else "compute"
+
+
+def _is_call(name: str) -> bool:
+    """Whether operators inside this, on the same thread, are not the step's computation."""
+    if name.startswith(_BACKENDS):
+        # gloo's threads copy and cast with operators. Its messages are noted on the thread that
+        # called, which goes on computing.
+        return not name.endswith((":send", ":recv"))
+    return name.startswith((*_CALLS, _LOADER))
+
+
+def _outermost(found: list[tuple[str, Interval]]) -> Iterable[tuple[str, Interval]]:
+    """Of operators that call operators on one thread, the outer ones."""
+    end = float("-inf")
+    for name, span in sorted(found, key=lambda each: (each[1][0], -each[1][1])):
+        if span[1] > end:
+            end = span[1]
+            yield name, span
+
+
+def _steps(
+    events: list[Any], starts: list[int], origin: int, rank: int, name: str, on_device: bool
+) -> tuple[Window, ...]:
+    """Windows of the annotation `name`, or of ProfilerStep#0, #1, ….
+
+    A GPU's step goes to the start of its next one: what the GPU waits for in between belongs to it.
+    """
+    category = "user_annotation"
+    if on_device and any(e.get("cat") == "gpu_user_annotation" for e in events):
+        category = "gpu_user_annotation"
+    found: dict[str, list[Interval]] = defaultdict(list)
+    for event, start in zip(events, starts, strict=True):
+        label = str(event["name"])
+        if event.get("cat") == category and (
+            label == name if name else label.startswith("ProfilerStep#")
+        ):
+            found[label].append((start - origin, start - origin + _ns(event["dur"])))
+    if name and not found:
+        raise ValueError(f"no {name!r} in the trace: wrap each step in record_function({name!r})")
+    # A GPU repeats an annotation on each of its streams: what overlaps is one step.
+    windows = sorted((*each, label) for label, spans in found.items() for each in merge(spans))
+    if category == "gpu_user_annotation":
+        following = [start for start, _, _ in windows[1:]] + [w[1] for w in windows[-1:]]
+        windows = [
+            (s, after, label) for (s, _, label), after in zip(windows, following, strict=True)
+        ]
+    return tuple(
+        Window(
+            rank=rank,
+            name=f"{name} {index}" if name else label,
+            start_s=start / 1e9,
+            end_s=end / 1e9,
+        )
+        for index, (start, end, label) in enumerate(windows)
+    )
+
+
+def _from_ours(trace: Mapping[str, Any]) -> Timeline:
+    """What `timeline.chrome_trace` wrote."""
+    lanes: dict[tuple[Any, Any], str] = {}
+    spans: list[Span] = []
+    steps: list[Window] = []
+    for event in trace["traceEvents"]:
+        at = (event["pid"], event["tid"])
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                lanes[at] = event["args"]["name"]
+            continue
+        start_s = event["ts"] / 1e6
+        where: Any = {
+            "rank": event["pid"],
+            "name": event["name"],
+            "start_s": start_s,
+            "end_s": start_s + event["dur"] / 1e6,
+        }
+        if event["cat"] in KINDS:
+            spans.append(Span(lane=lanes[at], kind=event["cat"], **where))
+        else:
+            steps.append(Window(**where))
+    return Timeline(tuple(spans), tuple(steps), trace["minidist"]["origin_unix_ns"])
