@@ -1,0 +1,27 @@
+"""Hybrid parallelism: data, pipeline, context and tensor parallelism of one GPT at the same time.
+
+Read in this order:
+
+- `stage`    what a rank holds: layers split (tp), sequences split (cp), blocks dealt out (pp)
+- `trainer`  a training step over all axes: forward and backward, gradients, clipping, update
+- `state`    what a rank holds and what of it counts; the whole model back from all ranks
+- `parts`    boxes: which elements of which tensor
+- `native`   two axes with stock torch: DTensor and FSDP2 (imported on its own)
+
+How the axes share the work of one step:
+
+    axis   what is split                what is sent                            when
+    tp     every layer                  activations (all-reduce)                in every block
+    cp     every sequence               keys and values (ring)                  in every block
+    pp     the list of blocks           activations (to the next stage)         per micro-batch
+    dp     the batch                    gradients (all-reduce, reduce-scatter)  once per step
+
+So tp wants the fastest links and dp needs the slowest, which is the order of the mesh.
+Papers: Megatron-LM (arXiv 2104.04473, 3D parallelism), Llama 3 (arXiv 2407.21783, section 3.3.2).
+"""
+
+from minidist.parallel.hybrid.parts import Part, boxes_of_range
+from minidist.parallel.hybrid.stage import HybridStage, build_stages
+from minidist.parallel.hybrid.trainer import HybridTrainer
+
+__all__ = ["HybridStage", "HybridTrainer", "Part", "boxes_of_range", "build_stages"]

@@ -1,0 +1,125 @@
+"""What a rank of a hybrid trainer holds, and which of its elements count on this rank.
+
+A tensor of the unsplit GPT may lie in memory several times (on all dp ranks; a norm's weight on all
+tp ranks; a tied embedding at both ends of a pipeline) or in pieces. Two questions follow:
+
+- what does this rank **update**: `held`. With ZeRO-1 some whole parameters, with ZeRO-2 and -3
+  some elements of all, else every parameter of its stages;
+- what of it **counts**, so that over all ranks every element counts once: `counts`. A sum over all
+  ranks (the norm of the gradients) is then right without knowing who holds copies.
+
+Parts have the names, shapes and offsets of the unsplit model, so what one layout of ranks has
+written to a checkpoint can be read by any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidist.cost.parallelism import ParallelismConfig
+from minidist.mesh import Mesh
+from minidist.parallel.hybrid.parts import Held, Part, join_parts
+from minidist.parallel.hybrid.stage import HybridStage
+from minidist.parallel.tensor import sharded_parameters
+from minidist.parallel.zero import ShardedOptimizer, Zero3
+
+_STATES = ("exp_avg", "exp_avg_sq")  # of AdamW: one number each per element
+
+
+class HybridState:
+    """The part of `HybridTrainer` that knows what is where, for clipping and checkpoints."""
+
+    def __init__(
+        self,
+        stages: Sequence[HybridStage],
+        mesh: Mesh,
+        config: ParallelismConfig,
+        optimizer: torch.optim.Optimizer,
+        zero3: Zero3 | None,
+    ) -> None:
+        self.mesh, self.config = mesh, config
+        self.num_updates = 0
+        self._stages, self._optimizer, self._zero3 = stages, optimizer, zero3
+        self._is_tied = stages[0].config.tied
+        self._whole = [
+            Held(name, p, tuple(p.shape), 0, p.numel(), sharded_parameters(stage).get(name))
+            for stage in stages
+            for name, p in stage.named_parameters()
+        ]
+        self.held = list(self._list_held())
+
+    def _list_held(self) -> Iterator[Held]:
+        whole = {held.tensor: held for held in self._whole}
+        if self._zero3 is not None:
+            for flat in self._zero3.flats:
+                for piece, shape, cut in zip(flat.pieces, flat.shapes, flat.cuts, strict=True):
+                    held = whole[piece]
+                    yield Held(held.name, piece, tuple(shape), cut.begin, cut.end, held.split)
+        elif isinstance(self._optimizer, ShardedOptimizer):
+            for bucket in self._optimizer.buckets:
+                cuts = bucket.layout.rows[self._optimizer.rank]
+                for piece, cut in zip(bucket.pieces, cuts, strict=True):
+                    held = whole[bucket.params[cut.index]]
+                    yield Held(held.name, piece, held.shape, cut.begin, cut.end, held.split)
+        else:
+            yield from self._whole
+
+    def counts(self, held: Held) -> bool:
+        """Whether this rank is the one that counts it."""
+        at = self.mesh.coordinate
+        replica_of_tp = held.split is None and at("tp") > 0
+        replica_of_dp = self.config.zero_stage == 0 and (at("dp"), at("cp")) != (0, 0)
+        return not (replica_of_tp or replica_of_dp or self._is_second_copy(held))
+
+    def _is_second_copy(self, held: Held) -> bool:
+        """The head of a tied model that a pipeline has cut: the first stage has the weight, too."""
+        return self._is_tied and held.name == "head.weight"
+
+    def _key(self, held: Held) -> str:
+        return "token_embedding.weight" if self._is_second_copy(held) else held.name
+
+    # Parts --------------------------------------------------------------------------------------
+
+    def parameter_parts(self) -> list[tuple[str, Part]]:
+        """(name, part) of all of the model in this rank's memory. A tied weight has one name."""
+        tp_rank = self.mesh.coordinate("tp")
+        # Without ZeRO-3 parameters are whole on a rank, whoever updates them.
+        held = self._whole if self._zero3 is None else self.held
+        return [(self._key(h), part) for h in held for part in h.parts(h.tensor, tp_rank)]
+
+    def optimizer_parts(self) -> list[tuple[str, Part]]:
+        """The same of AdamW's states, `exp_avg.NAME` and `exp_avg_sq.NAME`; made if need be."""
+        tp_rank = self.mesh.coordinate("tp")
+        return [
+            (f"{state}.{self._key(held)}", part)
+            for held in self.held
+            for state in _STATES
+            for part in held.parts(self._state(held.tensor)[state], tp_rank)
+        ]
+
+    def _state(self, tensor: Tensor) -> dict[str, Any]:
+        state = self._optimizer.state[tensor]
+        if not state:  # as AdamW makes it in its first step
+            wide = torch.get_default_dtype() == torch.float64
+            state["step"] = torch.tensor(0.0, dtype=torch.float64 if wide else torch.float32)
+            state |= {name: torch.zeros_like(tensor.detach()) for name in _STATES}
+        return state
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """After AdamW's states were loaded: how many updates they come from."""
+        self.num_updates = num_updates
+        for held in self.held:
+            self._state(held.tensor)["step"].fill_(float(num_updates))
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state of the unsplit GPT, on the CPU of every rank. Collective; for small models."""
+        first = (self.mesh.coordinate("dp"), self.mesh.coordinate("cp")) == (0, 0)
+        needed = first or self._zero3 is not None
+        state = join_parts(self.parameter_parts() if needed else [])
+        if self._is_tied:
+            state["head.weight"] = state["token_embedding.weight"]
+        return state

@@ -1,0 +1,315 @@
+"""One training step over every axis of the mesh, with the same result as one process.
+
+Phases of a step:
+
+1. forward and backward   micro-batch after micro-batch: through the pipeline, or accumulated
+2. reduce                 gradients become means over ("dp", "cp"), unless backward has seen to it
+3. clip                   by one norm over all ranks
+4. update                 AdamW on what this rank owns; ZeRO sends the result to the others
+
+Example, on 4 ranks::
+
+    config = ParallelismConfig(dp=2, tp=2, zero_stage=1)
+    mesh = make_mesh(dp=2, tp=2)
+    torch.manual_seed(0)                                # the same model on every rank
+    trainer = HybridTrainer(GPT(model_config), mesh, config, micro_batch=2, lr=1e-3)
+    for tokens_BT, targets_BT in batches:               # of this dp rank; the same along pp, cp, tp
+        loss = trainer.forward_backward(tokens_BT, targets_BT)   # the mean of all ranks' tokens
+        trainer.clip_grad_norm(1.0)
+        trainer.step()
+    state = trainer.full_state_dict()                   # as of the unsplit GPT
+
+**Who averages what.** dp ranks see other sequences and cp ranks other tokens, so gradients are
+averaged over both. Each rank's loss is its sum over tokens, times R / (tokens of all R ranks and
+all micro-batches): the average is then the mean over all tokens, also where targets of -100 make
+the ranks' numbers of tokens unequal. tp ranks need nothing: f and g have summed already. pp ranks
+hold other parameters, but for a tied embedding, whose two copies exchange their gradients.
+
+**ZeRO** shards over ("dp", "cp"), what is left of the model after tp and pp:
+
+    zero_stage        gradients                               with pp > 1
+    0 (replicated)    DDP: all-reduce during backward         all-reduce after the pipeline
+    1                 reduce-scatter before the update        the same
+    2                 reduce-scatter during backward          refused: once per micro-batch
+    3                 the same, and parameters are gathered   refused: once per micro-batch
+
+Papers: Megatron-LM (arXiv 2104.04473), ZeRO (arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minidist.cost.parallelism import ParallelismConfig
+from minidist.cost.transformer import Transformer
+from minidist.mesh import Mesh
+from minidist.parallel.context import shard_sequence
+from minidist.parallel.data import BucketedDDP, average_gradients_flat
+from minidist.parallel.hybrid.stage import build_stages, output_specs
+from minidist.parallel.hybrid.state import HybridState
+from minidist.parallel.pipeline import PipelineExecutor, interleaved
+from minidist.parallel.tensor import vocab_parallel_cross_entropy
+from minidist.parallel.zero import ShardedOptimizer, Zero2Optimizer, Zero3
+from minidist.precision import MixedPrecisionPolicy
+
+
+class HybridTrainer(HybridState):
+    """A GPT over a mesh, and the AdamW that trains it.
+
+    A `GradScaler` takes it for an optimiser: `scaler.unscale_(trainer)`, `scaler.step(trainer)`.
+
+    Args:
+        model: a `minidist.model.GPT` with the same weights on all ranks; not changed.
+        mesh: made with the degrees of `config`.
+        micro_batch: sequences that pass through the model at once.
+        num_micro_batches: of one step; a step's batch is micro_batch * num_micro_batches sequences
+            per dp rank.
+        compute_dtype: bfloat16 or float16 for mixed precision. None computes as the parameters are.
+        bucket_bytes: gradients (and with ZeRO-1 and -2 parameters) travel in buckets of this size.
+        adamw: lr, betas, eps, weight_decay of torch.optim.AdamW.
+
+    Dropout: seed the default generator after making the model and before this call, by the rank's
+    coordinates on dp, pp and cp but not on tp, whose ranks hold the same activations.
+
+    Raises:
+        ValueError: what does not divide, or ZeRO-2 or -3 with a pipeline; with the arithmetic, and
+            on every rank, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh,
+        config: ParallelismConfig,
+        *,
+        micro_batch: int = 1,
+        num_micro_batches: int = 1,
+        compute_dtype: torch.dtype | None = None,
+        bucket_bytes: int = 25 << 20,
+        **adamw: Any,
+    ) -> None:
+        # Validate.
+        if mesh.sizes != {axis: getattr(config, axis) for axis in mesh.sizes}:
+            raise ValueError(f"HybridTrainer: the mesh is {mesh.shape}, the configuration {config}")
+        config.validate(
+            world_size=mesh.world_size,
+            model=Transformer.from_config(model.config),
+            global_batch=config.dp * micro_batch * num_micro_batches,
+            micro_batch=micro_batch,
+        )
+
+        # Derive.
+        self.mesh, self.config, self.model_config = mesh, config, model.config
+        self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
+        self.group = mesh.group(("dp", "cp"))  # ranks that hold equal parameters
+        self.device = model.head.weight.device
+
+        # Build: cut the model, then let the ranks of self.group share it.
+        self.stages = build_stages(model, mesh, config, compute_dtype=compute_dtype)
+        self._module: nn.Module = self.stages[0]  # without a pipeline: what is called
+        self._zero3: Zero3 | None = None
+        self._share(bucket_bytes, compute_dtype, adamw)
+        self.pipeline: PipelineExecutor | None = None
+        if config.pp > 1:
+            dtype = model.head.weight.dtype
+            self.pipeline = PipelineExecutor(
+                self.stages,
+                interleaved(config.pp, num_micro_batches, config.virtual_stages),
+                self._loss,
+                group=mesh.group("pp"),
+                specs=output_specs(config, model.config, micro_batch, dtype, compute_dtype),
+            )
+        super().__init__(self.stages, mesh, config, self.optimizer, self._zero3)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._factor = 1.0
+        self._reduced = True
+
+    def _share(self, bucket_bytes: int, compute_dtype: torch.dtype | None, adamw: Any) -> None:
+        """Data parallelism or ZeRO over `group`, and the optimiser that goes with it."""
+        stage = self.stages[0]
+        params = [p for each in self.stages for p in each.parameters()]
+        options = {"group": self.group, "bucket_bytes": bucket_bytes, **adamw}
+        match self.config.zero_stage:
+            case 0:
+                if self.config.pp == 1 and self.config.shard_ranks > 1:
+                    self._module = BucketedDDP(stage, group=self.group, bucket_bytes=bucket_bytes)
+                self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, **adamw)
+            case 1:
+                self.optimizer = ShardedOptimizer(
+                    params, torch.optim.AdamW, average_gradients=True, **options
+                )
+            case 2:
+                self.optimizer = Zero2Optimizer(params, torch.optim.AdamW, **options)
+            case _:
+                # Parameters travel and compute in 16 bits; autocast would keep 16-bit copies.
+                policy = MixedPrecisionPolicy(compute_dtype, torch.float32)
+                self._zero3 = Zero3(
+                    stage, stage.blocks.values(), self.group,
+                    policy=None if compute_dtype is None else policy,
+                )  # fmt: skip
+                self.optimizer = torch.optim.AdamW(stage.parameters(), **adamw)
+
+    # 1. forward and backward --------------------------------------------------------------------
+
+    def forward_backward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, *, scale: float = 1.0
+    ) -> Tensor:
+        """Fresh gradients of one batch. Collective.
+
+        Args:
+            tokens_BT, targets_BT: whole sequences, int64; the batch of this rank's dp coordinate.
+                Targets of -100 do not count.
+            scale: loss scale, `scaler.get_scale()`; the gradients come out multiplied by it.
+
+        Returns:
+            The mean loss per token over all ranks, on every rank: a float64 scalar, not scaled.
+
+        Raises:
+            ValueError: the batch has not micro_batch * num_micro_batches sequences.
+        """
+        self.zero_grad()
+        self._reduced = False
+        num_tokens, tokens_BT, targets_BT = self._prepare(tokens_BT, targets_BT)
+        self._factor = scale * self.config.shard_ranks / max(num_tokens, 1)
+        if self.pipeline is not None:
+            self._factor *= self.num_micro_batches  # the executor takes the mean over them
+            self.pipeline.step(tokens_BT, targets_BT)
+        else:
+            # DDP sends in the last backward; ZeRO-2 and -3, which must not keep whole gradients,
+            # in every one.
+            no_sync = getattr(self._module, "no_sync", nullcontext)
+            for i, (tokens, targets) in enumerate(self._micro_batches(tokens_BT, targets_BT)):
+                with nullcontext() if i == self.num_micro_batches - 1 else no_sync():
+                    self._loss(self._module(tokens), targets).backward()
+        return self._sum_once(self._loss_sum, self._has_loss) / max(num_tokens, 1)
+
+    @torch.no_grad()
+    def evaluate(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[float, float]:
+        """Sum of the losses of all tokens of all ranks, and how many tokens. Collective.
+
+        Every dp rank calls it equally often, with batches of the size that training has. One that
+        has run out of sequences fills up with targets of -100, so every sequence counts once.
+        """
+        num_tokens, tokens_BT, targets_BT = self._prepare(tokens_BT, targets_BT)
+        modes = [stage.training for stage in self.stages]
+        for stage in self.stages:
+            stage.eval()
+        if self.pipeline is not None:
+            self.pipeline.evaluate(tokens_BT, targets_BT)
+        else:
+            for tokens, targets in self._micro_batches(tokens_BT, targets_BT):
+                self._loss(self._module(tokens), targets)
+        for stage, mode in zip(self.stages, modes, strict=True):
+            stage.train(mode)
+        return self._sum_once(self._loss_sum, self._has_loss).item(), num_tokens
+
+    def _prepare(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[float, Tensor, Tensor]:
+        """Number of tokens of all ranks, and this rank's part of the sequences."""
+        expected = (self.micro_batch * self.num_micro_batches, self.model_config.context)
+        if tuple(tokens_BT.shape) != expected or targets_BT.shape != tokens_BT.shape:
+            raise ValueError(
+                f"[rank {self.mesh.rank}] HybridTrainer: {self.num_micro_batches} micro-batches x "
+                f"{self.micro_batch} sequences of {expected[1]} tokens: expected tokens and "
+                f"targets of shape {expected}, got {tuple(tokens_BT.shape)} and "
+                f"{tuple(targets_BT.shape)}"
+            )
+        cp = self.mesh.group("cp")
+        tokens_BT, targets_BT = (
+            shard_sequence(x.to(self.device), group=cp) if self.config.cp > 1 else x.to(self.device)
+            for x in (tokens_BT, targets_BT)
+        )
+        count = (targets_BT != -100).sum().double()
+        dist.all_reduce(count, group=self.group)
+        self._loss_sum.zero_()
+        return count.item(), tokens_BT, targets_BT
+
+    def _micro_batches(self, *batch_BT: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(x.split(self.micro_batch) for x in batch_BT), strict=True)
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """What backward starts from; the sum itself is kept for the report."""
+        total = vocab_parallel_cross_entropy(
+            logits_BTV,
+            targets_BT,
+            group=self.mesh.group("tp"),
+            vocab_size=self.model_config.vocab_size,
+            reduction="sum",
+        )
+        self._loss_sum += total.detach()
+        return total * self._factor
+
+    # 2. reduce ----------------------------------------------------------------------------------
+
+    def prepare_gradients(self) -> None:
+        """Make gradients the means over all ranks, where backward has not; again does nothing."""
+        if not self._reduced:
+            self._reduced = True
+            if isinstance(self.optimizer, ShardedOptimizer):
+                self.optimizer.reduce_gradients()
+            elif self.pipeline is not None:
+                average_gradients_flat(nn.ModuleList(self.stages), self.group)
+
+    # 3. clip ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
+        """Scale the gradients so that the norm of all of them is at most `max_norm`. Collective.
+
+        Every element of the model counts on exactly one rank, and all ranks add up: one all-reduce
+        of one number. Clipping by each rank's own norm would scale every shard differently.
+
+        Returns:
+            The norm before, a float64 scalar, the same on every rank.
+        """
+        self.prepare_gradients()
+        grads = [(held, held.tensor.grad) for held in self.held if held.tensor.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for held, grad in grads:
+            if self.counts(held):
+                square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for _, grad in grads:
+            grad.mul_(factor.to(grad.dtype))
+        return norm
+
+    # 4. update ----------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """What this rank updates, with the gradients in `.grad`. For a GradScaler."""
+        return [{"params": [held.tensor for held in self.held]}]
+
+    def step(self) -> None:
+        """Update the parameters. Collective."""
+        self.prepare_gradients()
+        self.optimizer.step()
+        self.num_updates += 1
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also those of a step that was skipped."""
+        self.optimizer.zero_grad()
+        if self._zero3 is not None:
+            self._zero3.discard_gradients()
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    @property
+    def _has_loss(self) -> bool:
+        """Whether this rank's sum of losses counts: the last stage's, once along tp."""
+        at = self.mesh.coordinate
+        return at("pp") == self.config.pp - 1 and at("tp") == 0
+
+    def _sum_once(self, value: Tensor, counts: bool) -> Tensor:
+        total = value.clone() if counts else torch.zeros_like(value)
+        dist.all_reduce(total)
+        return total
