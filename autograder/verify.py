@@ -124,21 +124,22 @@ def verify_lab(
 
 
 def matrix_table(proof: Proof) -> Table:
-    """The kill matrix, for a terminal. Columns are numbered; the legend is in the caption."""
+    """The kill matrix, for a terminal: a sign per criterion, in the lab's order."""
     names = [c.name for c in get_lab(proof.lab).criteria]
-    legend = "  ".join(f"{i} {name}" for i, name in enumerate(names, 1))
-    table = Table(title=f"{proof.lab}: who loses what", caption=legend, box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"{proof.lab}: who loses what", caption="  ".join(names), box=box.SIMPLE_HEAD
+    )
     table.add_column("submission", no_wrap=True)
-    for number in range(1, len(names) + 1):
-        table.add_column(str(number), justify="center")
+    table.add_column("criteria", no_wrap=True)
+    table.add_column("loses")
     for row in proof.rows:
-        wrong = row.wrong()
-        cells = []
+        wrong, signs = row.wrong(), Text()
         for name in names:
             mark = MARKS.get(row.got.get(name, ""), MARKS["INFRA"])
-            style = "bold white on red" if name in wrong else mark.style
-            cells.append(Text(mark.symbol, style=style))
-        table.add_row(Text(row.name), *cells)
+            signs.append(mark.symbol, "bold white on red" if name in wrong else mark.style)
+        lost = [name for name in names if row.got.get(name) not in ("PASS", "BLOCKED")]
+        short = "everything" if len(lost) == len(names) else ", ".join(lost)
+        table.add_row(Text(row.name), signs, Text(short))
     return table
 
 

@@ -1,0 +1,104 @@
+"""Lab 2: the reference solution as a script, and judges that no answer can confuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from course import ROOT
+from leftovers import assert_nothing_left, find_leftovers
+
+from autograder.criteria import get_lab
+from autograder.criteria.base import Case
+from autograder.referee import draw_for
+from minidist.emulate.trace import Trace
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "lab2_accumulation"
+LAB = get_lab(NAME)
+SOLUTION = ROOT / "solutions" / NAME / NAME
+WORLD_SIZE = 3
+HOSTILE = (
+    None,
+    "text",
+    [],
+    ["text"],
+    [1],
+    [[[]]],
+    {},
+    True,
+    -1,
+    10**9,
+    float("nan"),
+    np.array(np.nan),
+    np.array(1e300),
+    np.zeros(0),
+    np.zeros((3, 3), dtype=np.complex64),
+    np.array(["text"]),
+    np.full((9, 5), np.inf, dtype=np.float32),
+    np.zeros((9, 5), dtype=np.float16),
+)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
+    before = find_leftovers()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", f"{SOLUTION}.py"],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "(100 of 100 points so far)" in done.stdout
+    assert_nothing_left(before)
+
+
+def test_points_and_names():
+    assert LAB.max_score == 100
+    assert len(LAB.criteria) >= 10
+    assert all(criterion.name.startswith("accum_") for criterion in LAB.criteria)
+
+
+def _case(criterion, answers):
+    draw = draw_for(b"test", NAME, criterion.name, "test", WORLD_SIZE)
+    trace = Trace(world_size=WORLD_SIZE, events=[[] for _ in range(WORLD_SIZE)])
+    plan = criterion.plan(draw) if criterion.plan else None
+    return Case(WORLD_SIZE, criterion.draw(draw), answers, trace, plan)
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+def test_no_answer_passes_and_none_confuses_the_judge(criterion):
+    findings = criterion.judge(_case(criterion, [{} for _ in range(WORLD_SIZE)]))
+    assert {f.rank for f in findings} in ({None}, set(range(WORLD_SIZE)))
+    keys = _keys()
+    for value in HOSTILE:
+        answers = [{key: value for key in keys} for _ in range(WORLD_SIZE)]
+        findings = criterion.judge(_case(criterion, answers))
+        assert findings, f"{value!r} for every answer passed"
+        assert all(f.message for f in findings)
+
+
+def _keys():
+    """Every key that some observation of this lab answers with."""
+    numbers = range(4)
+    keys = {"peak", "sizes", "steps", "rates", "done"}
+    for call in numbers:
+        keys |= {f"{name}/{call}" for name in ("loss", "steps", "schedule", "end", "returned")}
+        keys |= {f"{name}/{call}" for name in ("scale", "dtypes", "p0", "p1", "p2", "p3")}
+        keys |= {f"{name}{call}/{i}" for name in "gp" for i in numbers}
+        keys |= {f"g{call}/{step}/{i}" for step in range(12) for i in numbers}
+    return keys | {f"curve/{k}" for k in (1, 2, 4, 8)}
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+def test_draws_are_private_or_fresh(criterion):
+    first, again = (
+        criterion.draw(draw_for(b"test", NAME, criterion.name, attempt, WORLD_SIZE))
+        for attempt in ("first", "second")
+    )
+    assert len(first) == len(again) == WORLD_SIZE
+    assert repr(first) != repr(again)

@@ -1,0 +1,17 @@
+"""Combines DDP and accumulation without no_sync: right, and k times the traffic.
+
+loses: accum_ddp_collectives, accum_ddp_backward, accum_ddp_time
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task3_accumulate_ddp"
+def accumulate_ddp(ddp_model, micro_batches, loss_fn):
+    total = 0.0
+    for x, y in micro_batches:
+        loss = loss_fn(ddp_model(x), y) / len(micro_batches)
+        loss.backward()
+        total = total + loss.detach()
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).item()
