@@ -1,0 +1,104 @@
+"""Lab 4: the reference solution as a script, and what the criteria's own arithmetic rests on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from course import ROOT
+from leftovers import assert_nothing_left, find_leftovers
+
+from autograder.criteria import amp_autocast, amp_growth, amp_measure, get_lab
+from autograder.criteria.base import Case, Draw
+from autograder.referee import draw_for
+
+pytestmark = pytest.mark.timeout(300)
+LAB = "lab4_amp"
+SOLUTION = ROOT / "solutions" / LAB / f"{LAB}.py"
+
+
+# The others' judges look at the emulated cluster's trace first.
+WITHOUT_TRACE = [c for c in get_lab(LAB).criteria if c.world != "emulated"]
+
+
+def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
+    return draw_for(b"test", LAB, criterion, attempt, world_size)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
+    before = find_leftovers()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
+        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=250,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "(100 of 100 points so far)" in done.stdout
+    assert_nothing_left(before)
+
+
+def test_points():
+    lab = get_lab(LAB)
+    assert lab.max_score == 100
+    assert len(lab.criteria) >= 10
+    assert lab.practice_world_size != lab.grading_world_size
+
+
+@pytest.mark.parametrize("criterion", WITHOUT_TRACE, ids=lambda c: c.name)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_a_judge_survives_rubbish(criterion, world_size):
+    draw = _draw(criterion.name, world_size)
+    inputs = criterion.draw(draw)
+    keys = {key for values in inputs for key in values} | {
+        "scales", "losses", "taken", "shares", "seconds", "calls", "reports", "choices", "second",
+        "p0", "p1", "p2", "p3", "p/float16/0", "0/0", "lr", "scale", "saved", "loaded", "restored",
+    }  # fmt: skip
+    everything = ("text", [None], np.full((2, 2), np.nan), np.zeros((2, 2), bool), 1e300)
+    for value in (None, *everything):
+        answers = [{key: value for key in keys} for _ in range(world_size)]
+        assert criterion.judge(Case(world_size, inputs, answers))
+
+
+def test_the_scale_follows_torch():
+    for attempt in range(5):
+        values = amp_growth.draw_grows(_draw("amp_scaler_grows", 1, str(attempt)))[0]
+        settings, steps = values["settings"], values["steps"]
+        scaler = torch.amp.GradScaler("cpu", **settings)
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter], lr=0.0)
+        scales = []
+        for overflow in steps:
+            scaler.scale(torch.zeros(()))
+            parameter.grad = torch.full((1,), torch.inf if overflow else 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == pytest.approx(amp_growth.scales_of(settings, steps), rel=1e-5)
+        for rule in amp_growth.GROWTH_MISTAKES:
+            assert amp_growth.scales_of(settings, steps, rule) != scales
+
+
+def test_every_mistake_with_autocast_changes_a_weight():
+    for attempt in range(5):
+        inputs = amp_autocast.draw(_draw("amp_loop_autocast", 3, str(attempt)))
+        for name in amp_autocast.NAMES:
+            right = amp_autocast._gradients(inputs, name, (True, True, False))
+            for places in amp_autocast.MISTAKES:
+                assert amp_autocast._differ(right, amp_autocast._gradients(inputs, name, places))
+
+
+def test_bytes_of_autocast_are_less_only_for_large_batches():
+    case = {"sizes": [64] * 4, "frozen": False, "optimizer": "SGD"}
+
+    def saved(precision, batch):
+        net = case | {"precision": precision, "batch": batch}
+        return amp_measure.expected_bytes(net)["saved"][0]
+
+    assert saved("autocast", 8) > saved("float32", 8)
+    assert saved("autocast", 1024) < 0.7 * saved("float32", 1024)
