@@ -34,7 +34,8 @@ from autograder.percent import BuildError, SourceCell, read_cells
 
 COURSE_ROOT = Path(__file__).resolve().parent.parent
 SCRIPT_ONLY = "script-only"
-KINDS = ("given", "solution", "check", "demo")
+KINDS = ("given", "solution", "check", "demo", "reflect")
+REFLECT_POINTS = 2  # given by hand, beyond the 100 of the criteria
 _KERNEL = re.compile(r"torchrun-([1-9]\d*)")
 _LANGUAGE = {
     "codemirror_mode": {"name": "ipython", "version": 3},
@@ -121,21 +122,25 @@ def _cell_metadata(cell: SourceCell, points: dict[str, float], where: str) -> di
     if unknown or len(kinds) > 1:
         raise BuildError(f"{where}: expected at most one of {KINDS}, got {sorted(cell.options)}")
     if not kinds:
-        if "### BEGIN SOLUTION" in cell.source:
-            raise BuildError(f'{where}: has a solution but no solution="name" option')
+        if "BEGIN SOLUTION" in cell.source:
+            raise BuildError(
+                f'{where}: has a solution but no solution="name" or reflect="name" option'
+            )
         return metadata
     kind = kinds[0]
     name = cell.options[kind]
     if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)):
         raise BuildError(f"{where}: {kind}= must be a name of letters, digits, _, -; got {name!r}")
-    if cell.cell_type != "code" and kind != "given":
-        raise BuildError(f"{where}: {kind}={name!r} must be a code cell, got {cell.cell_type}")
+    wanted = "markdown" if kind == "reflect" else "code"
+    if cell.cell_type != wanted and kind != "given":
+        raise BuildError(f"{where}: {kind}={name!r} must be a {wanted} cell, got {cell.cell_type}")
+    is_answer = kind in ("solution", "reflect")
     nbgrader: dict[str, Any] = {
-        "grade": kind == "check",
+        "grade": kind in ("check", "reflect"),
         "grade_id": name,
-        "locked": kind != "solution",
+        "locked": not is_answer,
         "schema_version": 3,
-        "solution": kind == "solution",
+        "solution": is_answer,
         "task": False,
     }
     if kind == "check":
@@ -143,6 +148,10 @@ def _cell_metadata(cell: SourceCell, points: dict[str, float], where: str) -> di
             raise BuildError(f"{where}: the lab has no criterion {name!r}; it has {sorted(points)}")
         value = points[name]
         nbgrader["points"] = int(value) if float(value).is_integer() else value
+    if kind == "reflect":
+        if "BEGIN SOLUTION" not in cell.source:
+            raise BuildError(f"{where}: reflect={name!r} has no model answer in a solution region")
+        nbgrader["points"] = REFLECT_POINTS
     if kind == "demo":
         metadata["minidist"] = {"replay": False}
     return metadata | {"nbgrader": nbgrader}
@@ -155,7 +164,8 @@ def _check_ids(cells: list[dict[str, Any]], points: dict[str, float], where: str
             f"{where}: a name may be used once (nbgrader's grade_id), also not for a solution and "
             f"its check; used twice: {', '.join(twice)}"
         )
-    graded = {cell["id"] for cell in cells if cell["metadata"].get("nbgrader", {}).get("grade")}
+    checks = (cell for cell in cells if cell["cell_type"] == "code")
+    graded = {cell["id"] for cell in checks if cell["metadata"].get("nbgrader", {}).get("grade")}
     if missing := sorted(set(points) - graded):
         raise BuildError(f"{where}: these criteria have no check cell: {missing}")
 

@@ -129,7 +129,7 @@ def _marker(cell: Any) -> str:
     nbgrader = cell.metadata.get("nbgrader", {})
     kind = "given"
     if nbgrader.get("solution"):
-        kind = "solution"
+        kind = "reflect" if nbgrader.get("grade") else "solution"
     elif nbgrader.get("grade"):
         kind = "check"
     elif cell.metadata.get("minidist", {}).get("replay") is False:

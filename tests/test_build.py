@@ -54,6 +54,13 @@ check("greets", "hello.py")
 if os.environ.get("RANK"):
     # !ls hello.py
 
+# %% [markdown] reflect="reflect_1"
+# **Why twice?**
+#
+# <!-- BEGIN SOLUTION -->
+# SECRET
+# <!-- END SOLUTION -->
+
 # %%
 # a comment, and then:
 # %matplotlib inline
@@ -121,7 +128,7 @@ def test_options_become_nbgrader_metadata(course):
     cells = {cell.id: cell for cell in notebook.cells}
     assert [cell.id for cell in notebook.cells] == [
         "lab9_small-001", "imports", "double_it", "doubles",
-        "script", "greets", "look", "lab9_small-008",
+        "script", "greets", "look", "reflect_1", "lab9_small-009",
     ]  # fmt: skip
     assert cells["doubles"].metadata.nbgrader == {
         "grade": True, "grade_id": "doubles", "locked": True, "points": 2,
@@ -132,7 +139,7 @@ def test_options_become_nbgrader_metadata(course):
     assert cells["double_it"].metadata.nbgrader["solution"] is True
     assert cells["double_it"].metadata.nbgrader["locked"] is False
     assert cells["look"].metadata.minidist == {"replay": False}
-    assert "nbgrader" not in cells["lab9_small-008"].metadata
+    assert "nbgrader" not in cells["lab9_small-009"].metadata
     assert notebook.metadata.kernelspec.name == "torchrun-2"
     assert notebook.metadata.kernelspec.display_name == "torchrun × 2"
     assert "version" not in notebook.metadata.language_info
@@ -143,7 +150,7 @@ def test_magics_are_live_in_the_notebook(course):
     script = cells["script"].source.split("\n")
     assert script[:5] == ["%%rank 0", "%%writefile hello.py", "# says hello", "", "def hello():"]
     assert cells["look"].source == '%%rank 0\nif os.environ.get("RANK"):\n    !ls hello.py'
-    assert cells["lab9_small-008"].source == "# a comment, and then:\n%matplotlib inline"
+    assert cells["lab9_small-009"].source == "# a comment, and then:\n%matplotlib inline"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +199,10 @@ def test_live_line_under_writefile_is_refused():
         ('given="imports"', 'givn="imports"', "at most one of"),
         ('given="imports"', 'given="im ports"', "letters, digits"),
         ('# %% solution="double_it"', "# %%", "no solution="),
-        ("# %% [markdown]", '# %% [markdown] check="doubles"', "must be a code cell"),
+        ("# %% [markdown]\n", '# %% [markdown] check="doubles"\n', "must be a code cell"),
+        ('[markdown] reflect="reflect_1"', 'reflect="reflect_1"', "must be a markdown cell"),
+        (' reflect="reflect_1"', "", 'no solution="name" or reflect='),
+        ("<!-- BEGIN SOLUTION -->", "<!-- END SOLUTION -->", "no model answer"),
     ],
 )
 def test_mistakes_in_a_source_are_named(course, old, new, message):
@@ -225,6 +235,8 @@ def test_build_is_complete_stable_and_leaks_nothing(course, capsys):
     assert b"SECRET" in first[solution]
     assert b"SECRET" not in first[lab]
     _, cells = read(lab)
+    assert cells["reflect_1"].source == "**Why twice?**\n\nYOUR ANSWER HERE"
+    assert cells["reflect_1"].metadata.nbgrader.points == build.REFLECT_POINTS
     assert cells["script"].source.endswith(
         "def hello():\n    # YOUR CODE HERE\n    raise NotImplementedError()"
     )

@@ -8,7 +8,9 @@ import sqlite3
 import nbformat
 import pytest
 from course import LAB, ROOT, TestCourse
+from nbgrader.api import Gradebook
 
+from autograder.build import REFLECT_POINTS
 from autograder.criteria import get_lab
 from autograder.zoo import load_zoo, write_class
 
@@ -41,6 +43,7 @@ def test_autograde_gives_the_referees_scores(course):
     checks = [c for c in notebook.cells if c.metadata.get("nbgrader", {}).get("grade")]
     notebook.cells.append(checks[0])
     path.write_text(nbformat.writes(notebook), encoding="utf-8")
+    answer(submitted / "starter" / LAB / f"{LAB}.ipynb", "reflect_1", "The global batch grows.")
     for command in ("generate_assignment", "autograde", "generate_feedback"):
         course.run("-m", "nbgrader", command, LAB, "--force", deadline_s=600)
     database = sqlite3.connect(course.root / "build" / "nbgrader" / "gradebook.db")
@@ -56,10 +59,38 @@ def test_autograde_gives_the_referees_scores(course):
     assert scores == expected
     for student in STUDENTS:
         page = course.root / "build" / "nbgrader" / "feedback" / student / LAB / f"{LAB}.html"
-        assert f"(Score: {float(expected[student])} / 100.0)" in page.read_text(encoding="utf-8")
+        most = 100.0 + REFLECT_POINTS * 3
+        assert f"(Score: {float(expected[student])} / {most})" in page.read_text(encoding="utf-8")
     # The same submissions, graded by our own command: nothing is run again, the scores agree.
     records = course.grade(str(submitted), "--no-gradebook")
     assert {name: record["score"] for name, record in records.items()} == expected
+
+
+def answer(path, name, text):
+    notebook = nbformat.read(path, as_version=4)
+    [cell] = [c for c in notebook.cells if c.get("id") == name]
+    assert "YOUR ANSWER HERE" in cell.source
+    assert cell.metadata.nbgrader.points == REFLECT_POINTS
+    cell.source = cell.source.replace("YOUR ANSWER HERE", text)
+    path.write_text(nbformat.writes(notebook), encoding="utf-8")
+
+
+def test_a_person_grades_the_reflections_and_grading_again_keeps_it(course):
+    path = course.root / "build" / "nbgrader" / "gradebook.db"
+
+    def grades():
+        with Gradebook(f"sqlite:///{path}") as book:
+            cells = book.find_submission_notebook(LAB, LAB, "starter").grades
+            return {g.name: (g.needs_manual_grade, g.score) for g in cells if "reflect" in g.name}
+
+    assert grades() == {"reflect_1": (True, 0), "reflect_2": (False, 0), "reflect_3": (False, 0)}
+    with Gradebook(f"sqlite:///{path}") as book:
+        grade = book.find_grade("reflect_1", LAB, LAB, "starter")
+        grade.manual_score, grade.needs_manual_grade = 1.5, False
+        book.db.commit()
+    only = ("--force", "--student", "starter")
+    course.run("-m", "nbgrader", "autograde", LAB, *only, deadline_s=600)
+    assert grades()["reflect_1"][1] == 1.5
 
 
 def test_validate_tells_a_student_what_is_missing(course):

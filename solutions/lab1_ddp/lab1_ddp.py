@@ -1323,41 +1323,43 @@ check("ddp_scaling", DDP)
 # %% [markdown]
 # ## Reflect
 #
-# Think first, then unfold.
-#
+# Some things no test can judge. Answer each question in its own cell, in a few sentences: replace
+# *YOUR ANSWER HERE*. Whoever runs your course reads the answers and gives up to 2 points for each,
+# beyond the 100.
+
+# %% [markdown] reflect="reflect_1"
 # **1. Your 8 ranks use the learning rate and the batch size per rank of the single-GPU run. What
 # has changed for the optimiser?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # The global batch is 8 times larger, so an epoch has an eighth of the steps, and each step has a
 # less noisy gradient. To follow the single-GPU run exactly, divide the batch per rank by 8. To use
 # the larger batch well, one usually raises the learning rate (linearly, for SGD and moderate
 # batches) and warms it up. The mean over ranks alone does neither.
-# </details>
-#
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_2"
 # **2. One rank gets 10 batches, another 11. What happens with DDP, and what can you do?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # In step 11 the second rank starts an all-reduce that the first never joins. It waits until the
 # time limit of the process group, or it meets a *later* collective of the first rank, say the one
 # for the loss, and both get rubbish or an error. Ways out: pad or drop, so that all ranks have
 # equally many batches; or let a rank that has finished join the remaining all-reduces with zeros
 # (torch's `Join`).
-# </details>
-#
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_3"
 # **3. Your DDP brings zeros for unused parameters. PyTorch's DDP, asked to
 # `find_unused_parameters`, leaves `p.grad` at `None` if *no* rank used the parameter. What does it
 # need for that, and when does the difference matter?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # It needs to know what the other ranks used: one more all-reduce, over a vector with one entry per
 # parameter. The difference matters for optimisers that do something even with a zero gradient:
 # weight decay shrinks the weight, and momentum keeps moving it. With `None` the optimiser
 # leaves the parameter alone.
-# </details>
+# <!-- END SOLUTION -->
 
 # %% [markdown]
 # ## Read next

@@ -1017,52 +1017,54 @@ check("accum_convergence", compare_convergence)
 # %% [markdown]
 # ## Reflect
 #
-# Think first, then unfold.
-#
+# Some things no test can judge. Answer each question in its own cell, in a few sentences: replace
+# *YOUR ANSWER HERE*. Whoever runs your course reads the answers and gives up to 2 points for each,
+# beyond the 100.
+
+# %% [markdown] reflect="reflect_1"
 # **1. Your model has BatchNorm. Is training with $k$ micro-batches still the same as with one big
 # batch?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # No. BatchNorm normalises with the mean and the variance of the micro-batch that goes through it,
 # so a sample's output depends on its neighbours, and the loss is no longer a mean of terms that
 # know nothing of each other. The running statistics are updated $k$ times as well. LayerNorm and
 # GroupNorm look at one sample only and are not affected. Dropout is not affected on average, but
 # draws other masks, so curves agree only statistically.
-# </details>
-#
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_2"
 # **2. Accumulation saves communication per sample. Why not always take $k = 64$?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # The effective batch grows with $k$. Beyond a critical size more samples per step hardly improve
 # the gradient, so training needs nearly as many steps, each $k$ times as dear. At a *fixed* global
 # batch a larger $k$ means smaller micro-batches or fewer ranks: smaller micro-batches use a device
 # badly, and fewer ranks take longer. Accumulation is for memory and for slow networks. It makes no
 # step faster.
-# </details>
-#
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_3"
 # **3. Under `no_sync()` every rank holds its whole accumulated gradient. With FSDP, which shards
 # gradients, what does it cost, and what would you do on a machine that is short of memory?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # FSDP reduces and shards each gradient as it comes, and keeps $1/W$ of it. Without synchronisation
 # there is nothing to shard: every rank keeps the full gradient until the last micro-batch, and the
 # memory that sharding had saved is gone. When memory is what you lack, synchronise every
 # micro-batch and accumulate the shards; it costs $k$ reduce-scatters. It is the same trade in the
 # other direction.
-# </details>
-#
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_4"
 # **4. The scale of a `GradScaler` must not change within a step. Which innocent-looking line would
 # change it?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # `scaler.update()` inside the loop over micro-batches. The first micro-batches' gradients are then
 # in `p.grad` times the old scale, the later ones' times the new one, and `unscale_` divides their
 # sum by the new one. Most of the time the two are the same, which is why this bug lives long.
-# </details>
+# <!-- END SOLUTION -->
 
 # %% [markdown]
 # ## You're ready when

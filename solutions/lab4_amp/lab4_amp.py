@@ -1045,49 +1045,51 @@ check("amp_hook_bytes", make_compress_hook)
 # %% [markdown]
 # ## Reflect
 #
-# Think first, then unfold.
-#
+# Some things no test can judge. Answer each question in its own cell, in a few sentences: replace
+# *YOUR ANSWER HERE*. Whoever runs your course reads the answers and gives up to 2 points for each,
+# beyond the 100.
+
+# %% [markdown] reflect="reflect_1"
 # **1. Your scaler asks all ranks in every step. torch's `GradScaler` asks nobody. Why does that go
 # well with DDP, and when does it not?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # With DDP the gradients that the scaler looks at are the same on all ranks: the all-reduce has
 # spread every inf and nan. All scalers see the same and decide alike. With sharded gradients, or
 # with layers split over ranks, each rank sees a part; for those torch has `ShardedGradScaler`,
 # which asks. It also does not go well if the all-reduce hides an overflow, as a hook could that
 # clamps.
-# </details>
-#
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_2"
 # **2. Adam divides by the size of the gradients, so their scale cancels. Why unscale at all?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # It cancels only as long as the scale is constant: Adam's averages reach back over many steps, and
 # after the scale has changed, old and new ones do not fit. Besides, epsilon is meant for true
 # gradients, clipping and logging too, and gradients that are scaled by $2^{16}$ have squares that
 # are scaled by $2^{32}$.
-# </details>
-#
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_3"
 # **3. A run in fp16 leaves out every step after some hours, and the scale has fallen to 1e-3. What
 # has happened?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # The overflow does not come from the scale. Something is inf or nan in the forward pass:
 # activations beyond 65504, a logarithm of 0, a broken batch that comes in every step, or weights
 # that are nan already. No scale repairs that. Look for the first layer whose output is not finite.
 # A scaler that falls for long is an alarm, so log the scale.
-# </details>
-#
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_4"
 # **4. With bf16, what would a scaler change?**
 #
-# <details><summary>A model answer</summary>
-#
+# <!-- BEGIN SOLUTION -->
 # Almost nothing: the exponent of bf16 has as many bits as that of fp32, so what survives in fp32
 # survives in bf16, scaled or not. One side effect would remain, and can be had without
 # scaling: that a step with inf or nan is left out.
-# </details>
+# <!-- END SOLUTION -->
 
 # %% [markdown]
 # ## You're ready when
