@@ -1,4 +1,4 @@
-"""The command line: `autograder init`, `grade PATH… --lab LAB`, `verify [--lab LAB]`."""
+"""The command line: `autograder init`, `grade PATH… --lab LAB`, `verify`, `release FOLDER`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,16 @@ def _parser() -> argparse.ArgumentParser:
         "--covering", action="store_true", help="only submissions that lose every criterion once"
     )
     verify.set_defaults(run=_verify)
+    release = commands.add_parser("release", help="write the repository that students get")
+    release.add_argument("folder", type=Path, help="new, empty, or written by this before")
+    release.add_argument(
+        "--lab", action="append", choices=lab_names(), help="to hand out (default: every lab)"
+    )
+    release.add_argument(
+        "--over", action="append", default=[], choices=lab_names(),
+        help="a lab whose deadline is over: with its solution, and what it withholds",
+    )  # fmt: skip
+    release.set_defaults(run=_release)
     return parser
 
 
@@ -153,6 +163,18 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
         text = json.dumps([proof.record() for proof in proofs], indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
     return EXIT_FAILED if any(proof.problems for proof in proofs) else 0
+
+
+def _release(options: argparse.Namespace, console: Console) -> int:
+    from autograder.release import write_release
+
+    labs = options.lab or ([] if options.over else lab_names())
+    made = write_release(Course.find(), options.folder, labs, options.over)
+    console.print(f"{made.folder}: {', '.join(made.labs)}", highlight=False, soft_wrap=True)
+    for what, names in (("modules", made.withheld), ("lectures", made.lectures_withheld)):
+        if names:
+            console.print(f"  left out, {what}: {', '.join(names)}", highlight=False)
+    return 0
 
 
 def _submissions(options: argparse.Namespace, course: Course) -> list[Submission]:
