@@ -14,6 +14,7 @@ LAB_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
 BENCH_ARGS ?=
+BOOK_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED_FROM := pyproject.toml $(wildcard lib/minidist/kernel/kernelspecs/*/kernel.json)
 
@@ -22,7 +23,7 @@ export PATH := $(BIN):$(PATH)
 # The environment of another project must not leak into ours.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help grade lab test verify soak claims bench build lint clean install
+.PHONY: help grade lab test verify soak claims bench book build lint clean install
 
 help: ## list the commands
 	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
@@ -61,6 +62,9 @@ claims: $(VENV)/.installed ## run every lecture and list what it claims, with ve
 
 bench: $(VENV)/.installed-dev ## time ours beside its peers, paired and interleaved (BENCH_ARGS=--quick)
 	@$(BIN)/python benchmarks $(BENCH_ARGS)
+
+book: $(VENV)/.installed-dev ## run every lecture and write the course as a static site, build/book
+	@$(BIN)/python book $(BOOK_ARGS)
 
 build: $(VENV)/.installed ## write the notebooks anew from their .py sources
 	@$(BIN)/python -m autograder.build

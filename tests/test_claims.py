@@ -130,7 +130,7 @@ def test_the_message_says_everything():
     with pytest.raises(ClaimError) as error:
         claim("a ring sends 1.5 B on 4 ranks", 2.0, 1.5, rtol=0.01)
     assert str(error.value) == (
-        "claim is false: a ring sends 1.5 B on 4 ranks; expected 1.5 ± 0.01 relative, got 2"
+        "claim is false: a ring sends 1.5 B on 4 ranks; expected 1.5 ± 1 %, got 2"
     )
     assert isinstance(error.value, AssertionError)
 
@@ -147,7 +147,7 @@ def test_one_line_as_text_and_html():
         source="arXiv 1910.02054",
     )
     text = str(result)
-    assert text.startswith("✓ model states of <Adam>: 16 (expected 16 ± 0.001 relative)")
+    assert text.startswith("✓ model states of <Adam>: 16 (expected 16 ± 0.1 %)")
     assert "a source says 12" in text
     assert "[arXiv 1910.02054]" in text
     assert "\n" not in text

@@ -3,7 +3,7 @@
 >>> traffic = 2 * (4 - 1) / 4 * 1000  # counted by a log of sends, say
 >>> claim("a ring all-reduce of B bytes on n ranks sends 2(n-1)/n B per rank", traffic, 1500.0,
 ...       rtol=1e-9)  # doctest: +ELLIPSIS
-✓ a ring all-reduce of B bytes on n ranks sends 2(n-1)/n B per rank: 1500 (expected 1500 ...)
+✓ a ring all-reduce of B bytes on n ranks sends 2(n-1)/n B per rank: 1500
 
 The three kinds:
 
@@ -69,9 +69,10 @@ class Claim:
 
     def __str__(self) -> str:
         mark = {"cited": "§"}.get(self.status, "✓") if self.passed else "✗"
-        # A comparison says itself what is expected; a cited figure was not measured.
         line = f"{mark} {self.text}: {self.measured}"
-        if self.status != "cited":
+        # A cited figure was not measured; what is exactly as expected need not be said twice.
+        exact = self.passed and self.measured == self.expected and self.tolerance == "exactly"
+        if self.status != "cited" and not exact:
             line += f" (expected {' '.join(filter(None, (self.expected, self.tolerance)))})"
         if self.status == "corrected":
             line += f"; a source says {self.said}: {self.why}"
@@ -86,11 +87,12 @@ class Claim:
         if not self.passed:
             colour = "#b00020"
         return (
-            f'<span style="border-left:3px solid {colour};padding-left:.5em">'
-            f"{html.escape(str(self))}</span>"
+            f'<div style="border-left:3px solid {colour};padding-left:.5em;margin:.2em 0">'
+            f"{html.escape(str(self))}</div>"
         )
 
 
+ROUNDING = 1e-6  # a relative tolerance that only forgives floating-point arithmetic
 registry: list[Claim] = []
 
 
@@ -339,7 +341,9 @@ def _show(value: Any) -> str:
 
 
 def _tolerance(rtol: float | None, atol: float | None, exact: bool, measured: Any) -> str:
-    parts = [f"± {rtol:.2g} relative"] if rtol else []
+    if rtol and rtol <= ROUNDING and not atol:
+        return "exactly"
+    parts = [f"± {100 * rtol:.2g} %"] if rtol else []
     parts += [f"± {atol:.2g}"] if atol else []
     return " ".join(parts) or ("exactly" if exact or not isinstance(measured, bool | str) else "")
 
