@@ -21,14 +21,15 @@ class TestCourse:
 
     __test__ = False
     root: Path
+    lab: str = LAB
 
     @classmethod
-    def make(cls, root: Path) -> TestCourse:
+    def make(cls, root: Path, lab: str = LAB) -> TestCourse:
         root.mkdir(exist_ok=True)
         shutil.copy(ROOT / "nbgrader_config.py", root)
         for name in ("labs", "solutions"):
             shutil.copytree(ROOT / name, root / name)
-        course = cls(root)
+        course = cls(root, lab)
         course.run("-m", "autograder", "init", deadline_s=120)
         return course
 
@@ -50,11 +51,11 @@ class TestCourse:
         return done
 
     def grade(self, *arguments: str, deadline_s: float = 1800, code: int = 0) -> dict[str, Any]:
-        """`autograder grade … --lab lab1_ddp`; one record per student."""
+        """`autograder grade … --lab LAB`; one record per student."""
         path = self.root / "records.json"
         path.unlink(missing_ok=True)
         self.run(
-            *("-m", "autograder", "grade", *arguments, "--lab", LAB, "--json", str(path)),
+            *("-m", "autograder", "grade", *arguments, "--lab", self.lab, "--json", str(path)),
             deadline_s=deadline_s,
             code=code,
         )
@@ -63,7 +64,7 @@ class TestCourse:
 
     def submit(self, student: str, content: bytes) -> Path:
         """Hands in a notebook."""
-        path = self.root / "handed_in" / student / f"{LAB}.ipynb"
+        path = self.root / "handed_in" / student / f"{self.lab}.ipynb"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         return path
