@@ -43,6 +43,11 @@ def test_ranks_can_meet_and_return_tensors():
     assert [t.item() for t in run(sum_over_gloo, 3)] == [6.0, 6.0, 6.0]
 
 
+def test_ranks_meet_inside_a_process_of_torchrun_too(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # its agent serves another store
+    assert [t.item() for t in run(sum_over_gloo, 2)] == [3.0, 3.0]
+
+
 def test_functions_that_cannot_be_imported_run_too():
     offset = 10
     assert run(lambda: int(os.environ["RANK"]) + offset, 2) == [10, 11]

@@ -113,6 +113,8 @@ def _rank_env(rank: int, nprocs: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(nprocs),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # Under torchrun or our kernel it says that an agent serves the store; here rank 0 does.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
 
