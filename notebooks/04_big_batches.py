@@ -1,0 +1,1307 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: torchrun × 2
+#     language: python
+#     name: torchrun-2
+# ---
+
+# %% [markdown]
+# # 4 · Big batches
+#
+# Data parallelism makes the batch larger: N GPUs with b samples each take steps on N·b samples.
+# Sometimes that is too much, sometimes not enough. This lecture is about both sides: how to make a
+# batch larger than memory allows, what a larger batch does to training, and how to send less when
+# the all-reduce is what you wait for.
+#
+# After it you can
+#
+# - accumulate gradients so that the result is that of the joint batch, tail and padding included;
+# - use `no_sync` correctly, and count what it saves;
+# - scale the learning rate with the batch, warm it up, and say when the rule ends;
+# - estimate the critical batch size from gradients that data parallelism has anyway;
+# - choose a gradient compression, and say why it needs error feedback;
+# - explain what an asynchronous parameter server gains, and what a stale gradient costs.
+#
+# It takes about 80 minutes. The kernel is *torchrun × 2* as in most lectures, but here each cell
+# begins with `%%rank 0`: where several ranks are needed, a cell starts fresh ones, as plain
+# processes (`minidist.launch`) or on the emulated cluster (real processes, exact virtual time).
+
+# %% tags=["parameters"]
+quick = True  # False: longer trainings and more points
+
+# %%
+# %%rank 0
+# %matplotlib inline
+import math
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from IPython.display import display
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minidist import cost, emulate, launch
+from minidist.claims import claim
+from minidist.emulate.teach import run_traced
+from minidist.lr import lr_at, scale_lr
+from minidist.parallel.accumulation import accumulate, accumulate_step, micro_batch_groups
+from minidist.parallel.data import BucketedDDP
+from minidist.plots import COLOURS, PALETTE, new_figure, plot_bars, plot_lines, plot_timeline, style
+from minidist.widgets import explore
+
+torch.set_num_threads(1)
+cross_entropy = nn.functional.cross_entropy
+
+
+def run(program, num_ranks: int, *args) -> list:
+    """One result per rank of fresh processes. The variable says: there is no torchrun above you."""
+    return launch.run(program, num_ranks, *args, env={"TORCHELASTIC_USE_AGENT_STORE": "False"})
+
+
+# %% [markdown]
+# One step with a batch of four micro-batches on each of four GPUs, in three ways. The network is 10
+# Gbit/s; each of the eight layers takes 0.2 ms forward and 0.4 ms backward for a micro-batch.
+
+
+# %%
+# %%rank 0
+WIDTH, LAYERS, MICRO = 256, 8, 4
+FORWARD_S, BACKWARD_S = 0.2e-3, 0.4e-3
+plan = emulate.ChargePlan((FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS, b"lecture 4")
+
+
+def accumulated_steps(way: str) -> None:
+    """Two optimizer steps of four micro-batches on a rank of the emulated cluster."""
+    layers = (emulate.Charged(nn.Linear(WIDTH, WIDTH), i) for i in range(LAYERS))
+    ddp = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.5)
+    x = torch.ones(1, WIDTH)
+    for _ in range(2):
+        for index in range(MICRO):
+            quiet = ddp.no_sync() if index < MICRO - 1 else nullcontext()
+            if way == "no_sync":
+                with quiet:
+                    ddp(x).square().mean().backward()
+            elif way == "no_sync around backward":
+                loss = ddp(x).square().mean()
+                with quiet:
+                    loss.backward()
+            else:
+                ddp(x).square().mean().backward()
+
+
+# %%
+# %%rank 0
+WAYS = ("sync in every backward", "no_sync around backward", "no_sync")
+traces = {way: run_traced(accumulated_steps, 4, way, plan=plan)[1] for way in WAYS}
+
+
+def ethernet(gbit: float, latency_s: float = 50e-6) -> emulate.Cluster:
+    link = emulate.Link(bandwidth_bytes_per_s=gbit * 1e9 / 8, latency_s=latency_s)
+    return emulate.Cluster(
+        name=f"{gbit:g} Gbit/s", nodes=1, devices_per_node=64, intra_node=link, inter_node=link,
+        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12,
+    )  # fmt: skip
+
+
+def second_step(timeline) -> tuple[float, float]:
+    """Start and end of the second optimizer step: after 4 of 8 passes."""
+    return timeline.steps[MICRO].start_s, timeline.makespan_s
+
+
+def draw_rank0(timelines: dict, window_s: float):
+    figure, _ = new_figure(8.5, 0.6 + 1.05 * len(timelines))
+    figure.clear()
+    with style():
+        axes = figure.subplots(len(timelines), 1, sharex=True)
+    for ax, (way, timeline) in zip(axes, timelines.items(), strict=True):
+        start_s, end_s = second_step(timeline)
+        one = emulate.Timeline(
+            cluster="", world_size=1, makespan_s=end_s, intervals=timeline.intervals[:1],
+            event_times=[],
+        )  # fmt: skip
+        title = f"{way}: {1e3 * (end_s - start_s):.1f} ms"
+        plot_timeline(one, start_s=start_s, end_s=start_s + window_s, title=title, ax=ax)
+        ax.set(xlabel="", yticks=[])
+    axes[-1].set_xlabel("time (ms)")
+    return figure
+
+
+timelines = {way: emulate.simulate(trace, ethernet(2.5)) for way, trace in traces.items()}
+longest_s = max(end - start for start, end in map(second_step, timelines.values()))
+draw_rank0(timelines, 1.02 * longest_s)
+
+# %% [markdown]
+# Only the third row is right. The second one *looks* right in the code. We come back to it.
+#
+# ## 1 · Accumulation: a large batch from small ones
+#
+# The batch you want does not fit into memory. So cut it into k **micro-batches**, run forward and
+# backward for one after the other, and let gradients add up in `p.grad`, which is what `backward()`
+# does anyway. Then one optimizer step. Activations live only from a forward pass to its backward
+# pass, so you need memory for one micro-batch.
+#
+# One line is easy to forget. Gradients of *sums* add up to the gradient of the union. Loss
+# functions return *means*: the mean over the union is the mean of the k means, so each loss is
+# divided by k.
+
+# %%
+# %%rank 0
+from minidist.data import make_images
+
+images, labels = make_images(512, num_classes=10, size=4, seed=1)
+images = images.flatten(1)
+
+
+def make_mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(48, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+
+
+def gradient(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def accumulated(parts, divide_by: float, reduction: str = "mean") -> torch.Tensor:
+    """The gradient after a backward pass for each of the parts (lists of samples)."""
+    model = make_mlp().double()
+    for part in parts:
+        loss = cross_entropy(model(images[part].double()), labels[part], reduction=reduction)
+        (loss / divide_by).backward()
+    return gradient(model)
+
+
+batch = torch.arange(128)
+whole = accumulated([batch], 1)
+whole_sum = accumulated([batch], 1, "sum")
+
+
+def error(got, right) -> float:
+    return float((got - right).norm() / right.norm())
+
+
+# %%
+# %%rank 0
+halves, quarters = batch.chunk(2), batch.chunk(4)
+display(
+    claim("4 micro-batches of 32, each loss divided by 4, against one batch of 128: error",
+          error(accumulated(quarters, 4), whole), ("<", 1e-12)),
+    claim("without dividing the gradient is longer by a factor of",
+          float(accumulated(quarters, 1).norm() / whole.norm()), 4.0, rtol=1e-9),
+    claim("sum losses: the gradients of two batches add up to that of the union, error",
+          error(accumulated(halves, 1, "sum"), whole_sum), ("<", 1e-12)),
+    claim("mean losses: what the sum of the two gradients has to be multiplied by",
+          float(whole @ accumulated(halves, 1) / accumulated(halves, 1).square().sum()), 0.5,
+          rtol=1e-9, status="corrected", said=1.0,
+          source="a common explanation: the gradients of two batches add up to that of the union",
+          why="true for sums; for means the union has the mean of the two"),
+)  # fmt: skip
+
+# %% [markdown]
+# How large is the batch then? Micro-batch × accumulation steps × data-parallel ranks. And the
+# number of tokens, which is what people quote for language models, is that times the context.
+
+# %%
+# %%rank 0
+display(
+    claim("32 samples x 4 accumulation steps", cost.tokens_per_step(
+          micro_batch=32, context=1, accumulation_steps=4), 128, rtol=1e-12),
+    claim("... on 4 GPUs and on 8 GPUs", [cost.tokens_per_step(
+          micro_batch=32, context=1, accumulation_steps=4, dp=n) for n in (4, 8)],
+          [512, 1024], rtol=1e-12),
+)  # fmt: skip
+
+# %% [markdown]
+# ### What it saves, weighed
+#
+# `saved_tensors_hooks` sees every tensor that autograd keeps for backward. We count their bytes for
+# one batch of 512, and for 4, 8, … micro-batches. What does not shrink is the model's state, and so
+# accumulation helps only as far as activations are the problem.
+
+
+# %%
+# %%rank 0
+class Weigh:
+    """Bytes that autograd keeps: now, and at most."""
+
+    def __init__(self, model) -> None:
+        self.now = self.peak = 0
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(self, tensor):
+        counted = tensor.untyped_storage().data_ptr() not in self.weights
+        return Kept(tensor, self, tensor.numel() * tensor.element_size() * counted)
+
+
+class Kept:
+    def __init__(self, tensor, scales: Weigh, num_bytes: int) -> None:
+        self.tensor, self.scales, self.num_bytes = tensor, scales, num_bytes
+        scales.now += num_bytes
+        scales.peak = max(scales.peak, scales.now)
+
+    def __del__(self) -> None:
+        self.scales.now -= self.num_bytes
+
+
+def peak_bytes(k: int) -> int:
+    model = make_mlp()
+    scales = Weigh(model)
+    with torch.autograd.graph.saved_tensors_hooks(scales.pack, lambda kept: kept.tensor):
+        for part in torch.arange(512).chunk(k):
+            (cross_entropy(model(images[part]), labels[part]) / k).backward()
+    return scales.peak
+
+
+counts = (1, 2, 4, 8, 16)
+peaks = [peak_bytes(k) for k in counts]
+claim(
+    "activations of a batch in 1, 2, 4, 8, 16 micro-batches, as a share of one batch",
+    [p / peaks[0] for p in peaks],
+    [1 / k for k in counts],
+    rtol=0.02,
+)
+
+# %% [markdown]
+# ### Two broken loops
+#
+# Both of these are in circulation. Ten micro-batches arrive, and a step is wanted after every four.
+# Before you run the cell: after which micro-batches does each loop step?
+
+
+# %%
+# %%rank 0
+def steps_of(condition, num: int = 10) -> list[int]:
+    """After how many micro-batches each optimizer step comes."""
+    return [i + 1 for i in range(num) if condition(i)]
+
+
+loops = {
+    "i % 4 == 0": steps_of(lambda i: i % 4 == 0),
+    "(i + 1) % 4 == 0": steps_of(lambda i: (i + 1) % 4 == 0),
+    "... or the last one": steps_of(lambda i: (i + 1) % 4 == 0 or i + 1 == 10),
+}
+figure, ax = new_figure(7.5, 2.2)
+for row, steps in enumerate(loops.values()):
+    for i in range(10):
+        lost = i + 1 > (steps[-1] if steps else 0)
+        ax.barh(row, 0.9, left=i, height=0.7, color=COLOURS["idle" if lost else "backward"])
+        ax.text(i + 0.45, row, i + 1, ha="center", va="center")
+    for step in steps:
+        ax.plot([step - 0.05] * 2, [row - 0.45, row + 0.45], color="black", linewidth=3)
+ax.set_yticks(range(3), list(loops))
+ax.invert_yaxis()
+ax.set(xlabel="micro-batch (black: optimizer step; grey: never used)", xticks=[])
+figure
+
+# %%
+# %%rank 0
+running_loss = [i for i in range(10_000) if (i + 1) % 4 == 0 and i % 100 == 0]
+display(
+    claim("a loop that should step after 4 micro-batches: its first step",
+          loops["(i + 1) % 4 == 0"][0], 4, status="corrected", said=loops["i % 4 == 0"][0],
+          source="a common listing with `if i % 4 != 0: no_sync`",
+          why="0 % 4 is 0: it steps after one micro-batch, then after 5 and 9"),
+    claim("micro-batches of 10 whose gradient is thrown away or leaks into the next epoch",
+          10 - loops["(i + 1) % 4 == 0"][-1], 2),
+    claim("... when the last step takes the tail", 10 - loops["... or the last one"][-1], 0),
+    claim("prints of a listing that logs at i % 100 == 0 inside the update branch",
+          len(running_loss), 0, status="corrected", said=100, source="a common listing",
+          why="i = 3 mod 4 and i = 0 mod 100 never hold together"),
+    claim("groups that micro_batch_groups makes of 10", [len(g) for g in
+          micro_batch_groups(range(10), 4)], [4, 4, 2]),
+)  # fmt: skip
+
+# %% [markdown]
+# The tail has two micro-batches, so they must be divided by 2 and not by 4. `micro_batch_groups`
+# gives groups, and the divisor is `len(group)`.
+#
+# ### Unequal micro-batches
+#
+# 1/k is right for equal sizes only. With padded sequences, a mean over tokens is a mean over
+# *different numbers* of tokens. Then each micro-batch must weigh by its tokens. Nothing
+# fails if you forget it, and the loss still falls. `accumulate_step(weights=…)` sums the weights
+# over all ranks and micro-batches first.
+
+# %%
+# %%rank 0
+lengths = (100, 4, 12, 12)  # tokens that count in each micro-batch
+parts = batch.split(lengths)
+weighted_model = make_mlp().double()
+accumulate_step(
+    weighted_model, parts,
+    lambda model, part: cross_entropy(model(images[part].double()), labels[part]),
+    torch.optim.SGD(weighted_model.parameters(), lr=0.0), weights=lengths,
+)  # fmt: skip
+display(
+    claim("100, 4, 12 and 12 tokens, each mean divided by 4: relative error of the gradient",
+          error(accumulated(parts, 4), whole), (">", 0.1)),
+    claim("each mean weighed by its tokens", error(gradient(weighted_model), whole), ("<", 1e-12)),
+    claim("weight of a token in the micro-batch of 4, against one in that of 100",
+          (1 / 4 / lengths[1]) / (1 / 4 / lengths[0]), 25.0, rtol=1e-12),
+)  # fmt: skip
+
+# %% [markdown]
+# What accumulation cannot reproduce: BatchNorm, whose statistics are those of a micro-batch. And
+# the order of the rest matters: sum over micro-batches, then synchronise, then (with fp16) unscale,
+# then clip, then step.
+#
+# ## 2 · Accumulation with DDP: `no_sync`
+#
+# DDP reduces gradients in **every** backward. With k micro-batches that is k all-reduces per step,
+# and k − 1 of them are wasted. Under `no_sync()` gradients stay local and add up; the next backward
+# outside reduces the sum. Two facts decide whether it works:
+#
+# - **The forward decides.** DDP prepares the reduction at the end of forward. `no_sync` around
+#   `backward()` alone does nothing at all, and nothing tells you.
+# - The last micro-batch of a group runs outside.
+
+
+# %%
+# %%rank 0
+def all_reduces(way: str) -> int:
+    """All-reduces of gradients in the second step, seen by the network."""
+    start_s, _ = second_step(timelines[way])
+    found = timelines[way].intervals[0]
+    return sum(i.name.startswith("all_reduce") and i.start_s >= start_s for i in found)
+
+
+buckets = all_reduces("no_sync")
+ms = {way: 1e3 * (end - start) for way, (start, end) in
+      ((w, second_step(t)) for w, t in timelines.items())}  # fmt: skip
+compute_ms = 1e3 * MICRO * LAYERS * (FORWARD_S + BACKWARD_S)
+display(
+    claim("all-reduces per step under no_sync, as a share of those without",
+          buckets / all_reduces("sync in every backward"), 1 / 4, rtol=1e-12),
+    claim("... with no_sync around backward only", all_reduces("no_sync around backward"),
+          4 * buckets),
+    claim("time of a step beyond compute, in ms: wasted / no_sync",
+          (ms["sync in every backward"] - compute_ms) / (ms["no_sync"] - compute_ms), (">", 2.0)),
+    claim("no_sync makes the step faster by more than",
+          ms["sync in every backward"] / ms["no_sync"], (">", 1.2)),
+)  # fmt: skip
+
+# %% [markdown]
+# Is the gradient right as well? On two real ranks: two micro-batches each, against one process with
+# all four.
+
+
+# %%
+# %%rank 0
+def two_ranks(way: str) -> list[float]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(make_mlp().double())
+    parts = quarters[2 * rank : 2 * rank + 2]
+    if way == "ours":
+        for part, _ in accumulate(parts, ddp):
+            (cross_entropy(ddp(images[part].double()), labels[part]) / 2).backward()
+    else:  # the d-i-y form: local sums under no_sync, reduced by hand and never divided
+        with ddp.no_sync():
+            for part in parts:
+                (cross_entropy(ddp(images[part].double()), labels[part]) / 2).backward()
+        for p in ddp.parameters():
+            dist.all_reduce(p.grad)
+    return gradient(ddp).tolist()
+
+
+ours, summed = (torch.tensor(run(two_ranks, 2, way)[1], dtype=torch.float64)
+                for way in ("ours", "by hand"))  # fmt: skip
+display(
+    claim("2 ranks x 2 micro-batches under no_sync against one process, error",
+          error(ours, whole), ("<", 1e-12)),
+    claim("reduced by hand, without dividing by the number of ranks: factor",
+          float(summed.norm() / whole.norm()), 2.0, rtol=1e-9),
+)  # fmt: skip
+
+# %% [markdown]
+# So accumulation also sends less: one all-reduce per k micro-batches. It is the simplest cure for a
+# slow network, as long as the batch may grow. Choose a network: where does accumulation pay?
+
+
+# %%
+# %%rank 0
+def accumulation_explorer(gbit: float = 2.5, micro: int = 4, gpus: int = 4):
+    """Share of the step that is compute, for 1 to 32 micro-batches per step."""
+    bytes_total = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+    link = cost.Wire(bandwidth_bytes_per_s=gbit * 1e9 / 8, latency_s=50e-6)
+    one = cost.all_reduce_seconds(num_bytes=bytes_total / LAYERS, num_ranks=gpus, link=link)
+    ks = np.arange(1, 33)
+    compute = ks * LAYERS * (FORWARD_S + BACKWARD_S)
+    # In the last backward each layer's all-reduce follows the one before, or the layer's gradient.
+    hidden = max((LAYERS - 1) * BACKWARD_S, (LAYERS - 1) * one)
+    tail = hidden + one - (LAYERS - 1) * BACKWARD_S
+    efficiency = 100 * compute / (compute + tail)
+    figure = plot_lines(
+        ks, {"compute share": efficiency}, xlabel="micro-batches per step", markers=False,
+        ylabel="share of the step (%)", ideal={"100 %": np.full(32, 100.0)},
+        title=f"{gpus} GPUs, {gbit:g} Gbit/s: {efficiency[micro - 1]:.0f} % with {micro}",
+    )  # fmt: skip
+    figure.axes[0].plot(micro, efficiency[micro - 1], "o", color=PALETTE[1], markersize=9)
+    figure.axes[0].set_ylim(0, 105)
+    return figure
+
+
+explore(
+    accumulation_explorer, gbit=[0.5, 1.0, 2.5, 10.0, 100.0], micro=(1, 32), gpus=[2, 4, 8, 64],
+    labels={"gbit": "network (Gbit/s)", "micro": "micro-batches per step", "gpus": "GPUs"},
+    alt="Share of compute in a step rises with the number of micro-batches per step",
+)  # fmt: skip
+
+# %% [markdown]
+# ## 3 · What a large batch does to training
+#
+# A gradient over B samples is the true gradient plus noise, and the noise's variance falls as 1/B.
+# That is all a larger batch gives: a better direction. It does not give a longer way per step. The
+# learning rate does.
+
+# %%
+# %%rank 0
+generator = torch.Generator().manual_seed(3)
+train_x, train_y = make_images(4096, num_classes=10, size=4, seed=2)
+train_x = train_x.flatten(1)
+
+
+def batch_gradient(model, size: int) -> torch.Tensor:
+    pick = torch.randint(len(train_x), (size,), generator=generator)
+    model.zero_grad()
+    cross_entropy(model(train_x[pick]), train_y[pick]).backward()
+    return gradient(model)
+
+
+model = make_mlp()
+sizes = (4, 16, 64, 256, 1024)
+draws = {b: torch.stack([batch_gradient(model, b) for _ in range(40)]) for b in sizes}
+noise = [float(d.var(0).sum().sqrt()) for d in draws.values()]
+slope = np.polyfit(np.log(sizes), np.log(noise), 1)[0]
+display(
+    claim("exponent with which gradient noise falls with the batch size", slope, -0.5, atol=0.05)
+)
+plot_lines(
+    sizes, {"noise": noise, "true gradient": [float(draws[1024].mean(0).norm())] * 5},
+    xlabel="batch size", ylabel="norm", logx=True, logy=True, ticks=sizes,
+    title="The gradient of a batch: signal and noise",
+)  # fmt: skip
+
+# %% [markdown]
+# ### The linear scaling rule
+#
+# Take k small steps with learning rate η. As long as the weights change little, the k gradients are
+# about those at the start, and the sum of the steps is η·(g₁ + … + g_k) = kη · (mean of the g's).
+# That is **one** step on the joint batch with learning rate kη. So: k times the batch, k times the
+# learning rate (arXiv 1706.02677). The argument says when it ends too: when weights *do* change in
+# k steps.
+
+
+# %%
+# %%rank 0
+def train(k: int, lr: float, *, warmup: float = 0.0, inputs=train_x, seed: int = 1):
+    """Plain SGD with batches of 16 k; loss per step, and the loss on all data at the end."""
+    model, generator = make_mlp(), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    steps, losses = 16_384 // (16 * k), []
+    for step in range(steps):
+        schedule = {"warmup_steps": int(warmup * steps), "decay": "constant"}
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, peak_lr=lr, total_steps=steps, **schedule)
+        pick = torch.randint(len(inputs), (16 * k,), generator=generator)
+        loss = cross_entropy(model(inputs[pick]), train_y[pick])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return losses, cross_entropy(model(inputs), train_y).item()
+
+
+same = {k: train(k, 0.02) for k in (1, 4, 16, 128)}
+scaled = {k: train(k, 0.02 * k) for k in (1, 4, 16, 128)}
+
+
+# %%
+# %%rank 0
+def smooth(losses: list[float], width: int = 8) -> np.ndarray:
+    kernel = np.ones(min(width, len(losses))) / min(width, len(losses))
+    return np.convolve(losses, kernel, mode="valid")
+
+
+shown = {
+    "batch 16, 0.02": (1, same), "batch 256, 0.02": (16, same), "batch 256, 0.32": (16, scaled)
+}  # fmt: skip
+lines = {name: smooth(runs[k][0]) for name, (k, runs) in shown.items()}
+plot_lines(
+    {name: 16 * k * np.arange(1, len(lines[name]) + 1) for name, (k, _) in shown.items()},
+    lines, xlabel="samples seen", ylabel="training loss", markers=False,
+    title="Same samples, same learning rate: the large batch stays behind",
+)  # fmt: skip
+
+# %%
+# %%rank 0
+final = {name: [runs[k][1] for k in (1, 4, 16, 128)] for name, runs in
+         (("same rate", same), ("linear rule", scaled))}  # fmt: skip
+print({name: [round(v, 3) for v in values] for name, values in final.items()})
+display(
+    claim("final loss after the same samples, 16 x batch and the same rate, / small batch",
+          final["same rate"][2] / final["same rate"][0], (">", 3.0)),
+    claim("final loss with 4 x and 16 x batch under the linear rule / small batch",
+          [final["linear rule"][i] / final["linear rule"][0] for i in (1, 2)], ("<", 1.25)),
+    claim("... and with 128 x: the rule has ended",
+          not final["linear rule"][3] < 1.5 * final["linear rule"][0], True),
+    claim("rate 0.001 at batch 32, for batch 128", scale_lr(0.001, batch_size=128,
+          base_batch_size=32), 0.004, rtol=1e-12, source="arXiv 1706.02677"),
+    claim("... and under the square-root rule (often with Adam)", scale_lr(
+          0.001, batch_size=128, base_batch_size=32, rule="sqrt"), 0.002, rtol=1e-12),
+    claim("on 8 GPUs with a fixed batch per GPU the linear rule multiplies the rate by",
+          scale_lr(1.0, batch_size=8 * 32, base_batch_size=32), 8.0, rtol=1e-12),
+)  # fmt: skip
+
+# %% [markdown]
+# "Forgetting to scale the learning rate" is often listed as a mistake. It is not wrong, it is
+# *slow*: look at the figure. What is wrong is to compare runs by steps when their batches differ.
+#
+# ### Warm-up
+#
+# At the start the weights change fast, so the linear rule is worst there. **Warm-up** begins with a
+# small rate and raises it to the peak over the first part of training. A popular loop for it,
+# `lr = target * epoch / warmup_epochs`, has two faults:
+
+# %%
+# %%rank 0
+warmup_epochs, peak = 5, 1.0
+popular = [peak * epoch / warmup_epochs for epoch in range(warmup_epochs)]
+better = [lr_at(e, peak_lr=peak, total_steps=30, warmup_steps=5) for e in range(6)]
+print("popular", popular, "ours", [round(v, 3) for v in better])
+source = "a common warm-up loop"
+display(
+    claim("rate of the first epoch, of the peak", better[0], 1 / 6, rtol=1e-9, status="corrected",
+          said=popular[0], source=source, why="with a rate of 0 the first epoch does not train"),
+    claim("rate after five warm-up epochs, of the peak", better[5], 1.0, rtol=1e-12,
+          status="corrected", said=popular[-1], source=source,
+          why="epoch runs from 0 to 4, so it ends at 4/5; then the rate jumps"),
+    claim("counting from 1 gives the first epoch a share of", (0 + 1) / warmup_epochs, 0.2,
+          rtol=1e-12),
+)  # fmt: skip
+
+# %% [markdown]
+# Now a case on the edge: inputs three times as large, batch 256, rate 1.0. Three seeds without
+# warm-up, and three with a quarter of the training as warm-up.
+
+# %%
+# %%rank 0
+steep = 3 * train_x
+cold, warm = (
+    [train(16, 1.0, inputs=steep, warmup=share, seed=seed)[0] for seed in (1, 2, 3)]
+    for share in (0.0, 0.25)
+)
+figure, ax = new_figure(7.5, 3.2)
+for name, runs, colour in (("no warm-up", cold, PALETTE[5]), ("warm-up", warm, PALETTE[0])):
+    for index, losses in enumerate(runs):
+        ax.plot(np.arange(1, len(losses) + 1), losses, color=colour, linewidth=1.3,
+                label=None if index else name)  # fmt: skip
+ax.set(yscale="log", xlabel="step (256 samples each)", ylabel="training loss")
+ax.set_title("The same peak rate, with and without warm-up", loc="left", fontweight="bold")
+ax.legend(frameon=False)
+figure
+
+
+# %%
+# %%rank 0
+def peak_of(runs) -> float:
+    return float(np.median([max(losses[:12]) for losses in runs]))
+
+
+display(
+    claim("largest loss of the start, median of three seeds: without / with warm-up",
+          peak_of(cold) / peak_of(warm), (">", 1.8)),
+    claim("ImageNet in one hour: batch 8192, so the rate is 0.1 x 8192 / 256",
+          scale_lr(0.1, batch_size=8192, base_batch_size=256), 3.2, rtol=1e-12,
+          source="arXiv 1706.02677"),
+    claim("... warm-up epochs, GPUs, scaling efficiency (%)", [5, 256, 90], status="cited",
+          source="Goyal et al., arXiv 1706.02677"),
+)  # fmt: skip
+
+
+# %%
+# %%rank 0
+def schedule_explorer(ranks: int = 8, warmup: float = 0.05, decay: str = "cosine",
+                      rule: str = "linear"):  # fmt: skip
+    """Learning rate over a training of 90 epochs of ImageNet, with its peak."""
+    batch = 32 * ranks
+    total = 90 * 1_281_167 // batch
+    peak = scale_lr(0.1, batch_size=batch, base_batch_size=256, rule=rule)
+    at = np.linspace(0, total, 200).astype(int)
+    rates = [
+        lr_at(int(s), peak_lr=peak, total_steps=total, warmup_steps=int(warmup * total),
+              decay=decay) for s in at
+    ]  # fmt: skip
+    return plot_lines(
+        at, {"rate": rates}, xlabel="optimizer step", ylabel="learning rate", markers=False,
+        title=f"{ranks} GPUs x 32: batch {batch}, peak {peak:.3g}, {total:,} steps",
+    )  # fmt: skip
+
+
+explore(
+    schedule_explorer, ranks=[1, 8, 32, 256, 1024], warmup=[0.0, 0.02, 0.05, 0.1, 0.2],
+    decay=["cosine", "linear", "constant"], rule=["linear", "sqrt"],
+    labels={"ranks": "GPUs (32 samples each)", "warmup": "warm-up, share of the training",
+            "decay": "decay", "rule": "scaling rule"},
+    alt="Learning rate over the steps of a training: warm-up, peak, decay",
+)  # fmt: skip
+
+# %% [markdown]
+# ### The critical batch size
+#
+# When noise is larger than the signal, twice the batch halves the number of steps: nearly for free
+# on twice the GPUs. When it is smaller, twice the batch buys next to nothing. In between lies the
+# **critical batch size** (arXiv 1812.06162). We search the best learning rate for each batch size
+# and count the steps to a loss of 0.6.
+
+
+# %%
+# %%rank 0
+def steps_to(target: float, size: int, lr: float, limit: int) -> int:
+    model, generator = make_mlp(), torch.Generator().manual_seed(size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in range(limit):
+        pick = torch.randint(len(train_x), (size,), generator=generator)
+        loss = cross_entropy(model(train_x[pick]), train_y[pick])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 5 == 4:
+            with torch.no_grad():
+                if cross_entropy(model(train_x[:512]), train_y[:512]) < target:
+                    return step + 1
+    return limit
+
+
+batch_sizes = (2, 4, 8, 16, 32, 64, 128, 256) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 512)
+rates = (0.02, 0.05, 0.1, 0.2, 0.4)
+needed, limit = [], 1500
+for size in batch_sizes:
+    needed.append(min(steps_to(0.6, size, lr, limit) for lr in rates))
+    limit = needed[-1] + 20  # a larger batch never needs many more
+print(dict(zip(batch_sizes, needed, strict=True)))
+
+# %%
+# %%rank 0
+critical = cost.critical_batch_size(
+    batches=(batch_sizes[1], batch_sizes[-1]), steps=(needed[1], needed[-1])
+)
+least = needed[-1] / (1 + critical / batch_sizes[-1])
+fit = [cost.steps_and_examples(batch=b, critical_batch=critical, min_steps=least)[0]
+       for b in batch_sizes]  # fmt: skip
+display(
+    claim("from batch 2 to 8 the steps fall by a factor of", needed[0] / needed[2], (">", 2.2)),
+    claim("from batch 64 to 256 only by a factor of", needed[5] / needed[7], ("<", 2.0)),
+    claim(
+        "samples needed with batch 256 / with batch 4",
+        256 * needed[7] / (4 * needed[1]),
+        (">", 6.0),
+    ),
+)
+plot_lines(
+    batch_sizes, {"measured": needed}, xlabel="batch size", ylabel="steps to loss 0.6", logx=True,
+    logy=True, ticks=batch_sizes, ideal={"S(1 + B/batch)": fit},
+    title=f"More data per step: first a gain, then none (critical batch about {critical:.0f})",
+)  # fmt: skip
+
+# %% [markdown]
+# You need no search to guess it. Data parallelism has two gradients at hand: a rank's own (small
+# batch) and the all-reduced one (large batch). From their squared norms follows the **noise scale**
+# tr(Σ)/|G|², which estimates the critical batch. It grows while the loss falls, so late in training
+# larger batches pay.
+
+
+# %%
+# %%rank 0
+def noise_scale_of(model, ranks: int = 32, local: int = 32, tries: int = 8) -> float:
+    small, big = [], []
+    for _ in range(tries):
+        grads = torch.stack([batch_gradient(model, local) for _ in range(ranks)])
+        small.append(float(grads.square().sum(1).mean()))
+        big.append(float(grads.mean(0).square().sum()))
+    return cost.noise_scale(grad_sq_small=float(np.mean(small)), grad_sq_big=float(np.mean(big)),
+                            small=local, big=ranks * local)  # fmt: skip
+
+
+scales, trained = [], make_mlp()
+optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+for _ in range(4):
+    scales.append(noise_scale_of(trained))
+    for _ in range(60):
+        batch_gradient(trained, 64)
+        optimizer.step()
+print("noise scale after 0, 60, 120, 180 steps:", [round(s) for s in scales])
+claim("the noise scale grows during training by more than", scales[-1] / scales[0], (">", 1.5))
+
+# %% [markdown]
+# Beyond the critical batch more GPUs in data parallelism stop helping, whatever the network. Then
+# the other kinds of parallelism are needed (lectures 7 to 9).
+#
+# ## 4 · Send fewer bytes: gradient compression
+#
+# | compressor | on the wire | what gets lost |
+# |---|---|---|
+# | fp16, bf16 | 2 bytes per number | range, or precision |
+# | int8 | 1 byte per number | all but 255 levels |
+# | top-k | 8 bytes per number that is sent | small numbers |
+# | PowerSGD | r·(n + m) numbers for an n × m matrix | small singular values |
+#
+# First a mistake to avoid: `model.half()` is sometimes listed as gradient compression. It halves
+# the traffic and *trains in fp16*: weights, updates and all (lecture 6 shows what happens then).
+# Compression changes what travels, and nothing else. DDP has a door for it, the communication hook.
+#
+# Two real ranks, one gradient of a 512 × 512 matrix each (a matrix of rank 8 and noise, as
+# gradients often nearly are), every compressor once: how many times fewer bytes, and how wrong?
+
+
+# %%
+# %%rank 0
+def compress_once() -> dict:
+    from minidist.parallel import compression as c
+
+    dist.init_process_group("gloo")
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+    common = torch.Generator().manual_seed(9)
+    thin = torch.randn(512, 8, generator=common) @ torch.randn(8, 512, generator=common)
+    own = (thin + 0.3 * torch.randn(512, 512, generator=generator)).flatten()
+    exact = c.Cast(torch.float32).reduce(own)
+    found = {}
+    for name, compressor in {
+        "fp16": c.Cast(torch.float16), "bf16": c.Cast(torch.bfloat16), "int8": c.Int8(),
+        "top 10 %": c.TopK(0.1), "top 1 %": c.TopK(0.01),
+        "PowerSGD, r = 1": c.PowerSGD(1), "PowerSGD, r = 8": c.PowerSGD(8),
+    }.items():  # fmt: skip
+        segments = [c.Segment("w", (512, 512))]
+        mean = compressor.reduce(own, segments)
+        if name.startswith("PowerSGD"):  # its second step starts from better factors
+            compressor.error_feedback = False
+            mean = compressor.reduce(own, segments)
+        wrong = float((mean - exact).norm() / exact.norm())
+        found[name] = (compressor.traffic.ratio, wrong, float(mean.double().sum()), rank)
+    return found
+
+
+once = run(compress_once, 2)
+ratios = {name: values[0] for name, values in once[0].items()}
+wrongs = {name: values[1] for name, values in once[0].items()}
+
+# %%
+# %%rank 0
+figure, ax = new_figure(7.5, 3.4)
+for (name, ratio), colour in zip(ratios.items(), PALETTE, strict=False):
+    ax.plot(ratio, wrongs[name], "o", color=colour, markersize=9)
+    ax.annotate(name, (ratio, wrongs[name]), (7, 4), textcoords="offset points", color=colour)
+ax.set(xscale="log", yscale="log", xlabel="times fewer bytes than fp32",
+       ylabel="relative error of the mean")  # fmt: skip
+ax.set_xlim(1.5, 900)
+ax.set_title("One gradient, two ranks", loc="left", fontweight="bold")
+figure
+
+# %%
+# %%rank 0
+n = 1024
+display(
+    claim("bytes saved by fp16 and int8, x", [ratios["fp16"], ratios["int8"]], [2.0, 4.0],
+          rtol=0.01),
+    claim("bf16 errs more than fp16 on well-scaled gradients", wrongs["bf16"] / wrongs["fp16"],
+          (">", 3.0)),
+    claim("PowerSGD with rank 8 on a matrix of rank 8 and noise: error", wrongs["PowerSGD, r = 8"],
+          ("<", 0.2)),
+    claim("all ranks got the same bits from every compressor",
+          all(once[0][name][2] == once[1][name][2] for name in ratios), True),
+    claim("PowerSGD, rank 1, on 1024 x 1024: compression", n * n / (n + n), 512.0,
+          rtol=1e-12, status="corrected", said="2 to 10", source="a common text",
+          why="n m / (r (n + m)) per matrix: it depends on rank and shapes",),
+    claim("PowerSGD, rank 1, on our 512 x 512, counted", ratios["PowerSGD, r = 1"],
+          512 * 512 / (512 + 512), rtol=0.02),
+)  # fmt: skip
+
+# %% [markdown]
+# Top-k hides a trap. Ranks choose *different* elements, so their pairs of value and index cannot be
+# added on the way: everybody must get everybody's. Its traffic grows with N, while an all-reduce's
+# does not.
+
+
+# %%
+# %%rank 0
+def top_k_ratio(density: float, n: int, numel: int = 1_000_000) -> float:
+    """fp32 ring all-reduce / all-gather of 8-byte pairs, bytes sent per rank."""
+    return (2 * (n - 1) / n * numel * 4) / ((n - 1) * density * numel * 8)
+
+
+display(
+    claim("top 1 % on 2 ranks, counted by the compressor", ratios["top 1 %"], top_k_ratio(0.01, 2),
+          rtol=0.01),
+    claim("top 1 % saves, on 8 and on 100 ranks, x", [top_k_ratio(0.01, n) for n in (8, 100)],
+          [12.5, 1.0], rtol=1e-9),
+)  # fmt: skip
+
+# %% [markdown]
+# ### Error feedback
+#
+# What did not travel must not be lost: it is kept on the rank and added to the next gradient. Two
+# ranks train the small network, with 1 % of the numbers on the wire, with and without it. Before
+# you look: a number that is never among the top 1 %, what becomes of it without feedback?
+
+
+# %%
+# %%rank 0
+def train_compressed(kind: str, steps: int) -> list[float]:
+    from minidist.parallel import compression as c
+
+    dist.init_process_group("gloo")
+    compressor = {
+        "fp32": c.Cast(torch.float32), "int8": c.Int8(),
+        "top 1 %, error feedback": c.TopK(0.01),
+        "top 1 %, no feedback": c.TopK(0.01, error_feedback=False),
+    }[kind]  # fmt: skip
+    ddp = DistributedDataParallel(make_mlp())
+    ddp.register_comm_hook(c.HookState(compressor), c.compression_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(steps):
+        pick = torch.randint(len(train_x), (32,), generator=generator)
+        optimizer.zero_grad()
+        cross_entropy(ddp(train_x[pick]), train_y[pick]).backward()
+        optimizer.step()
+        with torch.no_grad():
+            losses.append(cross_entropy(ddp.module(train_x[:512]), train_y[:512]).item())
+    return losses
+
+
+kinds = ("fp32", "int8", "top 1 %, error feedback", "top 1 %, no feedback")
+compressed = {kind: run(train_compressed, 2, kind, 200 if quick else 600)[0] for kind in kinds}
+plot_lines(
+    np.arange(1, len(compressed["fp32"]) + 1), compressed, xlabel="step", ylabel="loss",
+    markers=False, title="1 % of the numbers is enough, if nothing is lost",
+)  # fmt: skip
+
+# %%
+# %%rank 0
+at_end = {kind: float(np.mean(losses[-10:])) for kind, losses in compressed.items()}
+display(
+    claim("int8 against fp32: final loss", at_end["int8"] / at_end["fp32"], 1.0, rtol=0.1),
+    claim("top 1 %: final loss without error feedback / with it",
+          at_end["top 1 %, no feedback"] / at_end["top 1 %, error feedback"], (">", 1.15)),
+)  # fmt: skip
+
+# %% [markdown]
+# Does it make training faster? Only if you wait for the network, and compressing itself takes time
+# (choosing a top-k or orthonormalising columns is not free; none of that is in the figure below).
+# Inside a node with NVLink it seldom pays. torch brings hooks for fp16, bf16 and PowerSGD:
+#
+# ```python
+# from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+# ddp.register_comm_hook(state=None, hook=default_hooks.fp16_compress_hook)
+# ```
+
+
+# %%
+# %%rank 0
+def hooked_steps(hook: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    layers = (emulate.Charged(nn.Linear(WIDTH, WIDTH), i) for i in range(LAYERS))
+    ddp = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.5)
+    if hook == "fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    for _ in range(2):
+        ddp(torch.ones(1, WIDTH)).square().mean().backward()
+
+
+hooked = {hook: run_traced(hooked_steps, 4, hook, plan=plan)[1] for hook in ("fp32", "fp16")}
+
+
+def hooked_ms(hook: str, gbit: float) -> float:
+    step = emulate.simulate(hooked[hook], ethernet(gbit)).steps[-1]
+    return 1e3 * (step.end_s - step.start_s)
+
+
+gradient_bytes = {
+    hook: sum(e.nbytes for e in trace.events[0] if e.collective == "all_reduce")
+    for hook, trace in hooked.items()
+}
+speeds = [0.5, 1, 2.5, 5, 10, 25, 50, 100]
+display(
+    claim("bytes of all gradient all-reduces: fp16 hook / fp32",
+          gradient_bytes["fp16"] / gradient_bytes["fp32"], 0.5, rtol=0.01),
+    claim("step with the fp16 hook / step without, 0.5 Gbit/s", hooked_ms("fp16", 0.5)
+          / hooked_ms("fp32", 0.5), ("<", 0.75)),
+    claim("... and on 100 Gbit/s", hooked_ms("fp16", 100) / hooked_ms("fp32", 100), (">", 0.95)),
+)  # fmt: skip
+plot_lines(
+    speeds, {hook: [hooked_ms(hook, s) for s in speeds] for hook in hooked}, logx=True,
+    ticks=speeds, xlabel="network (Gbit/s)", ylabel="ms per step",
+    title="Half of the bytes help where the network is slow (4 GPUs)",
+    ideal={"compute alone": [1e3 * LAYERS * (FORWARD_S + BACKWARD_S)] * len(speeds)},
+)  # fmt: skip
+
+# %% [markdown]
+# ## 5 · Send less often: local SGD
+#
+# Or let every rank take H optimizer steps of its own, and then average the *parameters* (arXiv
+# 1805.09767). H times fewer messages and H times fewer waits. It is another algorithm, though: in
+# between, replicas differ, and gradients are taken at different points. Even H = 1 is the same as
+# DDP only if the optimizer's step is linear in the gradient.
+
+
+# %%
+# %%rank 0
+def local_sgd(kind: str, period: int) -> tuple[list[float], float]:
+    """Weights after 12 steps, and the share of DDP's bytes that was sent."""
+    from minidist.parallel.local_sgd import LocalSGD
+
+    dist.init_process_group("gloo")
+    model, rank = make_mlp().double(), dist.get_rank()
+    make = torch.optim.Adam if kind == "Adam" else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=0.01)
+    if period:
+        stepper, call = LocalSGD(model, optimizer, period), model
+    else:
+        stepper = call = BucketedDDP(model)
+    for step in range(12):
+        first = 64 * (2 * step + rank)
+        part = slice(first % 4096, first % 4096 + 64)
+        optimizer.zero_grad()
+        cross_entropy(call(train_x[part].double()), train_y[part]).backward()
+        stepper.step() if period else optimizer.step()
+    sent = stepper.sent_bytes if period else 1
+    total = stepper.sent_bytes + stepper.saved_bytes if period else 1
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), sent / total
+
+
+outcome = {(kind, period): run(local_sgd, 2, kind, period)[0]
+           for kind in ("SGD", "Adam") for period in (0, 1)}  # fmt: skip
+share = run(local_sgd, 2, "SGD", 4)[0][1]
+
+
+def apart(kind: str) -> float:
+    a, b = (torch.tensor(outcome[kind, p][0], dtype=torch.float64) for p in (0, 1))
+    return float((a - b).abs().max())
+
+
+display(
+    claim("period 1 with SGD: largest difference from DDP", apart("SGD"), ("<", 1e-12)),
+    claim("period 1 with Adam: largest difference from DDP", apart("Adam"), (">", 1e-4)),
+    claim("period 4: share of DDP's bytes that is sent", share, 1 / 4, rtol=0.01),
+)  # fmt: skip
+
+# %% [markdown]
+# ## 6 · Wait for nobody: the asynchronous parameter server
+#
+# All of the above is **synchronous**: a step uses the gradients of all ranks, and takes as long as
+# the slowest. A **parameter server** holds the parameters; workers fetch them, compute a gradient,
+# send it back. Then there is a choice:
+#
+# - *synchronous*: the server waits for all workers and takes one step with the mean;
+# - *asynchronous*: it takes a step with every gradient that arrives, and nobody waits. But when a
+#   gradient arrives, others have changed the parameters since. It is **stale**;
+# - in between: bound how far the fastest may run ahead, or throw away the slowest (backup workers).
+#
+# A simulator with a virtual clock runs real training under these rules. Five workers; worker 0 is
+# three times as slow as the others.
+
+# %%
+# %%rank 0
+from minidist.parallel.parameter_server import Asynchronous, Synchronous, replay, simulate
+
+WORKERS = 5
+shape_of = make_mlp()
+start = torch.cat([p.detach().flatten() for p in shape_of.parameters()])
+names = [(name, p.shape, p.numel()) for name, p in shape_of.named_parameters()]
+
+
+def loss_at(parameters, part) -> torch.Tensor:
+    pieces = parameters.split([numel for _, _, numel in names])
+    tensors = {n: p.view(s) for (n, s, _), p in zip(names, pieces, strict=True)}
+    return cross_entropy(
+        torch.func.functional_call(shape_of, tensors, train_x[part]), train_y[part]
+    )
+
+
+def worker_gradient(parameters, worker: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    part = torch.randint(len(train_x), (32,), generator=generator)
+    leaf = parameters.detach().requires_grad_()
+    return torch.autograd.grad(loss_at(leaf, part), leaf)[0]
+
+
+def serve_virtually(consistency, slow: float = 3.0, updates: int = 150, lr: float = 0.05):
+    return simulate(
+        worker_gradient, start, lambda p: torch.optim.SGD(p, lr=lr), num_workers=WORKERS,
+        num_updates=updates, consistency=consistency,
+        compute_s=lambda w, step, rng: rng.uniform(0.9, 1.1) * (slow if w == 0 else 1.0),
+        evaluate=lambda p: loss_at(p, slice(0, 256)).item(),
+    )  # fmt: skip
+
+
+RULES = {
+    "synchronous": Synchronous(),
+    "synchronous, 1 backup": Synchronous(num_backups=1),
+    "at most 2 ahead": Asynchronous(max_ahead=2),
+    "asynchronous": Asynchronous(),
+}
+served = {name: serve_virtually(rule) for name, rule in RULES.items()}
+
+# %%
+# %%rank 0
+figure, _ = new_figure(8.0, 5.6)
+figure.clear()
+with style():
+    axes = figure.subplots(len(RULES), 1, sharex=True)
+for ax, (name, result) in zip(axes, served.items(), strict=True):
+    for each in result.intervals:
+        if each.begin_s < 20:
+            ax.broken_barh([(each.begin_s, each.end_s - each.begin_s)], (each.worker + 0.1, 0.8),
+                           color=COLOURS["compute"], edgecolor="white")  # fmt: skip
+    ax.set_facecolor(COLOURS["idle"])
+    done = sum(i.end_s <= 20 for i in result.intervals)
+    ax.set_title(f"{name}: {done} gradients in 20 s", loc="left", fontweight="bold")
+    ax.set(xlim=(0, 20), ylim=(WORKERS, 0), yticks=[0.5, 4.5], yticklabels=["slow", "worker 4"])
+axes[-1].set_xlabel("virtual time (s); grey: waiting")
+figure
+
+# %%
+# %%rank 0
+figure, ax = new_figure(7.5, 3.0)
+for index, (name, result) in enumerate(served.items()):
+    histogram = result.report.histogram()
+    total = sum(count for _, count in histogram)
+    ax.bar([missed + 0.2 * index - 0.3 for missed, _ in histogram],
+           [count / total for _, count in histogram], 0.2, color=PALETTE[index],
+           label=name)  # fmt: skip
+ax.set(xlabel="staleness (updates missed)", ylabel="share of gradients")
+ax.set_title("How old gradients are when they are applied", loc="left", fontweight="bold")
+ax.set_xlim(-0.6, 16)
+ax.legend(frameon=False)
+figure
+
+# %%
+# %%rank 0
+stale = {name: result.report for name, result in served.items()}
+done_by = {n: sum(i.end_s <= 20 for i in r.intervals) for n, r in served.items()}
+equal = serve_virtually(Asynchronous(), slow=1.0)
+display(
+    claim("synchronous: staleness of every gradient", max(stale["synchronous"].staleness), 0),
+    claim("synchronous: share of the workers' time that is waiting",
+          served["synchronous"].idle_share, (">", 0.45)),
+    claim("asynchronous: share of waiting", served["asynchronous"].idle_share, 0.0, atol=1e-12),
+    claim("gradients in 20 s, asynchronous / synchronous",
+          done_by["asynchronous"] / done_by["synchronous"], (">", 2.0)),
+    claim("equal workers, asynchronous: mean staleness is about the number of other workers",
+          equal.report.mean_staleness, WORKERS - 1, rtol=0.05),
+    claim("at most s = 2 ahead: the largest staleness is below (n - 1)(2 s + 1)",
+          max(stale["at most 2 ahead"].staleness), ("<=", (WORKERS - 1) * 5)),
+    claim("one backup worker: gradients thrown away", stale["synchronous, 1 backup"].num_dropped,
+          (">", 0)),
+)  # fmt: skip
+
+# %% [markdown]
+# More gradients per second, but worse ones. A stale gradient is a correct gradient of the wrong
+# point, and it limits the learning rate: for a parabola with curvature h and a delay of d updates,
+# gradient descent is stable only up to η·h = 2·sin(π/(4d + 2)) (arXiv 1910.05124). Be fair when you
+# compare: a synchronous step averages five gradients, so its batch is five times as large, and it
+# bears a larger rate (section 3). Try it: raise
+# the learning rate, or slow worker 0 down.
+
+
+# %%
+# %%rank 0
+def server_explorer(rule: str = "asynchronous", slow: float = 3.0, lr: float = 0.05):
+    """Loss over virtual time under the chosen rule, beside the synchronous one."""
+    figure, ax = new_figure(7.5, 3.2)
+    for name in dict.fromkeys(("synchronous", rule)):
+        result = serve_virtually(RULES[name], slow, 40 if name[0] == "s" else 120, lr)
+        times, losses = zip(*result.values, strict=True)
+        colour = PALETTE[list(RULES).index(name)]
+        ax.plot(times, losses, color=colour)
+        stale = result.report.mean_staleness
+        ax.plot([], [], color=colour, label=f"{name}: mean staleness {stale:.1f}")
+    ax.set(xlabel="virtual time (s)", ylabel="loss", ylim=(0, 4), xlim=(0, 40))
+    ax.set_title(f"worker 0 is {slow:g} x slower, rate {lr:g}", loc="left", fontweight="bold")
+    ax.legend(frameon=False)
+    return figure
+
+
+explore(
+    server_explorer, rule=list(RULES), slow=[1.0, 2.0, 3.0, 10.0], lr=[0.02, 0.05, 0.1, 0.2, 0.4],
+    labels={"rule": "consistency", "slow": "slowness of worker 0 (x)", "lr": "learning rate"},
+    alt="Loss over virtual time for a synchronous server and the chosen rule",
+)  # fmt: skip
+
+
+# %%
+# %%rank 0
+def last_loss(rule, lr: float, updates: int) -> float:
+    losses = [value for _, value in serve_virtually(rule, 1.0, updates, lr).values]
+    return float(np.mean(losses[-10:]))
+
+
+unstable = last_loss(Asynchronous(), 0.8, 100)
+stable = last_loss(Synchronous(), 0.8, 100)
+print(f"rate 0.8 after 100 updates: synchronous {stable:.2f}, asynchronous {unstable:.2f}")
+display(
+    claim("a rate that a synchronous server can use: loss", stable, ("<", 1.0)),
+    claim("... with asynchronous workers, loss against it",
+          not unstable < 1.5 * stable, True),
+    claim("largest stable rate at delay 4 (5 equal workers) / without delay",
+          2 * math.sin(math.pi / 18) / (2 * math.sin(math.pi / 2)), 0.1736, rtol=1e-3,
+          source="arXiv 1910.05124"),
+)  # fmt: skip
+
+# %% [markdown]
+# ### With real processes
+#
+# The same server with four real processes: rank 0 serves, three work. The order of arrivals is not
+# reproducible, but it is written down, and replaying it in one process gives the same bits. Details
+# that common listings get wrong: the *server* owns the optimizer (taking `lr` from a worker's
+# `defaults` ignores schedules and momentum), and threads in one Python process are no workers.
+
+
+# %%
+# %%rank 0
+def serve_or_work():
+    from minidist.parallel.parameter_server import serve, work
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        return serve(start, lambda p: torch.optim.SGD(p, lr=0.05), num_updates=40,
+                     consistency=Asynchronous())  # fmt: skip
+    return work(worker_gradient, start)
+
+
+real_parameters, report = run(serve_or_work, 4)[0]
+again, _ = replay(
+    worker_gradient, start, lambda p: torch.optim.SGD(p, lr=0.05), num_workers=3,
+    arrivals=report.arrivals, consistency=Asynchronous(),
+)  # fmt: skip
+print("arrivals:", *report.arrivals[:20], "...  mean staleness", round(report.mean_staleness, 2))
+claim("real run and replay: largest difference", float((real_parameters - again).abs().max()), 0.0,
+      atol=1e-6)  # fmt: skip
+
+# %% [markdown]
+# Large models are trained synchronously today: with equal GPUs and fast networks nobody waits long,
+# results are reproducible, and staleness costs quality. Asynchrony lives on where workers differ or
+# come and go.
+#
+# ## Which one first?
+#
+# Steps are too slow because of communication. A sensible order: overlap (lecture 3), then
+# accumulation if the batch may grow, then fp16 or bf16 gradients, then PowerSGD or local SGD
+# between slow nodes. Only the first is free.
+
+# %%
+# %%rank 0
+bars = {
+    "DDP, fp32": hooked_ms("fp32", 1),
+    "DDP, fp16 hook": hooked_ms("fp16", 1),
+    "4 micro-batches, no_sync (per micro-batch)": (
+        lambda s: 1e3 * (s[1] - s[0]) / MICRO
+    )(second_step(emulate.simulate(traces["no_sync"], ethernet(1)))),
+}  # fmt: skip
+plot_bars(
+    bars, xlabel="ms per micro-batch of 4 GPUs on 1 Gbit/s", form="{:.1f}",
+    limit=1e3 * LAYERS * (FORWARD_S + BACKWARD_S), limit_label="compute alone",
+)  # fmt: skip
+
+# %% [markdown]
+# ## Summary
+#
+# - Accumulated gradients of equal micro-batches, each loss divided by k, are the gradient of the
+#   joint batch. For unequal ones weigh by tokens. Step at `(i + 1) % k == 0`, and flush the tail.
+# - `no_sync` around forward *and* backward of all but the last micro-batch: a k-th of the traffic.
+# - Noise falls with √B. k times the batch bears k times the rate (SGD) or √k times (Adam), with
+#   warm-up, up to the critical batch size.
+# - Warm-up starts above 0 and reaches the peak.
+# - Compression helps where the network is the bottleneck. Error feedback keeps what did not travel.
+#   Top-k's traffic grows with N.
+# - Local SGD sends parameters every H steps. It is another algorithm.
+# - Asynchronous servers do not wait, and pay with stale gradients, which need small rates.
+#
+# ## Questions
+#
+# 1. You train on 8 GPUs, 16 samples each, and get only 2 GPUs. How do you keep the batch, and what
+#    changes?
+#
+# <details><summary>Answer</summary>
+#
+# Accumulate over 4 micro-batches of 16 on each of the 2 GPUs: 2 · 4 · 16 = 128. Gradients, learning
+# rate and schedule stay. Time per step grows about fourfold. BatchNorm is unchanged as well, since
+# it saw 16 samples before too; with SyncBatchNorm it saw 128 and now sees 32.
+#
+# </details>
+#
+# 2. A loop divides the loss by k, uses `no_sync` rightly, and clips after *every* backward. What
+#    happens?
+#
+# <details><summary>Answer</summary>
+#
+# Partial sums are clipped, on each rank by its own norm, and again with the next micro-batch. The
+# result is neither the mean nor a clipped mean. Clip once, after the synchronised backward.
+#
+# </details>
+#
+# 3. The tail group has 2 of 4 micro-batches. A colleague divides by 4 there too. What does it
+#    amount to?
+#
+# <details><summary>Answer</summary>
+#
+# A step with half the learning rate (with SGD). With Adam almost nothing, since it normalises. It
+# is not a catastrophe, but then say so; dividing by `len(group)` is right.
+#
+# </details>
+#
+# 4. Why does fp16 compression divide by N *before* the all-reduce?
+#
+# <details><summary>Answer</summary>
+#
+# The sum of N numbers may pass 65,504 though their mean does not. The price: numbers fall below
+# fp16's smallest one N times earlier.
+#
+# </details>
+#
+# 5. PowerSGD sends two thin matrices. Why can they be all-reduced, while top-k's pairs cannot?
+#
+# <details><summary>Answer</summary>
+#
+# M·Q is linear in M and all ranks use the same Q, so the mean of the products is the product of the
+# mean. Top-k elements of different ranks sit at different places.
+#
+# </details>
+#
+# 6. Twice the GPUs, twice the batch, and the loss after the same *number of samples* is worse. Is
+#    data parallelism broken?
+#
+# <details><summary>Answer</summary>
+#
+# No. Half as many steps were taken. Either the learning rate was not scaled, or the batch is beyond
+# its critical size.
+#
+# </details>
+#
+# ## Try it
+#
+# - Train with 4, 8 and 16 accumulation steps at the same global batch. Are the loss curves the
+#   same? To how many digits?
+# - Replace SGD by Adam in section 3. Which rule, linear or square root, keeps the curves together?
+# - Give `PowerSGD` ranks 1 to 32 in section 4 and draw error against bytes.
+# - Let worker 0 die (`compute_s` of 10⁶) under each rule of section 6.
+#
+# Then do it yourself: `lab2_accumulation` asks for the loop, the tail, `no_sync`, weights and the
+# combination with clipping and mixed precision, and judges the traffic on the emulated cluster.
+#
+# ## What to read
+#
+# - *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, arXiv 1706.02677
+# - *An Empirical Model of Large-Batch Training*, arXiv 1812.06162
+# - *PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization*, arXiv
+#   1905.13727
+# - *Deep Gradient Compression* (top-k), arXiv 1712.01887
+# - *Error Feedback Fixes SignSGD and other Gradient Compression Schemes*, arXiv 1901.09847
+# - *Local SGD Converges Fast and Communicates Little*, arXiv 1805.09767
+# - *Revisiting Distributed Synchronous SGD* (backup workers), arXiv 1604.00981

@@ -1,0 +1,1014 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: torchrun × 2
+#     language: python
+#     name: torchrun-2
+# ---
+
+# %% [markdown]
+# # 6 · Mixed precision
+#
+# A number in 32 bits has more digits than most of training needs. In 16 bits it takes half of the
+# memory and half of the network, and tensor cores multiply it many times faster. But 16 bits run
+# out: of digits, or of small numbers. **Mixed precision** uses 16 bits where they are enough and 32
+# where they are not. This lecture is about knowing which is which.
+#
+# After it you can
+#
+# - read a floating-point format, and say what it can and cannot hold;
+# - show which gradients underflow in fp16, and what loss scaling does about it;
+# - follow a GradScaler step by step, and put clipping, accumulation and DDP in the right places;
+# - say why weights are kept in fp32, and what happens otherwise;
+# - choose between fp16, bf16 and fp32;
+# - compute what mixed precision saves, and recognise the usual wrong figures.
+#
+# It takes about 70 minutes. Nothing in it needs a GPU: formats are the same everywhere, and
+# autocast runs on a CPU too (it is just not fast there). Cells with `%%rank 0` run on one rank;
+# section 5 uses both.
+
+# %% tags=["parameters"]
+quick = True  # False: longer trainings
+
+# %%
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minidist.data import make_tokens
+from minidist.device import choose_backend, choose_device
+from minidist.model import GPT, GPTConfig, lm_loss
+from minidist.precision import (
+    FORMATS,
+    GradScaler,
+    MasterWeights,
+    accumulation_error,
+    autocast_step,
+    matmul_error,
+    round_to,
+    spacing,
+    underflow_share,
+    update_survives,
+)
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+device = choose_device()  # a GPU of its own where there are enough, else the CPU
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+torch.set_num_threads(1)
+if not dist.is_initialized():
+    dist.init_process_group(choose_backend(), timeout=timedelta(seconds=60))
+
+# %%
+# %%rank 0
+# %matplotlib inline
+import copy
+import math
+import warnings
+
+import numpy as np
+from IPython.display import display
+
+from minidist import cost
+from minidist.claims import claim
+from minidist.plots import (
+    COLOURS,
+    PALETTE,
+    new_figure,
+    plot_bars,
+    plot_formats,
+    plot_lines,
+    plot_spacing,
+    plot_stacked,
+)
+from minidist.widgets import explore
+
+# %% [markdown]
+# One picture first. A small GPT is trained for a while in fp32, and we look at the gradients that
+# flow back through its layers in one step. How large are they, and where does fp16 end?
+
+# %%
+# %%rank 0
+config = GPTConfig(vocab_size=64, context=32, width=32, num_layers=3, num_heads=4)
+tokens, targets = (t.to(device) for t in make_tokens(64, 32, 64, seed=1))
+
+
+def make_gpt(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(config).to(device)
+
+
+def flowing_gradients(model) -> torch.Tensor:
+    """All elements of the gradients with respect to the outputs of linear layers."""
+    found, handles = [], []
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            handles.append(layer.register_full_backward_hook(
+                lambda m, gi, go: found.append(go[0].detach().flatten().cpu())))  # fmt: skip
+    lm_loss(model(tokens), targets).backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return torch.cat(found)
+
+
+trained = make_gpt()
+optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+for step in range(60 if quick else 300):
+    part = slice(16 * (step % 4), 16 * (step % 4) + 16)
+    loss = autocast_step(trained, lm_loss, tokens[part], targets[part], optimizer, dtype=None)
+flowing = flowing_gradients(trained)
+print(f"loss {loss:.2f}; {len(flowing):,} gradient elements")
+
+
+# %%
+# %%rank 0
+def gradient_histogram(power: int = 0):
+    """Histogram of gradients times 2**power on a log axis, with the limits of fp16."""
+    figure, ax = new_figure(8.0, 3.2)
+    values = flowing[flowing != 0].abs().double() * 2.0**power
+    fp16 = FORMATS["fp16"]
+    zero, subnormal = underflow_share(flowing, fp16, 2.0**power)
+    lost = float((values > fp16.max).double().mean())
+    bins = np.linspace(-40, 24, 129)
+    ax.hist(np.log2(values.numpy()), bins, color=COLOURS["compute"])
+    ax.axvspan(-40, -25, color=PALETTE[5], alpha=0.25, zorder=0)
+    ax.axvspan(-25, -14, color=PALETTE[1], alpha=0.25, zorder=0)
+    ax.axvspan(16, 24, color=PALETTE[5], alpha=0.25, zorder=0)
+    for x, text in ((-32.5, "zero"), (-19.5, "fewer digits"), (1, "normal fp16"), (20, "inf")):
+        ax.text(x, 1.0, text, ha="center", va="bottom", transform=ax.get_xaxis_transform())
+    ax.set(xlim=(-40, 24), xlabel=f"log2 |gradient x 2^{power}|   (zero: {100 * zero:.1f} %, "
+           f"fewer digits: {100 * subnormal:.1f} %, inf: {100 * lost:.1f} %)",
+           ylabel="elements")  # fmt: skip
+    return figure
+
+
+gradient_histogram()
+
+# %% [markdown]
+# Part of the gradients would become zero in fp16, and most of the others lose digits. Half of the
+# format, everything to the right, is empty. Keep this picture in mind; the slider that moves the
+# histogram comes in section 2.
+#
+# ## 1 · Formats
+#
+# A floating-point number is sign × 1.mantissa × 2^exponent. Exponent bits decide the **range**,
+# mantissa bits the **precision**. 16 bits have to be divided between the two.
+
+# %%
+# %%rank 0
+plot_formats([FORMATS[n] for n in ("fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2")])
+
+# %% [markdown]
+# - **fp16** has a fairly long mantissa and a short exponent: from 6·10⁻⁸ to 65,504.
+# - **bf16** is fp32 with 16 mantissa bits cut off: the range of fp32, two to three decimal digits.
+# - **tf32** is no storage format. Tensor cores round fp32 inputs to it.
+# - **fp8** comes as e4m3 for weights and activations and e5m2 for gradients, with a scale per
+#   tensor, since its range is too small for anything else (arXiv 2209.05433).
+#
+# Below the smallest normal number the leading 1 is dropped: **subnormal** numbers. They do not
+# vanish at once, but have fewer and fewer digits. The curves show the gap to the next number,
+# relative to the number's size: flat where numbers are normal, rising to the left where they are
+# subnormal.
+
+# %%
+# %%rank 0
+figure = plot_spacing([FORMATS[name] for name in ("fp32", "fp16", "bf16", "fp8_e4m3")])
+figure.axes[0].set_xlim(1e-45, 1e39)
+figure
+
+# %% [markdown]
+# A well-known tutorial writes: "fp16 range [6e-5, 65504]; gradients below 6e-5 underflow to zero",
+# and takes 0.0001 as an example of a gradient that is lost. Let us ask the hardware's own
+# conversion.
+
+
+# %%
+# %%rank 0
+def as_fp16(x: float) -> float:
+    return torch.tensor(x, dtype=torch.float64).to(torch.float16).double().item()
+
+
+smallest = 2.0 ** math.floor(math.log2(min(x for x in (2.0**-k for k in range(40)) if as_fp16(x))))
+infos = {name: torch.finfo(f.dtype) for name, f in FORMATS.items() if f.dtype is not None}
+common = "a common tutorial"
+display(
+    claim("largest number of each format against torch", [FORMATS[n].max for n in infos],
+          [i.max for i in infos.values()], rtol=1e-12),
+    claim("smallest normal number of each format", [FORMATS[n].smallest_normal for n in infos],
+          [i.smallest_normal for i in infos.values()], rtol=1e-12),
+    claim("largest fp16", float(torch.finfo(torch.float16).max), 65504.0, exact=True),
+    claim("smallest normal fp16", torch.finfo(torch.float16).smallest_normal, 6.1e-5, rtol=0.02),
+    claim("smallest fp16 above zero", smallest, 5.96e-8, rtol=0.001, status="corrected", said=6e-5,
+          source=common, why="below 6e-5 numbers are subnormal: fewer digits, not zero"),
+    claim("0.0001 in fp16", as_fp16(1e-4), 1e-4, rtol=0.001, status="corrected", said=0.0,
+          source=common, why="it is even a normal number; the rounding error is 0.02 %"),
+    claim("0.0001 x 1024 in fp16, divided by 1024 again", as_fp16(1e-4 * 1024) / 1024, 1e-4,
+          rtol=0.001),
+    claim("what does vanish: 2e-8", as_fp16(2e-8), 0.0, exact=True),
+)  # fmt: skip
+
+# %% [markdown]
+# `minidist.precision.round_to` rounds to any of the formats on any hardware. It must agree with
+# torch's casts in every bit, ties, subnormals and infinities included.
+
+# %%
+# %%rank 0
+generator = torch.Generator().manual_seed(0)
+numbers = torch.randn(200_000, generator=generator) * 2.0 ** torch.randint(
+    -30, 20, (200_000,), generator=generator
+)
+agree = [torch.equal(round_to(numbers, FORMATS[n]), numbers.to(FORMATS[n].dtype).float())
+         for n in ("fp16", "bf16", "fp8_e5m2")]  # fmt: skip
+display(
+    claim("200,000 numbers rounded as torch rounds them: fp16, bf16, fp8 e5m2", all(agree), True),
+    claim("gap above 1 in fp16 and bf16", [spacing(torch.tensor(1.0), FORMATS[n]).item()
+          for n in ("fp16", "bf16")], [2.0**-10, 2.0**-7], exact=True),
+    claim("decimal digits of fp16 and bf16", [-math.log10(FORMATS[n].epsilon / 2)
+          for n in ("fp16", "bf16")], [3.3, 2.4], rtol=0.02),
+)  # fmt: skip
+
+
+# %%
+# %%rank 0
+def number_explorer(exponent: float = -5.0, digits: float = 3.1416):
+    """Relative rounding error of digits x 10**exponent in each format; 1 means it became zero."""
+    value = torch.tensor(digits * 10.0**exponent, dtype=torch.float64)
+    bars = {}
+    for name, fmt in FORMATS.items():
+        rounded = round_to(value, fmt)
+        wrong = float((rounded - value).abs() / value)
+        shown = "inf" if math.isinf(rounded) else f"{float(rounded):.5g}"
+        bars[f"{name}: {shown}"] = min(max(wrong, 1e-9), 1.0)
+    figure = plot_bars(
+        bars, xlabel="relative error (1: lost)", form="{:.1g}",
+        title=f"{digits:.4f} x 10^{exponent:.1f}",
+    )  # fmt: skip
+    figure.axes[0].set_xscale("log")
+    figure.axes[0].set_xlim(1e-9, 30)
+    return figure
+
+
+explore(
+    number_explorer, exponent=(-12.0, 8.0, 0.5), digits=(1.0, 9.9, 0.1),
+    labels={"exponent": "exponent of ten", "digits": "leading digits"},
+    alt="Bars: relative error of a number in fp32, tf32, fp16, bf16 and two fp8 formats",
+)  # fmt: skip
+
+# %% [markdown]
+# ## 2 · Underflow, and loss scaling
+#
+# Why are gradients so small? The loss is a *mean* over tokens: with 2,048 tokens each gradient
+# starts with a factor of 1/2048. And the better the model, the smaller they get.
+#
+# Multiply the **loss** by a scale S. The chain rule multiplies every gradient by S. Divide them by
+# S, in fp32, before the optimizer sees them. Mathematically nothing happens. In fp16 the histogram
+# moves to the right, into the range (arXiv 1710.03740). Move it yourself: how far can you go before
+# something becomes inf?
+
+# %%
+# %%rank 0
+explore(
+    gradient_histogram, power=(0, 28),
+    labels={"power": "loss scale, as a power of 2"},
+    alt="Histogram of gradients on a log axis; shaded: zero, subnormal, inf in fp16",
+)  # fmt: skip
+
+# %%
+# %%rank 0
+powers = list(range(0, 31, 2))
+fp16 = FORMATS["fp16"]
+shares = {p: underflow_share(flowing, fp16, 2.0**p) for p in powers}
+overflow = {p: float((flowing.abs().double() * 2.0**p > fp16.max).double().mean()) for p in powers}
+display(
+    claim("share of these gradients that become zero in fp16 without scaling", shares[0][0],
+          (">", 0.02)),
+    claim("... zero or with fewer digits", sum(shares[0]), (">", 0.5)),
+    claim("with a scale of 2^16: zero", shares[16][0], ("<", 0.01)),
+    claim("at 2^30 some are inf", overflow[30], (">", 0.0)),
+    claim("in bf16 without scaling: zero or with fewer digits",
+          sum(underflow_share(flowing, FORMATS["bf16"])), 0.0, atol=1e-12),
+)  # fmt: skip
+plot_lines(
+    powers,
+    {"zero": [100 * z for z, _ in shares.values()], "subnormal": [100 * s for _, s in
+     shares.values()], "inf": [100 * o for o in overflow.values()]},
+    xlabel="loss scale (power of 2)", ylabel="share of the gradients (%)",
+    title="Between underflow and overflow lies a wide valley",
+)  # fmt: skip
+
+# %% [markdown]
+# Does it matter for the *weights'* gradients? Real autocast in fp16, one backward pass, three
+# scales; the reference is fp32.
+
+
+# %%
+# %%rank 0
+def weight_gradient(dtype, scale: float = 1.0) -> torch.Tensor:
+    trained.zero_grad()
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        loss = lm_loss(trained(tokens[:16]), targets[:16])
+    (loss * scale).backward()
+    return torch.cat([p.grad.flatten().double() / scale for p in trained.parameters()]).cpu()
+
+
+reference = weight_gradient(None)
+wrong = {
+    name: float((weight_gradient(*how) - reference).norm() / reference.norm())
+    for name, how in {
+        "fp16": (torch.float16, 1e-3),  # as for a batch a thousand times as large
+        "fp16, scale 2^16": (torch.float16, 2.0**16),
+        "bf16": (torch.bfloat16, 1.0),
+        "bf16, scale 2^16": (torch.bfloat16, 2.0**16),
+    }.items()
+}
+print({name: f"{value:.1e}" for name, value in wrong.items()})
+display(
+    claim("fp16: error with tiny gradients / error with scale 2^16",
+          wrong["fp16"] / wrong["fp16, scale 2^16"], (">", 3.0)),
+    claim("bf16: scaling changes the error by a factor of",
+          wrong["bf16, scale 2^16"] / wrong["bf16"], 1.0, rtol=0.05),
+    claim("where range is no problem, fp16 is more exact than bf16 by a factor of",
+          wrong["bf16"] / wrong["fp16, scale 2^16"], (">", 2.0)),
+)  # fmt: skip
+
+# %% [markdown]
+# That is the whole comparison in three lines: fp16 has the digits, bf16 has the range. With bf16
+# you need no loss scaling.
+#
+# ## 3 · The GradScaler, watched
+#
+# Which scale? Gradients change during training, so it is found by trying. **GradScaler** starts
+# high (2¹⁶). If any gradient is inf or NaN, the step is *skipped* and the scale halved. After 2,000
+# good steps in a row it is doubled. So a skipped step now and then is normal.
+#
+# | call | what it does |
+# |---|---|
+# | `scaler.scale(loss).backward()` | multiplies the loss |
+# | `scaler.unscale_(optimizer)` | divides gradients, looks for inf and NaN; before clipping |
+# | `scaler.step(optimizer)` | unscales if needed; steps, unless something was not finite |
+# | `scaler.update()` | halves or grows the scale |
+#
+# Below, a toy whose gradient is 1 most of the time, and 10³⁸ at steps 12, 13 and 40, so that it
+# overflows even in fp32 when it is multiplied by the scale. The scale may grow every 8 steps. Ours
+# and torch's run side by side.
+
+
+# %%
+# %%rank 0
+def watch(scaler, steps: int = 64):
+    """Scale and weight after each step; the gradient explodes at three of them."""
+    w = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([w], lr=0.01)
+    scales, weights = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        size = 1e38 if step in (12, 13, 40) else 1.0
+        scaler.scale(-(w * size).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        weights.append(w.item())
+    return scales, weights
+
+
+ours, our_weights = watch(GradScaler(2.0**10, growth_interval=8))
+torchs, torch_weights = watch(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=8))
+
+figure, ax = new_figure(7.5, 3.0)
+ax.step(range(64), np.log2(ours), where="mid", color=PALETTE[0])
+for step in (12, 13, 40):
+    ax.axvline(step, color=PALETTE[5], linestyle=":", linewidth=1.2)
+ax.set(xlabel="step (dotted: overflow, step skipped)", ylabel="loss scale (power of 2)")
+ax.set_title("Halved at an overflow, doubled after 8 good steps", loc="left", fontweight="bold")
+figure
+
+# %%
+# %%rank 0
+taken = [step for step in range(1, 64) if our_weights[step] != our_weights[step - 1]]
+display(
+    claim("our scaler and torch's agree in every scale", ours, torchs, exact=True),
+    claim("... and in every weight", our_weights, torch_weights, exact=True),
+    claim("steps that were skipped", sorted(set(range(1, 64)) - set(taken)), [12, 13, 40]),
+    claim("the scale after an overflow, of the one before", ours[12] / ours[11], 0.5, exact=True),
+    claim("good steps from the last overflow to the next doubling",
+          next(s for s in range(41, 64) if ours[s] > ours[s - 1]) - 40, 8),
+)  # fmt: skip
+
+# %% [markdown]
+# A learning-rate scheduler that steps although the optimizer's step was skipped runs ahead. It is
+# the reason for torch's warning "lr_scheduler.step() before optimizer.step()" in the first step of
+# many fp16 trainings.
+#
+# ### Broken on purpose: clip before unscaling
+#
+# Gradients are to be clipped to norm 1. Before you run it: what does clipping *scaled* gradients do
+# to the step?
+
+
+# %%
+# %%rank 0
+def clipped_step(*, unscale_first: bool) -> float:
+    """Length of an SGD step at rate 1 for a gradient of norm 0.5, clipped to norm 1."""
+    w = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    scaler = GradScaler(2.0**16)
+    scaler.scale((w * torch.tensor([0.3, 0.4])).sum()).backward()
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_([w], 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return float(w.detach().norm())
+
+
+display(
+    claim("step with unscale_ before clipping: the gradient of norm 0.5 is left alone",
+          clipped_step(unscale_first=True), 0.5, rtol=1e-4),
+    claim("step when scaled gradients are clipped: norm 1 / 2^16",
+          clipped_step(unscale_first=False), 2.0**-16, rtol=1e-3),
+)  # fmt: skip
+
+# %% [markdown]
+# The model hardly moves any more, and nothing complains. The same goes for everything that looks at
+# gradients: norms that you log, gradient penalties, value clipping.
+#
+# ### Broken on purpose: fp16 parameters
+#
+# A scaler divides gradients in the parameters' dtype. If that is fp16, they underflow right there.
+# Both torch's scaler and ours refuse.
+
+# %%
+# %%rank 0
+half = nn.Linear(4, 1).half()
+half_optimizer = torch.optim.SGD(half.parameters(), lr=0.1)
+refusals = []
+for scaler in (GradScaler(), torch.amp.GradScaler("cpu")):
+    half.weight.grad, half.bias.grad = torch.ones_like(half.weight), torch.ones_like(half.bias)
+    scaler.scale(torch.ones(1))
+    try:
+        scaler.unscale_(half_optimizer)
+        refusals.append("it worked")
+    except (ValueError, RuntimeError) as error:
+        refusals.append(str(error)[:60])
+print(*refusals, sep="\n")
+claim("scalers that refuse fp16 gradients of fp16 parameters",
+      sum("it worked" not in r for r in refusals), 2)  # fmt: skip
+
+# %% [markdown]
+# ## 4 · Master weights: why parameters stay in fp32
+#
+# An update is learning rate × gradient, and often a thousand times smaller than the weight. A
+# weight of 1 in fp16 has its next neighbour at 1 + 1/1024. An update of less than half of that is
+# rounded away, *in every step*. So it is not lost once, but always.
+
+
+# %%
+# %%rank 0
+def add_up(name: str, update: float, steps: int) -> list[float]:
+    """A weight of 1 that gets the same update in every step, rounded after each."""
+    weight, path = torch.tensor(1.0, dtype=torch.float64), []
+    for _ in range(steps):
+        weight = round_to(weight + update, FORMATS[name])
+        path.append(weight.item())
+    return path
+
+
+def smallest_update(name: str) -> float:
+    """The smallest power of two that changes a weight of 1, by trying."""
+    return min(2.0**-k for k in range(30) if update_survives(1.0, 2.0**-k, FORMATS[name]))
+
+
+paths = {name: add_up(name, 6e-4, 400) for name in ("fp32", "fp16", "bf16")}
+display(
+    claim("bf16: 400 updates of 0.0006 move a weight of 1 by", paths["bf16"][-1] - 1, 0.0,
+          exact=True),
+    claim("fp32: the same", paths["fp32"][-1] - 1, 400 * 6e-4, rtol=1e-3),
+    claim("fp16: the same, in multiples of what it should be", (paths["fp16"][-1] - 1) / 0.24,
+          (">", 1.3)),
+    claim("smallest power of two that survives at a weight of 1: fp16, bf16",
+          [smallest_update("fp16"), smallest_update("bf16")], [2.0**-10, 2.0**-7], exact=True),
+)  # fmt: skip
+plot_lines(
+    range(1, 401), paths, xlabel="step", ylabel="weight", markers=False,
+    title="400 updates of 0.0006: right, too far, and nowhere",
+)  # fmt: skip
+
+# %% [markdown]
+# fp16 goes *too far*, since each update is rounded up to the gap; bf16 does not move at all.
+# Neither shows as an error. Hence **master weights**: the optimizer holds an fp32 copy, updates add
+# up there, and the 16-bit weights are its rounded image. Under autocast the parameters *are* fp32,
+# and 16-bit copies are made on the fly.
+#
+# Here training of the small GPT goes on in four ways, with a small learning rate, as in
+# fine-tuning, where it matters most.
+
+
+# %%
+# %%rank 0
+def fine_tune(way: str, steps: int, lr: float = 3e-5) -> list[float]:
+    """Train the model from the beginning of the lecture on, with a small rate."""
+    model = copy.deepcopy(trained)
+    dtype = torch.bfloat16 if way == "bf16 autocast" else None
+    if way in ("bf16 with fp32 master weights", "everything in bf16"):
+        model = model.to(torch.bfloat16)
+    parameters = list(model.parameters())
+    optimizer = (
+        MasterWeights(parameters, lambda masters: torch.optim.Adam(masters, lr=lr))
+        if "master" in way
+        else torch.optim.Adam(parameters, lr=lr)
+    )
+    return [
+        autocast_step(model, lm_loss, tokens[:16], targets[:16], optimizer, dtype=dtype).item()
+        for _ in range(steps)
+    ]
+
+
+ways = ("fp32", "bf16 autocast", "bf16 with fp32 master weights", "everything in bf16")
+curves = {way: fine_tune(way, 60 if quick else 200) for way in ways}
+plot_lines(
+    range(1, len(curves["fp32"]) + 1), curves, xlabel="step", ylabel="loss", markers=False,
+    title="Weights in bf16 alone fall behind",
+)  # fmt: skip
+
+# %%
+# %%rank 0
+fell = {way: losses[0] - np.mean(losses[-3:]) for way, losses in curves.items()}
+display(
+    claim("progress with bf16 autocast / with fp32", fell["bf16 autocast"] / fell["fp32"], 1.0,
+          rtol=0.1),
+    claim("progress with master weights / with fp32", fell[ways[2]] / fell["fp32"], 1.0, rtol=0.1),
+    claim("progress with everything in bf16 / with fp32", fell[ways[3]] / fell["fp32"],
+          ("<", 0.5)),
+)  # fmt: skip
+
+# %% [markdown]
+# This is also why `model.half()` is no way to save traffic or memory.
+#
+# ## 5 · Autocast: which operation in which format
+#
+# `torch.autocast` chooses per operation. Matrix products and convolutions run in 16 bits: they are
+# where the time goes, and tensor cores add in fp32. Sums over many numbers (softmax, norms, losses)
+# run in fp32. Everything else takes what it gets. Wrap forward and loss, not backward: backward
+# uses each operation's forward dtype.
+
+# %%
+# %%rank 0
+seen = {}
+
+
+def note_dtype(module, args, output) -> None:
+    seen[type(module).__name__] = str(output.dtype).removeprefix("torch.")
+
+
+watched = make_gpt()
+for module in watched.modules():
+    module.register_forward_hook(note_dtype)
+with torch.autocast(device.type, dtype=torch.bfloat16):
+    loss = lm_loss(watched(tokens[:4]), targets[:4])
+loss.backward()
+print(seen, "loss:", loss.dtype)
+dtypes = {p.dtype for p in watched.parameters()} | {p.grad.dtype for p in watched.parameters()}
+display(
+    claim("dtype of a Linear's output under autocast", seen["Linear"], "bfloat16"),
+    claim("dtype of LayerNorm, residual stream and loss", [seen["LayerNorm"] == "float32",
+          seen["Block"] == "float32", loss.dtype == torch.float32], [True, True, True]),
+    claim("parameters and gradients all stay in fp32", dtypes == {torch.float32}, True),
+)  # fmt: skip
+
+# %% [markdown]
+# (The lists differ between CPU and GPU: softmax of a bf16 tensor is fp32 on CUDA and bf16 on the
+# CPU.) Why sums need more bits: once the sum is large, the next small number falls below half its
+# spacing, and the sum stops growing.
+
+# %%
+# %%rank 0
+lengths = (16, 64, 256, 1024, 4096)
+sums = accumulation_error(lengths, formats=("fp32", "fp16", "bf16"))
+products = {
+    accumulate: matmul_error((8, 32, 128), formats=("bf16",), accumulate=accumulate)
+    for accumulate in ("fp32", "bf16")
+}
+by_format = {name: [100 * row.error for row in sums if row.format == name]
+             for name in ("fp32", "fp16", "bf16")}  # fmt: skip
+display(
+    claim("4,096 times 0.1 in bf16: relative error of the sum, %", by_format["bf16"][-1],
+          (">", 50.0)),
+    claim("fp32: the same, %", by_format["fp32"][-1], ("<", 0.01)),
+    claim("128 x 128 product of bf16 inputs: error when added in bf16 / in fp32",
+          products["bf16"][-1].error / products["fp32"][-1].error, (">", 3.0)),
+)  # fmt: skip
+plot_lines(
+    lengths, by_format, logx=True, ticks=lengths, xlabel="numbers added up, one after the other",
+    ylabel="error of the sum (%)", title="0.1 + 0.1 + 0.1 + …",
+)  # fmt: skip
+
+# %% [markdown]
+# The same holds for sums over *ranks*. Under autocast gradients are fp32 and travel in fp32. If you
+# reduce in bf16 to save traffic (a DDP hook, FSDP's `reduce_dtype`), each of N additions rounds to
+# 8 bits. With few ranks that is fine; with a thousand, add in fp32.
+
+
+# %%
+# %%rank 0
+def reduce_in(name: str, ranks: int) -> float:
+    """Relative error of a sum over ranks that is rounded after every addition, as on a ring."""
+    generator = torch.Generator().manual_seed(1)
+    grads = 1 + 0.5 * torch.randn(ranks, 2000, generator=generator, dtype=torch.float64)
+    total = torch.zeros(2000, dtype=torch.float64)
+    for grad in grads:
+        total = round_to(total + round_to(grad, FORMATS[name]), FORMATS[name])
+    return float((total - grads.sum(0)).norm() / grads.sum(0).norm())
+
+
+claim(
+    "error of a sum over 512 ranks in bf16 / over 8 ranks",
+    reduce_in("bf16", 512) / reduce_in("bf16", 8),
+    (">", 5.0),
+)
+
+# %% [markdown]
+# ### With DDP, on both ranks
+#
+# The order in a step: autocast around forward and loss, `scaler.scale(loss).backward()` (DDP
+# averages in there), `unscale_`, clip, `step`, `update`. All ranks see the same averaged gradients,
+# so all of them skip together. Here rank 1 alone meets an overflow in its local gradient.
+
+
+# %%
+def ddp_with_overflow() -> list:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 1).to(device))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = GradScaler(2.0**4)
+    before = ddp.module.weight.detach().clone()
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.full((2, 4), 3e38 if step == 1 and rank == 1 else 1.0, device=device)
+        scaler.scale(ddp(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    moved = float((ddp.module.weight.detach() - before).abs().max())
+    gathered = [None] * world_size
+    dist.all_gather_object(gathered, (scaler.get_scale(), moved))
+    return gathered
+
+
+together = ddp_with_overflow()
+
+
+def sharded_with_overflow(agree: bool) -> list:
+    """As with FSDP: each rank holds and updates its own part; only rank 1's overflows."""
+    w = nn.Parameter(torch.zeros(2, device=device))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    scaler = GradScaler(2.0**4, group=dist.group.WORLD if agree else None)
+    w.grad = torch.full_like(w, float("inf") if rank == 1 else 16.0)
+    scaler.step(optimizer)
+    scaler.update()
+    gathered = [None] * world_size
+    dist.all_gather_object(gathered, (scaler.get_scale(), float(w.detach()[0])))
+    return gathered
+
+
+alone, agreed = sharded_with_overflow(False), sharded_with_overflow(True)
+
+# %%
+# %%rank 0
+print("DDP", together, "\nsharded, each decides:", alone, "\nsharded, one decision:", agreed)
+display(
+    claim("DDP: both ranks halved the scale and skipped one step of three",
+          together[0] == together[1] and together[0][0] == 8.0, True),
+    claim("sharded, each rank decides for itself: scales on ranks 0 and 1",
+          [scale for scale, _ in alone], [16.0, 8.0], exact=True),
+    claim("sharded, one decision for the group", [scale for scale, _ in agreed], [8.0, 8.0],
+          exact=True),
+)  # fmt: skip
+
+# %% [markdown]
+# With sharded gradients only the rank that holds the overflow sees it. Rank 0 took its step, rank 1
+# did not: half of the model is one step ahead, and their scales differ from now on. Mend it with
+# one small all-reduce: `GradScaler(group=…)` here, `ShardedGradScaler` in torch. (DTensors of FSDP2
+# do it inside torch's own GradScaler.)
+#
+# ## 6 · bf16: less to go wrong
+#
+# With bf16 there is no scaler, no skipped step and no scale in the checkpoint. What remains: fp32
+# master weights and fp32 sums. Full training runs with fp32, with bf16, and with fp16 and scaler:
+
+
+# %%
+# %%rank 0
+def full_run(name: str, steps: int) -> list[float]:
+    model = make_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    dtype = {"fp32": None, "bf16": torch.bfloat16}.get(name, torch.float16)
+    scaler = GradScaler() if "scaler" in name else None
+    losses = []
+    for step in range(steps):
+        part = slice(8 * (step % 8), 8 * (step % 8) + 8)
+        losses.append(float(autocast_step(
+            model, lm_loss, tokens[part], targets[part], optimizer, dtype=dtype, scaler=scaler,
+            max_norm=1.0,
+        )))  # fmt: skip
+    return losses
+
+
+num_steps = 48 if quick else 300
+runs = {name: full_run(name, num_steps) for name in ("fp32", "bf16", "fp16 + scaler")}
+ends = {name: float(np.mean(losses[-8:])) for name, losses in runs.items()}
+display(
+    claim("final loss: bf16 / fp32", ends["bf16"] / ends["fp32"], 1.0, rtol=0.05),
+    claim("final loss: fp16 with scaler / fp32", ends["fp16 + scaler"] / ends["fp32"], 1.0,
+          rtol=0.05),
+)  # fmt: skip
+plot_lines(
+    range(1, num_steps + 1), runs, xlabel="step", ylabel="loss", markers=False,
+    title="Done right, you cannot tell them apart",
+)  # fmt: skip
+
+# %% [markdown]
+# Which one?
+#
+# | | fp16 | bf16 |
+# |---|---|---|
+# | hardware | V100, T4 and newer | A100 and newer, recent CPUs |
+# | loss scaling | needed | not needed |
+# | master weights | needed | needed |
+# | what can go wrong | overflow in activations, scale falls to nothing | small differences vanish |
+#
+# On hardware that has bf16, take bf16. In both cases keep softmax, norms and losses in fp32.
+#
+# ## 7 · What it saves
+#
+# ### Memory
+#
+# "Mixed precision saves half of the memory" is a common sentence. Half of *what*? Count bytes per
+# parameter with Adam: fp32 needs 4 + 4 + 8. Mixed needs 2 for the weight, 2 for its gradient, 4 for
+# the master, 8 for Adam's states.
+
+# %%
+# %%rank 0
+fp32_bytes, mixed_bytes = (cost.state_bytes(precision=p) for p in ("fp32", "bf16_mixed"))
+
+
+def saved_bytes(dtype) -> int:
+    """Bytes that autograd keeps for backward, the weights and their 16-bit copies left out."""
+    model, kept = make_gpt(), {}
+    mine = {p.numel() for p in model.parameters()}
+
+    def pack(tensor):
+        if tensor.numel() not in mine:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            loss = lm_loss(model(tokens[:16]), targets[:16])
+        total = sum(kept.values())
+        loss.backward()
+    return total
+
+
+activations = {"fp32": saved_bytes(None), "bf16 autocast": saved_bytes(torch.bfloat16)}
+display(
+    claim("70 billion weights alone, fp32 and 16 bits, GB", [70e9 * b.parameter / cost.GB
+          for b in (fp32_bytes, mixed_bytes)], [280.0, 140.0], rtol=1e-9),
+    claim("saving in parameters, gradients and optimizer states, %",
+          100 * (1 - mixed_bytes.total / fp32_bytes.total), 0.0, atol=1e-9, status="corrected",
+          said=50, source="a common summary",
+          why="fp32 Adam: 4 + 4 + 8 = 16 bytes; mixed: 2 + 2 + 12 = 16; activations shrink"),
+    claim("activations kept for backward, bf16 autocast / fp32 (small GPT, measured)",
+          activations["bf16 autocast"] / activations["fp32"], ("<", 0.95)),
+)  # fmt: skip
+plot_stacked(
+    {
+        "fp32": {"parameters": 4, "gradients": 4, "optimizer": 8},
+        "mixed (bf16 + master)": {"parameters": 2, "gradients": 2, "optimizer": 12},
+    },
+    xlabel="bytes per parameter (the master weights count as optimizer)", form="{:.0f}",
+)  # fmt: skip
+
+# %% [markdown]
+# What halves is what is 16 bits wide: activations of matrix products (not all of them: our GPT
+# keeps its residual stream and norms in fp32), messages, and weights in inference.
+#
+# ### Speed
+#
+# The second common sentence is "twice as fast". It compares an A100's 312 TFLOP/s in fp16 with "156
+# in fp32". But 156 is **TF32** on tensor cores. Plain fp32 is 19.5.
+
+# %%
+# %%rank 0
+peaks = {name: cost.A100.peak(name) / 1e12 for name in ("fp32", "tf32", "fp16", "bf16")}
+sheet = "NVIDIA data sheet, dense"
+display(
+    claim("A100 in fp16, TFLOP/s", peaks["fp16"], 312.0, rtol=1e-9, source=sheet),
+    claim("A100 in fp32, TFLOP/s", peaks["fp32"], 19.5, rtol=1e-9, status="corrected", said=156,
+          source=common, why="156 is TF32 on tensor cores; plain fp32 is 19.5"),
+    claim("fp16 / fp32 at peak, x", peaks["fp16"] / peaks["fp32"], 16.0, rtol=1e-3,
+          status="corrected", said=2, source=common, why="2 is against TF32"),
+)  # fmt: skip
+plot_bars(
+    {f"{name}{', tensor cores' if name != 'fp32' else ''}": p for name, p in peaks.items()},
+    xlabel="A100, peak TFLOP/s (dense)", form="{:.4g}",
+)  # fmt: skip
+
+# %% [markdown]
+# And the peak is for large matrix products only. What is limited by *memory* (element-wise
+# operations, norms, small products) gains at most a factor of two, from half the bytes. So there is
+# no single factor. A roofline shows it: an operation takes as long as its arithmetic or its bytes,
+# whichever takes longer.
+
+# %%
+# %%rank 0
+BANDWIDTH = 2.0e12  # bytes per second, A100 SXM 80 GB
+
+
+def product_s(n: int, name: str, num_bytes: int) -> float:
+    """Roofline time of an n x n matrix product."""
+    return max(2 * n**3 / (peaks[name] * 1e12), 3 * n * n * num_bytes / BANDWIDTH)
+
+
+def step_speedup(share: int = 80, baseline: str = "fp32", size: int = 4096):
+    """Speed-up of a step by bf16, over the share of its time that is matrix products."""
+    gain = product_s(size, baseline, 4) / product_s(size, "bf16", 2)
+    shares = np.arange(0, 101)
+    overall = 1 / (shares / 100 / gain + (1 - shares / 100) / 2)
+    figure = plot_lines(
+        shares, {"bf16": overall}, xlabel="share of matrix products in the old step (%)",
+        ylabel="speed-up of a step", markers=False, ideal={"2 x": np.full(101, 2.0)},
+        title=f"products of {size} against {baseline}: {gain:.1f} x; "
+        f"{share} % of the step: {overall[share]:.1f} x",
+    )  # fmt: skip
+    figure.axes[0].plot(share, overall[share], "o", color=PALETTE[1], markersize=9)
+    return figure
+
+
+explore(
+    step_speedup, share=(0, 100), baseline=["fp32", "tf32"], size=[64, 128, 256, 1024, 4096],
+    labels={"share": "matrix products (% of the step)", "baseline": "compared with",
+            "size": "matrix size n"},
+    alt="Speed-up of a training step by bf16 against the share of matrix products",
+)  # fmt: skip
+
+# %%
+# %%rank 0
+sizes = (32, 64, 128, 256, 512, 1024, 4096)
+gains = [product_s(n, "fp32", 4) / product_s(n, "bf16", 2) for n in sizes]
+in_mind = [1 / (f / gains[-1] + (1 - f) / 2) for f in (0.0, 0.5, 0.9)]
+display(
+    claim("small products are bound by memory: bf16 gains", gains[0], 2.0, rtol=1e-9),
+    claim("large ones by arithmetic: bf16 gains", gains[-1], 16.0, rtol=1e-3),
+    claim("a step with 0, 50 and 90 % matrix products gets faster by (roofline)", in_mind,
+          [2.0, 3.56, 9.41], rtol=0.01, status="corrected", said=[2.0, 2.0, 2.0],
+          source="a common summary", why="no single factor: it depends on the share of matrix "
+          "products and on what it is compared with"),
+)  # fmt: skip
+plot_lines(
+    sizes, {"bf16 / fp32": gains, "bf16 / TF32": [product_s(n, "tf32", 4) / product_s(n, "bf16", 2)
+     for n in sizes]},
+    logx=True, ticks=sizes, xlabel="matrix size n", ylabel="speed-up (roofline, A100)",
+    title="Two for bytes, sixteen for arithmetic",
+)  # fmt: skip
+
+# %% [markdown]
+# If this notebook runs on a GPU, the next cell measures it. On a CPU it only says so: CPUs without
+# 16-bit units are slower in bf16 and fp16 than in fp32.
+
+
+# %%
+# %%rank 0
+def measure_gain(n: int = 4096) -> float:
+    def seconds(dtype) -> float:
+        a = torch.randn(n, n, device="cuda", dtype=dtype)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for repeat in range(12):
+            if repeat == 2:
+                begin.record()
+            a @ a
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e4
+
+    return seconds(torch.float32) / seconds(torch.bfloat16)
+
+
+if torch.cuda.is_available():
+    print(f"4096 x 4096 product: bf16 is {measure_gain():.1f} times as fast as fp32 here")
+else:
+    print("no GPU here")
+
+# %% [markdown]
+# ### Names of today
+#
+# `torch.cuda.amp.autocast` and `torch.cuda.amp.GradScaler`, which most listings use, are
+# deprecated. The names are `torch.autocast("cuda", dtype=torch.bfloat16)` and
+# `torch.amp.GradScaler("cuda")`.
+
+# %%
+# %%rank 0
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    torch.cuda.amp.GradScaler(enabled=False)
+display(
+    claim("torch.cuda.amp.GradScaler warns that it is deprecated",
+          any("deprecated" in str(w.message) for w in caught), True, status="corrected",
+          said=False, source="most listings", why="use torch.amp.GradScaler('cuda')"),
+    claim("published: fp8 and bf16 trainings of a 175-billion-parameter GPT, same quality",
+          "matched", status="cited", source="Micikevicius et al., arXiv 2209.05433"),
+)  # fmt: skip
+
+# %% [markdown]
+# ## Summary
+#
+# - Exponent bits are range, mantissa bits are precision. fp16: 6·10⁻⁸ to 65,504 and three digits.
+#   bf16: the range of fp32 and two digits.
+# - Gradients are small, and fp16 rounds many of them to zero. Loss scaling moves them into range;
+#   GradScaler finds the scale by trying, and skips steps that overflow.
+# - Unscale before you clip or look. One decision for all ranks: DDP has it for free, sharded
+#   gradients need an all-reduce.
+# - Weights need fp32 masters in both formats, since updates are too small for 16 bits. Sums,
+#   softmax, norms and losses need fp32.
+# - Autocast does this per operation. With bf16 there is no scaler.
+# - It saves activations, messages and time, not model state: 16 bytes per parameter before and
+#   after. Time: a factor of 2 for what memory bounds, up to 16 at peak for matrix products.
+#
+# ## Questions
+#
+# 1. Your fp16 training logs a gradient norm of 65,536 in every step, on a model whose norm was
+#    about 1 in fp32. What happened?
+#
+# <details><summary>Answer</summary>
+#
+# The norm was taken before `unscale_`: it is 1 × the loss scale of 2¹⁶.
+#
+# </details>
+#
+# 2. The scale halves in every step until it is 10⁻³, and nothing trains. Where do you look?
+#
+# <details><summary>Answer</summary>
+#
+# Something is not finite at any scale: inf or NaN in the forward pass (an activation above 65,504,
+# a division by zero, a mask of −10⁹ in fp16), or NaN in the data. Check the loss first. Scaling is
+# no cure for overflow in *activations*.
+#
+# </details>
+#
+# 3. Accumulation over 4 micro-batches with a GradScaler: where do `scale`, `unscale_`, `step` and
+#    `update` go?
+#
+# <details><summary>Answer</summary>
+#
+# `scale(loss / 4).backward()` for each micro-batch, always with the same scale; `unscale_`, clip,
+# `step`, `update` once at the end. Updating in between would add gradients of different scales.
+#
+# </details>
+#
+# 4. Why does bf16 training need master weights, although its range is that of fp32?
+#
+# <details><summary>Answer</summary>
+#
+# Because of precision, not range: an update below 1/256 of a weight is rounded away.
+#
+# </details>
+#
+# 5. In a checkpoint of an fp16 training, what has to be saved besides model and optimizer?
+#
+# <details><summary>Answer</summary>
+#
+# The scaler's state (scale and growth counter); and if parameters are 16-bit, the masters: rounded
+# weights alone lose what the updates added.
+#
+# </details>
+#
+# 6. A GPU has twice the FLOP/s in fp8 as in bf16. Is a step twice as fast?
+#
+# <details><summary>Answer</summary>
+#
+# Only the part that is large matrix products, and less than that, since inputs have to be scaled
+# and cast. Optimizer, norms, softmax, attention and messages stay.
+#
+# </details>
+#
+# ## Try it
+#
+# - In section 3 set `growth_interval` to 2 and let the gradient explode at every tenth step. How
+#   many steps are lost?
+# - Multiply the weights of one layer by 1,000 and train with fp16. Which step overflows, and does a
+#   smaller scale help?
+# - Repeat section 4 with Adam and learning rates from 10⁻⁵ to 10⁻². When does pure bf16 keep up?
+#
+# Then do it yourself: `lab4_amp` asks for rounding, a GradScaler from scratch, the training loop
+# with clipping and accumulation, and master weights.
+#
+# ## What to read
+#
+# - *Mixed Precision Training*, arXiv 1710.03740
+# - *A Study of BFLOAT16 for Deep Learning Training*, arXiv 1905.12322
+# - *FP8 Formats for Deep Learning*, arXiv 2209.05433
+# - *Revisiting BFloat16 Training* (pure bf16: what it loses, stochastic rounding), arXiv 2010.06192
+# - The library: `lib/minidist/precision/`.
