@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,7 +137,10 @@ def plot_stacked(
     figure, ax = into(ax, height=1.0 + 0.42 * len(bars))
     with style():
         parts = list(dict.fromkeys(part for values in bars.values() for part in values))
-        free = iter(PALETTE)
+        # Parts without a colour of their own get those that no part here has, and then grey.
+        taken = {COLOURS[part] for part in parts if part in COLOURS}
+        left_over = [colour for colour in PALETTE if colour not in taken]
+        free = itertools.chain(left_over, itertools.repeat(COLOURS["other"]))
         colours = {part: COLOURS.get(part) or next(free) for part in parts}
         total = max((sum(values.values()) for values in bars.values()), default=1.0) or 1.0
         for row, values in enumerate(bars.values()):

@@ -24,7 +24,7 @@ COLOURS = {
     "update": "#CC79A7",
     "communication": "#E69F00",
     "copy": "#CC79A7",
-    "loader": "#CC79A7",
+    "loader": "#D55E00",
     "idle": "#EEEEEE",
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
