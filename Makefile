@@ -58,7 +58,7 @@ claims: $(VENV)/.installed ## run every lecture and list what it claims, with ve
 	@for file in notebooks/[0-9]*.ipynb; do name="$$(basename "$$file" .ipynb)"; echo "running $$name"; \
 	  MINIDIST_CLAIMS="$(CURDIR)/build/claims/$$name.jsonl" MINIDIST_LECTURE="$$name" \
 	  $(BIN)/python -m papermill --no-progress-bar --log-level ERROR --cwd build/lectures "$$file" "build/lectures/$$name.ipynb"; done
-	@$(BIN)/python -m minidist.claims build/claims/*.jsonl
+	@$(BIN)/python -m minidist.claims build/claims/*.jsonl notebooks/claims.csv
 
 bench: $(VENV)/.installed-dev ## time ours beside its peers, paired and interleaved (BENCH_ARGS=--quick)
 	@$(BIN)/python benchmarks $(BENCH_ARGS)

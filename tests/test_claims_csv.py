@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from minidist import cost
+from minidist import claims, cost
 
 FILE = Path(__file__).resolve().parent.parent / "notebooks" / "claims.csv"
 with FILE.open(newline="", encoding="utf-8") as handle:
@@ -109,3 +109,10 @@ def test_known_errors_are_corrected():
         *("1 / utilisation", "subnormal", "scores, MLP", "no serial share", "PCIe 4.0 x16"),
     ):
         assert phrase in corrected, phrase
+
+
+def test_the_table_is_listed_with_the_lectures_claims(capsys):
+    assert claims.main([str(FILE)]) == 0
+    out = capsys.readouterr().out
+    assert f"{len(ROWS)} claims: " in out
+    assert "document a, line 32" in out

@@ -23,6 +23,7 @@ the environment variable MINIDIST_CLAIMS names a file, appended to it as one JSO
 
 from __future__ import annotations
 
+import csv
 import html
 import inspect
 import json
@@ -71,7 +72,7 @@ class Claim:
         mark = {"cited": "§"}.get(self.status, "✓") if self.passed else "✗"
         line = f"{mark} {self.text}: {self.measured}"
         # A cited figure was not measured; what is exactly as expected need not be said twice.
-        exact = self.passed and self.measured == self.expected and self.tolerance == "exactly"
+        exact = self.passed and self.tolerance == "exactly" and self.expected in self.measured
         if self.status != "cited" and not exact:
             line += f" (expected {' '.join(filter(None, (self.expected, self.tolerance)))})"
         if self.status == "corrected":
@@ -166,7 +167,12 @@ def table(claims: Iterable[Claim] | None = None) -> str:
 
 def load(path: str | Path) -> list[Claim]:
     """Claims from a JSON-lines file. A claim made by several ranks, or run again, counts once:
-    the last verdict stays, except that a false one is never hidden by another rank's true one."""
+    the last verdict stays, except that a false one is never hidden by another rank's true one.
+
+    A table (.csv) of numbers in documents, with their verdicts, is taken as it is."""
+    if Path(path).suffix == ".csv":
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            return [_from_document(row) for row in csv.DictReader(file)]
     found: dict[tuple[str, str, int], Claim] = {}
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
         if not line.strip():
@@ -181,6 +187,23 @@ def load(path: str | Path) -> list[Claim]:
         if (where, text) not in merged or not row.passed:
             merged[where, text] = row
     return list(merged.values())
+
+
+def _from_document(row: dict[str, str]) -> Claim:
+    """A row of notebooks/claims.csv; its computation is checked by the tests."""
+    unit = f" {row['unit']}" if row["unit"] else ""
+    return Claim(
+        text=row["says"],
+        measured=f"{row['right']}{unit}",
+        expected=row["right"],
+        tolerance="exactly",
+        status=row["verdict"],
+        passed=True,
+        source=row["source"],
+        said=f"{row['stated']}{unit}",
+        why=row["why"],
+        where=f"document {row['document']}, line {row['line']}",
+    )
 
 
 # -------------------------------------------------------------------------------------------- form
@@ -377,9 +400,9 @@ def _record(result: Claim) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table of one or more JSON-lines files; 1 if a claim is false or there is none."""
+    """Print the table of one or more .jsonl or .csv files; 1 if a claim is false or there is none."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: python -m minidist.claims FILE.jsonl ...", file=sys.stderr)
+        print("usage: python -m minidist.claims FILE ...   (.jsonl or .csv)", file=sys.stderr)
         return 2
     claims = [row for path in arguments for row in load(path)]
     print(table(claims))
