@@ -1,4 +1,4 @@
-"""The command line: `autograder init`, `grade PATH… --lab LAB`, `verify`, `release FOLDER`."""
+"""The command line: `autograder COMMAND …`; `autograder --help` lists the commands."""
 
 from __future__ import annotations
 
@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         help="a lab whose deadline is over: with its solution, and what it withholds",
     )  # fmt: skip
     release.set_defaults(run=_release)
+    doctor = commands.add_parser("doctor", help="say what this machine can do, and what to mend")
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -175,6 +177,18 @@ def _release(options: argparse.Namespace, console: Console) -> int:
         if names:
             console.print(f"  left out, {what}: {', '.join(names)}", highlight=False)
     return 0
+
+
+def _doctor(options: argparse.Namespace, console: Console) -> int:
+    from autograder.doctor import doctor_table, examine
+
+    try:
+        course = Course.find()
+    except CourseError:
+        course = None
+    findings = examine(course)
+    console.print(doctor_table(findings))
+    return EXIT_FAILED if any(each.state == "missing" for each in findings) else 0
 
 
 def _submissions(options: argparse.Namespace, course: Course) -> list[Submission]:

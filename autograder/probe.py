@@ -28,6 +28,7 @@ from autograder.wire import Message, receive, send
 from minidist.errors import DeadlineError, MinidistError, ProtocolError
 
 START_DEADLINE_S = 60.0
+NOT_WRITTEN = "not written yet"  # what a check says of a cell that is still as it was handed out
 REFEREE_SLACK_S = 10.0  # the referee answers a check this long after its deadline at the latest
 
 
@@ -130,7 +131,7 @@ def describe_error(error: BaseException) -> str:
         if cell or frame.filename.endswith("lab.py"):
             place = f" ({cell or frame.filename}, line {frame.lineno}: {frame.line})"
     if isinstance(error, NotImplementedError) and not str(error):
-        return f"not written yet{place}"
+        return f"{NOT_WRITTEN}{place}"
     return f"{type(error).__name__}: {error}{place}"
 
 

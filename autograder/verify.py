@@ -26,6 +26,7 @@ from autograder.course import Course
 from autograder.criteria import get_lab
 from autograder.criteria.base import Lab, Status
 from autograder.intake import find_submissions
+from autograder.probe import NOT_WRITTEN
 from autograder.report import MARKS
 from autograder.run import Settings
 from autograder.zoo import ZooEntry, load_zoo, write_class
@@ -171,6 +172,14 @@ def find_problems(lab: Lab, entries: Sequence[ZooEntry], rows: Sequence[Row]) ->
         f"{row.name}: {criterion}: {text}"
         for row in rows
         for criterion, text in row.wrong().items()
+    ]
+    # The starter's checks say what to do first, not what went wrong somewhere.
+    problems += [
+        f"starter: {criterion}: the check does not say what is to be written yet: {message[:200]}"
+        for row in rows
+        if row.name == "starter"
+        for criterion, message in row.messages.items()
+        if NOT_WRITTEN not in message
     ]
     by_name = {entry.name: entry for entry in entries}
     for name, loses in (("reference", frozenset()), ("starter", "everything")):

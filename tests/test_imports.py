@@ -54,7 +54,7 @@ TRUSTED = {
     "cluster",
     "engine",
 }
-TRUSTED |= {"build", "sync", "zoo", "release", "__main__"}
+TRUSTED |= {"build", "sync", "zoo", "release", "doctor", "__main__"}
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
