@@ -1,0 +1,181 @@
+"""Lab 6: the reference solution as a script, and what the criteria's own arithmetic rests on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from course import ROOT
+from leftovers import assert_nothing_left, find_leftovers
+
+from autograder.criteria import get_lab, prof_buckets, prof_causes, prof_emulated, prof_spans
+from autograder.criteria.base import Case, Draw
+from autograder.referee import draw_for
+from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.simulate import simulate
+from minidist.emulate.trace import Event, Trace
+from minidist.profile import Span, Timeline, Window, step_shares
+
+pytestmark = pytest.mark.timeout(300)
+LAB = "lab6_profiling"
+SOLUTION = ROOT / "solutions" / LAB / f"{LAB}.py"
+
+# The others' judges look at the emulated cluster's trace first.
+WITHOUT_TRACE = [c for c in get_lab(LAB).criteria if c.world != "emulated"]
+
+
+def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
+    return draw_for(b"test", LAB, criterion, attempt, world_size)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
+    before = find_leftovers()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
+        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=250,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "(100 of 100 points so far)" in done.stdout
+    assert_nothing_left(before)
+
+
+def test_points():
+    lab = get_lab(LAB)
+    assert lab.max_score == 100
+    assert len(lab.criteria) >= 10
+    assert lab.practice_world_size != lab.grading_world_size
+
+
+@pytest.mark.parametrize("criterion", WITHOUT_TRACE, ids=lambda c: c.name)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_judge_survives_rubbish(criterion, world_size):
+    draw = _draw(criterion.name, world_size)
+    inputs = criterion.draw(draw)
+    keys = {
+        "calls", "events", "0/kinds", "0/ranks", "0/times", "shares", "parts", "trace", "said",
+        "means", "seen", "counts", "delivered", "before_error", "left", "found", "plans",
+        "seconds", "rows", "share", "g0/0",
+    }  # fmt: skip
+    number = np.full((2, 2), np.nan)
+    everything = ("text", [None], [[None]], [{}], {"traceEvents": [None, {}]}, number, 1e300)
+    for value in (None, float("nan"), 10**400, {"a": 1}, *everything):
+        answers = [dict.fromkeys(keys, value) for _ in range(world_size)]
+        assert criterion.judge(Case(world_size, inputs, answers))
+
+
+def test_the_referee_and_the_library_agree_on_shares():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        spans = []
+        for _ in range(30):
+            start = float(rng.uniform(-1, 5))
+            kind = str(rng.choice(["compute", "communication", "copy", "loader"]))
+            spans.append(prof_spans.Span(0, kind, "", start, start + float(rng.uniform(0, 1))))
+        found = prof_spans.active_seconds(spans, 0.0, 4.0)
+        theirs = Timeline(
+            tuple(
+                Span(rank=0, lane="", kind=s.kind, name="", start_s=s.start, end_s=s.end)
+                for s in spans
+            ),
+            (Window(rank=0, name="", start_s=0.0, end_s=4.0),),
+        )
+        (share,) = step_shares(theirs)
+        assert prof_spans.seconds_of(found, "compute") == pytest.approx(share.compute_s)
+        both = prof_spans.seconds_of(found, "compute", "communication")
+        assert both == pytest.approx(share.overlapped_s)
+        assert found.get(frozenset(), 0.0) == pytest.approx(share.idle_s)
+
+
+def _losses(spans, steps) -> dict[str, float]:
+    """The five losses of the lab's table, as shares of the steps."""
+    sums: dict[int, dict[str, float]] = {}
+    for rank in {s.rank for s in spans}:
+        own, parts = [s for s in spans if s.rank == rank], {}
+        for start, end in steps:
+            for kinds, seconds in prof_spans.active_seconds(own, start, end).items():
+                part = next((k for k in prof_spans.KINDS if k in kinds), "idle")
+                parts[part] = parts.get(part, 0.0) + seconds
+        sums[rank] = parts
+    rows = {kind: [parts.get(kind, 0.0) for parts in sums.values()] for kind in prof_spans.KINDS}
+    total = sum(end - start for start, end in steps)
+    return {
+        "loader": max(rows["loader"]) / total,
+        "copies": max(rows["copy"]) / total,
+        "logging": max(rows["host"]) / total,
+        "straggler": (max(rows["compute"]) - min(rows["compute"])) / total,
+        "buckets": min(rows["communication"]) / total,
+    }
+
+
+@pytest.mark.parametrize("cause", [*prof_causes.CAUSES, prof_causes.NONE])
+def test_planted_losses_are_large_and_others_small(cause):
+    for seed in range(10):
+        spans, steps = prof_causes._draw_run(np.random.default_rng(seed), cause)
+        losses = _losses(spans, steps[1:])
+        assert losses.pop(cause, 1.0) > 0.15
+        assert max(losses.values()) < 0.06
+        if cause == prof_causes.NONE:
+            assert max(_losses(spans, steps).values()) > 0.15, "the warm-up step is harmless"
+
+
+def test_predicted_steps_are_those_of_the_emulated_cluster():
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        network = prof_buckets.draw_network(rng, 0.8, 0.6, 10)
+        plan = prof_buckets.fill_buckets(network["sizes"], sum(network["sizes"]) / 4)
+        ranks, rounds = 3, 4
+        link = Link(
+            bandwidth_bytes_per_s=rounds / ranks / network["s_per_byte"],
+            latency_s=network["fixed_s"] / rounds,
+        )
+        cluster = Cluster(
+            name="", nodes=1, devices_per_node=ranks, intra_node=link, inter_node=link,
+            peak_flops_per_s=1.0, memory_bandwidth_bytes_per_s=1.0,
+        )  # fmt: skip
+        events = [Event(kind="compute", duration_s=network["forward_s"])]
+        ready = {bucket[-1]: (number, bucket) for number, bucket in enumerate(plan)}
+        for index in reversed(range(10)):
+            events.append(Event(kind="compute", duration_s=network["backward_s"][index]))
+            if index in ready:
+                number, bucket = ready[index]
+                events.append(
+                    Event(
+                        kind="issue", key=str(number), collective="all_reduce", group="all",
+                        ranks=(0, 1, 2), nbytes=sum(network["sizes"][i] for i in bucket),
+                    )
+                )  # fmt: skip
+        events += [Event(kind="wait", key=str(number)) for number in range(len(plan))]
+        timeline = simulate(Trace(world_size=ranks, events=[events] * ranks), cluster)
+        assert prof_buckets._seconds(network, plan) == pytest.approx(timeline.makespan_s)
+
+
+def test_the_drawn_networks_leave_room_for_right_answers_and_none_for_wrong_ones():
+    for attempt in range(10):
+        values = prof_emulated._shape(_draw("prof_efficiency", 3, str(attempt)))
+        compute_s = prof_emulated._compute_s(values)
+        each = prof_buckets.fill_buckets(values["sizes"], 0.0)
+        assert compute_s / prof_emulated._predicted(values, values["plan"]) > 0.92
+        assert compute_s / prof_emulated._predicted(values, each) < 0.87
+        assert len(values["plan"]) >= 3
+        for inputs in prof_buckets.draw_tuning(_draw("prof_bucket_tune", 2, str(attempt))):
+            worst = {"25 MB": 0.0, "one": 0.0, "each": 0.0}
+            for network in inputs["cases"]:
+                sizes = network["sizes"]
+
+                def measure(plan, network=network):
+                    return prof_buckets._seconds(network, plan)
+
+                best_s = measure(prof_buckets.best_plan(sizes, measure))
+                busy_s = network["forward_s"] + sum(network["backward_s"])
+                assert busy_s / best_s > 0.9
+                caps = (25 * 2**20, float(sum(sizes)), 0.0)
+                for name, cap in zip(worst, caps, strict=True):
+                    ratio = measure(prof_buckets.fill_buckets(sizes, cap)) / best_s
+                    worst[name] = max(worst[name], ratio)
+            assert min(worst.values()) > 1.2 * prof_buckets.SLACK

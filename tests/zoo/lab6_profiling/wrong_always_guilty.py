@@ -1,0 +1,28 @@
+"""Names the largest loss, however small it is.
+
+loses: prof_finds_nothing
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task3_bottleneck"
+def find_bottleneck(spans, steps):
+    measured = steps[1:]
+    seconds = {}
+    for r in sorted({s.rank for s in spans}):
+        own = [s for s in spans if s.rank == r]
+        for start, end in measured:
+            for part, value in breakdown(own, start, end).items():
+                seconds.setdefault(part, {}).setdefault(r, []).append(value)
+    total = sum(end - start for start, end in measured)
+    seconds = {part: {r: sum(v) for r, v in row.items()} for part, row in seconds.items()}
+    losses = {
+        "loader": max(seconds["loader"].values()),
+        "copies": max(seconds["copy"].values()),
+        "logging": max(seconds["host"].values()),
+        "straggler": max(seconds["compute"].values()) - min(seconds["compute"].values()),
+        "buckets": min(seconds["communication"].values()),
+    }
+    assert total > 0
+    return max(losses, key=losses.get)

@@ -1,0 +1,16 @@
+"""Closes a bucket after it has grown beyond its limit.
+
+loses: prof_bucket_plan
+"""
+
+
+# %% replaces="task5_plan"
+def plan_buckets(sizes, cap):
+    plan, total = [[]], 0
+    for index in reversed(range(len(sizes))):
+        if total >= cap and plan[-1]:
+            plan.append([])
+            total = 0
+        plan[-1].append(index)
+        total += sizes[index]
+    return plan

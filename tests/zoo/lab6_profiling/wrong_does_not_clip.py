@@ -1,0 +1,38 @@
+"""Counts all of a span that begins or ends outside of the window.
+
+loses: prof_utilisation
+"""
+
+# %% replaces="task2_shares"
+PARTS = ("compute", "communication", "copy", "loader", "host")
+
+
+def covered(spans, kinds, start, end):
+    seconds, reached = 0.0, start
+    for a, b in sorted((max(s.start, start), min(s.end, end)) for s in spans if s.kind in kinds):
+        if b > max(a, reached):
+            seconds += b - max(a, reached)
+            reached = b
+    return seconds
+
+
+def utilisation(spans, start, end):
+    touching = [s for s in spans if s.end > start and s.start < end]
+    first, last = min(s.start for s in touching), max(s.end for s in touching)
+    return covered(touching, {"compute"}, first, last) / (end - start)
+
+
+def overlap(spans, start, end):
+    communication = covered(spans, {"communication"}, start, end)
+    if communication == 0:
+        return 1.0
+    either = covered(spans, {"compute", "communication"}, start, end)
+    return (covered(spans, {"compute"}, start, end) + communication - either) / communication
+
+
+def breakdown(spans, start, end):
+    parts, before = {}, 0.0
+    for number, kind in enumerate(PARTS):
+        now = covered(spans, PARTS[: number + 1], start, end)
+        parts[kind], before = now - before, now
+    return parts | {"idle": end - start - before}

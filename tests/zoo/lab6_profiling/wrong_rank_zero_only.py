@@ -1,0 +1,18 @@
+"""Looks at rank 0 alone: its waiting for another rank looks like a slow network.
+
+loses: prof_finds_logging, prof_finds_straggler
+class: example
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task3_bottleneck"
+def find_bottleneck(spans, steps):
+    own = [s for s in spans if s.rank == 0]
+    rows = [breakdown(own, start, end) for start, end in steps[1:]]
+    sums = {part: sum(row[part] for row in rows) for part in rows[0]}
+    names = {"loader": "loader", "copies": "copy", "logging": "host", "buckets": "communication"}
+    losses = {cause: sums[part] for cause, part in names.items()}
+    worst = max(losses, key=losses.get)
+    return worst if losses[worst] > 0.1 * sum(end - start for start, end in steps[1:]) else "none"
