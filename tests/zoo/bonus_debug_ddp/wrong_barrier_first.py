@@ -1,0 +1,14 @@
+"""All ranks meet, but before rank 0 builds.
+
+loses: debug_once
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="mend_9"
+def prepare_once(build, load):
+    dist.barrier()
+    if dist.get_rank() == 0:
+        build()
+    return load()

@@ -1,0 +1,13 @@
+"""Sends all parameters and forgets the buffers.
+
+loses: debug_broadcast_buffers
+class: example
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="mend_6"
+def broadcast_model(model):
+    for p in model.parameters():
+        dist.broadcast(p.data, src=0)
