@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import pytest
 from kernel_helper import ALL_REDUCE, JOIN, Kernel
 from kernel_helper import kernel as new_kernel
 
-from minidist.kernel import magics, options, outputs, verdict
+from minidist.kernel import auto, magics, options, verdict
 from minidist.kernel.verdict import Place
 
 
@@ -85,14 +87,6 @@ def test_cell_magics_and_figures(kernel: Kernel) -> None:
     shown = kernel.ok(code).of("display_data")
     assert len(shown) == 1
     assert "image/png" in shown[0]["data"]
-
-
-def test_output_is_bounded(kernel: Kernel) -> None:
-    result = kernel.ok("print('x' * (10 * 1024 * 1024))")
-    assert len(result.text()) < 1.1 * outputs.MAX_TEXT
-    assert "[rank 0: stdout cut after" in result.text()
-    lines = kernel.ok("for i in range(10_000): print(i)").text().splitlines()
-    assert lines[:10_000] == [str(i) for i in range(10_000)]
 
 
 def test_completion_inspection_history(kernel: Kernel) -> None:
@@ -213,24 +207,16 @@ def test_magic_lines() -> None:
     assert magics.read("%%rank 0\n%%bash\nls", 2).code == "%%bash\nls"
     assert magics.read("%restart_ranks 3", 2) == magics.Plan("", None, True, 3)
     assert magics.read("%restart_ranks 3\n%%rank 2\nx", 2).ranks == (2,)
-    for wrong in ("%%rank 2\nx", "%%rank\nx", "%%rank a\nx", "%restart_ranks 0"):
+    again = magics.read("%restart_ranks --rerun 3\nx", 2)
+    assert (again.code, again.count, again.rerun) == ("x", 3, True)
+    assert magics.read("%ranks\n%%rank 1\nx", 2).show
+    assert magics.read("\n%debug", 2).debug
+    for code in ("%debug f(1)", "%debug\nx", "x\n%ranks", "%ranks_of_mine"):
+        assert magics.read(code, 2) == magics.Plan(code)  # not ours, or IPython's own
+    wrong_ranks = ("%%rank 2\nx", "%%rank\nx", "%%rank a\nx")
+    for wrong in (*wrong_ranks, "%restart_ranks 0", "%restart_ranks 2 3", "%restart_ranks --all"):
         with pytest.raises(magics.MagicError):
             magics.read(wrong, 2)
-
-
-def test_outputs_that_differ_show_early() -> None:
-    shown: list[str] = []
-    merged = outputs.Outputs(
-        [0, 1, 2], lambda _, content: shown.append(content["text"]), lambda _: None
-    )
-    merged.stream(0, "stdout", "a\n", [])
-    merged.stream(1, "stdout", "b\nc", [])
-    merged.stream(2, "stdout", "a\n", [])
-    merged.tick()
-    assert shown == ["[rank 1] b\n"]
-    merged.finish()
-    assert shown == ["[rank 1] b\n", "[rank 1] c\n", "[rank 2: same output]\n"]
-    assert outputs.settle("1%\r2%\rdone\nx") == "done\nx"
 
 
 def _waits(op: str, tensor: str = "float32 [2]", **more: object) -> Place:
@@ -278,10 +264,52 @@ def test_reports_from_inside_are_checked() -> None:
 def test_options_are_checked(tmp_path: Path) -> None:
     found = options.parse(["-f", "c.json", "--ranks", "3", "--unknown", "x", "--deadline", "2"])
     assert (found.num_ranks, found.deadline_s) == (3, 2.0)
-    for wrong in (["--ranks", "0"], ["--deadline", "-1"]):
+    for wrong in (["--ranks", "0"], ["--ranks", "-2"], ["--ranks", "two"], ["--deadline", "-1"]):
         with pytest.raises(ValueError, match="expected"):
             options.parse(["-f", "c.json", *wrong])
     launcher = tmp_path / "l.json"
     launcher.write_text('{"run_dir": "relative"}')
     with pytest.raises(ValueError, match="run_dir"):
         options.parse(["-f", "c.json", "--launcher", str(launcher)])
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [
+        ({}, 2),
+        ({"SLURM_TASKS_PER_NODE": "8"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "8", "SLURM_GPUS_ON_NODE": "4"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "3,1"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f2,GPU-77a,GPU-1"}, 3),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PET_NPROC_PER_NODE": "3"}, 3),
+        ({"PET_NPROC_PER_NODE": "3", "MINIDIST_RANKS": "5", "SLURM_JOB_NUM_NODES": "1"}, 5),
+    ],
+)
+def test_ranks_from_the_environment(
+    environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto.glob, "glob", lambda _: [])  # as on a machine without GPUs
+    assert auto.count_ranks(environment) == count
+
+
+def test_gpus_of_the_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto.glob, "glob", lambda _: ["/dev/nvidia0", "/dev/nvidia1"] * 2)
+    assert auto.count_ranks({"SLURM_TASKS_PER_NODE": "8"}) == 4
+    assert auto.count_ranks({"CUDA_VISIBLE_DEVICES": ""}) == 2
+
+
+@pytest.mark.parametrize(
+    "environment", [{"MINIDIST_RANKS": "0"}, {"MINIDIST_RANKS": "x"}, {"SLURM_JOB_NUM_NODES": "2"}]
+)
+def test_an_environment_that_makes_no_sense_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(environment))}"):
+        auto.count_ranks(environment)
+
+
+def test_the_kernel_takes_its_ranks_from_the_environment() -> None:
+    spec = Path(auto.__file__).parent / "kernelspecs" / "torchrun-auto" / "kernel.json"
+    arguments = json.loads(spec.read_text())["argv"][3:5]
+    with new_kernel(*arguments, env={**os.environ, "MINIDIST_RANKS": "3"}) as it:
+        assert it.ok("import os; os.environ['WORLD_SIZE']").text().endswith("same output]\n")
+        assert len(it.request(action="status")["ranks"]) == 3

@@ -18,7 +18,8 @@ class Cell:
     """An execute request while ranks work on it.
 
     Attributes:
-        request: the client's message; idents: where its reply goes.
+        request: the message that the ranks were sent; idents: where the reply goes.
+        source: the client's message that it comes from: the same, but for a cell run again.
         ranks: ranks that run it; count: its number In[count]; generation: of the ranks.
         replies: content of the reply of each rank that has one.
         idle: ranks whose output is complete.
@@ -31,6 +32,7 @@ class Cell:
     outputs: Outputs
     count: int
     generation: int
+    source: dict[str, Any]
     replies: dict[int, dict[str, Any]] = field(default_factory=dict)
     idle: set[int] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -64,11 +64,17 @@ class Companion(threading.Thread):
         do = message.get("do")
         if do == "where":
             return diagnose.where(self._main, self._kernel)
+        if do == "status":
+            return diagnose.status()
         if do == "interrupt":
+            # A second one would break off the report of the first, and one after the end of the
+            # cell its reply.
+            if not self._kernel.executing or diagnose.is_reporting(self._main):
+                return {"reporting": True}
             # To the main thread, so that a system call there is broken off as well.
             if self._main.ident is not None:
                 signal.pthread_kill(self._main.ident, signal.SIGINT)
-            return {"ok": True}
+            return {"reporting": False}
         if do == "cut":
             return {"cut": recover.cut_sockets(self._inherited)}
         if do == "reset":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -46,6 +47,18 @@ def collectives_started() -> int:
     """Collectives that this process has started on torch's own backends."""
     status = _recorder(False).get("pg_status", {}).values()
     return sum(max(0, int(group.get("last_enqueued_collective", 0))) for group in status)
+
+
+_DTYPES = {"float": "float32", "double": "float64", "long": "int64", "half": "float16"}
+
+
+def _entry_text(entry: dict[str, Any]) -> tuple[str, str, str]:
+    """(operation, dtype, shape) of one of the recorder's entries; the last two may be empty."""
+    sizes = entry.get("input_sizes") or [[]]
+    dtypes = [str(d).lower() for d in entry.get("input_dtypes") or []]
+    dtype = _DTYPES.get(dtypes[0], dtypes[0]) if dtypes else ""
+    op = str(entry.get("profiling_name", "")).partition(":")[2] or "a collective"
+    return op, dtype, str(sizes[0]) if dtypes else ""
 
 
 def _thread_state(thread: threading.Thread) -> tuple[str, int]:
@@ -109,6 +122,21 @@ def _is_torch(frame: FrameType) -> bool:
     return "/torch/" in frame.f_code.co_filename
 
 
+def _stack(thread: threading.Thread) -> list[FrameType]:
+    """The frames of `thread`, innermost first."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def is_reporting(thread: threading.Thread) -> bool:
+    """Whether the cell has ended with an exception whose traceback is being written."""
+    return any(frame.f_code.co_name == "showtraceback" for frame in _stack(thread))
+
+
 def _waits_in(frames: list[FrameType], pending: list[dict[str, Any]], asleep: bool) -> dict:
     """The collective that the thread waits in, or an empty dict. `frames`: innermost first."""
     for frame in frames:
@@ -131,16 +159,8 @@ def _waits_in(frames: list[FrameType], pending: list[dict[str, Any]], asleep: bo
     if not in_wait and not in_torch:
         return {}
     if pending:
-        entry = pending[0]
-        sizes = entry.get("input_sizes") or [[]]
-        dtypes = [str(d).lower() for d in entry.get("input_dtypes") or []]
-        names = {"float": "float32", "double": "float64", "long": "int64", "half": "float16"}
-        return {
-            "op": str(entry.get("profiling_name", "")).partition(":")[2] or "a collective",
-            "dtype": names.get(dtypes[0], dtypes[0]) if dtypes else "",
-            "shape": str(sizes[0]) if dtypes else "",
-            "ranks": [],
-        }
+        op, dtype, shape = _entry_text(pending[0])
+        return {"op": op, "dtype": dtype, "shape": shape, "ranks": []}
     kind = next(
         (v for name in ("kind", "op", "name") if isinstance(v := getattr(handle, name, None), str)),
         "a collective (by its handle)",
@@ -183,11 +203,7 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
         "started": started - kernel.collectives_before,
         "pending": len(pending),
     }
-    frame = sys._current_frames().get(thread.ident or 0)
-    frames: list[FrameType] = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    frames = _stack(thread)
     if not frames:
         return answer
     letter, switches = _thread_state(thread)
@@ -201,4 +217,44 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
         answer["doing"] = "waits for input()"
     elif letter == "S":
         answer["doing"] = f"sleeps or waits in {_call_source(frames[0]) or trail[0][1]}"[:120]
+    return answer
+
+
+def _memory() -> int:
+    """Bytes of main memory that this process occupies; 0 where that cannot be known."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * resource.getpagesize()
+
+
+def _device() -> dict[str, Any]:
+    """The device in use and the bytes allocated there. Never initialises CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {"device": "cpu"}
+    if not torch.cuda.is_initialized():
+        return {"device": "cpu (no GPU used yet)"}
+    used = {i: torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count())}
+    busy = [i for i, size in used.items() if size] or [torch.cuda.current_device()]
+    names = ", ".join(f"cuda:{i}" for i in busy)
+    return {"device": names, "device_memory": sum(used.values())}
+
+
+def status() -> dict[str, Any]:
+    """What `%ranks` shows of this rank: process group, device, memory in bytes, last collective."""
+    answer: dict[str, Any] = {"memory": _memory(), **_device()}
+    distributed = sys.modules.get("torch.distributed")
+    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if joined and distributed is not None:
+        size = distributed.get_world_size()
+        answer["group"] = f"{distributed.get_backend()}, {size} rank{'' if size == 1 else 's'}"
+    entries = _recorder(True).get("entries", [])
+    if entries:
+        last = max(entries, key=lambda entry: entry.get("record_id", 0))
+        op, dtype, shape = _entry_text(last)
+        tensor = f" ({dtype} {shape})" if dtype else ""
+        open_still = joined and not last.get("retired", True)
+        answer["collective"] = f"{op}{tensor}{', not done' if open_still else ''}"
     return answer

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
+from dataclasses import replace
 from typing import Any
 
 import zmq.asyncio
 
-from minidist.kernel import magics
+from minidist.kernel import magics, reply, table
 from minidist.kernel.cell import Cell, merge_errors
 from minidist.kernel.client import Client
+from minidist.kernel.history import History, Past, key_of
 from minidist.kernel.interrupt import interrupt, recover
 from minidist.kernel.options import Options
-from minidist.kernel.outputs import Outputs
+from minidist.kernel.outputs import Outputs, label
 from minidist.kernel.ranks import Ranks
 from minidist.kernel.watch import Watch, places_of, states_of
 
@@ -32,12 +35,18 @@ class Executor:
     """
 
     def __init__(
-        self, *, client: Client, options: Options, context: zmq.asyncio.Context, run_dir: str
+        self,
+        *,
+        client: Client,
+        options: Options,
+        context: zmq.asyncio.Context,
+        run_dir: str,
+        output_dir: str | None,
     ) -> None:
         self.count = options.num_ranks
         self.deadline_s = options.deadline_s
         self._client, self._options = client, options
-        self._context, self._run_dir = context, run_dir
+        self._context, self._run_dir, self._output_dir = context, run_dir, output_dir
         self._ranks: Ranks | None = None
         self._generation = -1
         self._failure = ""  # why there are no usable ranks, or empty
@@ -50,6 +59,8 @@ class Executor:
         self._cells = 0
         self._pending: dict[str, tuple[str, list[bytes], dict[str, Any]]] = {}
         self._stray_left = MAX_STRAY_BYTES
+        self._history = History()
+        self._failed_rank = 0  # where `%debug` goes
 
     # -- the ranks -------------------------------------------------------------------------------
 
@@ -72,7 +83,7 @@ class Executor:
             self._bury()
             self.count = count or self.count
             self._generation += 1
-            self._failure = ""
+            self._failure, self._failed_rank = "", 0
             ranks = self._ranks
             if ranks is None or not await self._stopped():
                 if ranks is not None:
@@ -83,6 +94,7 @@ class Executor:
                     key=self._client.key,
                     signature_scheme=self._client.signature_scheme,
                     run_dir=self._run_dir,
+                    output_dir=self._output_dir,
                     on_message=self._from_rank,
                     on_lost=self._on_lost,
                 )
@@ -226,7 +238,7 @@ class Executor:
         elif number == cell.asked:
             cell.asked += 1
             frames = self._client.frames(
-                "input_request", message["content"], cell.request, ident=cell.idents
+                "input_request", message["content"], cell.source, ident=cell.idents
             )
             self._client.forward("stdin", frames)
 
@@ -259,32 +271,113 @@ class Executor:
         if not silent:
             shown = {"code": code, "execution_count": self._executions}
             self._client.publish("execute_input", shown, request)
-        reply = await self._run(idents, request, code)
-        if reply["status"] == "error" and not silent:
-            error = {key: reply[key] for key in ("ename", "evalue", "traceback")}
+        answer = await self._run(idents, request, code, keeps)
+        if answer["status"] == "error" and not silent:
+            error = {key: answer[key] for key in ("ename", "evalue", "traceback")}
             self._client.publish("error", error, request)
-        reply["execution_count"] = self._executions
-        self._client.reply("shell", idents, request, reply)
+        answer["execution_count"] = self._executions
+        self._client.reply("shell", idents, request, answer)
         self._client.status("idle", request)
-        return reply["status"] == "error" and bool(content.get("stop_on_error", True))
+        return answer["status"] == "error" and bool(content.get("stop_on_error", True))
 
-    async def _run(self, idents: list[bytes], request: dict, code: str) -> dict[str, Any]:
-        """Content of the reply to a cell."""
+    async def _run(
+        self, idents: list[bytes], request: dict[str, Any], code: str, keeps: bool
+    ) -> dict[str, Any]:
+        """Content of the reply to a cell: first what its magics ask of the front, then its code."""
         await self.until_settled()
         try:
             plan = magics.read(code, self.count)
         except magics.MagicError as error:
-            return _error("error", "UsageError", str(error), [])
-        if plan.restart:
-            failed = await self.restart(plan.count)
-            if not failed:
-                text = f"[{self.count} fresh rank{'s' if self.count > 1 else ''}]\n"
-                self._client.publish("stream", {"name": "stdout", "text": text}, request)
-            if not failed and not plan.code.strip():
-                return _ok({}, [])
+            return reply.error("error", "UsageError", str(error), [])
+        answer = await self._fresh_ranks(plan, idents, request) if plan.restart else None
+        if answer is None and plan.show:
+            self._print(await self._table(), request)
+        if answer is None and (plan.restart or plan.show) and not plan.code.strip():
+            answer = reply.ok({}, [])
+        if answer is None and plan.debug:
+            plan = replace(plan, ranks=(min(self._failed_rank, self.count - 1),))
+            if self.count > 1:
+                self._print(f"[%debug on {label(plan.ranks or ())}]\n", request)
+        if answer is None:
+            answer = await self._one(idents, request, plan, count=self._executions)
+        if keeps:
+            again = "" if plan.debug or not plan.code.strip() else magics.without_restart(code)
+            number, ok = self._executions, answer["status"] == "ok"
+            self._history.note(key_of(request), number, again, ok=ok)
+        return answer
+
+    def _print(self, text: str, request: dict[str, Any]) -> None:
+        self._client.publish("stream", {"name": "stdout", "text": text}, request)
+
+    async def _table(self) -> str:
+        """What `%ranks` shows."""
+        ranks, everyone = self._ranks, list(range(self.count))
+        reports = {} if ranks is None else await ranks.ask_all(everyone, "status", 1.0)
+        rows = []
+        for rank in everyone:
+            state = "ready" if ranks is not None and ranks.alive(rank) else "ended"
+            rows.append(table.row(rank, state, reports.get(rank)))
+        return table.table(rows) + (f"{self._failure}\n" if self._failure else "")
+
+    async def _fresh_ranks(
+        self, plan: magics.Plan, idents: list[bytes], request: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Start fresh ranks and, if asked to, run the cells above; the reply if that failed."""
+        if failed := await self.restart(plan.count):
+            return reply.error("rank_lost", "RankLost", failed, [])
+        told = f"{self.count} fresh rank{'s' if self.count > 1 else ''}"
+        if not plan.rerun:
+            self._print(f"[{told}]\n", request)
+            return None
+        left_out: list[str] = []
+        done = highest = 0
+        for past in self._history.above(key_of(request)):
+            if not past.ok:
+                left_out.append(f"In[{past.number}]")
+                continue
+            answer = await self._again(past, idents, request, past.number > highest)
+            if answer["status"] == "error":
+                text = f"In[{past.number}], run again: {answer['evalue']}"
+                return {**answer, "evalue": text}
+            done, highest = done + 1, max(highest, past.number)
+        told += f"; {done} cell{'' if done == 1 else 's'} run again"
+        if left_out:
+            told += f", not {', '.join(left_out)}, which had failed"
+        if self._history.forgotten:
+            told += (
+                f", not the first {self._history.forgotten} of the notebook, which are forgotten"
+            )
+        self._print(f"[{told}]\n", request)
+        return None
+
+    async def _again(
+        self, past: Past, idents: list[bytes], request: dict[str, Any], keeps: bool
+    ) -> dict[str, Any]:
+        """Run a cell again under its old number; its output is in the notebook already."""
+        try:
+            plan = magics.read(past.code, self.count)
+        except magics.MagicError as error:
+            return reply.error("error", "UsageError", str(error), [])
+        # A message id of its own keeps late messages of one cell out of the next.
+        header = {**request["header"], "msg_id": uuid.uuid4().hex}
+        # Numbers that do not rise would put its source into the wrong place of In.
+        content = {**request["content"], "store_history": keeps, "user_expressions": {}}
+        own = {**request, "header": header, "content": content}
+        return await self._one(idents, own, plan, count=past.number, source=request)
+
+    async def _one(
+        self,
+        idents: list[bytes],
+        request: dict[str, Any],
+        plan: magics.Plan,
+        *,
+        count: int,
+        source: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Run the plan's code as In[count]; with a `source`, its output is not shown."""
         if self._failure or self._ranks is None:
-            return _error("rank_lost", "RankLost", self._failure, [])
-        cell = self._send(idents, request, plan)
+            return reply.error("rank_lost", "RankLost", self._failure, [])
+        cell = self._send(idents, request, plan, count, source)
         try:
             await self._until_done(cell)
             note = await recover(cell, self._ranks) if cell.interrupted else ""
@@ -294,22 +387,32 @@ class Executor:
         cell.outputs.finish()
         if note:
             content = {"name": "stderr", "text": f"[{note}]\n"}
-            self._client.publish("stream", content, request)
+            self._client.publish("stream", content, cell.source)
         return self._conclude(cell)
 
-    def _send(self, idents: list[bytes], request: dict[str, Any], plan: magics.Plan) -> Cell:
+    def _send(
+        self,
+        idents: list[bytes],
+        request: dict[str, Any],
+        plan: magics.Plan,
+        count: int,
+        source: dict[str, Any] | None,
+    ) -> Cell:
         ranks = list(range(self.count) if plan.ranks is None else plan.ranks)
-        outputs = Outputs(
-            ranks,
-            lambda kind, content: self._client.publish(kind, content, request),
-            lambda frames: self._client.forward("iopub", frames),
-        )
+        if source is None:
+            outputs = Outputs(
+                ranks,
+                lambda kind, content: self._client.publish(kind, content, request),
+                lambda frames: self._client.forward("iopub", frames),
+            )
+        else:
+            outputs = Outputs(ranks, lambda kind, content: None, lambda frames: None)
         self._cells += 1
-        cell = Cell(request, idents, ranks, outputs, self._executions, self._generation)
+        cell = Cell(request, idents, ranks, outputs, count, self._generation, source or request)
         self._cell = cell
-        ours = {"cell": f"{self._generation}.{self._cells}"}
-        if request["content"].get("store_history", True):
-            ours["count"] = self._executions  # type: ignore[assignment]
+        ours: dict[str, Any] = {"cell": f"{self._generation}.{self._cells}"}
+        if source is not None or request["content"].get("store_history", True):
+            ours["count"] = count
         message = {
             **request,
             "content": {**request["content"], "code": plan.code, "stop_on_error": False},
@@ -345,22 +448,14 @@ class Executor:
                 self._bury()
             before = errors["traceback"] if errors else []
             text = f"\x1b[31m{broken['ename']}\x1b[0m: {broken['text']}\n{HOW_TO_GO_ON}"
-            reply = _error(broken["kind"], broken["ename"], broken["text"], broken["ranks"])
-            return {**reply, "traceback": [*before, text]}
-        states = [
-            {
-                "rank": rank,
-                "status": "ok" if reply.get("status") == "ok" else "error",
-                "text": "finished the cell"
-                if reply.get("status") == "ok"
-                else f"{reply.get('ename')}: {reply.get('evalue')}"[:300],
-            }
-            for rank, reply in sorted(cell.replies.items())
-        ]
+            answer = reply.error(broken["kind"], broken["ename"], broken["text"], broken["ranks"])
+            return {**answer, "traceback": [*before, text]}
+        states = reply.states_at_end(cell.replies)
         if errors is not None:
-            reply = _error("error", errors["ename"], errors["evalue"], states)
-            return {**reply, "traceback": errors["traceback"]}
-        return _ok(cell.replies.get(cell.outputs.plain, {}), states)
+            self._failed_rank = min(s["rank"] for s in states if s["status"] == "error")
+            answer = reply.error("error", errors["ename"], errors["evalue"], states)
+            return {**answer, "traceback": errors["traceback"]}
+        return reply.ok(cell.replies.get(cell.outputs.plain, {}), states)
 
     async def interrupt(self) -> dict[str, Any]:
         """Start interrupting the running cell, if there is one."""
@@ -368,26 +463,3 @@ class Executor:
             work = interrupt(self._cell, self._ranks)
             self._interrupting = asyncio.get_running_loop().create_task(work)
         return {"status": "ok"}
-
-
-def _ok(reply: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
-    keep = {key: reply[key] for key in ("payload", "user_expressions") if key in reply}
-    return {
-        "payload": [],
-        "user_expressions": {},
-        **keep,
-        "status": "ok",
-        "minidist": {"kind": "ok", "ranks": states},
-    }
-
-
-def _error(kind: str, ename: str, text: str, states: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "status": "error",
-        "ename": ename,
-        "evalue": text,
-        "traceback": [f"\x1b[31m{ename}\x1b[0m: {text}"],
-        "payload": [],
-        "user_expressions": {},
-        "minidist": {"kind": kind, "ranks": states},
-    }

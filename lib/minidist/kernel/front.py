@@ -14,6 +14,7 @@ import platform
 import shutil
 import signal
 import sys
+import tempfile
 import traceback
 from typing import Any
 
@@ -45,13 +46,19 @@ class Front:
         self._context = zmq.asyncio.Context()
         self.client = Client(options.connection_file, self._context)
         self.run_dir = options.run_dir or make_run_dir()
+        # For output that is too much to show; a sandbox has no use for a folder outside of it.
+        self._output_dir = None if options.run_dir else tempfile.mkdtemp(prefix="minidist-output-")
         self.stop = asyncio.Event()
         self._queue: asyncio.Queue[tuple[list[bytes], dict[str, Any], list[bytes]]]
         self._queue = asyncio.Queue()
         self._working = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.executor = Executor(
-            client=self.client, options=options, context=self._context, run_dir=self.run_dir
+            client=self.client,
+            options=options,
+            context=self._context,
+            run_dir=self.run_dir,
+            output_dir=self._output_dir,
         )
 
     async def run(self) -> None:
@@ -80,6 +87,8 @@ class Front:
         self.client.close()
         if self._options.run_dir is None:
             shutil.rmtree(self.run_dir, ignore_errors=True)
+        if self._output_dir is not None:
+            shutil.rmtree(self._output_dir, ignore_errors=True)
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

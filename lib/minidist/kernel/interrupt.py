@@ -12,6 +12,8 @@ from minidist.kernel.watch import places_of, states_of
 # After an interrupt: when a rank still blocked is cut off from its peers, and when it is killed.
 CUT_AFTER_S = 0.7
 KILL_AFTER_S = 5.0
+# A rank that has reacted may need longer to write its traceback when the machine is busy.
+REPORT_WITHIN_S = 30.0
 
 
 async def interrupt(cell: Cell, ranks: Ranks) -> None:
@@ -19,10 +21,15 @@ async def interrupt(cell: Cell, ranks: Ranks) -> None:
     cell.interrupted = True
     start = time.monotonic()
     await ranks.ask_all(cell.unfinished, "interrupt")
-    next_cut, again = start + CUT_AFTER_S, False
+    next_cut, again, kill_at = start + CUT_AFTER_S, False, start + KILL_AFTER_S
     while cell.unfinished and cell.broken is None:
         now = time.monotonic()
-        if now - start > KILL_AFTER_S:
+        if now > kill_at:
+            answers = await ranks.ask_all(cell.unfinished, "interrupt")
+            reporting = [bool(answer and answer.get("reporting")) for answer in answers.values()]
+            if all(reporting) and now - start < REPORT_WITHIN_S:
+                kill_at = now + 1.0
+                continue
             who = ", ".join(map(str, cell.unfinished))
             text = f"rank {who} did not react to the interrupt within {KILL_AFTER_S:.0f} s"
             states = states_of(places_of(cell, ranks.count, {}))

@@ -53,8 +53,8 @@ def _set_environment(config: dict[str, Any]) -> None:
 def _end_everything(config: dict[str, Any]) -> None:
     """The front is gone: leave nothing behind."""
     kill_descendants(os.getpid())
-    if config.get("remove_run_dir"):
-        shutil.rmtree(config["run_dir"], ignore_errors=True)
+    for path in config.get("remove", []):
+        shutil.rmtree(path, ignore_errors=True)
     os._exit(1)
 
 

@@ -1,12 +1,17 @@
-"""The magics that the front itself obeys: `%%rank 0,2` and `%restart_ranks [N]`."""
+"""The magics that the front itself obeys, on a cell's first line.
+
+`%%rank 0,2`, `%ranks`, `%restart_ranks [N] [--rerun]`, and `%debug` alone on its line.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _RANK = re.compile(r"%%ranks?(?:[ \t]+(?P<ranks>[^\n]*))?$")
-_RESTART = re.compile(r"%restart_ranks(?:[ \t]+(?P<count>[^\n]*))?$")
+_RESTART = re.compile(r"%restart_ranks(?:[ \t]+(?P<words>[^\n]*))?$")
+_SHOW = re.compile(r"%ranks$")
+_DEBUG = re.compile(r"%debug$")
 
 
 class MagicError(ValueError):
@@ -22,12 +27,18 @@ class Plan:
         ranks: the ranks that run it; None for all.
         restart: whether fresh ranks are to be started first.
         count: how many fresh ranks; None for as many as before.
+        rerun: whether they run the cells above first.
+        show: whether to show the table of ranks.
+        debug: whether to run it on the rank that failed last.
     """
 
     code: str
     ranks: tuple[int, ...] | None = None
     restart: bool = False
     count: int | None = None
+    rerun: bool = False
+    show: bool = False
+    debug: bool = False
 
 
 def _numbers(text: str) -> list[int]:
@@ -50,14 +61,25 @@ def read(code: str, count: int) -> Plan:
     """
     body = code.lstrip("\n")
     first, _, rest = body.partition("\n")
-    if match := _RESTART.match(first.rstrip()):
-        text = (match["count"] or "").strip()
-        if text and (not text.isdigit() or not 1 <= int(text) <= 1024):
-            raise MagicError(f"%restart_ranks: expected a number of ranks, got {text!r}")
-        new_count = int(text) if text else None
+    line = first.rstrip()
+    if match := _RESTART.match(line):
+        words = (match["words"] or "").split()
+        rerun = "--rerun" in words
+        numbers = [word for word in words if word != "--rerun"]
+        wrong = [w for w in numbers if not w.isdecimal() or not 1 <= int(w) <= 1024]
+        if wrong or len(numbers) > 1:
+            text = " ".join(words)
+            raise MagicError(
+                f"%restart_ranks: expected a number of ranks and perhaps --rerun, got {text!r}"
+            )
+        new_count = int(numbers[0]) if numbers else None
         plan = read(rest, new_count or count)
-        return Plan(code=plan.code, ranks=plan.ranks, restart=True, count=new_count)
-    if not (match := _RANK.match(first.rstrip())):
+        return replace(plan, restart=True, count=new_count, rerun=rerun)
+    if _SHOW.match(line):
+        return replace(read(rest, count), show=True)
+    if _DEBUG.match(line) and not rest.strip():
+        return Plan(code=line, debug=True)
+    if not (match := _RANK.match(line)):
         return Plan(code=code)
     ranks = _numbers(match["ranks"] or "")
     if not ranks or ranks[-1] >= count:
@@ -66,3 +88,13 @@ def read(code: str, count: int) -> Plan:
     if not rest.lstrip("\n").startswith("%%"):
         rest = f"# {first}\n{rest}"
     return Plan(code=rest, ranks=tuple(ranks))
+
+
+def without_restart(code: str) -> str:
+    """The code of a cell less a first line that starts fresh ranks.
+
+    >>> without_restart("%restart_ranks 3\\nx = 1"), without_restart("x = 1")
+    ('x = 1', 'x = 1')
+    """
+    first, _, rest = code.lstrip("\n").partition("\n")
+    return rest if _RESTART.match(first.rstrip()) else code

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minidist.kernel.auto import DEFAULT_RANKS, count_ranks
+
 # A unix socket's path has at most 107 bytes; ours add up to 40 to the directory's.
 MAX_RUN_DIR_BYTES = 66
 
@@ -73,10 +75,13 @@ def parse(argv: list[str]) -> Options:
     """
     parser = argparse.ArgumentParser(prog="python -m minidist.kernel", allow_abbrev=False)
     parser.add_argument("-f", "--f", dest="connection_file", required=True)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", default=str(DEFAULT_RANKS), help="a number, or auto")
     parser.add_argument("--launcher", default=None, help="JSON file: prefix, env, run_dir, cwd")
     parser.add_argument("--deadline", type=float, default=None, help="seconds per cell")
     known, _ = parser.parse_known_args(argv)
+    if known.ranks != "auto" and not known.ranks.removeprefix("-").isdecimal():
+        raise ValueError(f"--ranks: expected a whole number >= 1 or auto, got {known.ranks!r}")
+    num_ranks = count_ranks(os.environ) if known.ranks == "auto" else int(known.ranks)
     launcher: dict[str, Any] = {}
     if known.launcher:
         launcher = json.loads(Path(known.launcher).read_text())
@@ -85,7 +90,7 @@ def parse(argv: list[str]) -> Options:
     env = launcher.get("env")
     return Options(
         connection_file=known.connection_file,
-        num_ranks=known.ranks,
+        num_ranks=num_ranks,
         prefix=tuple(map(str, launcher.get("prefix", ()))),
         env=None if env is None else {str(k): str(v) for k, v in env.items()},
         cwd=launcher.get("cwd"),

@@ -2,16 +2,28 @@
 
 Rank 0 streams through untouched. What another rank prints is held back: if it turns out the same as
 rank 0's there is nothing to tell but that; as soon as it differs it is shown, each line labelled.
+Figures and HTML of other ranks, where they differ, end up folded under the cell.
 """
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# Characters of printed text per rank and cell, and bytes of figures and other rich output per cell.
+from minidist.kernel.text import Screen
+
+# Characters of printed text per stream, rank and cell: as they end up on the screen, and as they
+# come (redrawn lines included); bytes of figures and other rich output per cell, of the lowest
+# rank and of all others together.
 MAX_TEXT = 1024 * 1024
+MAX_RAW_TEXT = 16 * MAX_TEXT
 MAX_RICH_BYTES = 32 * 1024 * 1024
+
+# As many equal lines at the beginning of another rank's output are not shown once more.
+MIN_SAME_LINES = 5
+# Looks for which other ranks' lines wait for the end of a line that the lowest rank has begun.
+MAX_WAITED = 10
 
 Publish = Callable[[str, dict[str, Any]], None]
 
@@ -26,36 +38,48 @@ def label(ranks: Iterable[int]) -> str:
     return "ranks " + ", ".join(map(str, ordered))
 
 
-def settle(text: str) -> str:
-    """What a terminal would show: of a line redrawn by carriage returns, the last drawing."""
-    if "\r" not in text:
-        return text
-    lines = text.replace("\r\n", "\n").split("\n")
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
-
-
 class _Text:
     """What one rank has printed to one stream."""
 
     def __init__(self) -> None:
-        self.parts: list[str] = []
-        self.length = 0
+        self.screen = Screen()
+        self.came = 0  # characters, redrawn lines included
         self.dropped = 0
-        self.shown = 0  # characters of the joined text that were shown with a label already
+        self.shown = 0  # characters of the text that were shown with a label already
 
     def add(self, text: str) -> str:
-        """Keep `text` as far as the bound allows; returns what was kept."""
-        kept = text[: max(0, MAX_TEXT - self.length)]
+        """Keep `text` as far as the bounds allow; returns what was kept."""
+        room = min(MAX_TEXT - self.screen.length, MAX_RAW_TEXT - self.came)
+        kept = text[: max(0, room)]
+        self.came += len(kept)
         self.dropped += len(text) - len(kept)
-        if kept:
-            self.parts.append(kept)
-            self.length += len(kept)
+        self.screen.add(kept)
         return kept
 
-    def joined(self) -> str:
-        if len(self.parts) > 1:
-            self.parts = ["".join(self.parts)]
-        return self.parts[0] if self.parts else ""
+
+def _same_lines(own: str, reference: str) -> tuple[int, int]:
+    """(characters, lines) at the beginning that need no second showing; zeros for just a few."""
+    low, high = 0, min(len(own), len(reference))  # bisection: comparing slices is fast
+    while low < high:
+        middle = (low + high + 1) // 2
+        if own[low:middle] == reference[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    end = own.rfind("\n", 0, low) + 1
+    num_lines = own.count("\n", 0, end)
+    return (end, num_lines) if num_lines >= MIN_SAME_LINES else (0, 0)
+
+
+def _picture(data: dict[str, Any]) -> str:
+    """HTML of a display that is more than text, or an empty string."""
+    for kind in ("image/png", "image/jpeg", "image/gif"):
+        if isinstance(image := data.get(kind), str):
+            return f'<img src="data:{kind};base64,{html.escape("".join(image.split()))}">'
+    for kind in ("image/svg+xml", "text/html"):
+        if isinstance(text := data.get(kind), str):
+            return text
+    return ""
 
 
 class Outputs:
@@ -74,18 +98,22 @@ class Outputs:
         self.plain = self.ranks[0]
         self._publish, self._forward = publish, forward
         self._texts: dict[tuple[int, str], _Text] = {}
-        self._rich_left = MAX_RICH_BYTES
+        self._pictures: dict[int, list[str]] = {rank: [] for rank in self.ranks}
+        self._rich_left = {True: MAX_RICH_BYTES, False: MAX_RICH_BYTES}  # of the plain rank?
         self._rich_dropped = 0
+        self._open: set[str] = set()  # streams in which the plain rank is in the middle of a line
+        self._waited = 0
 
     def _text(self, rank: int, name: str) -> _Text:
         return self._texts.setdefault((rank, name), _Text())
 
     def stream(self, rank: int, name: str, text: str, frames: list[bytes]) -> None:
         """`text` printed by `rank` to stdout or stderr."""
-        held = self._text(rank, name)
-        kept = held.add(text)
+        kept = self._text(rank, name).add(text)
         if rank != self.plain:
             return
+        if kept:
+            (self._open.discard if kept.endswith("\n") else self._open.add)(name)
         if kept == text:
             self._forward(frames)
         elif kept:
@@ -93,68 +121,104 @@ class Outputs:
 
     def rich(self, rank: int, kind: str, content: dict[str, Any], frames: list[bytes]) -> None:
         """A display, a result or anything else that is not printed text."""
+        size = sum(map(len, frames))
+        fits = size <= self._rich_left[rank == self.plain]
         data = content.get("data")
         if kind in ("display_data", "execute_result") and isinstance(data, dict):
             plain = data.get("text/plain")
-            held = self._text(rank, "stdout")
             text = f"{plain if isinstance(plain, str) else ''}\n"
-            if rank == self.plain:
-                held.parts.append(text[: max(0, MAX_TEXT - held.length)])
-                held.length += len(held.parts[-1])
-            else:
-                held.add(text)
-        if rank != self.plain:
+            held = self._text(rank, "stdout")
+            if rank == self.plain:  # its own display is shown, so nothing of it is lost here
+                text = text[: max(0, MAX_TEXT - held.screen.length)]
+            held.add(text)
+            if picture := _picture(data) if fits else "":
+                self._pictures[rank].append(picture)
+        elif kind == "clear_output":
+            self._pictures[rank].clear()
+        if rank != self.plain and kind not in ("display_data", "execute_result"):
             return  # widgets and redrawn displays live on the plain rank only
-        size = sum(map(len, frames))
-        if size > self._rich_left:
+        if not fits:
             self._rich_dropped += size
             return
-        self._rich_left -= size
-        self._forward(frames)
+        self._rich_left[rank == self.plain] -= size
+        if rank == self.plain:
+            self._open.clear()  # text after a figure begins anew
+            self._forward(frames)
 
     def tick(self) -> None:
         """Show what certainly differs from the plain rank by now; called while the cell runs."""
+        self._waited = self._waited + 1 if self._open else 0
         for (rank, name), held in list(self._texts.items()):
-            if rank == self.plain or held.length == held.shown:
+            if rank == self.plain or held.screen.length == held.shown:
                 continue
-            own, reference = held.joined(), self._text(self.plain, name).joined()
-            if held.shown or not (own.startswith(reference) or reference.startswith(own)):
-                end = own.rfind("\n") + 1
-                if end > held.shown:
-                    self._show([rank], name, own[held.shown : end])
-                    held.shown = end
+            if name in self._open and self._waited <= MAX_WAITED:
+                continue  # not into the middle of a line
+            own, reference = held.screen.lines(), self._text(self.plain, name).screen.lines()
+            differs = held.shown or not (own.startswith(reference) or reference.startswith(own))
+            if differs and len(own) > held.shown:
+                same, num_lines = (0, 0) if held.shown else _same_lines(own, reference)
+                self._show([rank], name, own[held.shown + same :], num_lines)
+                held.shown = len(own)
 
     def finish(self) -> None:
         """Show what is left when the cell has ended."""
         same: set[int] = set()
         different: set[int] = set()
-        groups: dict[tuple[str, str], list[int]] = {}
+        groups: dict[tuple[str, str, int], list[int]] = {}
         for rank in self.ranks:
             for name in ("stdout", "stderr"):
                 held, plain = self._text(rank, name), self._text(self.plain, name)
-                own = held.joined()
-                if rank == self.plain or (not own and not plain.length):
+                own, reference = held.screen.text(), plain.screen.text()
+                if rank == self.plain or (not own and not reference):
                     continue
-                if not held.shown and settle(own) == settle(plain.joined()):
+                if not held.shown and own == reference:
                     same.add(rank)
                     continue
                 different.add(rank)
                 if len(own) > held.shown:
-                    groups.setdefault((name, own[held.shown :]), []).append(rank)
-        for (name, text), ranks in groups.items():
-            self._show(ranks, name, text)
+                    same_length, num_lines = (0, 0) if held.shown else _same_lines(own, reference)
+                    rest = own[held.shown + same_length :]
+                    groups.setdefault((name, rest, num_lines), []).append(rank)
+        for (name, text, num_lines), ranks in groups.items():
+            self._show(ranks, name, text, num_lines)
+        different |= self._show_pictures()
         if same - different:
-            text = f"[{label(same - different)}: same output]\n"
-            self._publish("stream", {"name": "stdout", "text": text})
+            self._tell(f"{label(same - different)}: same output")
         for (rank, name), held in self._texts.items():
             if held.dropped:
-                text = f"[rank {rank}: {name} cut after {MAX_TEXT} characters]\n"
-                self._publish("stream", {"name": "stdout", "text": text})
+                self._tell(f"rank {rank}: {name} cut after {MAX_TEXT} characters")
         if self._rich_dropped:
-            text = f"[figures and other rich output cut after {MAX_RICH_BYTES} bytes]\n"
-            self._publish("stream", {"name": "stdout", "text": text})
+            self._tell(f"figures and other rich output cut after {MAX_RICH_BYTES} bytes")
 
-    def _show(self, ranks: list[int], name: str, text: str) -> None:
+    def _show_pictures(self) -> set[int]:
+        """Show what other ranks displayed, folded, where it differs; returns those ranks."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for rank, pictures in self._pictures.items():
+            if pictures and pictures != self._pictures[self.plain]:
+                groups.setdefault(tuple(pictures), []).append(rank)
+        for pictures, ranks in groups.items():
+            who, count = label(ranks), len(pictures)
+            what = f"[{who}: {count} display{'' if count == 1 else 's'}]"
+            body = "".join(f"<div>{picture}</div>" for picture in pictures)
+            page = f"<details><summary>{what}</summary>{body}</details>"
+            data = {"text/plain": what, "text/html": page}
+            self._publish("display_data", {"data": data, "metadata": {}, "transient": {}})
+        return {rank for ranks in groups.values() for rank in ranks}
+
+    def _show(self, ranks: list[int], name: str, text: str, num_same_lines: int) -> None:
+        """Show `text` labelled, after `num_same_lines` that are only counted."""
         mark = f"[{label(ranks)}] "
-        lines = settle(text).removesuffix("\n").split("\n")
-        self._publish("stream", {"name": name, "text": "".join(f"{mark}{x}\n" for x in lines)})
+        lines = text.removesuffix("\n").split("\n") if text else []
+        if num_same_lines:
+            lines.insert(0, f"(the first {num_same_lines} lines: same)")
+        self._line(name, "".join(f"{mark}{x}\n" for x in lines))
+
+    def _tell(self, text: str) -> None:
+        self._line("stdout", f"[{text}]\n")
+
+    def _line(self, name: str, text: str) -> None:
+        """Publish `text` at the beginning of a line."""
+        if name in self._open:
+            self._open.discard(name)
+            text = f"\n{text}"
+        self._publish("stream", {"name": name, "text": text})

@@ -13,7 +13,7 @@ import traceback
 from typing import Any
 
 import zmq
-from ipykernel.iostream import IOPubThread, OutStream
+from ipykernel.iostream import IOPubThread
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from tornado.ioloop import IOLoop
@@ -23,36 +23,10 @@ from minidist.kernel import recover
 from minidist.kernel.companion import Companion
 from minidist.kernel.diagnose import collectives_started
 from minidist.kernel.process import die_with_parent
+from minidist.kernel.stream import BoundedStream
 from minidist.kernel.wire import Link, socket_name
 
-# Characters that one stream of one cell may print; the front cuts what is shown further.
-MAX_STREAM_CHARS = 4 * 1024 * 1024
-
 _CHANNELS = {1: "shell", 2: "stdin", 3: "control"}
-
-
-class BoundedStream(OutStream):
-    """stdout or stderr with a bound per cell, so that a print loop fills no memory."""
-
-    _left = MAX_STREAM_CHARS
-    _dropped = 0
-
-    def write(self, string: str) -> int | None:
-        if not isinstance(string, str) or len(string) <= self._left:
-            if isinstance(string, str):
-                self._left -= len(string)
-            return super().write(string)
-        kept, self._left = string[: self._left], 0
-        self._dropped += len(string) - len(kept)
-        super().write(kept)
-        return len(string)
-
-    def new_cell(self) -> None:
-        self._left, self._dropped = MAX_STREAM_CHARS, 0
-
-    def end_cell(self) -> None:
-        if self._dropped:
-            super().write(f"\n[… {self._dropped} more characters were not kept]\n")
 
 
 class RankKernel(IPythonKernel):
@@ -61,6 +35,7 @@ class RankKernel(IPythonKernel):
     cells_started = 0
     cell_id = ""
     collectives_before = 0
+    executing = False  # whether there is a cell to interrupt
 
     async def do_execute(  # type: ignore[override]
         self,
@@ -87,7 +62,8 @@ class RankKernel(IPythonKernel):
         recover.new_cell(self.cell_id)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, BoundedStream):
-                stream.new_cell()
+                stream.new_cell(f"In{ours.get('count') or self.cell_id}")
+        self.executing = True
         try:
             return await super().do_execute(
                 code,
@@ -99,6 +75,7 @@ class RankKernel(IPythonKernel):
                 cell_id=cell_id,
             )
         finally:
+            self.executing = False
             for stream in (sys.stdout, sys.stderr):
                 if isinstance(stream, BoundedStream):
                     stream.end_cell()
@@ -153,13 +130,14 @@ class RankApp(IPKernelApp):
 
 def _make_app(config: dict[str, Any], rank: int) -> RankApp:
     settings = Config()
-    settings.IPKernelApp.outstream_class = f"{__name__}.BoundedStream"
+    settings.IPKernelApp.outstream_class = f"{BoundedStream.__module__}.BoundedStream"
     settings.IPKernelApp.kernel_class = RankKernel
     if rank != 0:  # one history is enough, and N writers of one file get in each other's way
         settings.HistoryManager.hist_file = ":memory:"
+    BoundedStream.folder, BoundedStream.rank = config.get("output_dir"), rank
     app: Any = RankApp.instance(config=settings)
     app.kernel_class = RankKernel
-    app.outstream_class = f"{__name__}.BoundedStream"
+    app.outstream_class = f"{BoundedStream.__module__}.BoundedStream"
     app.run_dir, app.generation, app.rank = config["run_dir"], config["generation"], rank
     app.shell_port, app.stdin_port, app.control_port = 1, 2, 3
     app.session.key = config["key"]

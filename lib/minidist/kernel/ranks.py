@@ -43,6 +43,7 @@ class Ranks:
         key: bytes,
         signature_scheme: str,
         run_dir: str,
+        output_dir: str | None,
         on_message: Callable[[str, int, list[bytes]], None],
         on_lost: Callable[[int | None, str], None],
     ) -> None:
@@ -51,7 +52,7 @@ class Ranks:
         self.ready: set[int] = set()
         self.pids: dict[int, int] = {}  # as the rank says; for display only, never signalled
         self._options, self._key, self._scheme = options, key, signature_scheme
-        self._context, self._run_dir = context, run_dir
+        self._context, self._run_dir, self._output_dir = context, run_dir, output_dir
         self._on_message, self._on_lost = on_message, on_lost
         self._sockets: dict[tuple[str, int], zmq.asyncio.Socket] = {}
         self._readers: list[asyncio.Task[None]] = []
@@ -137,7 +138,8 @@ class Ranks:
         command = [*options.prefix, sys.executable, "-m", "minidist.kernel.launcher"]
         config = {
             "run_dir": self._run_dir,
-            "remove_run_dir": options.run_dir is None,
+            "remove": [] if options.run_dir else [self._run_dir, self._output_dir],
+            "output_dir": self._output_dir,
             "key": base64.b64encode(self._key).decode(),
             "signature_scheme": self._scheme,
             "ranks": self.count,

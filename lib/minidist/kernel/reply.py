@@ -1,0 +1,44 @@
+"""The content of the reply to a cell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ok(reply: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
+    """A cell that worked; `reply` is the plain rank's own, `states` says how each rank ended."""
+    keep = {key: reply[key] for key in ("payload", "user_expressions") if key in reply}
+    return {
+        "payload": [],
+        "user_expressions": {},
+        **keep,
+        "status": "ok",
+        "minidist": {"kind": "ok", "ranks": states},
+    }
+
+
+def error(kind: str, ename: str, text: str, states: list[dict[str, Any]]) -> dict[str, Any]:
+    """A cell that did not work: `kind` is error, hang, deadline or rank_lost."""
+    return {
+        "status": "error",
+        "ename": ename,
+        "evalue": text,
+        "traceback": [f"\x1b[31m{ename}\x1b[0m: {text}"],
+        "payload": [],
+        "user_expressions": {},
+        "minidist": {"kind": kind, "ranks": states},
+    }
+
+
+def states_at_end(replies: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """How each rank ended, from the ranks' own replies."""
+    return [
+        {
+            "rank": rank,
+            "status": "ok" if reply.get("status") == "ok" else "error",
+            "text": "finished the cell"
+            if reply.get("status") == "ok"
+            else f"{reply.get('ename')}: {reply.get('evalue')}"[:300],
+        }
+        for rank, reply in sorted(replies.items())
+    ]

@@ -1,0 +1,68 @@
+"""Deadlock, interrupt, a new process group, a right sum: again and again in one notebook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kernel_helper import SETUP, Kernel, Result
+from kernel_helper import kernel as new_kernel
+
+NUM_ROUNDS = 50
+# Each blocks at least one rank for ever in what SIGINT alone does not break off.
+DEADLOCKS = (
+    "if rank == 0: dist.all_reduce(x)\nelse: time.sleep(1000)",
+    "if rank == 1: dist.barrier()\nelse: time.sleep(1000)",
+    "if rank == 0: dist.recv(x, src=1)\nelse: time.sleep(1000)",
+    "if rank == 0: dist.all_reduce(x)\nelse: dist.broadcast(x, src=0)",
+    "dist.recv(x, src=1 - rank)",
+    "if rank == 0: dist.all_reduce(x, async_op=True).wait()\nelse: time.sleep(1000)",
+)
+
+
+def _interrupted(kernel: Kernel, code: str) -> Result:
+    """Run `code` and interrupt it as soon as both ranks are about to block."""
+    messages: list[dict[str, Any]] = []
+
+    def output(message: dict[str, Any]) -> None:
+        messages.append(message)
+        if message["msg_type"] == "stream" and "now" in message["content"]["text"]:
+            kernel.manager.interrupt_kernel()
+
+    # The ranks meet in the store, so that what is printed means that both have come so far.
+    meet = (
+        "import torch.distributed.distributed_c10d as c10d\n"
+        "store = c10d._get_default_store()\n"
+        "store.set(f'{rank}', ''); store.wait([f'{1 - rank}'])\n"
+        "if rank == 0: print('now', flush=True)\n"
+    )
+    reply = kernel.client.execute_interactive(
+        meet + code, timeout=60, output_hook=output, allow_stdin=False
+    )
+    return Result(reply["content"], 0.0, messages)
+
+
+@pytest.mark.slow
+def test_fifty_deadlocks_in_one_notebook() -> None:
+    cut = 0
+    with new_kernel() as kernel:
+        kernel.ok(f"{SETUP}\nx = torch.zeros(1000)\nrounds = 0")
+        kernel.request(action="deadline", seconds=30)
+        generation = kernel.request(action="status")["generation"]
+        for number in range(3 * NUM_ROUNDS):
+            # Values that differ in every round: what is left over from one would show.
+            right = kernel.ok(
+                "if not dist.is_initialized(): dist.init_process_group('gloo')\n"
+                "rounds += 1; y = torch.full((1000,), float(rounds * (rank + 1)))\n"
+                "dist.all_reduce(y); print(y.unique().tolist(), dist.get_world_size())"
+            )
+            assert right.text() == f"[{3.0 * (number + 1)}] 2\n[rank 1: same output]\n"
+            if cut == NUM_ROUNDS:
+                break
+            code = DEADLOCKS[number % len(DEADLOCKS)]
+            result = _interrupted(kernel, code)
+            assert result.kind == "error", (code, result.reply)
+            # Where the interrupt came before the collective, there was nothing to cut: once more.
+            cut += "destroyed on every rank" in result.text("stderr")
+        assert cut == NUM_ROUNDS
+        assert kernel.request(action="status")["generation"] == generation

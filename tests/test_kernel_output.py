@@ -1,0 +1,219 @@
+"""What a cell shows of what its ranks print: in order, labelled, bounded, and whole in a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernel_helper import SETUP, Kernel
+from kernel_helper import kernel as new_kernel
+
+from minidist.kernel import outputs
+from minidist.kernel.text import Screen, fold, settle
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with new_kernel() as it:
+        it.ok(SETUP)
+        yield it
+
+
+def test_no_line_of_many_is_lost(kernel: Kernel) -> None:
+    lines = kernel.ok("for i in range(10_000): print(i, flush=not i % 1000)").text().splitlines()
+    assert lines == [*map(str, range(10_000)), "[rank 1: same output]"]
+
+
+def test_streams_keep_their_order(kernel: Kernel) -> None:
+    result = kernel.ok("for i in range(3):\n    print(i)\n    print(-i, file=sys.stderr)")
+    shown = [(c["name"], c["text"]) for c in result.of("stream")][:6]
+    assert shown == [
+        (name, f"{text}\n")
+        for i in range(3)
+        for name, text in (("stdout", i), ("stderr", -i))
+    ]  # fmt: skip
+
+
+def test_what_is_too_much_to_show_is_whole_in_a_file(kernel: Kernel) -> None:
+    result = kernel.ok("for i in range(100_000): print(rank * (i == 95_000), 'line', i)")
+    count, text = result.reply["execution_count"], result.text()
+    assert len(text) < 1.1 * outputs.MAX_TEXT
+    lines = text.splitlines()
+    # The beginning, the file's name, the end; of rank 1 only what is not the same.
+    assert lines[:2] == ["0 line 0", "0 line 1"]
+    plain = [line for line in lines if not line.startswith("[rank 1]")]
+    assert plain[-1] == "0 line 99999"
+    assert plain[-60] == "0 line 99940"
+    other = next(i for i, line in enumerate(lines) if line.startswith("[rank 1]"))
+    assert re.fullmatch(r"\[rank 1\] \(the first \d+ lines: same\)", lines[other])
+    assert lines[-1] == "[rank 1] 0 line 99999"
+    pattern = re.findall(r"everything is in (\S+);", text)
+    assert len(pattern) == 1
+    assert pattern[0].endswith(f"/In{count}-stdout-rank*.txt")
+    assert len(glob(pattern[0])) == 2
+    for rank in (0, 1):
+        whole = Path(pattern[0].replace("*", str(rank))).read_text().splitlines()
+        assert whole == [f"{rank * (i == 95_000)} line {i}" for i in range(100_000)]
+    # The ranks differ only where nothing is shown; their checksums tell.
+    sums = re.findall(r"checksum (\w+)", text)
+    assert len(set(sums)) == len(sums) == 2
+
+
+def test_the_same_flood_is_called_the_same(kernel: Kernel) -> None:
+    text = kernel.ok("print('x' * (10 * 1024 * 1024))\nprint('end', file=sys.stderr)").text()
+    assert len(text) < 1.1 * outputs.MAX_TEXT
+    assert text.endswith("[rank 1: same output]\n")
+    assert "[rank 0: stdout cut" not in text
+
+
+def test_a_long_progress_bar_stays_one_line(kernel: Kernel) -> None:
+    code = "for i in range(60_000): print(f'\\r{i:50}', end='')\nprint()"
+    result = kernel.ok(code)  # 3 MB of redrawing, well beyond the bound
+    text = result.text()
+    assert "too much" not in text
+    assert len(text) < outputs.MAX_TEXT / 4
+    assert settle(text).splitlines() == [f"{59_999:50}", "[rank 1: same output]"]
+
+
+def test_figures_of_other_ranks_are_folded_below(kernel: Kernel) -> None:
+    code = "%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([0, {}]); plt.show()"
+    same = kernel.ok(code.format("1"))
+    assert len(same.of("display_data")) == 1
+    assert "same output" in same.text()
+    own, other = kernel.ok(code.format("rank")).of("display_data")
+    assert "image/png" in own["data"]
+    assert other["data"]["text/plain"] == "[rank 1: 1 display]"
+    assert other["data"]["text/html"].startswith("<details><summary>[rank 1: 1 display]</summary>")
+    assert "data:image/png;base64,iVBOR" in other["data"]["text/html"]
+
+
+def test_the_front_cuts_what_a_rank_sends_past_the_bound(kernel: Kernel) -> None:
+    # A rank that does not keep to the rules: messages made by hand, past the bounded stream.
+    code = (
+        "out = sys.stdout\n"
+        "for _ in range(4):\n"
+        "    content = {'name': 'stdout', 'text': 'y' * 1024 * 1024}\n"
+        "    message = out.session.msg('stream', content, parent=out.parent_header)\n"
+        "    out.session.send(out.pub_thread, message, ident=out.topic)\n"
+    )
+    text = kernel.ok("%%rank 0\n" + code).text()
+    assert len(text) < 1.1 * outputs.MAX_TEXT
+    assert f"[rank 0: stdout cut after {outputs.MAX_TEXT} characters]\n" in text
+
+
+# -- the merging itself, without processes --------------------------------------------------------
+
+
+class _Shown:
+    """Outputs of a cell, and what they published."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.texts: list[str] = []
+        self.displays: list[dict[str, Any]] = []
+        self.outputs = outputs.Outputs(ranks, self._publish, lambda _: None)
+
+    def _publish(self, kind: str, content: dict[str, Any]) -> None:
+        if kind == "stream":
+            self.texts.append(content["text"])
+        else:
+            self.displays.append(content["data"])
+
+
+def test_outputs_that_differ_show_early() -> None:
+    shown = _Shown(0, 1, 2)
+    shown.outputs.stream(0, "stdout", "a\n", [])
+    shown.outputs.stream(1, "stdout", "b\nc", [])
+    shown.outputs.stream(2, "stdout", "a\n", [])
+    shown.outputs.tick()
+    assert shown.texts == ["[rank 1] b\n"]
+    shown.outputs.finish()
+    assert shown.texts == ["[rank 1] b\n", "[rank 1] c\n", "[rank 2: same output]\n"]
+
+
+def test_ranks_that_print_the_same_are_named_together() -> None:
+    shown = _Shown(*range(6))
+    for rank in range(6):
+        shown.outputs.stream(rank, "stdout", "a\n" if rank < 4 else "b\n", [])
+    shown.outputs.finish()
+    assert shown.texts == ["[ranks 4, 5] b\n", "[ranks 1-3: same output]\n"]
+
+
+def test_no_line_is_torn_apart() -> None:
+    shown = _Shown(0, 1)
+    shown.outputs.stream(1, "stdout", "other\n", [])
+    shown.outputs.stream(0, "stdout", "half a line", [])
+    shown.outputs.tick()
+    assert shown.texts == []
+    shown.outputs.stream(0, "stdout", ", the other half\n", [])
+    shown.outputs.tick()
+    assert shown.texts == ["[rank 1] other\n"]
+    # A bar that never ends its line makes nobody wait for long.
+    shown.outputs.stream(0, "stdout", "\r50%", [])
+    shown.outputs.stream(1, "stdout", "more\n", [])
+    for _ in range(outputs.MAX_WAITED + 1):
+        assert len(shown.texts) == 1
+        shown.outputs.tick()
+    assert shown.texts[1:] == ["\n[rank 1] more\n"]
+
+
+def test_a_common_beginning_is_not_shown_again() -> None:
+    for finish_only in (True, False):
+        shown = _Shown(0, 1, 2)
+        for rank in range(3):
+            shown.outputs.stream(rank, "stdout", "".join(f"{i}\n" for i in range(6)), [])
+            shown.outputs.stream(rank, "stdout", "x\n" if rank else "y\n", [])
+        if not finish_only:
+            shown.outputs.tick()
+        shown.outputs.finish()
+        who = ["[ranks 1, 2]"] if finish_only else ["[rank 1]", "[rank 2]"]
+        assert shown.texts == [f"{name} (the first 6 lines: same)\n{name} x\n" for name in who]
+
+
+def test_progress_bars_are_compared_as_they_end() -> None:
+    shown = _Shown(0, 1)
+    for rank, steps in ((0, (1, 50, 100)), (1, (3, 80, 100))):
+        for step in steps:
+            shown.outputs.stream(rank, "stderr", f"\r{step}%", [])
+            shown.outputs.tick()
+        shown.outputs.stream(rank, "stderr", "\n", [])
+    shown.outputs.tick()
+    shown.outputs.finish()
+    assert shown.texts == ["[rank 1: same output]\n"]
+
+
+def test_redrawing_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "MAX_RAW_TEXT", 1000)
+    shown = _Shown(0)
+    for _ in range(300):
+        shown.outputs.stream(0, "stdout", "\r12345", [])
+    shown.outputs.finish()
+    assert shown.texts[-1].startswith("\n[rank 0: stdout cut after")
+
+
+def test_cleared_pictures_do_not_pile_up() -> None:
+    shown = _Shown(0, 1)
+    for step in range(5):
+        for rank in (0, 1):
+            shown.outputs.rich(rank, "clear_output", {"wait": True}, [])
+            data = {"text/plain": "a figure", "text/html": f"<b>{step} {rank}</b>"}
+            shown.outputs.rich(rank, "display_data", {"data": data}, [])
+    shown.outputs.finish()
+    assert [d["text/plain"] for d in shown.displays] == ["[rank 1: 1 display]"]
+    assert "<b>4 1</b>" in shown.displays[0]["text/html"]
+
+
+@pytest.mark.parametrize("text", ["a\r\nb\r\n", "1%\r2%\rdone\nx", "\rab\rc", "12%\r", "a\n\r\nb"])
+def test_pieces_of_text_settle_as_the_whole(text: str) -> None:
+    whole = settle(text)
+    for cut in range(len(text) + 1):
+        screen = Screen()
+        screen.add(text[:cut])
+        seen = screen.lines()
+        screen.add(text[cut:])
+        assert screen.text() == whole
+        assert screen.lines().startswith(seen)
+        assert settle(fold(text[:cut]) + fold(text[cut:])) == whole
