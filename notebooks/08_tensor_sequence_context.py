@@ -1,0 +1,1030 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: torchrun × 4
+#     language: python
+#     name: torchrun-4
+# ---
+
+# %% [markdown]
+# # 8 · Tensor, sequence and context parallelism
+#
+# A pipeline cuts a model between its layers. **Tensor parallelism** cuts the layers themselves:
+# every rank holds a part of every weight matrix, and all ranks work on the same tokens at the same
+# time. **Sequence parallelism** goes with it and cuts what tensor parallelism leaves whole.
+# **Context parallelism** cuts one long sequence over ranks, attention included.
+#
+# After this lecture you can
+#
+# - split a matrix by columns and by rows, and say why an MLP does first one, then the other;
+# - write f and g, the two operators that make the backward pass right, and spot code without them;
+# - count the communication of a block, forward and backward, and say why it wants NVLink;
+# - say what sequence parallelism saves, and why it costs no more bytes;
+# - explain ring attention and the zig-zag order, and choose between a ring and Ulysses.
+#
+# It takes about 80 minutes. **The kernel is *torchrun × 4***: every cell runs on four ranks; a cell
+# that begins with `%%rank 0` computes, draws and checks on one of them.
+
+# %% tags=["parameters"]
+quick = True  # False: longer training of the split GPT
+
+# %%
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from minidist.collectives import CollectiveLog
+from minidist.data import make_tokens
+from minidist.device import choose_backend, choose_device
+from minidist.model import GPT, MLP, Block, GPTConfig, lm_loss
+from minidist.parallel.tensor import (
+    ColumnParallelLinear,
+    ParallelBlock,
+    RowParallelLinear,
+    TensorParallel,
+    parallelize_gpt,
+    reduce_from,
+    vocab_parallel_cross_entropy,
+)
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+device = choose_device()  # a GPU of its own where there are enough, else the CPU
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+torch.set_num_threads(1)
+if not dist.is_initialized():
+    dist.init_process_group(choose_backend(), timeout=timedelta(seconds=60))
+
+# %%
+# %%rank 0
+# %matplotlib inline
+import numpy as np
+from IPython.display import display
+
+from minidist import cost
+from minidist.claims import claim
+from minidist.plots import PALETTE, new_figure, plot_bars, plot_lines, plot_stacked, style
+from minidist.widgets import explore
+
+MEGATRON = "Shoeybi et al., Megatron-LM, arXiv 1909.08053"
+KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198"
+
+# %% [markdown]
+# The lecture in one picture: one layer of GPT-3 (175B), forward and backward, for one sequence of
+# 2,048 tokens, on A100 GPUs. The work is divided by the number of tensor-parallel ranks; the
+# messages are not. Inside a node (NVLink) that pays. Between nodes, half of the time goes to them.
+
+
+# %%
+# %%rank 0
+def layer_ms(model, tp: int, link, *, tokens=None, efficiency: float = 0.6):
+    """Compute and communication of one layer, forward and backward, of one sequence."""
+    tokens = tokens or model.context
+    flops = 3 * tokens * (2 * model.block_weights + 4 * tokens * model.width) / tp
+    message = 2 * tokens * model.width  # bf16
+    once = cost.all_reduce_seconds(num_bytes=message, num_ranks=tp, link=link) if tp > 1 else 0.0
+    return 1e3 * flops / (efficiency * cost.A100.peak()), 1e3 * 4 * once
+
+
+nvlink, infiniband = cost.NVLINK3, cost.INFINIBAND_HDR
+bars = {"1 GPU": layer_ms(cost.GPT3_175B, 1, nvlink)}
+for tp in (2, 4, 8):
+    bars[f"{tp} GPUs, NVLink"] = layer_ms(cost.GPT3_175B, tp, nvlink)
+    bars[f"{tp} GPUs, InfiniBand"] = layer_ms(cost.GPT3_175B, tp, infiniband)
+plot_stacked(
+    {name: {"compute": a, "communication": b} for name, (a, b) in bars.items()},
+    xlabel="ms per layer", title="One layer of GPT-3 under tensor parallelism", form="{:.1f}",
+)  # fmt: skip
+
+# %% [markdown]
+# ## 1 · Two ways to split a matrix
+#
+# Take y = x W, with x of shape (tokens, in) and W of shape (in, out).
+#
+# - **By columns**: W = [W₀ | W₁]. Rank i computes xWᵢ: *some features of the output*. Every rank
+#   needs all of x. The parts are put side by side.
+# - **By rows**: W = [W₀; W₁] on top of each other. Rank i computes xᵢWᵢ, where xᵢ is its part of
+#   the input features: *a partial sum of all output features*. The parts are added.
+#
+# PyTorch's `nn.Linear` stores Wᵀ, so "columns of W" are *rows* of `weight`.
+
+# %%
+torch.manual_seed(0)  # the same numbers on all ranks
+x = torch.randn(6, 8, dtype=torch.float64, device=device)
+W = torch.randn(8, 16, dtype=torch.float64, device=device)
+
+
+def all_gather(part, dim: int = -1):
+    """The parts of all ranks side by side. Autograd does not see it."""
+    parts = [torch.empty_like(part) for _ in range(world_size)]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts, dim)
+
+
+by_columns = x @ W.chunk(world_size, dim=1)[rank]  # (6, 4): some features
+by_rows = x.chunk(world_size, dim=1)[rank] @ W.chunk(world_size, dim=0)[rank]  # (6, 16): a summand
+joined = all_gather(by_columns)
+summed = by_rows.clone()
+dist.all_reduce(summed)
+
+# %%
+# %%rank 0
+gpt = cost.Transformer(vocab_size=1, context=1, width=1024, num_layers=1, num_heads=8)
+display(
+    claim("columns side by side are x W: largest difference", (joined - x @ W).abs().max().item(),
+          ("<", 1e-12)),
+    claim("row products added up are x W: largest difference", (summed - x @ W).abs().max().item(),
+          ("<", 1e-12)),
+    claim("share of the weight that a column-parallel layer holds on 4 ranks",
+          ColumnParallelLinear(nn.Linear(8, 16).to(device), TensorParallel()).weight.numel()
+          / (8 * 16), 0.25, rtol=1e-9),
+    claim("columns of an H x 4H matrix on each of 2 GPUs, in H", gpt.mlp_width / gpt.width / 2, 2,
+          rtol=1e-9),
+    claim("query, key and value together are this many H wide",
+          (gpt.width + 2 * gpt.kv_width) / gpt.width, 3, rtol=1e-9),
+)  # fmt: skip
+
+# %% [markdown]
+# ## 2 · f and g: collectives that autograd understands
+#
+# That was the forward pass. Here is a column-parallel layer as many tutorials write it: multiply,
+# then `dist.all_gather`, then concatenate. It gives the right output. Before you run it: what is
+# the gradient of the weight?
+
+# %%
+weight = W.chunk(world_size, dim=1)[rank].clone().requires_grad_()
+y = all_gather(x @ weight)  # as in many tutorials
+try:
+    y.sum().backward()
+    tutorial = "a gradient"
+except RuntimeError as error:
+    tutorial = f"RuntimeError: {error}"
+print(tutorial)
+
+# %% [markdown]
+# There is none. `dist.all_gather` writes into tensors that autograd knows nothing of. In a real
+# model it is worse: there are other paths to the loss, `backward` raises nothing, and some weights
+# never move.
+#
+# Megatron-LM's answer is a pair of operators, called f and g. Each says what it does in both
+# directions:
+#
+# | | forward | backward | where |
+# |---|---|---|---|
+# | **f** | identity | all-reduce | in front of a column-parallel layer |
+# | **g** | all-reduce | identity | behind a row-parallel layer |
+#
+# Why does f all-reduce? Every rank uses the *same* x in another way (its own columns), so each
+# rank's gradient of x is a partial sum. Why does g do nothing backward? Its output is the same on
+# all ranks, each rank's gradient of it is already whole, and dz/dyᵢ = 1 for each summand.
+
+
+# %%
+class f(torch.autograd.Function):
+    """Identity forward, all-reduce backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class g(torch.autograd.Function):
+    """All-reduce forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx, y):
+        y = y.clone()
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+# %% [markdown]
+# Try them on an MLP: z = GELU(x A) B, with A split by columns and B by rows. The oracle is one
+# process with whole matrices. We compute the gradient of the *input* three times: with f and g,
+# without f, and with an all-reduce in both directions of g, which is what you get from
+# `torch.distributed.nn.functional.all_reduce`.
+
+
+# %%
+class g_twice(g):
+    """What a collective does that is its own backward pass."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def identity(x):
+    return x
+
+
+torch.manual_seed(0)  # a cell for rank 0 alone may have drawn numbers: agree again
+A = 0.3 * torch.randn(8, 32, dtype=torch.float64, device=device)
+B = 0.3 * torch.randn(32, 8, dtype=torch.float64, device=device)
+A_part, B_part = A.chunk(world_size, 1)[rank], B.chunk(world_size, 0)[rank]
+whole = x.clone().requires_grad_()
+(F.gelu(whole @ A) @ B).square().sum().backward()
+wrong_by = {}
+for name, before, after in (("f and g", f.apply, g.apply), ("no f", identity, g.apply),
+                            ("all-reduce twice", f.apply, g_twice.apply)):  # fmt: skip
+    mine = x.clone().requires_grad_()
+    z = after(F.gelu(before(mine) @ A_part) @ B_part)
+    z.square().sum().backward()
+    wrong_by[name] = (mine.grad - whole.grad).norm().item() / whole.grad.norm().item()
+    ratio = (mine.grad.norm() / whole.grad.norm()).item()
+    wrong_by[name + ", size"] = ratio
+
+# %%
+# %%rank 0
+display(
+    claim("column-parallel by dist.all_gather: backward", tutorial,
+          lambda got: got.startswith("RuntimeError"), status="corrected", said="a gradient",
+          source="common listings of ColumnParallelLinear",
+          why="the output of dist.all_gather does not require a gradient"),
+    claim("f and g: relative error of the input's gradient", wrong_by["f and g"], ("<", 1e-12)),
+    claim("without f: relative error of the input's gradient", wrong_by["no f"], (">", 0.3)),
+    claim("all-reduce in both directions of g: gradient too large by",
+          wrong_by["all-reduce twice, size"], float(world_size), rtol=1e-9),
+)  # fmt: skip
+
+# %% [markdown]
+# Without f nothing crashes. Every rank has another gradient of x; below this layer the replicas of
+# norms and embeddings walk apart, and the loss still falls. In `minidist.parallel.tensor` f is
+# `copy_to` and g is `reduce_from` (`mappings.py` has all six operators, with both directions of
+# each in one table).
+#
+# ## 3 · Why column, then row
+#
+# The output of the column-parallel layer is split by features. That is exactly the input that a
+# row-parallel layer wants. **So nothing is sent between them.** GELU works on each element alone,
+# so it may be applied to a part. The whole MLP needs one all-reduce forward (g) and one backward
+# (f).
+#
+# The other order, row then column, would need an all-reduce *before* GELU: a partial sum must be
+# completed first, because GELU(a + b) is not GELU(a) + GELU(b). And gathering the column-parallel
+# layer's output before a row-parallel layer, as a common listing does, sends four times the width
+# for nothing. It does not even run.
+
+# %%
+tp = TensorParallel()
+config = GPTConfig(vocab_size=64, context=64, width=64, num_layers=2, num_heads=8)
+torch.manual_seed(0)
+mlp = MLP(config).to(device, torch.float64)
+tokens_BTD = torch.randn(2, 64, 64, dtype=torch.float64, device=device)
+up, down = ColumnParallelLinear(mlp.up, tp), RowParallelLinear(mlp.down, tp)
+with CollectiveLog() as forward_log:
+    z = down(F.gelu(up(tokens_BTD)))
+gathering = ColumnParallelLinear(mlp.up, tp, gather_output=True)
+try:
+    down(F.gelu(gathering(tokens_BTD)))
+    listing = "runs"
+except ValueError as error:
+    listing = str(error)
+print(listing)
+gelu_error = (F.gelu(by_rows) - F.gelu(summed) / world_size).abs().max().item()
+mlp_error = (z - mlp(tokens_BTD)).abs().max().item()
+
+# %%
+# %%rank 0
+display(
+    claim("column then row: collectives in the forward pass of an MLP",
+          sum(forward_log.counts().values()), 1, status="corrected", said=2,
+          source="a common listing that gathers in between",
+          why="the row-parallel layer wants the split output; gathered, it has the wrong width"),
+    claim("column then row: result against the whole MLP", mlp_error, ("<", 1e-12)),
+    claim("gathered output into a row-parallel layer", listing,
+          lambda got: "expected this rank's 64 of 256 input features, got 256" in got),
+    claim("GELU of a sum is not the sum of GELUs: largest difference", gelu_error, (">", 0.1)),
+    claim("the MLP is this many times as wide as the model", gpt.mlp_width / gpt.width, 4,
+          rtol=1e-9),
+)  # fmt: skip
+
+# %% [markdown]
+# ### The bias of a row-parallel layer
+#
+# Where is it added? Three ways that you will meet, and one that is right. Look at what each does to
+# the output, and whether the ranks still agree.
+
+# %%
+bias = torch.ones(8, dtype=torch.float64, device=device)
+part = F.gelu(x @ A_part) @ B_part
+zero = torch.zeros_like(bias)
+first = bias if rank == 0 else zero
+outputs = {
+    "each rank, before the sum": reduce_from(part + bias),
+    "rank 0, after the sum": reduce_from(part) + first,
+    "rank 0, before the sum": reduce_from(part + first),
+    "each rank, after the sum": reduce_from(part) + bias,
+}
+right = F.gelu(x @ A) @ B + bias
+errors = {}
+for name, y in outputs.items():
+    found = torch.tensor([(y - right).abs().max().item()], device=device)
+    found = [t.item() for t in all_gather(found, 0)]
+    errors[name] = found
+
+# %%
+# %%rank 0
+plot_bars({name: max(found) for name, found in errors.items()},
+          xlabel="largest error on any rank (the bias is 1)", form="{:.2g}",
+          title="Where to add a bias of 1")  # fmt: skip
+
+# %%
+# %%rank 0
+display(
+    claim("added by each rank before the sum: counted this many times too often",
+          errors["each rank, before the sum"][0], float(world_size - 1), rtol=1e-9),
+    claim("added on rank 0 only, after the sum: error on ranks 0 and 1",
+          errors["rank 0, after the sum"][:2], [0.0, 1.0], atol=1e-12, status="corrected",
+          said=[0.0, 0.0], source="a common listing with the bias on rank 0",
+          why="the other ranks lack it: from here on the replicas differ"),
+    claim("added by each rank after the sum: error", max(errors["each rank, after the sum"]),
+          ("<", 1e-12), source=MEGATRON),
+)  # fmt: skip
+
+# %% [markdown]
+# "Rank 0, before the sum" gives the right output, but then rank 0 has a parameter that no other
+# rank has. Clipping, weight decay and checkpoints have to know. Keep the bias replicated, and add
+# it after g.
+#
+# ## 4 · Attention, and a whole block
+#
+# Attention heads are independent, so they are what is split: 8 heads on 4 ranks, two each. Query,
+# key and value are column-parallel (each rank computes its heads' columns), the output projection
+# is row-parallel. Note what the all-reduce adds up. You may read that it "combines the heads'
+# outputs". Heads are *concatenated*; that happens inside the row-parallel product, whose partial
+# products are summed.
+
+# %%
+torch.manual_seed(1)
+block = Block(config).to(device, torch.float64)
+logs, block_error = {}, {}
+for name, options in {"tensor": {}, "sequence": {"sequence_parallel": True}}.items():
+    parallel = ParallelBlock(block, TensorParallel(**options))
+    here = tokens_BTD if name == "tensor" else tokens_BTD.chunk(world_size, 1)[rank]
+    here = here.clone().requires_grad_()
+    with CollectiveLog() as forward_log:
+        out = parallel(here)
+    with CollectiveLog() as backward_log:
+        out.sum().backward()
+    logs[name] = (forward_log.counts(), backward_log.counts())
+    expected = block(tokens_BTD)
+    expected = expected if name == "tensor" else expected.chunk(world_size, 1)[rank]
+    block_error[name] = (out - expected).abs().max().item()
+print(logs)
+
+# %%
+# %%rank 0
+display(
+    claim("heads per rank: 8 on 2 ranks", config.num_heads // 2, 4),
+    claim("tensor-parallel block: collectives forward", logs["tensor"][0].get("all_reduce", 0), 2,
+          status="corrected", said=4, source="a common listing: a gather after each column split",
+          why="column then row needs no gather: one all-reduce after attention, one after the MLP"),
+    claim("... and backward", logs["tensor"][1].get("all_reduce", 0), 2, source=MEGATRON),
+    claim("what that listing sends / what Megatron sends, in units of (t-1)/t b s h",
+          (3 * gpt.width + gpt.mlp_width + 2 * 2 * gpt.width) / (2 * 2 * gpt.width), 2.75,
+          rtol=1e-9, status="corrected", said=1.0,
+          source="the same listing",
+          why="gathering 3h and 4h and reducing h twice: 3 + 4 + 2 + 2 against 2 + 2"),
+    claim("the split block against the whole one, largest difference", block_error["tensor"],
+          ("<", 1e-12)),
+)  # fmt: skip
+
+# %% [markdown]
+# ### The same by torch: DTensor
+#
+# `parallelize_module` takes a plan (which layer is `ColwiseParallel`, which `RowwiseParallel`) and
+# inserts f and g. It has a trap. Query, key and value are *three* column-parallel layers with the
+# same input, and each of them reduces the gradient of that input: three all-reduces where one will
+# do. `PrepareModuleInput` on the attention makes its input one DTensor, and the three gradients are
+# added before they are sent. Count it:
+
+# %%
+from minidist.parallel.tensor.native import loss_parallel, parallelize_gpt_native
+
+mesh = dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("tp",))
+native_counts = {}
+for one_input in (True, False):
+    torch.manual_seed(0)
+    native = parallelize_gpt_native(GPT(config).to(device), mesh, one_input=one_input)
+    tokens, answers = (t.to(device) for t in make_tokens(2, 64, 64, seed=0))
+    with loss_parallel():
+        native_loss = lm_loss(native(tokens), answers)
+        with CollectiveLog() as log:
+            native_loss.backward()
+    native_counts[one_input] = log.counts().get("all_reduce", 0)
+
+# %%
+# %%rank 0
+display(
+    claim("torch's plan with three separate inputs: further all-reduces per block backward",
+          (native_counts[False] - native_counts[True]) / config.num_layers, 2.0, rtol=1e-9),
+)  # fmt: skip
+
+# %% [markdown]
+# ### A whole GPT
+#
+# `parallelize_gpt` splits embeddings and output layer, too, along the vocabulary. The loss is then
+# computed without ever gathering the logits: each rank finds the maximum and the sum of
+# exponentials of its own part, and three numbers per token are reduced instead of V.
+
+# %%
+NUM_STEPS = 5 if quick else 50
+torch.manual_seed(0)
+reference = GPT(config).to(device, torch.float64)
+split = parallelize_gpt(reference)
+split_sp = parallelize_gpt(reference, sequence_parallel=True)
+curves = {}
+for name, model in (("one rank", reference), ("tensor", split), ("sequence", split_sp)):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    curves[name] = []
+    for step in range(NUM_STEPS):
+        tokens, answers = (t.to(device) for t in make_tokens(4, 64, 64, seed=step))  # on all ranks
+        optimizer.zero_grad()
+        loss = (
+            lm_loss(model(tokens), answers) if name == "one rank" else model.loss(tokens, answers)
+        )
+        loss.backward()
+        optimizer.step()
+        curves[name].append(loss.item())
+held = sum(p.numel() for p in split.parameters()) / sum(p.numel() for p in reference.parameters())
+logits_part = torch.randn(4, 64, 64 // world_size, device=device)
+with CollectiveLog() as vocabulary_log:
+    vocab_parallel_cross_entropy(logits_part, answers)
+loss_bytes = vocabulary_log.num_bytes()
+
+# %%
+# %%rank 0
+display(
+    claim("losses of the split GPT against one rank", curves["tensor"], curves["one rank"],
+          rtol=1e-9),
+    claim("the same with sequence parallelism", curves["sequence"], curves["one rank"], rtol=1e-9),
+    claim("share of the parameters that a rank of 4 holds", held, (">", 0.25)),
+    claim("... and at most (norms, biases and positions are whole)", held, ("<", 0.32)),
+    claim("bytes reduced for the loss / bytes of the logits, vocabulary of 64",
+          loss_bytes / (4 * 64 * 64 * 4), ("<", 0.08)),
+)  # fmt: skip
+
+# %% [markdown]
+# The batch is the **same** on all tensor-parallel ranks. Feed each rank its own data, as data
+# parallelism does, and the partial products of different sentences are added up. `ParallelGPT`
+# compares the tokens in its first call for that reason.
+#
+# ## 5 · What it costs
+#
+# A block of b sequences of s tokens and width h has messages of N = 2 b s h bytes (bf16). It
+# all-reduces four of them, two forward and two backward. A ring sends 2(t−1)/t · N for each:
+#
+# $$ 8 \cdot \frac{t-1}{t} \cdot 2\,b\,s\,h \ \text{bytes per block, micro-batch and rank.} $$
+#
+# Two things make that harder to hide than a gradient all-reduce. It is on the **critical path**:
+# the next layer cannot begin before g has ended. And it comes once per layer and micro-batch, not
+# once per step.
+
+# %%
+# %%rank 0
+from minidist.parallel.tensor import block_traffic, wire_bytes
+
+h, s = 12288, 2048
+traffic = block_traffic(batch=1, num_tokens=s, width=h, itemsize=2)
+per_block = wire_bytes(traffic, 8)
+gradients = 2 * (8 - 1) / 8 * 2 * cost.GPT3_175B.block_weights  # bytes, if 8 replicas had it
+compute, communication = layer_ms(cost.GPT3_175B, 8, nvlink)
+_, slow = layer_ms(cost.GPT3_175B, 8, infiniband)
+display(
+    claim("bytes that a rank of 8 sends per block of GPT-3 and sequence, in MB", per_block / 1e6,
+          8 * 7 / 8 * 2 * s * h / 1e6, rtol=1e-9),
+    claim("sequences after which tensor parallelism has sent as much as a gradient all-reduce",
+          gradients / per_block, 3 * h / s, rtol=1e-3),
+    claim("communication / compute of a block on 8 GPUs, NVLink", communication / compute,
+          ("<", 0.5)),
+    claim("communication / compute of a block on 8 GPUs, InfiniBand", slow / compute, (">", 0.9)),
+    claim("GPT of 8.3 billion parameters: efficiency of 8-way tensor parallelism, %", 77,
+          status="cited", source=f"{MEGATRON}, table 1 (weak scaling from 1 to 8 V100)"),
+)  # fmt: skip
+
+# %% [markdown]
+# Compute per message grows with the width: a block does about 24 b s h² FLOPs for messages of
+# 2 b s h bytes. So wide models split better. Move width, ranks and link below. At which width would
+# tensor parallelism over InfiniBand become bearable?
+
+# %%
+# %%rank 0
+LINKS = {"NVLink 3 (A100)": nvlink, "NVLink 4 (H100)": cost.NVLINK4,
+         "InfiniBand HDR": infiniband, "Ethernet 100": cost.ETHERNET_100}  # fmt: skip
+
+
+def split_explorer(width: int = 4096, tokens: int = 4096, link: str = "NVLink 3 (A100)"):
+    """Time of one block for 1 to 16 tensor-parallel ranks, compute and communication."""
+    heads = max(1, width // 128)
+    model = cost.Transformer(
+        vocab_size=1, context=tokens, width=width, num_layers=1, num_heads=heads
+    )
+    bars = {}
+    for tp in (1, 2, 4, 8, 16):
+        compute, communication = layer_ms(model, tp, LINKS[link], tokens=tokens)
+        bars[f"tp {tp}"] = {"compute": compute, "communication": communication}
+    return plot_stacked(bars, xlabel="ms per block and sequence, A100", form="{:.2f}",
+                        title=f"width {width:,}, {tokens:,} tokens, {link}")  # fmt: skip
+
+
+explore(
+    split_explorer, width=[1024, 2048, 4096, 8192, 12288, 20480],
+    tokens=[1024, 2048, 4096, 8192, 32768], link=list(LINKS),
+    labels={"width": "width h", "tokens": "tokens s", "link": "link"},
+    alt="Bars: compute and communication of a block for 1 to 16 tensor-parallel ranks",
+)  # fmt: skip
+
+# %% [markdown]
+# ## 6 · Sequence parallelism
+#
+# Tensor parallelism leaves something whole on every rank: the norms, dropouts and residual
+# additions between the split layers. All ranks compute the same there, and keep the same
+# activations. These operations work on each token alone. So give each rank s/t tokens there.
+#
+# To get from tokens to features one needs all tokens: an **all-gather** in front of a
+# column-parallel layer. To get back, sum and keep the own tokens: a **reduce-scatter** behind a
+# row-parallel layer. Together they are the all-reduce that was there before, cut in two. So it
+# costs the same bytes, and the activations between are divided by t.
+
+# %%
+# %%rank 0
+counts = logs["sequence"]
+small = {"batch": 1, "num_tokens": 2048, "width": 1024, "itemsize": 2}
+sequence_traffic = block_traffic(**small, sequence_parallel=True)
+display(
+    claim("sequence-parallel block forward: all-gathers and reduce-scatters",
+          [counts[0].get("all_gather", 0), counts[0].get("reduce_scatter", 0)], [2, 2],
+          source=KORTHIKANTI),
+    claim("... backward: all-gathers, reduce-scatters, small all-reduces",
+          [counts[1].get(k, 0) for k in ("all_gather", "reduce_scatter", "all_reduce")], [2, 2, 6]),
+    claim("bytes on the wire, with / without sequence parallelism (the small ones left out)",
+          wire_bytes(sequence_traffic[:-1], 4) / wire_bytes(block_traffic(**small), 4), 1.0,
+          rtol=1e-9),
+    claim("the small ones' share of the bytes",
+          wire_bytes(sequence_traffic[-1:], 4) / wire_bytes(sequence_traffic, 4), ("<", 0.01)),
+    claim("the block against the whole one", block_error["sequence"], ("<", 1e-12)),
+)  # fmt: skip
+
+# %% [markdown]
+# The six small all-reduces are gradients of what is replicated but has seen only a part of the
+# tokens: two norms (weight and bias) and two row-parallel biases. Forget them, and the norms of the
+# ranks drift apart: the classic mistake here. Watch it. We train the split GPT once as it is, and
+# once with those reductions taken out.
+
+# %%
+from minidist.parallel.tensor import gather_from
+from minidist.parallel.tensor import layers as tensor_layers
+
+careful = tensor_layers.replicated
+drifts = {}
+for name in ("reduced", "forgotten"):
+    model = parallelize_gpt(reference, sequence_parallel=True)
+    tensor_layers.replicated = careful if name == "reduced" else (lambda parameter, tp: parameter)
+    try:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for step in range(3):
+            tokens, answers = (t.to(device) for t in make_tokens(4, 64, 64, seed=step))
+            optimizer.zero_grad()
+            model.loss(tokens, answers).backward()
+            optimizer.step()
+    finally:
+        tensor_layers.replicated = careful
+    norm = model.blocks[0].norm1.weight.detach()
+    together = gather_from(norm.unsqueeze(0), 0)
+    drifts[name] = (together - together[0]).abs().max().item()
+
+# %%
+# %%rank 0
+display(
+    claim("a norm's weight after 3 steps, largest difference between ranks", drifts["reduced"],
+          ("<", 1e-12)),
+    claim("the same when its gradient is not summed over the ranks", drifts["forgotten"],
+          (">", 1e-4)),
+)  # fmt: skip
+
+# %% [markdown]
+# What is saved? Bytes of activations per block with 16-bit numbers, t tensor ranks, a heads
+# (arXiv 2205.05198, table 2):
+#
+# | | bytes / (s b h) |
+# |---|---|
+# | no parallelism | 34 + 5 a s/h |
+# | tensor | 10 + 24/t + 5 a s/(h t) |
+# | tensor + sequence | 34/t + 5 a s/(h t) |
+# | + selective recomputation | 34/t |
+# | full recomputation | 2 |
+#
+# The 10 is what sequence parallelism divides. It looks small; with t = 8 it is most of what is left
+# once the scores are recomputed.
+
+# %%
+# %%rank 0
+model_22b = cost.Transformer(
+    vocab_size=51200, context=2048, width=6144, num_layers=48, num_heads=64
+)
+WAYS = {
+    "tensor": {},
+    "tensor + sequence": {"sequence_parallel": True},
+    "tensor, selective": {"recompute": "selective"},
+    "tensor + sequence, selective": {"sequence_parallel": True, "recompute": "selective"},
+    "full recomputation": {"recompute": "full"},
+}
+
+
+def share_of_tensor(model) -> dict:
+    """Activations per block as a share of what plain tensor parallelism keeps, 8 ranks, %."""
+    need = {
+        name: cost.activation_bytes_per_layer(model=model, micro_batch=1, tp=8, **options)
+        for name, options in WAYS.items()
+    }
+    return {name: 100 * each / need["tensor"] for name, each in need.items()}
+
+
+shares = share_of_tensor(model_22b)
+plot_bars(shares, xlabel="% of plain tensor parallelism", form="{:.0f}",
+          title="Activations of a 22B model, 8 tensor ranks")  # fmt: skip
+
+# %%
+# %%rank 0
+one = {"model": model_22b, "micro_batch": 1}
+whole_bytes = cost.activation_bytes_per_layer(**one)
+display(
+    claim("22B, % of tensor parallelism: sequence, selective, both, full",
+          list(shares.values())[1:], [66.84, 49.42, 16.18, 7.64], rtol=0.01,
+          source=f"{KORTHIKANTI}, figure 7"),
+    claim("tensor + sequence divides activations by the number of ranks",
+          whole_bytes / cost.activation_bytes_per_layer(**one, tp=8, sequence_parallel=True), 8.0,
+          rtol=1e-9),
+    claim("tensor parallelism alone divides them by less", whole_bytes
+          / cost.activation_bytes_per_layer(**one, tp=8), ("<", 5.5)),
+    claim("sequence parallelism, time of one layer of 22B, % faster", 3, status="cited",
+          source=f"{KORTHIKANTI}, table 4: 19.6 ms to 19.0 ms"),
+)  # fmt: skip
+
+# %% [markdown]
+# ## 7 · Context parallelism: ring attention
+#
+# Now the sequence itself is too long: 128 thousand tokens or a million. Every rank gets s/n tokens,
+# everywhere in the model. All layers but one do not care. Attention does: a query has to see keys
+# and values of all tokens before it.
+#
+# **Ring attention** keeps queries where they are and passes keys and values around a ring. At
+# each of n steps a rank attends to the block of keys that it holds now, while the next block is
+# already on its way. Softmax can be computed block by block if one keeps, per query, the largest
+# score m and the sum l of exponentials so far, and rescales when a larger score comes: the trick
+# of FlashAttention. In ten lines, for one head:
+
+
+# %%
+def attend_in_blocks(query, blocks):
+    """Softmax attention over blocks of (key, value), one after the other."""
+    scale = query.shape[-1] ** -0.5
+    largest = torch.full_like(query[..., :1], float("-inf"))
+    total, out = torch.zeros_like(largest), torch.zeros_like(query)
+    for key, value in blocks:
+        scores = query @ key.mT * scale
+        higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        old, new = torch.exp(largest - higher), torch.exp(scores - higher)
+        total = total * old + new.sum(-1, keepdim=True)
+        out = out * old + new @ value
+        largest = higher
+    return out / total
+
+
+torch.manual_seed(2)
+q, k, v = (torch.randn(1, 8, 64, 16, dtype=torch.float64, device=device) for _ in range(3))
+in_blocks = attend_in_blocks(q, zip(k.chunk(4, 2), v.chunk(4, 2), strict=True))
+online_error = (in_blocks - F.scaled_dot_product_attention(q, k, v)).abs().max().item()
+
+# %% [markdown]
+# ### Causal masks and the zig-zag order
+#
+# A token attends to earlier ones only. If rank 0 holds the first tokens and rank 3 the last, rank 3
+# has seven times the work of rank 0, and everybody waits for it. The cure: cut the sequence into 2n
+# chunks and give rank r the chunks r and 2n − 1 − r, an early one and a late one.
+
+# %%
+# %%rank 0
+from minidist.parallel.context import causal_work, positions
+
+
+def draw_work(ax, layout: str, n: int, step: int | None = None) -> None:
+    """The causal mask; colours: the rank whose queries they are. Dark: computed at a ring step."""
+    num = 8 * n
+    owner = np.empty(num, dtype=int)
+    for r in range(n):
+        owner[positions(num, r, n, layout).numpy()] = r
+    for i in range(num):
+        for j in range(i + 1):
+            now = step is None or owner[j] == (owner[i] - step) % n
+            ax.add_patch(plt_rectangle((j, i), PALETTE[owner[i] % 5], 1.0 if now else 0.18))
+    ax.set(xlim=(0, num), ylim=(num, 0), aspect="equal", xlabel="key", ylabel="query",
+           title=layout)  # fmt: skip
+
+
+def plt_rectangle(at, colour: str, alpha: float):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(at, 1, 1, facecolor=colour, alpha=alpha, linewidth=0)
+
+
+figure, _ = new_figure(8.5, 3.8)
+figure.clear()
+with style():
+    for ax, layout in zip(figure.subplots(1, 2), ("contiguous", "zigzag"), strict=True):
+        draw_work(ax, layout, 4)
+        work = causal_work(4, layout)
+        used = 100 * sum(work) / 4 / max(work)
+        ax.set_title(f"{layout}: {used:.0f} % used", loc="left")
+figure
+
+# %% [markdown]
+# Each colour is the work of one rank. Left, its area grows from rank to rank; right, all four areas
+# are equal. Now step through the ring: dark are the pairs that are computed in this step. At step 0
+# each rank has its own keys, at step i those of the rank i places before it.
+
+
+# %%
+# %%rank 0
+def ring_stepper(step: int = 0, ranks: int = 4, layout: str = "zigzag"):
+    """Which pairs of query and key each rank computes at one step of the ring."""
+    figure, _ = new_figure(8.5, 3.8)
+    figure.clear()
+    with style():
+        left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
+        step = min(step, ranks - 1)
+        draw_work(left, layout, ranks, step)
+        num = 8 * ranks
+        owner = {int(t): r for r in range(ranks) for t in positions(num, r, ranks, layout)}
+        work = [
+            sum(
+                owner[j] == (r - step) % ranks for i in owner if owner[i] == r for j in range(i + 1)
+            )
+            for r in range(ranks)
+        ]
+        right.barh(range(ranks), work, color=[PALETTE[r % 5] for r in range(ranks)], height=0.7)
+        right.set(yticks=range(ranks), xlabel="pairs of this step", ylabel="rank", xlim=(0, 70),
+                  title=f"step {step}: keys of rank r − {step}")  # fmt: skip
+        right.invert_yaxis()
+    return figure
+
+
+explore(
+    ring_stepper, step=(0, 7), ranks=[2, 4, 8], layout=["zigzag", "contiguous"],
+    labels={"step": "step of the ring", "ranks": "ranks n", "layout": "order of tokens"},
+    alt="The causal mask with the pairs of one ring step, and the work of each rank in it",
+)  # fmt: skip
+
+# %% [markdown]
+# In the contiguous order some ranks have nothing to do in a step (all keys lie in the future), and
+# others a whole square. In the zig-zag order every rank has the same work in **every step**, which
+# matters, because in each step everybody waits for the slowest.
+#
+# Now on the four ranks: ring attention, and **Ulysses**, which exchanges tokens for heads instead.
+# An all-to-all gives each rank all tokens of h/n heads, ordinary attention follows, and another
+# all-to-all goes back.
+
+# %%
+from minidist.parallel.context import (
+    context_parallel_gpt,
+    ring_attention,
+    shard_sequence,
+    sum_gradients,
+    ulysses_attention,
+)
+
+attention_error = {}
+for name, method in (("ring", ring_attention), ("ulysses", ulysses_attention)):
+    for layout in ("zigzag", "contiguous"):
+        whole = [t.clone().requires_grad_() for t in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+        (expected * q).sum().backward()
+        mine = [shard_sequence(t, 2, layout=layout).clone().requires_grad_() for t in (q, k, v)]
+        out = method(*mine, layout=layout)
+        (out * shard_sequence(q, 2, layout=layout)).sum().backward()
+        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, whole, strict=True))]
+        attention_error[name, layout] = max(
+            (a - shard_sequence(b, 2, layout=layout)).abs().max().item() for a, b in pairs
+        )
+try:
+    ulysses_attention(*[torch.zeros(1, 6, 16, 8, device=device)] * 3)
+    six_heads = "runs"
+except ValueError as error:
+    six_heads = str(error)
+
+# %%
+# %%rank 0
+contiguous = causal_work(4, "contiguous")
+display(
+    claim("attention block by block against the whole: largest difference", online_error,
+          ("<", 1e-12)),
+    claim("ring and Ulysses, both orders: outputs and gradients against one rank",
+          list(attention_error.values()), ("<", 1e-10), source="arXiv 2310.01889, 2309.14509"),
+    claim("share of the time that 4 ranks work in the contiguous order",
+          sum(contiguous) / 4 / max(contiguous), 2.5 / 4, rtol=1e-9),
+    claim("in the zig-zag order: least work of a rank / most",
+          min(causal_work(4, "zigzag")) / max(causal_work(4, "zigzag")), 1.0, rtol=1e-9),
+    claim("6 heads on 4 ranks with Ulysses", six_heads,
+          lambda got: "6 heads cannot be split over 4 ranks" in got),
+)  # fmt: skip
+
+# %% [markdown]
+# ### What a context-parallel GPT has to get right
+#
+# Three things besides attention. **Positions**: rank r's tokens do not begin at position 0. **The
+# loss** is the mean over the tokens of all ranks. **Gradients are summed**, not averaged, over the
+# ranks: each has seen some tokens of the same sequence. Here is the model trained right, and its
+# first logits with positions that count from 0 on each rank.
+
+# %%
+torch.manual_seed(0)
+alone, shared = (GPT(config).to(device, torch.float64) for _ in range(2))
+shared.load_state_dict(alone.state_dict())
+over_ranks = context_parallel_gpt(shared)
+optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (alone, shared)]
+for step in range(NUM_STEPS):
+    tokens, answers = (t.to(device) for t in make_tokens(2, 64, 64, seed=step))
+    here, goal = shard_sequence(tokens), shard_sequence(answers)
+    if step == 0:
+        naive = shared.head(shared.norm(over_ranks.embed(here)))
+        shifted = shared.head(shared.norm(shared.embed(here)))  # counts from 0 on every rank
+        position_error = (naive - shifted).abs().max().item()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    lm_loss(alone(tokens), answers).backward()
+    over_ranks.loss(here, goal).backward()
+    sum_gradients(over_ranks)
+    for optimizer in optimizers:
+        optimizer.step()
+cp_drift = max(
+    (a - b).abs().max().item() for a, b in zip(alone.parameters(), shared.parameters(), strict=True)
+)
+
+# %% [markdown]
+# ### Ring or Ulysses?
+#
+# Count the bytes. The emulated cluster's broker sees every message of one attention layer.
+
+
+# %%
+# %%rank 0
+def attention_once(method: str) -> None:
+    from minidist.parallel import context
+
+    torch.manual_seed(0)
+    mine = [context.shard_sequence(torch.randn(1, 8, 64, 16), 2).requires_grad_() for _ in range(3)]
+    getattr(context, f"{method}_attention")(*mine).sum().backward()
+
+
+from minidist import emulate
+from minidist.emulate.teach import run_traced
+from minidist.parallel.context import ring_bytes, ulysses_bytes
+
+shape = {"batch": 1, "num_heads": 8, "num_tokens": 64, "head_width": 16, "itemsize": 4}
+counted, on_paper = {}, {}
+for method, paper in (("ring", ring_bytes), ("ulysses", ulysses_bytes)):
+    _, trace = run_traced(attention_once, world_size, method)
+    timeline = emulate.simulate(trace, emulate.clusters.dgx_h100())
+    counted[method] = timeline.bytes_per_link["device 0"]
+    on_paper[method] = sum(paper(**shape, num_ranks=world_size))
+ns = [2, 4, 8, 16, 32]
+long = {"batch": 1, "num_heads": 32, "num_tokens": 131072, "head_width": 128, "itemsize": 2}
+plot_lines(
+    ns,
+    {"ring": [sum(ring_bytes(**long, num_ranks=n)) / 1e9 for n in ns],
+     "Ulysses": [sum(ulysses_bytes(**long, num_ranks=n)) / 1e9 for n in ns]},
+    logx=True, logy=True, ticks=ns, xlabel="ranks n", ylabel="GB per rank and layer",
+    title="131,072 tokens, 32 heads of 128: bytes sent",
+)  # fmt: skip
+
+# %%
+# %%rank 0
+hide_tokens = cost.A100.peak() / nvlink.bandwidth_bytes_per_s
+display(
+    claim("context-parallel GPT, parameters after training against one rank", cp_drift,
+          ("<", 1e-9)),
+    claim("positions that count from 0 on each rank change the logits by", position_error,
+          (">", 1e-3)),
+    claim("bytes of ring attention, counted / on paper", counted["ring"] / on_paper["ring"], 1.0,
+          rtol=1e-9),
+    claim("bytes of Ulysses, counted / on paper", counted["ulysses"] / on_paper["ulysses"], 1.0,
+          rtol=1e-9),
+    claim("bytes, ring / Ulysses, on 32 ranks", sum(ring_bytes(**long, num_ranks=32))
+          / sum(ulysses_bytes(**long, num_ranks=32)), (">", 10.0)),
+    claim("tokens per rank from which a ring over NVLink hides behind attention, A100, at peak",
+          hide_tokens, 1040, rtol=0.01, source="Liu et al., arXiv 2310.01889: c >= F/B"),
+)  # fmt: skip
+
+# %% [markdown]
+# Ulysses sends less, and less with every rank. But its all-to-alls stand in the way of attention,
+# and the heads must divide (with grouped queries, the few key-value heads). The ring sends more
+# and hides it: while a block of c × c scores is computed (4 c² d FLOPs), the next keys and values
+# (4 c d bytes) arrive. That works from c = F/B tokens per rank on.
+#
+# Which axis goes where? The messages of tensor parallelism are on the critical path in every layer:
+# **innermost**, on NVLink. A ring that hides may cross nodes. Data parallelism sends once per step:
+# outermost. Lecture 9 puts them together.
+#
+# ## Summary
+#
+# - Column-parallel: all of x, some output features. Row-parallel: some input features, a partial
+#   sum. Column then row needs nothing in between.
+# - f: identity, then all-reduce backward. g: all-reduce, then identity backward. `dist.all_gather`
+#   and `dist.all_reduce` alone cut or multiply gradients.
+# - A row-parallel bias is replicated and added once, after the sum.
+# - A block sends four all-reduces of 2 b s h bytes per micro-batch, on the critical path.
+# - Sequence parallelism splits each all-reduce into reduce-scatter and all-gather: the same bytes,
+#   and activations divided by t. Replicated parameters' gradients must be summed.
+# - Context parallelism: zig-zag order, positions, sum of gradients. A ring sends more and hides it;
+#   Ulysses sends less and needs heads that divide.
+#
+# ## Questions
+#
+# 1. An MLP with SwiGLU has two "up" matrices and one "down". How do you split it?
+#
+# <details><summary>Answer</summary>
+#
+# Both up matrices by columns, the same columns on the same rank, so that the element-wise product
+# is local; down by rows. Still one all-reduce each way. Both column-parallel layers share one f.
+#
+# </details>
+#
+# 2. Two layers in a row, both column-parallel: what does it cost?
+#
+# <details><summary>Answer</summary>
+#
+# The second needs all features, so the output of the first is gathered (all-gather forward,
+# reduce-scatter backward). Column then row avoids it.
+#
+# </details>
+#
+# 3. Under tensor parallelism without sequence parallelism, do gradients of layer norms have to be
+#    reduced over the tensor ranks?
+#
+# <details><summary>Answer</summary>
+#
+# No. All ranks have the same activations there, and f has made the incoming gradient whole. Each
+# computes the same gradient. (Summing them would multiply by t.)
+#
+# </details>
+#
+# 4. Dropout: which ranks need the same mask?
+#
+# <details><summary>Answer</summary>
+#
+# Where activations are replicated (after g, without sequence parallelism) all ranks must draw the
+# same mask. Where they are split (inside attention, in sequence-parallel regions) masks must
+# differ. Hence two random streams: `RngTracker` in `lib/minidist/parallel/tensor/config.py`.
+#
+# </details>
+#
+# 5. Your model has 8 key-value heads and 64 query heads. How many ranks for Ulysses, for tensor
+#    parallelism, for a ring?
+#
+# <details><summary>Answer</summary>
+#
+# Ulysses and tensor parallelism: up to 8 without copying key-value heads; more if each is kept by
+# several ranks. A ring: any number that divides the tokens into 2n chunks.
+#
+# </details>
+#
+# ## Try it
+#
+# - Take `f` out in section 2 and train a two-layer MLP. Does the loss fall? Do the ranks agree?
+# - In the ring stepper choose the contiguous order and eight ranks. Who waits in step 3?
+# - Find the width at which NVLink 4 hides less than half of the communication at tp 8.
+#
+# Then do it yourself: the bonus notebook `bonus_tensor_parallel` asks for f, g, both layers and the
+# vocabulary-parallel loss, and `lab3_fsdp` combines with what you learn in lecture 9.
+#
+# ## What to read
+#
+# - *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*, arXiv
+#   1909.08053
+# - *Reducing Activation Recomputation in Large Transformer Models* (sequence parallelism), arXiv
+#   2205.05198
+# - *Ring Attention with Blockwise Transformers for Near-Infinite Context*, arXiv 2310.01889
+# - *Striped Attention: Faster Ring Attention for Causal Transformers*, arXiv 2311.09431
+# - *DeepSpeed Ulysses*, arXiv 2309.14509
+# - *The Llama 3 Herd of Models*, section 3.3 (context parallelism by all-gather), arXiv 2407.21783
+# - *GSPMD: General and Scalable Parallelization for ML Computation Graphs*, arXiv 2105.04663
+# - In `lib/minidist/parallel/tensor/`: `mappings.py`, `layers.py`, `vocab.py`

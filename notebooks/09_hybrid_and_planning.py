@@ -1,0 +1,730 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: torchrun × 4
+#     language: python
+#     name: torchrun-4
+# ---
+
+# %% [markdown]
+# # 9 · Hybrid parallelism and planning
+#
+# You know five ways to use many GPUs. Large models use them **together**, and then somebody has to
+# decide: how many GPUs for each? Rules of thumb ("above 10 billion parameters use …") decide badly.
+# Arithmetic decides well, and it takes milliseconds.
+#
+# After this lecture you can
+#
+# - map ranks to a mesh of data, pipeline, context and tensor parallelism, and say which group talks
+#   over which wire;
+# - tell from three multiplications whether a published layout fits;
+# - plan a job for any number of GPUs, and say *why* one plan beats another;
+# - read the recipes of Megatron-LM and DeepSpeed, and check that their numbers fit together;
+# - recompute published training runs, and tell MFU from HFU;
+# - trace one step of a job of 1,024 ranks on your laptop.
+#
+# It takes about 70 minutes. **The kernel is *torchrun × 4***; a cell that begins with `%%rank 0`
+# computes, draws and checks on one rank.
+
+# %% tags=["parameters"]
+quick = True  # False: 48 layers (39 billion parameters) in section 7 instead of 4
+
+# %%
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from minidist.collectives import CollectiveLog
+from minidist.data import make_tokens
+from minidist.device import choose_backend, choose_device
+from minidist.mesh import MeshShape, make_mesh
+from minidist.train import TrainConfig, build_trainer
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+device = choose_device()  # a GPU of its own where there are enough, else the CPU
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+torch.set_num_threads(1)
+if not dist.is_initialized():
+    dist.init_process_group(choose_backend(), timeout=timedelta(seconds=60))
+
+# %%
+# %%rank 0
+# %matplotlib inline
+import numpy as np
+from IPython.display import display
+
+from minidist import cost
+from minidist.claims import claim
+from minidist.cost import DGX_A100, GB, GPT3_175B, ParallelismConfig
+from minidist.plots import PALETTE, new_figure, plot_bars, plot_lines, plot_stacked, style
+from minidist.widgets import explore
+
+MEGATRON = "Narayanan et al., arXiv 2104.04473"
+RULE = "a common listing that recommends a layout by model size"
+
+# %% [markdown]
+# The lecture in one picture: GPT-3 (175B) on 1,024 A100, one step of 1,536 sequences, under six
+# layouts. All six use every GPU. The first part of each bar is the computing that a rank has to do,
+# at its usual efficiency; the rest is waiting of one kind or another. One of the six does not fit
+# the memory.
+
+
+# %%
+# %%rank 0
+def predict(dp: int, pp: int, tp: int, zero: int = 1, **more):
+    """Predicted step of GPT-3, and GB per GPU, with the recomputation that such runs use."""
+    p = ParallelismConfig(dp=dp, pp=pp, tp=tp, zero_stage=zero, sequence_parallel=tp > 1)
+    args = {"model": GPT3_175B, "parallelism": p, "recompute": "full"}
+    step = cost.predict_step(**args, node=DGX_A100, global_batch=1536, **more)
+    return step, cost.memory_per_gpu(**args).total / GB
+
+
+LAYOUTS = {"dp 512, tp 2, ZeRO-3": (512, 1, 2, 3), "dp 128, tp 8": (128, 1, 8),
+           "dp 16, pp 8, tp 8": (16, 8, 8), "dp 4, pp 32, tp 8": (4, 32, 8),
+           "dp 32, pp 16, tp 2": (32, 16, 2), "dp 32, pp 32": (32, 32, 1)}  # fmt: skip
+bars = {}
+for name, layout in LAYOUTS.items():
+    step, gigabytes = predict(*layout)
+    waits = {"tensor": step.tensor_s, "pipeline": step.pipeline_s, "bubble": step.bubble_s,
+             "data": step.data_s, "rest": step.host_s + step.optimizer_s}  # fmt: skip
+    name += "" if gigabytes < 80 else f" ({gigabytes:.0f} GB!)"
+    bars[name] = {"computing": step.compute_s, **waits}
+plot_stacked(bars, xlabel="seconds per step", title="GPT-3 on 1,024 A100", form="{:.1f}")
+
+# %% [markdown]
+# ## 1 · The mesh: who is rank 42?
+#
+# A mesh gives each rank a coordinate on each axis. We order the axes from the one that talks least
+# to the one that talks most: **dp, pp, cp, tp**. So tensor-parallel ranks are neighbours and share
+# a node, and data-parallel ranks are far apart.
+#
+# | axis | what is cut | what is sent | how often | wants |
+# |---|---|---|---|---|
+# | tp | every layer | activations, all-reduce | in every block | NVLink |
+# | cp | every sequence | keys and values, a ring | in every block | NVLink, or a good network |
+# | pp | the list of blocks | activations, one message | per micro-batch | any network |
+# | dp | the batch | gradients, all-reduce | once per step | any network, hidden behind backward |
+#
+# `MeshShape` is the arithmetic, without processes. Before you run it: in a mesh dp 2 × pp 4 × tp 8,
+# which ranks are in the tensor group of rank 42, and which in its data group?
+
+# %%
+# %%rank 0
+shape = MeshShape(dp=2, pp=4, tp=8)
+print(shape.coordinates(42))
+for axis in ("tp", "pp", "dp"):
+    print(axis, shape.ranks_along(axis, 42))
+
+# %% [markdown]
+# Build a mesh yourself. Each square is a GPU, each row a node of eight. Filled squares are the
+# groups of the chosen rank; a group that leaves its row uses the network.
+
+
+# %%
+# %%rank 0
+def mesh_builder(tp: int = 8, pp: int = 4, dp: int = 2, who: int = 42):
+    """The GPUs of a mesh in nodes of eight; the groups of one rank in colour."""
+    mesh = MeshShape(dp=dp, pp=pp, tp=tp)
+    n, who = mesh.world_size, who % mesh.world_size
+    rows = -(-n // 8)
+    figure, ax = new_figure(7.5, 0.9 + 0.3 * rows)
+    colour = {}
+    for axis, shade in (("dp", PALETTE[2]), ("pp", PALETTE[1]), ("tp", PALETTE[0])):
+        colour |= dict.fromkeys(mesh.ranks_along(axis, who), shade)
+    with style():
+        for r in range(n):
+            fill = "#000000" if r == who else colour.get(r, "#E4E4E4")
+            ax.barh(r // 8, 0.92, left=r % 8, height=0.84, color=fill)
+            dark = r == who or fill in (PALETTE[0], PALETTE[2])
+            ax.text(r % 8 + 0.46, r // 8, str(r), ha="center", va="center", fontsize=7,
+                    color="white" if dark else "black")  # fmt: skip
+        for name, shade in (("tp", PALETTE[0]), ("pp", PALETTE[1]), ("dp", PALETTE[2])):
+            ax.plot([], [], "s", color=shade, label=f"{name} group")
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        ax.set(ylim=(rows - 0.4, -0.6), xticks=[], ylabel="node", title=f"{mesh}: rank {who}")
+        ax.set_yticks(range(0, rows, max(1, rows // 8)))
+    return figure
+
+
+explore(
+    mesh_builder, tp=[1, 2, 4, 8, 16], pp=[1, 2, 4, 8], dp=[1, 2, 4, 8], who=(0, 127),
+    labels={"tp": "tensor", "pp": "pipeline", "dp": "data", "who": "rank"},
+    alt="GPUs in rows of eight; the tensor, pipeline and data groups of one rank are coloured",
+)  # fmt: skip
+
+# %%
+# %%rank 0
+big = MeshShape(dp=8, pp=8, tp=8)
+node_of = lambda r: r // 8  # noqa: E731
+replica = big.ranks_along(("pp", "tp"), 0)
+stage_nodes = {node_of(shape.rank_at(dp=d, pp=1, tp=t)) for d in range(2) for t in range(8)}
+display(
+    claim("a tensor group of dp 2 x pp 4 x tp 8 stays in one node, for every rank",
+          all(len({node_of(r) for r in shape.ranks_along("tp", who)}) == 1 for who in range(64)),
+          True),
+    claim("GPUs: 8 TP x 4 PP x 2 DP; 8 nodes of 8", [shape.world_size, 8 * 8], [64, 64]),
+    claim("nodes per stage there, one per replica", len(stage_nodes), 2),
+    claim("GPUs: 8 x 8 x 8, and 64 nodes of 8", [big.world_size, 64 * 8], [512, 512]),
+    claim("a replica of that is this many nodes", len({node_of(r) for r in replica}), 8),
+    claim("its last stage is on GPUs 56 to 63", list(big.ranks_along("tp", big.rank_at(pp=7))),
+          list(range(56, 64))),
+    claim("tensor 4 x pipeline 2", MeshShape(tp=4, pp=2).world_size, 8),
+    claim("data 32 x pipeline 16 x tensor 2", MeshShape(dp=32, pp=16, tp=2).world_size, 1024),
+)  # fmt: skip
+
+# %% [markdown]
+# Order matters. With tp as the *slowest* axis the same mesh has every tensor group spread over
+# eight nodes. Nothing complains, and each of four all-reduces per block goes over the network.
+
+# %%
+# %%rank 0
+inside = cost.all_reduce_seconds(num_bytes=2 * 2048 * 12288, num_ranks=8,
+                                 link=DGX_A100.link_for(num_ranks=8).attainable)  # fmt: skip
+outside = cost.all_reduce_seconds(num_bytes=2 * 2048 * 12288, num_ranks=8,
+                                  link=DGX_A100.link_for(num_ranks=8, stride=8).attainable,
+                                  )  # fmt: skip
+display(
+    claim("stride of tp, pp and dp in dp 2 x pp 4 x tp 8",
+          [ParallelismConfig(dp=2, pp=4, tp=8).stride(a) for a in ("tp", "pp", "dp")], [1, 8, 32]),
+    claim("a tensor all-reduce of GPT-3 with one rank per node, times slower than inside a node",
+          outside / inside, (">", 8.0)),
+)  # fmt: skip
+
+# %% [markdown]
+# ## 2 · Does it fit? Three multiplications
+#
+# Parameters on one GPU: P/(tp · pp). Times 16 bytes (lecture 5). That is all you need to judge many
+# a published layout. "175B on 64 GPUs: 8 TP × 4 PP × 2 DP" is a common one.
+
+
+# %%
+# %%rank 0
+def states_gb(dp: int, pp: int, tp: int, zero: int = 0, model=GPT3_175B) -> float:
+    plan = ParallelismConfig(dp=dp, pp=pp, tp=tp, zero_stage=zero)
+    return cost.memory_per_gpu(model=model, parallelism=plan).model_states / GB
+
+
+cases = {"64 GPUs: dp 2, pp 4, tp 8": (2, 4, 8), "1,024 GPUs: dp 32, pp 16, tp 2": (32, 16, 2),
+         "1,024 GPUs: dp 16, pp 8, tp 8": (16, 8, 8)}  # fmt: skip
+both = {
+    f"{name}{', ZeRO-1' * zero}": states_gb(*c, zero)
+    for name, c in cases.items()
+    for zero in (0, 1)
+}
+plot_bars(both, xlabel="GB of model states per GPU", limit=80, limit_label="80 GB", form="{:.0f}",
+          title="GPT-3, 175B")  # fmt: skip
+
+# %%
+# %%rank 0
+adam = cost.MIXED_ADAM.total
+display(
+    claim("GPT-3, counted from 96 layers of width 12,288: billion parameters",
+          GPT3_175B.num_parameters / 1e9, 175, rtol=0.005),
+    claim("175B on dp 2 x pp 4 x tp 8: GB of model states per GPU", states_gb(2, 4, 8), 88.1,
+          rtol=0.005, status="corrected", said=80.0, source="a lesson's layout for 80 GB GPUs",
+          why="175e9 / 32 x 16 bytes is above 80 GB before any activation"),
+    claim("... with ZeRO-1 over the two replicas", states_gb(2, 4, 8, 1), ("<", 60.0)),
+    claim("175B on dp 32 x pp 16 x tp 2: GB of model states per GPU", states_gb(32, 16, 2), 88.4,
+          rtol=0.05, status="corrected", said=80.0, source="a lecture's layout of 1,024 GPUs",
+          why="the replicas do not help without ZeRO; with ZeRO-1 over 32 it is about 24 GB"),
+    claim("100B over tp 8 x pp 8: GB per GPU", 100e9 / 64 * adam / GB, 25, rtol=1e-9),
+    claim("layers per stage: 64 on 8, 24 on 2, 96 on 16", [64 // 8, 24 // 2, 96 // 16], [8, 12, 6]),
+    claim("model states in GB of 1B, 10B, 100B parameters", [n * adam for n in (1, 10, 100)],
+          [16, 160, 1600], rtol=1e-9),
+    claim("largest model whose states fit one A100, billion parameters",
+          cost.A100.memory_bytes / adam / 1e9, 5, rtol=1e-9, status="corrected", said=10,
+          source="a table of strategies: 1B to 10B fits in a single GPU",
+          why="80 GB / 16 bytes; 10B needs 160 GB"),
+)  # fmt: skip
+
+# %% [markdown]
+# ## 3 · Strategies side by side, on real ranks
+#
+# The four ranks of this kernel train one GPT under eight layouts. The global batch is the same, so
+# the losses must be, too. A log counts what each layout sends. Before you run it: which one sends
+# least, which one calls most often?
+
+# %%
+WAYS = {
+    "dp 4": {"dp": 4},
+    "dp 4, ZeRO-3": {"dp": 4, "zero": 3},
+    "tp 4": {"tp": 4},
+    "tp 4, sequence": {"tp": 4, "sequence_parallel": True},
+    "pp 4": {"pp": 4},
+    "cp 4": {"cp": 4},
+    "dp 2 x tp 2": {"dp": 2, "tp": 2},
+    "dp 2 x pp 2": {"dp": 2, "pp": 2},
+}
+curves, sent = {}, {}
+for name, layout in WAYS.items():
+    config = TrainConfig(
+        **layout, width=64, num_layers=4, num_heads=4, context=32, global_batch=8, micro_batch=2,
+        precision="fp64", steps=2, warmup=0, quiet=True,
+    )  # fmt: skip
+    plan = config.check(world_size)
+    mesh = make_mesh(dp=plan.dp, pp=plan.pp, cp=plan.cp, tp=plan.tp)
+    trainer = build_trainer(config, plan, mesh, device)
+    curves[name] = []
+    for step in range(2):
+        tokens, answers = (t.to(device) for t in make_tokens(8, 32, 64, seed=step))
+        share = 8 // plan.dp
+        mine = slice(mesh.coordinate("dp") * share, (mesh.coordinate("dp") + 1) * share)
+        with CollectiveLog() as log:
+            loss = trainer.forward_backward(tokens[mine], answers[mine], scale=1.0)
+            trainer.prepare_gradients()
+            trainer.step()
+        curves[name].append(loss.item())
+    sent[name] = (log.num_bytes(), sum(log.counts().values()), log.counts())
+middle = [None] * world_size
+dist.all_gather_object(middle, sent)
+
+# %%
+# %%rank 0
+plot_bars({name: middle[1][name][0] / 1e6 for name in WAYS}, form="{:.2f}",
+          xlabel="MB that rank 1 handed to collectives in a step",
+          title="One step, one batch")  # fmt: skip
+
+# %%
+# %%rank 0
+plot_bars({name: middle[1][name][1] for name in WAYS}, form="{:.0f}",
+          xlabel="calls of rank 1 in a step (small ones for loss and clipping included)",
+          title="Data parallelism calls rarely, tensor parallelism all the time")  # fmt: skip
+
+# %%
+# %%rank 0
+calls = {name: middle[1][name][1] for name in WAYS}
+display(
+    claim("eight layouts, one training: losses of two steps against dp 4",
+          [value for name in WAYS for value in curves[name]], curves["dp 4"] * len(WAYS),
+          rtol=1e-9),
+    claim("calls per step, tensor parallel / data parallel", calls["tp 4"] / calls["dp 4"],
+          (">", 3.0)),
+    claim("bytes, pipeline / data parallel: activations of a small batch against gradients",
+          middle[1]["pp 4"][0] / middle[1]["dp 4"][0], ("<", 1.0)),
+)  # fmt: skip
+
+# %% [markdown]
+# The numbers of a tiny model do not rank strategies for a large one. They show the *kind* of
+# cost: dp sends gradients (grows with parameters, not with the batch), tp and pp send activations
+# (grow with the batch, and with the width only linearly).
+# `lib/minidist/parallel/hybrid/trainer.py` is the step of all eight; `lib/minidist/train/` is the
+# program around it.
+#
+# ## 4 · Choosing: let arithmetic do it
+#
+# A common listing chooses by model size alone: below 1B data parallelism, below 10B tensor
+# parallelism of 8, below 100B "full 3-D", and so on, with integer divisions. Here it is, rewritten
+# as data, so that we can see what it does to numbers of GPUs that are not powers of two.
+
+
+# %%
+# %%rank 0
+def rule_of_thumb(billions: float, gpus: int) -> tuple[int, int, int]:
+    """(tp, pp, dp) by the listing's rules."""
+    if billions <= 1:
+        return (8 if billions == 1 else 1, 1, gpus // 8 if billions == 1 else gpus)
+    if billions < 10:
+        tp = min(8, gpus)
+        return tp, 1, gpus // tp
+    if billions < 100:
+        pp = min(8, gpus // 8)
+        return 8, pp, gpus // (8 * pp)
+    return 8, gpus // 64, 8
+
+
+def used(billions: float, gpus: int):
+    try:
+        return int(np.prod(rule_of_thumb(billions, gpus)))
+    except ZeroDivisionError:
+        return "division by zero"
+
+
+for billions, gpus in ((1, 8), (5, 12), (13, 6), (13, 64), (13, 100), (175, 32), (175, 1024)):
+    print(f"{billions:>4} B on {gpus:>5} GPUs: the rule uses {used(billions, gpus)}")
+
+# %% [markdown]
+# `minidist.cost.recommend` does four things instead. It lists every dp × pp × cp × tp whose product
+# is the number of GPUs. It drops what does not divide, and what does not fit. It predicts the step
+# of the rest (`lib/minidist/cost/step.py`) and sorts. And it gives its reasons.
+
+# %%
+# %%rank 0
+plans = cost.recommend(model=cost.LLAMA2_70B, node=DGX_A100, num_gpus=256, global_batch=1024)
+print(plans[0])
+for reason in plans[0].reasons:
+    print("  -", reason)
+print(f"second: {plans[1]}")
+
+# %%
+# %%rank 0
+one_b = cost.megatron_gpt(width=2048, num_layers=18, num_heads=16)
+five_b = cost.megatron_gpt(width=4096, num_layers=24, num_heads=32)
+
+
+def best(model, gpus: int, batch: int):
+    plan = cost.recommend(model=model, node=DGX_A100, num_gpus=gpus, global_batch=batch)[0]
+    return plan.parallelism
+
+
+try:
+    best(GPT3_175B, 32, 128)
+    too_few = "a plan"
+except cost.NothingFitsError as error:
+    too_few = str(error)
+thirteen = cost.LLAMA2_13B
+display(
+    claim("1B on 8 GPUs: tensor-parallel ranks of the fastest plan", best(one_b, 8, 256).tp, 1,
+          status="corrected", said=8, source=RULE, why="16 GB of states fit one GPU: dp only"),
+    claim("13B on 100 GPUs: GPUs used", best(thirteen, 100, 400).world_size, 100,
+          status="corrected", said=used(13, 100), source=RULE, why="integer division loses 36"),
+    claim("13B on 6 GPUs: GPUs used", best(thirteen, 6, 48).world_size, 6, status="corrected",
+          said=used(13, 6), source=RULE, why="total // 8 is 0 below 8 GPUs"),
+    claim("5B on 12 GPUs: GPUs used", best(five_b, 12, 96).world_size, 12, status="corrected",
+          said=used(5, 12), source=RULE, why="tp 8, and 12 // 8 = 1: four are lost"),
+    claim("175B on 32 GPUs", too_few, lambda text: "nothing fits 32 GPUs" in text,
+          status="corrected", said=f"pipeline of {32 // 64} stages", source=RULE,
+          why="2.8 TB of states on 2.56 TB of memory: an error has to say so"),
+    claim("13B on 64, 70B on 256, 175B on 1,024 GPUs: the rule uses all",
+          [used(13, 64), used(70, 256), used(175, 1024)], [64, 256, 1024]),
+)  # fmt: skip
+
+# %% [markdown]
+# Two more rules fall when one computes. *"DDP up to 8 GPUs, FSDP up to 64, several nodes beyond"*
+# mixes things: memory decides about FSDP, and a node of 8 GPUs ends at 8. DDP runs on 256 GPUs
+# (arXiv 2006.15704). *"Tensor parallelism: 8 at most"* is the size of an NVLink domain of its time;
+# an NVL72 has 72.
+#
+# Now plan yourself. Watch when tensor parallelism comes in, and what a slow network does.
+
+# %%
+# %%rank 0
+MODELS = {"1B": one_b, "5B": five_b, "LLaMA-2 7B": cost.LLAMA2_7B, "LLaMA-2 13B": thirteen,
+          "LLaMA-2 70B": cost.LLAMA2_70B, "GPT-3 175B": GPT3_175B}  # fmt: skip
+NODES = {"DGX A100": DGX_A100, "DGX H100": cost.DGX_H100}
+
+
+def planner(model: str = "LLaMA-2 70B", gpus: int = 256, per_gpu: int = 4, node: str = "DGX A100"):
+    """The five fastest plans that fit, each with where its step goes."""
+    try:
+        plans = cost.recommend(model=MODELS[model], node=NODES[node], num_gpus=gpus,
+                               global_batch=per_gpu * gpus)  # fmt: skip
+    except cost.NothingFitsError as error:
+        figure, ax = new_figure(7.5, 1.6)
+        ax.axis("off")
+        ax.text(0, 0.5, "\n".join(str(error).split(";")), wrap=True, va="center")
+        return figure
+    bars = {}
+    for plan in plans:
+        p, s = plan.parallelism, plan.step
+        name = ", ".join(f"{a} {getattr(p, a)}" for a in ("dp", "pp", "tp") if getattr(p, a) > 1)
+        name = (name or "1 GPU") + f", ZeRO-{p.zero_stage}, b {plan.micro_batch}"
+        name += ", recompute" if plan.recompute != "none" else ""
+        bars[name] = {"computing": s.compute_s, "tensor": s.tensor_s, "data": s.data_s,
+                      "pipeline, bubble": s.pipeline_s + s.bubble_s,
+                      "rest": s.host_s + s.optimizer_s}  # fmt: skip
+    return plot_stacked(bars, xlabel="seconds per step", form="{:.2f}",
+                        title=f"{model} on {gpus} GPUs, best MFU {100 * plans[0].step.mfu:.0f} %",
+                        )  # fmt: skip
+
+
+explore(
+    planner, model=list(MODELS), gpus=[1, 2, 6, 8, 12, 32, 64, 100, 256, 512, 1024],
+    per_gpu=[1, 2, 4, 8, 16], node=list(NODES),
+    labels={"gpus": "GPUs", "per_gpu": "sequences per GPU and step", "node": "nodes"},
+    alt="Bars: the five fastest plans and where the time of their step goes",
+)  # fmt: skip
+
+# %% [markdown]
+# ## 5 · Recipes: Megatron-LM and DeepSpeed
+#
+# A recipe is a layout, a batch and a model, spread over flags. Check three products before you
+# submit a job.
+#
+# | Megatron-LM | DeepSpeed | here |
+# |---|---|---|
+# | `--tensor-model-parallel-size` | (by Megatron or `tensor_parallel`) | tp |
+# | `--pipeline-model-parallel-size` | `PipelineModule(num_stages=…)` | pp |
+# | (the rest: GPUs / (tp · pp)) | (the rest) | dp |
+# | `--micro-batch-size` | `train_micro_batch_size_per_gpu` | micro-batch |
+# | `--global-batch-size` | `train_batch_size` | global batch |
+# | (derived) | `gradient_accumulation_steps` | micro-batches m |
+# | `--use-distributed-optimizer` | `zero_optimization: {stage: 1}` | ZeRO-1 |
+# | `--recompute-granularity selective` | activation checkpointing | recompute |
+#
+# 1. **GPUs** = tp · pp · dp. 2. **Global batch** = micro-batch · m · dp. 3. **Layers** divide by pp
+# (times chunks), **heads** by tp.
+#
+# A well-known Megatron example has tp 4, pp 2, 24 layers of width 1,024, micro-batch 4, global
+# batch 32, "8 GPUs". A DeepSpeed example has a train batch of 32 and micro-batches of 4.
+
+# %%
+# %%rank 0
+recipe = ParallelismConfig(tp=4, pp=2)
+small = cost.megatron_gpt(width=1024, num_layers=24, num_heads=16)
+deepspeed = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
+m = {dp: ParallelismConfig(dp=dp, pp=2).num_microbatches(global_batch=32, micro_batch=4)
+     for dp in (1, 4)}  # fmt: skip
+try:
+    ParallelismConfig(dp=3).num_microbatches(global_batch=32, micro_batch=4)
+    uneven = "accepted"
+except ValueError as error:
+    uneven = str(error)
+faster = best(small, 8, 32)
+display(
+    claim("Megatron's example: GPUs", recipe.world_size, 8),
+    claim("its micro-batches per step", recipe.num_microbatches(global_batch=32, micro_batch=4), 8),
+    claim("its pipeline bubble, share of the step",
+          cost.bubble_fraction(num_stages=2, num_microbatches=8), 1 / 9, rtol=1e-9),
+    claim("its model, GB of states: it fits one GPU", small.num_parameters * adam / GB, ("<", 7.0)),
+    claim("so the fastest plan on 8 GPUs has tp and pp", [faster.tp, faster.pp], [1, 1],
+          status="corrected", said=[4, 2], source="the example's flags",
+          why="the flags show how, not when: a 0.4B model wants data parallelism"),
+    claim("DeepSpeed's example, one replica: micro-batches per step", m[1], 8),
+    claim("... on 8 GPUs with 2 stages (dp 4)", m[4], 2),
+    claim("a batch that does not divide", uneven, lambda t: "sequences are left over" in t),
+)  # fmt: skip
+
+# %% [markdown]
+# What both recipes leave to you: the order of ranks (nodes must be filled with tp groups), `NCCL`
+# settings (lecture 10), and a learning rate for the global batch (lecture 4). DeepSpeed's listing
+# optimizes with plain Adam in fp32 and no `bf16` entry: add `"bf16": {"enabled": true}`.
+#
+# ## 6 · Published systems, on paper
+#
+# A published run is a test of your arithmetic. First the two that are always quoted. Training
+# takes about 8 FLOPs per parameter and token *with full recomputation*, and 6 without it.
+# Megatron-LM's "52 % of peak" counts the recomputed forward pass: it is a *hardware* utilisation
+# (HFU). The useful part, MFU, is three quarters of it.
+
+# %%
+# %%rank 0
+days = {
+    name: 8 * tokens * parameters / (gpus * tflops * 1e12) / cost.DAY_S
+    for name, parameters, tokens, gpus, tflops in (
+        ("GPT-3", 175e9, 300e9, 1024, 140), ("1T", 1008e9, 450e9, 3072, 163)
+    )
+}  # fmt: skip
+trillion = cost.megatron_gpt(width=25600, num_layers=128, num_heads=160)
+one_step = {"model": trillion, "global_batch": 3072}
+useful = cost.megatron_iteration_flops(**one_step, with_recompute=False)
+ratio = useful / cost.megatron_iteration_flops(**one_step)
+display(
+    claim("GPT-3, 300B tokens, 1,024 A100 at 140 TFLOP/s: days", days["GPT-3"], 34, rtol=0.01,
+          source=MEGATRON),
+    claim("1T parameters, 450B tokens, 3,072 A100 at 163 TFLOP/s: days", days["1T"], 84, rtol=0.01,
+          source=MEGATRON),
+    claim("1T run: MFU in %, from the published 52 %", 52 * ratio, 39, rtol=0.02,
+          status="corrected", said=52, source="talks that quote it as MFU",
+          why="its FLOPs count the recomputed forward pass: 96, not 72"),
+    claim("largest published: trillion parameters", trillion.num_parameters / 1e12, 1.008,
+          rtol=0.001, status="corrected", said=2.0, source="'trains models with trillions'",
+          why="published is 1 trillion, at 163 TFLOP/s per GPU"),
+)  # fmt: skip
+
+# %% [markdown]
+# Now the whole table of that paper: ten models, 32 to 3,072 GPUs. We predict each step with one
+# model and the same two fitted numbers, and compare TFLOP/s per GPU. The micro-batch and the number
+# of chunks are not published; we take 1 for both where there is a pipeline.
+
+# %%
+# %%rank 0
+PUBLISHED = """1.7 24 2304 24 1 1 32 512 137
+3.6 32 3072 30 2 1 64 512 138
+7.5 32 4096 36 4 1 128 512 142
+18.4 48 6144 40 8 1 256 1024 135
+39.1 64 8192 48 8 2 512 1536 138
+76.1 80 10240 60 8 4 1024 1792 140
+145.6 96 12288 80 8 8 1536 2304 148
+310.1 128 16384 96 8 16 1920 2160 155
+529.6 128 20480 105 8 35 2520 2520 163
+1008.0 160 25600 128 8 64 3072 3072 163"""
+predicted, published, counted, said_billions = [], [], [], []
+for line in PUBLISHED.splitlines():
+    billions, heads, width, layers, tp, pp, gpus, batch, tflops = map(float, line.split())
+    model = cost.megatron_gpt(width=int(width), num_layers=int(layers), num_heads=int(heads))
+    plan = ParallelismConfig(dp=int(gpus / tp / pp), pp=int(pp), tp=int(tp))
+    step = cost.predict_step(model=model, parallelism=plan, node=DGX_A100, global_batch=int(batch),
+                             recompute="full")  # fmt: skip
+    flops = cost.megatron_iteration_flops(model=model, global_batch=int(batch))
+    predicted.append(flops / step.total_s / gpus / 1e12)
+    published.append(tflops)
+    counted.append(model.num_parameters / 1e9)
+    said_billions.append(billions)
+plot_lines(
+    said_billions, {"published": published, "predicted": predicted}, logx=True,
+    xlabel="billion parameters", ylabel="TFLOP/s per GPU", markers=True,
+    title="Megatron-LM on 32 to 3,072 A100: published and predicted",
+)  # fmt: skip
+
+# %%
+# %%rank 0
+errors = np.abs(np.array(predicted) / np.array(published) - 1)
+shape_22b = cost.Transformer(
+    vocab_size=51200, context=2048, width=6144, num_layers=48, num_heads=64
+)
+per_layer = cost.activation_bytes_per_layer(
+    model=shape_22b, micro_batch=4, tp=8, sequence_parallel=True, recompute="selective"
+)
+display(
+    claim("parameters of the ten models, counted / published", np.divide(counted, said_billions),
+          np.ones(10), rtol=0.03, source=f"{MEGATRON}, table 1, rounded"),
+    claim("mean error of the predicted TFLOP/s", float(errors.mean()), ("<", 0.15)),
+    claim("22B, 8 tensor ranks, 4 sequences: GiB of activations, sequence parallel and selective",
+          48 * per_layer / cost.GIB, 9.5625, rtol=0.001, source="arXiv 2205.05198, figure 1"),
+    claim("175B on 1,536 GPUs, TFLOP/s per GPU: ZeRO-3 of 2021", 44, status="cited",
+          source=f"{MEGATRON}, table 2: 141 with tensor and pipeline parallelism"),
+    claim("LLaMA-2 70B, FSDP2 on 64 A100, MFU in %", 50.8, status="cited",
+          source="torchtitan, docs/performance.md, 1 sequence of 4,096 per GPU"),
+)  # fmt: skip
+
+# %% [markdown]
+# The prediction has the right shape, also the dip where tensor parallelism reaches 8, and is a few
+# percent too high below 150 billion parameters. A model of this kind ranks plans and finds gross
+# mistakes. It does not replace a measurement.
+#
+# ## 7 · One step of 1,024 ranks, on this laptop
+#
+# To see what a layout *does*, you need not have the GPUs. torch has a **fake** process group: it
+# has any size, and its collectives return at once. And it has **fake tensors**, which have shape,
+# dtype and device and no memory. Together they run the real code of one rank, every operation and
+# every collective of it, without computing anything.
+#
+# What you get is honest about what it is: rank 0's program, counts, shapes and memory of shards. No
+# times, no values. Here: a GPT of width 8,192, tensor parallel 8 × FSDP 128. `quick` traces 4
+# layers; the counts are linear in layers, and the setting `quick = False` traces all 48.
+
+
+# %%
+# %%rank 0
+def trace_one_rank(num_layers: int, dp: int, tp: int):
+    """(parameters, of which here, collectives of a step), by rank 0 of dp x tp."""
+    warnings.filterwarnings("ignore")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from minidist.model import GPT, GPTConfig, lm_loss
+    from minidist.parallel.tensor.native import loss_parallel, parallelize_gpt_native
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * tp)
+    mesh, fake = (
+        dist.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp")),
+        FakeTensorMode(),
+    )
+    shape = {"vocab_size": 51200, "context": 2048, "width": 8192, "num_heads": 64}
+    with fake:
+        model = GPT(GPTConfig(**shape, num_layers=num_layers))
+    total = sum(p.numel() for p in model.parameters())
+    parallelize_gpt_native(model, mesh["tp"])
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp"])
+    here = sum(p.to_local().numel() for p in model.parameters())
+    with fake, CommDebugMode() as log, loss_parallel():
+        tokens = torch.zeros(1, 2048, dtype=torch.long)
+        lm_loss(model(tokens), tokens).backward()
+    counts = {str(op).split(".")[-1]: n for op, n in log.get_comm_counts().items()}
+    return total, here, counts
+
+
+from minidist.launch import run
+
+LAYERS = 4 if quick else 48
+((total, here, counts),) = run(trace_one_rank, 1, LAYERS, 128, 8, deadline_s=150)
+gathers = next(n for op, n in counts.items() if "gather" in op)
+scatters = next(n for op, n in counts.items() if "scatter" in op)
+print(f"{total / 1e9:.1f} billion parameters, {here / 1e6:.2f} million here; {counts}")
+
+# %%
+# %%rank 0
+block = cost.megatron_gpt(width=8192, num_layers=1, num_heads=64).block_parameters
+tables = total - LAYERS * block
+display(
+    claim("parameters of this rank x 1,024 / all (norms and positions are cut by dp only)",
+          here * 1024 / total, 1.0, rtol=0.05),
+    claim("all-gathers: forward and backward of each block, and the root", gathers,
+          2 * LAYERS + 1),
+    claim("reduce-scatters: each block, and the root", scatters, LAYERS + 1),
+    claim("tensor-parallel all-reduces per block (a few more for embedding and loss)",
+          (counts["all_reduce"] - 4 * LAYERS) in range(1, 9), True),
+    claim("with 48 blocks: billion parameters", (48 * block + tables) / 1e9, 39.5, rtol=0.02),
+    claim("with 48 blocks: all-gathers and reduce-scatters of a step", [2 * 48 + 1, 48 + 1],
+          [97, 49]),
+)  # fmt: skip
+
+# %% [markdown]
+# ## Summary
+#
+# - Mesh order: dp, pp, cp, tp from slowest to fastest. What talks most gets the nearest ranks.
+# - It fits if P/(tp · pp) · 16 bytes, divided by ZeRO where it applies, plus activations are below
+#   the memory. Check before you believe a layout.
+# - dp sends gradients, once; pp small messages, per micro-batch; tp activations, per block.
+# - Enumerate, drop what does not divide or fit, predict, sort. Never round GPUs away.
+# - 52 % HFU with full recomputation is 39 % MFU.
+# - Fake process groups and fake tensors run one rank's program at any world size.
+#
+# ## Questions
+#
+# 1. You have 8 nodes of 8 GPUs and a 13B model. Somebody proposes tp 8, pp 8. What do you say?
+#
+# <details><summary>Answer</summary>
+#
+# 13B states are 208 GB: ZeRO-1 to -3 over 64 ranks, or tp 2, fits. tp 8 and pp 8 leave dp 1, a
+# bubble of 7/(m + 7), and thin matrices. The planner puts data parallelism with ZeRO first.
+#
+# </details>
+#
+# 2. Why is ZeRO-3 rarely used together with a pipeline?
+#
+# <details><summary>Answer</summary>
+#
+# Parameters are gathered again for every micro-batch. With m micro-batches that is m times the
+# traffic. ZeRO-1 shards the optimizer at no extra cost.
+#
+# </details>
+#
+# 3. A step has global batch 1,536 and dp 16. You double the GPUs by doubling dp. What happens to
+#    the bubble?
+#
+# <details><summary>Answer</summary>
+#
+# Each pipeline gets half as many micro-batches, so the bubble (p − 1)/(m + p − 1) grows. Strong
+# scaling of a pipeline ends there (lecture 11).
+#
+# </details>
+#
+# 4. Your tensor groups are on ranks 0, 8, 16, 24, …. Training works. How would you notice?
+#
+# <details><summary>Answer</summary>
+#
+# The step is several times too slow, and network ports are busy during forward. Print
+# `mesh.ranks("tp")`, or look at the timeline: all-reduces of activations that take as long as
+# messages over the network do.
+#
+# </details>
+#
+# ## Try it
+#
+# - In the planner: from how many GPUs on does LLaMA-2 70B use tensor parallelism? Why?
+# - In the mesh builder choose tp 16. Which all-reduces leave a node?
+# - Give `trace_one_rank` the mesh 64 × 16. What changes in the counts?
+#
+# Then do it: **`lab3_fsdp`** asks for a sharded model under a memory limit, **`lab5_multinode`**
+# for the job around it, and the bonus notebooks for pipeline and tensor parallelism. The whole
+# program is `python -m minidist.train --help`.
+#
+# ## What to read
+#
+# - *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, arXiv
+#   2104.04473
+# - *Reducing Activation Recomputation in Large Transformer Models*, arXiv 2205.05198
+# - *The Llama 3 Herd of Models*, section 3.3, arXiv 2407.21783
+# - *TorchTitan: One-stop PyTorch native solution for production ready LLM pretraining*, arXiv
+#   2410.06511
+# - *Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B*, arXiv 2201.11990
+# - *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, arXiv 1910.02054

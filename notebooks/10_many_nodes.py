@@ -1,0 +1,823 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: torchrun × 2
+#     language: python
+#     name: torchrun-2
+# ---
+
+# %% [markdown]
+# # 10 · Many nodes: launching, networks, hangs and failures
+#
+# One machine is easy: all ranks start together, see one another, and die together. With many
+# machines none of that holds. Somebody has to start a process on each, they have to find each
+# other, the wires between them differ, and something breaks every day.
+#
+# After this lecture you can
+#
+# - launch a job on many nodes, and say what torchrun and Slurm each do;
+# - say what a rendezvous is, and find out why one does not come together;
+# - estimate what a network costs, and see which NCCL settings are dangerous;
+# - read a hang: which rank is missing from which collective, at which line;
+# - choose how often to save, from two numbers;
+# - kill a node of a running job, and watch the job go on with the same loss curve.
+#
+# It takes about 70 minutes. The jobs in this lecture start their own processes, as they do on a
+# cluster. So all cells begin with `%%rank 0`: one rank of this notebook's kernel starts them.
+
+# %% tags=["parameters"]
+quick = True  # False: a longer job in section 6
+
+# %%
+# %%rank 0
+# %matplotlib inline
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from IPython.display import display
+
+from minidist import cost, emulate
+from minidist.claims import claim
+from minidist.elastic import share_of_batch, torchrun_command
+from minidist.errors import LaunchError
+from minidist.launch import free_port, run
+from minidist.mesh import MeshShape
+from minidist.plots import PALETTE, new_figure, plot_lines, plot_timeline, style
+from minidist.widgets import explore
+
+work = Path(tempfile.mkdtemp(prefix="lecture10-"))
+
+# %% [markdown]
+# The lecture in one picture: how long a job runs before something breaks. Each line is a machine
+# whose *nodes* fail independently, once in so many days on average. Llama 3's training on 16,384
+# GPUs had an interruption every three hours (arXiv 2407.21783): for each node that is about once in
+# 240 days, which is not bad at all. A thousand good nodes are one bad machine.
+
+# %%
+# %%rank 0
+nodes = np.array([1, 8, 64, 256, 1024, 2048, 4096])
+llama_nodes, llama_interruptions, llama_days = 2048, 466, 54
+node_days = llama_nodes * llama_days / llama_interruptions
+plot_lines(
+    nodes,
+    {f"{days:.0f} days per node": 24 * days / nodes for days in (node_days, 1000, 100)},
+    logx=True, logy=True, ticks=list(nodes), xlabel="nodes of 8 GPUs",
+    ylabel="hours between failures", title="A job is as fragile as its nodes together",
+)  # fmt: skip
+
+# %%
+# %%rank 0
+display(
+    claim("unexpected and planned interruptions of Llama 3's training in 54 days", 466,
+          status="cited", source="The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4"),
+    claim("hours between interruptions of that job", 24 * llama_days / llama_interruptions, 2.8,
+          rtol=0.02),
+    claim("days between failures of one of its nodes", node_days, 237, rtol=0.01),
+    claim("GPUs of 256 nodes of 8", MeshShape(dp=256, tp=8).world_size, 2048),
+)  # fmt: skip
+
+# %% [markdown]
+# ## 1 · Launching: who starts what
+#
+# A training script wants to know four numbers, and torchrun gives them to each process in
+# environment variables.
+#
+# | variable | means | 2 nodes × 8 |
+# |---|---|---|
+# | `WORLD_SIZE` | all processes | 16 |
+# | `RANK` | number of this one among all | 0 … 15 |
+# | `LOCAL_RANK` | its number on this node: choose the GPU by it | 0 … 7 |
+# | `MASTER_ADDR`, `MASTER_PORT` | where rank 0's store listens | the same on all nodes |
+#
+# On **every node** one torchrun runs, the *agent*. It starts the node's workers, watches them, and
+# meets the other agents. Two ways to say how they meet:
+#
+# ```
+# # static: you number the nodes and name the first one
+# torchrun --nnodes=2 --nproc-per-node=8 --node-rank=0 --master-addr=10.0.0.1 --master-port=29500
+# train.py torchrun --nnodes=2 --nproc-per-node=8 --node-rank=1 --master-addr=10.0.0.1
+# --master-port=29500 train.py
+#
+# # rendezvous: the same command on all nodes; they agree on numbers by themselves
+# torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500 \
+#          --rdzv-id=job42 train.py
+# ```
+#
+# The static way has one trap: the same `--node-rank` twice, and both wait for ever. The second way
+# is also the elastic one (section 6). (`torch.distributed.launch` is deprecated; torchrun is its
+# successor.)
+#
+# Two agents on one machine do what two machines do. Here is a two-node job on yours. Each worker
+# writes down who it is.
+
+# %%
+# %%rank 0
+SCRIPT = work / "who.py"
+SCRIPT.write_text(
+    """import json, os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(total)
+names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+found = {name: int(os.environ[name]) for name in names} | {"sum": total.item()}
+with open(f"{sys.argv[1]}/rank{dist.get_rank()}.json", "w") as file:
+    json.dump(found, file)
+dist.barrier()
+dist.destroy_process_group()
+"""
+)
+# This notebook runs under a torchrun itself; its variables must not reach the jobs that it starts.
+INHERITED = ("TORCHELASTIC", "TORCH_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_")
+QUIET = {k: v for k, v in os.environ.items() if not k.startswith(INHERITED)}
+QUIET |= {"OMP_NUM_THREADS": "1"}
+FRESH = {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # for minidist.launch.run
+
+
+def start_nodes(script: list[str], num_nodes: int, **options) -> list[subprocess.Popen]:
+    """One torchrun agent per node, each a process group of its own."""
+    port, agents = free_port(), []
+    for node in range(num_nodes):
+        command = torchrun_command(
+            script, endpoint=f"127.0.0.1:{port}", is_host=node == 0, local_addr="127.0.0.1",
+            keep_alive_s=2, **options,
+        )  # fmt: skip
+        conf = next(i for i, word in enumerate(command) if word.startswith("--rdzv-conf"))
+        command[conf] += ",last_call_timeout=5"  # how long to wait for more nodes than the fewest
+        agents.append(
+            subprocess.Popen(command, env=QUIET, start_new_session=True,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        )  # fmt: skip
+    return agents
+
+
+agents = start_nodes([str(SCRIPT), str(work)], 2, nnodes="2", nproc_per_node=1)
+codes = [agent.wait(55) for agent in agents]
+who = [json.loads((work / f"rank{r}.json").read_text()) for r in range(2)]
+for each in who:
+    print(each)
+
+# %%
+# %%rank 0
+display(
+    claim("both agents ended well", codes, [0, 0]),
+    claim("2 nodes x 1 worker: WORLD_SIZE of each", [w["WORLD_SIZE"] for w in who], [2, 2]),
+    claim("LOCAL_RANK begins at 0 on each node", [w["LOCAL_RANK"] for w in who], [0, 0]),
+    claim("number of the node (GROUP_RANK) = RANK // LOCAL_WORLD_SIZE",
+          [w["RANK"] // w["LOCAL_WORLD_SIZE"] for w in who], [w["GROUP_RANK"] for w in who]),
+    claim("an all-reduce crosses the nodes", [w["sum"] for w in who], [1.0, 1.0], rtol=1e-9),
+    claim("2 nodes x 8 and 2 nodes x 4: ranks", [MeshShape(dp=2, tp=8).world_size,
+          MeshShape(dp=2, tp=4).world_size], [16, 8]),
+)  # fmt: skip
+
+# %% [markdown]
+# ### Slurm
+#
+# Slurm gives you nodes and starts a command on each. torchrun does the rest. One task **per node**,
+# not per GPU:
+#
+# ```
+# #!/bin/bash
+# #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64
+# #SBATCH --time=24:00:00 --signal=B:USR1@300     # a warning five minutes before the end
+# #SBATCH --requeue                               # start again when preempted
+# head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# srun --kill-on-bad-exit=0 torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=8 \
+#      --rdzv-backend=c10d --rdzv-endpoint="$head:29500" --rdzv-id="$SLURM_JOB_ID" \
+#      --max-restarts=3 train.py
+# ```
+#
+# - Without torchrun, `srun --ntasks-per-node=8` starts the workers itself; then set RANK from
+#   `SLURM_PROCID` and LOCAL_RANK from `SLURM_LOCALID`.
+# - `--signal=B:USR1@300` sends SIGUSR1 to the *batch shell*: pass it on, or use `--signal=USR1@300`
+#   for the steps. `minidist.elastic.Preemption` listens to SIGTERM and SIGUSR1, and lets all ranks
+#   agree to save and leave at the same step.
+# - `--time` kills without a checkpoint if you ignore the warning.
+#
+# ### The rendezvous does not come together
+#
+# Everybody waits, nobody says for what. In this order: can every node reach the endpoint's port
+# (`nc -z host port`)? Is `--nnodes` what really starts? Do all have the same `--rdzv-id`? Does the
+# head node know itself by that name (torchrun guesses who hosts the store by comparing names; in
+# containers say `--rdzv-conf is_host=1`)? Does gloo or NCCL take the right interface
+# (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`)? Give the wait a limit, so that it fails with a
+# message. Here is a job that waits for a second node that never comes:
+
+# %%
+# %%rank 0
+port = free_port()
+lonely = torchrun_command([str(SCRIPT), str(work)], nnodes="2", endpoint=f"127.0.0.1:{port}",
+                          is_host=True, local_addr="127.0.0.1")  # fmt: skip
+conf = next(i for i, word in enumerate(lonely) if word.startswith("--rdzv-conf"))
+lonely[conf] += ",join_timeout=3"
+began = time.monotonic()
+ended = subprocess.run(lonely, env=QUIET, capture_output=True, text=True, timeout=60, check=False)
+waited = time.monotonic() - began
+message = [line for line in ended.stderr.splitlines() if "Rendezvous" in line][-1:]
+print(f"code {ended.returncode} after {waited:.0f} s: {message}")
+
+# %%
+# %%rank 0
+display(
+    claim("a rendezvous without its second node ends with an error", ended.returncode,
+          lambda code: code != 0),
+    claim("... that names the rendezvous", "RendezvousTimeoutError" in ended.stderr, True),
+    claim("... not before its limit of 3 s", waited, (">", 3.0)),
+)  # fmt: skip
+
+# %% [markdown]
+# ## 2 · Networks
+#
+# Inside a DGX H100 a GPU sends 450 GB/s over NVLink. Between nodes it has one port of 400 Gbit/s:
+# 50 GB/s. Bits and bytes get mixed up here; divide by eight. Ethernet of 100 Gbit/s for the *whole
+# node*, shared by eight GPUs, is 1.6 GB/s for each.
+#
+# The emulated cluster shows what that does. One DDP-like all-reduce of gradients is replayed on
+# clusters that differ in the wire between the nodes only.
+
+
+# %%
+# %%rank 0
+def two_node_step(num_layers: int, layer_bytes: int) -> None:
+    """Backward of some layers, each with the all-reduce of its gradients beside it."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from minidist.emulate import Charged
+
+    layers = [Charged(nn.Linear(8, 8), i) for i in range(num_layers)]
+    x = torch.ones(4, 8)
+    for layer in layers:
+        x = layer(x)
+    works = []
+
+    def send(_) -> None:
+        works.append(dist.all_reduce(torch.ones(layer_bytes // 4), async_op=True))
+
+    for layer in layers:
+        layer.module.weight.register_post_accumulate_grad_hook(send)
+    x.sum().backward()
+    for work_item in works:
+        work_item.wait()
+
+
+from minidist.emulate.teach import run_traced
+
+LAYERS, LAYER_BYTES = 6, 1 << 20
+plan = emulate.ChargePlan((1e-3,) * LAYERS, (2e-3,) * LAYERS, b"lecture 10")
+_, trace = run_traced(two_node_step, 4, LAYERS, LAYER_BYTES, plan=plan)
+box = replace(emulate.clusters.dgx_h100(), nodes=2, devices_per_node=2)
+
+
+def wire(bytes_per_s: float, latency_s: float = 10e-6) -> emulate.Cluster:
+    link = emulate.Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=latency_s)
+    return replace(box, name=f"{bytes_per_s / 1e9:.3g} GB/s", inter_node=link)
+
+
+plot_timeline(emulate.simulate(trace, wire(0.6e9)), title="Two nodes of two, 0.6 GB/s between them")
+
+# %% [markdown]
+# Compute above, communication below. Backward is over, and the gradients are still on the wire.
+# Look for the speed from which the wire does not matter any more, and then for the latency that
+# spoils it again.
+
+
+# %%
+# %%rank 0
+def step_ms(bytes_per_s: float, latency_s: float = 10e-6) -> float:
+    return 1e3 * emulate.simulate(trace, wire(bytes_per_s, latency_s)).makespan_s
+
+
+speeds = np.geomspace(1e8, 1e11, 25)
+WIRES = {"1 Gbit/s": 0.125e9, "10": 1.25e9, "100": 12.5e9, "400": 50e9}
+figure = plot_lines(
+    speeds * 8 / 1e9, {"step": [step_ms(s) for s in speeds]}, logx=True,
+    xlabel="wire between the nodes (Gbit/s)", ylabel="step (ms)",
+    title="6 MiB of gradients, 18 ms of compute", ideal={"compute alone": np.full(25, 18.0)},
+)  # fmt: skip
+figure
+
+# %%
+# %%rank 0
+ring_s = 2 * 3 / 4 * LAYER_BYTES / 1e8 + 6 * 10e-6  # of one layer on the slowest wire
+bottom = 6 + 2 + LAYERS * 1e3 * ring_s  # forward, the last layer's backward, then only the wire
+names = ("10 Gbit/s Ethernet", "100 Gbit/s Ethernet", "HDR", "NDR")
+gigabytes = [link.bandwidth_bytes_per_s / 1e9 for link in
+             (cost.ETHERNET_10, cost.ETHERNET_100, cost.INFINIBAND_HDR,
+              cost.INFINIBAND_NDR)]  # fmt: skip
+display(
+    claim("10 and 100 Gbit/s Ethernet, InfiniBand HDR and NDR, in GB/s", gigabytes,
+          [1.25, 12.5, 25, 50], rtol=1e-9),
+    claim("slow wire: forward, one layer's backward, then the ring for every layer, ms",
+          step_ms(1e8), bottom, rtol=1e-3),
+    claim("fast wire: step / compute", step_ms(1e11) / 18, ("<", 1.02)),
+    claim("the same wire with 1 ms of latency: step, ms", step_ms(1e11, 1e-3),
+          8 + LAYERS * 6.0, rtol=0.02),
+)  # fmt: skip
+
+
+# %%
+# %%rank 0
+def wire_explorer(log_speed: float = 9.0, latency_us: int = 10):
+    """The step of two nodes as a timeline, on the chosen wire."""
+    timeline = emulate.simulate(trace, wire(10**log_speed, latency_us / 1e6))
+    return plot_timeline(
+        timeline, title=f"{8 * 10**log_speed / 1e9:.3g} Gbit/s, {latency_us} µs: "
+        f"{1e3 * timeline.makespan_s:.1f} ms",
+    )  # fmt: skip
+
+
+explore(
+    wire_explorer, log_speed=(8.0, 11.0, 0.25), latency_us=[1, 10, 100, 1000],
+    labels={"log_speed": "wire, log10 of bytes/s", "latency_us": "latency (µs)"},
+    alt="Timeline of four ranks on two nodes: compute, communication and waiting",
+)  # fmt: skip
+
+# %% [markdown]
+# The remedies you know: overlap (lecture 3), fewer bytes (lecture 4), hierarchical rings and HSDP
+# (lectures 2, 5), pipelines between nodes (7), the right order of axes (9).
+#
+# ### NCCL's settings
+#
+# NCCL measures the machine and chooses well. Most variables that are passed around in blog posts
+# were right for one machine, once. `minidist.profile.nccl` knows what they do, and which values
+# cost speed, data, or the explanation of a hang. Below, a list from a common slide set.
+
+# %%
+# %%rank 0
+from minidist.profile.nccl import explain, find_dangers
+
+slide = {"NCCL_P2P_LEVEL": "NVL", "NCCL_ALGO": "Tree", "NCCL_NCHANNELS_PER_NET_PEER": "4",
+         "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"}  # fmt: skip
+for row in explain(slide):
+    print(f"{row.name} = {row.value}: {row.what}")
+dangers = find_dangers(slide | {"NCCL_PROTO": "LL128", "NCCL_IB_DISABLE": "1"})
+for danger in dangers:
+    print("!", ", ".join(danger.names), "-", danger.text)
+
+# %%
+# %%rank 0
+display(
+    claim("forcing LL128 is reported", any("NCCL_PROTO" in d.names for d in dangers), True),
+    claim("turning InfiniBand off is reported",
+          any("NCCL_IB_DISABLE" in d.names for d in dangers), True),
+    claim("torch's timeout of NCCL collectives, minutes (gloo: 30)", 10, status="cited",
+          source="PyTorch, documentation of init_process_group"),
+)  # fmt: skip
+
+# %% [markdown]
+# ## 3 · A hang, and the flight recorder
+#
+# A rank that dies is easy to see. A rank that goes *another way* is not: it skips a collective, the
+# others wait in it, nothing is printed, and GPUs show 100 % (waiting kernels are busy). After the
+# timeout you get "Watchdog caught collective operation timeout" from every rank **but** the guilty
+# one.
+#
+# torch keeps a list of the last collectives of each process: the flight recorder
+# (`TORCH_FR_BUFFER_SIZE`, `TORCH_NCCL_DUMP_ON_TIMEOUT`). In each group the k-th collective of one
+# rank belongs to the k-th of the others. So the lists tell who is missing. We break it on purpose:
+# rank 2 of 4 thinks that its loss is fine and skips an all-reduce under an `if`.
+
+
+# %%
+# %%rank 0
+def skips_one(folder: str, mended: bool) -> str:
+    """Three steps; in the third, rank 2 has no reason to clip, and does not ask the others."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from minidist.profile.flight import dump_on_hang
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+    try:
+        with dump_on_hang(folder, after_s=2):
+            for step in range(3):
+                gradient = torch.ones(4)
+                dist.all_reduce(gradient)
+                norm = torch.tensor(1.0 if step == 2 and dist.get_rank() == 2 else 10.0)
+                if mended or norm > 5:  # broken: a collective under a condition of this rank
+                    dist.all_reduce(norm)
+            dist.barrier()
+    except RuntimeError as error:
+        return f"timed out: {type(error).__name__}"
+    return "fine"
+
+
+dumps = work / "dumps"
+try:
+    outcome = run(skips_one, 4, str(dumps), False, deadline_s=45, env=FRESH)
+except LaunchError as error:
+    outcome = [str(error)]
+print(outcome)
+
+# %%
+# %%rank 0
+from minidist.profile.flight import explain_hang, find_mismatches, find_stuck, read_dumps
+
+found = read_dumps(dumps)
+print(explain_hang(found))
+
+# %% [markdown]
+# Read it as a detective would. Which ranks wait in which collective? Which one called something
+# else at the same number, and at which line? That line is where to look for an `if`.
+#
+# The rule behind all these bugs: **every rank of a group calls the same collectives in the same
+# order**. Whatever a rank knows alone (its loss, its sampler, its clock, `rank == 0`) must not
+# decide about a collective. Mended, everybody asks, and decides afterwards.
+
+# %%
+# %%rank 0
+mended = run(skips_one, 4, str(work / "none"), True, deadline_s=45, env=FRESH)
+calls = [call for mismatch in find_mismatches(found) for call in mismatch.calls]
+names = [call.name for call in calls]
+guilty = {call.rank for call in calls if names.count(call.name) == 1}
+absent = {r for stuck in find_stuck(found) for r in stuck.missing}
+display(
+    claim("the recorder names rank 2, as missing or as calling something else",
+          2 in (guilty | absent), True),
+    claim("all four ranks left a dump", sorted(found), [0, 1, 2, 3]),
+    claim("the mended program", " ".join(mended), "fine fine fine fine"),
+)  # fmt: skip
+
+# %% [markdown]
+# On a cluster: set `TORCH_NCCL_DUMP_ON_TIMEOUT=1` and a folder, then `torchfrtrace` compares the
+# files of all ranks; `py-spy dump` shows where a process stands. Make the timeout short while you
+# look for a bug, and long where one rank has real work to do (rank 0 writes a checkpoint).
+#
+# ## 4 · How often to save
+#
+# Saving costs δ seconds each time. A failure costs, on average, half of the time since the last
+# checkpoint, and the restart. With failures M seconds apart on average and a checkpoint every τ
+# seconds, the share of time that is lost is about
+#
+# $$ \frac{\delta}{\tau} + \frac{\tau}{2M} + \frac{R}{M}, \qquad \text{smallest at } \tau =
+# \sqrt{2\,\delta\,M}. $$
+#
+# That is Young's formula (1974). The dots are a simulation that throws dice for failures and knows
+# no formula. (Far from the best interval the formula is too pessimistic; near it, they agree.)
+
+
+# %%
+# %%rank 0
+def lost(interval_s: float, save_s: float, between_s: float, restart_s: float = 300.0) -> float:
+    return save_s / interval_s + interval_s / (2 * between_s) + restart_s / between_s
+
+
+def simulate_lost(interval_s: float, save_s: float, between_s: float, restart_s: float = 300.0,
+                  num_failures: int = 4000) -> float:  # fmt: skip
+    """Share of the time that is not progress, with failures at random times."""
+    rng = np.random.default_rng(0)
+    useful = total = 0.0
+    for gap in rng.exponential(between_s, num_failures):
+        useful += gap // (interval_s + save_s) * interval_s  # what was saved before the failure
+        total += gap + restart_s
+    return 1 - useful / total
+
+
+SAVE_S, BETWEEN_S = 60.0, 3600 * 24 * llama_days / llama_interruptions
+intervals = np.geomspace(100, 20000, 40)
+few = np.geomspace(150, 15000, 9)
+figure = plot_lines(
+    {"formula": intervals / 60, "simulated": few / 60},
+    {"formula": [100 * lost(t, SAVE_S, BETWEEN_S) for t in intervals]},
+    logx=True, xlabel="minutes between checkpoints", ylabel="time lost (%)",
+    title="A failure every 2.8 hours, a save takes a minute",
+)  # fmt: skip
+dots = [simulate_lost(t, SAVE_S, BETWEEN_S) for t in few]
+figure.axes[0].plot(few / 60, [100 * d for d in dots], "o", color=PALETTE[1], label="simulated")
+figure.axes[0].legend(frameon=False)
+figure
+
+# %%
+# %%rank 0
+young = (2 * SAVE_S * BETWEEN_S) ** 0.5
+best = min(intervals, key=lambda t: lost(t, SAVE_S, BETWEEN_S))
+display(
+    claim("best interval for that job, minutes", young / 60, 18.3, rtol=0.01,
+          source="Young, A first order approximation to the optimum checkpoint interval, 1974"),
+    claim("best interval found by trying 40 / Young's", best / young, 1.0, rtol=0.15),
+    claim("time lost there, simulated / formula", simulate_lost(young, SAVE_S, BETWEEN_S)
+          / lost(young, SAVE_S, BETWEEN_S), 1.0, rtol=0.1),
+    claim("saving every 2 hours instead loses this many times as much",
+          lost(7200, SAVE_S, BETWEEN_S) / lost(young, SAVE_S, BETWEEN_S), (">", 2.0)),
+    claim("LLaMA-2 70B with Adam: GB of a checkpoint (fp32 weights and moments)",
+          cost.LLAMA2_70B.num_parameters * 12 / cost.GB, 828, rtol=0.01),
+)  # fmt: skip
+
+
+# %%
+# %%rank 0
+def save_explorer(nodes: int = 256, node_days: int = 250, save_s: int = 60):
+    """Time lost against the interval between checkpoints, with the best one marked."""
+    between_s = 86400 * node_days / nodes
+    best_s = (2 * save_s * between_s) ** 0.5
+    times = np.geomspace(max(10.0, best_s / 30), best_s * 30, 60)
+    figure = plot_lines(
+        times / 60, {"time lost": [100 * min(1, lost(t, save_s, between_s)) for t in times]},
+        logx=True, markers=False, xlabel="minutes between checkpoints", ylabel="time lost (%)",
+        title=f"a failure every {between_s / 3600:.1f} h: save every {best_s / 60:.0f} min, "
+        f"lose {100 * lost(best_s, save_s, between_s):.1f} %",
+    )  # fmt: skip
+    figure.axes[0].axvline(best_s / 60, color="black", linestyle="--", linewidth=1)
+    return figure
+
+
+explore(
+    save_explorer, nodes=[1, 16, 64, 256, 1024, 2048], node_days=[50, 100, 250, 1000],
+    save_s=[5, 20, 60, 300, 900],
+    labels={"nodes": "nodes", "node_days": "days between failures of a node",
+            "save_s": "seconds to save"},
+    alt="Time lost against the interval between checkpoints: a curve with a minimum",
+)  # fmt: skip
+
+# %% [markdown]
+# Shorter saves pay twice: asynchronous ones (copy to the CPU, write in the background:
+# `torch.distributed.checkpoint.async_save`, or `minidist.checkpoint.Saving`) and sharded ones (each
+# rank writes its own).
+#
+# ## 5 · A checkpoint that deserves the name
+#
+# A job that died *while saving* leaves half a file. The next start loads it, or crashes on it. A
+# checkpoint must be there whole or not at all: write beside it, flush, rename; keep a checksum; on
+# load take the newest **whole** one. And it must hold everything that decides about the next step:
+# parameters, optimizer, scheduler, scaler, random numbers, and the sampler's place.
+
+# %%
+# %%rank 0
+import torch
+
+from minidist.checkpoint import Checkpoints
+
+
+def make_state():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+model, optimizer = make_state()
+checkpoints = Checkpoints(work / "whole", keep=3)
+for step in range(1, 4):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    checkpoints.save(step, shared={"model": model, "optimizer": optimizer})
+files = sorted(path for path in (work / "whole").rglob("*") if path.is_file())
+newest = max((p for p in files if p.stat().st_size > 500), key=lambda p: p.stat().st_mtime_ns)
+newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])  # a disk that was full
+loaded = make_state()
+resumed_at = checkpoints.load(shared={"model": loaded[0], "optimizer": loaded[1]})
+
+# %%
+# %%rank 0
+display(
+    claim("the newest checkpoint (step 3) is cut in half; loading takes step", resumed_at, 2),
+)  # fmt: skip
+
+# %% [markdown]
+# ## 6 · A node is killed, live
+#
+# Now everything together. Two nodes with one worker each train a small model. torchrun is told
+# `--nnodes=1:2`: at least one node, at most two. The script is an ordinary one that loads the
+# newest checkpoint first. The **global batch is the same** at every world size: 12 samples, six
+# per rank with two ranks, twelve with one. So the curve must not change.
+#
+# After a few steps we kill one whole node, agent and worker, with SIGKILL. Before you run it: what
+# will the other node do, and at which step will it go on?
+
+# %%
+# %%rank 0
+TRAIN = work / "train.py"
+TRAIN.write_text(
+    """import json, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from minidist.checkpoint import Checkpoints
+from minidist.data import make_regression
+from minidist.elastic import Preemption, restart_count, share_of_batch, train_elastically
+
+folder, num_steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+model = model.double()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+inputs, targets = (t.double() for t in make_regression(12 * num_steps, 8, 2))
+mine = share_of_batch(12, world_size, rank)
+log = folder / f"losses-{restart_count()}-{world_size}.jsonl"
+
+def step(number):
+    batch = slice(number * 12 + mine.start, number * 12 + mine.stop)
+    loss = (model(inputs[batch]) - targets[batch]).square().sum() / 24   # of the global batch
+    optimizer.zero_grad()
+    loss.backward()
+    total = loss.detach()
+    for tensor in [total, *(p.grad for p in model.parameters())]:
+        dist.all_reduce(tensor)                                          # the sum, not the mean
+    optimizer.step()
+    if rank == 0:
+        with log.open("a") as file:
+            file.write(json.dumps([number, total.item(), world_size, time.time()]) + "\\n")
+    time.sleep(pause)                                                    # something left to kill
+
+with Preemption() as preemption:
+    train_elastically(step, num_steps=num_steps, checkpoints=Checkpoints(folder / "checkpoints"),
+                      shared={"model": model, "optimizer": optimizer}, every=5,
+                      preemption=preemption)
+dist.barrier()
+dist.destroy_process_group()
+"""
+)
+
+
+def rows_of(folder: Path) -> list:
+    """(step, loss, world size, time) of every step that was done, repeated ones included."""
+    text = [p.read_text() for p in folder.glob("losses-*.jsonl")]
+    rows = [json.loads(line) for t in text for line in t.splitlines() if line.endswith("]")]
+    return sorted(rows, key=lambda row: row[3])
+
+
+# %%
+# %%rank 0
+STEPS = 40 if quick else 200
+job = work / "job"
+job.mkdir(exist_ok=True)
+agents = start_nodes([str(TRAIN), str(job), str(STEPS), "0.1"], 2, nnodes="1:2", max_restarts=2)
+
+
+def wait_for(size: int, num_rows: int, limit_s: float = 50.0) -> None:
+    """Until so many steps have been done by so many ranks, or the first agent has ended."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end and agents[0].poll() is None:
+        if sum(row[2] == size for row in rows_of(job)) >= num_rows:
+            return
+        time.sleep(0.1)
+
+
+wait_for(2, 12)
+began_with = rows_of(job)[-1][2]
+children = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
+for pid in [agents[1].pid, *map(int, children)]:
+    os.kill(pid, signal.SIGKILL)  # the whole node at once: an agent alone leaves its worker behind
+killed_at = time.time()
+print(f"killed node 1 after step {rows_of(job)[-1][0]}, with {began_with} ranks")
+
+# %%
+# %%rank 0
+wait_for(1, 1)  # it misses the other node, meets again alone, and loads the checkpoint
+
+# %%
+# %%rank 0
+try:
+    code = agents[0].wait(50)
+finally:
+    for agent in agents:
+        if agent.poll() is None:
+            agent.kill()
+rows = rows_of(job)
+after = [row for row in rows if row[2] == 1]
+back_s = after[0][3] - killed_at if after else float("nan")
+print(f"node 0 ended with code {code}; it went on at step {after[0][0]}, {back_s:.1f} s after")
+
+# %% [markdown]
+# And the same job without an accident, on one node, for comparison:
+
+# %%
+# %%rank 0
+calm = work / "calm"
+calm.mkdir(exist_ok=True)
+command = torchrun_command([str(TRAIN), str(calm), str(STEPS), "0"], nproc_per_node=1)
+subprocess.run(command, env=QUIET, check=True, timeout=50, capture_output=True)
+calm_losses = {row[0]: row[1] for row in rows_of(calm)}
+final = {row[0]: row[1] for row in rows}  # the last time each step was done
+
+figure, ax = new_figure(8.5, 3.2)
+with style():
+    zero = rows[0][3]
+    for size, colour in ((2, PALETTE[0]), (1, PALETTE[1])):
+        part = [row for row in rows if row[2] == size]
+        ax.plot([r[3] - zero for r in part], [r[0] for r in part], "o", markersize=3, color=colour,
+                label=f"{size} node{'s' * (size > 1)}")  # fmt: skip
+    ax.axvline(killed_at - zero, color="black", linestyle="--", linewidth=1)
+    ax.annotate("a node is killed", (killed_at - zero, STEPS * 0.9), (6, 0),
+                textcoords="offset points")  # fmt: skip
+    ax.set(xlabel="seconds since the first step", ylabel="step",
+           title="It waits, goes back to the checkpoint, and goes on alone")  # fmt: skip
+    ax.legend(frameon=False, loc="lower right")
+figure
+
+# %%
+# %%rank 0
+display(
+    claim("the job began with this many ranks", began_with, 2),
+    claim("node 0 ended well", code, 0),
+    claim("it went on with one rank, from a multiple of 5 (a checkpoint)", after[0][0] % 5, 0),
+    claim("steps that had to be done twice", len(rows) - len(final), ("<", 20)),
+    claim("every step was done", sorted(final), list(range(STEPS))),
+    claim("losses of the broken job / of the calm one, largest relative difference",
+          max(abs(final[i] / calm_losses[i] - 1) for i in calm_losses), ("<", 1e-9)),
+    claim("shares of a batch of 12 on 3 ranks",
+          [s.stop - s.start for s in (share_of_batch(12, 3, r) for r in range(3))], [4, 4, 4]),
+)  # fmt: skip
+
+# %% [markdown]
+# What you saw: node 0's agent missed node 1's heartbeat, ended its own worker (which hung in an
+# all-reduce), met again with itself alone, started a fresh worker, and that one loaded the newest
+# checkpoint. Detecting takes `keep_alive_interval × keep_alive_max_attempt`: 2 s here, 15 s by
+# default. Then it waits for others to join, `last_call_timeout`: 5 s here, 30 s by default.
+#
+# Elastic training keeps *your* promises only. If the batch had shrunk with the ranks, so would have
+# the right learning rate. If the checkpoint lacked the optimizer's state, the curve would have a
+# kink. Slurm jobs are more often *requeued* at full size than shrunk; the script is the same.
+#
+# ## Summary
+#
+# - torchrun: one agent per node, one worker per GPU. Slurm: one task per node. `LOCAL_RANK` chooses
+#   the GPU.
+# - A rendezvous needs one address that all can reach, one id, and the right number of nodes. Give
+#   it a limit.
+# - Networks: divide Gbit/s by 8, and by the GPUs that share a port. Latency counts per message.
+# - A hang is a collective that somebody did not call. The flight recorder says who, and where.
+# - Save every √(2 · save time · time between failures); whole or not at all; everything that
+#   decides.
+# - Keep the global batch when the number of ranks changes.
+#
+# ## Questions
+#
+# 1. 16,384 GPUs, one failure in 3 hours, a save takes 10 minutes. How often do you save, and what
+#    should you do first?
+#
+# <details><summary>Answer</summary>
+#
+# √(2 · 600 · 10,800) s = 60 minutes, and 10/60 + 60/360 = a third of the time is lost. First make
+# saving faster: sharded and asynchronous. With 10 s it is 8 minutes and about 4 %.
+#
+# </details>
+#
+# 2. Every rank prints "collective timeout" except rank 5. What do you look at?
+#
+# <details><summary>Answer</summary>
+#
+# Rank 5. It never called that collective: it computes (a huge batch?), waits for a disk, is in
+# another collective, or has died in silence. Its stack and its flight recorder tell which.
+#
+# </details>
+#
+# 3. The job works on one node and hangs in `init_process_group` on two. Name three causes.
+#
+# <details><summary>Answer</summary>
+#
+# A firewall between the nodes; the wrong network interface (set `NCCL_SOCKET_IFNAME` or
+# `GLOO_SOCKET_IFNAME`); a head node that knows itself as 127.0.0.1; `--nnodes` larger than what was
+# started; two nodes with the same `--node-rank`.
+#
+# </details>
+#
+# 4. Why is it not enough to kill torchrun to end a node's work?
+#
+# <details><summary>Answer</summary>
+#
+# SIGKILL cannot be caught, so the agent does not end its workers. They go on, hold their GPUs, and
+# may even write checkpoints. Kill the process group, or let Slurm or the container do it.
+#
+# </details>
+#
+# 5. After a restart with half of the ranks the loss jumps. What was forgotten?
+#
+# <details><summary>Answer</summary>
+#
+# Usually the global batch (the mean over ranks is taken over other samples, or the learning rate no
+# longer fits), the optimizer's state, or the sampler's place: the job trains on other data.
+#
+# </details>
+#
+# ## Try it
+#
+# - In section 6 set `every=1`, then `every=20`. How many steps are done twice?
+# - In section 3 let rank 2 call a broadcast instead of nothing. What does the recorder say?
+# - Kill only the agent of node 1 (and then find its worker, and end it).
+#
+# Then do it yourself in **`lab5_multinode`**: launch, save, lose a rank, and go on.
+#
+# ## What to read
+#
+# - *The Llama 3 Herd of Models*, section 3.3.4 (reliability), arXiv 2407.21783
+# - *MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs*, arXiv 2402.15627
+# - *Bamboo: Making Preemptible Instances Resilient for Affordable Training of Large DNNs*, arXiv
+#   2204.12013
+# - *Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation Models*, arXiv
+#   2010.08679
+# - John W. Young, *A first order approximation to the optimum checkpoint interval*, Communications
+#   of the ACM 17 (1974)
+# - PyTorch: torchrun (Elastic Launch), Flight Recorder; Slurm: sbatch, signals and requeue
+# - In `lib/minidist/`: `elastic.py`, `checkpoint/store.py`, `profile/flight.py`
