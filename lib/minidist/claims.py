@@ -400,7 +400,7 @@ def _record(result: Claim) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table of one or more .jsonl or .csv files; 1 if a claim is false or there is none."""
+    """Print the table of .jsonl and .csv files; 1 if a claim is false or there is none."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: python -m minidist.claims FILE ...   (.jsonl or .csv)", file=sys.stderr)
         return 2

@@ -1,0 +1,176 @@
+"""Lab 5: the reference solution as a script, and what the criteria's own arithmetic rests on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from course import ROOT
+from leftovers import assert_nothing_left, find_leftovers
+
+from autograder.criteria import (
+    get_lab,
+    nodes_files,
+    nodes_hierarchy,
+    nodes_network,
+    nodes_places,
+)
+from autograder.criteria.base import Case, Draw
+from autograder.criteria.nodes_script import kill_trees
+from autograder.referee import draw_for
+from minidist.emulate import Cluster, Link, Trace, simulate
+from minidist.emulate.trace import Event
+from minidist.kernel.process import descendants
+
+pytestmark = pytest.mark.timeout(300)
+LAB = "lab5_multinode"
+SOLUTION = ROOT / "solutions" / LAB / f"{LAB}.py"
+
+# The others' judges look at the emulated cluster's trace first.
+WITHOUT_TRACE = [c for c in get_lab(LAB).criteria if not c.name.endswith("_bytes")]
+
+
+def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
+    return draw_for(b"test", LAB, criterion, attempt, world_size)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
+    before = find_leftovers()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
+        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=250,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "(100 of 100 points so far)" in done.stdout
+    assert "losses equal bit for bit: True" in done.stdout
+    assert_nothing_left(before)
+
+
+def test_points():
+    lab = get_lab(LAB)
+    assert lab.max_score == 100
+    assert len(lab.criteria) >= 10
+    assert lab.practice_world_size != lab.grading_world_size
+
+
+@pytest.mark.parametrize("criterion", WITHOUT_TRACE, ids=lambda c: c.name)
+@pytest.mark.parametrize("world_size", [1, 3, 6])
+def test_a_judge_survives_rubbish(criterion, world_size):
+    inputs = criterion.draw(_draw(criterion.name, world_size))
+    words = """places ranks commands said files missing step rest dtype weight new again later log
+        file whole found two all leftovers keep1 keep3 others1 others3 after ended resumed losses
+        losses/whole losses/resumed lr/resumed 0/whole 0/resumed saved other_out p0 numel g0"""
+    keys = {key for values in inputs for key in values} | set(words.split())
+    everything = ("text", [None], np.full((2, 2), np.nan), np.zeros((2, 2), bool), 1e300, {})
+    for value in (None, *everything):
+        answers = [{key: value for key in keys} for _ in range(world_size)]
+        assert criterion.judge(Case(world_size, inputs, answers))
+
+
+@pytest.mark.parametrize("criterion", get_lab(LAB).criteria, ids=lambda c: c.name)
+def test_draws_are_secret_and_serve_every_world_size(criterion):
+    for world_size in (1, 2, 3, 4, 6, 8):
+        assert len(criterion.draw(_draw(criterion.name, world_size))) == world_size
+    one, two = (criterion.draw(_draw(criterion.name, 4, attempt)) for attempt in "01")
+    assert str(one) != str(two)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["torchrun", "--nnodes=2", "--nproc-per-node=3", "x.py"], "10.0.0.1:5"),
+        (["torchrun", "--standalone", "x.py"], "--standalone"),
+        (["torchrun", "--nnodes 2", "x.py"], "--nnodes is"),
+        (["torchrun", "--nnodes=2", "--no-such-option"], "refuses"),
+        (["torchrun", "--help"], "end."),
+        (["python", "x.py"], "must begin with torchrun"),
+        ([], "must begin with torchrun"),
+    ],
+)
+def test_commands_are_read_as_torchrun_reads_them(command, says, capsys):
+    job = {"num_nodes": 2, "local_size": 3, "head": "10.0.0.1", "port": 5, "run_id": "r",
+           "max_restarts": 0, "script": ["x.py"]}  # fmt: skip
+    case = Case(1, [job], [{"commands": [command, command]}])
+    findings = nodes_places.judge_command(case)
+    assert len(findings) == 1
+    assert says in findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("eth1", {"eth1", "eth10"}),
+        ("=eth1", {"eth1"}),
+        ("eth", {"eth0", "eth1", "eth10"}),
+        ("^lo,docker", {"eth0", "eth1", "eth10"}),
+        ("^=eth1", {"lo", "docker0", "eth0", "eth10"}),
+        ("eth0,eth10", {"eth0", "eth10"}),
+        ("", set()),
+    ],
+)
+def test_nccl_names_are_read_as_nccl_reads_them(value, names):
+    there = ["lo", "docker0", "eth0", "eth1", "eth10"]
+    assert nodes_network._admitted(value, there) == names
+
+
+def test_the_kernel_kills_a_process_in_the_middle_of_a_write(tmp_path):
+    def save(size):
+        (tmp_path / str(size)).write_bytes(bytes(size))
+
+    limit = nodes_files.WRITE_LIMIT_BYTES
+    assert nodes_files.die_while_saving(lambda: save(limit - 1)) == "ended"
+    assert nodes_files.die_while_saving(lambda: save(2 * limit)) == "killed"
+    assert (tmp_path / str(2 * limit)).stat().st_size == limit
+    save(3 * limit)  # this process has no such limit
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+def test_bytes_between_nodes_are_those_of_the_simulator(kind):
+    link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    cluster = Cluster(
+        name="2 x 3", nodes=2, devices_per_node=3, intra_node=link, inter_node=link,
+        peak_flops_per_s=1.0, memory_bandwidth_bytes_per_s=1.0,
+    )  # fmt: skip
+    ranks = tuple(range(6))
+    event = Event(kind="issue", key="1", collective=kind, ranks=ranks, nbytes=6000, root=0)
+    timeline = simulate(Trace(world_size=6, events=[[event] for _ in ranks]), cluster)
+    for node in range(2):
+        outside = sum(
+            nodes_hierarchy.sent_bytes([event], rank, 3)[1]
+            for rank in ranks[3 * node : 3 * node + 3]
+        )
+        assert outside == pytest.approx(timeline.bytes_per_link.get(f"node {node}", 0.0))
+
+
+def test_a_killed_node_leaves_nobody_behind():
+    sleeps = "import time; time.sleep(600)"
+    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {sleeps!r}], "
+    code += f"start_new_session=True)\nprint('up', flush=True)\n{sleeps}"
+    node = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert node.stdout is not None
+    assert node.stdout.readline() == "up\n"
+    (child,) = descendants(node.pid)
+    kill_trees([node.pid])
+    assert node.wait(10) == -signal.SIGKILL
+    end_s = time.monotonic() + 10
+    while _alive(child):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
