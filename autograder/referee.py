@@ -145,10 +145,11 @@ class Referee:
         """
         with self._changed:
             opened, self._open = self._open, None
+            assert opened is not None, "close() without open()"
+            criterion = opened.criterion
+            # Before anybody may open the next check, whose session would be ended in its place.
+            trace = self.broker.end() if criterion.world == "emulated" else None
             self._changed.notify_all()
-        assert opened is not None, "close() without open()"
-        criterion = opened.criterion
-        trace = self.broker.end() if criterion.world == "emulated" else None
         statuses, notes = [], []
         for rank in range(self.world_size):
             if rank in opened.answers:

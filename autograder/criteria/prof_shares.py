@@ -113,7 +113,11 @@ def draw_export(draw: Draw) -> list[Values]:
         for r in range(3):
             for kind in rng.permutation(KINDS):
                 row = _row(rng, str(kind), 0, 0.5, int(rng.integers(2, 6)))
-                spans += [Span(r + 2, s.kind, s.name, s.start, s.end) for s in row]
+                # Each name once: the judge finds the events by it.
+                spans += [
+                    Span(r + 2, s.kind, f"{s.name} {len(spans) + i}", s.start, s.end)
+                    for i, s in enumerate(row)
+                ]
         inputs.append(pack(_shuffled(rng, spans), "0"))
     return inputs
 

@@ -1,0 +1,151 @@
+"""Lab 3: the reference solution as a script, judges that nothing confuses, and the memory limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from course import ROOT
+from leftovers import assert_nothing_left, find_leftovers
+from torch import nn
+
+from autograder.criteria import fsdp_limit, fsdp_memory, fsdp_parts, get_lab
+from autograder.criteria.base import Case, Context
+from autograder.referee import draw_for
+from minidist.emulate.trace import Trace
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "lab3_fsdp"
+LAB = get_lab(NAME)
+SOLUTION = ROOT / "solutions" / NAME / f"{NAME}.py"
+HOSTILE = (
+    None,
+    "text",
+    [],
+    [None],
+    [{}],
+    {},
+    True,
+    -1,
+    10**9,
+    float("nan"),
+    np.array(np.nan),
+    np.zeros(0),
+    np.array(["text"]),
+    np.zeros((3, 3), dtype=np.complex64),
+    np.full((9, 5), np.inf, dtype=np.float32),
+    np.zeros((9, 5), dtype=np.float16),
+)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
+    before = find_leftovers()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "(100 of 100 points so far)" in done.stdout
+    assert_nothing_left(before)
+
+
+def test_points_and_names():
+    assert LAB.max_score == 100
+    assert len(LAB.criteria) >= 10
+    assert all(criterion.name.startswith("fsdp_") for criterion in LAB.criteria)
+
+
+def _case(criterion, answers, world_size=3):
+    draw = draw_for(b"test", NAME, criterion.name, "test", world_size)
+    trace = Trace(world_size=world_size, events=[[] for _ in range(world_size)])
+    plan = criterion.plan(draw) if criterion.plan else None
+    return Case(world_size, criterion.draw(draw), answers, trace, plan)
+
+
+def _keys():
+    keys = {"parameters", "gradients", "optimizer", "results", "bytes", "dtypes", "told", "files"}
+    keys |= {"names", "plain", "has_optimizer", "calls", "shares", "chosen", "traffic", "unknown"}
+    for i in range(4):
+        keys |= {f"s{i}", f"g{i}", f"o{i}", f"m{i}", f"p0/{i}", f"p1/{i}"}
+        keys |= {f"{name}/{i}" for name in ("first", "second", "both")}
+    return keys
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+def test_no_answer_passes_and_none_confuses_the_judge(criterion):
+    assert criterion.judge(_case(criterion, [{}, {}, {}]))
+    for value in HOSTILE:
+        answers = [{key: value for key in _keys()} for _ in range(3)]
+        findings = criterion.judge(_case(criterion, answers))
+        assert findings, f"{value!r} for every answer passed"
+        assert all(f.message for f in findings)
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+def test_draws_are_private_or_fresh(criterion):
+    first, again = (
+        criterion.draw(draw_for(b"test", NAME, criterion.name, attempt, 3))
+        for attempt in ("first", "second")
+    )
+    assert len(first) == len(again) == 3
+    assert repr(first) != repr(again)
+
+
+def test_every_value_of_a_drawn_model_occurs_once():
+    values = fsdp_parts.draw_mlp(np.random.default_rng(1), (84,) * 7)
+    flat = np.concatenate([v.ravel() for v in values.values()])
+    assert len(np.unique(flat)) == len(flat)
+    assert (flat != 0).all()
+
+
+def test_the_formula_has_the_numbers_of_the_zero_paper():
+    # 7.5 billion parameters on 64 ranks: figure 1 of arXiv 1910.02054.
+    totals = [
+        sum(fsdp_memory.state_bytes(7_500_000_000, 64, strategy, True)) / 1e9
+        for strategy in fsdp_memory.STRATEGIES
+    ]
+    assert totals == pytest.approx([120, 31.4, 16.6, 1.9], rel=0.02)
+
+
+# --- the memory limit ----------------------------------------------------------------------------
+
+
+def whole_model(make_model, batches, lr):
+    """What one rank alone would write: everything whole, nothing talks."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    for x, y in batches:
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_whole_training_state_does_not_fit():
+    criterion = LAB["fsdp_budget"]
+    inputs = criterion.draw(draw_for(b"test", NAME, criterion.name, "test", 3))
+    context = Context(0, 3, torch.device("cpu"))
+    answer = fsdp_limit.observe_function(whole_model, inputs[0], context)
+    findings = criterion.judge(_case(criterion, [answer, {}, {}]))
+    assert "out of memory" in findings[0].message
+    assert not any(result["status"] == "ok" for result in answer["results"])
+
+
+def test_the_allowance_lies_between_what_is_sharded_and_what_is_not():
+    unit = 1 / fsdp_limit.BLOCKS
+    for copies in (2, 4):
+        for num_ranks in range(2, 9):
+            allowed = fsdp_limit.allowance_bytes(num_ranks, copies) / fsdp_limit.PARAMETER_BYTES
+            assert allowed > copies / num_ranks + 15 * unit  # shards; gathered and reduced units
+            assert allowed < copies / num_ranks + 1  # all units whole at once
+            assert copies == 2 or allowed < 2 + 2 / num_ranks  # ZeRO-1

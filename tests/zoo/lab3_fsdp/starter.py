@@ -1,0 +1,6 @@
+"""The lab as it was handed out, with nothing done.
+
+base: starter
+loses: everything
+class: example
+"""

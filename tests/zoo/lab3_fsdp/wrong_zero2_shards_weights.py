@@ -1,0 +1,22 @@
+"""Believes that ZeRO-2 shards the parameters, and ZeRO-3 nothing more.
+
+loses: fsdp_memory_formula
+"""
+
+
+# %% replaces="task1_formula"
+def bytes_per_rank(
+    num_params: int, world_size: int, strategy: str, mixed: bool = False
+) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state that a rank holds."""
+    strategies = ("ddp", "zero1", "zero2", "zero3")
+    if strategy not in strategies:
+        raise ValueError(f"strategy: expected one of {strategies}, got {strategy!r}")
+    stage = strategies.index(strategy)
+    per_param = (2, 2, 12) if mixed else (4, 4, 8)
+    shard = -(-num_params // world_size)
+    # Stage 1 shards the optimizer's state, 2 the gradients as well, 3 also the parameters.
+    needed_stage = (2, 2, 1)
+    counts = [shard if stage >= needed else num_params for needed in needed_stage]
+    parameters, gradients, optimizer = (c * b for c, b in zip(counts, per_param, strict=True))
+    return parameters, gradients, optimizer
