@@ -26,6 +26,7 @@ from nbconvert.exporters import HTMLExporter
 from pygments.formatters import HtmlFormatter
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+COURSE_MAP = "<!-- course map -->"
 HIDDEN_TAGS = ("parameters", "injected-parameters", "remove-cell")
 
 
@@ -68,7 +69,7 @@ def write_book(
         if name in notebooks:
             body = exporter.from_notebook_node(_for_reading(notebooks[name]))[0]
         else:
-            body = to_html((texts / f"{name}.md").read_text("utf-8"))
+            body = to_html(_text(texts, name))
         marked = menu.replace(f'href="{name}.html"', f'href="{name}.html" aria-current="page"')
         page = out / f"{name}.html"
         page.write_text(
@@ -81,6 +82,18 @@ def write_book(
     if broken := find_broken_links(pages):
         raise BookError("links that lead nowhere:\n  " + "\n  ".join(broken))
     return pages
+
+
+def _text(texts: Path, name: str) -> str:
+    """A page's Markdown; the course map is the README's."""
+    text = (texts / f"{name}.md").read_text("utf-8")
+    if COURSE_MAP in text:
+        readme = (texts.parent / "README.md").read_text("utf-8")
+        found = re.search(r"^## The course\n\n(\|.*?)\n\n", readme, re.M | re.S)
+        if found is None:
+            raise BookError("README.md has no table under '## The course'")
+        text = text.replace(COURSE_MAP, found[1])
+    return text
 
 
 # --- text -----------------------------------------------------------------------------------------
