@@ -310,6 +310,8 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
         # A script that does not leave its group may abort after it has done its work: what it
         # saved is judged, however it ended.
         if not out.is_file():
+            if "NotImplementedError" in log:
+                raise NotImplementedError
             raise RuntimeError(
                 f"{script} under torchrun ended with code {code} and wrote no file to --out:\n"
                 f"{log[-1500:]}"

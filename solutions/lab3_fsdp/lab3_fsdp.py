@@ -410,8 +410,8 @@ check("fsdp_memory_measured", local_bytes)
 class Unit:
     """One module's parameters: a shard that stays, and a whole that comes and goes."""
 
-    ### BEGIN SOLUTION
     def __init__(self, module: nn.Module):
+        ### BEGIN SOLUTION
         num_ranks, me = dist.get_world_size(), dist.get_rank()
         self.params = list(module.parameters())
         self.length = sum(p.numel() for p in self.params)
@@ -486,9 +486,7 @@ class FSDP(nn.Module):
             module.register_forward_hook(lambda _, __, output, i=i: self._finish(i, output))
             for p in self.units[i].params:
                 p.register_post_accumulate_grad_hook(lambda _, i=i: self._count_gradient(i))
-        ### END SOLUTION
 
-    ### BEGIN SOLUTION
     def _prepare(self, i: int, following: int) -> None:
         """Before unit i computes: it is whole, and the following one is on its way."""
         self.units[i].gather()
