@@ -9,11 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from rich.console import Console
@@ -27,6 +29,7 @@ from autograder.run import Record, Settings, grade, known_record, not_graded, re
 
 NBGRADER_DEADLINE_S = 1800.0
 POOL_TRIES = 3
+_ORPHANED = threading.Event()  # of a worker: the grader has gone
 
 
 def default_jobs(world_size: int) -> int:
@@ -74,7 +77,7 @@ def _run_pool(
 ) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_prepare_worker) as pool:
-        futures = {pool.submit(grade, todo[i], settings): i for i in todo}
+        futures = {pool.submit(_grade, todo[i], settings): i for i in todo}
         try:
             for future in as_completed(futures):
                 done(futures[future], future.result())
@@ -86,9 +89,28 @@ def _run_pool(
 
 
 def _prepare_worker() -> None:
-    """Leaves Ctrl-C to the parent; ends on SIGTERM by way of every `finally`."""
+    """Leaves Ctrl-C to the parent; ends on SIGTERM, or with the parent, by way of `finally`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    """A worker whose grader was killed would go on with what is queued, for nobody."""
+    parent.join()
+    _ORPHANED.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _grade(submission: Submission, settings: Settings) -> Record:
+    """`grade` in a worker: the pool itself would take an orphan's SystemExit for a result."""
+    try:
+        return grade(submission, settings)
+    finally:
+        if _ORPHANED.is_set():
+            os._exit(1)
 
 
 def check_names(submissions: Sequence[Submission]) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 from course import LAB, ROOT, TestCourse
 
@@ -129,3 +134,27 @@ def test_outside_a_course_it_says_so(tmp_path):
     course = TestCourse(tmp_path)
     done = course.run("-m", "autograder", "init", deadline_s=120, code=2)
     assert "nbgrader_config.py" in done.stderr
+
+
+def test_a_grader_that_is_killed_takes_all_with_it(course):
+    folder = course.root / "killed"
+    for name in ("one", "two", "three"):
+        path = folder / name / f"{LAB}.ipynb"
+        path.parent.mkdir(parents=True)
+        text = MASTER.read_text().replace("# Lab 1", f"# {name}", 1)
+        path.write_text(text)
+    grader = subprocess.Popen(
+        [sys.executable, "-m", "autograder", "grade", str(folder), "--lab", LAB, "--no-gradebook"],
+        cwd=course.root, env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        ends_at = time.monotonic() + 120
+        while len(started := psutil.Process(grader.pid).children(recursive=True)) < 10:
+            assert time.monotonic() < ends_at, "no submission was begun"
+            time.sleep(0.2)
+    finally:
+        grader.kill()
+        grader.wait()
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert alive == []
