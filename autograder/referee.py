@@ -107,6 +107,7 @@ class Referee:
         self._open: _OpenCheck | None = None
         self._cases = 0
         self._connections: dict[tuple[str, int], socket.socket] = {}
+        self._gone: set[int] = set()  # ranks that were here and have hung up
         self._passed: dict[str, float] = {}
         self._stopped = False
         self._greeting = threading.BoundedSemaphore(8 * world_size)  # connections without a name
@@ -193,6 +194,7 @@ class Referee:
         """Forgets the connections of ranks that are gone; new ones may connect."""
         with self._changed:
             connections, self._connections = self._connections, {}
+            self._gone.clear()
         for (channel, rank), sock in connections.items():
             if channel == "broker":
                 self.broker.detach(rank)  # the broker's to close: it still watches the descriptor
@@ -257,6 +259,7 @@ class Referee:
             if (channel, rank) in self._connections:
                 raise ProtocolError(f"rank {rank} is already connected for {channel}")
             self._connections[channel, rank] = sock
+            self._gone.discard(rank)
         send(sock, Message("welcome"))
         return channel, rank
 
@@ -274,6 +277,7 @@ class Referee:
             with self._changed:
                 if self._connections.get(("check", rank)) is sock:
                     del self._connections["check", rank]
+                    self._gone.add(rank)
                 self._changed.notify_all()
             _close(sock)
 
@@ -346,7 +350,7 @@ class Referee:
                 lambda: (
                     self._is_complete(opened)
                     or self._open is not opened
-                    or sum(channel == "check" for channel, _ in self._connections) < self.world_size
+                    or self._gone  # a rank that has not come yet (a script) is not one that left
                 ),
                 timeout=criterion.deadline_s,
             )

@@ -21,12 +21,14 @@ SETUP, SCALING = LAB["setup"], LAB["ddp_scaling"]
 N = 3
 
 
-@pytest.fixture
-def referee(tmp_path):
-    def draw(criterion):
-        return draw_for(b"key", LAB.name, criterion.name, "attempt", N)
+def draw(criterion):
+    return draw_for(b"key", LAB.name, criterion.name, "attempt", N)
 
-    referee = Referee(tmp_path / "s", N, draw)
+
+@pytest.fixture
+def referee(tmp_path, request):
+    """One that grades; a test that asks for practice=True gets the one at a student's desk."""
+    referee = Referee(tmp_path / "s", N, draw, practice=getattr(request, "param", False))
     yield referee
     referee.stop()
     assert not referee.path.exists()
@@ -114,6 +116,43 @@ def test_an_error_is_the_students(referee):
     verdict = referee.close(Status.NOT_RUN)
     assert verdict.status == Status.STUDENT_ERROR
     assert verdict.message == "[rank 2] ValueError: boom"
+
+
+@pytest.mark.parametrize("referee", [True], indirect=True)
+@pytest.mark.parametrize("connected", [True, False])
+def test_practice_waits_for_a_rank_that_is_late(referee, connected):
+    """A plain script has no kernel that connects every rank before the first check."""
+    total = np.sum([inputs["value"] for inputs in SETUP.draw(draw(SETUP))], axis=0)
+    ranks, replies = {}, []
+
+    def rank_comes(rank):
+        ranks[rank] = ranks.get(rank) or dial(referee, rank)[0]
+        ask(ranks[rank])
+        replies.append((rank, answer(ranks[rank], *honest(rank, total)).kind))
+
+    if connected:
+        ranks.update({rank: dial(referee, rank)[0] for rank in range(N)})
+    threads = [threading.Thread(target=rank_comes, args=(rank,)) for rank in range(N)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+        assert not replies or thread is threads[-1]
+    for thread in threads:
+        thread.join(20)
+    assert sorted(replies) == [(0, "verdict"), (1, "noted"), (2, "noted")]
+
+
+@pytest.mark.parametrize("referee", [True], indirect=True)
+def test_practice_does_not_wait_for_a_rank_that_left(referee):
+    ranks = [dial(referee, rank)[0] for rank in range(N)]
+    for sock in ranks[:2]:
+        ask(sock)
+    ranks[1].close()
+    started = time.monotonic()
+    verdict = answer(ranks[0], *honest(0, np.zeros(5)))
+    assert verdict.fields["status"] == "TIMEOUT"
+    assert verdict.fields["message"] == "ranks 1, 2: no answer before the deadline"
+    assert time.monotonic() - started < 5  # the deadline is 25 s
 
 
 def test_only_the_open_check_can_be_asked_for_and_only_once(referee):
