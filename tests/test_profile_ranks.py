@@ -15,7 +15,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from minidist import cost
 from minidist.errors import LaunchError
 from minidist.launch import run
+from minidist.parallel.zero import Zero3
 from minidist.profile import (
+    MemoryTracker,
     dump_on_hang,
     explain_hang,
     find_mismatches,
@@ -46,6 +48,36 @@ def make_net() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
 
 
+def track_sharded(make):
+    start_rank()
+    torch.manual_seed(0)
+    model, optimizer = make(torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)]))
+    x = torch.ones(8, 32)
+    with MemoryTracker(model, optimizer) as tracker:
+        loss = model(x).sum()
+        forward = tracker.mark("forward")
+        loss.backward()
+        tracker.mark("backward")
+        optimizer.step()
+        after = tracker.mark("optimizer")
+    end_rank()
+    return forward, after, tracker.peak_of("parameters")
+
+
+def with_fully_shard(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def with_zero3(model):
+    Zero3(model, units=list(model))  # in place
+    return model, torch.optim.AdamW(model.parameters())
+
+
 def profile_ddp():
     start_rank()
     timeline = profile_steps()
@@ -73,6 +105,20 @@ def profile_steps():
                 step()
         dist.barrier()
     return gather_timeline(from_profiler(profiler, step="step"))
+
+
+@pytest.mark.parametrize("make", [with_fully_shard, with_zero3])
+def test_memory_of_a_sharded_model(make):
+    """A rank keeps half of everything, and gathers a layer or two at a time."""
+    layer = 4 * (32 * 32 + 32)
+    batch, outputs = 4 * 8 * 32, 4 * 4 * 8 * 32
+    for forward, after, peak in run(track_sharded, 2, make):
+        assert forward.parameters >= 2 * layer  # the last layer may still be whole
+        assert forward.activations <= batch + outputs  # not the gathered parameters
+        assert after.parameters == 2 * layer
+        assert 2 * layer <= after.gradients <= 1.01 * 2 * layer  # Zero3 aligns its buffers
+        assert 2 * 2 * layer <= after.optimizer <= 2 * 2 * layer + 8 * 4  # and step counts
+        assert 2 * layer < peak <= 2 * layer + 2 * layer
 
 
 def test_a_profile_of_ddp_counts_its_collectives_and_adds_up():

@@ -124,6 +124,21 @@ def test_checkpointing_shows_and_patches_are_undone():
     assert not any(p._post_accumulate_grad_hooks for p in block.parameters())
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_backward_computes_once_more_is_an_activation(use_reentrant):
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+    x = torch.ones(16, 8, requires_grad=True)
+    with MemoryTracker(block) as tracker:
+        output = checkpoint(block, x, use_reentrant=use_reentrant)
+        before = tracker.peak_of("activations")
+        output.sum().backward()
+    assert before <= x.nbytes
+    # Saved when it computes again: the input and the tanh's output. Counted beside them until it
+    # is freed: the output of the first linear.
+    assert x.nbytes + 4 * 16 * 32 <= tracker.peak_of("activations") <= 2 * x.nbytes + 8 * 16 * 32
+
+
 def test_resized_storages_and_tied_parameters_count_once():
     net = nn.Linear(4, 4, bias=False)
     net.register_parameter("tied", net.weight)

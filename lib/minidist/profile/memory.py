@@ -12,11 +12,13 @@ Example::
         optimizer.step();               tracker.mark("optimizer")
     tracker.peak.total, tracker.peak_of("activations"), tracker.rows
 
-How a storage shows what it is, first match wins: it belongs to a parameter or buffer; to a
-`.grad`; to the optimiser's state; autograd saved a part of it for backward (`saved_tensors_hooks`),
-which makes it an activation, also if it is the batch itself. The rest is "other": temporaries,
-communication buckets. Nothing is guessed beforehand, so a gradient is "other" until it has been
-accumulated, and an output counts as activation from the operation that saves it.
+How a storage shows what it is, first match wins: it belongs to a parameter or buffer, a gathered
+one of FSDP or ZeRO-3 included from where backward saves it; to a `.grad`; to the optimiser's state;
+autograd saved a part of it for backward (`saved_tensors_hooks`), which makes it an activation, also
+if it is the batch itself, or activation checkpointing computes it once more during backward. The
+rest is "other": temporaries, communication buckets. Nothing is guessed beforehand, so a gradient is
+"other" until it has been accumulated, and an output counts as activation from the operation that
+saves it.
 
 Counted are the bytes of living storages, each once, on any device. Memory inside an operation
 (workspaces) does not show, nor what an allocator keeps: on a GPU, the rows carry
@@ -115,6 +117,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def mark(self, name: str) -> MemoryRow:
         """Note the state of this moment under a name, such as the end of forward."""
+        self._claim_gradients()
         row = self._row(name, is_mark=True)
         self.marks.append(row)
         return row
@@ -134,8 +137,10 @@ class MemoryTracker(TorchDispatchMode):
                 handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._undo.append(handle.remove)
         if self._optimizer is not None:
-            handle = self._optimizer.register_step_post_hook(lambda *_: self._claim_state())
-            self._undo.append(handle.remove)
+            # Some sharding code sets `.grad` by hand, which no hook of a parameter hears of.
+            before = self._optimizer.register_step_pre_hook(lambda *_: self._claim_gradients())
+            after = self._optimizer.register_step_post_hook(lambda *_: self._claim_state())
+            self._undo += [before.remove, after.remove]
         saved = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda tensor: tensor)
         saved.__enter__()
         self._undo.append(lambda: saved.__exit__(None, None, None))
@@ -156,10 +161,12 @@ class MemoryTracker(TorchDispatchMode):
         if any(t.__name__ in ("DTensor", "AsyncCollectiveTensor") for t in types):
             return NotImplemented  # comes again, with the plain tensors inside
         result = func(*args, **(kwargs or {}))
+        # A forward inside a backward is activation checkpointing's, whose hooks hide ours.
+        again = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         # In-place operations, too: one may be the first sight of a storage made outside.
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._claim(tensor, "other")
+                self._claim(tensor, "activations" if again else "other")
         self._row(str(func))
         return result
 
@@ -201,7 +208,9 @@ class MemoryTracker(TorchDispatchMode):
             self._row("gradient")
 
     def _on_save(self, tensor: Tensor) -> Tensor:
-        self._claim(tensor, "activations")
+        # FSDP and ZeRO-3 compute with gathered parameters that the model has only for a while.
+        whose = tensor._base if tensor._base is not None else tensor
+        self._claim(tensor, "parameters" if isinstance(whose, nn.Parameter) else "activations")
         return tensor
 
     def _watch_resizes(self) -> None:
@@ -249,7 +258,8 @@ def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:
-            yield from _storages(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), Tensor):  # a DTensor names its mesh too
+                yield from _storages(inner)
         return
     try:
         yield tensor.untyped_storage()
