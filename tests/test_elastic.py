@@ -86,7 +86,7 @@ def test_the_other_node_goes_on_when_one_is_lost(tmp_path):
         torchrun_command(
             [SCRIPT, str(tmp_path), str(num_steps), "node"],
             nnodes="1:2", max_restarts=2, endpoint=f"127.0.0.1:{port}", is_host=node == 0,
-            local_addr="127.0.0.1", keep_alive_s=2,
+            local_addr="127.0.0.1", keep_alive_s=2, last_call_s=10,
         )
         for node in range(2)
     ]  # fmt: skip

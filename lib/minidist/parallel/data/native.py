@@ -10,6 +10,7 @@ Paper: Li et al. (arXiv 2006.15704).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+
+# torch has renamed it; from 2.13 on, the old name gives a warning.
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +64,7 @@ def wrap_ddp(
     """
     options = options or DDPOptions()
     hook = _hook(options, group)
+    sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
     device = next(module.parameters()).device
     ddp = DistributedDataParallel(
         module,
@@ -65,7 +74,7 @@ def wrap_ddp(
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
-        broadcast_buffers=options.broadcast_buffers,
+        **sync_buffers,
     )
     if hook is not None:
         ddp.register_comm_hook(*hook)
