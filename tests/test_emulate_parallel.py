@@ -99,6 +99,28 @@ def test_fsdp2_trains_as_one_process(world_size, reshard, hybrid):
     assert gathers <= kinds.count("all_gather") - 16 <= 4 * 2 * 3  # 16 of full_tensor()
 
 
+def load_from_rank0():
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model()
+    whole = {name: torch.full_like(p, 3.0) for name, p in model.state_dict().items()}
+    fully_shard(model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole if dist.get_rank() == 0 else {}, options=options)
+    saved = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return all(bool((value == 3.0).all()) for value in saved.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whole_state_dicts_go_in_and_out_of_fsdp2(world_size):
+    assert run_traced(load_from_rank0, world_size)[0] == [True] * world_size
+
+
 def test_fsdp2s_streams_overlap_in_virtual_time():
     """Its all-gathers run beside the compute of the block before, as on a GPU."""
     _, trace = run_traced(fsdp, 2, True, False)

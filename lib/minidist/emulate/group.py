@@ -93,6 +93,10 @@ class EmulatedGroup(dist.ProcessGroup):
     def abort(self) -> None:
         pass
 
+    @property
+    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+        return [torch.device("cpu")]  # torch sends objects and whole state dicts through it
+
     def __repr__(self) -> str:
         return f"EmulatedGroup({self._group_name!r}, ranks {list(self._ranks)})"
 
