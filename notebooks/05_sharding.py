@@ -440,7 +440,7 @@ plot_lines(
 ddp_peak, zero3_peak = memory["data parallel"][0], memory["ZeRO-3"][0]
 unit = sum(p.numel() for p in make_gpt().blocks[0].parameters())
 root = num_params - config.num_layers * unit
-extra = zero3_peak.activations - ddp_peak.activations  # gathered copies that autograd holds
+extra = zero3_peak.parameters - counted["ZeRO-3"].parameters  # gathered, beside the shards
 display(
     claim("gathered parameters at ZeRO-3's peak, bytes: the root and two blocks", extra,
           4 * (root + 2 * unit), rtol=0.01),
@@ -919,7 +919,7 @@ def activations(num_layers: int, every: int | None = None, counter=None):
         loss = lm_loss(model.head(model.norm(x)).float(), answers)
         mark = tracker.mark("forward")
         loss.backward()
-    rows = [row.activations + row.other for row in tracker.rows]  # other: what was recomputed
+    rows = [row.activations + row.other for row in tracker.rows]  # with what comes and goes
     return mark.activations, max(rows), rows
 
 
