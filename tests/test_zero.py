@@ -14,15 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_helper import Gpt, Plain, build, compare, compare_optimizer, train
 
 from minidist.launch import run
+from minidist.parallel.accumulation import accumulate_step
 from minidist.parallel.zero import (
     ShardedOptimizer,
     Zero2Optimizer,
+    Zero3,
     count_bytes,
     exchange,
     formula_bytes,
     merge_optimizer_parts,
 )
 from minidist.parallel.zero.partition import by_element, by_parameter
+from minidist.precision import GradScaler
 
 WORLDS = (1, 2, 3, 4)
 
@@ -400,3 +403,105 @@ def misuse():
 
 def test_wrong_use_is_refused():
     run(misuse, 2)
+
+
+# -- with loss scaling and clipping --------------------------------------------------------------
+
+
+STEPS, OVERFLOWS_AT = 6, 2  # at this step the last rank's loss is infinite
+
+
+def make_mlp(dtype):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def loss_of(model, batch):
+    inputs, targets = batch
+    return (model(inputs) - targets).square().mean()
+
+
+def mlp_batches(dtype):
+    torch.manual_seed(1)
+    return [(torch.randn(12, 5).to(dtype), torch.randn(12, 3).to(dtype)) for _ in range(STEPS)]
+
+
+def scaled_steps(kind):
+    """Parameters after a run with a scaler and clipping, the scales, and the norms."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = make_mlp(torch.float32)
+    wrapped, holder = model, None
+    if kind == "stage 1, DDP":
+        wrapped = DistributedDataParallel(model)
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    elif kind == "stage 3":
+        holder = Zero3(model, units=[model[0]])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    elif kind == "stage 1":
+        optimizer = ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, average_gradients=True, lr=0.1
+        )
+    else:
+        # Masters in fp64, so that the path of copies is taken.
+        dtype = torch.float64 if "masters" in kind else None
+        optimizer = Zero2Optimizer(
+            model.parameters(), torch.optim.AdamW, master_dtype=dtype, lr=0.1
+        )
+    scaler = GradScaler(init_scale=1024.0, growth_interval=3, group=dist.group.WORLD)
+    scales, norms = [], []
+    for step, batch in enumerate(mlp_batches(torch.float32)):
+        share = [part.chunk(world_size)[rank] for part in batch]
+        factor = float("inf") if step == OVERFLOWS_AT and rank == world_size - 1 else 1.0
+        done = accumulate_step(
+            wrapped, [share], lambda m, b, by=factor: loss_of(m, b) * by, optimizer,
+            scaler=scaler, max_norm=0.5,
+        )  # fmt: skip
+        norms.append(float(done.grad_norm))
+        scales.append(scaler.get_scale())
+    values = holder.full_state_dict() if holder else model.state_dict()
+    return {name: value.clone() for name, value in values.items()}, scales, norms
+
+
+KINDS = ("stage 1, DDP", "stage 1", "stage 2", "stage 2, masters", "stage 3")
+
+
+def scaled_all():
+    dist.init_process_group("gloo")
+    done = {kind: scaled_steps(kind) for kind in KINDS}
+    misuse = []
+    optimizer = Zero2Optimizer(make_mlp(torch.float32).parameters(), torch.optim.SGD, lr=0.1)
+    for scaler in (GradScaler(), GradScaler(group=dist.group.WORLD)):  # and no gradients
+        try:
+            scaler.unscale_(optimizer)
+        except (ValueError, RuntimeError) as error:
+            misuse.append(str(error))
+    dist.barrier()
+    dist.destroy_process_group()
+    return done, misuse
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_scaling_and_clipping_equal_one_process(world_size):
+    model = make_mlp(torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    norms = []
+    for step, batch in enumerate(mlp_batches(torch.float64)):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        if step != OVERFLOWS_AT:
+            optimizer.step()
+    results = run(scaled_all, world_size, deadline_s=120)
+    for done, misuse in results:
+        for kind, (values, scales, got) in done.items():
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(
+                    values[name].double(), value, rtol=1e-3, atol=1e-4, msg=f"{kind}: {name}"
+                )
+            assert scales == [1024, 1024, 512, 512, 512, 1024], kind
+            finite = [i for i in range(STEPS) if i != OVERFLOWS_AT]
+            assert [got[i] for i in finite] == pytest.approx([norms[i] for i in finite], rel=1e-3)
+        # Nobody divides nothing and then steps with scaled gradients.
+        wanted = ["no group", "no parameter"] if world_size > 1 else ["no parameter"] * 2
+        assert len(misuse) == 2
+        assert all(text in message for text, message in zip(wanted, misuse, strict=True))

@@ -44,6 +44,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minidist.precision.training import clip_gradients
+
 T = TypeVar("T")
 
 
@@ -173,7 +175,7 @@ def accumulate_step(
     if max_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        grad_norm = clip_gradients(model, optimizer, max_norm)
     if scaler is None:
         optimizer.step()
     else:

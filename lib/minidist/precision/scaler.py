@@ -112,12 +112,15 @@ class GradScaler:
         """Divide the gradients of this optimiser's parameters by the scale. Once per step.
 
         An optimiser that has to fetch its gradients first does so in `prepare_gradients()`, if it
-        has that method (see `MasterWeights`).
+        has that method (see `MasterWeights`). One that keeps them elsewhere than in `param_groups`
+        says where in `held_parameters()`, and in `shards_gradients` whether ranks hold different
+        ones (see `ShardedOptimizer`).
 
         Raises:
-            RuntimeError: called twice, or after `step`.
-            ValueError: a parameter is fp16. Dividing its gradient would make small elements zero
-                again: it needs an fp32 master.
+            RuntimeError: called twice, or after `step`; or no rank of the group has a gradient.
+            ValueError: ranks hold different gradients and the scaler has no group; or a parameter
+                is fp16. Dividing its gradient would make small elements zero again: it needs an
+                fp32 master.
         """
         if not self._enabled:
             return
@@ -129,40 +132,49 @@ class GradScaler:
             )
         if stage is Stage.STEPPED:
             raise RuntimeError(f"GradScaler.unscale_: called after step(){self._where()}")
+        if self._group is None and getattr(optimizer, "shards_gradients", False):
+            raise ValueError(
+                "GradScaler.unscale_: every rank holds other gradients, and all have to decide "
+                f"alike: expected GradScaler(group=...), got no group{self._where()}"
+            )
         if hasattr(optimizer, "prepare_gradients"):
             optimizer.prepare_gradients()
+        parameters = _parameters(optimizer)
         # Parameters, not gradients: a rank without gradients must raise as well, and not wait.
-        for parameter in _parameters(optimizer):
-            if parameter.requires_grad and parameter.dtype == torch.float16:
+        for parameter in parameters:
+            if parameter.dtype == torch.float16:
                 raise ValueError(
                     "GradScaler.unscale_: got an fp16 parameter of shape "
-                    f"{tuple(parameter.shape)}, expected fp32 (or MasterWeights)"
+                    f"{tuple(parameter.shape)}, expected fp32 (or MasterWeights){self._where()}"
                 )
-        gradients = list(_local_gradients(optimizer))
-        if not gradients and self._group is None:
-            raise RuntimeError("GradScaler.unscale_: no parameter of the optimizer has a gradient")
+        gradients = list(_local_gradients(parameters))
         found = self._divide(gradients)
         if self._group is not None:
             # One decision. A rank without gradients takes part: the others wait for it.
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        self._found_inf[id(optimizer)] = bool(found.item())
+        overflowed, any_gradient = found.tolist()
+        if not any_gradient:
+            raise RuntimeError(
+                f"GradScaler.unscale_: no parameter of the optimizer has a gradient{self._where()}"
+            )
+        self._found_inf[id(optimizer)] = bool(overflowed)
         self._stages[id(optimizer)] = Stage.UNSCALED
 
     def _divide(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Divide in place; 1.0 if anything was not finite."""
+        """Divide in place; two numbers: 1 if anything was not finite, 1 if there was anything."""
         device = gradients[0].device if gradients else self._any_device()
-        found = torch.zeros(1, device=device)
+        found = torch.zeros((), device=device)
         # The reciprocal in fp64, then fp32, as torch takes it.
         inverse = self._scale.double().reciprocal().float()
         for gradient in gradients:
             bad = torch.logical_not(torch.isfinite(gradient).all())
             found = torch.maximum(found, bad.to(found))
             gradient.mul_(inverse.to(gradient.device))
-        return found
+        return torch.stack([found, torch.full_like(found, bool(gradients))])
 
     def _any_device(self) -> torch.device:
         """Where a group's collectives take their tensors from on a rank without gradients."""
-        if dist.get_backend(self._group) == "nccl":
+        if self._group is not None and dist.get_backend(self._group) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -264,14 +276,16 @@ class GradScaler:
         return f" (rank {dist.get_rank()})" if dist.is_initialized() else ""
 
 
-def _parameters(optimizer: Any) -> Iterable[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    """What has the gradients that the step will use, in its `.grad`."""
+    if hasattr(optimizer, "held_parameters"):
+        return optimizer.held_parameters()
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def _local_gradients(optimizer: Any) -> Iterable[torch.Tensor]:
-    """Gradients of the optimiser's parameters; of sharded ones (DTensor) this rank's part."""
-    for parameter in _parameters(optimizer):
+def _local_gradients(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Their gradients; of sharded ones (DTensor) this rank's part."""
+    for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None:
             yield gradient.to_local() if hasattr(gradient, "to_local") else gradient

@@ -74,10 +74,27 @@ def autocast_step(
     if max_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        clip_gradients(model, optimizer, max_norm)
     if scaler is None:
         optimizer.step()
     else:
         scaler.step(optimizer)
         scaler.update()
     return loss.detach()
+
+
+def clip_gradients(model: nn.Module, optimizer: Any, max_norm: float) -> torch.Tensor:
+    """Clip by the global norm, whoever holds the gradients; for a loop that takes any optimizer.
+
+    An optimizer or a model that shards gradients clips its own (`clip_grad_norm_`, as ZeRO's have).
+    Otherwise `model.parameters()` have all gradients, or are DTensors.
+
+    Returns:
+        The norm before clipping, the same on every rank: a scalar.
+    """
+    for holder in (optimizer, model):
+        own: Any = getattr(holder, "clip_grad_norm_", None)
+        if callable(own):
+            norm: Any = own(max_norm)
+            return norm
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)

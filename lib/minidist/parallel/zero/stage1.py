@@ -101,6 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buckets: list[Bucket] = []
         self._loads = [0] * self.world_size
         self._averaged = False
+        self._handed_over = False
         # Its groups are the same as ours, each with this rank's part only, which may be nothing.
         self.inner = optimizer_class([{"params": []}], **kwargs)  # pyright: ignore[reportCallIssue]
         self.inner.param_groups.clear()
@@ -161,16 +162,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # 1. average
-        self.reduce_gradients()
+        self.prepare_gradients()
         # 2. update
-        self._hand_over_gradients()
         self._copy_hyperparameters(self.param_groups, self.inner.param_groups)
         self.inner.step()
         self._copy_hyperparameters(self.inner.param_groups, self.param_groups)
         # 3. gather
         self._gather_parameters()
-        self._averaged = False
+        self._averaged = self._handed_over = False
         return loss
+
+    @torch.no_grad()
+    def prepare_gradients(self) -> None:
+        """Phase 1, and copies of master dtype get their gradients; what clipping and a GradScaler
+        change is then in `held_parameters`. Again before the step, it does nothing.
+        """
+        self.reduce_gradients()
+        if not self._handed_over:
+            self._hand_over_gradients()
+            self._handed_over = True
+
+    def held_parameters(self) -> list[Tensor]:
+        """What has, after `prepare_gradients`, the gradients that the step uses in its `.grad`."""
+        if not self._keeps_shards:
+            return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return [
+            mine
+            for bucket in self.buckets
+            for mine, piece in zip(bucket.owned, bucket.layout.rows[self.rank], strict=True)
+            if bucket.params[piece.index].requires_grad
+        ]
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether ranks hold different gradients when they step, and have to decide together."""
+        return self._keeps_shards and self.world_size > 1
+
+    @property
+    def _keeps_shards(self) -> bool:
+        """Whether the step's gradients are elsewhere than in all parameters' `.grad`."""
+        return self.average_gradients or self.master_dtype is not None
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -250,7 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, owned or not."""
         super().zero_grad(set_to_none)
-        self._averaged = False
+        self._averaged = self._handed_over = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`.
@@ -258,8 +289,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Collective. Returns the norm before scaling, the same on all ranks. Afterwards only the
         gradients of owned parameters are scaled; the step uses no others.
         """
-        self.reduce_gradients()
-        mine = [piece for bucket in self.buckets for piece in bucket.pieces]
+        self.prepare_gradients()
+        mine = [piece for bucket in self.buckets for piece in bucket.owned]
         return clip_by_global_norm(mine, max_norm, norm_type, self.group)
 
     # -- state ---------------------------------------------------------------------------------

@@ -185,6 +185,10 @@ class Zero2Optimizer(ShardedOptimizer):
                 "its gradients were never averaged"
             )
 
+    @property
+    def _keeps_shards(self) -> bool:
+        return True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the shards of the gradients, and what no_sync() has kept."""
         super().zero_grad(set_to_none)

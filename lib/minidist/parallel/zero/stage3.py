@@ -137,6 +137,8 @@ class Zero3(StateDicts):
                 partial(self._before_forward, unit), prepend=True, with_kwargs=True
             )
             unit.module.register_forward_hook(partial(self._after_forward, unit))
+        # For training loops that have only the model: torch's would take each rank's own norm.
+        object.__setattr__(model, "clip_grad_norm_", self.clip_grad_norm_)
 
     # -- construction --------------------------------------------------------------------------
 
