@@ -102,6 +102,51 @@ def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, damage):
     assert x.value == 1
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("damaged", [(100,), (90, 100)])
+def test_a_run_that_was_set_back_keeps_what_it_saves(tmp_path, keep, damaged):
+    for step in (40, 50, *damaged):
+        folder = save(Checkpoints(tmp_path, keep=9), step)
+        if step in damaged:
+            flip_a_byte(folder)
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert checkpoints.load(shared={"x": Value(0)}) == 50
+    save(checkpoints, 60)
+    assert checkpoints.steps() == [*(50, 60)[-keep:], *damaged]
+    with pytest.warns(UserWarning, match="damaged"):
+        assert Checkpoints(tmp_path).load(shared={"x": Value(0)}) == 60
+    save(checkpoints, 100)  # in the place of a damaged one
+    assert checkpoints.steps() == [*(60, 100)[-keep:]]
+    save(checkpoints, 110)
+    assert checkpoints.steps() == [*(100, 110)[-keep:]]
+    assert Checkpoints(tmp_path).load(shared={"x": Value(0)}) == 110
+
+
+def die_while_replacing(directory):
+    checkpoints = Checkpoints(directory, keep=1)
+    save(checkpoints, 1)
+    kind = type(checkpoints.directory)
+    rename = kind.rename
+
+    def rename_or_die(path, target):
+        if path.suffix == ".writing":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(path, target)
+
+    kind.rename = rename_or_die
+    save(checkpoints, 1, "again")
+
+
+def test_a_job_that_dies_while_it_replaces_has_the_old_one(tmp_path):
+    with pytest.raises(LaunchError, match="SIGKILL"):
+        run(die_while_replacing, 1, str(tmp_path))
+    assert not (tmp_path / "step-00000001").exists()
+    x = Value(0)
+    assert Checkpoints(tmp_path).load(shared={"x": x}) == 1
+    assert x.value == 1
+
+
 def die_while_writing(directory, moment):
     checkpoints = Checkpoints(directory)
     save(checkpoints, 1)
@@ -292,6 +337,27 @@ def test_shared_state_is_rank_0s_and_local_state_ones_own(tmp_path, world_size):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.load(shared={"s": Value(0)}, local={"l": local}, any_world_size=True) == 2
     assert local.value == "untouched"
+
+
+class Broken:
+    def state_dict(self):
+        raise RuntimeError("out of memory")
+
+
+def one_rank_has_no_state(directory, asynchronous):
+    rank, _ = init()
+    checkpoints = Checkpoints(directory)
+    save = checkpoints.save_async if asynchronous else checkpoints.save
+    with pytest.raises(CheckpointError) as caught:
+        save(1, local={"l": Broken() if rank == 1 else Value(0)})
+    return done(str(caught.value))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_if_one_rank_cannot_give_its_state_all_say_so(tmp_path, asynchronous):
+    texts = run(one_rank_has_no_state, 3, str(tmp_path), asynchronous)
+    assert all("take the states: rank 1: RuntimeError: out of memory" in text for text in texts)
+    assert list(tmp_path.iterdir()) == []
 
 
 def one_rank_cannot_write(directory):

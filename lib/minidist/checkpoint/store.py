@@ -87,7 +87,9 @@ class Checkpoints:
 
     Args:
         directory: made if it is not there.
-        keep: this many of the newest stay; older ones are deleted after a save.
+        keep: this many whole ones stay, the one just saved and those before it; older ones are
+            deleted after a save. Those of later steps, left by a run that was set back, stay until
+            the run has come there.
         timeout_s: how long ranks wait for each other.
     """
 
@@ -104,6 +106,7 @@ class Checkpoints:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._saving: Saving | None = None
+        self._damaged: set[int] = set()  # steps that were passed over
         self.directory.mkdir(parents=True, exist_ok=True)
 
     # -------------------------------------------------------------------- save
@@ -158,13 +161,15 @@ class Checkpoints:
         self, shared: States | None, local: States | None, sharded: Shards | None, *, copy: bool
     ) -> Callable[[Path], None]:
         states = [("local", local)] + ([("shared", shared)] if self.rank == 0 else [])
-        files = {
-            "shared.pt" if kind == "shared" else f"local-{self.rank}.pt": {
-                name: _to_cpu(part.state_dict(), copy) for name, part in parts.items()
-            }
-            for kind, parts in states
-            if parts is not None
-        }
+        files: dict[str, Any] = {}
+
+        def take() -> None:
+            for kind, parts in states:
+                if parts is not None:
+                    name = "shared.pt" if kind == "shared" else f"local-{self.rank}.pt"
+                    files[name] = {n: _to_cpu(p.state_dict(), copy) for n, p in parts.items()}
+
+        self._together("take the states", take)
         # Several ranks may hold the same part of a tensor: one of them writes it.
         boxes, index = boxes_to_write(sharded or {}, self.rank, self._exchange)
         tensors = {key: _to_cpu(tensor, copy) for key, tensor in boxes.items()}
@@ -213,7 +218,7 @@ class Checkpoints:
                 final.rename(old)
             folder.rename(final)
             _sync(self.directory)
-            self._delete_old()
+            self._delete_old(step)
 
         try:
             self._together(f"open {folder}", open_folder)
@@ -226,11 +231,20 @@ class Checkpoints:
             raise
         return final
 
-    def _delete_old(self) -> None:
+    def _delete_old(self, newest: int) -> None:
         for path in self.directory.glob("step-*.replaced"):
             shutil.rmtree(path, ignore_errors=True)
-        for step in self.steps()[: -self.keep]:
+        self._damaged.discard(newest)
+        before = [step for step in self.steps() if step <= newest]
+        whole = [step for step in before if step not in self._damaged]
+        for step in set(before) - set(whole[-self.keep :]):
             shutil.rmtree(self.directory / f"step-{step:08d}", ignore_errors=True)
+
+    def _recover(self) -> None:
+        """A job that dies while it replaces a step leaves the old one under another name."""
+        for old in self.directory.glob("step-*.replaced") if self.rank == 0 else ():
+            if not old.with_suffix("").exists():
+                old.rename(old.with_suffix(""))
 
     # -------------------------------------------------------------------- load
 
@@ -246,12 +260,14 @@ class Checkpoints:
         passed over with a warning on rank 0.
         """
         self._finish_saving()
+        self._recover()
         seen = self._exchange(self.steps())
         for step in sorted(set().union(*seen), reverse=True):
             folder = self.directory / f"step-{step:08d}"
             problems = [text for text in self._exchange(self._problem(folder)) if text]
             if not problems:
                 return step, folder
+            self._damaged.add(step)
             if self.rank == 0:
                 warnings.warn(
                     f"checkpoint of step {step} is damaged and not used: {problems[0]}",
