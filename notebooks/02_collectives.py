@@ -1163,7 +1163,7 @@ display(
 #   them, over a network.
 # - **Right:** a bit over three quarters of one direction of the wires.
 # - **Four nodes** level off at 382 GB/s: eight ports of 50 GB/s per node are 400 GB/s. That is
-#   near what NVLink carries inside a node.
+#   near what the NVLink of an H200 carries inside a node, and under half of a B200's.
 # - **Faster than the wire?** No ring can read above 450. On H200 the NVSwitch adds up itself
 #   (*NVLink SHARP*), so each GPU sends its data about once instead of twice, and the factor
 #   2(N−1)/N credits it with bytes that were never sent.

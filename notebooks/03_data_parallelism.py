@@ -1352,26 +1352,26 @@ display(
 # answer. There is a fourth.
 #
 # ```python
-# def train(rank, world_size):
-#     ddp = DDP(nn.Linear(256, 10).to(rank), device_ids=[rank])
-#     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-#     data = TensorDataset(torch.randn(1000, 256), torch.randint(0, 10, (1000,)))
-#     loader = DataLoader(data, batch_size=32, shuffle=True)
-#     for epoch in range(10):
-#         for x, y in loader:
-#             cross_entropy(ddp(x.to(rank)), y.to(rank)).backward()
-#             optimizer.step()
-#         if rank == 0:
-#             torch.save(ddp.state_dict(), "model.pt")
+# dist.init_process_group("nccl")
+# gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+# net = DDP(nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10)).to(gpu))
+# sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+# images, labels = torch.rand(6_000, 1, 28, 28), torch.randint(10, [6_000])
+# for image, label in 5 * [*DataLoader([*zip(images, labels)], 50, shuffle=True)]:
+#     loss = F.cross_entropy(net(image.to(gpu)), label.to(gpu))
+#     loss.backward()
+#     sgd.step()
+# if dist.get_rank() == 0:
+#     torch.save(net.state_dict(), "digits.pt")
 # ```
 #
 # <details><summary>Answer</summary>
 #
 # 1. No `DistributedSampler` (and so no `set_epoch`): every rank walks through all samples.
-# 2. No `optimizer.zero_grad()`: gradients of all steps add up. With DDP it is worse than on one
-#    GPU, because the old, already averaged gradients are averaged again with the new ones.
-# 3. `ddp.state_dict()`: names with `module.`.
-# 4. `torch.randn` without a common seed: each rank *makes its own data set*. A sampler then deals
+# 2. No `sgd.zero_grad()`: gradients of all steps add up. DDP makes it neither better nor worse:
+#    what is left from the step before is the same on every rank, so its mean is itself.
+# 3. `net.state_dict()`: names with `module.`.
+# 4. `torch.rand` without a common seed: each rank *makes its own data set*. A sampler then deals
 #    out indices of N different data sets.
 #
 # </details>
@@ -1526,8 +1526,8 @@ display(
 # - Measure tokens per second on 1, 2 and 4 ranks of your machine, and plot speed-up and efficiency.
 #   How much does it vary from run to run?
 #
-# Then write it yourself: `lab1_ddp` asks for the sampler, the four steps and the loop, and checks
-# them on the emulated cluster.
+# Then write it yourself: [**lab1_ddp**](../labs/lab1_ddp/lab1_ddp.ipynb) asks for the sampler, the
+# four steps and the loop, and checks them on the emulated cluster.
 #
 # ## What to read
 #

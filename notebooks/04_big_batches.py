@@ -1251,8 +1251,9 @@ plot_bars(
 #
 # <details><summary>Answer</summary>
 #
-# A step with half the learning rate (with SGD). With Adam almost nothing, since it normalises. It
-# is not a catastrophe, but then say so; dividing by `len(group)` is right.
+# A step with half the learning rate. With Adam, too: it ignores a factor that *all* steps have,
+# but one halved gradient hardly moves the averages that it normalises by. It is not a catastrophe,
+# but then say so; dividing by `len(group)` is right.
 #
 # </details>
 #
@@ -1292,8 +1293,10 @@ plot_bars(
 # - Give `PowerSGD` ranks 1 to 32 in section 4 and draw error against bytes.
 # - Let worker 0 die (`compute_s` of 10⁶) under each rule of section 6.
 #
-# Then do it yourself: `lab2_accumulation` asks for the loop, the tail, `no_sync`, weights and the
-# combination with clipping and mixed precision, and judges the traffic on the emulated cluster.
+# Then do it yourself:
+# [**lab2_accumulation**](../labs/lab2_accumulation/lab2_accumulation.ipynb) asks for the loop, the
+# tail, `no_sync`, weights and the combination with clipping and mixed precision, and judges the
+# traffic on the emulated cluster.
 #
 # ## What to read
 #

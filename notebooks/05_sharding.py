@@ -17,7 +17,7 @@
 # After this lecture you can
 #
 # - say where the 16 bytes per parameter go, and which of them ZeRO-1, -2 and -3 divide by N;
-# - write ZeRO-1 yourself, in fifteen lines, from a reduce-scatter and an all-gather;
+# - write ZeRO-1 yourself, in two dozen lines, from a reduce-scatter and an all-gather;
 # - count what each stage sends, and say when stage 3 slows you down and when it does not;
 # - shard a model with `fully_shard` (FSDP2), and read code that was written for FSDP1;
 # - save a sharded model without a hang;
@@ -154,7 +154,7 @@ display(
 # %% [markdown]
 # Now shard all of it over 4 GPUs. Each holds a quarter, so the total is that of *one* copy. The
 # factor of four is right in the source below. Its numbers are not, and the difference decides: 140
-# GB of states per GPU would be "a little too much for one H200", 280 GB is not.
+# GB of states per GPU would just fit into an H200, with no room for anything else; 280 GB do not.
 
 # %%
 # %%rank 0
@@ -274,7 +274,7 @@ state_share = tiny.inner.state[tiny.mine]["exp_avg"].numel() / sum(
 # %%
 # %%rank 0
 display(
-    claim("six losses of a 20-line ZeRO-1 and of DDP", tiny_losses[:6], ddp_losses[:6], rtol=1e-9),
+    claim("six losses of this ZeRO-1 and of DDP", tiny_losses[:6], ddp_losses[:6], rtol=1e-9),
     claim("largest difference of a parameter after training", drift, ("<", 1e-9)),
     claim("share of Adam's state on this rank", state_share, 1 / world_size, rtol=1e-3),
 )  # fmt: skip
@@ -1151,8 +1151,8 @@ explore(
 # - In the network explorer, set a latency of 100 µs. Who suffers, and why?
 # - Wrap pairs of blocks as one unit (`units=lambda m: …`) and count all-gathers and peak memory.
 #
-# Then do it yourself in **`lab3_fsdp`**: ZeRO-1 that obeys a scheduler, ZeRO-2 and -3 under a
-# memory limit that an unsharded model does not survive.
+# Then do it yourself in [**lab3_fsdp**](../labs/lab3_fsdp/lab3_fsdp.ipynb): ZeRO-1 that obeys a
+# scheduler, ZeRO-2 and -3 under a memory limit that an unsharded model does not survive.
 #
 # ## What to read
 #

@@ -1002,8 +1002,8 @@ display(
 #   smaller scale help?
 # - Repeat section 4 with Adam and learning rates from 10⁻⁵ to 10⁻². When does pure bf16 keep up?
 #
-# Then do it yourself: `lab4_amp` asks for rounding, a GradScaler from scratch, the training loop
-# with clipping and accumulation, and master weights.
+# Then do it yourself: [**lab4_amp**](../labs/lab4_amp/lab4_amp.ipynb) asks for rounding, a
+# GradScaler from scratch, the training loop with clipping and accumulation, and master weights.
 #
 # ## What to read
 #

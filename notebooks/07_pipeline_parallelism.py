@@ -370,7 +370,7 @@ display(
           [9 * (p - 1) for p in (2, 4, 8, 64, 128)], status="corrected",
           said="8 to 64 devices", source="arXiv 2104.04473",
           why="any number of stages reaches 90 % if m grows with it"),
-    claim("stages of the pipeline that trained 1 trillion parameters on 3,072 A100", 64,
+    claim("stages of the pipeline that ran 1 trillion parameters on 3,072 A100", 64,
           status="cited", source="Narayanan et al., arXiv 2104.04473, table 1"),
     claim("with m = 4 p the bubble is below a fifth of the step, at every p up to 64",
           [cost.bubble_fraction(num_stages=p, num_microbatches=4 * p) for p in range(2, 65)],
@@ -1747,9 +1747,11 @@ explore(
 # - In section 10 use `gpipe` in `as_pipeline`. Which curve moves, and where?
 # - Set `pause` to other values per rank in section 3 and watch one slow stage spoil everything.
 #
-# Then do it yourself: `lab2_accumulation` has the micro-batches and their gradients, and the bonus
-# notebook `bonus_pipeline` asks for GPipe and 1F1B from scratch, with their bubble and their
-# memory.
+# Then do it yourself. [**lab2_accumulation**](../labs/lab2_accumulation/lab2_accumulation.ipynb)
+# has the micro-batches and their gradients. And write GPipe and 1F1B for two ranks: each stage a
+# `send` and a `recv` per micro-batch, gradients compared with one process, and the order of the
+# operations, the idle time and the largest number of micro-batches in memory compared with the
+# schedules of sections 2 and 4.
 #
 # ## What to read
 #

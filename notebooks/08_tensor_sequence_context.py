@@ -518,7 +518,7 @@ display(
           ("<", 0.5)),
     claim("communication / compute of a block on 8 GPUs, InfiniBand", slow / compute, (">", 0.9)),
     claim("GPT of 8.3 billion parameters: efficiency of 8-way tensor parallelism, %", 77,
-          status="cited", source=f"{MEGATRON}, table 1 (weak scaling from 1 to 8 V100)"),
+          status="cited", source=f"{MEGATRON}, figure 5 (weak scaling from 1 to 8 V100)"),
 )  # fmt: skip
 
 # %% [markdown]
@@ -1011,10 +1011,11 @@ display(
 #
 # - Take `f` out in section 2 and train a two-layer MLP. Does the loss fall? Do the ranks agree?
 # - In the ring stepper choose the contiguous order and eight ranks. Who waits in step 3?
-# - Find the width at which NVLink 4 hides less than half of the communication at tp 8.
+# - Find the width at which communication over NVLink 4 takes half as long as computing, at tp 8.
 #
-# Then do it yourself: the bonus notebook `bonus_tensor_parallel` asks for f, g, both layers and the
-# vocabulary-parallel loss, and `lab3_fsdp` combines with what you learn in lecture 9.
+# Then do it yourself: write f, g, both linear layers and the vocabulary-parallel loss, and compare
+# outputs and gradients with one process in fp64, at 2 and at 4 ranks. In
+# [**lab3_fsdp**](../labs/lab3_fsdp/lab3_fsdp.ipynb) you shard what lecture 9 combines with it.
 #
 # ## What to read
 #

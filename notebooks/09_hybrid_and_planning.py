@@ -318,8 +318,9 @@ display(
 # ## 4 · Choosing: let arithmetic do it
 #
 # A common listing chooses by model size alone: below 1B data parallelism, below 10B tensor
-# parallelism of 8, below 100B "full 3-D", and so on, with integer divisions. Here it is, rewritten
-# as data, so that we can see what it does to numbers of GPUs that are not powers of two.
+# parallelism of 8, below 100B "full 3-D", and so on, with integer divisions. Here it is, written
+# out, so that we can see what it does to numbers of GPUs that are not powers of two. (It treats
+# a model of 1B as neither small nor large, which takes a case of its own.)
 
 
 # %%
@@ -521,9 +522,9 @@ display(
     claim("1T run: MFU in %, from the published 52 %", 52 * ratio, 39, rtol=0.02,
           status="corrected", said=52, source="talks that quote it as MFU",
           why="its FLOPs count the recomputed forward pass: 96, not 72"),
-    claim("largest published: trillion parameters", trillion.num_parameters / 1e12, 1.008,
+    claim("largest model in that paper: trillion parameters", trillion.num_parameters / 1e12, 1.008,
           rtol=0.001, status="corrected", said=2.0, source="'trains models with trillions'",
-          why="published is 1 trillion, at 163 TFLOP/s per GPU"),
+          why="1 trillion, run at 163 TFLOP/s per GPU, not trained to the end"),
 )  # fmt: skip
 
 # %% [markdown]
@@ -714,9 +715,9 @@ display(
 # - In the mesh builder choose tp 16. Which all-reduces leave a node?
 # - Give `trace_one_rank` the mesh 64 × 16. What changes in the counts?
 #
-# Then do it: **`lab3_fsdp`** asks for a sharded model under a memory limit, **`lab5_multinode`**
-# for the job around it, and the bonus notebooks for pipeline and tensor parallelism. The whole
-# program is `python -m minidist.train --help`.
+# Then do it: [**lab3_fsdp**](../labs/lab3_fsdp/lab3_fsdp.ipynb) asks for a sharded model under a
+# memory limit, [**lab5_multinode**](../labs/lab5_multinode/lab5_multinode.ipynb) for the job around
+# it. The whole program is `python -m minidist.train --help`.
 #
 # ## What to read
 #

@@ -101,9 +101,10 @@ display(
 #
 # ```
 # # static: you number the nodes and name the first one
-# torchrun --nnodes=2 --nproc-per-node=8 --node-rank=0 --master-addr=10.0.0.1 --master-port=29500
-# train.py torchrun --nnodes=2 --nproc-per-node=8 --node-rank=1 --master-addr=10.0.0.1
-# --master-port=29500 train.py
+# torchrun --nnodes=2 --nproc-per-node=8 --node-rank=0 \
+#          --master-addr=10.0.0.1 --master-port=29500 train.py      # on the first node
+# torchrun --nnodes=2 --nproc-per-node=8 --node-rank=1 \
+#          --master-addr=10.0.0.1 --master-port=29500 train.py      # on the second
 #
 # # rendezvous: the same command on all nodes; they agree on numbers by themselves
 # torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500 \
@@ -188,16 +189,22 @@ display(
 # #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64
 # #SBATCH --time=24:00:00 --signal=B:USR1@300     # a warning five minutes before the end
 # #SBATCH --requeue                               # start again when preempted
+# trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1   # tell the steps, that is the torchruns
 # head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # srun --kill-on-bad-exit=0 torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=8 \
 #      --rdzv-backend=c10d --rdzv-endpoint="$head:29500" --rdzv-id="$SLURM_JOB_ID" \
-#      --max-restarts=3 train.py
+#      --max-restarts=3 --shutdown-timeout=240 train.py &
+# wait; wait                                        # the first is left when the trap runs
 # ```
 #
 # - Without torchrun, `srun --ntasks-per-node=8` starts the workers itself; then set RANK from
 #   `SLURM_PROCID` and LOCAL_RANK from `SLURM_LOCALID`.
-# - `--signal=B:USR1@300` sends SIGUSR1 to the *batch shell*: pass it on, or use `--signal=USR1@300`
-#   for the steps. `minidist.elastic.Preemption` listens to SIGTERM and SIGUSR1, and lets all ranks
+# - `--signal=B:USR1@300` sends SIGUSR1 to the *batch shell*, and the shell sends SIGTERM to the
+#   steps. Not `--signal=USR1@300`: torchrun hands SIGTERM, SIGINT, SIGHUP and SIGQUIT on to its
+#   workers and dies of a SIGUSR1 (unless `TORCHELASTIC_SIGNALS_TO_HANDLE` names it). The workers
+#   get `--shutdown-timeout` seconds (an option since torch 2.13; without it 30) before they are
+#   killed.
+# - `minidist.elastic.Preemption` listens to SIGTERM and SIGUSR1 in the workers, and lets all ranks
 #   agree to save and leave at the same step.
 # - `--time` kills without a checkpoint if you ignore the warning.
 #
@@ -807,7 +814,8 @@ display(
 # - In section 3 let rank 2 call a broadcast instead of nothing. What does the recorder say?
 # - Kill only the agent of node 1 (and then find its worker, and end it).
 #
-# Then do it yourself in **`lab5_multinode`**: launch, save, lose a rank, and go on.
+# Then do it yourself in [**lab5_multinode**](../labs/lab5_multinode/lab5_multinode.ipynb): launch,
+# save, lose a rank, and go on.
 #
 # ## What to read
 #

@@ -1237,9 +1237,10 @@ plot_bars(
 #
 # ## Now you
 #
-# In **lab6_profiling** you get five slow runs. Each has one planted bottleneck, and you find it
-# from the trace. Then you mend a loader, write and tune bucketing, compute utilisation and overlap
-# yourself, and bring a job to 90 % on the emulated cluster.
+# In [**lab6_profiling**](../labs/lab6_profiling/lab6_profiling.ipynb) you get five slow runs. Each
+# has one planted bottleneck, and you find it from the trace. Then you mend a loader, write and tune
+# bucketing, compute utilisation and overlap yourself, and bring a job to 90 % on the emulated
+# cluster.
 #
 # Here, try: set `batch` to 16 in section 1 and run all again. Which share of the step grows?
 #

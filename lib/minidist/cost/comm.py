@@ -4,7 +4,7 @@ A message of B bytes over a link takes alpha + B * beta: alpha is the latency in
 1 / bandwidth. Adding up B received bytes costs B * gamma (gamma is small next to beta, and 0 unless
 given). A link is full duplex: a rank sends and receives at once.
 
-With n ranks and a buffer of B bytes (Thakur, Rabenseifner and Gropp 2005; Patarasu and Yuan 2009):
+With n ranks and a buffer of B bytes (Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan 2009):
 
     all-reduce            latency                bandwidth
     ring                  2(n-1) alpha           2 (n-1)/n B beta     least bytes, most messages

@@ -10,7 +10,7 @@ nothing: it is always far enough ahead to keep the streams busy.
 
     t(ring all-reduce of B bytes on n ranks) = 2(n-1)/n * B / bandwidth + 2(n-1) * latency
 
-(Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.)
+(Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.)
 """
 
 from __future__ import annotations
