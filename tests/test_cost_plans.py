@@ -250,8 +250,20 @@ def test_recommender_for_models_that_need_more():
 def test_recommender_says_why_nothing_fits():
     with pytest.raises(cost.NothingFitsError, match=r"nothing fits 2 GPUs with 76 GB.*nearest"):
         cost.recommend(model=cost.GPT3_175B, node=cost.DGX_A100, num_gpus=2, global_batch=4)
-    with pytest.raises(cost.NothingFitsError, match="sequences are left over"):
-        cost.recommend(model=SMALL, node=cost.PCIE_A100, num_gpus=13, global_batch=12)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "batch", "instead"),
+    [(100, 1024, 1000), (7, 64, 63), (3, 64, 63), (6, 512, 510), (12, 256, 252), (13, 3, 13)],
+)
+def test_recommender_for_a_batch_that_nothing_divides(num_gpus: int, batch: int, instead: int):
+    plans = cost.recommend(
+        model=cost.LLAMA2_7B, node=cost.DGX_A100, num_gpus=num_gpus, global_batch=batch
+    )
+    for plan in plans:
+        samples = plan.parallelism.dp * plan.micro_batch * plan.num_microbatches
+        assert samples == plan.global_batch == instead
+        assert any(r.startswith(f"batch {instead:,} instead of {batch:,}") for r in plan.reasons)
 
 
 def test_memory_shrinks_where_it_should():

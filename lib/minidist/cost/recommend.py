@@ -1,7 +1,8 @@
 """Choose how to cut up a job: every plan that divides, those that fit, the fastest first.
 
 1. Enumerate dp x pp x cp x tp = N over the divisors of N, tp inside a node, every ZeRO stage, every
-   way to recompute, several micro-batches. Any N works: 6, 7 and 100 GPUs as well as 64.
+   way to recompute, several micro-batches. Any N works: 6, 7 and 100 GPUs as well as 64. Where no
+   plan divides the batch (1,024 on 100 GPUs), the nearest multiple of N takes its place.
 2. Drop what does not divide (heads by tp, layers by pp, batch by dp), and remember why.
 3. Drop what does not fit the GPU (`minidist.cost.memory`).
 4. Predict the step time of the rest (`minidist.cost.step`) and sort. Among plans within 2 % the
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minidist.cost.hardware import Node
 from minidist.cost.memory import MIXED_ADAM, Memory, StateBytes, memory_per_gpu
@@ -38,6 +39,7 @@ class Plan:
     """One way to run the job that fits, with its predicted time and the reasons in words."""
 
     parallelism: ParallelismConfig
+    global_batch: int
     micro_batch: int
     num_microbatches: int
     recompute: str
@@ -116,7 +118,8 @@ def recommend(
 
     Args:
         num_gpus: any number from 1; all of them are used.
-        global_batch: sequences of `model.context` tokens per optimiser step.
+        global_batch: sequences of `model.context` tokens per optimiser step. If no plan divides it,
+            plans are made for the nearest multiple of `num_gpus`; their reasons say so.
         reserve: share of the memory kept free for fragmentation.
         max_cp: largest context-parallel degree to try (long sequences).
         limit: how many plans to return.
@@ -130,11 +133,43 @@ def recommend(
             f"{num_gpus}, {global_batch}, {reserve}"
         )
     budget = node.gpu.memory_bytes * (1 - reserve)
+    options = _Options(model, node, num_gpus, states, micro_batches, fused_attention, max_cp)
+    plans, refused, nearest = _search(options, global_batch, budget, launch_s)
+    if not plans and nearest is None:  # nothing divides: perhaps it is the batch
+        # Halves go up, and there is at least one sequence for each GPU.
+        multiple = max(1, (2 * global_batch + num_gpus) // (2 * num_gpus)) * num_gpus
+        plans, _, nearest = _search(options, multiple, budget, launch_s)
+    if not plans:
+        raise NothingFitsError(_why_nothing(num_gpus, budget, nearest, refused))
+    ranked = _rank(plans)[:limit]
+    return [_explained(plan, ranked[0], options, global_batch) for plan in ranked]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What all plans have in common."""
+
+    model: Transformer
+    node: Node
+    num_gpus: int
+    states: StateBytes
+    micro_batches: tuple[int, ...]
+    fused_attention: bool
+    max_cp: int
+
+
+def _search(
+    options: _Options, global_batch: int, budget: float, launch_s: float
+) -> tuple[list[Plan], Counter[str], tuple[float, str] | None]:
+    """Plans that divide and fit, why others do not divide, and the nearest that does not fit."""
+    model, node, states = options.model, options.node, options.states
+    num_gpus, max_cp = options.num_gpus, options.max_cp
+    fused_attention = options.fused_attention
     plans: list[Plan] = []
     refused: Counter[str] = Counter()
     nearest: tuple[float, str] | None = None
     for p in parallelisms(num_gpus=num_gpus, gpus_per_node=node.num_gpus, max_cp=max_cp):
-        for micro_batch in micro_batches:
+        for micro_batch in options.micro_batches:
             found = p.problems(model=model, global_batch=global_batch, micro_batch=micro_batch)
             if found:
                 refused.update(found[:1])
@@ -171,6 +206,7 @@ def recommend(
                 plans.append(
                     Plan(
                         parallelism=p,
+                        global_batch=global_batch,
                         micro_batch=micro_batch,
                         num_microbatches=m,
                         recompute=recompute,
@@ -179,10 +215,7 @@ def recommend(
                     )
                 )
                 break  # more recomputation only costs time
-    if not plans:
-        raise NothingFitsError(_why_nothing(num_gpus, budget, nearest, refused))
-    ranked = _rank(plans)[:limit]
-    return [_explained(plan, ranked[0], model, node, states) for plan in ranked]
+    return plans, refused, nearest
 
 
 def _why_nothing(
@@ -212,13 +245,20 @@ def _rank(plans: list[Plan]) -> list[Plan]:
     return sorted(near, key=simplicity) + plans[len(near) :]
 
 
-def _explained(plan: Plan, best: Plan, model: Transformer, node: Node, states: StateBytes) -> Plan:
+def _explained(plan: Plan, best: Plan, options: _Options, global_batch: int) -> Plan:
+    model, node, states = options.model, options.node, options.states
     p, memory, step = plan.parallelism, plan.memory, plan.step
     n, gpu = model.num_parameters, node.gpu
     reasons = [
         f"model states: {n / 1e9:.1f} B parameters x {states.total:g} bytes = "
         f"{n * states.total / 1e9:.0f} GB; one GPU has {gpu.memory_bytes / 1e9:.0f} GB"
     ]
+    if plan.global_batch != global_batch:
+        reasons.append(
+            f"batch {plan.global_batch:,} instead of {global_batch:,}, which no plan of "
+            f"{options.num_gpus} GPUs divides; {plan.global_batch:,} = {options.num_gpus} x "
+            f"{plan.global_batch // options.num_gpus}"
+        )
     if p.tp > 1:
         reasons.append(
             f"tp {p.tp} stays inside a node ({node.num_gpus} GPUs on {node.intra_node.name}); "
@@ -260,12 +300,4 @@ def _explained(plan: Plan, best: Plan, model: Transformer, node: Node, states: S
         reasons.append(
             f"{step.total_s / best.step.total_s:.2f} times the time of {best.parallelism}"
         )
-    return Plan(
-        parallelism=p,
-        micro_batch=plan.micro_batch,
-        num_microbatches=plan.num_microbatches,
-        recompute=plan.recompute,
-        memory=memory,
-        step=step,
-        reasons=tuple(reasons),
-    )
+    return replace(plan, reasons=tuple(reasons))
