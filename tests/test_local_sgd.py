@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidist.data import make_regression
 from minidist.launch import run
+from minidist.parallel.data import BucketedDDP
 from minidist.parallel.local_sgd import LocalSGD, average_tensors, torch_local_sgd
 
 STEPS = 12
@@ -179,7 +180,8 @@ def body():
     for bad, text in [
         (lambda: LocalSGD(plain, optimizer, 0), "at least 1"),
         (lambda: LocalSGD(plain, optimizer, 1, start_step=-1), "at least 0"),
-        (lambda: LocalSGD(ddp, optimizer, 1), "plain module"),
+        (lambda: LocalSGD(ddp, optimizer, 1), "plain module, got DistributedDataParallel"),
+        (lambda: LocalSGD(BucketedDDP(plain), optimizer, 1), "plain module, got BucketedDDP"),
     ]:
         with pytest.raises(ValueError, match=text):
             bad()

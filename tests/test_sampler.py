@@ -105,6 +105,13 @@ def test_wrong_arguments():
     data = TensorDataset(torch.arange(5))
     with pytest.raises(ValueError, match="got 0 and 0"):
         make_loader(data, 0, rank=0, world_size=1)
+    for setting in ({"prefetch_factor": 4}, {"persistent_workers": True}):
+        with pytest.raises(ValueError, match="need num_workers of at least 1"):
+            make_loader(data, 2, rank=0, world_size=1, **setting)
+    with_workers = make_loader(data, 2, rank=0, world_size=1, num_workers=1)
+    assert with_workers.persistent_workers
+    fresh = make_loader(data, 2, rank=0, world_size=1, num_workers=1, persistent_workers=False)
+    assert not fresh.persistent_workers
     with pytest.raises(ValueError, match="make_loader"):
         set_epoch(torch.utils.data.DataLoader(data), 1)
 

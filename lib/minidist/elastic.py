@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.checkpoint import Checkpoints
+from minidist.checkpoint.shards import Shards
 from minidist.checkpoint.store import States
 
 
@@ -143,6 +144,7 @@ def train_elastically(
     checkpoints: Checkpoints,
     shared: States,
     local: States | None = None,
+    sharded: Callable[[], Shards] | None = None,
     every: int,
     preemption: Preemption | None = None,
 ) -> Ended:
@@ -152,6 +154,8 @@ def train_elastically(
         train_step: does step number i, counted from 0 over all runs.
         shared, local: what checkpoints hold, see `Checkpoints.save`. `local` is left out after a
             restart with another number of ranks.
+        sharded: gives this rank's parts of global tensors, asked at every save and load; they are
+            cut anew where the number of ranks has changed.
         every: steps between checkpoints.
         preemption: asked after every step; when it says so, one more checkpoint is saved.
 
@@ -162,7 +166,10 @@ def train_elastically(
         raise ValueError(f"train_elastically: every must be at least 1, got {every}")
 
     # Resume.
-    found = checkpoints.load(shared=shared, local=local, any_world_size=True)
+    def parts() -> dict[str, Any]:
+        return {"shared": shared, "local": local, "sharded": sharded() if sharded else None}
+
+    found = checkpoints.load(**parts(), any_world_size=True)
     first_step = step = found or 0
     saved_at = found
 
@@ -173,10 +180,10 @@ def train_elastically(
         step += 1
         preempted = preemption is not None and preemption.requested()
         if preempted or step % every == 0 or step == num_steps:
-            checkpoints.save(step, shared=shared, local=local)
+            checkpoints.save(step, **parts())
             saved_at = step
     if saved_at != step:
-        checkpoints.save(step, shared=shared, local=local)
+        checkpoints.save(step, **parts())
     return Ended(step=step, first_step=first_step, preempted=preempted)
 
 

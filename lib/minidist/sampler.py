@@ -136,6 +136,7 @@ def make_loader(
     tail: Tail | None = None,
     num_workers: int = 0,
     prefetch_factor: int | None = None,
+    persistent_workers: bool | None = None,
     pin_memory: bool | None = None,
     drop_last: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -148,21 +149,28 @@ def make_loader(
         train: shuffle, give every rank as many batches, leave out a smaller last batch (its samples
             would weigh more in the mean). False is for evaluation: in order, each sample once.
         num_workers: processes that load, per rank; 0 loads in the training loop itself. All ranks
-            of a node share its cores: cores / ranks per node is the most that helps. Workers live
-            on from epoch to epoch (`persistent_workers`), since starting them costs seconds.
+            of a node share its cores: cores / ranks per node is the most that helps.
         prefetch_factor: batches that each worker loads ahead, torch's default is 2. Costs memory:
             num_workers x prefetch_factor batches per rank.
+        persistent_workers: workers live on from epoch to epoch, since starting them costs seconds;
+            False frees their memory in between. None means: if there are workers.
         pin_memory: page-locked batches, from which a copy to a GPU can be asynchronous
             (`.to(device, non_blocking=True)`). None means: if there is a GPU.
         drop_last: leave out a last batch that is smaller; None means as `train`.
 
     Raises:
-        ValueError: batch_size or num_workers out of range.
+        ValueError: batch_size or num_workers out of range, or settings of workers without any.
     """
     if batch_size < 1 or num_workers < 0:
         raise ValueError(
             "make_loader: batch_size must be at least 1 and num_workers at least 0, "
             f"got {batch_size} and {num_workers}"
+        )
+    if num_workers == 0 and (prefetch_factor is not None or persistent_workers):
+        raise ValueError(
+            "make_loader: prefetch_factor and persistent_workers need num_workers of at least 1, "
+            f"got prefetch_factor={prefetch_factor}, persistent_workers={persistent_workers}, "
+            "num_workers=0"
         )
     sampler = DistributedSampler(
         dataset,  # type: ignore[arg-type]
@@ -177,8 +185,8 @@ def make_loader(
         batch_size=batch_size,
         sampler=sampler,
         num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        persistent_workers=num_workers > 0,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         drop_last=train if drop_last is None else drop_last,
         collate_fn=collate_fn,

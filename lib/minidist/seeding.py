@@ -83,7 +83,8 @@ def get_rng_state() -> dict[str, Any]:
     """
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    # Of this rank's device only: asking the others would open a context on each of them.
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {
         "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
         "numpy": {
@@ -102,13 +103,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Put back what `get_rng_state` returned.
 
     Raises:
-        ValueError: the state is of more or fewer GPUs than this process sees.
+        ValueError: the state was saved with a GPU and there is none now, or the other way round.
     """
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(state["cuda"]) != num_devices:
+    has_gpu = torch.cuda.is_available()
+    if len(state["cuda"]) != has_gpu:
         raise ValueError(
             f"set_rng_state: the state is of {len(state['cuda'])} CUDA devices, "
-            f"this process sees {num_devices}"
+            f"this process has {int(has_gpu)}"
         )
     python, of_numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
@@ -120,5 +121,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
         of_numpy["cached"],
     ))  # fmt: skip
     torch.set_rng_state(state["torch"].cpu())
-    if num_devices:
-        torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
+    if has_gpu:
+        torch.cuda.set_rng_state(state["cuda"][0].cpu())

@@ -56,6 +56,15 @@ if TYPE_CHECKING:
     from minidist.collectives.executor import Transport, even_chunks, list_chunks, run_steps
     from minidist.collectives.halving_doubling import halving_doubling_all_reduce
     from minidist.collectives.hierarchical import hierarchical_all_reduce, node_groups
+    from minidist.collectives.hooks import (
+        direct_hook,
+        double_tree_hook,
+        halving_doubling_hook,
+        hierarchical_hook,
+        make_hook,
+        ring_hook,
+        tree_hook,
+    )
     from minidist.collectives.log import CollectiveLog
     from minidist.collectives.records import MergedLog, Record
     from minidist.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
@@ -87,17 +96,22 @@ __all__ = [
     "chunk_offsets",
     "direct_all_gather",
     "direct_all_reduce",
+    "direct_hook",
     "direct_reduce_scatter",
     "direct_steps",
+    "double_tree_hook",
     "double_tree_steps",
     "even_chunks",
     "gather",
     "gather_steps",
     "halving_doubling_all_reduce",
+    "halving_doubling_hook",
     "halving_doubling_steps",
     "hierarchical_all_reduce",
+    "hierarchical_hook",
     "hierarchical_steps",
     "list_chunks",
+    "make_hook",
     "node_groups",
     "reduce",
     "reduce_steps",
@@ -105,6 +119,7 @@ __all__ = [
     "ring_all_gather",
     "ring_all_gather_steps",
     "ring_all_reduce",
+    "ring_hook",
     "ring_reduce_scatter",
     "ring_reduce_scatter_steps",
     "ring_steps",
@@ -114,6 +129,7 @@ __all__ = [
     "shared_memory_hook",
     "simulate",
     "tree_all_reduce",
+    "tree_hook",
     "tree_steps",
 ]
 
@@ -122,30 +138,37 @@ _LAZY = {
     "CollectiveWork": "work",
     "MergedLog": "records",
     "Record": "records",
-    "Transport": "executor",
     "SharedMemoryError": "shared",
     "SharedMemoryGroup": "shared",
     "SharedWork": "shared",
+    "Transport": "executor",
     "all_to_all": "exchange",
     "broadcast": "rooted",
     "direct_all_gather": "direct",
     "direct_all_reduce": "direct",
+    "direct_hook": "hooks",
     "direct_reduce_scatter": "direct",
+    "double_tree_hook": "hooks",
     "even_chunks": "executor",
     "gather": "rooted",
     "halving_doubling_all_reduce": "halving_doubling",
+    "halving_doubling_hook": "hooks",
     "hierarchical_all_reduce": "hierarchical",
+    "hierarchical_hook": "hooks",
     "list_chunks": "executor",
+    "make_hook": "hooks",
     "node_groups": "hierarchical",
     "reduce": "rooted",
     "register": "backend",
     "ring_all_gather": "ring",
     "ring_all_reduce": "ring",
+    "ring_hook": "hooks",
     "ring_reduce_scatter": "ring",
     "run_steps": "executor",
     "scatter": "rooted",
     "shared_memory_hook": "shared",
     "tree_all_reduce": "tree",
+    "tree_hook": "hooks",
 }
 
 

@@ -79,7 +79,7 @@ class LocalSGD:
     (collective).
 
     Args:
-        module: a plain module. Wrapped in DDP it would average gradients as well.
+        module: a plain module. Wrapped in DDP or FSDP it would average gradients as well.
         optimizer: of this rank.
         period: steps between two averagings of parameters, H in the paper.
         start_step: steps with averaged gradients at the beginning.
@@ -93,7 +93,7 @@ class LocalSGD:
         saved_bytes: what averaging gradients at every step would have sent on top of that.
 
     Raises:
-        ValueError: `period` or `start_step` is out of range, or the module is DDP's.
+        ValueError: `period` or `start_step` is out of range, or the module averages gradients.
     """
 
     def __init__(
@@ -111,8 +111,12 @@ class LocalSGD:
                 "LocalSGD: period must be at least 1 and start_step at least 0, got "
                 f"{period} and {start_step}"
             )
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError("LocalSGD: needs the plain module, got DistributedDataParallel")
+        # What averages gradients can leave it out: torch's DDP, ours, FSDP.
+        if hasattr(module, "no_sync") or hasattr(module, "set_requires_gradient_sync"):
+            raise ValueError(
+                f"LocalSGD: needs the plain module, got {type(module).__name__}, which averages "
+                "gradients in every backward"
+            )
         self.module = module
         self.optimizer = optimizer
         self.period = period

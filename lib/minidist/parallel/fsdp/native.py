@@ -16,8 +16,8 @@ Example::
     optimizer.step()
 
 PyTorch FSDP: arXiv 2304.11277. HSDP shards inside a node, where links are fast, and replicates
-between nodes: per rank 2 M (W-1) / (G W) bytes leave the node instead of 3 M (W-1) / W, for M bytes
-of parameters, W ranks and G ranks per shard group.
+between nodes: 2 M (R-1) / R bytes leave a node in a step (an all-reduce of its shards) instead of
+3 M (W-1) / W, for M bytes of parameters, W ranks and R nodes that each hold one replica.
 """
 
 from __future__ import annotations

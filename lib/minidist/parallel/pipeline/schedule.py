@@ -179,7 +179,7 @@ def pipedream(num_ranks: int, num_micro_batches: int) -> Schedule:
     """1F1B that never flushes: each backward is followed by an update (arXiv 1806.03377).
 
     `num_micro_batches` is the number of mini-batches of the whole run. Weights differ between the
-    forward and the backward of one mini-batch unless they are stashed (`pipedream.py`).
+    forward and the backward of one mini-batch unless they are stashed (`weight_stashing.py`).
     """
     base = one_f_one_b(num_ranks, num_micro_batches)
 
