@@ -1304,7 +1304,8 @@ plot_bars(
 # - *An Empirical Model of Large-Batch Training*, arXiv 1812.06162
 # - *PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization*, arXiv
 #   1905.13727
-# - *Deep Gradient Compression* (top-k), arXiv 1712.01887
+# - *Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training*
+#   (top-k), arXiv 1712.01887
 # - *Error Feedback Fixes SignSGD and other Gradient Compression Schemes*, arXiv 1901.09847
 # - *Local SGD Converges Fast and Communicates Little*, arXiv 1805.09767
 # - *Revisiting Distributed Synchronous SGD* (backup workers), arXiv 1604.00981

@@ -1025,7 +1025,8 @@ display(
 #   2205.05198
 # - *Ring Attention with Blockwise Transformers for Near-Infinite Context*, arXiv 2310.01889
 # - *Striped Attention: Faster Ring Attention for Causal Transformers*, arXiv 2311.09431
-# - *DeepSpeed Ulysses*, arXiv 2309.14509
+# - *DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+#   Transformer Models*, arXiv 2309.14509
 # - *The Llama 3 Herd of Models*, section 3.3 (context parallelism by all-gather), arXiv 2407.21783
 # - *GSPMD: General and Scalable Parallelization for ML Computation Graphs*, arXiv 2105.04663
 # - In `lib/minidist/parallel/tensor/`: `mappings.py`, `layers.py`, `vocab.py`

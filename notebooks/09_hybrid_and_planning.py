@@ -23,7 +23,7 @@
 # - recompute published training runs, and tell MFU from HFU;
 # - trace one step of a job of 1,024 ranks on your laptop.
 #
-# It takes about 70 minutes. **The kernel is *torchrun × 4***; a cell that begins with `%%rank 0`
+# It takes about 90 minutes. **The kernel is *torchrun × 4***; a cell that begins with `%%rank 0`
 # computes, draws and checks on one rank.
 
 # %% tags=["parameters"]

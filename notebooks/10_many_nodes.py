@@ -22,7 +22,7 @@
 # - choose how often to save, from two numbers;
 # - kill a node of a running job, and watch the job go on with the same loss curve.
 #
-# It takes about 70 minutes. The jobs in this lecture start their own processes, as they do on a
+# It takes about 90 minutes. The jobs in this lecture start their own processes, as they do on a
 # cluster. So all cells begin with `%%rank 0`: one rank of this notebook's kernel starts them.
 
 # %% tags=["parameters"]

@@ -622,6 +622,11 @@ def wrong_use():
             lambda: c.direct_all_reduce(
                 one.double() if me else one, check=True, async_op=True
             ).wait(),
+            lambda: c.tree_all_reduce(torch.ones(9), double=bool(me), check=True),
+            lambda: c.ring_all_reduce(torch.ones(99), num_segments=1 + (me == 0), check=True),
+            lambda: c.ring_all_reduce(
+                one.half(), accumulate_dtype=torch.float32 if me else None, check=True
+            ),
             lambda: (c.broadcast if me else c.reduce)(one, check=True),
             lambda: c.broadcast(one, 0 if me else last, check=True),
         ):

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,11 @@ OPS = {
     "avg": lambda x: x.mean(0),
     "max": lambda x: x.amax(0),
     "min": lambda x: x.amin(0),
+    "prod": lambda x: x.prod(0),
 }
 # Sums of at most 4 numbers up to 8; 16-bit floats are rounded once.
 ATOL = {"float16": 2e-2, "bfloat16": 0.13, "float32": 1e-5, "float64": 1e-13}
+RTOL_OF_PRODUCTS = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-14}
 SMALL_CHUNKS = 4096  # so that tensors of a few thousand elements stream through in many chunks
 
 
@@ -55,8 +58,9 @@ def check(got, wide, case):
     if not got.dtype.is_floating_point:
         assert torch.equal(got, wide.trunc().to(got.dtype)), case
     else:
+        rtol = RTOL_OF_PRODUCTS[case["dtype"]] if case["op"] == "prod" else 0
         torch.testing.assert_close(
-            got.double(), wide, rtol=0, atol=ATOL[case["dtype"]], msg=lambda m: f"{case}: {m}"
+            got.double(), wide, rtol=rtol, atol=ATOL[case["dtype"]], msg=lambda m: f"{case}: {m}"
         )
 
 
@@ -152,8 +156,8 @@ def every_case():
                 for in_place in (False, True):
                     seed = len(cases)
                     numel = sizes[(i + j + seed) % len(sizes)]
-                    if dtype == "uint8" and op in ("sum", "avg"):
-                        continue  # the sum may not fit
+                    if dtype == "uint8" and op in ("sum", "avg", "prod"):
+                        continue  # the result may not fit
                     cases.append(
                         {
                             "kind": kind,
@@ -172,6 +176,52 @@ def every_case():
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_collective_dtype_operation_and_place(num_ranks):
     run(run_cases, num_ranks, every_case(), deadline_s=100)
+
+
+ANY_DTYPE = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float32, torch.int16)
+
+
+def uneven_and_any_dtype():
+    dist.init_process_group("gloo")
+    rank, n = dist.get_rank(), dist.get_world_size()
+    shared = SharedMemoryGroup(chunk_bytes=SMALL_CHUNKS, timeout_s=30)
+    generator = torch.Generator().manual_seed(0)
+    for numel in (0, 1, 2, 3, 5, 1000, 1001, 10_007):
+        x = torch.randint(-9, 9, (n, numel), generator=generator).double()
+        longest = shared.buffer(-(-numel // n), torch.float64)
+        for in_place in (False, True):
+            place = partial(in_buffer, shared) if in_place else torch.clone
+            want = x.sum(0).tensor_split(n)[rank]
+            got = torch.full_like(want, -1)
+            shared.reduce_scatter(got, place(x[rank]))
+            assert torch.equal(got, want), numel
+            whole = place(torch.full((numel,), -1.0).double())
+            part = x[0].tensor_split(n)[rank]
+            mine = longest[: part.numel()].copy_(part) if in_place else part.clone()
+            assert shared.all_gather(whole, mine, async_op=True).wait()
+            assert torch.equal(whole, x[0]), numel
+        for dtype in ANY_DTYPE:  # what is only copied may be anything
+            wide = x[0].clamp(0, 1).to(dtype)
+            whole = torch.zeros(numel).to(dtype)
+            shared.all_gather(whole, wide.tensor_split(n)[rank].clone())
+            assert torch.equal(whole.view(torch.uint8), wide.view(torch.uint8)), (numel, dtype)
+            sent = wide.clone() if rank == n - 1 else torch.zeros(numel).to(dtype)
+            shared.broadcast(sent, group_src=n - 1)
+            assert torch.equal(sent.view(torch.uint8), wide.view(torch.uint8)), (numel, dtype)
+    bits = torch.tensor([6, 1 << rank])
+    for op, want in (("band", [6, 0]), ("bor", [6, (1 << n) - 1]), ("bxor", [6 * (n % 2), None])):
+        got = bits.clone()
+        shared.all_reduce(got, op)
+        assert got[0] == want[0]
+        assert want[1] is None or n == 1 or got[1] == want[1]
+    dist.barrier()
+    shared.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_parts_that_differ_and_dtypes_that_are_only_copied(num_ranks):
+    run(uneven_and_any_dtype, num_ranks)
 
 
 case_strategy = st.fixed_dictionaries(
@@ -436,11 +486,11 @@ def bad_arguments():
     shared = SharedMemoryGroup()
     x = torch.ones(4)
     wrong = {
-        "op must be sum, avg, max, min": lambda: shared.all_reduce(x, dist.ReduceOp.PRODUCT),
-        "op must be sum, avg, max": lambda: shared.all_reduce(x, "mean"),
+        "op must be one of sum, avg, prod": lambda: shared.all_reduce(x, "mean"),
+        "band of torch.float32": lambda: shared.all_reduce(x, dist.ReduceOp.BAND),
         "dtype torch.complex64": lambda: shared.all_reduce(x.to(torch.complex64)),
-        "input must hold 2": lambda: shared.reduce_scatter(x, torch.ones(4)),
-        "output must hold 2": lambda: shared.all_gather(torch.ones(8).double(), x),
+        "output must hold the part": lambda: shared.reduce_scatter(x, torch.ones(4)),
+        "input must hold the part": lambda: shared.all_gather(torch.ones(8).double(), x),
         "src must be one of": lambda: shared.broadcast(x, 2),
         "group_src must be 0 to 1": lambda: shared.broadcast(x, group_src=-1),
         "got both": lambda: shared.broadcast(x, 0, group_src=0),

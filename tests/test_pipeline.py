@@ -609,6 +609,15 @@ def use_wrongly():
         PipelineExecutor(frozen, build(2, 2), mse).step(x, x)
         assert (frozen.weight.grad is None) == (rank == 0)
 
+    # A batch that cannot be split, or is not there: all ranks hear of it before they wait.
+    for first, last, text in (
+        (None, x, "rank 0 needs inputs, got None"),
+        (x, None, "rank 1 needs targets, got None"),
+        (torch.ones(3, 4), x, r"inputs of 3 samples do not split into 2 .*\(rank 0\)"),
+    ):
+        fresh = PipelineExecutor(layer, schedule, mse)
+        expect(ValueError, text, lambda fresh=fresh, a=first, b=last: fresh.step(a, b))
+
     # Another size of batch in a later step.
     pipeline.step(x, x)
     if rank == 0:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_helper import Gpt, Plain, build, compare, compare_optimizer, train
 
+from minidist.errors import MismatchError
 from minidist.launch import run
 from minidist.parallel.accumulation import accumulate_step
 from minidist.parallel.zero import (
@@ -375,6 +376,24 @@ def misuse():
         ShardedOptimizer([{"params": [shared]}, {"params": [shared]}], Own, lr=0.1)
     twice = ShardedOptimizer([shared, shared], Own, lr=0.1)
     assert len(twice.param_groups[0]["params"]) == 1
+    # Ranks that hold different models say so at once, and those with other values take rank 0's.
+    rank = dist.get_rank()
+    for make in (
+        lambda m: ShardedOptimizer(m.parameters(), Own, lr=0.1),
+        lambda m: Zero2Optimizer(m.parameters(), Own, lr=0.1),
+        lambda m: Zero3(m),
+    ):
+        for other in (nn.Linear(3, 2 + rank), nn.Linear(3, 2, bias=rank == 0)):
+            with pytest.raises(MismatchError, match=rf"\[rank {rank}\] .*rank 1 has"):
+                make(other)
+    for options in ({"average_gradients": True}, {}):
+        torch.manual_seed(rank)
+        other = nn.Linear(3, 2)
+        kind = ShardedOptimizer if options else Zero2Optimizer
+        kind(other.parameters(), Own, lr=0.1, **options)
+        weights = [torch.empty_like(other.weight) for _ in range(2)]
+        dist.all_gather(weights, other.weight.detach())
+        assert torch.equal(*weights)
     # A gradient that is already the average must not be averaged again with a new one.
     model = build()
     optimizer = ShardedOptimizer(model.parameters(), Own, average_gradients=True, lr=0.1)

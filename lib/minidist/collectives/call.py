@@ -154,6 +154,7 @@ class Call:
         op: str = "",
         root: int | None = None,
         same: Any = None,
+        how: Callable[[], str] | None = None,
         message: Sequence[torch.Tensor] = (),
         after: CollectiveWork | None = None,
     ) -> CollectiveWork:
@@ -162,7 +163,7 @@ class Call:
         Args:
             body: returns the bytes sent.
             outputs: the future's value.
-            check: first compare kind, dtype, op, root and `same` over all ranks.
+            check: first compare kind, dtype, op, root, `same` and `how()` over all ranks.
             message: what this rank contributes, for the log.
             after: an operation of another group that has to be over first.
 
@@ -178,7 +179,8 @@ class Call:
             if not check:
                 return body(transport)
             about = {"call": self.kind, "op": op, "root": root, "dtype": str(self.dtype)}
-            known = {k: v for k, v in (about | {"shape": same}).items() if v not in (None, "")}
+            about |= {"shape": same, "how": how() if how else None}
+            known = {k: v for k, v in about.items() if v not in (None, "")}
             return _agree(transport, self.wire_device, known) + body(transport)
 
         work = CollectiveWork(self.kind, self.transport, checked, self.tensors, outputs, after)
@@ -226,8 +228,13 @@ def all_reduce_by(
         call.unstage(flat, tensor)
         return num_bytes
 
+    def how() -> str:
+        digest = hashlib.sha256(repr(schedule).encode()).hexdigest()[:8]
+        wide = "" if accumulate_dtype is None else f", sums in {accumulate_dtype}"
+        return f"{schedule.num_chunks} chunks, schedule {digest}{wide}"
+
     # Issue.
-    about = {"op": reduction.name, "same": list(tensor.shape), "message": [tensor]}
+    about = {"op": reduction.name, "same": list(tensor.shape), "message": [tensor], "how": how}
     return call.issue(body, [tensor], async_op, check=check, **about)
 
 

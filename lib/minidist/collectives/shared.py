@@ -41,8 +41,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minidist.collectives import log
 from minidist.collectives import shared_algorithms as algorithms
-from minidist.collectives.shared_calls import check_dtype, op_name
+from minidist.collectives.reduction import Reduction
+from minidist.collectives.schedule import chunk_offsets
+from minidist.collectives.shared_calls import REDUCIBLE, check_dtype
 from minidist.collectives.shared_memory import SharedMemoryError
 from minidist.collectives.shared_space import LINE_BYTES, SharedSpace, round_up
 from minidist.collectives.shared_work import SharedWork, Worker, shared_memory_hook
@@ -60,10 +63,11 @@ class SharedMemoryGroup:
     Creating it is collective, and so is every method except `close`: all ranks call the same in the
     same order, with tensors of the same size and dtype, or each gets a `MismatchError`. After an
     error that is no ValueError the group is of no more use. All results are the same bits on every
-    rank. Sums and means of 16-bit floats are taken in fp32 and rounded once.
+    rank. Sums, means and products of 16-bit floats are taken in fp32 and rounded once.
 
     Tensors: float16, bfloat16, float32, float64 or integers, any shape, any size including 0. On
-    another device than the CPU, or not contiguous, they are copied first.
+    another device than the CPU, or not contiguous, they are copied first. `broadcast` and
+    `all_gather` reduce nothing and take any dtype.
 
     Args:
         group: its ranks must run on one host, in one container; None means the default group.
@@ -99,12 +103,12 @@ class SharedMemoryGroup:
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False
     ) -> SharedWork | None:
-        """Replace `tensor` on every rank by the sum, mean, maximum or minimum of all ranks'.
+        """Replace `tensor` on every rank by a reduction of all ranks', e.g. their sum.
 
         Args:
             tensor: any shape, the same numel and dtype on every rank.
-            op: "sum", "avg", "max", "min", or such a `dist.ReduceOp`. A mean of integers is rounded
-                towards zero.
+            op: "sum", "avg", "max", "min", "prod", for integers also "band", "bor", "bxor"; or such
+                a `dist.ReduceOp`. A mean of integers is rounded towards zero.
             async_op: return a `SharedWork` at once; leave `tensor` alone until it is done.
 
         Raises:
@@ -112,15 +116,15 @@ class SharedMemoryGroup:
             MismatchError: another rank called something else.
             DeadlineError: a rank ended, gave up, or did not come in time.
         """
-        name = op_name(op)
         check_dtype("all_reduce", tensor)
+        name = Reduction.of(op, tensor.dtype).name
 
         def run() -> None:
             flat = _flat(tensor)
             algorithms.all_reduce(self._space, flat, name)
             _put_back(flat, tensor)
 
-        return self._start(run, tensor, async_op)
+        return self._start("all_reduce", run, tensor, async_op, message=tensor, op=name)
 
     def reduce_scatter(
         self,
@@ -129,23 +133,31 @@ class SharedMemoryGroup:
         op: Any = dist.ReduceOp.SUM,
         async_op: bool = False,
     ) -> SharedWork | None:
-        """Reduce `input` over all ranks; rank r gets the r-th of `num_ranks` equal parts.
+        """Reduce `input` over all ranks; rank r gets the r-th of `num_ranks` parts.
 
         Args:
-            output: numel M; may be this rank's own part of `input`.
-            input: numel num_ranks × M, same dtype; unchanged. No copies if it lies in a `buffer`.
+            output: this rank's part; may be that part of `input` itself.
+            input: any numel, same dtype; unchanged. Cut as `torch.tensor_split` does, the first
+                parts one element longer if it does not divide. No copies if it does, and if it lies
+                in a `buffer`.
             op, async_op: see `all_reduce`, and for the errors.
         """
-        name = op_name(op)
         check_dtype("reduce_scatter", input)
-        self._check_sizes("reduce_scatter", small=("output", output), large=("input", input))
+        name = Reduction.of(op, input.dtype).name
+        bounds = self._check_sizes(
+            "reduce_scatter", part=("output", output), whole=("input", input)
+        )
 
         def run() -> None:
-            part, whole = _flat(output), _flat(input).view(self.num_ranks, -1)
-            algorithms.reduce_scatter(self._space, part, whole, name)
+            part, whole = _flat(output), _flat(input)
+            rows = self._rows(whole, bounds)
+            row = part if _is_view(rows, whole) else rows.new_empty(rows.size(1))
+            algorithms.reduce_scatter(self._space, row, rows, name, whole.numel())
+            if row is not part:
+                part.copy_(row[: part.numel()])
             _put_back(part, output)
 
-        return self._start(run, output, async_op)
+        return self._start("reduce_scatter", run, output, async_op, message=input, op=name)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
@@ -153,20 +165,32 @@ class SharedMemoryGroup:
         """Concatenate every rank's `input`, by rank, into `output`.
 
         Args:
-            output: numel num_ranks × M.
-            input: numel M, same dtype; may be this rank's own part of `output`. One copy less if
-                it lies in a `buffer`, on each rank wherever it likes.
+            output: any numel, of parts as in `reduce_scatter`.
+            input: this rank's part, same dtype; may be that part of `output` itself. If the parts
+                are equal, one copy less if it lies in a `buffer`, on each rank wherever it likes.
             async_op: see `all_reduce`, and for the errors.
         """
-        check_dtype("all_gather", input)
-        self._check_sizes("all_gather", small=("input", input), large=("output", output))
+        bounds = self._check_sizes("all_gather", part=("input", input), whole=("output", output))
 
         def run() -> None:
-            whole = _flat(output)
-            algorithms.all_gather(self._space, whole.view(self.num_ranks, -1), _flat(input))
-            _put_back(whole, output)
+            whole, part = _flat(output), _flat(input)
+            if part.dtype not in REDUCIBLE:  # copied as bytes, in the same parts
+                size = part.element_size()
+                whole, part = whole.view(torch.uint8), part.view(torch.uint8)
+                cuts = [size * cut for cut in bounds]
+            else:
+                cuts = bounds
+            rows, row = self._rows(whole, cuts), part
+            if not _is_view(rows, whole):
+                row = rows.new_zeros(rows.size(1))
+                row[: part.numel()] = part
+            algorithms.all_gather(self._space, rows, row, whole.numel())
+            if not _is_view(rows, whole):
+                for at, start, end in zip(rows, cuts[:-1], cuts[1:], strict=True):
+                    whole[start:end] = at[: end - start]
+            _put_back(whole.view(output.dtype), output)
 
-        return self._start(run, output, async_op)
+        return self._start("all_gather", run, output, async_op, message=input)
 
     def broadcast(
         self,
@@ -183,15 +207,15 @@ class SharedMemoryGroup:
             src, group_src: that rank, global or in the group; without both, the group's first.
             async_op: see `all_reduce`, and for the errors.
         """
-        check_dtype("broadcast", tensor)
         root = self._root(src, group_src)
 
         def run() -> None:
             flat = _flat(tensor)
-            algorithms.broadcast(self._space, flat, root)
+            reducible = tensor.dtype in REDUCIBLE
+            algorithms.broadcast(self._space, flat if reducible else flat.view(torch.uint8), root)
             _put_back(flat, tensor)
 
-        return self._start(run, tensor, async_op)
+        return self._start("broadcast", run, tensor, async_op, message=tensor)
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -200,7 +224,7 @@ class SharedMemoryGroup:
             self._space.announce("barrier")
             self._space.meet()
 
-        self._start(run, None, False)
+        self._start("barrier", run, None, False)
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A 1-D tensor of zeros in shared memory, one per rank; collectives need not copy it.
@@ -221,7 +245,7 @@ class SharedMemoryGroup:
             self._space.announce("buffer", numel, dtype)
             self._space.meet()
 
-        self._start(agree, None, False)
+        self._start("", agree, None, False)
         if numel == 0:
             return empty
         place = self._space.add_buffer(numel * dtype.itemsize)
@@ -234,12 +258,23 @@ class SharedMemoryGroup:
         self._space.forget()
 
     def _start(
-        self, run: Callable[[], None], result: torch.Tensor | None, async_op: bool
+        self,
+        kind: str,
+        run: Callable[[], None],
+        result: torch.Tensor | None,
+        async_op: bool,
+        *,
+        message: torch.Tensor | None = None,
+        op: str = "",
     ) -> SharedWork | None:
         if self._broken is not None:
             raise MinidistError(
                 f"this SharedMemoryGroup cannot be used: {self._broken}", rank=self.rank
             )
+        if kind:
+            tensors = [] if message is None else [message]
+            group = self.group or dist.group.WORLD
+            run = log.timed(run, f"shared_{kind}", op, group, tensors, async_op)
         if async_op:
             return self._worker.submit(lambda: self._guarded(run, patient=True), result)
         if self._worker.busy:
@@ -273,20 +308,37 @@ class SharedMemoryGroup:
         return root
 
     def _check_sizes(
-        self, what: str, small: tuple[str, torch.Tensor], large: tuple[str, torch.Tensor]
-    ) -> None:
-        (part_name, part), (whole_name, whole) = small, large
-        if whole.numel() != self.num_ranks * part.numel() or whole.dtype != part.dtype:
+        self, what: str, part: tuple[str, torch.Tensor], whole: tuple[str, torch.Tensor]
+    ) -> list[int]:
+        """Where the ranks' parts of the whole begin, and where the last one ends."""
+        (part_name, mine), (whole_name, all_) = part, whole
+        bounds = chunk_offsets(all_.numel(), self.num_ranks)
+        expected = bounds[self.rank + 1] - bounds[self.rank]
+        if mine.numel() != expected or all_.dtype != mine.dtype:
             raise ValueError(
-                f"{what}: {whole_name} must hold {self.num_ranks} (ranks) times the elements of "
-                f"{part_name} in one dtype, got {tuple(whole.shape)} {whole.dtype} and "
-                f"{tuple(part.shape)} {part.dtype}"
+                f"{what}: {part_name} must hold the part of rank {self.rank} of {self.num_ranks}, "
+                f"{expected} of the {all_.numel()} elements of {whole_name}, in one dtype; got "
+                f"{tuple(mine.shape)} {mine.dtype} and {tuple(all_.shape)} {all_.dtype}"
             )
+        return bounds
+
+    def _rows(self, whole_N: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+        """The parts as rows of one length: a view if they are equal, else a padded copy."""
+        if bounds[1] * self.num_ranks == whole_N.numel():
+            return whole_N.view(self.num_ranks, -1)
+        rows = whole_N.new_zeros(self.num_ranks, bounds[1])  # the first part is the longest
+        for row, start, end in zip(rows, bounds[:-1], bounds[1:], strict=True):
+            row[: end - start] = whole_N[start:end]
+        return rows
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as 1-D on the CPU: a view of it if that is possible, else a copy."""
     return tensor.detach().cpu().contiguous().view(-1)
+
+
+def _is_view(rows: torch.Tensor, whole: torch.Tensor) -> bool:
+    return rows.numel() == whole.numel()  # a copy is padded, so it is longer
 
 
 def _put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:

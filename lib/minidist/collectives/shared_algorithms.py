@@ -29,6 +29,10 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "avg": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
+    "prod": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
 
 
@@ -99,12 +103,16 @@ def _all_reduce_sliced(space: SharedSpace, tensor_N: torch.Tensor, op: str) -> N
 
 
 def reduce_scatter(
-    space: SharedSpace, output_M: torch.Tensor, input_NM: torch.Tensor, op: str
+    space: SharedSpace,
+    output_M: torch.Tensor,
+    input_NM: torch.Tensor,
+    op: str,
+    total: int,
 ) -> None:
-    """Reduce `input_NM`, one row per rank; rank r gets row r."""
+    """Reduce `input_NM`, one row per rank; rank r gets row r. `total`: elements but for padding."""
     numel, dtype, rank = output_M.numel(), output_M.dtype, space.rank
     place = space.place(input_NM)
-    space.announce("reduce_scatter", input_NM.numel(), dtype, op=op, place=place)
+    space.announce("reduce_scatter", total, dtype, op=op, place=place)
     if numel == 0:
         space.meet()
     elif place:
@@ -130,11 +138,13 @@ def reduce_scatter(
             _reduce(output_M[start : start + length], _own_first(rows, rank), op, space.scratch)
 
 
-def all_gather(space: SharedSpace, output_NM: torch.Tensor, input_M: torch.Tensor) -> None:
-    """Row r of `output_NM` becomes rank r's `input_M`."""
+def all_gather(
+    space: SharedSpace, output_NM: torch.Tensor, input_M: torch.Tensor, total: int
+) -> None:
+    """Row r of `output_NM` becomes rank r's `input_M`. `total`: elements but for padding."""
     numel, dtype, rank = input_M.numel(), input_M.dtype, space.rank
     place = space.place(input_M)
-    space.announce("all_gather", numel, dtype, place=place)
+    space.announce("all_gather", total, dtype, place=place)
     if numel == 0:
         space.meet()
     elif place:
@@ -206,12 +216,12 @@ def _reduce(
         if parts[0] is not out:
             out.copy_(parts[0])
         return
-    if out.dtype.itemsize == 2 and out.is_floating_point() and op in ("sum", "avg"):
+    if out.dtype.itemsize == 2 and out.is_floating_point() and op in ("sum", "avg", "prod"):
         # 16-bit floats: add in fp32 and round once, else every addition would round.
         total = scratch[: out.numel()]
         total.copy_(parts[0])
         for part in parts[1:]:
-            total.add_(part)
+            total.mul_(part) if op == "prod" else total.add_(part)
         if op == "avg":
             total.div_(len(parts))
         out.copy_(total)

@@ -12,30 +12,21 @@ the tensor lies (0: in none).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
 from minidist.errors import MismatchError
 
 Call = tuple[int, int]
 
 _KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "buffer")
-_OPS = ("sum", "avg", "max", "min")
-_DTYPES = (
+_OPS = ("sum", "avg", "max", "min", "prod", "band", "bor", "bxor")
+REDUCIBLE = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
 _KIND_CODE = {kind: code for code, kind in enumerate(_KINDS)}
 _OP_CODE = {op: code for code, op in enumerate(_OPS)}
-_DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_OP_NAMES = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-}
+_DTYPE_CODE = {dtype: code for code, dtype in enumerate(REDUCIBLE)}
 
 
 def pack(kind: str, *, numel: int, dtype: torch.dtype, op: str = "sum", root: int = 0) -> int:
@@ -49,7 +40,7 @@ def describe(call: Call) -> str:
     kind = _KINDS[word & 7]
     if kind == "barrier":
         return kind
-    op, dtype = _OPS[word >> 3 & 7], _DTYPES[word >> 6 & 15]
+    op, dtype = _OPS[word >> 3 & 7], REDUCIBLE[word >> 6 & 15]
     root, numel = word >> 10 & 4095, word >> 22
     text = kind
     if kind in ("all_reduce", "reduce_scatter"):
@@ -76,17 +67,8 @@ def compare(mine: Call, rank: int, theirs: Call, other: int, num_calls: int) -> 
         )
 
 
-def op_name(op: Any) -> str:
-    """ "sum", "avg", "max" or "min", from that name or a `dist.ReduceOp`."""
-    # A ReduceOp object and its enum compare equal but do not hash alike.
-    name = op if op in _OP_CODE else _OP_NAMES.get(getattr(op, "op", op))
-    if name is None:
-        raise ValueError(f"op must be {', '.join(_OPS)} or such a ReduceOp, got {op!r}")
-    return name
-
-
 def check_dtype(what: str, tensor: torch.Tensor) -> None:
     """Raise a ValueError for dtypes that cannot be reduced here."""
     if tensor.dtype not in _DTYPE_CODE:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
         raise ValueError(f"{what}: dtype {tensor.dtype} is not one of {names}")

@@ -110,8 +110,9 @@ class PipelineExecutor:
             output: also return the last stage's output, (B, ...), on the last rank.
 
         Raises:
-            ValueError: this rank lacks its inputs or targets, B is no multiple of m, or gradients
-                are switched off.
+            ValueError: a rank lacks its inputs or targets, or B is no multiple of m (in the first
+                step on all ranks; later on that rank, and the others wait until the group's
+                timeout); or gradients are switched off.
             MismatchError: a stage does not fit the one before it (in the first step, on all
                 ranks), or an output's shape or dtype is not the agreed one (on its rank; the
                 others wait until the group's timeout, and the group cannot be used further).
@@ -302,8 +303,16 @@ class PipelineExecutor:
     def _begin(self, inputs: Tensor | None, targets: Tensor | None, output: bool) -> None:
         if self.schedule.trains and not torch.is_grad_enabled():
             raise ValueError("PipelineExecutor: gradients are switched off in step; use evaluate")
-        micro_inputs = self._split("inputs", inputs) if self.is_first else []
-        micro_targets = self._split("targets", targets) if self.is_last else []
+        micro_inputs, micro_targets, problem = [], [], None
+        try:
+            micro_inputs = self._split("inputs", inputs) if self.is_first else []
+            micro_targets = self._split("targets", targets) if self.is_last else []
+        except ValueError as error:
+            problem = error
+        if self._mailbox is None:
+            self._share_problem(problem)
+        elif problem is not None:
+            raise problem
         spec = TensorSpec.of(micro_inputs[0]) if micro_inputs else None
         if self._mailbox is None:
             # A collective of the whole group: NCCL wants one before its first message, too.
@@ -327,6 +336,15 @@ class PipelineExecutor:
             clock=make_clock(self.device, self.record),
             keep_output=output,
         )
+
+    def _share_problem(self, problem: ValueError | None) -> None:
+        """Collective, in the first step: if one rank cannot begin, the others must not wait."""
+        texts: list[str | None] = [None] * self.schedule.num_ranks
+        dist.all_gather_object(texts, None if problem is None else str(problem), group=self.group)
+        if problem is not None:
+            raise problem
+        if any(texts):
+            raise ValueError(next(text for text in texts if text))
 
     def _end(self) -> StepResult:
         self._mail.finish()

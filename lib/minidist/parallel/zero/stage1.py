@@ -38,7 +38,14 @@ from minidist.parallel.zero.buckets import (
     elements_of,
 )
 from minidist.parallel.zero.clip import clip_by_global_norm
-from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows, group_or_world
+from minidist.parallel.zero.exchange import (
+    GradientBucket,
+    Pending,
+    check_same_form,
+    gather_rows,
+    group_or_world,
+    take_from_first,
+)
 from minidist.parallel.zero.partition import Layout, Piece, by_parameter
 from minidist.parallel.zero.state import (
     Cut,
@@ -59,7 +66,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     hand-made changes of hyperparameters work, and reach the wrapped optimiser at the next step.
 
     Args:
-        params: parameters or groups of them, the same and in the same order on every rank.
+        params: parameters or groups of them, of the same form and order on every rank. Where the
+            gradients are averaged here, the values of rank 0 are taken, so that all start alike;
+            DDP has done that itself.
         optimizer_class: e.g. torch.optim.AdamW.
         group: ranks to shard over; None means all.
         average_gradients: average the gradients over the group, by reduce-scatter, in `step`.
@@ -71,6 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: an optimiser that cannot be sharded, or no parameters.
+        MismatchError: on every rank, if ranks hold parameters of different form.
     """
 
     def __init__(
@@ -119,6 +129,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             listed = list(dict.fromkeys(listed))
         super().add_param_group({**param_group, "params": listed})
         added = self.param_groups[-1]
+        before = sum(len(group["params"]) for group in self.param_groups[:-1])
+        named = [(f"parameter {before + i}", p) for i, p in enumerate(added["params"])]
+        check_same_form(named, self.group)
+        if self._averages:
+            for param in added["params"]:
+                take_from_first(param, self.group)
         owned: list[Tensor] = []
         for params, layout in self._partition(added["params"]):
             bucket = self._make_bucket(params, layout)
@@ -201,7 +217,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def _keeps_shards(self) -> bool:
         """Whether the step's gradients are elsewhere than in all parameters' `.grad`."""
-        return self.average_gradients or self.master_dtype is not None
+        return self._averages or self.master_dtype is not None
+
+    @property
+    def _averages(self) -> bool:
+        return self.average_gradients
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:

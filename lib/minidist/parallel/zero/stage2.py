@@ -186,7 +186,7 @@ class Zero2Optimizer(ShardedOptimizer):
             )
 
     @property
-    def _keeps_shards(self) -> bool:
+    def _averages(self) -> bool:
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

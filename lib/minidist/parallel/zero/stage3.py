@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_flatten
 
 from minidist.parallel.zero.checkpoint import StateDicts
 from minidist.parallel.zero.clip import clip_by_global_norm
-from minidist.parallel.zero.exchange import group_or_world
+from minidist.parallel.zero.exchange import check_same_form, group_or_world
 from minidist.parallel.zero.flat import FlatShard
 from minidist.parallel.zero.hooks import backward_is_running, call_after_backward, cast
 from minidist.parallel.zero.materialise import materialise
@@ -80,6 +80,7 @@ class Zero3(StateDicts):
     Raises:
         ValueError: units that are not modules of the model, or parameters whose values nothing
             sets.
+        MismatchError: on every rank, if ranks hold models of different form.
     """
 
     def __init__(
@@ -105,9 +106,10 @@ class Zero3(StateDicts):
             raise ValueError(f"Zero3: prefetch must not be negative, got {prefetch}")
         if not any(True for _ in model.parameters()):
             raise ValueError("Zero3: the model has no parameters")
+        self.group = group_or_world(group)
+        check_same_form((*model.named_parameters(), *model.named_buffers()), self.group)
         # Derive.
         self.model = model
-        self.group = group_or_world(group)
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.policy = policy
