@@ -40,6 +40,15 @@ def fresh(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def test_late_news_of_the_last_ranks_does_not_end_the_next(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("MINIDIST_PRELOAD", "late_exits")
+    with new_kernel() as kernel:
+        for _ in range(4):
+            kernel.ok("%restart_ranks\n1")
+            time.sleep(0.3)
+
+
 def test_a_skipped_collective_is_explained(fresh: Kernel) -> None:
     fresh.ok("g = torch.ones(1024)")
     result = fresh.run("dist.all_reduce(g)\n\nif rank == 0:\n    dist.all_reduce(g)")

@@ -64,7 +64,7 @@ def _serve(link: Link, config: dict[str, Any], orders: queue.Queue[dict[str, Any
         if message.get("do") == "start":
             orders.put(message)
         elif message.get("do") == "watch":
-            _watch(link, descendants(os.getpid()))
+            _watch(link, descendants(os.getpid()), message.get("generation"))
         elif message.get("do") == "stop":
             kill_descendants(os.getpid())
             left = len(descendants(os.getpid()))
@@ -72,13 +72,16 @@ def _serve(link: Link, config: dict[str, Any], orders: queue.Queue[dict[str, Any
     _end_everything(config)
 
 
-def _watch(link: Link, pids: list[int]) -> None:
+def _watch(link: Link, pids: list[int], generation: Any) -> None:
     """Report the ends of `pids` from a thread of its own."""
-    threading.Thread(target=_report_exits, args=(link, pids), daemon=True).start()
+    threading.Thread(target=_report_exits, args=(link, pids, generation), daemon=True).start()
 
 
-def _report_exits(link: Link, pids: list[int]) -> None:
-    """Tell the front each exit status, without taking it from the parent (WNOWAIT)."""
+def _report_exits(link: Link, pids: list[int], generation: Any) -> None:
+    """Tell the front each exit status, without taking it from the parent (WNOWAIT).
+
+    And of which generation it was: the last one's ends may be told when the next one starts.
+    """
     watched: dict[int, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -87,7 +90,8 @@ def _report_exits(link: Link, pids: list[int]) -> None:
         for fd in multiprocessing.connection.wait(list(watched)):
             pid = watched.pop(fd)  # type: ignore[arg-type]
             with contextlib.suppress(OSError):
-                link.send({"exit": pid, "code": _exit_code(pid)})
+                code = _exit_code(pid)
+                link.send({"exit": pid, "code": code, "generation": generation})
             os.close(fd)  # type: ignore[arg-type]
 
 
@@ -186,7 +190,7 @@ def main() -> int:
     while True:
         order = orders.get()
         config.update(ranks=order["ranks"], generation=order["generation"])
-        _watch(link, [_fork_agent(link, config)])
+        _watch(link, [_fork_agent(link, config)], order["generation"])
 
 
 if __name__ == "__main__":

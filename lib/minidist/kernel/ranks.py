@@ -93,7 +93,7 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-        self._send_link("launcher", {"do": "watch"})
+        self._send_link("launcher", {"do": "watch", "generation": generation})
 
     async def _until(self, reached: Callable[[], bool], end: float) -> None:
         while not reached():
@@ -251,7 +251,7 @@ class Ranks:
                 future.set_result(message)
         elif who == "launcher":
             pid, code = message.get("exit"), message.get("code")
-            if isinstance(pid, int):
+            if isinstance(pid, int) and message.get("generation") == self.generation:
                 self._exited(pid, code if isinstance(code, int) else None)
         elif isinstance(message.get("pid"), int):
             self.pids[int(who)] = message["pid"]
