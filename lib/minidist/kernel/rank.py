@@ -140,6 +140,7 @@ def _make_app(config: dict[str, Any], rank: int) -> RankApp:
     app.outstream_class = f"{BoundedStream.__module__}.BoundedStream"
     app.run_dir, app.generation, app.rank = config["run_dir"], config["generation"], rank
     app.shell_port, app.stdin_port, app.control_port = 1, 2, 3
+    app.transport = "ipc"
     app.session.key = config["key"]
     app.session.signature_scheme = config["signature_scheme"]
     app.initialize([])
