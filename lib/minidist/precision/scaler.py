@@ -141,8 +141,10 @@ class GradScaler:
             optimizer.prepare_gradients()
         parameters = _parameters(optimizer)
         # Parameters, not gradients: a rank without gradients must raise as well, and not wait.
+        are_held = hasattr(optimizer, "held_parameters")
         for parameter in parameters:
-            if parameter.dtype == torch.float16:
+            # A frozen one may have any dtype. (A shard is a view and never "requires" a gradient.)
+            if parameter.dtype == torch.float16 and (are_held or parameter.requires_grad):
                 raise ValueError(
                     "GradScaler.unscale_: got an fp16 parameter of shape "
                     f"{tuple(parameter.shape)}, expected fp32 (or MasterWeights){self._where()}"
@@ -280,7 +282,7 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
     """What has the gradients that the step will use, in its `.grad`."""
     if hasattr(optimizer, "held_parameters"):
         return optimizer.held_parameters()
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _local_gradients(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
