@@ -9,6 +9,7 @@ only what has nothing to hide behind.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from harness import Row, main_arguments, write
 from torch import nn
 
 from minidist import emulate
-from minidist.emulate import Charged, ChargePlan, Cluster, Link, collective_seconds
+from minidist.emulate import Charged, ChargePlan, Cluster, Link, clusters, collective_seconds
 from minidist.parallel.data import BucketedDDP
 from minidist.parallel.pipeline import PipelineExecutor, one_f_one_b
 from minidist.parallel.pipeline.p2p import TensorSpec
@@ -31,15 +32,7 @@ NUM_MICRO_BATCHES = 16
 
 
 def cluster(num_ranks: int) -> Cluster:
-    return Cluster(
-        name="benchmark",
-        nodes=1,
-        devices_per_node=num_ranks,
-        intra_node=LINK,
-        inter_node=LINK,
-        peak_flops_per_s=1e12,
-        memory_bandwidth_bytes_per_s=1e12,
-    )
+    return replace(clusters.laptop(num_ranks), intra_node=LINK, inter_node=LINK)
 
 
 def layers() -> list[Charged]:

@@ -165,10 +165,10 @@ def train_elastically(
     if every < 1:
         raise ValueError(f"train_elastically: every must be at least 1, got {every}")
 
-    # Resume.
     def parts() -> dict[str, Any]:
         return {"shared": shared, "local": local, "sharded": sharded() if sharded else None}
 
+    # Resume.
     found = checkpoints.load(**parts(), any_world_size=True)
     first_step = step = found or 0
     saved_at = found

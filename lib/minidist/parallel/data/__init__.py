@@ -16,6 +16,7 @@ Read in this order; each file makes one step:
     legacy.py           DataParallel: one process, and why it was given up
 """
 
+from minidist.collectives.replicas import broadcast_tensors
 from minidist.parallel.data.bucketed import BucketedDDP
 from minidist.parallel.data.buckets import Bucket, assign_buckets
 from minidist.parallel.data.clipping import clip_grad_norm, clip_grad_norm_native
@@ -25,7 +26,7 @@ from minidist.parallel.data.legacy import DataParallel, Traffic
 from minidist.parallel.data.naive import average_gradients
 from minidist.parallel.data.native import DDPOptions, train_uneven, wrap_ddp
 from minidist.parallel.data.overlapped import OverlappedDDP
-from minidist.parallel.data.replicas import broadcast_state, broadcast_tensors, check_same_model
+from minidist.parallel.data.replicas import broadcast_state, check_same_model
 from minidist.parallel.data.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm
 
 __all__ = [

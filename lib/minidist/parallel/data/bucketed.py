@@ -43,14 +43,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from minidist.collectives.replicas import broadcast_tensors, global_rank
 from minidist.errors import MinidistError
 from minidist.parallel.data.buckets import Allocate, Bucket, Work, assign_buckets
 from minidist.parallel.data.graph import parameters_reached
 from minidist.parallel.data.replicas import (
     broadcast_state,
-    broadcast_tensors,
     check_same_model,
-    global_rank,
 )
 
 MIB = 2**20

@@ -309,12 +309,9 @@ class PipelineExecutor:
             micro_targets = self._split("targets", targets) if self.is_last else []
         except ValueError as error:
             problem = error
-        if self._mailbox is None:
-            self._share_problem(problem)
-        elif problem is not None:
-            raise problem
         spec = TensorSpec.of(micro_inputs[0]) if micro_inputs else None
         if self._mailbox is None:
+            self._share_problem(problem)
             # A collective of the whole group: NCCL wants one before its first message, too.
             if self.specs is None:
                 self.specs = infer_specs(
@@ -323,6 +320,8 @@ class PipelineExecutor:
             else:
                 compare_specs(self.specs, self.group)
             self._mailbox = Mailbox(self.schedule, self.rank, self.specs, self.device, self.group)
+        elif problem is not None:
+            raise problem
         if self._input_spec is not None and spec is not None and spec != self._input_spec:
             raise MismatchError(
                 f"micro-batches changed: expected {self._input_spec} as in the first step, got "

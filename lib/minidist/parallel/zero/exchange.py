@@ -16,8 +16,7 @@ holds: the sum of flags says whether any rank had a gradient. A parameter that n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,50 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.device import all_gather_single, reduce_scatter_single
-from minidist.errors import MismatchError
 from minidist.parallel.zero.partition import Layout
 
 # Tags keep the two kinds of rows apart from each other and from messages of other code.
 _GATHER_TAG, _REDUCE_TAG = 7001, 7002
-
-
-def check_same_form(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
-    """Collective: raise on every rank unless all hold tensors of the same form, in the same order.
-
-    Raises:
-        MismatchError: shapes, dtypes or `requires_grad` differ; with the first difference to the
-            group's rank 0.
-    """
-    own = [
-        (name, f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}", t.requires_grad)
-        for name, t in named
-    ]
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, own, group=group)
-    for other, entries in enumerate(every):
-        for first, theirs in zip_longest(every[0], entries):
-            if theirs != first:
-                raise MismatchError(
-                    "the ranks hold different models: rank 0 of the group has "
-                    f"{_describe(first)}, rank {other} has {_describe(theirs)}",
-                    rank=dist.get_rank(),
-                )
-
-
-def _describe(entry: tuple[str, str, bool] | None) -> str:
-    if entry is None:
-        return "nothing more"
-    name, form, requires_grad = entry
-    return f"{name} {form}{'' if requires_grad else ' (frozen)'}"
-
-
-@torch.no_grad()
-def take_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Collective: overwrite it with that of the group's rank 0."""
-    value = tensor.detach().contiguous()
-    dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
-    if value.data_ptr() != tensor.data_ptr():
-        tensor.copy_(value)
 
 
 class Pending:

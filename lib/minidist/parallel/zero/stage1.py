@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minidist.collectives.replicas import broadcast_tensors, check_same_tensors
 from minidist.parallel.zero.buckets import (
     Bucket,
     by_dtype_and_device,
@@ -38,14 +39,7 @@ from minidist.parallel.zero.buckets import (
     elements_of,
 )
 from minidist.parallel.zero.clip import clip_by_global_norm
-from minidist.parallel.zero.exchange import (
-    GradientBucket,
-    Pending,
-    check_same_form,
-    gather_rows,
-    group_or_world,
-    take_from_first,
-)
+from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows, group_or_world
 from minidist.parallel.zero.partition import Layout, Piece, by_parameter
 from minidist.parallel.zero.state import (
     Cut,
@@ -131,10 +125,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         added = self.param_groups[-1]
         before = sum(len(group["params"]) for group in self.param_groups[:-1])
         named = [(f"parameter {before + i}", p) for i, p in enumerate(added["params"])]
-        check_same_form(named, self.group)
+        check_same_tensors(named, self.group)
         if self._averages:
-            for param in added["params"]:
-                take_from_first(param, self.group)
+            broadcast_tensors(added["params"], self.group)
         owned: list[Tensor] = []
         for params, layout in self._partition(added["params"]):
             bucket = self._make_bucket(params, layout)

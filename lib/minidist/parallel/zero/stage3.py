@@ -38,9 +38,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from minidist.collectives.replicas import check_same_tensors
 from minidist.parallel.zero.checkpoint import StateDicts
 from minidist.parallel.zero.clip import clip_by_global_norm
-from minidist.parallel.zero.exchange import check_same_form, group_or_world
+from minidist.parallel.zero.exchange import group_or_world
 from minidist.parallel.zero.flat import FlatShard
 from minidist.parallel.zero.hooks import backward_is_running, call_after_backward, cast
 from minidist.parallel.zero.materialise import materialise
@@ -107,7 +108,7 @@ class Zero3(StateDicts):
         if not any(True for _ in model.parameters()):
             raise ValueError("Zero3: the model has no parameters")
         self.group = group_or_world(group)
-        check_same_form((*model.named_parameters(), *model.named_buffers()), self.group)
+        check_same_tensors((*model.named_parameters(), *model.named_buffers()), self.group)
         # Derive.
         self.model = model
         self.rank = dist.get_rank(self.group)
