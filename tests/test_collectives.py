@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minidist import collectives as c
-from minidist.collectives import hooks
+from minidist.collectives import direct, hooks
 from minidist.collectives.schedule import Schedule, Transfer
 from minidist.collectives.steps import (
     direct_all_gather_steps,
@@ -59,6 +59,8 @@ def test_every_all_reduce_adds_every_rank_once_to_every_chunk(n):
 
 @pytest.mark.parametrize("n", range(1, 10))
 def test_scatters_and_gathers_leave_chunks_where_they_say(n):
+    held = c.simulate(direct_reduce_scatter_steps(n, num_segments=3), who(n, 3 * n))
+    assert [held[r][3 * r : 3 * r + 3] for r in range(n)] == [[Counter(range(n))] * 3] * n
     for schedule in (c.ring_reduce_scatter_steps(n), direct_reduce_scatter_steps(n)):
         held = c.simulate(schedule, who(n, n))
         assert [held[r][r] for r in range(n)] == [Counter(range(n))] * n
@@ -285,6 +287,29 @@ def every_algorithm():
             all_gather(outputs, torch.full((me, 2), float(me)))
             assert [o.mean().item() for o in outputs[1:]] == list(range(1, n))
         every_rooted_collective(me, n)
+
+
+def in_segments():
+    """Messages cut up, and an output that is a part of the input: its own, or another rank's."""
+    with world() as (me, n):
+        for num_bytes in (1, 8, 100, 1 << 20):
+            direct._SEGMENT_BYTES = num_bytes
+            for size in (0, 1, 4 * n, 4 * n + 1):
+                parts = oracle(range(n), (size,), torch.bfloat16, "avg").tensor_split(n)
+                output = torch.empty_like(parts[me], dtype=torch.bfloat16)
+                c.direct_reduce_scatter(output, draw(me, (size,), torch.bfloat16), "avg")
+                close(output, parts[me], f"{size} elements in segments of {num_bytes} bytes")
+            parts = oracle(range(n), (4 * n,), torch.float64, "sum").tensor_split(n)
+            for place in range(n):
+                whole = draw(me, (4 * n,), torch.float64)
+                output = whole.tensor_split(n)[place]
+                c.direct_reduce_scatter(output, whole)
+                close(output, parts[me], f"output is part {place} of the input")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_direct_reduce_scatter_in_segments_and_within_its_input(n):
+    run(in_segments, n)
 
 
 def every_rooted_collective(me, n):

@@ -18,6 +18,7 @@ Torch's own: `dist.all_reduce`, `dist.reduce_scatter_tensor`, `dist.all_gather_i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +26,16 @@ import torch
 import torch.distributed as dist
 
 from minidist.collectives.call import Call, all_reduce_by, gather_by, require_writable
-from minidist.collectives.executor import Transport, run_steps
+from minidist.collectives.executor import Transport, even_chunks, run_steps
 from minidist.collectives.steps import (
     direct_all_gather_steps,
     direct_reduce_scatter_steps,
     direct_steps,
 )
 from minidist.collectives.work import CollectiveWork
+
+# Fresh pages for a message as large as this cost more than to send it in parts.
+_SEGMENT_BYTES = 8 << 20
 
 
 def direct_all_reduce(
@@ -62,7 +66,8 @@ def direct_reduce_scatter(
 ) -> CollectiveWork:
     """Reduce over all ranks; each keeps its own part. Arguments: as for `ring_reduce_scatter`.
 
-    Only the own part is copied: the others are sent from where they are.
+    Only the own part is copied, into `output`; the others are sent from where they are. A large
+    part travels in segments, so that the memory to receive into stays small.
     """
     # Validate.
     parts = [input] if isinstance(input, torch.Tensor) else list(input)
@@ -72,19 +77,23 @@ def direct_reduce_scatter(
     sizes = call.part_sizes("input", input)
     call.require_numel("output", output, sizes[call.rank])
     # Derive.
-    schedule = direct_reduce_scatter_steps(call.size)
+    k = max(1, math.ceil(max(sizes) * output.element_size() / _SEGMENT_BYTES))
+    schedule = direct_reduce_scatter_steps(call.size, num_segments=k)
+    aliased = any(_storage(part) == _storage(output) for part in parts)
 
     def body(transport: Transport) -> int:
         chunks = call.chunks(input)
-        mine = chunks(transport.rank, 1).clone()
-        num_bytes = run_steps(
-            schedule,
-            lambda chunk, count: mine if chunk == transport.rank else chunks(chunk, count),
-            transport,
-            reduction,
-        )
-        reduction.finish(mine, transport.size)
-        call.unstage(mine, output)
+        total = call.stage(output, copy=aliased)
+        total.copy_(chunks(transport.rank, 1))
+
+        def segment(index: int, count: int) -> torch.Tensor:
+            chunk, which = divmod(index, k)
+            whole = total if chunk == transport.rank else chunks(chunk, 1)
+            return even_chunks(whole, k)(which, count)
+
+        num_bytes = run_steps(schedule, segment, transport, reduction)
+        reduction.finish(total, transport.size)
+        call.unstage(total, output)
         return num_bytes
 
     # Issue.
@@ -103,3 +112,7 @@ def direct_all_gather(
     """Every rank gets the inputs of all ranks. Arguments: as for `ring_all_gather`."""
     steps = direct_all_gather_steps
     return gather_by("direct_all_gather", steps, output, input, group, async_op, check)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

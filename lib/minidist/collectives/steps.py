@@ -77,11 +77,26 @@ def _ring(name: str, n: int, action: Action, first: int) -> Schedule:
 
 
 @cache
-def direct_reduce_scatter_steps(world_size: int) -> Schedule:
-    """Every rank sends chunk c straight to rank c, which adds up all of them at once."""
-    n = world_size
-    step = tuple(Transfer(s, d, d, "reduce") for d in range(n) for s in range(n) if s != d)
-    return Schedule("direct reduce-scatter", n, n, _without_empty([step]))
+def direct_reduce_scatter_steps(world_size: int, num_segments: int = 1) -> Schedule:
+    """Every rank sends chunk c straight to rank c, which adds up all of them at once.
+
+    Args:
+        num_segments: steps, each with one part of every chunk. Chunk c is then the chunks
+            c num_segments, ..., (c + 1) num_segments - 1 of the schedule.
+
+    >>> print(direct_reduce_scatter_steps(2, num_segments=2))
+    direct reduce-scatter: 2 ranks, 4 chunks, 2 steps
+    1: 1 -0-> 0 reduce   0 -2-> 1 reduce
+    2: 1 -1-> 0 reduce   0 -3-> 1 reduce
+    """
+    n, k = world_size, _positive("num_segments", num_segments)
+    steps = [
+        tuple(
+            Transfer(s, d, d * k + segment, "reduce") for d in range(n) for s in range(n) if s != d
+        )
+        for segment in range(k)
+    ]
+    return Schedule("direct reduce-scatter", n, n * k, _without_empty(steps))
 
 
 @cache
