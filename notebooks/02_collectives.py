@@ -1532,9 +1532,9 @@ display(
 # In [**lab1_ddp**](../labs/lab1_ddp/lab1_ddp.ipynb) you average gradients with these collectives,
 # and its checks hold you to the rules: every rank calls, in the same order, whatever the shapes.
 #
-# To go further, write a ring all-reduce of your own from `isend` and `irecv`, in a cell below.
-# Compare it with `dist.all_reduce` for buffers that N does not divide, count its bytes with
-# `CollectiveLog`, draw what it sends, and time both as in section 6.
+# To go further, write a ring all-reduce of your own out of sends and receives, in the bonus
+# notebook [**bonus_ring_all_reduce**](../labs/bonus_ring_all_reduce/bonus_ring_all_reduce.ipynb):
+# it checks sums of every size, looks at each message that you send, and times yours beside torch's.
 #
 # ## Read
 #

@@ -846,22 +846,29 @@ display(
 #
 # What did not travel must not be lost: it is kept on the rank and added to the next gradient. Two
 # ranks train the small network, with 1 % of the numbers on the wire, with and without it. Before
-# you look: a number that is never among the top 1 %, what becomes of it without feedback?
+# you look: a number that is never among the top 1 %, what becomes of it without feedback? PowerSGD
+# trains beside them, ours and torch's own hook. (Torch's keeps state per bucket and leaves the
+# first two steps uncompressed, until the buckets have been arranged.)
 
 
 # %%
 # %%rank 0
-def train_compressed(kind: str, steps: int) -> list[float]:
+def train_compressed(kind: str, steps: int) -> tuple[list[float], float]:
+    """The loss after each step, and how many times fewer bytes than fp32 were sent."""
     from minidist.parallel import compression as c
 
     dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(make_mlp())
     compressor = {
         "fp32": c.Cast(torch.float32), "int8": c.Int8(),
         "top 1 %, error feedback": c.TopK(0.01),
         "top 1 %, no feedback": c.TopK(0.01, error_feedback=False),
+        "PowerSGD, r = 1": c.PowerSGD(1), "torch's PowerSGD, r = 1": None,
     }[kind]  # fmt: skip
-    ddp = DistributedDataParallel(make_mlp())
-    ddp.register_comm_hook(c.HookState(compressor), c.compression_hook)
+    if compressor is None:
+        state = c.register_torch_hook(ddp, "powersgd", rank=1)
+    else:
+        ddp.register_comm_hook(c.HookState(compressor), c.compression_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
     for _ in range(steps):
@@ -871,11 +878,13 @@ def train_compressed(kind: str, steps: int) -> list[float]:
         optimizer.step()
         with torch.no_grad():
             losses.append(cross_entropy(ddp.module(train_x[:512]), train_y[:512]).item())
-    return losses
+    return losses, state.compression_stats()[0] if compressor is None else compressor.traffic.ratio
 
 
-kinds = ("fp32", "int8", "top 1 %, error feedback", "top 1 %, no feedback")
-compressed = {kind: run(train_compressed, 2, kind, 200 if quick else 600)[0] for kind in kinds}
+kinds = ("fp32", "int8", "top 1 %, error feedback", "top 1 %, no feedback", "PowerSGD, r = 1",
+         "torch's PowerSGD, r = 1")  # fmt: skip
+trained = {kind: run(train_compressed, 2, kind, 200 if quick else 600)[0] for kind in kinds}
+compressed = {kind: losses for kind, (losses, _) in trained.items()}
 plot_lines(
     np.arange(1, len(compressed["fp32"]) + 1), compressed, xlabel="step", ylabel="loss",
     markers=False, title="1 % of the numbers is enough, if nothing is lost",
@@ -883,11 +892,19 @@ plot_lines(
 
 # %%
 # %%rank 0
+layers = [(48, 128), (128, 128), (128, 10)]  # of the network, each with a bias
 at_end = {kind: float(np.mean(losses[-10:])) for kind, losses in compressed.items()}
 display(
     claim("int8 against fp32: final loss", at_end["int8"] / at_end["fp32"], 1.0, rtol=0.1),
     claim("top 1 %: final loss without error feedback / with it",
           at_end["top 1 %, no feedback"] / at_end["top 1 %, error feedback"], (">", 1.15)),
+    claim("PowerSGD of rank 1: final loss against fp32", at_end["PowerSGD, r = 1"]
+          / at_end["fp32"], ("<", 1.1)),
+    claim("... against torch's hook", at_end["PowerSGD, r = 1"]
+          / at_end["torch's PowerSGD, r = 1"], 1.0, rtol=0.05),
+    claim("... and its bytes: times fewer than fp32, biases sent as they are",
+          trained["PowerSGD, r = 1"][1], sum(n * m + m for n, m in layers)
+          / sum(n + m + m for n, m in layers), rtol=1e-9),
 )  # fmt: skip
 
 # %% [markdown]
@@ -1002,6 +1019,51 @@ display(
 # - *asynchronous*: it takes a step with every gradient that arrives, and nobody waits. But when a
 #   gradient arrives, others have changed the parameters since. It is **stale**;
 # - in between: bound how far the fastest may run ahead, or throw away the slowest (backup workers).
+#
+# One thing first, under either rule: everything passes through the server's link. A round on the
+# emulated cluster, with the messages of rank 0 counted, beside a ring all-reduce of the same
+# numbers:
+
+
+# %%
+# %%rank 0
+def one_round(way: str) -> None:
+    from minidist.collectives import ring_all_reduce
+
+    numbers, n = torch.ones(12_000), dist.get_world_size()
+    if way == "ring":
+        ring_all_reduce(numbers)
+    elif dist.get_rank() == 0:
+        for worker in range(1, n):  # gradients come in
+            dist.recv(torch.empty_like(numbers), worker)
+        for worker in range(1, n):  # parameters go out
+            dist.send(numbers, worker)
+    else:
+        dist.send(numbers, 0)
+        dist.recv(numbers, 0)
+
+
+SIZES = [2, 3, 4, 6]
+through_rank_0 = {"server": [], "ring": []}
+for way, found in through_rank_0.items():
+    for n in SIZES:
+        trace = run_traced(one_round, n, way)[1]
+        found.append(sum(e.nbytes for e in trace.events[0] if e.collective in ("send", "recv"))
+                     / (4 * 12_000))  # fmt: skip
+display(
+    claim("bytes in and out of a server's link on n ranks / bytes of the model",
+          through_rank_0["server"], [2.0 * (n - 1) for n in SIZES], rtol=1e-9),
+    claim("... of any rank's link in a ring: never more than 4", through_rank_0["ring"],
+          [4 * (n - 1) / n for n in SIZES], rtol=1e-9),
+)  # fmt: skip
+plot_lines(
+    SIZES, through_rank_0, xlabel="ranks", ylabel="bytes through rank 0's link\n(times the model)",
+    ticks=SIZES, title="A server's link carries everybody's gradients",
+)  # fmt: skip
+
+# %% [markdown]
+# So a server is split over several machines, each with a part of the parameters. With as many of
+# them as workers the bytes per link are those of a reduce-scatter and an all-gather: the ring's.
 #
 # A simulator with a virtual clock runs real training under these rules. Five workers; worker 0 is
 # three times as slow as the others.

@@ -20,8 +20,10 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 LECTURES = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 MIN_FIGURES, MIN_WIDGETS, MIN_CLAIMS = 3, 2, 12
 WIDGET = "application/vnd.jupyter.widget-view+json"
-# On a loaded machine these are long; they are there to catch a lecture that has become slow.
-CELL_LIMIT_S, LECTURE_LIMIT_S = 60.0, 240.0
+# A cell, a lecture, all lectures together; a slow lecture is given a second try, since the machine
+# may have been busy with something else.
+CELL_LIMIT_S, LECTURE_LIMIT_S, ALL_LIMIT_S = 60.0, 90.0, 900.0
+SECONDS: dict[str, float] = {}  # of the lectures that have run
 
 
 def run(path: Path, tmp_path: Path, monkeypatch) -> tuple[nbformat.NotebookNode, list, float]:
@@ -45,8 +47,13 @@ def outputs_of(notebook) -> list:
 @pytest.mark.timeout(600)
 def test_lecture(path, tmp_path, monkeypatch):
     notebook, made, seconds = run(path, tmp_path, monkeypatch)
+    if seconds > LECTURE_LIMIT_S:
+        (tmp_path / "claims.jsonl").unlink(missing_ok=True)
+        notebook, made, seconds = run(path, tmp_path, monkeypatch)
+    SECONDS[path.stem] = seconds
     outputs = outputs_of(notebook)
     assert seconds < LECTURE_LIMIT_S
+    assert sum(SECONDS.values()) < ALL_LIMIT_S, SECONDS
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     widgets = [output for output in outputs if WIDGET in output.get("data", {})]
     if path.stem == "00_start_here":

@@ -108,6 +108,8 @@ class DecidesInBackward(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.device = next(module.parameters()).device  # as torch's DDP has them
+        self.process_group = dist.group.WORLD
         self.require_backward_grad_sync = True
         self._is_used = False
         for p in module.parameters():

@@ -56,9 +56,18 @@ def draw_equal(draw: Draw) -> list[Values]:
 
 
 def draw_unequal(draw: Draw) -> list[Values]:
-    """Two groups of micro-batches that differ in size."""
+    """Two groups of micro-batches that differ in size, after one whose are equal."""
+    return _draw(draw, [[EQUAL] * 3, *_unequal(draw)])
+
+
+def draw_loss(draw: Draw) -> list[Values]:
+    """Groups of equal micro-batches, and one whose differ in size."""
+    return _draw(draw, [[EQUAL] * 2, [EQUAL] * 5, *_unequal(draw)[:1]])
+
+
+def _unequal(draw: Draw) -> list[list[int]]:
     rng = draw.shared()
-    return _draw(draw, [[int(n) for n in rng.permutation([1, 2, 4, 7, 9])[:k]] for k in (3, 4)])
+    return [[int(n) for n in rng.permutation([1, 2, 4, 7, 9])[:k]] for k in (3, 4)]
 
 
 def batches_of(inputs: Values, group: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -130,9 +139,17 @@ def _why_scale(weights: np.ndarray, k: int) -> str:
 
 
 def judge_unequal(case: Case) -> list[Finding]:
-    """Micro-batches of n_i samples enter in the ratio of their sizes, whatever the factor."""
+    """Micro-batches of n_i samples enter in the ratio of their sizes.
+
+    A factor that is wrong for equal ones, too, is another criterion's.
+    """
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
+        equal = weights_of(
+            batch_gradients(case.inputs[rank], _batches(case, rank, 0)),
+            collect(answer, "g0", NUM_PARAMETERS),
+        )
+        factor_is_right = equal is not None and bool(np.isclose(equal.sum(), 1.0, rtol=1e-3))
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             basis = batch_gradients(case.inputs[rank], _batches(case, rank, group))
             weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
@@ -152,16 +169,33 @@ def judge_unequal(case: Case) -> list[Finding]:
                     f"size.{why}", rank,
                 ))  # fmt: skip
                 break
+            if factor_is_right and not np.isclose(total, 1.0, rtol=1e-3):
+                findings.append(Finding(
+                    f"micro-batches of {counts} samples entered with {total:.3g} times the weight "
+                    f"that they should have: there are {sum(counts)} samples, and every one of "
+                    "them counts.", rank,
+                ))  # fmt: skip
+                break
     return findings
 
 
 def judge_loss(case: Case) -> list[Finding]:
-    """The returned loss is the mean over all samples (of equal micro-batches)."""
+    """The returned loss is the mean over all samples, with the weights that the gradient has."""
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             losses = _losses(case.inputs[rank], _batches(case, rank, group))
             got, expected, why = answer.get(f"loss/{group}"), np.mean(losses), ""
+            if len(set(counts)) > 1:
+                basis = batch_gradients(case.inputs[rank], _batches(case, rank, group))
+                weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
+                if weights is None or abs(weights.sum()) < 1e-6:
+                    continue
+                expected = np.dot(losses, weights) / weights.sum()
+                by_size = np.dot(losses, counts) / sum(counts)
+                if isinstance(got, np.ndarray) and np.allclose(got, by_size, rtol=1e-4):
+                    continue
+                why = "Micro-batches of other sizes weigh less or more in the loss, too."
             if isinstance(got, np.ndarray) and got.shape == ():
                 if np.isclose(got, expected / len(counts), rtol=1e-3):
                     why = f"That is the mean divided by {len(counts)} once more."

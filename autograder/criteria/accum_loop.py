@@ -82,12 +82,15 @@ def draw_zero_grad(draw: Draw) -> list[Values]:
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """One group whose gradient is far above the limit and one far below; batches differ in size."""
+    """Groups whose gradient is far above the limit, a tail among them, and one far below."""
     k = int(draw.shared().integers(3, 5))
-    inputs = _draw(draw, [{"k": k, "n": k}, {"k": k, "n": k}], spread=2.0)
+    inputs = _draw(draw, [{"k": k, "n": k + 2}, {"k": k, "n": k}], spread=2.0)
     for values in inputs:
         large, small = (batch_gradients(values, batches_of(values, run)) for run in (0, 1))
-        smallest = min(norm(_mean(large)), *(norm(g) / k for g in large))
+        groups = (large[:k], large[k:])
+        smallest = min(
+            *(norm(_mean(g)) * len(g) / k for g in groups), *(norm(g) / k for g in large)
+        )
         limits = (0.3 * smallest, 3 * k * sum(norm(g) for g in small))
         values["runs"] = [run | {"max_norm": m}
                           for run, m in zip(values["runs"], limits, strict=True)]  # fmt: skip
@@ -95,9 +98,9 @@ def draw_clip(draw: Draw) -> list[Values]:
 
 
 def draw_schedule(draw: Draw) -> list[Values]:
-    """Two numbers of micro-batches, with a scheduler."""
+    """Two numbers of micro-batches, with a scheduler and a tail."""
     rng = draw.shared()
-    return _draw(draw, [{"k": k, "n": 3 * k, "schedule": True}
+    return _draw(draw, [{"k": k, "n": 3 * k + 1, "schedule": True}
                         for k in (int(rng.integers(2, 4)), int(rng.integers(4, 6)))])  # fmt: skip
 
 
@@ -270,7 +273,8 @@ def judge_tail(case: Case) -> list[Finding]:
             return (f"the last optimizer step has weights {show(last.weights[tail])} for batches "
                     f"{tail}, expected {1 / len(tail):.3g} each: the mean over the batches that "
                     "this group really has.")  # fmt: skip
-        return ""
+        got = told(case.answers[rank], f"returned/{number}")
+        return "" if got == len(steps) else f"{len(steps)} optimizer steps, but it returned {got}."
 
     return _judge(case, judge_run)
 
@@ -313,10 +317,10 @@ def judge_clip(case: Case) -> list[Finding]:
         if not any(present(step.weights) for step in steps):
             return "there was no optimizer step with a gradient."
         for step in steps:
-            entered = step.weights[present(step.weights)]
+            entered = step.weights[step.new]  # old ones in it are not this criterion's concern
             size = norm(step.gradient)
             if entered.size == 0:
-                continue  # a step too many is not this criterion's concern
+                continue  # nor is a step too many
             if number == 0 and not np.isclose(size, limit, rtol=0.02):
                 return (f"max_norm={limit:.4g}: at the optimizer step the gradient's norm is "
                         f"{size:.4g}. Clip before the step, after the last backward, and when "

@@ -144,11 +144,32 @@ def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
         scheduler=scheduler,
     )  # fmt: skip
     answer: Values = {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(model.parameters())}
+    if settings.get("max_norm"):
+        answer["two batches"] = [
+            _raises(train_amp, inputs, batches[:2], device, limit) for limit in (None, 1e9)
+        ]
     answer["scale"] = float(scaler.get_scale())
     answer["lr"] = float(optimizer.param_groups[0]["lr"])
     if losses is not None:
         answer["losses"] = np.array([float(loss) for loss in losses])
     return answer
+
+
+def _raises(
+    train_amp: Any, inputs: Values, batches: Any, device: torch.device, max_norm: float | None
+) -> str:
+    """What a step of two batches raises, if anything."""
+    model = wrap(oracle.mlp(inputs).to(device), device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scaler = GivenScaler(device.type, init_scale=8.0, growth_interval=NEVER)
+    try:
+        train_amp(
+            model, batches, oracle.mse, optimizer, scaler,
+            dtype=None, max_norm=max_norm, accumulate=2, scheduler=None,
+        )  # fmt: skip
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:200]
+    return ""
 
 
 def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -278,7 +299,16 @@ def judge_clip(case: Case) -> list[Finding]:
     for limit, reason in mistakes:
         if not _judge_parameters(case, _train(case, max_norm=limit), ""):
             hint = reason
-    return _judge_parameters(case, _train(case, max_norm=max_norm), hint)
+    findings = _judge_parameters(case, _train(case, max_norm=max_norm), hint)
+    for rank, answer in enumerate(case.answers):
+        raised = answer.get("two batches")
+        # What fails without clipping, too, is another criterion's.
+        if isinstance(raised, list) and len(raised) == 2 and raised[1] and not raised[0]:
+            findings.append(Finding(
+                f"accumulate=2 with max_norm raised {raised[1]}: unscale and clip once per step, "
+                "after the backward of its last batch.", rank,
+            ))  # fmt: skip
+    return findings
 
 
 def judge_skips(case: Case) -> list[Finding]:
@@ -316,4 +346,12 @@ def judge_accumulates(case: Case) -> list[Finding]:
         f"accumulate={k}: divide each loss by {k}, scale it, backward; unscale, step and update "
         f"only after the {k}th. The scale must not change while gradients add up.",
     )  # fmt: skip
+    for rank, answer in enumerate(case.answers):
+        losses = answer.get("losses")
+        if not isinstance(losses, np.ndarray) or losses.shape != (steps // k,):
+            got = len(losses) if isinstance(losses, np.ndarray) and losses.ndim else losses
+            findings.append(Finding(
+                f"accumulate={k}, {steps} batches: expected {steps // k} losses, one per step, "
+                f"got {got}.", rank,
+            ))  # fmt: skip
     return findings + _judge_scale(case, 2.0 ** (steps // k))

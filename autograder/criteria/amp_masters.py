@@ -13,7 +13,7 @@ from autograder.criteria.amp_scaler import same
 from autograder.criteria.base import Case, Context, Draw, Finding, Values, compare
 
 SHAPES = ((4, 3), (6,), (2,))
-UNTOUCHED = 2  # this parameter never gets a gradient
+UNTOUCHED, SOMETIMES = 2, 1  # one never gets a gradient, one in every second step
 STEPS = 48
 CASES = (("bfloat16", "SGD"), ("float16", "SGD"), ("bfloat16", "AdamW"))
 
@@ -22,6 +22,10 @@ def _factory(kind: str, lr: float) -> Callable[[Sequence[torch.Tensor]], torch.o
     if kind == "SGD":
         return lambda params: torch.optim.SGD(params, lr=lr, momentum=0.5)
     return lambda params: torch.optim.AdamW(params, lr=lr, weight_decay=0.0)
+
+
+def _has_gradient(parameter: int, step: int) -> bool:
+    return parameter != UNTOUCHED and not (parameter == SOMETIMES and step % 2)
 
 
 def draw(source: Draw) -> list[Values]:
@@ -58,7 +62,7 @@ def observe(master_class: Any, inputs: Values, context: Context) -> Values:
         for step in range(STEPS):
             for i, p in enumerate(parameters):
                 grad = torch.from_numpy(inputs[f"g/{number}/{i}"][step]).to(p)
-                p.grad = None if i == UNTOUCHED else grad
+                p.grad = grad if _has_gradient(i, step) else None
             optimizer.step()
             optimizer.zero_grad()
             left += sum(p.grad is not None and bool((p.grad != 0).any()) for p in parameters)
@@ -79,9 +83,8 @@ def _oracle(inputs: Values, number: int) -> list[np.ndarray]:
     optimizer = _factory(kind, inputs[f"lr/{number}"])(masters)
     for step in range(STEPS):
         for i, master in enumerate(masters):
-            if i != UNTOUCHED:
-                grad = torch.from_numpy(inputs[f"g/{number}/{i}"][step])
-                master.grad = grad.to(DTYPES[name]).double()
+            grad = torch.from_numpy(inputs[f"g/{number}/{i}"][step]).to(DTYPES[name]).double()
+            master.grad = grad if _has_gradient(i, step) else None
         optimizer.step()
     return [master.detach().numpy() for master in masters]
 
@@ -105,12 +108,17 @@ def judge(case: Case) -> list[Finding]:
                 start = torch.from_numpy(inputs[f"p/{number}/{i}"]).to(DTYPES[name]).double()
                 still = isinstance(got, np.ndarray) and np.array_equal(got, start.numpy())
                 hint = (
-                    "They have not moved: each update is less than half the distance to the next "
-                    f"{name} number. Add up the updates in float32, in copies that live as long as "
-                    "the optimizer."
-                    if still else "The masters go on from their own last value, in float32; the "
-                    "parameters are a rounded copy of them."
-                )  # fmt: skip
+                    "The masters go on from their own last value, in float32; the parameters are a "
+                    "rounded copy of them."
+                )
+                if still and i != UNTOUCHED:
+                    hint = (
+                        "They have not moved: each update is less than half the distance to the "
+                        f"next {name} number. Add up the updates in float32, in copies that live "
+                        "as long as the optimizer."
+                    )
+                elif i == SOMETIMES:
+                    hint = "Where p.grad is None its master has none, not that of the step before."
                 if not compare(
                     findings, rank, f"{name}, {kind}: parameter {i} after {STEPS} small steps",
                     got, expected, rtol=eps, atol=0.0, hint=hint,

@@ -94,6 +94,8 @@ def draw_scale(draw: Draw) -> list[Values]:
 def observe_scale(scaler_class: Any, inputs: Values, context: Context) -> Values:
     """The scaled loss, the loss itself afterwards, and the gradients of the scaled one."""
     answer: Values = {"default": float(scaler_class().get_scale()), "scales": []}
+    half = scaler_class(init_scale=2.0**16).scale(torch.tensor(2.5, dtype=torch.float16))
+    answer["half"] = [str(half.dtype).removeprefix("torch."), float(half)]
     for number, scale in enumerate(inputs["scales"]):
         scaler = scaler_class(init_scale=scale)
         parameters = make_parameters(inputs, context)
@@ -121,6 +123,11 @@ def judge_scale(case: Case) -> list[Finding]:
         if not same(answer.get("default"), 65536.0):
             findings.append(Finding(
                 f"get_scale() of LossScaler(): expected 65536, got {answer.get('default')}.", rank
+            ))  # fmt: skip
+        if answer.get("half") not in (["float32", 163840.0], ["float64", 163840.0]):
+            findings.append(Finding(
+                f"scale(loss) of a loss of 2.5 in fp16, at 65536: expected 163840 in float32, got "
+                f"{answer.get('half')}. fp16 ends at 65504.", rank,
             ))  # fmt: skip
         if not same(answer.get("scales"), inputs["scales"]):
             findings.append(Finding(

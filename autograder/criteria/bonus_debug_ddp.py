@@ -68,7 +68,7 @@ LAB = Lab(
             draw=train.draw_epochs, judge=train.judge_epochs,
         ),
         _train(
-            name="debug_train_zero_grad", title="no old gradients", points=4,
+            name="debug_train_zero_grad", title="no old gradients, all ranks' in", points=4,
             draw=train.draw_zero_grad, judge=train.judge_zero_grad,
         ),
         _train(
@@ -117,7 +117,7 @@ LAB = Lab(
         ),
         _evaluate(
             name="debug_evaluate_tail", title="no sample counts twice", points=5,
-            draw=meet.draw_tail,
+            draw=meet.draw_tail, judge=meet.judge_tail,
         ),
         _evaluate(
             name="debug_evaluate_batches", title="a mean over samples, not over batches", points=4,

@@ -18,10 +18,13 @@ CASES = {
     "tiny": "one value differs by 1e-9, less than tol",
     "both ways": "two ranks are off by 0.7 tol, in opposite directions (1.4 tol apart)",
     "large": "values near 1000 differ by 0.001 (tol is absolute)",
+    "coarse": "values differ by 0.01, and tol is 0.1",
+    "fine": "values differ by 1e-9, and tol is 1e-12",
     "none on one": "one parameter has no gradient on the last rank and zeros on the others",
     "none on all": "one parameter has no gradient on any rank",
 }
 TOL = 1e-6
+OTHER_TOL = {"coarse": 0.1, "fine": 1e-12}
 
 
 def draw(source: Draw) -> list[Values]:
@@ -54,8 +57,10 @@ def _gradients_of(
         bias[-1] += 0.01
     if kind == "swapped" and last:
         weight[0, 0], weight[2, 3] = weight[2, 3], weight[0, 0]
-    if kind == "tiny" and last:
+    if kind in ("tiny", "fine") and last:
         weight[1, 1] += 1e-9
+    if kind == "coarse" and last:
+        bias[0] -= 0.01
     if kind == "large" and last:
         bias[2] += 1e-3
     if kind == "both ways":
@@ -68,14 +73,15 @@ def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
     """The function's answer for every case, and the gradients after it."""
     answers: list[bool] = []
     answer: Values = {"answers": answers}
-    for number in range(len(inputs["cases"])):
+    for number, kind in enumerate(inputs["cases"]):
         shapes = ((3, 4), (6,))
         model = torch.nn.ParameterList([torch.zeros(s, dtype=torch.float64) for s in shapes])
         model = model.to(context.device)
         for i, p in enumerate(model.parameters()):
             if f"g{number}/{i}" in inputs:
                 p.grad = torch.from_numpy(inputs[f"g{number}/{i}"].copy()).to(context.device)
-        said = gradients_in_sync(model)
+        options = {"tol": OTHER_TOL[kind]} if kind in OTHER_TOL else {}
+        said = gradients_in_sync(model, **options)
         if isinstance(said, torch.Tensor | np.bool_):
             said = bool(said)
         if not isinstance(said, bool):
@@ -93,7 +99,7 @@ def judge(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         said = answer.get("answers")
         for number, kind in enumerate(case.inputs[0]["cases"]):
-            expected = kind in ("equal", "tiny", "none on all") or case.world_size == 1
+            expected = kind in ("equal", "tiny", "coarse", "none on all") or case.world_size == 1
             got = said[number] if isinstance(said, list) and number < len(said) else None
             if got is not expected:
                 what = CASES[kind]

@@ -37,11 +37,12 @@ def _step(ddp: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 class Normed(nn.Module):
-    """A linear layer with buffers: floating point, integer, and one that is not saved."""
+    """A network with a frozen parameter, and buffers: floats, an integer, and one not saved."""
 
     def __init__(self, inputs: Values) -> None:
         super().__init__()
         self.net = oracle.mlp(inputs)
+        self.frozen = nn.Parameter(torch.from_numpy(inputs["frozen"]), requires_grad=False)
         for name in ("running_mean", "num_batches", "mask"):
             value = torch.from_numpy(np.array(inputs[name]))
             self.register_buffer(name, value, persistent=name != "mask")
@@ -56,6 +57,7 @@ def draw_wrapping(draw: Draw) -> list[Values]:
     for rank in range(draw.world_size):
         rng = draw.private(rank)
         inputs.append(oracle.draw_parameters(rng, SIZES) | oracle.draw_batch(rng, BATCH, SIZES) | {
+            "frozen": rng.normal(size=4).astype(np.float32),
             "running_mean": rng.normal(size=7).astype(np.float32),
             "num_batches": rng.integers(1, 1000, size=()),
             "mask": rng.normal(size=(2, 3)).astype(np.float32),
@@ -69,8 +71,9 @@ def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values
     ddp = ddp_class(module)
     (x,) = _tensors(inputs, context, "x")
     answer: Values = {"output": ddp(x).detach().cpu().numpy()}
-    for i, p in enumerate(module.parameters()):
+    for i, p in enumerate(module.net.parameters()):
         answer[f"p{i}"] = p.detach().cpu().numpy()
+    answer["frozen"] = module.frozen.detach().cpu().numpy()
     for name, buffer in module.named_buffers():
         answer[f"buffer {name}"] = buffer.detach().cpu().numpy()
     return answer
@@ -91,6 +94,11 @@ def judge_weights(case: Case) -> list[Finding]:
             x = torch.from_numpy(case.inputs[rank]["x"]).double()
             output = model(x).detach().numpy()
             oracle.close(findings, rank, "ddp(x)", answer.get("output"), output)
+            oracle.close(
+                findings, rank, "a frozen parameter after wrapping", answer.get("frozen"),
+                case.inputs[0]["frozen"],
+                hint="Frozen parameters are part of the model, too: broadcast them.",
+            )  # fmt: skip
     return findings
 
 
@@ -180,13 +188,14 @@ TIED_SIZE = 6
 
 
 class Tied(nn.Module):
-    """One matrix used twice, a frozen layer between."""
+    """One matrix used twice, a frozen layer between, and a factor in float64 at the end."""
 
     def __init__(self, inputs: Values, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         first, self.frozen, last = (nn.Linear(TIED_SIZE, TIED_SIZE, dtype=dtype) for _ in range(3))
         self.first, self.last = first, last
         self.last.weight = self.first.weight
+        self.factor = nn.Parameter(torch.ones(TIED_SIZE, dtype=torch.float64))
         with torch.no_grad():
             for name, p in self.named_parameters():
                 p.copy_(torch.from_numpy(inputs[name]))
@@ -194,7 +203,8 @@ class Tied(nn.Module):
             p.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+        hidden = self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+        return (hidden * self.factor).to(x.dtype)
 
 
 def draw_tied(draw: Draw) -> list[Values]:
@@ -203,7 +213,7 @@ def draw_tied(draw: Draw) -> list[Values]:
     start = {
         name: rng.normal(0, 0.5, shape if name.endswith("weight") else TIED_SIZE).astype(np.float32)
         for name in ("first.weight", "first.bias", "frozen.weight", "frozen.bias", "last.bias")
-    }
+    } | {"factor": rng.normal(1, 0.2, TIED_SIZE)}
     sizes = (TIED_SIZE, TIED_SIZE)
     return [
         start | oracle.draw_batch(draw.private(r), BATCH, sizes) for r in range(draw.world_size)
@@ -245,6 +255,8 @@ def judge_tied(case: Case) -> list[Finding]:
                     hint = (
                         hint or "It is used twice: reduce it once, after both uses have added up."
                     )
+                if name == "factor":
+                    hint = hint or "It is float64, the others are float32: a bucket has one dtype."
                 if not oracle.close(
                     findings, rank, f"gradient of {name}", got, expected, hint=hint
                 ):

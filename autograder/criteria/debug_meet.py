@@ -101,6 +101,19 @@ def judge_evaluate(case: Case) -> list[Finding]:
     return findings
 
 
+def judge_tail(case: Case) -> list[Finding]:
+    """As `judge_evaluate`, and no rank looks at two samples more than another."""
+    findings = judge_evaluate(case)
+    for number, (n, _) in enumerate(case.inputs[0]["settings"]) if not findings else ():
+        counts = [told(answer, f"count/{number}") for answer in case.answers]
+        if max(counts) - min(counts) > 1:
+            findings.append(Finding(
+                f"{n} samples on {case.world_size} ranks: they looked at {counts} samples, which "
+                "is not as even as it can be. The slowest rank is what the others wait for."
+            ))  # fmt: skip
+    return findings
+
+
 # --- once ----------------------------------------------------------------------------------------
 
 BUILD, LOAD = 0, 1  # layers of the charge plan

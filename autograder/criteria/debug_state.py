@@ -311,4 +311,6 @@ def judge_seed_dropout(case: Case) -> list[Finding]:
                     f"seed={seed}, rank={a}: a second call gave other random numbers. They must "
                     "depend on seed and rank alone, or no run can be repeated."
                 )]  # fmt: skip
+    if np.allclose(found[0][0], found[1][0]):
+        return [Finding("two seeds gave the same random numbers after the model was built.")]
     return []

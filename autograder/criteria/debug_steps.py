@@ -273,13 +273,15 @@ def observe_scaled(subject: Any, inputs: Values, context: Context) -> Values:
     ddp_model = wrap(module, context)
     optimizer = torch.optim.SGD(module.parameters(), lr=AMP_LR)
     scaler = scaler_class(INIT_SCALE, inputs["growth_interval"])
-    scales = []
+    scales: list[float] = []
+    incoming: list[float] = []
     for step in range(inputs["steps"]):
         x, y = (torch.from_numpy(inputs[f"{n}/{step}"]).to(context.device) for n in "xy")
         loss = oracle.mse(ddp_model(x), y)
+        loss.register_hook(lambda gradient: incoming.append(float(gradient)))
         amp_step(ddp_model, optimizer, scaler, loss, max_norm=inputs["max_norm"])
         scales.append(float(scaler.scale))
-    answer: Values = {"scales": scales}
+    answer: Values = {"scales": scales, "incoming": incoming}
     _told_parameters(answer, module)
     return answer
 
@@ -337,7 +339,15 @@ def _judge_scaled(case: Case, hint: str, *, with_scales: bool) -> list[Finding]:
 
 
 def judge_scaler(case: Case) -> list[Finding]:
-    """Gradients are divided by the scale that the loss was multiplied with."""
+    """The loss travels times the scale, and gradients are divided by that scale."""
+    _, scales = _expected(case)
+    expected = [INIT_SCALE, *scales[:-1]]
+    for rank, answer in enumerate(case.answers):
+        if told(answer, "scales") == scales and told(answer, "incoming") != expected:
+            return [Finding(
+                f"backward began with {told(answer, 'incoming')}, one number per step, expected "
+                f"the scales {expected}: without it small gradients of fp16 are lost.", rank,
+            )]  # fmt: skip
     return _judge_scaled(
         case, "In some of these steps the scale changes. Divide by the scale that this step's loss "
         "was multiplied with.", with_scales=True,

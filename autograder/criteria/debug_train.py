@@ -25,16 +25,23 @@ PER_RANK = 6  # samples of each rank
 
 
 class Recorded(nn.Module):
-    """A linear classifier; notes the first column of what goes through it in training."""
+    """A linear classifier; notes the first column of what goes through it in training.
 
-    def __init__(self, inputs: Values, dtype: torch.dtype = torch.float32) -> None:
+    And whether there was a file at `path` when it last computed.
+    """
+
+    def __init__(
+        self, inputs: Values, dtype: torch.dtype = torch.float32, path: Path | None = None
+    ) -> None:
         super().__init__()
         self.classify = oracle.mlp(inputs, dtype)
         self.seen: list[float] = []
+        self.path, self.was_saved = path, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled():
             self.seen += x[:, 0].detach().cpu().tolist()
+            self.was_saved = self.path is not None and self.path.exists()
         return self.classify(x)
 
 
@@ -52,7 +59,8 @@ def _draw(draw: Draw, num_epochs: int, **options: Any) -> list[Values]:
     if options["equal_rows"]:
         values["x"][:], values["y"][:] = values["x"][0], values["y"][0]
     else:
-        values["x"][:, 0] = rng.permutation(n)  # tells one sample from another
+        # Tells one sample from another.
+        values["x"][:, 0] = rng.permutation(n) / np.float32(n if options.get("small") else 1)
     return [dict(values) for _ in range(draw.world_size)]
 
 
@@ -72,8 +80,8 @@ def draw_epochs(draw: Draw) -> list[Values]:
 
 
 def draw_zero_grad(draw: Draw) -> list[Values]:
-    """Four steps, one per epoch, on rows that are all equal."""
-    return _draw(draw, 4, equal_rows=True, generated=False, batch_size=draw.world_size * PER_RANK)
+    """Several steps per epoch, on rows that can be told apart."""
+    return _draw(draw, 2, equal_rows=False, generated=False, batch_size=3, small=True)
 
 
 def draw_saved(draw: Draw) -> list[Values]:
@@ -99,14 +107,15 @@ def observe(train: Any, inputs: Values, context: Context) -> Values:
             return _dataset(inputs, generator)
         return torch.from_numpy(inputs["x"].copy()), torch.from_numpy(inputs["y"].copy())
 
-    model = Recorded(inputs).to(context.device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.pt")
+        model = Recorded(inputs, path=path).to(context.device)
         train(
             model, make_data, seed=inputs["seed"], num_epochs=inputs["num_epochs"],
             batch_size=inputs["batch_size"], lr=LR, path=path,
         )  # fmt: skip
         answer: Values = {"seen": np.array(model.seen), "written": path.exists()}
+        answer["saved before"] = model.was_saved
         if path.exists() and context.rank == 0:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             answer["keys"] = [str(key) for key in saved]
@@ -156,14 +165,55 @@ def judge_data(case: Case) -> list[Finding]:
 
 
 def judge_zero_grad(case: Case) -> list[Finding]:
-    """Every step uses the gradient of its own batch."""
+    """Every step uses the mean gradient of the ranks' batches, and nothing else.
+
+    Which rank took which samples when is told by what went through its model: how they are dealt
+    out is other criteria's.
+    """
+    steps = _steps_seen(case)
+    if isinstance(steps, Finding):
+        return [steps]
     inputs = case.inputs[0]
-    x, y = torch.from_numpy(inputs["x"]), torch.from_numpy(inputs["y"])
+    model = Recorded(inputs, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
+    for step in steps:
+        optimizer.zero_grad()
+        losses = [F.cross_entropy(model(x[rows]), y[rows]) for rows in step]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
     return _judge_weights(
-        case, _descend(inputs, x, y, inputs["num_epochs"]),
-        f"Expected what {inputs['num_epochs']} plain steps give: does a step still hold the "
-        "gradients of the steps before it?",
+        case, {name: value.numpy() for name, value in model.state_dict().items()},
+        f"Expected what {len(steps)} plain steps with the mean gradient of all ranks give: does a "
+        "step still hold the gradients of the steps before it? Is every rank's gradient in it?",
     )  # fmt: skip
+
+
+def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
+    """Per step the rows that each rank took, or what keeps them from being told."""
+    inputs = case.inputs[0]
+    place = {round(float(v) * inputs["n"]): row for row, v in enumerate(inputs["x"][:, 0])}
+    batches = []
+    for rank, answer in enumerate(case.answers):
+        seen = answer.get("seen")
+        if not isinstance(seen, np.ndarray) or seen.ndim != 1 or seen.dtype.kind != "f":
+            return Finding("no samples went through the model.", rank)
+        numbers = [round(float(v) * inputs["n"]) if np.isfinite(v) else -1 for v in seen]
+        per_epoch, rest = divmod(len(numbers), inputs["num_epochs"])
+        if not numbers or rest or not set(numbers) <= set(place):
+            return Finding(
+                f"{len(numbers)} samples in {inputs['num_epochs']} epochs went through this rank's "
+                "model; expected those of the dataset, as many in each epoch.", rank,
+            )  # fmt: skip
+        rows = [place[number] for number in numbers]
+        size = inputs["batch_size"]
+        batches.append([
+            rows[epoch * per_epoch : (epoch + 1) * per_epoch][start : start + size]
+            for epoch in range(inputs["num_epochs"]) for start in range(0, per_epoch, size)
+        ])  # fmt: skip
+    if len({len(own) for own in batches}) > 1:
+        return Finding(f"the ranks took {[len(own) for own in batches]} steps.")
+    return [list(step) for step in zip(*batches, strict=True)]
 
 
 def _epochs(case: Case) -> list[np.ndarray] | Finding:
@@ -227,6 +277,11 @@ def judge_saved(case: Case) -> list[Finding]:
                 f"a file at `path`: {written}, expected {rank == 0}. One rank writes.", rank
             ))  # fmt: skip
     answer = case.answers[0]
+    if not findings and told(answer, "saved before") is not True:
+        findings.append(Finding(
+            "there was no file yet in the last of two epochs: save after each epoch, or a job that "
+            "dies has nothing.", 0,
+        ))  # fmt: skip
     keys = told(answer, "keys")
     if not findings and (not isinstance(keys, list) or sorted(map(str, keys)) != sorted(NAMES)):
         findings.append(Finding(

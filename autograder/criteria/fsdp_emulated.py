@@ -30,6 +30,7 @@ GATHER_TO_FORWARD = 0.5  # a unit's all-gather takes half as long as its forward
 # in backward 0.83 if each reduce-scatter is waited for at once, which is allowed.
 EFFICIENCY = {"forward": 0.88, "backward": 0.79}
 MAX_UNITS = 1.5  # what one collective may carry
+MAX_PASSES = 2.6  # how often the parameters may be gathered in a step, padding included
 SMALL_NUMEL = 1024  # a loss, a norm, a flag: not what is judged here
 LATENCY_S = 1e-6
 TOP = 300  # entries that tell one gradient from another
@@ -173,6 +174,21 @@ class _LastStep:
                 )  # fmt: skip
         return None
 
+    def not_gathered_again(self) -> Finding | None:
+        """A unit that stayed whole between forward and backward, if there is one.
+
+        The last one may: its backward comes first.
+        """
+        for unit in range(LAYERS - 1):
+            late = [i for (i, _), units in zip(self.gathers, self.units, strict=True)
+                    if unit in units and i > self.forward[unit]]  # fmt: skip
+            if not late:
+                return Finding(
+                    f"unit {unit} was not gathered again for backward: it was not freed after "
+                    "forward (reshard_after_forward).", self.rank,
+                )  # fmt: skip
+        return None
+
 
 def _as_sent(inputs: Values, gathers: list[tuple[int, Collective]]) -> list[np.ndarray]:
     """The model's parameters as they look after rounding to what travelled."""
@@ -249,6 +265,12 @@ def _giant_gather(step: _LastStep, case: Case) -> Finding | None:
                 f"one all-gather brought {units:.1f} units at once, expected one unit each: the "
                 "whole model would lie in memory.", step.rank,
             )  # fmt: skip
+    passes = sum(c.numel for _, c in step.gathers) * case.world_size / (LAYERS * UNIT_NUMEL)
+    if passes > MAX_PASSES:
+        return Finding(
+            f"all-gathers brought the parameters {passes:.1f} times in one step; forward and "
+            "backward need them once each.", step.rank,
+        )  # fmt: skip
     return None
 
 
@@ -326,6 +348,9 @@ def _efficiency(times: Any, computes: list[int], direction: str) -> float:
 def judge_native(case: Case) -> list[Finding]:
     """As `judge_units`, and the rank keeps 1/N of the parameters."""
     findings = judge_units(case)
+    if not findings and case.world_size > 1:
+        steps = [step for step in _last_steps(case) if isinstance(step, _LastStep)]
+        findings = [problem for step in steps if (problem := step.not_gathered_again())]
     params = oracle.parameters_of(case.inputs[0])
     bound = parts.shard_bound([p.shape for p in params], case.world_size)
     for rank, answer in enumerate(case.answers):

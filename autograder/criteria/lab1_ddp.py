@@ -90,7 +90,7 @@ LAB = Lab(
             judge=scratch.judge_gradients,
         ),
         _scratch(
-            name="ddp_tied_frozen", title="tied and frozen parameters", points=4,
+            name="ddp_tied_frozen", title="tied, frozen and float64 parameters", points=4,
             draw=scratch.draw_tied, observe=scratch.observe_tied, judge=scratch.judge_tied,
         ),
         _scratch(
@@ -98,7 +98,7 @@ LAB = Lab(
             draw=scratch.draw_unused, observe=scratch.observe_unused, judge=scratch.judge_unused,
         ),
         _emulated(
-            name="ddp_buckets", title="reduced in buckets", points=5,
+            name="ddp_buckets", title="no bucket larger than asked for", points=5,
             draw=emulated.draw_buckets, observe=emulated.observe_buckets,
             judge=emulated.judge_buckets,
         ),

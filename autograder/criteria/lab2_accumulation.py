@@ -10,6 +10,7 @@ from autograder.criteria import accum_emulated as emulated
 from autograder.criteria import accum_gradients as gradients
 from autograder.criteria import accum_loop as loop
 from autograder.criteria import accum_planning as planning
+from autograder.criteria import accum_traffic as traffic
 from autograder.criteria.base import Criterion, Lab
 
 _ONE = "Task 1, one big batch out of small ones"
@@ -47,7 +48,7 @@ LAB = Lab(
         ),
         _one(
             name="accum_loss", title="the loss is the mean over all samples", points=3,
-            draw=gradients.draw_equal, judge=gradients.judge_loss,
+            draw=gradients.draw_loss, judge=gradients.judge_loss,
         ),
         _one(
             name="accum_memory", title="one micro-batch in memory at a time", points=4,
@@ -95,24 +96,34 @@ LAB = Lab(
             points=4, observe=emulated.observe_ddp, judge=emulated.judge_time,
         ),
         _tokens(
-            name="accum_token_gradients", title="mean over all tokens of all ranks", points=7,
+            name="accum_token_gradients", title="mean over all tokens of all ranks", points=5,
             judge=ddp.judge_token_gradients,
         ),
         _tokens(
             name="accum_token_loss", title="the loss is the mean over all tokens", points=3,
             judge=ddp.judge_token_loss,
         ),
+        Criterion(
+            name="accum_token_traffic", title="gradients travel once, not k times", points=2,
+            task=_TOKENS, world="emulated", plan=traffic.plan, deadline_s=40.0,
+            draw=traffic.draw_tokens, observe=traffic.observe_tokens, judge=traffic.judge,
+        ),
         _amp(
             name="accum_amp_update", title="one step in half precision", points=4,
             draw=amp.draw_update, observe=amp.observe, judge=amp.judge_update,
         ),
         _amp(
-            name="accum_amp_scaler", title="the scaler is updated once per step", points=4,
+            name="accum_amp_scaler", title="the scaler is updated once per step", points=3,
             draw=amp.draw_scaler, observe=amp.observe_scaler, judge=amp.judge_scaler,
         ),
         _amp(
-            name="accum_amp_clip", title="unscaled before it is clipped", points=4,
+            name="accum_amp_clip", title="unscaled before it is clipped", points=3,
             draw=amp.draw_clip, observe=amp.observe, judge=amp.judge_clip,
+        ),
+        Criterion(
+            name="accum_amp_traffic", title="gradients travel once, not k times", points=2,
+            task=_AMP, world="emulated", plan=traffic.plan, deadline_s=40.0,
+            draw=traffic.draw_amp, observe=traffic.observe_amp, judge=traffic.judge,
         ),
         Criterion(
             name="accum_batch_size", title="batch size and learning rate", task=_BATCH, points=5,

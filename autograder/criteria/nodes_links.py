@@ -14,7 +14,6 @@ import numpy as np
 from autograder.criteria.base import Case, Context, Draw, Finding, Values, compare
 
 SIZES = (4_000, 64_000, 1_000_000, 16_000_000)
-WARMUP, REPEATS = 2, 5
 KINDS = {
     "all_reduce": "2(n-1)/n: every byte goes around the ring twice, but for one n-th",
     "all_gather": "(n-1)/n: a rank has its own part already",
@@ -28,8 +27,11 @@ def draw_measure(draw: Draw) -> list[Values]:
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
-        disturbed = [[int(i) for i in rng.choice(REPEATS, 2, replace=False)] for _ in SIZES]
+        repeats = int(rng.choice([5, 7]))
+        disturbed = [[int(i) for i in rng.choice(5, repeats // 2, replace=False)] for _ in SIZES]
         inputs.append({
+            "warmup": int(rng.choice([3, 4])),
+            "repeats": repeats,
             "latency_s": float(rng.uniform(1e-5, 9e-4)),
             "bandwidth_bytes_per_s": float(rng.uniform(2e8, 3e9)),
             "clock_began_s": float(rng.uniform(10, 1000)),
@@ -55,9 +57,10 @@ class _Link:
         call = self.calls.get(num_bytes, 0)
         self.calls[num_bytes] = call + 1
         taken_s = self.inputs["latency_s"] + num_bytes / self.inputs["bandwidth_bytes_per_s"]
-        if call < WARMUP:
+        warmup = self.inputs["warmup"]
+        if call < warmup:
             taken_s += self.inputs["cold_s"]
-        elif call - WARMUP in self.inputs["disturbed"][SIZES.index(num_bytes)]:
+        elif call - warmup in self.inputs["disturbed"][SIZES.index(num_bytes)]:
             taken_s *= 7.5
         self.now_s += taken_s
 
@@ -66,8 +69,9 @@ def observe_measure(measure_link: Any, inputs: Values, context: Context) -> Valu
     """What the function makes of the link."""
     link = _Link(inputs)
     found = measure_link(
-        link.exchange, list(SIZES), clock=link.clock, warmup=WARMUP, repeats=REPEATS
-    )
+        link.exchange, list(SIZES),
+        clock=link.clock, warmup=inputs["warmup"], repeats=inputs["repeats"],
+    )  # fmt: skip
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise TypeError(f"measure_link: expected (latency_s, bandwidth_bytes_per_s), got {found!r}")
     return {"found": np.array([float(found[0]), float(found[1])])}

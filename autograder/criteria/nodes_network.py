@@ -11,7 +11,7 @@ from autograder.criteria.base import Case, Context, Draw, Finding, Values
 from autograder.criteria.nodes_places import item_of, plain
 
 NO_WAY = "ValueError"
-CASES = ("plain", "own", "overlap", "ipv6", "nowhere")
+CASES = ("plain", "own", "overlap", "ipv6", "ipv6 peer", "nowhere")
 
 
 def draw_interface(draw: Draw) -> list[Values]:
@@ -44,6 +44,10 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
             table.append(("tun0", [f"10.{(a + 1) % 250}.{c}.{d}/8"]))
         if kind == "ipv6":
             table[-1] = (fast, [f"fe80::{e:x}/64", *table[-1][1]])
+        if kind == "ipv6 peer":
+            table[-1] = (fast, [*table[-1][1], f"fd00:{a:x}:{b:x}::{e:x}/64"])
+            table[2] = (table[2][0], [*table[2][1], f"fd00:{a:x}:{b + 1:x}::{e:x}/64"])
+            peer = f"fd00:{a:x}:{b:x}::{e + 1:x}"
         if kind == "nowhere":
             peer = f"11.{a}.{b}.{e}"
         order = rng.permutation(len(table))

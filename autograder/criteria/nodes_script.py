@@ -29,6 +29,7 @@ from minidist.kernel.process import descendants
 from minidist.launch import free_port
 
 NODES = 2
+PER_NODE = 2  # processes that torchrun starts on each; a node that is killed has one
 RUN_DEADLINE_S = 90.0
 GRACE_S = 10.0  # the others get this long to end when one has failed
 MOMENTUM = 0.9
@@ -65,7 +66,7 @@ def draw(source: Draw) -> list[Values]:
     rng = source.shared()
     sizes = (int(rng.integers(3, 7)), int(rng.integers(4, 9)), 1)
     every = int(rng.integers(2, 5))
-    batch = NODES * int(rng.integers(2, 5))
+    batch = NODES * PER_NODE * int(rng.integers(1, 4))
     steps = 3 * every + int(rng.integers(1, every))
     inputs = oracle.draw_parameters(rng, sizes) | oracle.draw_batch(rng, steps * batch, sizes)
     inputs["job"] = {
@@ -157,7 +158,7 @@ def _nodes(job: _Job, *, torchrun: bool) -> Iterator[list[subprocess.Popen[bytes
             command, more = [sys.executable], {}
             if torchrun:
                 command += ["-m", "torch.distributed.run", f"--nnodes={NODES}",
-                            f"--node-rank={node}", "--nproc-per-node=1",
+                            f"--node-rank={node}", f"--nproc-per-node={PER_NODE}",
                             "--master-addr=127.0.0.1", f"--master-port={port}"]  # fmt: skip
             else:  # what a rank's environment holds, whoever starts it
                 more = {"RANK": node, "WORLD_SIZE": NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,

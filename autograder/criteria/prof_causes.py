@@ -3,7 +3,8 @@
 Names, magnitudes, the number of ranks and steps, and which rank is to blame are drawn. In every
 trace much is hidden behind computation (loading ahead, logging beside, copies, collectives): it
 costs nothing, and is longer than what is planted. All losses that are not planted stay below 5 %
-of a step, planted ones are above 20 %; the rule that the lab states has its limit at 10 %.
+of a step, planted ones are above 20 %; the rule that the lab states has its limit at 10 %. In the
+second trace a slow loader or copy is one rank's, in the third a smaller second loss is planted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _WAITS = (("logging", "host"), ("loader", "loader"), ("copies", "copy"))
 NONE = "none"
 TRACES = 3
 _HINTS = {
-    "loader": "the device stands still until its batch has come, on every rank",
-    "copies": "the device stands still while its batch is copied, on every rank",
+    "loader": "the device stands still until its batch has come, on some rank",
+    "copies": "the device stands still while its batch is copied, on some rank",
     "logging": "on one rank the device stands still while the host writes a log; all others wait "
     "for that rank in the next all-reduce",
     "straggler": "one rank computes longer than the others, and they wait for it",
@@ -39,15 +40,25 @@ def draw_cause(draw: Draw, cause: str) -> list[Values]:
     for rank in range(draw.world_size):
         rng, values = draw.private(rank), Values(steps=[])
         for number in range(TRACES):
-            spans, steps = _draw_run(rng, cause)
+            second = None
+            if number == 2 and cause not in (NONE, "buckets"):
+                second = str(rng.choice([c for c in ("loader", "copies", "logging") if c != cause]))
+            spans, steps = _draw_run(rng, cause, number == 1, second)
             values["steps"].append(steps)
             values |= pack([spans[i] for i in rng.permutation(len(spans))], str(number))
         inputs.append(values)
     return inputs
 
 
-def _draw_run(rng: np.random.Generator, cause: str) -> tuple[list[Span], list[tuple[float, float]]]:
-    """Spans of all ranks, and the steps' windows; the first step is a warm-up."""
+def _draw_run(
+    rng: np.random.Generator, cause: str, on_one_rank: bool, second: str | None
+) -> tuple[list[Span], list[tuple[float, float]]]:
+    """Spans of all ranks, and the steps' windows; the first step is a warm-up.
+
+    Args:
+        on_one_rank: a slow loader or copy is one rank's, not everybody's.
+        second: another loss, smaller than the first, on one rank.
+    """
     num_ranks, num_steps = int(rng.integers(3, 6)), int(rng.integers(4, 6))
     busy = float(rng.uniform(0.02, 0.4))
     share = float(rng.uniform(0.22, 0.3))
@@ -59,7 +70,8 @@ def _draw_run(rng: np.random.Generator, cause: str) -> tuple[list[Span], list[tu
         lost: dict[str, np.ndarray] = {what: small[i] for i, (what, _) in enumerate(_WAITS)}
         factor = 1 + rng.uniform(0, 0.01, num_ranks)
         if cause in ("loader", "copies"):
-            lost[cause] = lost[cause] + extra * rng.uniform(0.95, 1.05, num_ranks)
+            who = np.arange(num_ranks) == to_blame if on_one_rank else np.ones(num_ranks)
+            lost[cause] = lost[cause] + extra * rng.uniform(0.95, 1.05, num_ranks) * who
         elif cause == "logging":
             lost[cause][to_blame] += extra
         elif cause == "straggler":
@@ -67,6 +79,8 @@ def _draw_run(rng: np.random.Generator, cause: str) -> tuple[list[Span], list[tu
         elif cause == NONE and step == 0:  # workers start, libraries choose their algorithms
             lost["loader"][to_blame] += 20 * busy
             factor[(to_blame + 1) % num_ranks] += 4
+        if second is not None:
+            lost[second][(to_blame + 1) % num_ranks] += 0.6 * extra
         tail = extra if cause == "buckets" else 0.0
         end = _draw_step(rng, spans, now, busy, lost, factor, tail, cause)
         steps.append((now, end))

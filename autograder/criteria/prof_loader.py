@@ -337,4 +337,9 @@ def _settings_problem(got: Values, drawn: Values) -> str | None:
             f"persistent_workers: expected {workers > 0} with {workers} workers, got "
             f"{got.get('persistent_workers')!r}: workers that end with the epoch start anew."
         )
+    if got.get("prefetch_factor") != (2 if workers else None):
+        return (
+            f"prefetch_factor: expected {2 if workers else None} with {workers} workers, got "
+            f"{got.get('prefetch_factor')!r}: each batch ahead costs memory."
+        )
     return None

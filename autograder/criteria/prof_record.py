@@ -6,7 +6,9 @@ Reading is judged on events made of drawn names and times, as a CPU and a GPU le
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,14 +49,20 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
             dist.all_reduce(total)
         calls[0] += 1
 
+    before = set(Path.cwd().iterdir())
     events = profile_steps(step, warmup=inputs["warmup"], num_steps=inputs["num_steps"])
+    left = set(Path.cwd().iterdir()) - before
+    for _ in range(20):  # another rank, in the same folder, may be at it still
+        left = {path for path in left if path.exists()}
+        if left:
+            time.sleep(0.05)
     kept = []
     for event in events:
         name, category = str(event.get("name")), str(event.get("cat"))
         wanted = name == "step" or name.startswith(inputs["label"]) or name == "aten::mm"
         if event.get("ph") == "X" and category in ("user_annotation", "cpu_op") and wanted:
             kept.append([name, float(event["ts"]), float(event["dur"])])
-    return {"calls": calls[0], "events": kept[:200]}
+    return {"calls": calls[0], "events": kept[:200], "left": sorted(path.name for path in left)[:3]}
 
 
 def judge_record(case: Case) -> list[Finding]:
@@ -80,6 +88,8 @@ def _record_problem(inputs: Values, answer: Values) -> str | None:
             f"warmup={warmup}, num_steps={num_steps}: step() was called {answer.get('calls')!r} "
             f"times, expected {warmup + num_steps}."
         )
+    if answer.get("left") != []:
+        return f"files are left in the working directory: {answer.get('left')}."
     seen = {name for name, _, _ in events if name.startswith(label)}
     if too_early := [n for n in range(warmup) if f"{label}/{n}" in seen]:
         return f"{len(too_early)} warm-up steps are in the trace: start the profiler after them."
@@ -229,6 +239,7 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
             for s in to_spans(events, inputs["rank"])
         ]
         answer[f"{number}/kinds"] = [s.kind for s in spans]
+        answer[f"{number}/names"] = [s.name[:200] for s in spans]
         answer[f"{number}/ranks"] = sorted({s.rank for s in spans})
         answer[f"{number}/times"] = np.array([[s.start, s.end] for s in spans], dtype=np.float64)
     return answer
@@ -255,6 +266,10 @@ def _spans_problem(inputs: Values, answer: Values, number: int) -> str | None:
         return f"kind {unknown[0]!r}: expected one of {', '.join(KINDS)}."
     if not is_same(answer.get(f"{number}/ranks"), [inputs["rank"]]):
         return f"every span has the rank that was given, {inputs['rank']}."
+    names = answer.get(f"{number}/names")
+    known = {str(event.get("name"))[:200] for event in inputs["traces"][number]}
+    if not isinstance(names, list) or not set(map(str, names)) <= known:
+        return "a span has a name that no event has: it is the event's."
     got = [Span(0, k, "", a, b) for k, (a, b) in zip(kinds, times.tolist(), strict=True)]
     right = expected_spans(inputs["traces"][number])
     for kind in KINDS:

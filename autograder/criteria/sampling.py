@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import torch
 
 from autograder.criteria.base import Case, Context, Draw, Finding, Values, integer
 
@@ -27,9 +28,13 @@ def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
                 shuffle=setting["shuffle"], seed=setting["seed"], tail=setting["tail"],
             )  # fmt: skip
             for visit, epoch in enumerate(setting["epochs"]):
-                sampler.set_epoch(epoch)
+                if epoch is not None:
+                    sampler.set_epoch(epoch)
+                before = torch.get_rng_state()
                 indices = [integer(i, "an index from ShardSampler") for i in sampler]
                 answer[f"{number}/{rank}/{visit}"] = np.array(indices, dtype=np.int64)
+                if not torch.equal(before, torch.get_rng_state()):
+                    answer["moved the global generator"] = True
             answer[f"{number}/{rank}/len"] = integer(len(sampler), "len(sampler)")
     return answer
 
@@ -68,14 +73,14 @@ def draw_tail(draw: Draw) -> list[Values]:
 
 
 def draw_epoch(draw: Draw) -> list[Values]:
-    """One size, several epochs, one of them twice, under two seeds."""
+    """One size, several epochs, one of them twice, under two seeds; and no epoch at first."""
     rng = draw.shared()
-    first, second, third = (int(e) for e in rng.choice(50, 3, replace=False))
+    first, second, third = (int(e) for e in 1 + rng.choice(50, 3, replace=False))
+    common = {"shuffle": True, "num_samples": 48}
     return _draw(draw, [
-        {"num_samples": world_size * 24, "world_size": world_size, "shuffle": True, "seed": seed,
-         "epochs": [first, second, third, first]}
+        common | {"world_size": world_size, "seed": seed, "epochs": [first, second, third, first]}
         for world_size, seed in product((2, 3), (3, int(rng.integers(10, 99))))
-    ])  # fmt: skip
+    ] + [common | {"world_size": 2, "epochs": [None, 0]}])  # fmt: skip
 
 
 def _collect(
@@ -143,6 +148,9 @@ def judge_partition(case: Case) -> list[Finding]:
             problem = "without shuffling each rank's indices should ascend"
         if problem is None and setting["shuffle"] and ordered:
             problem = "shuffle=True left the samples in order"
+        steps = np.diff(lists[0]) % setting["num_samples"]
+        if problem is None and setting["shuffle"] and len(np.unique(steps)) < 3:
+            problem = "shuffle=True only shifted or turned the order, it is no random permutation"
         if problem:
             findings.append(Finding(f"{_where(setting)}: {problem}."))
     return findings
@@ -166,6 +174,7 @@ def judge_epoch(case: Case) -> list[Finding]:
     orders: dict[int, list[np.ndarray]] = {}
     for number, setting in enumerate(case.inputs[0]["settings"]):
         visits: list[np.ndarray] = []
+        shares: list[np.ndarray] = []
         for visit, epoch in enumerate(setting["epochs"]):
             lists = _collect(case, number, setting, visit)
             if isinstance(lists, Finding):
@@ -174,7 +183,19 @@ def judge_epoch(case: Case) -> list[Finding]:
                 return [Finding(f"{_where(setting)} in epoch {epoch}: {problem}. "
                                 "Do all ranks draw the same permutation?")]  # fmt: skip
             visits.append(np.concatenate(lists))
+            shares.append(np.sort(lists[0]))
         epochs = setting["epochs"]
+        if epochs[0] is None:
+            if not np.array_equal(visits[0], visits[1]):
+                findings.append(Finding(
+                    f"{_where(setting)}: before the first set_epoch the order should be epoch 0's."
+                ))  # fmt: skip
+            continue
+        if setting["world_size"] > 1 and np.array_equal(shares[0], shares[1]):
+            findings.append(Finding(
+                f"{_where(setting)}: rank 0 has the same samples in epochs {epochs[0]} and "
+                f"{epochs[1]}, in another order. Permute all samples first, then deal them out."
+            ))  # fmt: skip
         for a, b in ((0, 1), (1, 2), (0, 2)):
             if np.array_equal(visits[a], visits[b]):
                 findings.append(Finding(
@@ -190,4 +211,9 @@ def judge_epoch(case: Case) -> list[Finding]:
     for world_size, (one, other) in orders.items():
         if np.array_equal(one, other):
             findings.append(Finding(f"world_size={world_size}: two seeds gave one order."))
+    for rank, answer in enumerate(case.answers):
+        if answer.get("moved the global generator"):
+            findings.append(Finding(
+                "iterating moved torch's global generator, which dropout and initialisation draw "
+                "from: use a torch.Generator of your own.", rank))  # fmt: skip
     return findings

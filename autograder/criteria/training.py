@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values, compare, integer
@@ -272,11 +273,12 @@ SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
 
 
 def draw_script(draw: Draw) -> list[Values]:
-    """All data goes to rank 0, which launches the script; one step per epoch takes every sample."""
+    """All data goes to rank 0, which launches the script. The last batch of a rank is smaller."""
     rng = draw.shared()
     sizes = (int(rng.integers(3, 7)), int(rng.integers(4, 9)), 1)
     inputs = oracle.draw_parameters(rng, sizes)
-    inputs |= oracle.draw_batch(rng, draw.world_size * SCRIPT_BATCH, sizes)
+    per_rank = SCRIPT_BATCH * int(rng.integers(2, 4)) + int(rng.integers(1, SCRIPT_BATCH))
+    inputs |= oracle.draw_batch(rng, draw.world_size * per_rank, sizes)
     return [inputs] + [{} for _ in range(draw.world_size - 1)]
 
 
@@ -342,19 +344,49 @@ def run_group(command: list[str], env: dict[str, str], deadline_s: float) -> tup
 
 
 def judge_script(case: Case) -> list[Finding]:
-    """Final parameters and losses equal full-batch gradient descent."""
+    """Final parameters and losses equal those of one process that takes the ranks' batches."""
     findings: list[Finding] = []
     given = case.inputs[0]
-    step = [(given["x"], given["y"])]
-    parameters, losses = oracle.train(given, [step] * SCRIPT_EPOCHS, SCRIPT_LR)
+    batches, sizes = _script_batches(case)
+    parameters, losses = oracle.train(given, batches, SCRIPT_LR)
+    mean = [
+        np.average(np.mean(losses, axis=1)[epoch * len(sizes) :][: len(sizes)], weights=sizes)
+        for epoch in range(SCRIPT_EPOCHS)
+    ]
     for i, expected in enumerate(parameters):
-        hint = "Do all ranks' gradients enter, with every sample once per epoch?"
+        hint = (
+            "Do all ranks' gradients enter, with every sample once per epoch, in the order of "
+            "torch's DistributedSampler with its default settings, told each epoch from 0 on?"
+        )
         if not oracle.close(
             findings, 0, f"p{i} in --out", case.answers[0].get(f"p{i}"), expected, hint=hint
         ):
             break
     oracle.close(
-        findings, 0, "losses in --out", case.answers[0].get("losses"), np.array(losses)[:, 0],
-        hint="Per epoch the mean over all samples of all ranks.",
+        findings, 0, "losses in --out", case.answers[0].get("losses"), np.array(mean),
+        hint="Per epoch the mean over all samples of all ranks; the last batch is smaller.",
     )  # fmt: skip
     return findings
+
+
+def _script_batches(
+    case: Case,
+) -> tuple[list[list[tuple[np.ndarray, np.ndarray]]], list[int]]:
+    """Every step's batch per rank, as torch's sampler deals them; samples per rank in each step."""
+    given, num_ranks = case.inputs[0], case.world_size
+    rows = range(len(given["x"]))
+    samplers = [
+        DistributedSampler(rows, num_replicas=num_ranks, rank=rank)  # type: ignore[arg-type]
+        for rank in range(num_ranks)
+    ]
+    batches = []
+    starts = range(0, len(rows) // num_ranks, SCRIPT_BATCH)
+    for epoch in range(SCRIPT_EPOCHS):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        orders = [list(sampler) for sampler in samplers]
+        for start in starts:
+            own = [order[start : start + SCRIPT_BATCH] for order in orders]
+            batches.append([(given["x"][rows], given["y"][rows]) for rows in own])
+    per_rank = len(rows) // num_ranks
+    return batches, [min(SCRIPT_BATCH, per_rank - start) for start in starts]

@@ -306,12 +306,12 @@ check("wrap_model", wrap_model)
 # - Each rank takes its share of that order, following the table. Which rank gets which sample is up
 #   to you. `"pad"` must work even if there are fewer samples than ranks.
 # - `set_epoch(epoch)`: the next iteration uses this epoch. It starts with epoch 0.
+# - PyTorch's global generator stays where it is: ranks use it for other things.
 #
 # <details><summary>Hint 1: the same order on every rank</summary>
 #
 # `torch.randperm(n, generator=g)` with your own `g = torch.Generator()`, seeded from seed and
-# epoch. Leave torch's global generator alone: ranks use it for other things, and others may have
-# moved it.
+# epoch. The global generator would not even do: others may have moved it on one rank.
 # </details>
 #
 # <details><summary>Hint 2: dealing cards</summary>
@@ -961,7 +961,8 @@ check("gradients_in_sync", gradients_in_sync)
 # - copy gradients one after another into one flat tensor, and all-reduce that one: one
 #   all-reduce per bucket;
 # - a bucket holds at most `bucket_cap_mb` MB of gradients (count $10^6$ or $2^{20}$ bytes, as you
-#   like), as many as fit; a parameter that is larger by itself gets a bucket of its own;
+#   like); a parameter that is larger by itself gets a bucket of its own. Fill it as far as it goes:
+#   smaller buckets are allowed, but pay the latency more often;
 # - fill the buckets in *reverse* order of `module.parameters()`: that is about the order in which
 #   gradients come;
 # - one bucket holds one dtype.
@@ -1362,6 +1363,14 @@ check("ddp_scaling", DDP)
 # <!-- END SOLUTION -->
 
 # %% [markdown]
+# ## You're ready when
+#
+# - you can turn a training script for one GPU into one for many, and say why each line changed;
+# - you can tell from two runs whether every sample was used, and whether ranks drifted apart;
+# - you can say what `DataParallel`, the older way (one process, a thread per GPU, the model copied
+#   to all GPUs in every step), does differently, and why nobody should use it;
+# - you can explain why a bucket that is too large and one that is too small both cost time.
+#
 # ## Read next
 #
 # - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB 2020,

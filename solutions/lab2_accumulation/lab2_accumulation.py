@@ -703,6 +703,9 @@ check("accum_token_gradients", accumulate_tokens)
 # %% check="accum_token_loss"
 check("accum_token_loss", accumulate_tokens)
 
+# %% check="accum_token_traffic"
+check("accum_token_traffic", accumulate_tokens)
+
 # %% [markdown]
 # ## Task 5 · With mixed precision
 #
@@ -810,6 +813,9 @@ check("accum_amp_scaler", amp_step)
 # %% check="accum_amp_clip"
 check("accum_amp_clip", amp_step)
 
+# %% check="accum_amp_traffic"
+check("accum_amp_traffic", amp_step)
+
 # %% [markdown]
 # ## Task 6 · The effective batch size
 #
@@ -829,6 +835,13 @@ check("accum_amp_clip", amp_step)
 #   *exactly* this global batch, an `int`. Raise a `ValueError` if there is none. Rounding would
 #   silently change the recipe.
 # - `scaled_lr(base_lr, base_batch_size, batch_size)`: by the linear rule.
+#
+# <details><summary>Hint</summary>
+#
+# All ranks together do `micro_batch_size * world_size` samples before anybody accumulates anything.
+# `%` tells whether that fits into the global batch a whole number of times. Think of a global batch
+# that is smaller than it, too.
+# </details>
 
 
 # %% solution="task6_batch_size"

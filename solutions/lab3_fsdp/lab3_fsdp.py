@@ -929,6 +929,13 @@ check("fsdp_resume", (save_checkpoint, load_checkpoint))
 #
 # **Write `scaling_efficiency(alone, together, world_size)`**: the throughput of `world_size` ranks
 # over `world_size` times that of one. Below 1 as a rule.
+#
+# <details><summary>Hint</summary>
+#
+# Two numbers have to meet those of the other ranks, and in different ways: samples are added up, of
+# the seconds the largest counts. Both fit into tensors of one `float64` each, on `device`, for
+# `dist.all_reduce`.
+# </details>
 
 
 # %% solution="task7_throughput"

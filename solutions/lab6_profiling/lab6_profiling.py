@@ -506,6 +506,12 @@ check("prof_breakdown", breakdown)
 # rank) and `tid`. A viewer draws what has the same `pid` and `tid` in one row, and assumes that two
 # events of a row are one inside the other or apart. So spans of one rank whose kinds differ need
 # different `tid`s. The dict must be one that `json.dump` can write.
+#
+# <details><summary>Hint</summary>
+#
+# The place of a kind in `KINDS` is a good row number. A span knows seconds, the format wants
+# microseconds.
+# </details>
 
 
 # %% solution="task2_export"
@@ -878,6 +884,12 @@ check("prof_prefetch_ends", prefetch)
 #   run beside computation (with `non_blocking=True`).
 # - `persistent_workers`: `True` if there are workers; else each epoch starts them anew.
 # - `prefetch_factor`: 2 if there are workers, else `None`: `DataLoader` refuses anything else.
+#
+# <details><summary>Hint</summary>
+#
+# `min` of two numbers, one of them rounded up with `math.ceil`. The last two entries depend on
+# whether the first one is 0.
+# </details>
 
 
 # %% solution="task4_settings"
@@ -1238,6 +1250,13 @@ check("prof_efficiency", GradientBuckets)
 #   where one GPU cannot hold the model.
 # - Weak: $E_N = t_b / t_N$. Strong: $E_N = b\,t_b / (N\,t_N)$.
 # - The speed-up is $N \cdot E_N$ in both: samples per second, against one rank of the base.
+#
+# <details><summary>Hint</summary>
+#
+# `min(step_s)` is the base. Try your function in your head on `{1: 1.0, 2: 0.5}`: in strong scaling
+# two ranks halve the time, which is an efficiency of 1. The same numbers in weak scaling would mean
+# that two ranks do twice the work in half of the time.
+# </details>
 
 
 # %% solution="task6_scaling"

@@ -1,7 +1,7 @@
-"""One flat tensor for the whole model, cut into ranges; gradients become views of it.
+"""One flat tensor for all float32 gradients, cut into ranges, of which they become views.
 
-Laid out in forward order and reduced from the end. Divides before it reduces. A megabyte is 10**6
-bytes. Broadcasts by an all-reduce. Not an nn.Module.
+Laid out in forward order and reduced from the end; other dtypes go one by one at the end. Divides
+before it reduces. A megabyte is 10**6 bytes. Broadcasts by an all-reduce. Not an nn.Module.
 
 loses: nothing
 class: example
@@ -20,7 +20,9 @@ class DDP:
                 dist.all_reduce(mine)
                 tensor.copy_(mine)
 
-        self.params = [p for p in module.parameters() if p.requires_grad]
+        trained = [p for p in module.parameters() if p.requires_grad]
+        self.params = [p for p in trained if p.dtype == torch.float32]
+        self.others = [p for p in trained if p.dtype != torch.float32]
         self.flat = torch.zeros(sum(p.numel() for p in self.params), device=self.params[0].device)
         self.start, self.bucket_of, self.ranges = [], [], [[0, 0]]
         for param in self.params:
@@ -73,4 +75,9 @@ class DDP:
             work.wait()
         for index, param in enumerate(self.params):
             param.grad = self.view(index)
+        for param in self.others:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
         self.reset()

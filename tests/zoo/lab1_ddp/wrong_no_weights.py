@@ -18,7 +18,8 @@ class DDP(nn.Module):
         self.launched = 0
         group = []
         for param in reversed([p for p in module.parameters() if p.requires_grad]):
-            if group and sum(p.nbytes for p in group) + param.nbytes > bucket_cap_mb * 2**20:
+            full = sum(p.nbytes for p in group) + param.nbytes > bucket_cap_mb * 2**20
+            if group and (full or param.dtype != group[0].dtype):
                 self.add_bucket(group)
                 group = []
             group.append(param)
@@ -26,7 +27,7 @@ class DDP(nn.Module):
             self.add_bucket(group)
 
     def add_bucket(self, params):
-        flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)
+        flat = params[0].new_zeros(sum(p.numel() for p in params))
         pieces = flat.split([p.numel() for p in params])
         slots = {p: piece.view_as(p) for p, piece in zip(params, pieces, strict=True)}
         bucket = Bucket(flat, slots, waiting=set(params))

@@ -36,7 +36,7 @@ class LossScaler:
         return self.v["s"]
 
     def scale(self, loss):
-        return torch.mul(loss, self.get_scale())
+        return torch.mul(loss.float(), self.get_scale())
 
     @torch.no_grad()
     def unscale_(self, optimizer):

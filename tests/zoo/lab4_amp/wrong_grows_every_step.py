@@ -20,7 +20,7 @@ class LossScaler:
         return float(self.s)
 
     def scale(self, loss):
-        return loss * self.s
+        return loss.float() * self.s
 
     def unscale_(self, optimizer):
         if self.found is not None:

@@ -21,7 +21,7 @@ class LossScaler:
         return float(self.s)
 
     def scale(self, loss):
-        return loss * self.s
+        return loss.float() * self.s
 
     def unscale_(self, optimizer):
         bad = torch.zeros(1, device=optimizer.param_groups[0]["params"][0].device)

@@ -62,7 +62,7 @@ def loader_settings(load_s, step_s, cores, ranks_per_node, device):
         workers += 1
     settings = {"num_workers": workers, "pin_memory": str(device).startswith("cuda")}
     if workers:
-        settings.update(persistent_workers=True, prefetch_factor=4)
+        settings.update(persistent_workers=True, prefetch_factor=2)
     return settings
 
 

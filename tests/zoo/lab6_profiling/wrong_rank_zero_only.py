@@ -1,6 +1,6 @@
 """Looks at rank 0 alone: its waiting for another rank looks like a slow network.
 
-loses: prof_finds_logging, prof_finds_straggler
+loses: prof_finds_loader, prof_finds_copies, prof_finds_logging, prof_finds_straggler
 class: example
 """
 

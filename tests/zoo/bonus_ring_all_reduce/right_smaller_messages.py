@@ -1,0 +1,27 @@
+"""Each chunk travels in two halves.
+
+loses: nothing
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task4_all_reduce"
+def ring_all_reduce(tensor, op="sum"):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    flat = tensor.view(-1)
+    chunks = [flat[begin:end] for begin, end in chunk_bounds(flat.numel(), n)]
+    for step, (sent, received) in enumerate(ring_steps(rank, n)):
+        arrived = torch.empty_like(chunks[received])
+        middle = max(len(piece) for piece in chunks) // 2
+        exchange(chunks[sent][:middle], arrived[:middle])
+        exchange(chunks[sent][middle:], arrived[middle:])
+        if step >= n - 1:
+            chunks[received].copy_(arrived)
+        elif op == "max":
+            chunks[received].copy_(torch.maximum(chunks[received], arrived))
+        else:
+            chunks[received].add_(arrived)
+    if op == "mean":
+        flat.div_(n)
+    return tensor

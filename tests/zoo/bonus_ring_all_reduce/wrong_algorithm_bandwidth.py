@@ -1,0 +1,24 @@
+"""Gives bytes per second of the tensor, which falls with N on the best of links.
+
+loses: ring_bus
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task5_seconds"
+def ring_seconds(num_bytes, world_size, latency_s, bandwidth):
+    return 2 * (world_size - 1) * (latency_s + num_bytes / world_size / bandwidth)
+
+
+def tree_seconds(num_bytes, world_size, latency_s, bandwidth):
+    return 2 * math.ceil(math.log2(world_size)) * (latency_s + num_bytes / bandwidth)
+
+
+def choose(num_bytes, world_size, latency_s, bandwidth):
+    arguments = (num_bytes, world_size, latency_s, bandwidth)
+    return "ring" if ring_seconds(*arguments) < tree_seconds(*arguments) else "tree"
+
+
+def bus_bandwidth(num_bytes, world_size, seconds):
+    return num_bytes / seconds

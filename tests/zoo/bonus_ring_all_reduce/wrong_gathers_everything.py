@@ -1,0 +1,18 @@
+"""Collects everybody's tensor and adds up.
+
+loses: ring_bytes, ring_neighbours, ring_messages, ring_time, ring_hook
+class: example
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task4_all_reduce"
+def ring_all_reduce(tensor, op="sum"):
+    n = dist.get_world_size()
+    everyone = [torch.empty_like(tensor) for _ in range(n)]
+    dist.all_gather(everyone, tensor.contiguous())
+    stack = torch.stack(everyone)
+    result = stack.amax(0) if op == "max" else stack.sum(0)
+    tensor.copy_(result / n if op == "mean" else result)
+    return tensor

@@ -1,0 +1,25 @@
+"""Everybody sends to rank 0, which adds up and sends the result to everybody.
+
+loses: ring_bytes, ring_neighbours, ring_messages, ring_time
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task4_all_reduce"
+def ring_all_reduce(tensor, op="sum"):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    flat = tensor.view(-1)
+    if rank:
+        dist.send(flat, 0)
+        dist.recv(flat, 0)
+        return tensor
+    for other in range(1, n):
+        arrived = torch.empty_like(flat)
+        dist.recv(arrived, other)
+        flat.copy_(torch.maximum(flat, arrived) if op == "max" else flat + arrived)
+    if op == "mean":
+        flat /= n
+    for other in range(1, n):
+        dist.send(flat, other)
+    return tensor

@@ -1,0 +1,26 @@
+"""Returns the sum and leaves the tensor as it was.
+
+loses: ring_sum, ring_ops, ring_small, ring_bytes
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task4_all_reduce"
+def ring_all_reduce(tensor, op="sum"):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    result = tensor.clone()
+    flat = result.view(-1)
+    chunks = [flat[begin:end] for begin, end in chunk_bounds(flat.numel(), n)]
+    for step, (sent, received) in enumerate(ring_steps(rank, n)):
+        arrived = torch.empty_like(chunks[received])
+        exchange(chunks[sent], arrived)
+        if step >= n - 1:
+            chunks[received].copy_(arrived)
+        elif op == "max":
+            chunks[received].copy_(torch.maximum(chunks[received], arrived))
+        else:
+            chunks[received].add_(arrived)
+    if op == "mean":
+        flat.div_(n)
+    return result

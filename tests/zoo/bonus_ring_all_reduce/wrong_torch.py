@@ -1,0 +1,14 @@
+"""Calls torch's own all-reduce.
+
+loses: ring_bytes, ring_neighbours, ring_messages, ring_time, ring_hook
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task4_all_reduce"
+def ring_all_reduce(tensor, op="sum"):
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+    if op == "mean":
+        tensor /= dist.get_world_size()
+    return tensor

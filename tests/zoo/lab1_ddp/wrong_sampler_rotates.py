@@ -1,0 +1,35 @@
+"""Begins each epoch at another sample, and calls that shuffling; deals in blocks.
+
+loses: sampler_partition
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task3_sampler"
+class ShardSampler(Sampler[int]):
+    def __init__(self, num_samples, rank, world_size, *, shuffle=True, seed=0, tail="pad"):
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        self.total = num_samples
+        if tail == "pad":
+            self.total = math.ceil(num_samples / world_size) * world_size
+        elif tail == "drop":
+            self.total = num_samples // world_size * world_size
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(range(self.rank, self.total, self.world_size))
+
+    def __iter__(self):
+        order = list(range(self.num_samples))
+        if self.shuffle:
+            first = (7919 * self.seed + self.epoch + 1) % self.num_samples
+            order = order[first:] + order[:first]
+        while len(order) < self.total:
+            order += order
+        sizes = [len(range(r, self.total, self.world_size)) for r in range(self.world_size)]
+        begin = sum(sizes[: self.rank])
+        return iter(order[begin : begin + sizes[self.rank]])

@@ -1,0 +1,21 @@
+"""Mixed precision without no_sync: each backward all-reduces all gradients.
+
+loses: accum_amp_traffic
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task5_amp_step"
+def amp_step(ddp_model, micro_batches, loss_fn, optimizer, scaler, *, dtype, max_norm=None):
+    k = len(micro_batches)
+    optimizer.zero_grad()
+    for x, y in micro_batches:
+        with torch.autocast(x.device.type, dtype=dtype):
+            loss = loss_fn(ddp_model(x), y) / k
+        scaler.scale(loss).backward()
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(ddp_model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
