@@ -1352,7 +1352,9 @@ plot_bars(
 # - Train with 4, 8 and 16 accumulation steps at the same global batch. Are the loss curves the
 #   same? To how many digits?
 # - Replace SGD by Adam in section 3. Which rule, linear or square root, keeps the curves together?
-# - Give `PowerSGD` ranks 1 to 32 in section 4 and draw error against bytes.
+# - Give `PowerSGD` ranks 1 to 32 in section 4 and draw error against bytes. Or write it yourself:
+#   [**bonus_powersgd**](../labs/bonus_powersgd/bonus_powersgd.ipynb) asks for the power iteration,
+#   error feedback and a checkpoint, and counts what you send.
 # - Let worker 0 die (`compute_s` of 10⁶) under each rule of section 6.
 #
 # Then do it yourself:

@@ -1748,10 +1748,10 @@ explore(
 # - Set `pause` to other values per rank in section 3 and watch one slow stage spoil everything.
 #
 # Then do it yourself. [**lab2_accumulation**](../labs/lab2_accumulation/lab2_accumulation.ipynb)
-# has the micro-batches and their gradients. And write GPipe and 1F1B for two ranks: each stage a
-# `send` and a `recv` per micro-batch, gradients compared with one process, and the order of the
-# operations, the idle time and the largest number of micro-batches in memory compared with the
-# schedules of sections 2 and 4.
+# has the micro-batches and their gradients. In the bonus notebook
+# [**bonus_pipeline**](../labs/bonus_pipeline/bonus_pipeline.ipynb) you write GPipe and 1F1B, and
+# the program that runs them: its gradients are compared with one process, and the order of its
+# operations, its idle time and the micro-batches that it keeps with sections 2 and 4.
 #
 # ## What to read
 #

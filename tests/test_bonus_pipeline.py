@@ -1,0 +1,134 @@
+"""Bonus "A pipeline of your own": the solution as a script, judges that no answer can confuse."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from course import ROOT
+from leftovers import assert_nothing_left, find_leftovers
+
+from autograder.criteria import get_lab, pipe_plan
+from autograder.criteria.base import Case
+from autograder.referee import draw_for
+from autograder.verify import choose_covering
+from autograder.zoo import load_zoo
+from minidist.emulate.trace import Trace
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "bonus_pipeline"
+LAB = get_lab(NAME)
+SOLUTION = ROOT / "solutions" / NAME / f"{NAME}.py"
+WORLD_SIZE = 4
+HOSTILE = (
+    None,
+    "text",
+    [],
+    ["text"],
+    [[0, 0]] * 8,
+    [[[0, 1]]],
+    [["forward", 0], ["backward", 0]],
+    {},
+    True,
+    -1,
+    float("nan"),
+    10**400,
+    np.array(np.nan),
+    np.zeros(0),
+    np.array(["text"]),
+    np.zeros((3, 3), dtype=np.complex64),
+    np.full((9, 6), np.inf, dtype=np.float32),
+    np.zeros(8, dtype=np.float32),
+)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
+    before = find_leftovers()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "(100 of 100 points so far)" in done.stdout
+    assert_nothing_left(before)
+
+
+def test_points():
+    assert LAB.max_score == 100
+    assert len(LAB.criteria) >= 10
+    assert LAB.practice_world_size != LAB.grading_world_size
+    assert len(choose_covering(LAB, load_zoo(NAME))) <= 10
+
+
+def _case(criterion, answers, world_size=WORLD_SIZE):
+    draw = draw_for(b"test", NAME, criterion.name, "test", world_size)
+    trace = Trace(world_size=world_size, events=[[] for _ in range(world_size)])
+    plan = criterion.plan(draw) if criterion.plan else None
+    return Case(world_size, criterion.draw(draw), answers, trace, plan)
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+def test_no_answer_passes_and_none_confuses_the_judge(criterion):
+    empty = _case(criterion, [{} for _ in range(WORLD_SIZE)])
+    assert criterion.judge(empty)
+    keys = {"cuts", "peaks", "fraction", "seconds", "found", "pipeline", "data", "losses", "done"}
+    keys |= {f"{prefix}{i}" for prefix in ("g/", "p") for i in range(5)}
+    for stages, micro_batches in empty.inputs[0].get("pairs", []):
+        keys |= {f"{stages}/{micro_batches}/{rank}" for rank in range(stages)}
+    for value in HOSTILE:
+        findings = criterion.judge(
+            _case(criterion, [dict.fromkeys(keys, value) for _ in range(WORLD_SIZE)])
+        )
+        assert findings, f"{value!r} for every answer passed"
+        assert all(f.message for f in findings)
+
+
+@pytest.mark.parametrize("name", ["pipe_messages", "pipe_time", "pipe_limit"])
+def test_who_says_done_and_has_done_nothing_does_not_pass(name):
+    assert LAB[name].judge(_case(LAB[name], [{"done": True} for _ in range(WORLD_SIZE)]))
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_draws_are_fresh_and_serve_every_world_size(criterion, world_size):
+    first, again = (
+        criterion.draw(draw_for(b"test", NAME, criterion.name, attempt, world_size))
+        for attempt in ("first", "second")
+    )
+    assert len(first) == len(again) == world_size
+    assert repr(first) != repr(again)
+
+
+def test_the_cheapest_cut_is_that_of_all_cuts():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        costs = [int(c) for c in rng.integers(1, 20, int(rng.integers(4, 9)))]
+        stages = int(rng.integers(1, 5))
+        ways = (
+            max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *cuts, len(costs)]))
+            for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
+        )
+        assert pipe_plan.least_cost(costs, stages) == min(ways)
+
+
+def test_1f1b_is_the_library_s():
+    from minidist.parallel.pipeline import gpipe, one_f_one_b
+
+    names = {"F": "forward", "B": "backward"}
+    for stages, micro_batches in itertools.product(range(1, 6), range(1, 8)):
+        for rank in range(stages):
+            theirs, theirs_gpipe = (
+                [(names[a.kind], a.micro_batch) for a in build(stages, micro_batches).actions[rank]]
+                for build in (one_f_one_b, gpipe)
+            )
+            ours = pipe_plan.one_f_one_b_of(rank, stages, micro_batches)
+            assert ours == theirs
+            assert pipe_plan.gpipe_of(micro_batches) == theirs_gpipe
+            assert pipe_plan.most_kept(ours) == min(stages - rank, micro_batches)

@@ -1,0 +1,120 @@
+"""Bonus "PowerSGD": the solution as a script, and judges that no answer can confuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from course import ROOT
+from leftovers import assert_nothing_left, find_leftovers
+
+from autograder.criteria import get_lab
+from autograder.criteria.base import Case
+from autograder.criteria.powersgd_columns import columns_problem
+from autograder.referee import draw_for
+from autograder.verify import choose_covering
+from autograder.zoo import load_zoo
+from minidist.emulate.trace import Trace
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "bonus_powersgd"
+LAB = get_lab(NAME)
+SOLUTION = ROOT / "solutions" / NAME / f"{NAME}.py"
+WORLD_SIZE = 3
+HOSTILE = (
+    None,
+    "text",
+    [],
+    ["text"],
+    [[0, 0]] * 6,
+    [[[0, 1]]],
+    {},
+    True,
+    -1,
+    float("nan"),
+    np.array(np.nan),
+    np.zeros(0),
+    np.array(["text"]),
+    np.zeros((3, 3), dtype=np.complex64),
+    np.full((9, 6), np.inf, dtype=np.float32),
+    np.full((14, 2), 1e300),
+    np.zeros(8, dtype=np.float32),
+    np.zeros((13, 10)),
+)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
+    before = find_leftovers()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "(100 of 100 points so far)" in done.stdout
+    assert_nothing_left(before)
+
+
+def test_points():
+    assert LAB.max_score == 100
+    assert len(LAB.criteria) >= 10
+    assert LAB.practice_world_size != LAB.grading_world_size
+    assert len(choose_covering(LAB, load_zoo(NAME))) <= 14
+
+
+def _case(criterion, answers, world_size=WORLD_SIZE):
+    draw = draw_for(b"test", NAME, criterion.name, "test", world_size)
+    trace = Trace(world_size=world_size, events=[[] for _ in range(world_size)])
+    plan = criterion.plan(draw) if criterion.plan else None
+    return Case(world_size, criterion.draw(draw), answers, trace, plan)
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+def test_no_answer_passes_and_none_confuses_the_judge(criterion):
+    assert criterion.judge(_case(criterion, [{} for _ in range(WORLD_SIZE)]))
+    keys = {"none", "a count", "b count", "said", "moved", "sent", "ratio", "saved", "losses"}
+    for number in range(8):
+        keys |= {f"{letter}{number}" for letter in ("", "a", "b", "p", "q")}
+        keys |= {f"before/{letter}{number}" for letter in ("", "/", "a", "b", "m", "q")}
+        keys |= {f"before/{number}", f"q/{number}"}
+        for step in range(10):
+            keys |= {f"{name}{step}/{number}" for name in ("", "a", "e", "on", "again")}
+    for value in HOSTILE:
+        answers = [{key: value for key in keys} for _ in range(WORLD_SIZE)]
+        findings = criterion.judge(_case(criterion, answers))
+        assert findings, f"{value!r} for every answer passed"
+        assert all(f.message for f in findings)
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_draws_are_fresh_and_serve_every_world_size(criterion, world_size):
+    first, again = (
+        criterion.draw(draw_for(b"test", NAME, criterion.name, attempt, world_size))
+        for attempt in ("first", "second")
+    )
+    assert len(first) == len(again) == world_size
+    assert repr(first) != repr(again)
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        (np.eye(3, 2), None),
+        (-np.eye(3, 2)[:, ::-1], None),
+        (np.diag([1.0, 0.0, 0.0])[:, :2], "not in the span"),
+        (np.array([[1, 1], [0, 0], [0, 0.0]]), "not orthogonal"),
+        (2 * np.eye(3, 2), "length 2"),
+        (np.eye(3, 3), "expected shape"),
+        (np.full((3, 2), np.nan), "not finite"),
+    ],
+)
+def test_any_orthonormal_basis_will_do(columns, problem):
+    matrix = np.array([[3, 1], [4, -1], [0, 0.0]])
+    found = columns_problem(columns, matrix, 1e-6)
+    assert (found is None) if problem is None else problem in found

@@ -1,0 +1,20 @@
+"""What is not sent is thrown away.
+
+loses: powersgd_telescope, powersgd_errors, powersgd_steps, powersgd_converges
+class: example
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task6_feedback"
+class FeedbackPowerSGD(PowerSGD):
+    def __init__(self, parameters, rank, seed=0):
+        super().__init__(parameters, rank, seed)
+        self.errors = {i: torch.zeros_like(self.parameters[i].data) for i in self.shapes}
+
+    def reduce_gradients(self):
+        super().reduce_gradients()
+
+    def error_of(self, i):
+        return self.errors.get(i, torch.zeros_like(self.parameters[i].data))

@@ -1,0 +1,16 @@
+"""Every tensor has an all-reduce of its own.
+
+loses: powersgd_calls
+class: example
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task2_packed_mean"
+def packed_mean(tensors):
+    means = [tensor.clone() for tensor in tensors]
+    for mean in means:
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return means

@@ -1,0 +1,13 @@
+"""Forgets to orthonormalise P.
+
+loses: powersgd_basis, powersgd_first, powersgd_warm, powersgd_revive, powersgd_telescope,
+    powersgd_steps, powersgd_resume, powersgd_converges
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task3_power_step"
+def power_step(matrices, qs):
+    ps = packed_mean([m @ q for m, q in zip(matrices, qs)])
+    return ps, packed_mean([m.T @ p for m, p in zip(matrices, ps)])

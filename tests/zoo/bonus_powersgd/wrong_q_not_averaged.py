@@ -1,0 +1,13 @@
+"""Q stays what this rank's own matrix gives.
+
+loses: powersgd_factor, powersgd_first, powersgd_warm, powersgd_revive, powersgd_telescope,
+    powersgd_steps, powersgd_converges
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task3_power_step"
+def power_step(matrices, qs):
+    ps = [orthonormalise(p) for p in packed_mean([m @ q for m, q in zip(matrices, qs)])]
+    return ps, [m.T @ p for m, p in zip(matrices, ps)]
