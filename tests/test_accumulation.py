@@ -59,6 +59,10 @@ def num_tokens(batch):
     return int((batch[1] != -100).sum())
 
 
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
 def make_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
@@ -67,7 +71,7 @@ def oracle(case, world_size, max_norm):
     """The mean over all tokens of all ranks and micro-batches, in one backward."""
     model = make_model()
     optimizer = make_optimizer(model)
-    losses, norms, counts = [], [], []
+    losses, norms, counts, gradients = [], [], [], []
     for step in range(STEPS):
         batches = [
             micro_batch(case, rank, step, i)
@@ -80,10 +84,11 @@ def oracle(case, world_size, max_norm):
         loss.backward()
         if max_norm:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        gradients.append(gradient(model))
         optimizer.step()
         losses.append(loss.item())
         counts.append(num_tokens((tokens, targets)))
-    return losses, norms, counts, {n: p.detach() for n, p in model.named_parameters()}
+    return losses, norms, counts, gradients, {n: p.detach() for n, p in model.named_parameters()}
 
 
 class Counter:
@@ -147,7 +152,7 @@ def train(case, how, max_norm):
         scaler = torch.amp.GradScaler("cpu")
     if how == "own scaler":
         scaler = CountingScaler()
-    losses, norms, totals = [], [], []
+    losses, norms, totals, gradients = [], [], [], []
     for step in range(STEPS):
         batches = [micro_batch(case, rank, step, i)
                    for i in range(num_micro_batches(case, rank, step))]  # fmt: skip
@@ -166,10 +171,11 @@ def train(case, how, max_norm):
         losses.append(mean.item() / n)
         norms.append(done.grad_norm)
         totals.append(done.total_weight)
+        gradients.append(gradient(model))
     num_buckets = 1 if how == "stock" else len(ddp.buckets)
     calls = scaler.calls if isinstance(scaler, CountingScaler) else None
     parameters = {n: p.detach() for n, p in model.named_parameters()}
-    return losses, norms, totals, parameters, counter.num / num_buckets, calls
+    return losses, norms, totals, gradients, parameters, counter.num / num_buckets, calls
 
 
 CASES = {
@@ -187,6 +193,7 @@ CASES = {
 def train_all():
     dist.init_process_group("gloo")
     results = {name: train(*case) for name, case in CASES.items()}
+    results["native"] = native_epoch()
     results["errors"] = wrong_calls()
     dist.barrier()
     dist.destroy_process_group()
@@ -210,23 +217,32 @@ def wrong_calls():
         with pytest.raises(ValueError, match="accumulate_step: ") as caught:
             step(batches, weights=weights)
         texts.append(str(caught.value))
+        assert f"rank {rank} of {dist.get_world_size()} has " in texts[-1]
     return texts
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_steps_equal_one_process_that_sees_all_tokens(world_size):
     ranks = run(train_all, world_size, deadline_s=120)
     for name, (case, how, max_norm) in CASES.items():
-        losses, norms, counts, parameters = oracle(case, world_size, max_norm)
+        losses, norms, counts, gradients, parameters = oracle(case, world_size, max_norm)
         for rank, results in enumerate(ranks):
             what = f"{name}, rank {rank}"
-            got_losses, got_norms, totals, got, num_reductions, calls = results[name]
+            got_losses, got_norms, totals, got_gradients, got, num_reductions, calls = results[name]
             assert got_losses == pytest.approx(losses, rel=1e-9), what
             if case == "equal":
                 counts = [world_size * num_micro_batches(case, 0, s) for s in range(STEPS)]
             assert totals == counts, what
             if max_norm:
                 torch.testing.assert_close(torch.stack(got_norms), torch.stack(norms))
+            for step, (ours, whole) in enumerate(zip(got_gradients, gradients, strict=True)):
+                torch.testing.assert_close(
+                    ours,
+                    whole,
+                    rtol=1e-8,
+                    atol=1e-10,
+                    msg=lambda m, w=what, s=step: f"{w}, gradient of step {s}: {m}",
+                )
             for key, value in parameters.items():
                 torch.testing.assert_close(
                     got[key],
@@ -244,13 +260,61 @@ def test_ten_steps_equal_one_process_that_sees_all_tokens(world_size):
                 assert calls[-3:] == (
                     ["unscale_", "step", "update"] if max_norm else ["step", "unscale_", "update"]
                 )
+    expected = one_epoch(world_size)
     for results in ranks:
+        for how, parameters in results["native"].items():
+            torch.testing.assert_close(
+                parameters, expected, rtol=1e-8, atol=1e-9, msg=lambda m, h=how: f"{h}: {m}"
+            )
         texts = results["errors"]
         assert "no micro-batches" in texts[0]
         assert "1 ranks have no micro-batches" in texts[1]
         assert "1 ranks" in texts[2]
         assert "add up to 0" in texts[3]
         assert f"{world_size} ranks" in texts[4]
+
+
+# 28 micro-batches in groups of three: ten steps, the last with one.
+NUM_MICRO_BATCHES, GROUP = 28, 3
+
+
+def native_epoch():
+    """Torch's own loop beside ours, on stock DDP."""
+    rank = dist.get_rank()
+    data = [micro_batch("equal", rank, 0, i) for i in range(NUM_MICRO_BATCHES)]
+    loss = lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())  # noqa: E731
+    results = {}
+    for how in ("native", "ours"):
+        model = make_model()
+        ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer = make_optimizer(model)
+        if how == "native":
+            num_steps = train_epoch_native(ddp, data, loss, optimizer, GROUP, len(data))
+        else:
+            groups = list(micro_batch_groups(data, GROUP))
+            for group in groups:
+                accumulate_step(ddp, group, loss_fn, optimizer)
+            num_steps = len(groups)
+        assert num_steps == STEPS
+        results[how] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return results
+
+
+def one_epoch(world_size):
+    """The same epoch in one process: one backward over what all ranks see in a step."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    for start in range(0, NUM_MICRO_BATCHES, GROUP):
+        batches = [
+            micro_batch("equal", rank, 0, i)
+            for rank in range(world_size)
+            for i in range(start, min(start + GROUP, NUM_MICRO_BATCHES))
+        ]
+        optimizer.zero_grad()
+        tokens, targets = (torch.cat(part) for part in zip(*batches, strict=True))
+        loss_fn(model, (tokens, targets)).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 class Plain(nn.Module):
@@ -324,33 +388,3 @@ def test_fp16_overflow_skips_the_step_and_the_next_one_recovers():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     accumulate_step(model, batches, fn, optimizer, scaler=scaler, max_norm=1.0)
     assert model.weight.item() == pytest.approx(0.9)
-
-
-def native_epoch():
-    dist.init_process_group("gloo")
-    rank, n = dist.get_rank(), dist.get_world_size()
-    data = [micro_batch("equal", rank, 0, i) for i in range(7)]
-    loss = lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())  # noqa: E731
-    results = []
-    for native in (True, False):
-        model = make_model()
-        ddp = nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        if native:
-            num_steps = train_epoch_native(ddp, data, loss, optimizer, 3, len(data))
-        else:
-            groups = list(micro_batch_groups(data, 3))
-            for group in groups:
-                accumulate_step(ddp, group, loss_fn, optimizer)
-            num_steps = len(groups)
-        assert num_steps == 3
-        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    dist.barrier()
-    dist.destroy_process_group()
-    assert n == 2
-    return results
-
-
-def test_the_native_loop_takes_the_same_steps():
-    for native, ours in run(native_epoch, 2):
-        torch.testing.assert_close(native, ours)

@@ -326,11 +326,11 @@ def every_rooted_collective(me, n):
                 else:
                     assert torch.equal(tensor, draw(me, (size,), torch.float64))
             parts = [torch.empty(size + r) for r in range(n)] if me == root else None
-            c.gather(draw(me, (size + me,), torch.float32), parts, dst=root)
+            c.gather(draw(me, (size + me,), torch.float32), parts, dst=root, check=True)
             for r, part in enumerate(parts or []):
                 assert torch.equal(part, draw(r, (size + r,), torch.float32))
             tensor = torch.empty(size + me)
-            c.scatter(tensor, parts, src=root)
+            c.scatter(tensor, parts, src=root, check=True)
             assert torch.equal(tensor, draw(me, (size + me,), torch.float32))
     # From s to d go s + 2 d elements, all of them 10 s + d.
     inputs = [torch.full((me + 2 * d,), 10 * me + d) for d in range(n)]
@@ -502,6 +502,30 @@ def subgroups():
                 close(tensor, oracle(range(n), (size,), torch.float64, op), "hierarchical")
         with pytest.raises(ValueError, match="4 ranks are no whole number of nodes of 3"):
             c.node_groups(3)
+        # With check=True all ranks of all nodes hear of a deviant, whichever node it is in.
+        for deviant in range(n):
+            for others, its in (
+                ((torch.float32, (5,), "sum"), (torch.float64, (5,), "sum")),
+                ((torch.float32, (5,), "sum"), (torch.float32, (6,), "sum")),
+                ((torch.float32, (5,), "sum"), (torch.float32, (5,), "max")),
+            ):
+                dtype, shape, op = its if me == deviant else others
+                rest = ", ".join(str(rank) for rank in range(n) if rank != deviant)
+                tensor = torch.ones(shape, dtype=dtype)
+                with pytest.raises(MismatchError, match="the ranks do not agree") as caught:
+                    c.hierarchical_all_reduce(tensor, op, check=True, **axes)
+                assert caught.value.rank == me
+                assert f"rank {rest}: " in str(caught.value)
+                assert f"rank {deviant}: " in str(caught.value)
+        # Groups that form no grid: one node of two ranks, and two of one rank each.
+        of_node: list[Any] = [dist.new_group(ranks) for ranks in ([0, 1], [2], [3])]
+        across: list[Any] = [dist.new_group(ranks) for ranks in ([0, 2, 3], [1])]
+        crooked = {"local_group": of_node[max(0, me - 1)], "cross_group": across[me == 1]}
+        with pytest.raises(MismatchError, match="ranks_per_node"):
+            c.hierarchical_all_reduce(torch.ones(7), check=True, **crooked)
+        tensor = torch.full((7,), me + 1.0)
+        c.hierarchical_all_reduce(tensor, check=True, async_op=True, **axes).wait()
+        assert tensor.tolist() == [n * (n + 1) / 2] * 7
 
 
 def test_subgroups_and_hierarchies():
@@ -575,6 +599,66 @@ def in_flight():
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_several_in_flight_waited_for_in_any_order(n):
     run(in_flight, n)
+
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.uint16,
+)  # fmt: skip
+ONLY_COPIED = (torch.float8_e4m3fn, torch.uint16)  # torch cannot add these
+
+
+def all_in_the_background():
+    """Every collective, of every dtype, also of nothing: all in flight before the first wait."""
+    with world() as (me, n):
+        local, cross = c.node_groups(n if n % 2 else 2)
+        flights = []
+        for dtype in DTYPES:
+            for size in (0, 1, 5):
+                op = "max" if dtype == torch.bool else "sum"
+                one = torch.ones(size).to(dtype)
+                total = 1 if op == "max" else n
+                ones, parts = [one] * n, [torch.empty_like(one) for _ in range(n)]
+                root = size % n
+                if dtype not in ONLY_COPIED:
+                    for all_reduce in (*ALL_REDUCES.values(), None):
+                        tensor = one.clone()
+                        if all_reduce is None:
+                            groups: Any = {"local_group": local, "cross_group": cross}
+                            work = c.hierarchical_all_reduce(tensor, op, True, **groups)
+                        else:
+                            work = all_reduce(tensor, op, async_op=True)
+                        flights.append((work, [tensor], total))
+                    for scatter in (c.ring_reduce_scatter, c.direct_reduce_scatter):
+                        tensor = torch.empty_like(one)
+                        flights.append((scatter(tensor, ones, op, async_op=True), [tensor], total))
+                    tensor = one.clone()
+                    work = c.reduce(tensor, root, op, async_op=True)
+                    flights.append((work, [tensor], total if me == root else 1))
+                tensor = one * (me == root) if dtype not in ONLY_COPIED else one.clone()
+                flights.append((c.broadcast(tensor, root, async_op=True), [tensor], 1))
+                for gather in (c.ring_all_gather, c.direct_all_gather):
+                    tensor = torch.empty(n * size, dtype=dtype)
+                    flights.append((gather(tensor, one, async_op=True), [tensor], 1))
+                work = c.gather(one, parts if me == root else None, root, async_op=True)
+                flights.append((work, parts if me == root else [], 1))
+                tensor = torch.empty_like(one)
+                work = c.scatter(tensor, ones if me == root else None, root, async_op=True)
+                flights.append((work, [tensor], 1))
+                outputs = [torch.empty_like(one) for _ in range(n)]
+                flights.append((c.all_to_all(outputs, ones, async_op=True), outputs, 1))
+        for work, tensors, expected in flights:
+            work.wait()
+            for tensor in tensors:
+                assert (tensor.to(torch.complex128) == expected).all(), (work, tensor, expected)
+        with pytest.raises(ValueError, match=r"sum of torch.uint16: .*\(rank \d of \d\)"):
+            c.ring_all_reduce(torch.ones(3).to(torch.uint16))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_collective_of_every_dtype_in_the_background(n):
+    run(all_in_the_background, n)
 
 
 def bytes_sent():
@@ -658,12 +742,29 @@ def wrong_use():
             with pytest.raises(MismatchError, match=me_0) as caught:
                 call()
             assert caught.value.rank == me
+        # So are sizes that may differ from rank to rank.
+        odd, parts = torch.ones(3 + (me == 1)), [torch.ones(3)] * n
+        wide = [torch.ones(3 + (me == 1 and rank == 2)) for rank in range(n)]
+        for message, call in {
+            "rank 1 sends 4 elements to rank 0, which expects 3": lambda: c.gather(
+                odd, parts if me == 0 else None, check=True
+            ),
+            "rank 0 sends 3 elements to rank 1, which expects 4": lambda: c.scatter(
+                odd, parts if me == 0 else None, check=True
+            ),
+            "rank 2 sends 3 elements to rank 1, which expects 4": lambda: c.all_to_all(
+                wide, parts, check=True
+            ),
+        }.items():
+            with pytest.raises(MismatchError, match=message) as caught:
+                call()
+            assert caught.value.rank == me
         c.ring_all_reduce(one, check=True)
         assert one.tolist() == [n] * 3
         # Descriptions that are too long for a message are compared by their digests.
         shape = (1,) * 40
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("minidist.collectives.call._DESCRIPTION_BYTES", 128)
+            patch.setattr("minidist.collectives.agreement._DESCRIPTION_BYTES", 128)
             c.ring_all_reduce(torch.ones(shape), check=True)
             with pytest.raises(MismatchError, match=me_0):
                 c.ring_all_reduce(torch.ones((*shape, 1 + (me == 0))), check=True)
@@ -764,7 +865,7 @@ def ddp_with_hooks():
         return results
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_ddp_with_our_hooks_trains_like_one_process(n):
     results = run(ddp_with_hooks, n)
     for name in results[0]:
@@ -794,15 +895,16 @@ def stock_training_on_our_backend():
         return ddp, fsdp, ddp_log.counts(), fsdp_log.counts()
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_stock_ddp_and_fsdp_run_on_our_backend(n):
     results = run(stock_training_on_our_backend, n)
     trains_like_one_process([result[0] for result in results])
     trains_like_one_process([result[1] for result in results])
     for _, _, ddp_counts, fsdp_counts in results:
         assert ddp_counts["ring_all_reduce"] >= 1 + 2 * (STEPS - 1)  # one bucket at first
-        assert fsdp_counts["ring_reduce_scatter"] >= 3 * STEPS
-        assert fsdp_counts["ring_all_gather"] >= 3 * STEPS
+        if n > 1:  # one rank has nothing to scatter or to gather
+            assert fsdp_counts["ring_reduce_scatter"] >= 3 * STEPS
+            assert fsdp_counts["ring_all_gather"] >= 3 * STEPS
 
 
 def every_torch_collective():

@@ -463,7 +463,7 @@ def train_with_hook(gradient_as_bucket_view):
     return [p.tolist() for p in parameters]
 
 
-@pytest.mark.parametrize(("num_ranks", "view"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("num_ranks", "view"), [(1, False), (2, True), (3, False), (4, True)])
 def test_ddp_hook_trains_like_one_process(num_ranks, view):
     data = torch.cat([training_data(rank) for rank in range(num_ranks)], dim=1)
     expected = train(model().double(), data, torch.float64)

@@ -51,12 +51,13 @@ def make(name: str) -> Compressor:
         "topk+": lambda: TopK(0.1),
         "powersgd": lambda: PowerSGD(1, min_ratio=1.0, error_feedback=False),
         "powersgd+": lambda: PowerSGD(2, min_ratio=1.0),
+        "powersgd batched+": lambda: PowerSGD(2, min_ratio=1.0, batched=True),
         "powersgd cold+": lambda: PowerSGD(1, min_ratio=1.0, warm_start=False, start_step=1),
     }[name]()
 
 
 NAMES = "fp32,fp16,fp16+,bf16,bf16+,int8,int8+,int8 channel+,topk,topk+,powersgd,powersgd+"
-ALL = [*NAMES.split(","), "powersgd cold+"]
+ALL = [*NAMES.split(","), "powersgd cold+", "powersgd batched+"]
 
 # Largest error of one reduction, relative to the largest element of any rank's gradient.
 TOLERANCE = {"fp32": 1e-6, "fp16": 1e-3, "fp16+": 1e-3, "bf16": 8e-3, "bf16+": 8e-3}
@@ -204,6 +205,18 @@ def check_special_cases():
     torch.testing.assert_close(full.reduce(flat, [Segment(0, (8, 5))]), exact, rtol=1e-4, atol=1e-5)
     column = torch.arange(1.0, 9.0)
     outer = torch.outer(column, torch.tensor([1.0, -2.0, 0.5, 3.0, 1.0])).reshape(-1)
+    # Batched: biases are in the matrix too, and 40 elements become a square of 7 x 7.
+    pieces = [Segment(0, (8, 4)), Segment(1, (8,))]
+    square = PowerSGD(7, min_ratio=0.0, batched=True)
+    torch.testing.assert_close(square.reduce(flat, pieces), exact, rtol=1e-4, atol=1e-5)
+    few = PowerSGD(1, min_ratio=0.0, batched=True)
+    few.reduce(flat, pieces)
+    assert few.traffic.sent_bytes < square.traffic.sent_bytes / 5 or n == 1
+    padded = torch.cat([exact, torch.zeros(9)]).view(7, 7).double()
+    largest = torch.linalg.svdvals(padded)
+    alone = PowerSGD(1, min_ratio=0.0, batched=True, error_feedback=False)
+    left = [(alone.reduce(flat, pieces) - exact).norm() for _ in range(60)][-1]
+    assert left <= largest[1:].norm() * 1.001, "the best matrix of rank 1, from step to step"
     one = PowerSGD(1, min_ratio=0.0).reduce(outer * (rank + 1), [Segment(0, (8, 5))])
     torch.testing.assert_close(one, outer * (n + 1) / 2)
 
@@ -360,20 +373,26 @@ def parameters_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def train(make_ddp, steps: int) -> tuple[list[float], nn.Module]:
-    """Losses of the whole batch, and the model; `make_ddp` wraps it."""
+def train(make_ddp, steps: int, dtype=torch.float32, gradients=None) -> tuple[list, nn.Module]:
+    """Losses of the whole batch, and the model; `make_ddp` wraps it. Fills `gradients`."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    model = make_model()
+    model = make_model(dtype)
     ddp = make_ddp(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for xs, ys in batches(steps, n):
         optimizer.zero_grad()
-        loss = F.mse_loss(ddp(xs[rank]), ys[rank])
+        loss = F.mse_loss(ddp(xs[rank].to(dtype)), ys[rank].to(dtype))
         loss.backward()
+        if gradients is not None:
+            gradients.append(gradient_of(model))
         optimizer.step()
         losses.append(mean_over_ranks(loss.detach()).item())
     return losses, model
+
+
+def gradient_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
 def small_buckets(model: nn.Module) -> DistributedDataParallel:
@@ -403,11 +422,11 @@ def train_with_hooks(steps: int, names: list[str]):
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_stock_ddp_trains_with_every_compressor(world_size):
     steps = 40
     names = [*ALL, "torch none", "torch fp16", "torch powersgd"]
-    if world_size == 3:
+    if world_size != 2:
         names = ["fp32", "int8+", "topk+", "powersgd+"]
     losses, _ = oracle(steps, world_size)
     results = run(in_world, world_size, train_with_hooks, steps, names)[0]
@@ -425,36 +444,241 @@ def test_stock_ddp_trains_with_every_compressor(world_size):
         assert 0.5 < kept["powersgd"] < kept["powersgd+"], kept
 
 
-def ten_steps_and_resume():
-    """Ten steps in one go and in two: stock DDP, our own, and what the bytes are."""
-    n = dist.get_world_size()
-    _, expected = oracle(10, n)
-    _, model = train(lambda m: hooked(m, Cast(torch.float32)), 10)
-    for got, want in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
+# ------------------------------------------------------------------ ten steps, by definition
 
-    # Our own DDP: the same as stock DDP with the hook, up to rounding of the factor n.
+
+def two_phases(every: list[torch.Tensor], rounded) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Rounded on the way there and on the way back; the owner of a chunk carries the second."""
+    n = len(every)
+    sent = [rounded(values) for values in every]
+    exact = torch.stack(sent).mean(0)
+    mean = rounded(exact)
+    chunk = -(-exact.numel() // n)
+    for rank in range(n):
+        part = slice(rank * chunk, (rank + 1) * chunk)
+        sent[rank][part] -= n * (exact - mean)[part]
+    return mean, sent
+
+
+def to_16_bit(dtype: torch.dtype, divisor: float):
+    return lambda every, *_: two_phases(
+        every, lambda values: (values / divisor).to(dtype).double() * divisor
+    )
+
+
+def to_int8(per_channel: bool):
+    def reduce(every, shapes, *_):
+        largest = torch.stack([values.abs() for values in every]).amax(0)
+        steps = []
+        for shape, part in zip(shapes, largest.split([s.numel() for s in shapes]), strict=True):
+            rows = part.view(shape[0] if per_channel and len(shape) > 1 else 1, -1)
+            step = rows.amax(1, keepdim=True).float() / 127  # the step travels in fp32
+            steps.append(step.double().expand_as(rows).flatten())
+        step = torch.cat(steps)
+        return two_phases(every, lambda values: (values / step).round() * step)
+
+    return reduce
+
+
+def to_largest(density: float):
+    def reduce(every, *_):
+        sent = []
+        for values in every:
+            k = max(1, round(density * len(values)))
+            threshold = values.abs().sort(descending=True).values[k - 1]
+            sent.append(torch.where(values.abs() >= threshold, values, 0.0))
+        return torch.stack(sent).mean(0), sent
+
+    return reduce
+
+
+def to_low_rank(rank: int, start_step: int = 0, warm_start: bool = True):
+    factors = {}
+
+    def reduce(every, shapes, members, step):
+        sizes = [shape.numel() for shape in shapes]
+        mean = torch.stack(every).mean(0)
+        if step < start_step:
+            return mean, every
+        result, sent = [], [[] for _ in every]
+        for i, (shape, member) in enumerate(zip(shapes, members, strict=True)):
+            parts = [values.split(sizes)[i] for values in every]
+            whole = mean.split(sizes)[i]
+            if len(shape) == 2 and sum(shape) * min(rank, *shape) < shape.numel():
+                matrix = whole.view(shape)
+                generator = torch.Generator().manual_seed(1_000_003 * step + i)
+                q = torch.randn(shape[1], rank, generator=generator, dtype=torch.float64)
+                if warm_start and len(factors.get(member, ())) == len(q):
+                    q = factors[member]
+                p = torch.linalg.qr(matrix @ q).Q
+                factors[member] = matrix.T @ p
+                whole = (p @ p.T @ matrix).flatten()
+                parts = [whole] * len(every)
+            result.append(whole)
+            for own, part in zip(sent, parts, strict=True):
+                own.append(part)
+        return torch.cat(result), [torch.cat(own) for own in sent]
+
+    return reduce
+
+
+def as_one_matrix(reduce):
+    """A bucket as one square, filled up with zeros."""
+
+    def batched(every, shapes, members, step):
+        numel = len(every[0])
+        side = next(i for i in range(numel + 1) if i * i >= numel)
+        squares = [F.pad(values, (0, side * side - numel)) for values in every]
+        mean, sent = reduce(squares, [torch.Size((side, side))], members[:1], step)
+        return mean[:numel], [own[:numel] for own in sent]
+
+    return batched
+
+
+def definition_of(name: str, n: int):
+    """What `make(name)` promises, of all ranks' values at once."""
+    return {
+        "fp32": lambda: to_16_bit(torch.float32, 1.0),
+        "fp16": lambda: to_16_bit(torch.float16, n),
+        "fp16+": lambda: to_16_bit(torch.float16, 1.0),
+        "bf16": lambda: to_16_bit(torch.bfloat16, 1.0),
+        "int8": lambda: to_int8(False),
+        "int8 channel": lambda: to_int8(True),
+        "topk": lambda: to_largest(0.1),
+        "powersgd": lambda: to_low_rank(1),
+        "powersgd+": lambda: to_low_rank(2),
+        "powersgd cold": lambda: to_low_rank(1, 1, False),
+        "powersgd batched": lambda: as_one_matrix(to_low_rank(2)),
+    }[name if name in ("fp16+", "powersgd+") else name.removesuffix("+")]()
+
+
+def simulate(name: str, layouts: list[list[list[int]]], n: int, divisor: int):
+    """All ranks in one process in fp64.
+
+    Args:
+        name: of the compressor.
+        layouts: per step, each bucket's parameters by number.
+        n: number of ranks.
+        divisor: what gradients are divided by before they are compressed; 16-bit floats have
+            another error then. Ours divides by n before it sums, stock DDP leaves it to the hook.
+    """
+    model = make_model(torch.float64)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    reduce = definition_of(name, n)
+    residuals = [[torch.zeros_like(p) for p in parameters] for _ in range(n)]
+    losses, gradients = [], []
+    for step, (xs, ys) in enumerate(batches(len(layouts), n)):
+        of_rank = [F.mse_loss(model(x.double()), y.double()) for x, y in zip(xs, ys, strict=True)]
+        losses.append(torch.stack(of_rank).mean().item())
+        own = [torch.autograd.grad(loss, parameters) for loss in of_rank]
+        for members in layouts[step]:
+            shapes = [parameters[i].shape for i in members]
+            every = [
+                torch.cat([(own[r][i] / divisor + residuals[r][i]).flatten() for i in members])
+                for r in range(n)
+            ]
+            mean, sent = reduce([values.clone() for values in every], shapes, members, step)
+            sizes = [shape.numel() for shape in shapes]
+            for i, part in zip(members, mean.split(sizes), strict=True):
+                parameters[i].grad = part.view_as(parameters[i]) * divisor
+            for r in range(n if name.endswith("+") else 0):
+                for i, part in zip(members, (every[r] - sent[r]).split(sizes), strict=True):
+                    residuals[r][i] = part.view_as(parameters[i])
+        gradients.append(gradient_of(model))
+        optimizer.step()
+    return losses, gradients, parameters_of(model).detach()
+
+
+def ten_steps():
+    """Every compressor in our own DDP and in stock DDP, in fp64, on several buckets."""
+    results = {}
+    for name in ALL if dist.get_world_size() in (2, 3) else ALSO_IN_STOCK:
+        for how in ("ours", "stock") if name in ALSO_IN_STOCK else ("ours",):
+            compressor, layouts, gradients = make(name), [], []
+            losses, model = train(
+                lambda m, how=how, compressor=compressor, layouts=layouts: (
+                    spied_ours if how == "ours" else spied_stock
+                )(m, compressor, layouts),
+                10,
+                torch.float64,
+                gradients,
+            )
+            assert same_on_all_ranks(parameters_of(model)), name
+            assert dist.get_world_size() == 1 or compressor.traffic.sent_bytes > 0
+            results[name, how] = losses, gradients, parameters_of(model), layouts
+    return results
+
+
+ALSO_IN_STOCK = ("fp32", "bf16+", "int8+", "topk+", "powersgd+")
+
+
+def spied_ours(model: nn.Module, compressor: Compressor, layouts):
+    """Our own DDP; `layouts` receives the parameters of each bucket of each step."""
     from minidist.parallel.data import BucketedDDP
 
-    for name in ("fp32", "int8+", "powersgd+"):
-        compressor = make(name)
+    numbers = {p: i for i, p in enumerate(model.parameters())}
+    layouts.append([])
 
-        def ours(model, compressor=compressor):
-            ddp = BucketedDDP(
-                model,
-                bucket_bytes=2048,
-                reduce=lambda flat: sum_in_place(compressor, flat, ddp.buckets),
-            )
-            assert len(ddp.buckets) > 1
-            return ddp
+    def reduce(flat):
+        (bucket,) = (b for b in ddp.buckets if b.flat is flat)
+        if sum(map(len, layouts[-1])) == len(numbers):
+            layouts.append([])
+        layouts[-1].append([numbers[p] for p in bucket.parameters])
+        return sum_in_place(compressor, flat, ddp.buckets)
 
-        losses, model = train(ours, 10)
-        assert same_on_all_ranks(parameters_of(model)), name
-        stock, _ = train(lambda m, name=name: hooked(m, make(name)), 10)
-        torch.testing.assert_close(losses, stock, rtol=2e-2, atol=0)
-        assert n == 1 or compressor.traffic.sent_bytes > 0
+    ddp = BucketedDDP(model, bucket_bytes=2048, reduce=reduce)
+    assert len(ddp.buckets) > 1
+    return ddp
 
-    # Resume: residuals, factors and step counts go on bit for bit.
+
+def spied_stock(model: nn.Module, compressor: Compressor, layouts):
+    numbers = {p: i for i, p in enumerate(model.parameters())}
+
+    def hook(state, bucket):
+        if bucket.index() == 0:
+            layouts.append([])
+        layouts[-1].append([numbers[p] for p in bucket.parameters()])
+        return compression_hook(state, bucket)
+
+    hook.__annotations__ = compression_hook.__annotations__
+    ddp = small_buckets(model)
+    ddp.register_comm_hook(HookState(compressor), hook)
+    return ddp
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ten_steps_are_those_of_the_definition(world_size):
+    every_rank = run(in_world, world_size, ten_steps_and_resume)
+    exact_losses, exact = oracle(10, world_size)
+    for (name, how), (losses, gradients, parameters, layouts) in every_rank[0].items():
+        what = f"{name}, {how}"
+        assert len(layouts) == 10, what
+        assert max(map(len, layouts)) > 1, what
+        divisor = world_size if how == "ours" else 1
+        expected_losses, expected_gradients, expected = simulate(name, layouts, world_size, divisor)
+        rtol = 1e-6 if name == "fp32" else 1e-8
+        assert losses == pytest.approx(expected_losses, rel=rtol), what
+        for got, want in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol, msg=what)
+        torch.testing.assert_close(parameters, expected, rtol=rtol, atol=rtol, msg=what)
+        # Against training without compression: the same, or not the same at all.
+        far = (parameters - torch.cat([p.flatten() for p in exact])).abs().max().item()
+        if name == "fp32":
+            assert losses == pytest.approx(exact_losses, rel=1e-6)
+            assert far < 1e-7
+        else:
+            assert far > 1e-7, what
+
+
+def ten_steps_and_resume():
+    results = ten_steps()
+    resume()
+    return results
+
+
+def resume():
+    """Residuals, factors and step counts go on bit for bit."""
     for name in ("topk+", "powersgd+", "powersgd cold+", "int8+"):
         segments = [Segment("w", (12, 8)), Segment("b", (12,))]
         named = [("weight", "w"), ("bias", "b")]
@@ -476,11 +700,6 @@ def hooked(model: nn.Module, compressor: Compressor) -> DistributedDataParallel:
     ddp = small_buckets(model)
     ddp.register_comm_hook(HookState(compressor), compression_hook)
     return ddp
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ten_steps_in_stock_and_our_own_ddp_and_resume(world_size):
-    run(in_world, world_size, ten_steps_and_resume)
 
 
 def account_for_everything():

@@ -87,7 +87,7 @@ def check_shards():
 
 
 def test_shard_and_unshard():
-    for n in (1, 3):
+    for n in (1, 2, 3, 4):
         ranks(n, check_shards)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from datetime import timedelta
 
@@ -62,6 +63,7 @@ class Native(Plain):
 CASES = {
     "adamw": {},
     "tied": {"config": {"tied": True}},
+    "tied and frozen": {"model": "frozen"},
     "clip, no sync": {"accumulate": 3, "skip_sync": True, "clip": (0.05, 2.0)},
 }
 OPTIONS = {
@@ -77,8 +79,11 @@ def train_all():
     for name, case in CASES.items():
         done["default", name] = train(Native(), **case)
     options = dict(OPTIONS)
+    for replicas in range(2, n + 1):
+        if n % replicas == 0:
+            for name, case in CASES.items():
+                done[f"{replicas} replicas", name] = train(Native(replicas=replicas), **case)
     if n % 2 == 0:
-        options["hybrid"] = {"replicas": 2}
         options["own mesh"] = {
             "mesh": init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("outer", "inner"))
         }
@@ -237,10 +242,16 @@ def test_options_are_translated():
     )
     assert set(plan.arguments) <= known
     assert plan.arguments["reshard_after_forward"] is True
-    assert plan.arguments["mp_policy"] == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert plan.arguments["mp_policy"] == MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, cast_forward_inputs=False
+    )
     assert isinstance(plan.arguments["offload_policy"], CPUOffloadPolicy)
     assert plan.arguments["ignored_params"] == set(layer.parameters())
-    assert plan.steps == ("model.set_modules_to_forward_prefetch([…])",)
+    root, buffers, norms, prefetch = plan.steps
+    assert "cast_forward_inputs=True" in root
+    assert "b.data.to(torch.bfloat16)" in buffers
+    assert "_BatchNorm" in norms
+    assert prefetch == "model.set_modules_to_forward_prefetch([…])"
     assert len(plan.reasons) == 8
     hybrid = {"sharding_strategy": "_HYBRID_SHARD_ZERO2"}
     plan = fsdp1_to_fsdp2(hybrid, world_size=6, ranks_per_node=2)
@@ -255,6 +266,35 @@ def test_options_are_translated():
         fsdp1_to_fsdp2({"zero_stage": 3})
     with pytest.raises(ValueError, match="multiple of ranks_per_node, got 6 and 4"):
         fsdp1_to_fsdp2(hybrid, world_size=6, ranks_per_node=4)
+
+
+def test_every_field_of_fsdp1s_mixed_precision_is_translated():
+    """To a field of the policy, or to a step that says what to do instead: none is dropped."""
+    plain = MixedPrecision(
+        param_dtype=None, cast_root_forward_inputs=False, _module_classes_to_ignore=()
+    )
+    before = fsdp1_to_fsdp2({"mixed_precision": plain})
+    assert before.steps == ()
+    changes = {
+        "param_dtype": torch.float16,
+        "reduce_dtype": torch.float16,
+        "buffer_dtype": torch.float16,
+        "keep_low_precision_grads": True,
+        "cast_forward_inputs": True,
+        "cast_root_forward_inputs": True,
+        "_module_classes_to_ignore": (nn.BatchNorm1d,),
+    }
+    assert set(changes) == {field.name for field in dataclasses.fields(MixedPrecision)}
+    for name, value in changes.items():
+        base = plain
+        if name == "_module_classes_to_ignore":  # says something where there is a dtype to ignore
+            base = dataclasses.replace(plain, param_dtype=torch.float16)
+            before = fsdp1_to_fsdp2({"mixed_precision": base})
+        after = fsdp1_to_fsdp2({"mixed_precision": dataclasses.replace(base, **{name: value})})
+        changed = (after.arguments, after.steps) != (before.arguments, before.steps)
+        assert changed, f"{name} is dropped without a word"
+    both = {"ignored_modules": [nn.Linear(1, 1)], "ignored_states": [nn.Parameter(torch.ones(1))]}
+    assert len(fsdp1_to_fsdp2(both).arguments["ignored_params"]) == 3
 
 
 def train_translated():

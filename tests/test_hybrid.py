@@ -43,6 +43,9 @@ CASES = {
         case(cp=2, masked=True),
         case(pp=2, virtual_stages=2, model=FOUR),
         case(pp=2, virtual_stages=2, model=FOUR | TIED),
+        case(pp=2, batch=3),  # micro-batches that the stages do not divide
+        case(dp=2, zero_stage=1, model=TIED),
+        case(dp=2, zero_stage=3, micro_batch=2),
     ],
     3: [
         case(dp=3, zero_stage=2, batch=6),
@@ -50,6 +53,8 @@ CASES = {
         case(pp=3, model=THREE, batch=2),
         case(tp=3, model=TIED),
         case(cp=3, model={"context": 12}),
+        case(dp=3, zero_stage=1, batch=6, model=TIED),
+        case(pp=3, model=THREE | TIED, batch=4),
     ],
     4: [
         case(dp=2, tp=2),
@@ -63,6 +68,11 @@ CASES = {
         case(cp=2, dp=2, zero_stage=3),
         case(cp=2, pp=2, zero_stage=1),
         case(tp=2, cp=2, sequence_parallel=True),
+        # One axis alone; 4 heads, since tensor parallelism splits them.
+        case(tp=4, model=TIED | {"num_heads": 4}),
+        case(tp=4, sequence_parallel=True, model={"num_heads": 4}),
+        case(pp=4, batch=6, model=FOUR | TIED),
+        case(cp=4, masked=True, model={"context": 16}),
         *(case(dp=4, zero_stage=stage, micro_batch=2, batch=8) for stage in range(4)),
     ],
 }
@@ -266,16 +276,32 @@ def test_wrong_configurations_end_on_every_rank_with_the_arithmetic():
 
 
 def native(spec):
+    """Every division of the ranks among dp and tp."""
+    dist.init_process_group("gloo")
+    n = dist.get_world_size()
+    curves = {
+        (n // tp, tp): native_curve(spec, n // tp, tp) for tp in range(1, n + 1) if n % tp == 0
+    }
+    if n == 4:
+        from minidist.parallel.hybrid.native import parallelize_native
+
+        with pytest.raises(ValueError, match="takes the axes dp and tp, got dp 2 x pp 2"):
+            parallelize_native(None, make_mesh(dp=2, pp=2))
+    dist.barrier()
+    dist.destroy_process_group()
+    return curves
+
+
+def native_curve(spec, dp, tp):
     from minidist.parallel.hybrid.native import loss_parallel, parallelize_native
 
-    dist.init_process_group("gloo")
-    mesh = make_mesh(dp=2, tp=2)
+    mesh = make_mesh(dp=dp, tp=tp)
     torch.manual_seed(0)
     model = parallelize_native(GPT(GPTConfig(**spec["model"])).double(), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     curve = []
     for tokens, targets in zip(*data(**spec), strict=True):
-        own = slice(mesh.coordinate("dp"), None, 2)
+        own = slice(mesh.coordinate("dp"), None, dp)
         optimizer.zero_grad()
         with loss_parallel():
             loss: Any = lm_loss(model(tokens[own]), targets[own])
@@ -284,19 +310,17 @@ def native(spec):
         optimizer.step()
         value = loss.full_tensor().detach()
         dist.all_reduce(value, group=mesh.group("dp"))
-        curve.append([value.item() / 2, norm.full_tensor().item()])
-    with pytest.raises(ValueError, match="takes the axes dp and tp, got dp 2 x pp 2"):
-        parallelize_native(None, make_mesh(dp=2, pp=2))
-    dist.barrier()
-    dist.destroy_process_group()
+        curve.append([value.item() / dp, norm.full_tensor().item()])
     return curve
 
 
-def test_torchs_own_two_axes_train_as_one_process():
-    spec = case(model={"vocab_size": 12})
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_torchs_own_two_axes_train_as_one_process(world_size):
+    spec = case(batch=12, model={"vocab_size": 12, "num_heads": 12})
     curve, *_ = one_process(spec)
-    for got in run(native, 4, spec):
-        torch.testing.assert_close(got, curve, rtol=1e-11, atol=0)
+    for layouts in run(native, world_size, spec):
+        for layout, got in layouts.items():
+            torch.testing.assert_close(got, curve, rtol=1e-11, atol=0, msg=f"dp, tp: {layout}")
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"errors", "config", "cost", "collectives", "mesh", "device", "precision"},
     "elastic": LAYERS,
     "train": LAYERS | {"elastic"},
+    "peers": LAYERS | {"train"},
     "kernel": {"errors"},
     "claims": BASE,
     "plots": LAYERS,

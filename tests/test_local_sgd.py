@@ -41,15 +41,21 @@ def vector(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def simulate(name, n, period, start_step, average_state=()):
-    """Every rank's model in this process; the parameters after each step, before and after."""
+def simulate(name, n, period, start_step, average_state=(), shift=0):
+    """Every rank's model in this process: the parameters at the end, and the losses.
+
+    The replicas meet at the end of each period, or `shift` steps later.
+    """
     models = [make_model() for _ in range(n)]
     optimizers = [OPTIMIZERS[name](model.parameters()) for model in models]
+    losses = [[] for _ in range(n)]
     for step in range(STEPS):
         for rank, model in enumerate(models):
             model.zero_grad()
             x, y = data(rank, step)
-            F.mse_loss(model(x), y).backward()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            losses[rank].append(loss.item())
         if step < start_step:
             for same in zip(*[model.parameters() for model in models], strict=True):
                 mean = torch.stack([p.grad for p in same]).mean(0)
@@ -57,7 +63,7 @@ def simulate(name, n, period, start_step, average_state=()):
                     p.grad = mean.clone()
         for optimizer in optimizers:
             optimizer.step()
-        if step >= start_step and (step - start_step + 1) % period == 0:
+        if step >= start_step and (step - start_step + 1 - shift) % period == 0:
             for same in zip(*[model.parameters() for model in models], strict=True):
                 mean = torch.stack([p.detach() for p in same]).mean(0)
                 for p in same:
@@ -72,7 +78,7 @@ def simulate(name, n, period, start_step, average_state=()):
                     mean = torch.stack(same).mean(0)
                     for buffer in same:
                         buffer.copy_(mean)
-    return [vector(model) for model in models]
+    return [vector(model) for model in models], losses
 
 
 CASES = [
@@ -94,18 +100,16 @@ def train_local():
     return results
 
 
-def check_torch(rank, n):
+def train_as_torch_does(rank):
+    """torch's own meets after its first local step: one step later than ours."""
     model = make_model()
     ddp, optimizer = torch_local_sgd(model, OPTIMIZERS["sgd"](model.parameters()), 3, start_step=4)
-    for step in range(8):  # averages after steps 4 and 7
+    for step in range(STEPS):
         optimizer.zero_grad()
         x, y = data(rank, step)
         F.mse_loss(ddp(x), y).backward()
         optimizer.step()
-    every = [torch.empty_like(vector(model)) for _ in range(n)]
-    dist.all_gather(every, vector(model))
-    torch.testing.assert_close(every[0], every[-1], rtol=0, atol=0)
-    assert not torch.equal(vector(model), vector(make_model()))
+    return vector(model)
 
 
 def body():
@@ -119,6 +123,7 @@ def body():
         local = LocalSGD(
             model, optimizer, period, start_step=start_step, average_state=average_state
         )
+        losses = []
         for step in range(STEPS):
             if step == 7:  # resumed in the middle of a period
                 saved = local.state_dict()
@@ -137,9 +142,11 @@ def body():
                 local.load_state_dict(copy.deepcopy(saved))
             optimizer.zero_grad()
             x, y = data(rank, step)
-            F.mse_loss(model(x), y).backward()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
             local.step()
-        results.append((vector(model), local.sent_bytes, local.saved_bytes))
+            losses.append(loss.item())
+        results.append((vector(model), losses, local.sent_bytes, local.saved_bytes))
 
     # With DDP: equal to period 1 for linear optimisers, not for Adam.
     ddps = {}
@@ -162,10 +169,8 @@ def body():
             local.step()
         ddps[name] = (vector(model) - vector(every_step)).abs().max().item()
 
-    # torch's own: averages after its first local step, so shifted against ours.
     ddp = DistributedDataParallel(make_model())
-    if n == 2:
-        check_torch(rank, n)
+    native = train_as_torch_does(rank)
     # Tensors of several dtypes; bf16 is averaged in fp32.
     mixed = [torch.tensor([1.0 + rank]), torch.tensor([256.0 + rank]).bfloat16(), torch.empty(0)]
     average_tensors(mixed)
@@ -190,30 +195,34 @@ def body():
     F.mse_loss(plain(x), y).backward()
     with pytest.raises(ValueError, match="momentum_buffer"):
         typo.step()
-    return results, ddps
+    return results, ddps, native
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_local_sgd_is_what_its_definition_says(world_size):
     every_rank = run(train_local, world_size)
     size = vector(make_model()).numel() * 8
     floats = size + 2 * 10 * 8  # with the running statistics of the batch norm
     for number, (name, period, start_step, average_state) in enumerate(CASES):
-        expected = simulate(name, world_size, period, start_step, average_state)
+        expected, losses = simulate(name, world_size, period, start_step, average_state)
         for rank in range(world_size):
-            got, sent, saved = every_rank[rank][0][number]
+            got, got_losses, sent, saved = every_rank[rank][0][number]
             torch.testing.assert_close(got, expected[rank], rtol=1e-9, atol=1e-12)
+            assert got_losses == pytest.approx(losses[rank], rel=1e-9)
             # Bytes: gradients at first, then parameters (and state) at each meeting.
             meetings = (STEPS - start_step) // period
             share = 2 * (world_size - 1)
             one = share * (floats + size * len(average_state)) // world_size
             assert sent == start_step * (share * size // world_size) + meetings * one
             assert saved == STEPS * (share * size // world_size) - sent
+    expected, _ = simulate("sgd", world_size, 3, 4, shift=1)
+    for rank in range(world_size):
+        torch.testing.assert_close(every_rank[rank][2], expected[rank], rtol=1e-9, atol=1e-12)
     if world_size > 1:
         difference = every_rank[0][1]
         assert difference["sgd"] < 1e-12
         assert difference["momentum"] < 1e-12
         assert difference["adam"] > 1e-4
         # Between two meetings the replicas differ.
-        apart = simulate("momentum", world_size, 5, 1)
+        apart, _ = simulate("momentum", world_size, 5, 1)
         assert (apart[0] - apart[-1]).abs().max() > 1e-3

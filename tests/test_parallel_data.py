@@ -734,7 +734,7 @@ def test_a_gpt_in_sub_groups_takes_the_steps_of_one_process():
             assert_same(results[rank], expected, f"rank {rank}")
 
 
-NUM_BATCHES = {2: (5, 2), 3: (0, 4, 2)}
+NUM_BATCHES = {1: (10,), 2: (10, 2), 3: (0, 10, 3), 4: (3, 0, 10, 7)}
 UNEVEN = {
     "all": ({}, "all"),
     "active": ({}, "active"),
@@ -765,17 +765,24 @@ def uneven():
         model.never.requires_grad_(name != "stock")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mine = [(batch(rank, step), torch.zeros(())) for step in range(NUM_BATCHES[n][rank])]
+        losses = []
+
+        def loss_fn(y, _, losses=losses):
+            losses.append(loss_of(y))
+            return losses[-1]
+
         if name == "stock":
             ddp = nn.parallel.DistributedDataParallel(model)
-            train_uneven(ddp, optimizer, mine, lambda y, _: loss_of(y))
+            train_uneven(ddp, optimizer, mine, loss_fn)
         else:
             ddp = BucketedDDP(model, **SMALL, **options)
             with join(ddp, divide_by):
-                for x, _ in mine:
+                for x, y in mine:
                     optimizer.zero_grad()
-                    loss_of(ddp(x)).backward()
+                    loss_fn(ddp(x), y).backward()
                     optimizer.step()
-        results[name] = {k: v.clone() for k, v in model.state_dict().items()}
+        state = {k: v.clone() for k, v in model.state_dict().items()}
+        results[name] = [loss.item() for loss in losses], state
     # Kinds of step that do not fit together are an error on every rank.
     ddp = BucketedDDP(seeded(UnevenNet))
     text = ""
@@ -795,19 +802,25 @@ def uneven():
 def test_uneven_inputs(world_size):
     ranks = run(uneven, world_size)
     for rank, (results, text) in enumerate(ranks):
-        assert text.startswith(f"[rank {rank}] join: ranks are at different kinds of step")
+        where = f"[rank {rank}] join: ranks are at different kinds of step"
+        assert text.startswith(where) or world_size == 1
         for name, (_, divide_by) in UNEVEN.items():
             model = seeded(UnevenNet)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
             for step in range(max(NUM_BATCHES[world_size])):
                 active = [r for r, num in enumerate(NUM_BATCHES[world_size]) if num > step]
                 optimizer.zero_grad()
                 for r in active:
                     divisor = len(active) if divide_by == "active" else world_size
-                    (loss_of(model(batch(r, step))) / divisor).backward()
+                    loss = loss_of(model(batch(r, step)))
+                    (loss / divisor).backward()
+                    if r == rank:
+                        losses.append(loss.item())
                 optimizer.step()
             expected = {k: v for k, v in model.state_dict().items() if k != "num_forwards"}
-            got = dict(results[name])
+            got_losses, got = results[name]
+            assert got_losses == pytest.approx(losses, rel=1e-10), f"rank {rank}, {name}"
             assert got.pop("num_forwards") == max(NUM_BATCHES[world_size])
             assert_same(got, expected, f"rank {rank}, {name}")
 
@@ -818,6 +831,7 @@ def test_uneven_inputs(world_size):
 def native():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    case = Case()
     variants = {
         "plain": DDPOptions(),
         "views, small": DDPOptions(gradient_as_bucket_view=True, bucket_cap_mb=0.0002),
@@ -826,32 +840,43 @@ def native():
         "fp16": DDPOptions(hook="fp16"),
         "powersgd": DDPOptions(hook="powersgd", powersgd_rank=2),
     }
-    grads = {}
+    results = {}
     for name, options in variants.items():
         model = seeded(Net)
         ddp = wrap_ddp(model, options)
-        for step in range(2):
-            ddp.zero_grad()
-            loss_of(ddp(batch(rank, step))).backward()
-        grads[name] = snapshot(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
+        grads = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(ddp(batch(rank, step), case.branches(rank, step))).backward()
+            grads.append(snapshot(model))
+            optimizer.step()
+        results[name] = grads, {n: p.detach() for n, p in model.named_parameters()}
     for hook in ("bf16", "other"):
         with pytest.raises(ValueError, match="wrap_ddp: "):
             wrap_ddp(seeded(Net), DDPOptions(hook=hook))
     dist.barrier()
     dist.destroy_process_group()
-    return grads
+    return results
 
 
-def test_the_native_way():
-    expected, _ = oracle_step(2, 1)
-    for rank, grads in enumerate(run(native, 2)):
-        for name, got in grads.items():
-            if name == "fp16":
-                for key, value in expected.items():
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_native_way(world_size):
+    expected, parameters = oracle(Case(), world_size)
+    for rank, results in enumerate(run(native, world_size)):
+        for name, (grads, got) in results.items():
+            what = f"rank {rank}, {name}"
+            if name == "fp16":  # later steps of Adam magnify what was rounded
+                for key, value in expected[0].items():
                     if value is not None:
-                        torch.testing.assert_close(got[key], value, rtol=5e-3, atol=1e-4)
-            else:
-                assert_same(got, expected, f"rank {rank}, {name}")
+                        torch.testing.assert_close(grads[0][key], value, rtol=5e-3, atol=1e-4)
+                for key, value in parameters.items():
+                    torch.testing.assert_close(got[key], value, rtol=0, atol=5e-3)
+                continue
+            for step, (one, other) in enumerate(zip(grads, expected, strict=True)):
+                assert_same(one, other, f"{what}, gradient of step {step}")
+            assert_same(got, parameters, what)
 
 
 # ---------------------------------------------------------------------------- emulated cluster
@@ -922,7 +947,12 @@ def test_buckets_hold_each_parameter_once_and_keep_to_the_limit(sizes, cap, firs
 # -------------------------------------------------------------------------------- SyncBatchNorm
 
 
-SIZES = {1: [(4,)], 2: [(4, 4), (1, 5), (0, 3), (1, 1)], 3: [(2, 0, 5), (0, 0, 2)]}
+SIZES = {
+    1: [(4,)],
+    2: [(4, 4), (1, 5), (0, 3), (1, 1)],
+    3: [(2, 0, 5), (0, 0, 2)],
+    4: [(2, 0, 5, 1), (0, 0, 2, 0)],
+}
 SHAPES = [(), (6,), (4, 3), (2, 3, 2)]
 
 
@@ -1026,7 +1056,8 @@ def train_resnet(joint):
     from minidist.data import make_images
     from minidist.model import ResNet
 
-    images, labels = make_images(12 * STEPS, num_classes=4, size=8)
+    batch = 11  # which no number of ranks but one divides
+    images, labels = make_images(batch * STEPS, num_classes=4, size=8)
     images = images.double()
     model: Any = seeded(lambda: ResNet(num_classes=4, width=4).double())
     world_size, rank = 1, 0
@@ -1035,21 +1066,33 @@ def train_resnet(joint):
         world_size, rank = dist.get_world_size(), dist.get_rank()
         model = BucketedDDP(convert_sync_batch_norm(model), bucket_bytes=4000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses, gradients = [], {}
     for step in range(STEPS):
-        rows = torch.arange(12 * step + rank, 12 * step + 12, world_size)
+        rows = torch.arange(batch * step + rank, batch * (step + 1), world_size)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+        logits = model(images[rows])
+        # The mean over the batch of all ranks, of which DDP takes the mean over the ranks.
+        loss = nn.functional.cross_entropy(logits, labels[rows], reduction="sum") / batch
+        (loss * world_size).backward()
+        losses.append(loss.item())
+        gradients = gradients or {f"gradient of {k}": v for k, v in snapshot(model).items()}
         optimizer.step()
     if not joint:
         dist.barrier()
         dist.destroy_process_group()
         model = model.module
-    return {k: v.double() for k, v in model.state_dict().items()}
+        gradients = {k.replace("of module.", "of "): v for k, v in gradients.items()}
+    return losses, gradients | {k: v.double() for k, v in model.state_dict().items()}
 
 
-def test_a_resnet_with_sync_batch_norm_takes_the_steps_of_one_process():
-    expected = train_resnet(True)
-    for rank, got in enumerate(run(train_resnet, 3, False)):
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_resnet_with_sync_batch_norm_takes_the_steps_of_one_process(world_size):
+    losses, expected = train_resnet(True)
+    results = run(train_resnet, world_size, False)
+    total = [sum(step) for step in zip(*(each for each, _ in results), strict=True)]
+    assert total == pytest.approx(losses, rel=1e-9)
+    for rank, (_, got) in enumerate(results):
+        assert got.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
                 got[name],
@@ -1090,11 +1133,11 @@ def test_the_gradient_of_sync_batch_norm_is_exact():
 
 def clip_shards():
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    # Six gradients, dealt out so that the last rank holds none.
+    rank, num_owners = dist.get_rank(), max(1, dist.get_world_size() - 1)
+    # Six gradients, dealt out so that the last of several ranks holds none.
     results = {}
     for norm_type in (1.0, 2.0, math.inf):
-        mine = [p for i, p in enumerate(gradients()) if i % 2 == rank]
+        mine = [p for i, p in enumerate(gradients()) if i % num_owners == rank]
         norm = clip_grad_norm(mine, 0.5, norm_type=norm_type, shard_group=dist.group.WORLD)
         results[norm_type] = (norm, [p.grad for p in mine])
     bad = gradients()[:1]
@@ -1116,15 +1159,17 @@ def gradients(dtype=torch.float64):
     return parameters
 
 
-def test_clipping_shards_equals_clipping_all():
-    ranks = run(clip_shards, 3)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_clipping_shards_equals_clipping_all(world_size):
+    ranks = run(clip_shards, world_size)
+    num_owners = max(1, world_size - 1)
     for norm_type in (1.0, 2.0, math.inf):
         expected = gradients()
         norm = torch.nn.utils.clip_grad_norm_(expected, 0.5, norm_type)
         for rank, results in enumerate(ranks):
             got_norm, grads = results[norm_type]
             torch.testing.assert_close(got_norm, norm)
-            theirs = [p.grad for i, p in enumerate(expected) if i % 2 == rank]
+            theirs = [p.grad for i, p in enumerate(expected) if i % num_owners == rank]
             for got, want in zip(grads, theirs, strict=True):
                 torch.testing.assert_close(got, want)
 
@@ -1153,7 +1198,7 @@ def test_clipping_replicated_gradients():
 # --------------------------------------------------------------------------------- DataParallel
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 5])
 def test_data_parallel_takes_the_steps_of_one_device(num_devices):
     plain, model = seeded(Net), seeded(Net)
     parallel = DataParallel(model, ["cpu"] * num_devices)

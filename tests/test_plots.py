@@ -6,7 +6,9 @@ import itertools
 
 import matplotlib
 import pytest
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -18,6 +20,8 @@ from minidist.parallel import pipeline
 from minidist.plots.steps import holdings
 from minidist.plots.style import text_colour
 from minidist.precision.formats import FORMATS
+from minidist.profile import Span, Window, from_profiler
+from minidist.profile import Timeline as Profile
 from minidist.widgets import explore
 
 
@@ -46,6 +50,7 @@ FIGURES = {
         xlabel="memory (GB)", limit=80, limit_label="80 GB",
     ),
     "timeline": lambda: plots.plot_timeline(simulate(trace(), clusters.pcie_a100()), title="t"),
+    "profile": lambda: plots.plot_timeline(profiled(), title="t"),
     "pipeline": lambda: plots.plot_pipeline(
         pipeline.simulate(pipeline.interleaved(2, 4, 2)), title="t"
     ),
@@ -95,6 +100,47 @@ def test_a_timeline_shows_what_happened():
     assert legend == ["compute", "communication", "idle"]
     assert figure.axes[0].get_xlabel() == "time (ms)"
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1"]
+
+
+def profiled():
+    """Two ranks of a profile: what a merged trace of torch.profiler looks like."""
+    spans = [
+        Span(rank=rank, lane=lane, kind=kind, name="op", start_s=1 + start, end_s=1 + end)
+        for rank in (0, 2)
+        for lane, kind, start, end in [
+            ("thread 1", "loader", 0.0, 0.1),
+            ("thread 1", "compute", 0.1, 0.3),
+            ("thread 1", "compute", 0.3, 0.5),  # touches the one before
+            ("thread 2", "communication", 0.4, 0.9),
+        ]
+    ]
+    steps = [Window(rank=r, name=f"step {k}", start_s=1 + k / 2, end_s=1.5 + k / 2)
+             for r in (0, 2) for k in (0, 1)]  # fmt: skip
+    return Profile(tuple(spans), tuple(steps))
+
+
+def test_a_profiles_timeline_is_drawn_too():
+    axes = (figure := plots.plot_timeline(profiled())).axes[0]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["compute", "loader", "communication", "idle"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 2"]
+    assert axes.get_xlim() == pytest.approx((0, 1000 if axes.get_xlabel() == "time (ms)" else 1))
+    bars = [each for each in axes.collections if isinstance(each, PolyCollection)]
+    assert len(bars) == 2 * 3, "loader, the two operators as one, communication"
+    marks = [each for each in axes.collections if isinstance(each, LineCollection)]
+    assert [len(each.get_segments()) for each in marks] == [2, 2], "the steps' starts"
+    assert len(plots.plot_timeline(profiled(), start_s=1.45, end_s=1.6).axes[0].collections) < 8
+    with pytest.raises(ValueError, match=r"nothing between 1\.0 s and 0\.5 s"):
+        plots.plot_timeline(profiled(), end_s=0.5)
+    # And from torch.profiler itself.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(3):
+            with torch.profiler.record_function("step"):
+                torch.ones(64, 64) @ torch.ones(64, 64)
+    axes = plots.plot_timeline(from_profiler(profile, step="step")).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0"]
+    marks = [each for each in axes.collections if isinstance(each, LineCollection)]
+    assert [len(each.get_segments()) for each in marks] == [3]
 
 
 @pytest.mark.parametrize("schedule", [ring_steps(4), tree_steps(5)], ids=lambda s: s.name)

@@ -445,6 +445,9 @@ def test_policy():
 # ------------------------------------------------------------------ many ranks
 
 
+NUM_UPDATES, OVERFLOWS_AT = 10, 3
+
+
 def on_ranks():
     dist.init_process_group("gloo")
     results = one_decision()
@@ -484,30 +487,35 @@ def one_decision():
         trace.append((scaler.get_scale(), mine))
     assert alone.get_scale() == 1024.0
 
-    # 2. The same through FSDP2's sharded gradients (DTensor), against torch's DDP and scaler.
-    torch.manual_seed(0)
-    sharded = make_model()
-    replica = make_model()
+    # 2. The same through FSDP2's sharded gradients (DTensor), beside torch's DDP and scaler: ten
+    #    updates, and one step that is skipped.
+    sharded = make_model().double()
+    replica = make_model().double()
     mesh = init_device_mesh("cpu", (n,))
     fully_shard(sharded, mesh=mesh)
     ddp = DistributedDataParallel(replica)
-    x, y = regression(seed=rank)
+    x, y = (t.double() for t in regression(seed=rank))
     pairs = [
         (sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), GradScaler(1024.0, group=world)),
         (ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 1024.0)),
     ]
-    for step in range(6):
+    losses, gradients = [], []
+    for step in range(NUM_UPDATES + 1):
         for model, optim, each in pairs:
             optim.zero_grad()
             loss = F.mse_loss(model(x), y)
-            if step == 3 and rank == n - 1:
+            losses.append(loss.item())
+            if step == OVERFLOWS_AT and rank == n - 1:
                 loss = loss * math.inf
             each.scale(loss).backward()
+            each.unscale_(optim)
+            if step == 0:
+                gradients.append([whole(p.grad).clone() for p in model.parameters()])
             each.step(optim)
             each.update()
         assert pairs[0][2].state_dict() == pairs[1][2].state_dict()
-    for got, want in zip(sharded.parameters(), replica.parameters(), strict=True):
-        torch.testing.assert_close(got.full_tensor(), want.detach())  # type: ignore[operator]
+    parameters = [[whole(p.detach()) for p in m.parameters()] for m in (sharded, replica)]
+    trained = (losses[::2], losses[1::2]), gradients, parameters
     assert pairs[0][2].get_scale() == 512.0
 
     # 3. An overflow in one shard only: FSDP's reduction would spread it, so put it there by hand.
@@ -529,12 +537,40 @@ def one_decision():
     # 4. Wrong order: an error on every rank, and no rank waits.
     with pytest.raises(RuntimeError, match=rf"no step.*rank {rank}"):
         scaler.update()
-    return trace
+    return trace, trained
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_all_ranks_decide_alike(world_size):
-    traces = run(on_ranks, world_size)
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def one_process(world_size):
+    """Ten updates without any scaler; the step that overflows is left out."""
+    model = make_model().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [[t.double() for t in regression(seed=rank)] for rank in range(world_size)]
+    losses, gradients = [], []
+    for step in range(NUM_UPDATES + 1):
+        optimizer.zero_grad()
+        each = [F.mse_loss(model(x), y) for x, y in data]
+        torch.stack(each).mean().backward()
+        gradients = gradients or [whole(p.grad).clone() for p in model.parameters()]
+        if step != OVERFLOWS_AT:
+            optimizer.step()
+        losses.append([loss.item() for loss in each])
+    return losses, gradients, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_ranks_decide_alike_and_train_as_one_process(world_size):
+    results = run(on_ranks, world_size)
+    traces = [trace for trace, _ in results]
+    losses, gradients, parameters = one_process(world_size)
+    for rank, (_, trained) in enumerate(results):
+        for got_losses, got_gradients, got_parameters in zip(*trained, strict=True):
+            assert got_losses == pytest.approx([each[rank] for each in losses], rel=1e-10)
+            torch.testing.assert_close(got_gradients, gradients, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(got_parameters, parameters, rtol=1e-10, atol=1e-12)
     scales = [[scale for scale, _ in trace] for trace in traces]
     assert all(each == scales[0] for each in scales)
     expected = [1024.0, 512.0, 256.0, 256.0, 256.0, 256.0, 512.0, 512.0, 512.0, 256.0, 256.0, 256.0]

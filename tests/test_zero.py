@@ -70,6 +70,7 @@ CASES = {
     "adamw": {},
     "sgd": SGD,
     "tied, groups": {"config": {"tied": True}, "groups": True},
+    "tied and frozen": {"model": "frozen"},
     "scheduler": {"schedule": True},
     "closure": {"closure": True},
     "clip": {"clip": (0.05, 2.0)},
@@ -427,7 +428,7 @@ def test_wrong_use_is_refused():
 # -- with loss scaling and clipping --------------------------------------------------------------
 
 
-STEPS, OVERFLOWS_AT = 6, 2  # at this step the last rank's loss is infinite
+STEPS, OVERFLOWS_AT = 11, 2  # at this step the last rank's loss is infinite
 
 
 def make_mlp(dtype):
@@ -517,7 +518,7 @@ def test_scaling_and_clipping_equal_one_process(world_size):
                 torch.testing.assert_close(
                     values[name].double(), value, rtol=1e-3, atol=1e-4, msg=f"{kind}: {name}"
                 )
-            assert scales == [1024, 1024, 512, 512, 512, 1024], kind
+            assert scales == [1024, 1024, 512, 512, 512, *[1024] * 3, *[2048] * 3], kind
             finite = [i for i in range(STEPS) if i != OVERFLOWS_AT]
             assert [got[i] for i in finite] == pytest.approx([norms[i] for i in finite], rel=1e-3)
         # Nobody divides nothing and then steps with scaled gradients.

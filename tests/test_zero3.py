@@ -77,6 +77,7 @@ CASES = {
     "adamw": {},
     "sgd": SGD,
     "tied, groups": {"config": {"tied": True}, "groups": True},
+    "tied and frozen": {"model": "frozen"},
     "scheduler": {"schedule": True},
     "closure": {"closure": True},
     "clip": {"clip": (0.05, 2.0)},
@@ -104,14 +105,19 @@ OPTIONS = {
 }
 
 
+EVERYWHERE = ("nested", "offload", "checkpoint outside")  # the rest on 2 and 3 ranks
+
+
 def train_all():
     dist.init_process_group("gloo")
     done = {}
     for name, case in CASES.items():
         done["default", name] = train(Stage3(), **case)
-    if dist.get_world_size() in (2, 3):
-        for option, options in OPTIONS.items():
+    n = dist.get_world_size()
+    for option, options in OPTIONS.items():
+        if n in (2, 3) or option in EVERYWHERE:
             done[option, "adamw"] = train(Stage3(**options))
+    if n in (2, 3):
         for option in ("nested", "unit per layer"):
             for case in ("tied, groups", "accumulation without sync"):
                 done[option, case] = train(Stage3(**OPTIONS[option]), **CASES[case])

@@ -123,7 +123,17 @@ class Tiny(nn.Module):
     batches = staticmethod(Sometimes.batches)
 
 
-MODELS = {"gpt": Gpt, "sometimes": Sometimes, "tiny": Tiny}
+class Frozen(Gpt):
+    """Tied embeddings that are not trained, nor are the first block's attention and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        block: Any = self.gpt.blocks[0]
+        for part in (self.gpt.token_embedding, block.attention, self.gpt.norm):
+            part.requires_grad_(False)
+
+
+MODELS = {"gpt": Gpt, "frozen": Frozen, "sometimes": Sometimes, "tiny": Tiny}
 
 
 def build(model: str = "gpt", **config: Any) -> nn.Module:

@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 
 class MinidistError(Exception):
     """Base of every error that this package raises on purpose.
@@ -21,6 +24,23 @@ class MinidistError(Exception):
     def __init__(self, message: str, *, rank: int | None = None) -> None:
         self.rank = rank
         super().__init__(message if rank is None else f"[rank {rank}] {message}")
+
+
+def named_rank(group: Any = None) -> str:
+    """Who says so, for a message: "rank 1 of 4", or "this process" without a process group.
+
+    Args:
+        group: whose ranks are counted; None means the default group. The rank is the global one.
+
+    >>> named_rank()
+    'this process'
+    """
+    dist = sys.modules.get("torch.distributed")  # who has ranks has imported it
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return "this process"
+    if group is None:
+        return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+    return f"rank {dist.get_rank()} (of a group of {dist.get_world_size(group)})"
 
 
 class LaunchError(MinidistError):

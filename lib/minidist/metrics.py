@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.device import choose_device
-from minidist.errors import MismatchError
+from minidist.errors import MismatchError, named_rank
 
 
 class WeightedMean:
@@ -82,7 +82,8 @@ class Accuracy(WeightedMean):
         """Logits (..., classes), integer targets (...); those of `ignore_index` do not count."""
         if logits.shape[:-1] != targets.shape:
             raise ValueError(
-                f"Accuracy: logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
+                f"Accuracy: logits {tuple(logits.shape)} of {named_rank()} do not fit targets "
+                f"{tuple(targets.shape)}: expected {tuple(logits.shape[:-1])}"
             )
         best = logits.topk(min(self.k, logits.shape[-1]), dim=-1).indices
         counts = targets != self.ignore_index
@@ -135,11 +136,14 @@ def gather_variable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> l
         One tensor per rank of the group, on the device of `tensor`.
 
     Raises:
-        ValueError: a scalar.
-        MismatchError: on every rank, when dtypes or other dimensions differ.
+        ValueError: a scalar, on the rank that gives it.
+        MismatchError: on every rank, when dtypes or other dimensions differ, and on the others when
+            one gives a scalar.
     """
+    wrong = ""
     if tensor.dim() == 0:
-        raise ValueError("gather_variable: wants a tensor with a first dimension, got a scalar")
+        wrong = f"expected a tensor with a first dimension, {named_rank(group)} gave a scalar"
+    _all_fit("gather_variable", wrong, group)
     if not _is_distributed():
         return [tensor.detach()]
     # Sizes and kinds first, so that what does not fit fails on every rank.
@@ -177,11 +181,18 @@ def gather_predictions(
 
     Returns:
         (number of different samples, ...), by ascending index.
+
+    Raises:
+        ValueError: not one index per prediction, on the rank where it is so.
+        MismatchError: then on the others; and as `gather_variable`.
     """
-    if len(predictions) != len(indices):
-        raise ValueError(
-            f"gather_predictions: {len(predictions)} predictions for {len(indices)} indices"
+    wrong = ""
+    if predictions.dim() == 0 or indices.shape != predictions.shape[:1]:
+        wrong = (
+            f"expected one index per prediction, {named_rank(group)} gave predictions "
+            f"{tuple(predictions.shape)} and indices {tuple(indices.shape)}"
         )
+    _all_fit("gather_predictions", wrong, group)
     rows = torch.cat(gather_variable(predictions, group))
     numbers = torch.cat(gather_variable(indices.to(predictions.device), group))
     order = torch.argsort(numbers, stable=True)
@@ -189,6 +200,22 @@ def gather_predictions(
     first = torch.ones(len(ordered), dtype=torch.bool, device=ordered.device)
     first[1:] = ordered[1:] != ordered[:-1]
     return rows[order[first]]
+
+
+def _all_fit(where: str, wrong: str, group: dist.ProcessGroup | None) -> None:
+    """Collective: what is wrong on one rank is an error on all, for the others would wait for it.
+
+    Args:
+        wrong: what is wrong on this rank; "" if nothing is.
+    """
+    found: list[Any] = [wrong]
+    if _is_distributed():
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, wrong, group)
+    if wrong:
+        raise ValueError(f"{where}: {wrong}")
+    if others := [each for each in found if each]:
+        raise MismatchError(f"{where}: {'; '.join(others)}", rank=dist.get_rank())
 
 
 def get_logger(name: str = "minidist", level: int = logging.INFO) -> logging.Logger:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.errors import named_rank
+
 
 @dataclass(frozen=True)
 class Box:
@@ -206,11 +208,14 @@ class ShardReader:
     def _fill_one(self, name: str, shard: Shard) -> None:
         entry = self.index.get(name)
         if entry is None:
-            raise ValueError(f"{self.folder} has no {name!r}; it has {sorted(self.index)}")
+            raise ValueError(
+                f"{self.folder} has no {name!r}, which {named_rank()} wants; it has "
+                f"{sorted(self.index)}"
+            )
         if tuple(entry["shape"]) != tuple(shard.global_shape):
             raise ValueError(
                 f"{self.folder}: {name!r} has shape {tuple(entry['shape'])}, expected "
-                f"{tuple(shard.global_shape)}"
+                f"{tuple(shard.global_shape)} on {named_rank()}"
             )
         filled = 0
         with torch.no_grad():
@@ -224,7 +229,8 @@ class ShardReader:
                 filled += common.numel
         if filled < shard.box.numel:
             raise ValueError(
-                f"{self.folder}: {name!r}: found {filled} of {shard.box.numel} elements"
+                f"{self.folder}: {name!r}: found {filled} of {shard.box.numel} elements for "
+                f"{named_rank()}"
             )
 
     def _file(self, owner: int) -> dict[str, Tensor]:

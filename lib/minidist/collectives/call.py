@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.collectives import log
+from minidist.collectives.agreement import agree, agree_on_sizes
 from minidist.collectives.executor import (
     Chunks,
     Transport,
@@ -25,11 +26,7 @@ from minidist.collectives.executor import (
 )
 from minidist.collectives.reduction import Reduction
 from minidist.collectives.schedule import Schedule, chunk_offsets
-from minidist.collectives.steps import ring_all_gather_steps
 from minidist.collectives.work import Channel, CollectiveWork, may_use_thread
-from minidist.errors import MismatchError
-
-_DESCRIPTION_BYTES = 512
 
 
 class Call:
@@ -51,17 +48,17 @@ class Call:
         self.group = _resolve(kind, group)
         self.transport = Transport(self.group)
         self.rank, self.size = self.transport.rank, self.transport.size
-        if not self.tensors:
-            raise ValueError(f"{kind}: no tensors were given")
+        self.require(bool(self.tensors), "no tensors were given")
         first = self.tensors[0]
         for tensor in self.tensors:
-            if tensor.layout != torch.strided:
-                raise ValueError(f"{kind}: tensors must be dense, got {tensor.layout}")
-            if (tensor.dtype, tensor.device) != (first.dtype, first.device):
-                raise ValueError(
-                    f"{kind}: tensors must have one dtype and device, got {first.dtype} on "
-                    f"{first.device} and {tensor.dtype} on {tensor.device}"
-                )
+            self.require(
+                tensor.layout == torch.strided, f"tensors must be dense, got {tensor.layout}"
+            )
+            self.require(
+                (tensor.dtype, tensor.device) == (first.dtype, first.device),
+                f"tensors must have one dtype and device, got {first.dtype} on {first.device} "
+                f"and {tensor.dtype} on {tensor.device}",
+            )
         self.dtype, self.device = first.dtype, first.device
         backend = self.transport.backend(self.device)
         # Gloo's send and recv know no other memory than the host's.
@@ -78,7 +75,8 @@ class Call:
         try:
             return Reduction.of(op, self.dtype)
         except ValueError as error:
-            raise ValueError(f"{self.kind}: {error}") from None
+            where = f"(rank {self.rank} of {self.size})"
+            raise ValueError(f"{self.kind}: {error} {where}") from None
 
     def root(self, name: str, rank: int | None, group_rank: int | None) -> int:
         """The root as a rank in the group; given as a global rank or as one in the group."""
@@ -144,6 +142,11 @@ class Call:
 
     # ------------------------------------------------------------------- issue
 
+    def describe(self, **about: Any) -> str:
+        """What this rank is about to do, in a form that is equal on ranks that do the same."""
+        known = {"call": self.kind, "dtype": str(self.dtype)} | about
+        return json.dumps({key: value for key, value in known.items() if value not in (None, "")})
+
     def issue(
         self,
         body: Callable[[Transport], int],
@@ -156,6 +159,7 @@ class Call:
         same: Any = None,
         how: Callable[[], str] | None = None,
         message: Sequence[torch.Tensor] = (),
+        sizes: tuple[list[int], list[int]] | None = None,
         after: CollectiveWork | None = None,
     ) -> CollectiveWork:
         """Run it, or start it.
@@ -165,6 +169,8 @@ class Call:
             outputs: the future's value.
             check: first compare kind, dtype, op, root, `same` and `how()` over all ranks.
             message: what this rank contributes, for the log.
+            sizes: elements that it sends to every rank, and that it expects from every rank; for
+                `check`, where ranks may send different amounts.
             after: an operation of another group that has to be over first.
 
         Returns:
@@ -178,10 +184,11 @@ class Call:
                 channel.connect(self.group, self.wire_device)
             if not check:
                 return body(transport)
-            about = {"call": self.kind, "op": op, "root": root, "dtype": str(self.dtype)}
-            about |= {"shape": same, "how": how() if how else None}
-            known = {k: v for k, v in about.items() if v not in (None, "")}
-            return _agree(transport, self.wire_device, known) + body(transport)
+            about = self.describe(op=op, root=root, shape=same, how=how() if how else None)
+            num_bytes = agree(transport, self.wire_device, about)
+            if sizes is not None:
+                num_bytes += agree_on_sizes(transport, self.wire_device, *sizes)
+            return num_bytes + body(transport)
 
         work = CollectiveWork(self.kind, self.transport, checked, self.tensors, outputs, after)
         log.watch(work, self.kind, op, self.group, list(message), self.dtype)
@@ -289,31 +296,3 @@ def _resolve(kind: str, group: Any) -> dist.ProcessGroup:
         rank = dist.get_rank() if dist.is_initialized() else None
         raise ValueError(f"{kind}: rank {rank} is not in the group, or it is none: {group!r}")
     return group
-
-
-def _agree(transport: Transport, device: torch.device, about: dict[str, Any]) -> int:
-    """Compare what the ranks are about to do. Fixed-size messages: safe whatever they disagree on.
-
-    Raises:
-        MismatchError: on every rank, naming who calls what.
-    """
-    text = json.dumps(about).encode()
-    if len(text) > _DESCRIPTION_BYTES:  # the sizes of many parts: their digest tells as much
-        digest = hashlib.sha256(text).hexdigest().encode()
-        text = text[: _DESCRIPTION_BYTES - len(digest) - 1] + b" " + digest
-    text = text.ljust(_DESCRIPTION_BYTES)
-    flat = torch.zeros(transport.size * _DESCRIPTION_BYTES, dtype=torch.uint8, device=device)
-    chunks = even_chunks(flat, transport.size)
-    chunks(transport.rank, 1).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    num_bytes = run_steps(ring_all_gather_steps(transport.size), chunks, transport)
-    rows = [bytes(row).decode().strip() for row in flat.cpu().view(transport.size, -1).numpy()]
-    if len(set(rows)) > 1:
-        callers: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
-            callers.setdefault(row, []).append(rank)
-        what = "; ".join(f"rank {', '.join(map(str, r))}: {row}" for row, r in callers.items())
-        raise MismatchError(
-            f"the ranks of group {transport.group.group_name!r} do not agree: {what}",
-            rank=transport.rank,
-        )
-    return num_bytes

@@ -44,10 +44,12 @@ def all_to_all(
         outputs: N tensors, `outputs[r]` as large as rank r's input for this rank.
         inputs: N tensors of any sizes, one dtype for all.
         group, async_op: as for `ring_all_reduce`.
-        check: first compare dtypes over all ranks; sizes may differ and are not compared.
+        check: first compare dtypes over all ranks, and what each sends with what is expected.
 
     Raises:
         ValueError: not N tensors, or the own input and the own output differ in size.
+        MismatchError: with `check`, on every rank. Without it, an output of another size than what
+            arrives is not detected, or ends the process (gloo).
     """
     # Validate.
     call = Call("all_to_all", [*outputs, *inputs], group)
@@ -75,4 +77,5 @@ def all_to_all(
         return num_bytes
 
     # Issue.
-    return call.issue(body, outputs, async_op, check=check, message=inputs)
+    sizes = [tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs]
+    return call.issue(body, outputs, async_op, check=check, message=inputs, sizes=sizes)

@@ -20,11 +20,13 @@ axes) has the same traffic. Mikami et al., "Massively Distributed SGD" (arXiv:18
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from minidist.collectives.agreement import gather_texts, tell, who_says_what
 from minidist.collectives.call import Call, require_writable
 from minidist.collectives.executor import Transport, even_chunks, run_steps
 from minidist.collectives.steps import (
@@ -33,6 +35,10 @@ from minidist.collectives.steps import (
     ring_steps,
 )
 from minidist.collectives.work import CollectiveWork
+from minidist.errors import MismatchError
+
+# With `check`: a rank's description, and of a node as many different ones as it tells the others.
+_RANK_BYTES, _MAX_KINDS, _NODE_BYTES = 512, 8, 16384
 
 
 def node_groups(local_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -71,10 +77,12 @@ def hierarchical_all_reduce(
         tensor, op, async_op: as for `ring_all_reduce`.
         local_group: the ranks of this rank's node. All nodes have equally many.
         cross_group: the ranks of all nodes that have this rank's rank in their local group.
-        check: as for `ring_all_reduce`, in each of the groups.
+        check: as for `ring_all_reduce`, over all ranks of all nodes; the sizes of the groups are
+            compared, too.
 
     Raises:
-        ValueError, MismatchError: as `ring_all_reduce`. That the groups form a grid is not checked.
+        ValueError, MismatchError: as `ring_all_reduce`; the latter on all ranks of all nodes.
+            Without `check` it is not seen that the groups form no grid.
     """
     # Validate.
     local = Call("hierarchical_all_reduce.local", [tensor], local_group)
@@ -105,14 +113,47 @@ def hierarchical_all_reduce(
     # Issue. All phases are queued now, in the order of the call, and each waits for the one before.
     numel = local.part_sizes("tensor", tensor)[local.rank]
     shard = torch.empty(numel, dtype=tensor.dtype, device="meta")
-    about = {"op": reduction.name, "same": list(tensor.shape)}
-    first = local.issue(scatter_in_node, [tensor], True, check=check, message=[tensor], **about)
+    about: dict[str, Any] = {"op": reduction.name}
+    agreed = _agree_on_grid(local, cross, tensor, reduction.name) if check else None
+    first = local.issue(scatter_in_node, [tensor], True, message=[tensor], after=agreed, **about)
     about |= {"message": [shard]}
-    second = cross.issue(reduce_across, [tensor], True, check=check, after=first, **about)
+    second = cross.issue(reduce_across, [tensor], True, after=first, **about)
     third = local.issue(gather_in_node, [tensor], True, after=second, **about)
     if not async_op:
         third.wait()
     return third
+
+
+def _agree_on_grid(local: Call, cross: Call, tensor: torch.Tensor, op: str) -> CollectiveWork:
+    """Compare what all ranks are about to do: in each node, then what the nodes found.
+
+    A node in which ranks differ tells the others before anybody raises: if it raised at once, the
+    other nodes would wait for it.
+    """
+    mine = local.describe(
+        op=op, shape=list(tensor.shape), ranks_per_node=local.size, nodes=cross.size
+    )
+    ranks = dist.get_process_group_ranks(local.group)
+    found: dict[str, list[int]] = {}
+
+    def compare_in_node(transport: Transport) -> int:
+        rows, num_bytes = gather_texts(transport, local.wire_device, mine, _RANK_BYTES)
+        found.update(who_says_what(zip(ranks, rows, strict=True)))
+        return num_bytes
+
+    def compare_nodes(transport: Transport) -> int:
+        text = json.dumps(list(found.items())[:_MAX_KINDS])
+        nodes, num_bytes = gather_texts(transport, cross.wire_device, text, _NODE_BYTES)
+        callers: dict[str, list[int]] = {}
+        for node in nodes:
+            for row, who in json.loads(node):
+                callers.setdefault(row, []).extend(who)
+        if len(callers) > 1:
+            raise MismatchError(f"the ranks do not agree: {tell(callers)}", rank=dist.get_rank())
+        return num_bytes
+
+    in_node = local.issue(compare_in_node, [tensor], True)
+    return cross.issue(compare_nodes, [tensor], True, after=in_node)
 
 
 def _here(flat: torch.Tensor) -> torch.Tensor:

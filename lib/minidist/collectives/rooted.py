@@ -126,11 +126,13 @@ def gather(
         tensor: of any size, also different ones on different ranks.
         gather_list: on the root one tensor per rank, as large as that rank's; elsewhere None.
         dst, group_dst: the root, global or in the group; without both, global rank 0.
-        group, async_op, check: as for `ring_all_reduce`; sizes are not compared.
+        group, async_op, check: as for `ring_all_reduce`; with `check`, every rank's size is
+            compared with what the root has for it.
 
     Raises:
         ValueError: the root is not in the group; `gather_list` is missing, too long or too short,
             or given on another rank; the root's own part differs from `tensor` in size.
+        MismatchError: with `check`, on every rank.
     """
     parts = list(gather_list or [])
     call = Call("gather", [tensor, *parts], group)
@@ -153,7 +155,10 @@ def gather(
             call.unstage(flat, part)
         return 0
 
-    return call.issue(body, parts, async_op, check=check, root=root, message=[tensor])
+    # Issue.
+    sizes = _only(root, tensor.numel(), call.size), _sizes(parts, call.size)
+    about: dict[str, Any] = {"root": root, "message": [tensor], "sizes": sizes}
+    return call.issue(body, parts, async_op, check=check, **about)
 
 
 def scatter(
@@ -172,10 +177,10 @@ def scatter(
         tensor: receives it.
         scatter_list: on the root a tensor per rank, as large as `tensor` there; elsewhere None.
         src, group_src: the root, global or in the group; without both, global rank 0.
-        group, async_op, check: as for `ring_all_reduce`; sizes are not compared.
+        group, async_op, check: as for `gather`.
 
     Raises:
-        ValueError: as `gather`.
+        ValueError, MismatchError: as `gather`.
     """
     parts = list(scatter_list or [])
     call = Call("scatter", [tensor, *parts], group)
@@ -196,7 +201,20 @@ def scatter(
         call.unstage(flat, tensor)
         return 0
 
-    return call.issue(body, [tensor], async_op, check=check, root=root, message=[tensor])
+    # Issue.
+    sizes = _sizes(parts, call.size), _only(root, tensor.numel(), call.size)
+    about: dict[str, Any] = {"root": root, "message": [tensor], "sizes": sizes}
+    return call.issue(body, [tensor], async_op, check=check, **about)
+
+
+def _sizes(parts: Sequence[torch.Tensor], num_ranks: int) -> list[int]:
+    """Elements per rank: of the root's parts; elsewhere none."""
+    return [part.numel() for part in parts] or [0] * num_ranks
+
+
+def _only(root: int, numel: int, num_ranks: int) -> list[int]:
+    """Elements per rank, where only the root sends or gets any."""
+    return [numel if rank == root else 0 for rank in range(num_ranks)]
 
 
 def _only_on_root(call: Call, name: str, parts: list[torch.Tensor], root: int) -> None:

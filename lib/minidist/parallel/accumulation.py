@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minidist.errors import named_rank
 from minidist.precision.training import clip_gradients
 
 T = TypeVar("T")
@@ -150,7 +151,10 @@ def accumulate_step(
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     if weights is None:
         if not micro_batches:
-            raise ValueError("accumulate_step: no micro-batches; every rank needs as many")
+            raise ValueError(
+                f"accumulate_step: {named_rank(group)} has no micro-batches; every rank needs as "
+                "many, and at least one"
+            )
         weights = [1.0] * len(micro_batches)
         total = float(world_size * len(micro_batches))
     else:
@@ -201,7 +205,8 @@ def _total_weight(
     if num_wrong or total <= 0:
         raise ValueError(
             f"accumulate_step: {num_wrong:.0f} ranks have no micro-batches or weights that do not "
-            f"fit, and all weights add up to {total:g}; this rank has {num_micro_batches} "
+            f"fit, and all weights add up to {total:g}; expected on each rank as many weights >= 0 "
+            f"as micro-batches, at least one, {named_rank(group)} has {num_micro_batches} "
             f"micro-batches and weights {list(weights)}"
         )
     return total

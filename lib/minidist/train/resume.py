@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from minidist.checkpoint import Checkpoints, Shard
+from minidist.errors import named_rank
 from minidist.parallel.hybrid import HybridTrainer, Part
 from minidist.seeding import get_rng_state, set_rng_state
 
@@ -116,7 +117,9 @@ class RunState:
             if saved.get(name) != value
         ]
         if different:
-            raise ValueError(f"the checkpoint was made with {', '.join(different)}")
+            raise ValueError(
+                f"the checkpoint was made with {', '.join(different)} ({named_rank()})"
+            )
 
     def _keep_num_updates(self, state: dict[str, int]) -> None:
         self._num_updates = state["num"]  # AdamW gets it once its moments are there

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from minidist.errors import named_rank
+
 # Yields a collective that has been started; is resumed when its result is there.
 Exchange = Generator[Any, None, tuple[torch.Tensor, torch.Tensor]]
 
@@ -162,8 +164,8 @@ class Compressor:
             elif part.numel() != segment.numel:
                 raise ValueError(
                     f"{type(self).__name__}: a residual of {part.numel()} elements is kept for a "
-                    f"segment that now has {segment.numel}; several tensors need segments with a "
-                    "key each (segments_of)"
+                    f"segment that now has {segment.numel} on {named_rank()}; several tensors need "
+                    "segments with a key each (segments_of)"
                 )
             parts.append(part.to(values.device, values.dtype))
         return torch.cat(parts)
@@ -173,16 +175,16 @@ class Compressor:
         if flat.dim() != 1 or not flat.is_floating_point():
             raise ValueError(
                 f"{name}.reduce: needs a 1-D floating-point tensor, got {flat.dtype} of shape "
-                f"{tuple(flat.shape)}"
+                f"{tuple(flat.shape)} on {named_rank()}"
             )
         total = sum(segment.numel for segment in segments)
         if total != flat.numel():
             raise ValueError(
                 f"{name}.reduce: the segments have {total} elements together, the tensor has "
-                f"{flat.numel()}"
+                f"{flat.numel()} on {named_rank()}"
             )
         if len({segment.key for segment in segments}) != len(segments):
-            raise ValueError(f"{name}.reduce: two segments have the same key")
+            raise ValueError(f"{name}.reduce: two segments have the same key on {named_rank()}")
 
     def rescale(self, factor: float) -> None:
         """Multiply every residual, e.g. by new/old when a loss scaler has changed its scale.

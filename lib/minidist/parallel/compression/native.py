@@ -10,7 +10,7 @@ through uncompressed, and nothing counts bytes. On gloo it needs all gradients i
 starts collectives in callbacks, which gloo runs in threads, and with several buckets two ranks
 start them in different orders (a hang, or an abort by "Received data size doesn't match"). The
 bf16, quantisation and batched PowerSGD hooks do not run on gloo at all (torch 2.13);
-`Cast(torch.bfloat16)` and `Int8` do.
+`Cast(torch.bfloat16)`, `Int8` and `PowerSGD(batched=True)` do.
 """
 
 from __future__ import annotations

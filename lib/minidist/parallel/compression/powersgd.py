@@ -21,6 +21,7 @@ Vogels et al., arXiv 1905.13727.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -41,6 +42,9 @@ class PowerSGD(Compressor):
         min_ratio: a parameter is compressed only if that saves more than this factor.
         warm_start: start from the Q of the last step; else from random numbers at each step.
         seed: of the random numbers. Must be the same on all ranks.
+        batched: take all parameters of a bucket as one matrix, as square as it can be, filled up
+            with zeros: one product instead of one per parameter, also for biases, and fewer bytes,
+            but its rows have no meaning, so the approximation is worse. (torch's batched hook.)
         error_feedback: see `Compressor`. Without it, all but the largest r directions are lost.
     """
 
@@ -52,6 +56,7 @@ class PowerSGD(Compressor):
         min_ratio: float = 2.0,
         warm_start: bool = True,
         seed: int = 0,
+        batched: bool = False,
         error_feedback: bool = True,
     ) -> None:
         if rank < 1:
@@ -67,6 +72,7 @@ class PowerSGD(Compressor):
         self.min_ratio = min_ratio
         self.warm_start = warm_start
         self.seed = seed
+        self.batched = batched
         self._factors: dict[Hashable, torch.Tensor] = {}  # the Q of each parameter
         self._num_calls: dict[Hashable, int] = {}
 
@@ -74,6 +80,21 @@ class PowerSGD(Compressor):
         step = self._num_calls.get(segments[0].key, 0)
         for segment in segments:
             self._num_calls[segment.key] = step + 1
+        if not self.batched:
+            return (yield from self._approximate(values, segments, step, group))
+        numel = values.numel()
+        side = math.ceil(math.sqrt(numel))
+        square = values.new_zeros(side * side)
+        square[:numel] = values
+        # What is remembered of a bucket belongs to its first parameter.
+        whole = [Segment(segments[0].key, (side, side))]
+        mean, sent = yield from self._approximate(square, whole, step, group)
+        return mean[:numel], sent[:numel]
+
+    def _approximate(
+        self, values: torch.Tensor, segments: list[Segment], step: int, group: Any
+    ) -> Exchange:
+        """The four phases, for the matrices of these segments."""
         parts = values.split([segment.numel for segment in segments])
         low = {
             i: parts[i].view(segment.shape[0], -1)
@@ -110,8 +131,9 @@ class PowerSGD(Compressor):
 
     def _start(self, i: int, step: int, key: Hashable, matrix: torch.Tensor) -> torch.Tensor:
         """The Q that this step begins with."""
-        if self.warm_start and key in self._factors:
-            return self._factors[key].to(matrix.device, matrix.dtype)
+        known = self._factors.get(key) if self.warm_start else None
+        if known is not None and len(known) == matrix.shape[1]:  # DDP builds its buckets anew once
+            return known.to(matrix.device, matrix.dtype)
         # Drawn on the CPU: the same numbers for every device and rank.
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * step + i)
         shape = (matrix.shape[1], min(self.rank, *matrix.shape))

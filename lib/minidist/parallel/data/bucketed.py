@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from minidist.collectives.replicas import broadcast_tensors, global_rank
-from minidist.errors import MinidistError
+from minidist.errors import MinidistError, named_rank
 from minidist.parallel.data.buckets import Allocate, Bucket, Work, assign_buckets
 from minidist.parallel.data.graph import parameters_reached
 from minidist.parallel.data.replicas import (
@@ -223,7 +223,7 @@ class BucketedDDP(nn.Module):
             if parameter.requires_grad:
                 raise ValueError(
                     f"BucketedDDP: {name} was frozen when the model was wrapped, and now wants a "
-                    "gradient, which no bucket carries; wrap the model again"
+                    f"gradient on {named_rank()}, which no bucket carries; wrap the model again"
                 )
 
     def _watch(self, output: Any) -> None:
@@ -274,7 +274,7 @@ class BucketedDDP(nn.Module):
         if bucket.flat.layout != parameter.grad.layout:
             raise ValueError(
                 f"BucketedDDP: gradients must be dense, got {parameter.grad.layout} for a "
-                f"parameter of shape {tuple(parameter.shape)}"
+                f"parameter of shape {tuple(parameter.shape)} on {named_rank()}"
             )
         if position not in bucket.waiting:
             raise MinidistError(

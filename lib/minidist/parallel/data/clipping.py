@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minidist.errors import MinidistError
+from minidist.errors import MinidistError, named_rank
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def clip_grad_norm(
     if not max_norm > 0 or not norm_type >= 1:
         raise ValueError(
             "clip_grad_norm: max_norm must be above 0 and norm_type at least 1, "
-            f"got {max_norm} and {norm_type}"
+            f"{named_rank(shard_group)} got {max_norm} and {norm_type}"
         )
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = _norm(grads, norm_type, shard_group)

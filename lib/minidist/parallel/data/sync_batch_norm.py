@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from minidist.device import all_gather_single
+from minidist.errors import named_rank
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -70,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ValueError(
                 f"SyncBatchNorm: expected shape (N, {self.num_features}, ...), "
-                f"got {tuple(input.shape)}"
+                f"got {tuple(input.shape)} on {named_rank(self.group)}"
             )
 
     def forward(self, input: Tensor) -> Tensor:

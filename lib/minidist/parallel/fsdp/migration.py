@@ -87,9 +87,11 @@ FSDP1_OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="mixed_precision",
-        instead="mp_policy=MixedPrecisionPolicy(param_dtype=…, reduce_dtype=…)",
+        instead="mp_policy=MixedPrecisionPolicy(param_dtype=…, reduce_dtype=…, "
+        "cast_forward_inputs=…)",
         reason="the same two dtypes; buffers are never cast (cast them yourself), gradients are "
-        "always in the dtype of the sharded parameter, inputs of every unit are cast",
+        "always in the dtype of the sharded parameter, and whether inputs are cast is said per "
+        "unit: by default those of all units are, in FSDP1 the root's only",
     ),
     Option(
         name="ignored_modules",
@@ -205,12 +207,15 @@ def fsdp1_to_fsdp2(
         elif name == "mixed_precision":
             if value is not None:
                 arguments["mp_policy"] = _policy(value)
+                steps += _policy_steps(value)
         elif name == "cpu_offload":
             if getattr(value, "offload_params", value):
                 arguments["offload_policy"] = _offload()
         elif name in ("ignored_modules", "ignored_states"):
-            arguments["ignored_params"] = _parameters(value)
-        elif name in ("device_mesh",):
+            arguments["ignored_params"] = arguments.get("ignored_params", set()) | _parameters(
+                value
+            )
+        elif name == "device_mesh":
             arguments["mesh"] = value
         elif value not in (None, False) and _BY_NAME[name].instead:
             steps.append(_BY_NAME[name].instead)
@@ -250,7 +255,39 @@ def _policy(value: Any) -> MixedPrecisionPolicy:
             "fsdp1_to_fsdp2: mixed_precision is not a switch but a MixedPrecision(param_dtype=…), "
             "in FSDP1, too"
         )
-    return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
+    return MixedPrecisionPolicy(
+        param_dtype=value.param_dtype,
+        reduce_dtype=value.reduce_dtype,
+        cast_forward_inputs=value.cast_forward_inputs,
+    )
+
+
+def _policy_steps(value: Any) -> list[str]:
+    """What of FSDP1's MixedPrecision is no field of FSDP2's policy."""
+    steps = []
+    if value.cast_root_forward_inputs != value.cast_forward_inputs:
+        steps.append(
+            "fully_shard(model, mp_policy=replace(policy, cast_forward_inputs="
+            f"{value.cast_root_forward_inputs})) for the root, whose inputs FSDP1 treats apart"
+        )
+    if value.buffer_dtype is not None:
+        steps.append(
+            f"for b in model.buffers(): if b.is_floating_point(): b.data = b.data.to("
+            f"{value.buffer_dtype}), before fully_shard, which leaves buffers as they are"
+        )
+    if value.keep_low_precision_grads:
+        steps.append(
+            f"model.to({value.param_dtype}) before fully_shard, with an optimizer that keeps its "
+            "own fp32 copy: a gradient always gets the dtype of its sharded parameter, so "
+            "keep_low_precision_grads alone has no counterpart"
+        )
+    if value._module_classes_to_ignore and value.param_dtype is not None:
+        names = ", ".join(kind.__name__ for kind in value._module_classes_to_ignore)
+        steps.append(
+            f"fully_shard(m, mp_policy=MixedPrecisionPolicy()) first for every module m of "
+            f"{names}: FSDP1 keeps them in full precision by itself"
+        )
+    return steps
 
 
 def _offload() -> Any:

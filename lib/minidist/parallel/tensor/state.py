@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minidist.errors import named_rank
 from minidist.parallel.tensor.config import TensorParallel
 from minidist.parallel.tensor.layers import ShardedModule
 from minidist.parallel.tensor.mappings import all_gather
@@ -56,8 +57,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     tp = _tensor_parallel(model)
     shards = sharded_parameters(model)
     own = model.state_dict()
-    if missing := sorted(own.keys() ^ state.keys()):
-        raise ValueError(f"load_full_state_dict: in only one of model and state: {missing}")
+    if own.keys() != state.keys():
+        extra = sorted(state.keys() - own.keys())
+        raise ValueError(
+            f"load_full_state_dict: {named_rank(tp.group)}: names of the state are not those of "
+            f"the model: expected {sorted(own.keys() - state.keys())} as well, got {extra} besides"
+        )
     for name, tensor in own.items():
         expected = list(tensor.shape)
         if name in shards:
@@ -65,8 +70,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             expected[dim] = full_size
         if list(state[name].shape) != expected:
             raise ValueError(
-                f"load_full_state_dict: {name}: expected shape {tuple(expected)}, got "
-                f"{tuple(state[name].shape)}"
+                f"load_full_state_dict: {named_rank(tp.group)}: {name}: expected shape "
+                f"{tuple(expected)}, got {tuple(state[name].shape)}"
             )
     parts = {}
     for name, whole in state.items():

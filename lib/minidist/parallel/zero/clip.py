@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minidist.errors import named_rank
+
 
 @torch.no_grad()
 def clip_by_global_norm(
@@ -34,7 +36,10 @@ def clip_by_global_norm(
         The norm before scaling, a float64 scalar, on every rank.
     """
     if not max_norm >= 0 or not norm_type > 0:
-        raise ValueError(f"clip: max_norm {max_norm} must be >= 0 and norm_type {norm_type} > 0")
+        raise ValueError(
+            f"clip: expected max_norm >= 0 and norm_type > 0, {named_rank(group)} got {max_norm} "
+            f"and {norm_type}"
+        )
     shards = list(shards)
     gradients = [shard.grad for shard in shards if shard.grad is not None]
     # A rank without a gradient takes part all the same, on the same device and with the same dtype.

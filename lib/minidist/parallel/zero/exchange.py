@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.device import all_gather_single, reduce_scatter_single
+from minidist.errors import named_rank
 from minidist.parallel.zero.partition import Layout
 
 # Tags keep the two kinds of rows apart from each other and from messages of other code.
@@ -210,7 +211,7 @@ class GradientBucket:
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"gradients have to be dense to be sharded, got {gradient.layout} for parameter "
-                f"{index} of its bucket (an embedding with sparse=True?)"
+                f"{index} of its bucket on {named_rank()} (an embedding with sparse=True?)"
             )
         if self._rows is None:
             self._rows = torch.empty(sum(self.sizes), dtype=self.wire_dtype, device=self.device)
