@@ -300,7 +300,7 @@ def test_gpus_of_the_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "environment", [{"MINIDIST_RANKS": "0"}, {"MINIDIST_RANKS": "x"}, {"SLURM_JOB_NUM_NODES": "2"}]
+    "environment", [{"MINIDIST_RANKS": "0"}, {"MINIDIST_RANKS": "x"}, {"PET_NPROC_PER_NODE": "gpu"}]
 )
 def test_an_environment_that_makes_no_sense_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(environment))}"):

@@ -1,4 +1,4 @@
-"""How many ranks the kernel "torchrun (auto)" starts: what this machine, or this job, is for.
+"""How many ranks the kernel "torchrun (auto)" starts on a node: what this machine, or job, is for.
 
 The first of these that says something: MINIDIST_RANKS; PET_NPROC_PER_NODE, torchrun's own variable;
 the GPUs of CUDA_VISIBLE_DEVICES, of the Slurm job, of the machine; the tasks of the Slurm job; 2.
@@ -39,20 +39,13 @@ def count_ranks(environment: Mapping[str, str]) -> int:
     """The number of ranks for `environment`, on this node.
 
     Raises:
-        ValueError: a variable is malformed, or the job has several nodes, which this kernel
-            cannot use.
+        ValueError: a variable is malformed.
 
     >>> count_ranks({"CUDA_VISIBLE_DEVICES": "0,2,5"})
     3
     >>> count_ranks({"CUDA_VISIBLE_DEVICES": "", "SLURM_TASKS_PER_NODE": "4"})
     4
     """
-    for name in ("PET_NNODES", "SLURM_JOB_NUM_NODES"):
-        if environment.get(name, "1").strip() not in ("", "1"):
-            raise ValueError(
-                f"--ranks auto: expected one node, got {name}={environment[name]}: a notebook's "
-                "ranks run on the node of its kernel; unset the variable to use this node alone"
-            )
     return (
         _number(environment, "MINIDIST_RANKS")
         or _number(environment, "PET_NPROC_PER_NODE")

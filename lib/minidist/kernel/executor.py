@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import zmq.asyncio
@@ -14,7 +15,9 @@ import zmq.asyncio
 from minidist.kernel import magics, reply, table
 from minidist.kernel.cell import Cell, merge_errors
 from minidist.kernel.client import Client
+from minidist.kernel.cluster import Cluster
 from minidist.kernel.history import History, Past, key_of
+from minidist.kernel.hub import Hub
 from minidist.kernel.interrupt import interrupt, recover
 from minidist.kernel.options import Options
 from minidist.kernel.outputs import Outputs, label
@@ -47,6 +50,7 @@ class Executor:
         self.deadline_s = options.deadline_s
         self._client, self._options = client, options
         self._context, self._run_dir, self._output_dir = context, run_dir, output_dir
+        self._hub = None if options.job is None else Hub(options.job)
         self._ranks: Ranks | None = None
         self._generation = -1
         self._failure = ""  # why there are no usable ranks, or empty
@@ -68,6 +72,11 @@ class Executor:
     def settled(self) -> bool:
         return self._settled.is_set()
 
+    @property
+    def least(self) -> int:
+        """How many ranks there must be: one on each node."""
+        return 1 if self._hub is None else self._hub.job.num_nodes
+
     async def until_settled(self) -> None:
         await self._settled.wait()
 
@@ -76,6 +85,8 @@ class Executor:
 
     async def restart(self, count: int | None) -> str:
         """Fresh ranks in place of the old ones; returns why it failed, or an empty string."""
+        if count is not None and count < self.least:
+            return f"expected {self.least} ranks or more, one on each node, got {count}"
         async with self._restarting:
             self._settled.clear()
             if self._cell is not None:
@@ -88,16 +99,7 @@ class Executor:
             if ranks is None or not await self._stopped():
                 if ranks is not None:
                     ranks.close()
-                ranks = Ranks(
-                    context=self._context,
-                    options=self._options,
-                    key=self._client.key,
-                    signature_scheme=self._client.signature_scheme,
-                    run_dir=self._run_dir,
-                    output_dir=self._output_dir,
-                    on_message=self._from_rank,
-                    on_lost=self._on_lost,
-                )
+                ranks = self._new_ranks()
                 self._ranks = ranks
             try:
                 await ranks.start(self.count, self._generation)
@@ -106,6 +108,19 @@ class Executor:
             finally:
                 self._settled.set()
             return self._failure
+
+    def _new_ranks(self) -> Ranks:
+        make = Ranks if self._hub is None else partial(Cluster, hub=self._hub)
+        return make(
+            context=self._context,
+            options=self._options,
+            key=self._client.key,
+            signature_scheme=self._client.signature_scheme,
+            run_dir=self._run_dir,
+            output_dir=self._output_dir,
+            on_message=self._from_rank,
+            on_lost=self._on_lost,
+        )
 
     async def _stopped(self) -> bool:
         """Whether the old ranks are gone and their launcher is fit to start others."""
@@ -129,6 +144,8 @@ class Executor:
     def close(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
+        if self._hub is not None:
+            self._hub.close()
 
     def status(self) -> dict[str, Any]:
         """Content of the reply to the `status` action."""
@@ -286,7 +303,7 @@ class Executor:
         """Content of the reply to a cell: first what its magics ask of the front, then its code."""
         await self.until_settled()
         try:
-            plan = magics.read(code, self.count)
+            plan = magics.read(code, self.count, self.least)
         except magics.MagicError as error:
             return reply.error("error", "UsageError", str(error), [])
         answer = await self._fresh_ranks(plan, idents, request) if plan.restart else None
@@ -316,7 +333,8 @@ class Executor:
         rows = []
         for rank in everyone:
             state = "ready" if ranks is not None and ranks.alive(rank) else "ended"
-            rows.append(table.row(rank, state, reports.get(rank)))
+            node = "" if ranks is None else ranks.node_of(rank)
+            rows.append(table.row(rank, state, reports.get(rank), node))
         return table.table(rows) + (f"{self._failure}\n" if self._failure else "")
 
     async def _fresh_ranks(

@@ -28,7 +28,7 @@ from minidist.kernel.process import (
     die_with_parent,
     kill_descendants,
 )
-from minidist.kernel.wire import Link
+from minidist.kernel.wire import Link, endpoint
 
 
 def _cores() -> int:
@@ -126,16 +126,20 @@ def _launch(config: dict[str, Any]) -> None:
 
     # A static rendezvous on the loopback address needs no name look-up, so it also works in a
     # sandbox that has only `lo`. The port is free when it is drawn; if it was taken since, again.
-    for attempt in range(5):
+    # Several nodes must agree on one, so the front has drawn it.
+    share = config.get("share")
+    for attempt in range(1 if share else 5):
+        own = f"127.0.0.1:{_free_port()}"
+        num_nodes, node = (share["num_nodes"], share["node"]) if share else (1, 0)
         launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=num_nodes,
+            max_nodes=num_nodes,
             nproc_per_node=config["ranks"],
-            run_id=f"minidist-{os.getpid()}-{attempt}",
+            run_id="minidist" if share else f"minidist-{os.getpid()}-{attempt}",
             rdzv_backend="static",
-            rdzv_endpoint=f"127.0.0.1:{_free_port()}",
-            rdzv_configs={"rank": 0, "timeout": 60},
-            local_addr="127.0.0.1",
+            rdzv_endpoint=endpoint(share["master"], share["port"]) if share else own,
+            rdzv_configs={"rank": node, "timeout": 180 if share else 60},
+            local_addr=None if share else "127.0.0.1",
             start_method="fork",
             max_restarts=0,
             monitor_interval=0.5,
@@ -145,7 +149,7 @@ def _launch(config: dict[str, Any]) -> None:
             elastic_launch(launch, rank.main)(config, os.getpid())
             return
         except RuntimeError as error:  # torch's DistNetworkError
-            if "EADDRINUSE" not in str(error) or attempt == 4:
+            if "EADDRINUSE" not in str(error) or attempt == 4 or share:
                 raise
 
 
@@ -189,7 +193,7 @@ def main() -> int:
         importlib.import_module(name)
     while True:
         order = orders.get()
-        config.update(ranks=order["ranks"], generation=order["generation"])
+        config.update({key: order.get(key) for key in ("ranks", "generation", "share")})
         _watch(link, [_fork_agent(link, config)], order["generation"])
 
 

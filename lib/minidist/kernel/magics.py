@@ -53,8 +53,8 @@ def _numbers(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def read(code: str, count: int) -> Plan:
-    """The plan of a cell that is to run on `count` ranks.
+def read(code: str, count: int, least: int = 1) -> Plan:
+    """The plan of a cell that is to run on `count` ranks; fresh ones must be `least` or more.
 
     Raises:
         MagicError: a `%%rank` or `%restart_ranks` line cannot be understood.
@@ -73,10 +73,14 @@ def read(code: str, count: int) -> Plan:
                 f"%restart_ranks: expected a number of ranks and perhaps --rerun, got {text!r}"
             )
         new_count = int(numbers[0]) if numbers else None
-        plan = read(rest, new_count or count)
+        if new_count is not None and new_count < least:
+            raise MagicError(
+                f"%restart_ranks: expected {least} ranks or more, one on each node, got {new_count}"
+            )
+        plan = read(rest, new_count or count, least)
         return replace(plan, restart=True, count=new_count, rerun=rerun)
     if _SHOW.match(line):
-        return replace(read(rest, count), show=True)
+        return replace(read(rest, count, least), show=True)
     if _DEBUG.match(line) and not rest.strip():
         return Plan(code=line, debug=True)
     if not (match := _RANK.match(line)):

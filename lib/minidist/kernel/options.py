@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.kernel.auto import DEFAULT_RANKS, count_ranks
+from minidist.kernel.job import Job, rank_environment, read_job
 
 # A unix socket's path has at most 107 bytes; ours add up to 40 to the directory's.
 MAX_RUN_DIR_BYTES = 66
@@ -23,6 +24,7 @@ class Options:
     Attributes:
         connection_file: Jupyter's file with addresses and key of this kernel.
         num_ranks: how many ranks a cell runs on.
+        job: the nodes that they run on; None for this one alone.
         prefix: argv put before the launcher's own, such as a sandbox's; may be empty.
         env: whole environment of the launcher; None passes the front's on.
         cwd: directory in which the launcher starts; None keeps the front's.
@@ -32,6 +34,7 @@ class Options:
 
     connection_file: str
     num_ranks: int = 2
+    job: Job | None = None
     prefix: tuple[str, ...] = ()
     env: dict[str, str] | None = None
     cwd: str | None = None
@@ -82,15 +85,21 @@ def parse(argv: list[str]) -> Options:
     if known.ranks != "auto" and not known.ranks.removeprefix("-").isdecimal():
         raise ValueError(f"--ranks: expected a whole number >= 1 or auto, got {known.ranks!r}")
     num_ranks = count_ranks(os.environ) if known.ranks == "auto" else int(known.ranks)
+    job = read_job(os.environ) if known.ranks == "auto" else None
     launcher: dict[str, Any] = {}
     if known.launcher:
         launcher = json.loads(Path(known.launcher).read_text())
         if not isinstance(launcher, dict):
             raise ValueError(f"--launcher: expected a JSON object in {known.launcher}")
     env = launcher.get("env")
+    if job is not None:
+        _check_job(job, launcher)
+        num_ranks *= job.num_nodes
+        env = rank_environment(job, os.environ)
     return Options(
         connection_file=known.connection_file,
         num_ranks=num_ranks,
+        job=job,
         prefix=tuple(map(str, launcher.get("prefix", ()))),
         env=None if env is None else {str(k): str(v) for k, v in env.items()},
         cwd=launcher.get("cwd"),
@@ -98,3 +107,13 @@ def parse(argv: list[str]) -> Options:
         deadline_s=known.deadline,
         rank_init=(os.environ if env is None else env).get("MINIDIST_RANK_INIT"),
     )
+
+
+def _check_job(job: Job, launcher: dict[str, Any]) -> None:
+    if job.node != 0:
+        raise ValueError(
+            f"--ranks auto: expected node 0 of the job, got node {job.node}: the notebook's kernel "
+            "runs on node 0, and the others run python -m minidist.kernel.node"
+        )
+    if launcher:
+        raise ValueError("--launcher: expected one node: on others, ranks start without it")

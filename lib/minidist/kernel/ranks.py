@@ -11,18 +11,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import asdict
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
+from minidist.kernel.job import Share
 from minidist.kernel.options import Options
 from minidist.kernel.outputs import label
 from minidist.kernel.process import descendants, describe_exit, kill_descendants, reap
 from minidist.kernel.wire import LINK_NAME, MAX_LINE_BYTES, decode, encode, socket_name, token
 
 START_DEADLINE_S = 60.0
+# Many nodes that read torch from one file system at once take longer.
+NODES_START_DEADLINE_S = 180.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CHANNELS = {"shell": zmq.DEALER, "control": zmq.DEALER, "stdin": zmq.DEALER, "iopub": zmq.PULL}
 _STDERR_TAIL_BYTES = 8000
@@ -31,8 +35,9 @@ _STDERR_TAIL_BYTES = 8000
 class Ranks:
     """Starts ranks and carries messages to and from them; one launcher serves many generations.
 
-    `on_message(channel, rank, frames)` is called for each message from a rank, and
-    `on_lost(rank or None, text)` once per generation, when a rank or the launcher has ended.
+    `on_message(channel, rank, frames)` is called for each message from a rank, the next one is read
+    when what it returns has come, and `on_lost(rank or None, text)` once per generation, when a
+    rank or the launcher has ended. Where there are other nodes, these are this node's ranks.
     """
 
     def __init__(
@@ -44,11 +49,13 @@ class Ranks:
         signature_scheme: str,
         run_dir: str,
         output_dir: str | None,
-        on_message: Callable[[str, int, list[bytes]], None],
+        on_message: Callable[[str, int, list[bytes]], Awaitable[Any] | None],
         on_lost: Callable[[int | None, str], None],
     ) -> None:
-        self.count = 0
+        self.count = 0  # on all nodes
         self.generation = -1
+        self._here = range(0)  # the ranks of this node
+        self._deadline_s = START_DEADLINE_S
         self.ready: set[int] = set()
         self.pids: dict[int, int] = {}  # as the rank says; for display only, never signalled
         self._options, self._key, self._scheme = options, key, signature_scheme
@@ -58,7 +65,7 @@ class Ranks:
         self._readers: list[asyncio.Task[None]] = []
         self._watcher: asyncio.Task[None] | None = None
         self._writers: dict[str, asyncio.StreamWriter] = {}
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
         self._next_id = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr = bytearray()
@@ -71,16 +78,29 @@ class Ranks:
 
     # -- start -----------------------------------------------------------------------------------
 
-    async def start(self, count: int, generation: int) -> None:
+    @property
+    def _awaited(self) -> Collection[int]:
+        """The ranks that must be ready before a cell can run."""
+        return self._here
+
+    def _complete(self) -> bool:
+        return len(self.ready) == len(self._awaited)
+
+    async def start(self, count: int, generation: int, share: Share | None = None) -> None:
         """Bind, start the launcher if there is none, have it start ranks, wait for every one.
+
+        Args:
+            share: this node's part of the `count` ranks, where there are several nodes.
 
         Raises:
             RuntimeError: not all ranks were ready in time; the message says what is missing.
         """
         self.count, self.generation = count, generation
+        self._here = range(count) if share is None else share.ranks
         self.ready, self.pids, self._exits, self._start_error = set(), {}, {}, ""
         self._running = True
-        end = asyncio.get_running_loop().time() + START_DEADLINE_S
+        self._deadline_s = START_DEADLINE_S if share is None else NODES_START_DEADLINE_S
+        end = asyncio.get_running_loop().time() + self._deadline_s
         try:
             self._bind()
             if self._process is None:
@@ -88,8 +108,9 @@ class Ranks:
                 self._spawn()
                 self._watcher = asyncio.create_task(self._watch_launcher())
             await self._until(lambda: "launcher" in self._writers, end)
-            self._send_link("launcher", {"do": "start", "ranks": count, "generation": generation})
-            await self._until(lambda: len(self.ready) == count, end)
+            order = {"do": "start", "ranks": len(self._here), "generation": generation}
+            self._send_link("launcher", order | ({"share": asdict(share)} if share else {}))
+            await self._until(self._complete, end)
         except BaseException:
             self.close()
             raise
@@ -109,7 +130,7 @@ class Ranks:
         # In a directory that the caller chose, its mode is the guard: a sandbox may run as
         # another user, who must be able to write to the sockets.
         shared = self._options.run_dir is not None
-        for rank in range(self.count):
+        for rank in self._here:
             for channel, kind in CHANNELS.items():
                 sock = self._context.socket(kind)
                 sock.linger = 0
@@ -142,7 +163,7 @@ class Ranks:
             "output_dir": self._output_dir,
             "key": base64.b64encode(self._key).decode(),
             "signature_scheme": self._scheme,
-            "ranks": self.count,
+            "ranks": len(self._here),
             "rank_init": options.rank_init,
         }
         try:
@@ -185,7 +206,7 @@ class Ranks:
     def _why_not_ready(self, late: bool) -> str:
         if self._start_error:
             return self._start_error
-        missing = sorted(set(range(self.count)) - self.ready)
+        missing = sorted(set(self._awaited) - self.ready)
         what = f"{label(missing)} of {self.count}"
         if self._process is not None and self._process.returncode is not None:
             text = f"the launcher ended with {describe_exit(self._process.returncode)}"
@@ -193,7 +214,7 @@ class Ranks:
             text = f"the launcher did not connect to {self._run_dir}/{LINK_NAME}"
         else:
             text = "the launcher is running"
-        after = f" within {START_DEADLINE_S:.0f} s" if late else ""
+        after = f" within {self._deadline_s:.0f} s" if late else ""
         tail = self.stderr_tail()
         return f"{what} did not start{after}: {text}" + (f"\nIts output:\n{tail}" if tail else "")
 
@@ -208,8 +229,8 @@ class Ranks:
                 frames = await sock.recv_multipart()
             except zmq.ZMQError:
                 return
-            if self._running:
-                self._on_message(channel, rank, frames)
+            if self._running and (work := self._on_message(channel, rank, frames)) is not None:
+                await work
 
     def send(self, channel: str, rank: int, frames: list[bytes]) -> None:
         if self._running:
@@ -222,7 +243,7 @@ class Ranks:
         try:
             hello = decode(await asyncio.wait_for(reader.readline(), 10))
             name = str(hello.get("hello"))
-            known = {"launcher", *map(str, range(self.count))}
+            known = {"launcher", *map(str, self._here)}
             generation = 0 if name == "launcher" else self.generation
             proof = token(self._key, name, generation)
             genuine = hmac.compare_digest(str(hello.get("token")).encode(), proof.encode())
@@ -240,15 +261,13 @@ class Ranks:
             if who and self._writers.get(who) is writer:
                 del self._writers[who]
                 self._changed.set()
-                if who != "launcher" and self._running and len(self.ready) == self.count:
+                if who != "launcher" and self._running and self._complete():
                     task = asyncio.get_running_loop().create_task(self._link_lost(int(who)))
                     self._readers.append(task)
 
     def _link_message(self, who: str, message: dict[str, Any]) -> None:
-        identifier = message.get("id")
-        if isinstance(identifier, int) and (future := self._answers.pop(identifier, None)):
-            if not future.done():
-                future.set_result(message)
+        if self._is_answer({who}, message):
+            pass
         elif who == "launcher":
             pid, code = message.get("exit"), message.get("code")
             if isinstance(pid, int) and message.get("generation") == self.generation:
@@ -261,6 +280,16 @@ class Ranks:
             text = str(message["init_error"])[-8000:]
             self._start_error = f"[rank {who}] failed while starting:\n{text}"
         self._changed.set()
+
+    def _is_answer(self, who: Collection[str], message: dict[str, Any]) -> bool:
+        """Hand the message to the one who has asked one of `who`, if there is such a question."""
+        identifier = message.get("id")
+        if not isinstance(identifier, int) or identifier not in self._answers:
+            return False
+        asked, future = self._answers[identifier]
+        if asked in who and not future.done():
+            future.set_result(message)
+        return True
 
     def _send_link(self, who: str, message: dict[str, Any]) -> bool:
         writer = self._writers.get(who)
@@ -277,7 +306,7 @@ class Ranks:
         self._next_id += 1
         identifier = self._next_id
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[identifier] = future
+        self._answers[identifier] = who, future
         try:
             if not self._send_link(who, {"id": identifier, "do": do}):
                 return None
@@ -299,10 +328,10 @@ class Ranks:
         """The launcher says that a process of this generation has ended."""
         self._exits[pid] = code
         how = "ended" if code is None else f"ended with {describe_exit(code)}"
-        rank = next((r for r, known in self.pids.items() if known == pid), None)
+        rank = next((r for r in self._here if self.pids.get(r) == pid), None)
         if not self._running:
             return
-        if len(self.ready) == self.count:
+        if self._complete():
             if rank is not None:
                 self._tell_lost(rank, f"rank {rank} {how}")
         else:  # the agent, or a rank: either way this start has failed
@@ -326,9 +355,13 @@ class Ranks:
             self._tell_lost(None, f"the launcher of the ranks ended with {how}")
 
     def _tell_lost(self, rank: int | None, text: str) -> None:
-        if self._running and len(self.ready) == self.count:
+        if self._running and self._complete():
             self._running = False
             self._on_lost(rank, text)
+
+    def node_of(self, rank: int) -> str:
+        """Words for the node that the rank runs on; empty where there is only this one."""
+        return ""
 
     def alive(self, rank: int) -> bool:
         writer = self._writers.get(str(rank))

@@ -22,14 +22,15 @@ def _size(value: Any) -> str:
     return f"{value / (1 << 30):.1f} GiB" if value >= 1 << 30 else f"{value / (1 << 20):.0f} MiB"
 
 
-def row(rank: int, state: str, report: dict[str, Any] | None) -> tuple[str, ...]:
+def row(rank: int, state: str, report: dict[str, Any] | None, node: str = "") -> tuple[str, ...]:
     """One line: `report` is the answer of the rank's companion (see `diagnose.status`)."""
     report = report or {}
     memory = _size(report.get("memory"))
     if "device_memory" in report:
         memory += f", {_size(report['device_memory'])} on the device"
     told = (_words(report, key) for key in ("group", "device"))
-    return (str(rank), state, *told, memory, _words(report, "collective"))
+    name = f"{rank} on {node}" if node else str(rank)
+    return (name, state, *told, memory, _words(report, "collective"))
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

@@ -26,6 +26,11 @@ def socket_name(generation: int, channel: str, rank: int) -> str:
     return f"{generation}-{channel}-{rank}"
 
 
+def endpoint(host: str, port: int) -> str:
+    """host:port, with the brackets that an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def encode(message: dict[str, Any]) -> bytes:
     line = json.dumps(message).encode() + b"\n"
     if len(line) > MAX_LINE_BYTES:
