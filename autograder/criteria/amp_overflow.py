@@ -185,7 +185,7 @@ def judge_agrees(case: Case) -> list[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         before: list[Any] = oracle.parameters_of(inputs)
         for step, bad in enumerate(overflowed):
-            after = [answer.get(f"{step}/{i}") for i in range(len(SHAPES))]
+            after: list[Any] = [answer.get(f"{step}/{i}") for i in range(len(SHAPES))]
             who = "rank " + " and ".join(map(str, bad)) if bad else "no rank"
             called = "unscale_ and step" if step % 2 else "step"
             what = f"step {step} ({called}), where {who} overflowed"
