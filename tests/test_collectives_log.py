@@ -175,9 +175,11 @@ def wrapped():
     results = {}
 
     ddp = DistributedDataParallel(make_model())
-    for _ in range(3):  # in the second step DDP rebuilds its buckets
+    results["without an end"] = 0
+    for _ in range(100):  # in the second step DDP rebuilds its buckets
         with c.CollectiveLog() as log:
             ddp(x).sum().backward()
+        results["without an end"] += sum(record.took_s is None for record in log.records)
     results["ddp"] = log.counts(), log.num_bytes(), [r.took_s is not None for r in log.records]
 
     fsdp = fully_shard(make_model(), mesh=mesh)
@@ -204,6 +206,7 @@ def test_whoever_calls_them():
     num_bytes = 4 * sum(p.numel() for p in make_model().parameters())
     for results in run(wrapped, 2):
         assert results["ddp"] == ({"all_reduce": 1}, num_bytes, [True])  # from DDP's C++
+        assert results["without an end"] == 0  # DDP returns before gloo has told everybody
         counts, scattered = results["fsdp"]
         assert counts == {"all_gather": 1, "reduce_scatter": 1}
         assert scattered == num_bytes

@@ -59,8 +59,8 @@ class CollectiveLog(TorchDispatchMode):
         self._numbers: Counter[str] = Counter()
         self._lock = threading.RLock()
         self._paused = False
-        # torch's operations under way: record, Work, future of the callback that stamps the end.
-        self._pending: list[tuple[Record, Any, Any]] = []
+        # torch's operations under way: their future, and that of the callback that stamps the end.
+        self._pending: list[tuple[Any, Any]] = []
         self._functional: dict[int, Record] = {}
 
     def __enter__(self) -> CollectiveLog:
@@ -78,10 +78,12 @@ class CollectiveLog(TorchDispatchMode):
     def records(self) -> list[Record]:
         """In the order of their calls."""
         with self._lock:
-            for _, work, stamped in self._pending:
-                if work.is_completed():
-                    stamped.wait()  # its callback may come a moment after
-            self._pending = [each for each in self._pending if not each[1].is_completed()]
+            pending, self._pending = self._pending, []
+            for future, stamped in pending:
+                if future.done():
+                    stamped.wait()  # whoever waits for the future may wake before the callback ran
+                else:
+                    self._pending.append((future, stamped))
             return list(self._records)
 
     def counts(self) -> dict[str, int]:
@@ -187,9 +189,10 @@ class CollectiveLog(TorchDispatchMode):
             record.ended_s = time.time()
 
         with contextlib.suppress(RuntimeError):  # see above: not every Work has a future
-            stamped = work.get_future().then(stamp)
+            future = work.get_future()
+            stamped = future.then(stamp)
             with self._lock:
-                self._pending.append((record, work, stamped))
+                self._pending.append((future, stamped))
 
     def _functional_result(self, func: Any, args: Any, result: Any) -> bool:
         """Functional collectives return no Work: they end in wait_tensor."""
