@@ -31,9 +31,13 @@ def make_model():
     return GPT(CONFIG).double()
 
 
+# Cases whose micro-batches all have as many tokens.
+WITHOUT_WEIGHTS = ("equal", "equal, uneven numbers")
+
+
 def num_micro_batches(case, rank, step):
-    """`uneven`: other numbers per rank and step, at least one; else a tail group at times."""
-    if case == "uneven":
+    """Uneven: other numbers per rank and step, at least one; else a tail group at times."""
+    if "uneven" in case:
         return 1 + (rank + step) % 3
     return 1 if step % 4 == 3 else 3
 
@@ -42,7 +46,7 @@ def micro_batch(case, rank, step, i):
     generator = torch.Generator().manual_seed(1000 * rank + 10 * step + i)
     tokens = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=generator)
     targets = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=generator)
-    if case != "equal":  # padding, of another amount in each
+    if case not in WITHOUT_WEIGHTS:  # padding, of another amount in each
         num_padded = (3 * rank + 5 * i + step) % (2 * CONTEXT + 1)
         targets.view(-1)[:num_padded] = -100
         if rank == 0 and i == num_micro_batches(case, rank, step) - 1 > 0:
@@ -161,7 +165,7 @@ def train(case, how, max_norm):
             batches,
             loss_fn,
             optimizer,
-            weights=None if case == "equal" else [num_tokens(b) for b in batches],
+            weights=None if case in WITHOUT_WEIGHTS else [num_tokens(b) for b in batches],
             scaler=scaler,
             autocast=lambda: torch.autocast("cpu", enabled=False),
             max_norm=max_norm,
@@ -182,6 +186,7 @@ CASES = {
     "equal": ("equal", "ours", None),
     "equal, clipped": ("equal", "ours", 0.05),
     "equal, stock DDP": ("equal", "stock", None),
+    "equal, uneven numbers": ("equal, uneven numbers", "ours", None),
     "padded": ("padded", "ours", None),
     "padded, clipped, torch's scaler": ("padded", "torch scaler", 0.05),
     "padded, own scaler": ("padded", "own scaler", None),
@@ -209,6 +214,7 @@ def wrong_calls():
     texts = []
     for batches, weights in (
         ([], None),
+        ([one] if rank > 0 else [], None),
         ([one] if rank > 0 else [], [1.0] if rank > 0 else []),  # a rank without data
         ([one], [1.0, 2.0] if rank == 0 else [1.0]),
         ([one], [0.0]),
@@ -230,8 +236,11 @@ def test_ten_steps_equal_one_process_that_sees_all_tokens(world_size):
             what = f"{name}, rank {rank}"
             got_losses, got_norms, totals, got_gradients, got, num_reductions, calls = results[name]
             assert got_losses == pytest.approx(losses, rel=1e-9), what
-            if case == "equal":
-                counts = [world_size * num_micro_batches(case, 0, s) for s in range(STEPS)]
+            if case in WITHOUT_WEIGHTS:
+                everyone = range(world_size)
+                counts = [
+                    sum(num_micro_batches(case, r, s) for r in everyone) for s in range(STEPS)
+                ]
             assert totals == counts, what
             if max_norm:
                 torch.testing.assert_close(torch.stack(got_norms), torch.stack(norms))
@@ -267,11 +276,12 @@ def test_ten_steps_equal_one_process_that_sees_all_tokens(world_size):
                 parameters, expected, rtol=1e-8, atol=1e-9, msg=lambda m, h=how: f"{h}: {m}"
             )
         texts = results["errors"]
-        assert "no micro-batches" in texts[0]
+        assert f"{world_size} ranks have no micro-batches" in texts[0]
         assert "1 ranks have no micro-batches" in texts[1]
-        assert "1 ranks" in texts[2]
-        assert "add up to 0" in texts[3]
-        assert f"{world_size} ranks" in texts[4]
+        assert "1 ranks have no micro-batches" in texts[2]
+        assert "1 ranks" in texts[3]
+        assert "add up to 0" in texts[4]
+        assert f"{world_size} ranks" in texts[5]
 
 
 # 28 micro-batches in groups of three: ten steps, the last with one.

@@ -133,33 +133,24 @@ def accumulate_step(
     Args:
         model: a data-parallel wrapper over `group` whose gradients are means over ranks, or a plain
             module in a single process.
-        micro_batches: this rank's. With `weights`, ranks may have different numbers of them.
+        micro_batches: this rank's, at least one; ranks may have different numbers of them.
         loss_fn: model, micro-batch -> mean loss, a scalar.
         weights: how many tokens (or samples) each micro-batch's mean is over; their sum over ranks
-            is agreed on in one small all-reduce. None means all micro-batches weigh the same, and
-            every rank has as many: nothing is sent.
+            is agreed on in one small all-reduce. None means all micro-batches weigh the same.
         scaler: for fp16; unscaled before clipping, and it may skip the step.
         autocast: makes the context of forward, `lambda: torch.autocast("cuda", torch.bfloat16)`.
         max_norm: clip the whole gradient's norm, after the sum and the synchronisation.
         group: the data-parallel ranks; None means the default group.
 
     Raises:
-        ValueError: no micro-batch, or weights that do not fit; with `weights`, a rank without
-            micro-batches or a sum of 0 is an error on every rank.
+        ValueError: on every rank, when one has no micro-batch or weights that do not fit, or when
+            all weights add up to 0.
     """
     # Agree on the sum of weights.
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-    if weights is None:
-        if not micro_batches:
-            raise ValueError(
-                f"accumulate_step: {named_rank(group)} has no micro-batches; every rank needs as "
-                "many, and at least one"
-            )
-        weights = [1.0] * len(micro_batches)
-        total = float(world_size * len(micro_batches))
-    else:
-        device = next(model.parameters()).device
-        total = _total_weight(len(micro_batches), weights, device, world_size, group)
+    weights = [1.0] * len(micro_batches) if weights is None else weights
+    device = next(model.parameters()).device
+    total = _total_weight(len(micro_batches), weights, device, world_size, group)
 
     # Forward and backward.
     optimizer.zero_grad()
