@@ -161,7 +161,7 @@ def settle(num_unfinished: int) -> None:
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s:
         groups = take_dump()["pg_status"].values()
-        open_ = [g["last_enqueued_collective"] > g["last_completed_collective"] for g in groups]
+        open_ = [g["last_enqueued_collective"] - g["last_completed_collective"] for g in groups]
         if sum(open_) == num_unfinished:
             return
         time.sleep(0.001)

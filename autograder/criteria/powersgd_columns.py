@@ -211,10 +211,11 @@ def draw_shapes(draw: Draw) -> list[Values]:
 
 def expected_shape(shape: list[int], rank: int) -> list[int] | None:
     """[rows, columns], or None where nothing is saved."""
-    if len(shape) < 2:
-        return None
-    n, m = shape[0], math.prod(shape[1:])
-    return [n, m] if rank * (n + m) < n * m else None
+    if len(shape) > 1:
+        rows, columns = shape[0], math.prod(shape) // shape[0]
+        if rows * columns > rank * (rows + columns):
+            return [rows, columns]
+    return None
 
 
 def observe_shapes(matrix_shape: Any, inputs: Values, context: Context) -> Values:
