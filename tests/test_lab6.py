@@ -115,13 +115,27 @@ def _losses(spans, steps) -> dict[str, float]:
 
 @pytest.mark.parametrize("cause", [*prof_causes.CAUSES, prof_causes.NONE])
 def test_planted_losses_are_large_and_others_small(cause):
-    for seed in range(10):
-        spans, steps = prof_causes._draw_run(np.random.default_rng(seed), cause)
+    for seed in range(20):
+        spans, steps = prof_causes._draw_run(
+            np.random.default_rng(seed), cause, seed % 2 == 1, None
+        )
         losses = _losses(spans, steps[1:])
         assert losses.pop(cause, 1.0) > 0.15
         assert max(losses.values()) < 0.06
         if cause == prof_causes.NONE:
             assert max(_losses(spans, steps).values()) > 0.15, "the warm-up step is harmless"
+
+
+@pytest.mark.parametrize("second", ["loader", "copies", "logging"])
+@pytest.mark.parametrize("cause", ["loader", "copies", "logging", "straggler"])
+def test_a_second_planted_loss_is_the_smaller_one(cause, second):
+    if cause == second:
+        return
+    for seed in range(10):
+        spans, steps = prof_causes._draw_run(np.random.default_rng(seed), cause, False, second)
+        losses = _losses(spans, steps[1:])
+        assert 0.1 < losses.pop(second) < 0.9 * losses.pop(cause)
+        assert max(losses.values()) < 0.06
 
 
 def test_predicted_steps_are_those_of_the_emulated_cluster():
