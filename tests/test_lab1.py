@@ -23,7 +23,7 @@ def _run(command, folder):
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=500,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-20000:]
     return done.stdout
 
 
