@@ -1,0 +1,42 @@
+"""What the tests of all labs do: run the solution as a script, make a case for a judge."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from course import ROOT
+from leftovers import assert_nothing_left, find_leftovers
+
+from autograder.criteria.base import Case, Criterion, Lab, Values
+from autograder.referee import draw_for
+from minidist.emulate.trace import Trace
+
+
+def run_solution(lab: str, num_ranks: int, folder: Path) -> str:
+    """What the lab's solution prints under torchrun; it reaches all points and leaves nothing."""
+    before = find_leftovers()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(ROOT / "solutions" / lab / f"{lab}.py")],
+        cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-20000:]
+    assert "(100 of 100 points so far)" in done.stdout
+    assert_nothing_left(before)
+    return done.stdout
+
+
+def make_case(
+    lab: Lab, criterion: Criterion, answers: Sequence[Values], world_size: int | None = None
+) -> Case:
+    """What the judge sees when ranks have answered this and sent nothing."""
+    world_size = len(answers) if world_size is None else world_size
+    draw = draw_for(b"test", lab.name, criterion.name, "test", world_size)
+    trace = Trace(world_size=world_size, events=[[] for _ in range(world_size)])
+    plan = criterion.plan(draw) if criterion.plan else None
+    return Case(world_size, criterion.draw(draw), answers, trace, plan)

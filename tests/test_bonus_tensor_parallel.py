@@ -1,0 +1,149 @@
+"""Bonus "A tensor-parallel transformer layer": the solution as a script, judges, oracle, traces."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from lab_helper import make_case, run_solution
+
+from autograder.criteria import btp_model, btp_traffic, get_lab
+from autograder.criteria.base import Case, Values
+from autograder.referee import draw_for
+from autograder.verify import choose_covering
+from autograder.zoo import load_zoo
+from minidist.emulate.trace import Event
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "bonus_tensor_parallel"
+LAB = get_lab(NAME)
+WORLD_SIZE = 4
+HOSTILE = (
+    None,
+    "text",
+    [],
+    ["column", "row"],
+    {},
+    True,
+    -1,
+    float("nan"),
+    np.array(np.nan),
+    np.array(4.0),
+    np.zeros(0),
+    np.array(["text"]),
+    np.zeros((3, 3), dtype=np.complex64),
+    np.full((2, 8, 32), np.inf),
+    np.full((2, 8, 32), 1e300),
+    np.ones(200, dtype=np.int64),
+    np.zeros(32),
+)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
+    run_solution(NAME, num_ranks, tmp_path)
+
+
+def test_points():
+    assert LAB.max_score == 100
+    assert len(LAB.criteria) >= 10
+    assert LAB.practice_world_size != LAB.grading_world_size
+    assert len(choose_covering(LAB, load_zoo(NAME))) <= 10
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+def test_no_answer_passes_and_none_confuses_the_judge(criterion):
+    assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
+    keys = {"y", "x", "gathered", "d part", "scattered", "d whole", "refused", "held", "grad"}
+    keys |= {"tokens", "loss", "low", "logits", "targets", "hidden", "eval", "first"}
+    keys |= {f"{name} {training}" for name in ("out", "down") for training in (False, True)}
+    keys |= {"second", "again", "other", "tensor", "data"}
+    for number in range(4):
+        keys |= {f"{name}{number}" for name in ("y", "d", "after x", "after g", "plain", "used")}
+    for layer in (*btp_model.LAYERS, "column", "row"):
+        keys |= {f"{layer}.w", f"{layer}.b", f"{layer} count", f"{layer} trains", f"{layer} bare"}
+    for value in HOSTILE:
+        findings = criterion.judge(
+            make_case(LAB, criterion, [dict.fromkeys(keys, value) for _ in range(WORLD_SIZE)])
+        )
+        assert findings, f"{value!r} for every answer passed"
+        assert all(f.message for f in findings)
+
+
+@pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_draws_are_fresh_and_serve_every_world_size(criterion, world_size):
+    first, again = (
+        criterion.draw(draw_for(b"test", NAME, criterion.name, attempt, world_size))
+        for attempt in ("first", "second")
+    )
+    assert len(first) == len(again) == world_size
+    assert repr(first) != repr(again)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_parts_add_up_to_the_whole(world_size):
+    draw = draw_for(b"test", NAME, "btp_block", "test", world_size)
+    values = btp_model.draw_block(draw)[0]
+    for name in ("qkv.w", "qkv.b", "up.w", "up.b", "down.w", "out.w"):
+        parts = [btp_model.part_of(name, values[name], r, world_size) for r in range(world_size)]
+        assert sum(part.size for part in parts) == values[name].size
+        assert sorted(np.concatenate([p.ravel() for p in parts])) == sorted(values[name].ravel())
+    for name in ("out.b", "down.b", "norm1.w"):
+        assert btp_model.part_of(name, values[name], 0, world_size) is values[name]
+
+
+# --- traces --------------------------------------------------------------------------------------
+
+
+def case_with(name: str, answer: Values, sent: dict[str, list[tuple[str, int]]]) -> Case:
+    """Right answers, and on every rank these collectives in each pass."""
+    case = make_case(LAB, LAB[name], [dict(answer) for _ in range(WORLD_SIZE)])
+    assert case.trace is not None
+    for events in case.trace.events:
+        for direction, calls in sent.items():
+            events.append(Event(kind="compute", direction=direction, layer=0, step=0))
+            for collective, num_bytes in calls:
+                events.append(Event(
+                    kind="issue", collective=collective, nbytes=num_bytes, key="k",
+                    ranks=tuple(range(WORLD_SIZE)),
+                ))  # fmt: skip
+    return case
+
+
+def mlp_case(forward: list[tuple[str, int]], backward: list[tuple[str, int]]) -> Case:
+    inputs = make_case(LAB, LAB["btp_mlp_traffic"], [{}] * WORLD_SIZE).inputs
+    right = btp_model.solve(inputs[0], "transform")
+    answer = {"y": right["y"], "x": right["x"]}
+    return case_with("btp_mlp_traffic", answer, {"forward": forward, "backward": backward})
+
+
+def test_traffic_is_counted():
+    draw = draw_for(b"test", NAME, "btp_mlp_traffic", "test", WORLD_SIZE)
+    whole = btp_traffic.draw(draw)[0]["x"].nbytes
+    once = [("all_reduce", whole)]
+    judge = btp_traffic.judge_mlp
+    assert not judge(mlp_case(once, once))
+    assert not judge(mlp_case([*once, ("barrier", 0), ("all_gather", 64)], once))
+    for forward, backward in (
+        ([*once, ("all_gather", 4 * whole)], once),
+        (once, 3 * once),
+        ([("all_reduce", 2 * whole)], once),
+        (100 * [("all_reduce", 500)], 100 * [("all_reduce", 500)]),
+    ):
+        found = judge(mlp_case(forward, backward))
+        assert len(found) == WORLD_SIZE
+        assert f"expected one all_reduce of {whole} bytes" in found[0].message
+
+
+def test_missing_passes_and_wrong_numbers_are_told():
+    draw = draw_for(b"test", NAME, "btp_mlp_traffic", "test", WORLD_SIZE)
+    once = [("all_reduce", btp_traffic.draw(draw)[0]["x"].nbytes)]
+    case = mlp_case(once, once)
+    shares = [dict(answer, x=answer["x"] / WORLD_SIZE) for answer in case.answers]
+    found = btp_traffic.judge_mlp(dataclasses.replace(case, answers=shares))
+    assert "an all-reduce is missing" in found[0].message
+    assert case.trace is not None
+    case.trace.events[2].clear()
+    assert [f.rank for f in btp_traffic.judge_mlp(case)] == [2]

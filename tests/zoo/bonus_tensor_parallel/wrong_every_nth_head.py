@@ -1,0 +1,34 @@
+"""Heads dealt like cards: rank r has the heads r, r + N, ...
+
+loses: btp_heads
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task4_attention"
+class ParallelAttention(nn.Module):
+    def __init__(self, qkv, out, num_heads, enter=copy_in, leave=sum_out):
+        super().__init__()
+        n = dist.get_world_size()
+        if num_heads % n:
+            raise ValueError(f"{num_heads} heads cannot be split over {n} ranks")
+        self.num_heads = num_heads // n
+        rows = torch.arange(qkv.out_features, device=qkv.weight.device)
+        thirds = [third.unflatten(0, (num_heads, -1)) for third in rows.chunk(3)]
+        thirds = [[third[r::n].flatten() for r in range(n)] for third in thirds]
+        rows = torch.cat([third[rank] for rank in range(n) for third in thirds])
+        ordered = nn.Linear(1, 1, bias=qkv.bias is not None)
+        ordered.weight = parameter(qkv.weight[rows])
+        if qkv.bias is not None:
+            ordered.bias = parameter(qkv.bias[rows])
+        self.qkv = ColumnParallelLinear(ordered, enter=enter)
+        self.out = RowParallelLinear(out, leave=leave)
+
+    def forward(self, x):
+        query, key, value = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))

@@ -1,0 +1,39 @@
+"""f reduces the gradient that came in, in place.
+
+loses: btp_f
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task1_f_and_g"
+class CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.contiguous()
+        dist.all_reduce(total)
+        return total
+
+
+class SumOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def copy_in(x):
+    return CopyIn.apply(x)
+
+
+def sum_out(x):
+    return SumOut.apply(x)

@@ -1,0 +1,50 @@
+"""Gathers with a collective that autograd does not see.
+
+loses: btp_gather
+class: example
+status: btp_gather STUDENT_ERROR
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task2_linear"
+def my_slice(tensor, dim):
+    n = dist.get_world_size()
+    if tensor.shape[dim] % n:
+        raise ValueError(f"{tensor.shape[dim]} features cannot be split over {n} ranks")
+    return tensor.chunk(n, dim)[dist.get_rank()]
+
+
+def parameter(tensor):
+    return nn.Parameter(tensor.detach().clone())
+
+
+class ColumnParallelLinear(nn.Module):
+    def __init__(self, full, gather_output=False, enter=copy_in):
+        super().__init__()
+        self.weight = parameter(my_slice(full.weight, 0))
+        self.bias = None if full.bias is None else parameter(my_slice(full.bias, 0))
+        self.gather_output, self.enter = (gather_output, enter)
+
+    def forward(self, x):
+        y = F.linear(self.enter(x), self.weight, self.bias)
+        if not self.gather_output:
+            return y
+        parts = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, y.contiguous())
+        return torch.cat(parts, dim=-1)
+
+
+class RowParallelLinear(nn.Module):
+    def __init__(self, full, input_is_parallel=True, leave=sum_out):
+        super().__init__()
+        self.weight = parameter(my_slice(full.weight, 1))
+        self.bias = None if full.bias is None else parameter(full.bias)
+        self.input_is_parallel, self.leave = (input_is_parallel, leave)
+
+    def forward(self, x):
+        if not self.input_is_parallel:
+            x = my_slice(copy_in(x), -1)
+        y = self.leave(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,23 @@
+"""Every fork begins at the start of the stream.
+
+loses: btp_masks_inside
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task5_stream"
+class RankStream:
+    def __init__(self, seed):
+        own = seed * 1000 + dist.get_rank() + 1
+        self.state = torch.Generator(DEVICE).manual_seed(own).get_state()
+
+    @contextlib.contextmanager
+    def fork(self):
+        random = torch.cuda if DEVICE.type == "cuda" else torch
+        common = random.get_rng_state()
+        random.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            random.set_rng_state(common)
