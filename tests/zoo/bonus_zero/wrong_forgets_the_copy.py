@@ -1,0 +1,18 @@
+"""Forgets that the shard is a copy.
+
+loses: zero_memory
+"""
+
+
+# %% replaces="task7_planning"
+def memory_per_rank(sizes, num_ranks, stage):
+    whole, share = sum(sizes), sum(-(-size // num_ranks) for size in sizes)
+    parameters = share if stage >= 3 else whole
+    gradients = share if stage >= 2 else whole
+    optimizer = (2 * whole, 2 * share, 2 * share, 2 * share)[stage]
+    return 4 * parameters, 4 * gradients, 4 * optimizer
+
+
+def bytes_sent(sizes, num_ranks, stage, micro_batches=1):
+    once = 4 * (num_ranks - 1) * sum(-(-size // num_ranks) for size in sizes)
+    return once * (2, 3, micro_batches + 1, 3 * micro_batches)[stage]

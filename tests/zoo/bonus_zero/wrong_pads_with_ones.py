@@ -1,0 +1,20 @@
+"""Pads with ones: they are part of every norm, and weight decay works on them.
+
+loses: zero_flatten, zero1_reduce, zero2_accumulate
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task1_flat"
+def flatten(tensors, num_parts):
+    parts = [tensor.detach().reshape(-1) for tensor in tensors]
+    missing = -sum(part.numel() for part in parts) % num_parts
+    return torch.cat([*parts, parts[0].new_ones(missing)])
+
+
+def unflatten(flat, tensors):
+    sizes = [tensor.numel() for tensor in tensors]
+    with torch.no_grad():
+        for tensor, part in zip(tensors, flat[: sum(sizes)].split(sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
