@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from course import ROOT
-from leftovers import assert_nothing_left, find_leftovers
+from lab_helper import make_case, run_solution
 
 from autograder.criteria import get_lab
-from autograder.criteria.base import Case
 from autograder.referee import draw_for
 from autograder.verify import choose_covering
 from autograder.zoo import load_zoo
-from minidist.emulate.trace import Trace
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_debug_ddp"
 LAB = get_lab(NAME)
-SOLUTION = ROOT / "solutions" / NAME / NAME
 WORLD_SIZE = 3
 HOSTILE = (
     None,
@@ -47,16 +39,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
-    before = find_leftovers()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={num_ranks}", f"{SOLUTION}.py"],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "(100 of 100 points so far)" in done.stdout
-    assert_nothing_left(before)
+    run_solution(NAME, num_ranks, tmp_path)
 
 
 def test_points_and_names():
@@ -82,20 +65,13 @@ def test_few_submissions_lose_every_criterion():
     assert len(choose_covering(LAB, load_zoo(NAME))) <= 6
 
 
-def _case(criterion, answers):
-    draw = draw_for(b"test", NAME, criterion.name, "test", WORLD_SIZE)
-    trace = Trace(world_size=WORLD_SIZE, events=[[] for _ in range(WORLD_SIZE)])
-    plan = criterion.plan(draw) if criterion.plan else None
-    return Case(WORLD_SIZE, criterion.draw(draw), answers, trace, plan)
-
-
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
-    assert criterion.judge(_case(criterion, [{} for _ in range(WORLD_SIZE)]))
+    assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
     keys = _keys(criterion)
     for value in HOSTILE:
         answers = [{key: value for key in keys} for _ in range(WORLD_SIZE)]
-        findings = criterion.judge(_case(criterion, answers))
+        findings = criterion.judge(make_case(LAB, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)
 
@@ -106,7 +82,7 @@ def _keys(criterion):
     metrics = ("loss", "accuracy", "tokens", "grad_norm", "lr")
     keys = {"seen", "written", "keys", "scales", "step", "drawn", "loaded", "names", *names}
     keys |= {f"saved {name}" for name in names} | {f"value {name}" for name in metrics}
-    keys |= set(_case(criterion, []).inputs[0].get("names", ()))
+    keys |= set(make_case(LAB, criterion, [], WORLD_SIZE).inputs[0].get("names", ()))
     for i in range(8):
         keys |= {f"{name}{i}" for name in "pg"} | {f"{name}/{i}" for name in ("loss", "count")}
         keys |= {f"{name}{n}/{i}/{visit}" for name in "wr" for n in (0, 1) for visit in (0, 1)}

@@ -1180,6 +1180,52 @@ check("debug_seed_dropout", build_model)
 # mixed.
 # <!-- END SOLUTION -->
 
+# %% [markdown] reflect="reflect_4"
+# **4. In case 4 a factor is there twice, in case 5 a factor changes between multiplying and
+# dividing. List every factor between the loss of one sample and the number that the optimizer
+# sees, with W ranks, k micro-batches and a scaler. Why do curves with Adam hide an error in a
+# constant factor, and which setting brings it out?**
+#
+# <!-- BEGIN SOLUTION -->
+# 1/batch from the mean in the loss, 1/k from accumulation, times the scale before backward and by
+# the same scale after it, 1/W from DDP's average; clipping comes last and wants the true size.
+# Adam divides by the root of its second moment, so a constant factor cancels (but for epsilon and
+# weight decay that is part of the loss); SGD's step is smaller by the factor. Clipping brings it
+# out too, since it compares the norm with a number that was not scaled. A factor that *changes*,
+# as after a doubled scale, is no constant and shows with any optimizer as a kink.
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_5"
+# **5. Cases 6 and 8 both forget state. Make a table of what a training run remembers from one
+# step to the next: is it the same on all ranks or does each have its own, and where does it have
+# to be copied: at the start, into a checkpoint?**
+#
+# <!-- BEGIN SOLUTION -->
+# Same everywhere: trainable and frozen parameters, buffers (running means, also those that are
+# not in the state dict), optimizer moments, scheduler, scaler's scale and counter, epoch and
+# step. All are broadcast or built equally at the start and saved once. Each its own: random
+# generators (CPU, GPU, NumPy, Python's, loader workers), the place in the data, error feedback of
+# compression, and under sharding the shard. These are saved per rank, and need a rule for another
+# number of ranks. The buffers of BatchNorm are between the two: without SyncBatchNorm each rank
+# moves its own.
+# <!-- END SOLUTION -->
+
+# %% [markdown] reflect="reflect_6"
+# **6. In case 7 the score depends on the number of ranks; in case 11 the ranks are equal where
+# they should differ. For each of these say whether it must be equal on all ranks, must differ, or
+# does not matter, and why: initial weights, order of the dataset, samples of a step, dropout
+# masks, evaluation shares, the reported score.**
+#
+# <!-- BEGIN SOLUTION -->
+# Initial weights: equal, since only gradients are averaged. Order of the dataset: equal, because
+# the sampler cuts one common order into shares. Samples of a step: different, or W ranks do the
+# work of one. Dropout masks: different; equal ones correlate the noise, and averaging over ranks
+# no longer reduces it (in tensor parallelism the mask of a replicated activation must be equal,
+# though). Evaluation shares: different and without padding; who has which does not matter. The
+# score: equal and independent of W, as sums and counts are reduced, not means.
+# <!-- END SOLUTION -->
+
+
 # %% [markdown]
 # ## You're ready when
 #
