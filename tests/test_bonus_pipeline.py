@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from course import ROOT
-from leftovers import assert_nothing_left, find_leftovers
+from lab_helper import make_case, run_solution
 
 from autograder.criteria import get_lab, pipe_plan
-from autograder.criteria.base import Case
 from autograder.referee import draw_for
 from autograder.verify import choose_covering
 from autograder.zoo import load_zoo
-from minidist.emulate.trace import Trace
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_pipeline"
 LAB = get_lab(NAME)
-SOLUTION = ROOT / "solutions" / NAME / f"{NAME}.py"
 WORLD_SIZE = 4
 HOSTILE = (
     None,
@@ -48,16 +41,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
-    before = find_leftovers()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "(100 of 100 points so far)" in done.stdout
-    assert_nothing_left(before)
+    run_solution(NAME, num_ranks, tmp_path)
 
 
 def test_points():
@@ -67,16 +51,9 @@ def test_points():
     assert len(choose_covering(LAB, load_zoo(NAME))) <= 10
 
 
-def _case(criterion, answers, world_size=WORLD_SIZE):
-    draw = draw_for(b"test", NAME, criterion.name, "test", world_size)
-    trace = Trace(world_size=world_size, events=[[] for _ in range(world_size)])
-    plan = criterion.plan(draw) if criterion.plan else None
-    return Case(world_size, criterion.draw(draw), answers, trace, plan)
-
-
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
-    empty = _case(criterion, [{} for _ in range(WORLD_SIZE)])
+    empty = make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)])
     assert criterion.judge(empty)
     keys = {"cuts", "peaks", "fraction", "seconds", "found", "pipeline", "data", "losses", "done"}
     keys |= {f"{prefix}{i}" for prefix in ("g/", "p") for i in range(5)}
@@ -84,7 +61,7 @@ def test_no_answer_passes_and_none_confuses_the_judge(criterion):
         keys |= {f"{stages}/{micro_batches}/{rank}" for rank in range(stages)}
     for value in HOSTILE:
         findings = criterion.judge(
-            _case(criterion, [dict.fromkeys(keys, value) for _ in range(WORLD_SIZE)])
+            make_case(LAB, criterion, [dict.fromkeys(keys, value) for _ in range(WORLD_SIZE)])
         )
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)
@@ -92,7 +69,7 @@ def test_no_answer_passes_and_none_confuses_the_judge(criterion):
 
 @pytest.mark.parametrize("name", ["pipe_messages", "pipe_time", "pipe_limit"])
 def test_who_says_done_and_has_done_nothing_does_not_pass(name):
-    assert LAB[name].judge(_case(LAB[name], [{"done": True} for _ in range(WORLD_SIZE)]))
+    assert LAB[name].judge(make_case(LAB, LAB[name], [{"done": True} for _ in range(WORLD_SIZE)]))
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from course import ROOT
-from leftovers import assert_nothing_left, find_leftovers
+from lab_helper import make_case, run_solution
 
 from autograder.criteria import get_lab
-from autograder.criteria.base import Case
 from autograder.criteria.powersgd_columns import columns_problem
 from autograder.referee import draw_for
 from autograder.verify import choose_covering
 from autograder.zoo import load_zoo
-from minidist.emulate.trace import Trace
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_powersgd"
 LAB = get_lab(NAME)
-SOLUTION = ROOT / "solutions" / NAME / f"{NAME}.py"
 WORLD_SIZE = 3
 HOSTILE = (
     None,
@@ -48,16 +40,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
-    before = find_leftovers()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "(100 of 100 points so far)" in done.stdout
-    assert_nothing_left(before)
+    run_solution(NAME, num_ranks, tmp_path)
 
 
 def test_points():
@@ -67,16 +50,9 @@ def test_points():
     assert len(choose_covering(LAB, load_zoo(NAME))) <= 14
 
 
-def _case(criterion, answers, world_size=WORLD_SIZE):
-    draw = draw_for(b"test", NAME, criterion.name, "test", world_size)
-    trace = Trace(world_size=world_size, events=[[] for _ in range(world_size)])
-    plan = criterion.plan(draw) if criterion.plan else None
-    return Case(world_size, criterion.draw(draw), answers, trace, plan)
-
-
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
-    assert criterion.judge(_case(criterion, [{} for _ in range(WORLD_SIZE)]))
+    assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
     keys = {"none", "a count", "b count", "said", "moved", "sent", "ratio", "saved", "losses"}
     for number in range(8):
         keys |= {f"{letter}{number}" for letter in ("", "a", "b", "p", "q")}
@@ -86,7 +62,7 @@ def test_no_answer_passes_and_none_confuses_the_judge(criterion):
             keys |= {f"{name}{step}/{number}" for name in ("", "a", "e", "on", "again")}
     for value in HOSTILE:
         answers = [{key: value for key in keys} for _ in range(WORLD_SIZE)]
-        findings = criterion.judge(_case(criterion, answers))
+        findings = criterion.judge(make_case(LAB, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from course import ROOT
-from leftovers import assert_nothing_left, find_leftovers
+from lab_helper import make_case, run_solution
 
 from autograder.criteria import get_lab
-from autograder.criteria.base import Case
 from autograder.referee import draw_for
-from minidist.emulate.trace import Trace
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "lab2_accumulation"
 LAB = get_lab(NAME)
-SOLUTION = ROOT / "solutions" / NAME / NAME
 WORLD_SIZE = 3
 HOSTILE = (
     None,
@@ -45,16 +37,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
-    before = find_leftovers()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={num_ranks}", f"{SOLUTION}.py"],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "(100 of 100 points so far)" in done.stdout
-    assert_nothing_left(before)
+    run_solution(NAME, num_ranks, tmp_path)
 
 
 def test_points_and_names():
@@ -63,21 +46,14 @@ def test_points_and_names():
     assert all(criterion.name.startswith("accum_") for criterion in LAB.criteria)
 
 
-def _case(criterion, answers):
-    draw = draw_for(b"test", NAME, criterion.name, "test", WORLD_SIZE)
-    trace = Trace(world_size=WORLD_SIZE, events=[[] for _ in range(WORLD_SIZE)])
-    plan = criterion.plan(draw) if criterion.plan else None
-    return Case(WORLD_SIZE, criterion.draw(draw), answers, trace, plan)
-
-
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
-    findings = criterion.judge(_case(criterion, [{} for _ in range(WORLD_SIZE)]))
+    findings = criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
     assert {f.rank for f in findings} in ({None}, set(range(WORLD_SIZE)))
     keys = _keys()
     for value in HOSTILE:
         answers = [{key: value for key in keys} for _ in range(WORLD_SIZE)]
-        findings = criterion.judge(_case(criterion, answers))
+        findings = criterion.judge(make_case(LAB, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
-from course import ROOT
-from leftovers import assert_nothing_left, find_leftovers
+from lab_helper import make_case, run_solution
 from torch import nn
 
 from autograder.criteria import fsdp_limit, fsdp_memory, fsdp_parts, get_lab
-from autograder.criteria.base import Case, Context
+from autograder.criteria.base import Context
 from autograder.referee import draw_for
-from minidist.emulate.trace import Trace
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "lab3_fsdp"
 LAB = get_lab(NAME)
-SOLUTION = ROOT / "solutions" / NAME / f"{NAME}.py"
 HOSTILE = (
     None,
     "text",
@@ -44,29 +37,13 @@ HOSTILE = (
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
-    before = find_leftovers()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "(100 of 100 points so far)" in done.stdout
-    assert_nothing_left(before)
+    run_solution(NAME, num_ranks, tmp_path)
 
 
 def test_points_and_names():
     assert LAB.max_score == 100
     assert len(LAB.criteria) >= 10
     assert all(criterion.name.startswith("fsdp_") for criterion in LAB.criteria)
-
-
-def _case(criterion, answers, world_size=3):
-    draw = draw_for(b"test", NAME, criterion.name, "test", world_size)
-    trace = Trace(world_size=world_size, events=[[] for _ in range(world_size)])
-    plan = criterion.plan(draw) if criterion.plan else None
-    return Case(world_size, criterion.draw(draw), answers, trace, plan)
 
 
 def _keys():
@@ -80,10 +57,10 @@ def _keys():
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
-    assert criterion.judge(_case(criterion, [{}, {}, {}]))
+    assert criterion.judge(make_case(LAB, criterion, [{}, {}, {}]))
     for value in HOSTILE:
         answers = [{key: value for key in _keys()} for _ in range(3)]
-        findings = criterion.judge(_case(criterion, answers))
+        findings = criterion.judge(make_case(LAB, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)
 
@@ -136,7 +113,7 @@ def test_a_whole_training_state_does_not_fit():
     inputs = criterion.draw(draw_for(b"test", NAME, criterion.name, "test", 3))
     context = Context(0, 3, torch.device("cpu"))
     answer = fsdp_limit.observe_function(whole_model, inputs[0], context)
-    findings = criterion.judge(_case(criterion, [answer, {}, {}]))
+    findings = criterion.judge(make_case(LAB, criterion, [answer, {}, {}]))
     assert "out of memory" in findings[0].message
     assert not any(result["status"] == "ok" for result in answer["results"])
 

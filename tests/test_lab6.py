@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from course import ROOT
-from leftovers import assert_nothing_left, find_leftovers
+from lab_helper import run_solution
 
 from autograder.criteria import get_lab, prof_buckets, prof_causes, prof_emulated, prof_spans
 from autograder.criteria.base import Case, Draw
@@ -21,7 +16,6 @@ from minidist.profile import Span, Timeline, Window, step_shares
 
 pytestmark = pytest.mark.timeout(300)
 LAB = "lab6_profiling"
-SOLUTION = ROOT / "solutions" / LAB / f"{LAB}.py"
 
 # The others' judges look at the emulated cluster's trace first.
 WITHOUT_TRACE = [c for c in get_lab(LAB).criteria if c.world != "emulated"]
@@ -33,16 +27,7 @@ def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
-    before = find_leftovers()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={num_ranks}", str(SOLUTION)],
-        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=250,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "(100 of 100 points so far)" in done.stdout
-    assert_nothing_left(before)
+    run_solution(LAB, num_ranks, tmp_path)
 
 
 def test_points():

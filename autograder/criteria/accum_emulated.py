@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
+from autograder.criteria.charged import find_ahead, reaches_all
 from minidist.emulate.clusters import Cluster, Link
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
@@ -158,11 +159,16 @@ class _LastCall:
                 "micro-batch goes forward and backward once.", rank,
             )  # fmt: skip
             return
+        if ahead := find_ahead(events, rank, MICRO_BATCHES):
+            self.finding = ahead
+            return
         first = (CALLS - 1) * MICRO_BATCHES
         self.begin = next(i for i, e in enumerate(events) if _is_forward(e, first))
         issued = {e.key for e in events[self.begin :] if e.kind == "issue"}
         self.collectives: list[Collective] = [
-            c for c in case.trace.collectives if c.key in issued and "float" in c.dtype
+            c
+            for c in case.trace.collectives
+            if c.key in issued and "float" in c.dtype and reaches_all(c, case.world_size)
         ]
         self.num_bytes = sum(c.nbytes for c in self.collectives)
 

@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from autograder.limits import Limits
+
 if TYPE_CHECKING:
     import torch
 
     from minidist.emulate.plan import ChargePlan
     from minidist.emulate.trace import Trace
 
-Values = dict[str, Any]  # NumPy arrays travel raw; numbers, text, lists and dicts as JSON
+# NumPy arrays travel raw; numbers, text, lists and dicts as JSON. Of a rank's inputs, those whose
+# names begin with "_" stay with the referee: they are for `judge`.
+Values = dict[str, Any]
 
 
 class Status(StrEnum):
@@ -112,7 +116,7 @@ class Criterion:
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """A lab: its criteria, its world sizes, and the modules whose answers it asks for."""
+    """A lab: its criteria, its world sizes, the modules whose answers it asks for, its limits."""
 
     name: str
     title: str
@@ -121,7 +125,7 @@ class Lab:
     grading_world_size: int = 3
     withheld: tuple[str, ...] = ()
     cell_deadline_s: float = 60.0
-    wall_limit_s: float = 900.0
+    limits: Limits = field(default_factory=Limits)
 
     def __getitem__(self, name: str) -> Criterion:
         for criterion in self.criteria:

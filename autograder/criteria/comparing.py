@@ -1,4 +1,9 @@
-"""Criterion for a function that tells whether all ranks hold the same gradients."""
+"""Criterion for a function that tells whether all ranks hold the same gradients.
+
+The function is called in the student's process, which could look at the variables of its callers:
+so the rank is told no case's name, and what it does see of a case (its own gradients, the
+tolerance) fits one in which the ranks agree and one in which they do not.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,14 @@ CASES = {
     "fine": "values differ by 1e-9, and tol is 1e-12",
     "none on one": "one parameter has no gradient on the last rank and zeros on the others",
     "none on all": "one parameter has no gradient on any rank",
+    "large equal": "all ranks hold the same values near 1000",
+    "coarse differs": "values differ by 0.5, and tol is 0.1",
+    "fine equal": "all ranks hold the same gradients, and tol is 1e-12",
+    "zeros on all": "one parameter's gradient is zero on all ranks",
 }
+AGREE = ("equal", "tiny", "coarse", "none on all", "large equal", "fine equal", "zeros on all")
 TOL = 1e-6
-OTHER_TOL = {"coarse": 0.1, "fine": 1e-12}
+OTHER_TOL = {"coarse": 0.1, "coarse differs": 0.1, "fine": 1e-12, "fine equal": 1e-12}
 
 
 def draw(source: Draw) -> list[Values]:
@@ -32,12 +42,13 @@ def draw(source: Draw) -> list[Values]:
     rng, world_size = source.shared(), source.world_size
     kinds = list(CASES)
     order = [kinds[i] for i in rng.permutation(len(kinds))]
-    inputs: list[Values] = [{"cases": order} for _ in range(world_size)]
+    tolerances = [OTHER_TOL.get(kind) for kind in order]
+    inputs: list[Values] = [{"tol": tolerances, "_cases": order} for _ in range(world_size)]
     for number, kind in enumerate(order):
         base = [rng.normal(size=(3, 4)), rng.normal(size=6)]
-        if kind == "large":
+        if kind in ("large", "large equal"):
             base[1] += 1000.0
-        if kind == "none on one":
+        if kind in ("none on one", "zeros on all"):
             base[1] *= 0.0
         for rank in range(world_size):
             last = rank == world_size - 1
@@ -61,6 +72,8 @@ def _gradients_of(
         weight[1, 1] += 1e-9
     if kind == "coarse" and last:
         bias[0] -= 0.01
+    if kind == "coarse differs" and last:
+        bias[0] -= 0.5
     if kind == "large" and last:
         bias[2] += 1e-3
     if kind == "both ways":
@@ -73,14 +86,14 @@ def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
     """The function's answer for every case, and the gradients after it."""
     answers: list[bool] = []
     answer: Values = {"answers": answers}
-    for number, kind in enumerate(inputs["cases"]):
+    for number, tol in enumerate(inputs["tol"]):
         shapes = ((3, 4), (6,))
         model = torch.nn.ParameterList([torch.zeros(s, dtype=torch.float64) for s in shapes])
         model = model.to(context.device)
         for i, p in enumerate(model.parameters()):
             if f"g{number}/{i}" in inputs:
                 p.grad = torch.from_numpy(inputs[f"g{number}/{i}"].copy()).to(context.device)
-        options = {"tol": OTHER_TOL[kind]} if kind in OTHER_TOL else {}
+        options = {} if tol is None else {"tol": tol}
         said = gradients_in_sync(model, **options)
         if isinstance(said, torch.Tensor | np.bool_):
             said = bool(said)
@@ -98,8 +111,8 @@ def judge(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         said = answer.get("answers")
-        for number, kind in enumerate(case.inputs[0]["cases"]):
-            expected = kind in ("equal", "tiny", "coarse", "none on all") or case.world_size == 1
+        for number, kind in enumerate(case.inputs[0]["_cases"]):
+            expected = kind in AGREE or case.world_size == 1
             got = said[number] if isinstance(said, list) and number < len(said) else None
             if got is not expected:
                 what = CASES[kind]

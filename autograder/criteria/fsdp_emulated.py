@@ -17,6 +17,7 @@ from torch import nn
 from autograder.criteria import fsdp_parts as parts
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
+from autograder.criteria.charged import find_ahead, reaches_all
 from minidist.emulate.clusters import Cluster, Link
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
@@ -148,12 +149,16 @@ class _LastStep:
                 f"{2 * LAYERS * STEPS}.", rank,
             )  # fmt: skip
             return
+        if ahead := find_ahead(events, rank):
+            self.finding = ahead
+            return
         last = computes[-2 * LAYERS :]
         self.forward, self.backward = last[:LAYERS], last[LAYERS:]
         begin = computes[-2 * LAYERS - 1]  # the last backward of the step before
         issued = {e.key: i for i, e in enumerate(events) if e.kind == "issue"}
         mine = [(issued[c.key], c) for c in case.trace.collectives
-                if c.key in issued and c.numel > 0 and c.dtype in _FLOATS]  # fmt: skip
+                if c.key in issued and c.numel > 0 and c.dtype in _FLOATS
+                and reaches_all(c, case.world_size)]  # fmt: skip
         self.gathers = [(i, c) for i, c in mine if i > begin and c.kind == "all_gather"]
         self.reductions = [c for i, c in mine if i > self.backward[0] and c.kind != "all_gather"]
         values, order = parts.lookup([], _as_sent(case.inputs[0], self.gathers))

@@ -39,7 +39,7 @@ _BALLAST_BYTES = 4 * MEGABYTE  # freed to tell the tale
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _STACK_BYTES = 1 << 20
 # Processes of their own: none of the notebook's store, no GPU (CUDA does not live with a limit).
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "TORCHELASTIC_USE_AGENT_STORE": "False", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 _NO_MEMORY = re.compile(
@@ -121,9 +121,9 @@ def _launch(train: Any, copies: int, subject: Any, inputs: Values, context: Cont
     with mock.patch.object(mine, "__file__", None) if hasattr(mine, "__file__") else _nothing():
         try:
             results = run(
-                _limited, context.world_size, cloudpickle.dumps((train, subject, inputs)),
+                run_limited, context.world_size, cloudpickle.dumps((train, subject, inputs)),
                 allowance_bytes(context.world_size, copies), deadline_s=LAUNCH_DEADLINE_S,
-                env=_ENVIRONMENT,
+                env=ENVIRONMENT,
             )  # fmt: skip
         except LaunchError as error:
             if "had not finished" in str(error):
@@ -138,7 +138,7 @@ def _nothing() -> Any:
     return contextlib.nullcontext()
 
 
-def _limited(job: bytes, allowance: int) -> Values:
+def run_limited(job: bytes, allowance: int) -> Values:
     """One rank: base, limit, student's code. Returns how it ended."""
     import resource
 
@@ -269,7 +269,7 @@ def _judge(case: Case, copies: int, hint: str) -> list[Finding]:
         f"{allowance_bytes(case.world_size, copies) / MEGABYTE:.0f} MB per rank (whole, the "
         f"training state is {copies * PARAMETER_BYTES / MEGABYTE:.0f} MB)"
     )
-    out_of_memory = [r for r in results if isinstance(r, dict) and _is_memory(r)]
+    out_of_memory = [r for r in results if isinstance(r, dict) and is_out_of_memory(r)]
     if out_of_memory:
         where = str(out_of_memory[0].get("where") or "")
         return [Finding(
@@ -300,7 +300,7 @@ def _judge(case: Case, copies: int, hint: str) -> list[Finding]:
     return findings
 
 
-def _is_memory(result: dict[str, Any]) -> bool:
+def is_out_of_memory(result: dict[str, Any]) -> bool:
     """Whether a process ended for want of memory; some of torch's threads can only abort then."""
     text = str(result.get("text"))
     aborted = any(s.name in text for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS))

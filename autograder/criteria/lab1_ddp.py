@@ -67,7 +67,7 @@ LAB = Lab(
         Criterion(
             name="script", title="train_ddp.py under torchrun", task=_SCRIPT, points=8,
             world="none", draw=training.draw_script, observe=training.observe_script,
-            judge=training.judge_script, deadline_s=90.0,
+            judge=training.judge_script, deadline_s=150.0,
         ),
         Criterion(
             name="gradients_in_sync", title="tells whether gradients agree", task=_VERIFY, points=7,

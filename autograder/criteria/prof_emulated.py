@@ -17,6 +17,7 @@ from torch import nn
 
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
+from autograder.criteria.charged import find_ahead, reaches_all
 from autograder.criteria.prof_buckets import best_plan, fill_buckets, step_seconds
 from minidist.emulate.clusters import Cluster, Link
 from minidist.emulate.plan import ChargePlan, PlanChannel
@@ -206,7 +207,9 @@ def _last_all_reduces(case: Case, rank: int) -> list[Collective] | Finding:
     ]  # fmt: skip
     if len(backward) != LAYERS:
         return Finding(f"backward ran {len(backward)} of {LAYERS} layers in the last step.", rank)
-    by_key = {c.key: c for c in case.trace.collectives}
+    if ahead := find_ahead(events, rank):
+        return ahead
+    by_key = {c.key: c for c in case.trace.collectives if reaches_all(c, case.world_size)}
     issued = [by_key.get(e.key) for e in events[backward[0] :] if e.kind == "issue"]
     return [c for c in issued if c and c.kind == "all_reduce" and "float" in c.dtype]
 
