@@ -1152,7 +1152,9 @@ explore(
 # - Wrap pairs of blocks as one unit (`units=lambda m: …`) and count all-gathers and peak memory.
 #
 # Then do it yourself in [**lab3_fsdp**](../labs/lab3_fsdp/lab3_fsdp.ipynb): ZeRO-1 that obeys a
-# scheduler, ZeRO-2 and -3 under a memory limit that an unsharded model does not survive.
+# scheduler, ZeRO-2 and -3 under a memory limit that an unsharded model does not survive. Stages 1
+# and 2 as an optimiser, with options, clipping and checkpoints for another number of ranks, are the
+# bonus notebook [**bonus_zero**](../labs/bonus_zero/bonus_zero.ipynb).
 #
 # ## What to read
 #

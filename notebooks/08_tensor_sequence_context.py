@@ -1013,8 +1013,10 @@ display(
 # - In the ring stepper choose the contiguous order and eight ranks. Who waits in step 3?
 # - Find the width at which communication over NVLink 4 takes half as long as computing, at tp 8.
 #
-# Then do it yourself: write f, g, both linear layers and the vocabulary-parallel loss, and compare
-# outputs and gradients with one process in fp64, at 2 and at 4 ranks. In
+# Then do it yourself: write the layer of this lecture in the bonus notebook
+# [**bonus_tensor_parallel**](../labs/bonus_tensor_parallel/bonus_tensor_parallel.ipynb), from f and
+# g to the vocabulary-parallel loss. Outputs and gradients are held against one process in fp64, and
+# the emulated cluster counts what you send. In
 # [**lab3_fsdp**](../labs/lab3_fsdp/lab3_fsdp.ipynb) you shard what lecture 9 combines with it.
 #
 # ## What to read

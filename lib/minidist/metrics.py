@@ -143,14 +143,13 @@ def gather_variable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> l
     wrong = ""
     if tensor.dim() == 0:
         wrong = f"expected a tensor with a first dimension, {named_rank(group)} gave a scalar"
-    _all_fit("gather_variable", wrong, group)
+    # Sizes and kinds first, so that what does not fit fails on every rank.
+    info = (*tensor.shape[:1], tuple(tensor.shape[1:]), str(tensor.dtype))
+    infos = _all_fit("gather_variable", wrong, group, info)
     if not _is_distributed():
         return [tensor.detach()]
-    # Sizes and kinds first, so that what does not fit fails on every rank.
     device = _device(group)
     world_size = dist.get_world_size(group)
-    infos: list[Any] = [None] * world_size
-    dist.all_gather_object(infos, (len(tensor), tuple(tensor.shape[1:]), str(tensor.dtype)), group)
     kinds = [info[1:] for info in infos]
     for other, kind in enumerate(kinds):
         if kind != kinds[0]:
@@ -202,20 +201,27 @@ def gather_predictions(
     return rows[order[first]]
 
 
-def _all_fit(where: str, wrong: str, group: dist.ProcessGroup | None) -> None:
+def _all_fit(
+    where: str, wrong: str, group: dist.ProcessGroup | None, told: Any = None
+) -> list[Any]:
     """Collective: what is wrong on one rank is an error on all, for the others would wait for it.
 
     Args:
         wrong: what is wrong on this rank; "" if nothing is.
+        told: what this rank tells the others, if nothing is wrong anywhere.
+
+    Returns:
+        what every rank has told.
     """
-    found: list[Any] = [wrong]
+    found: list[Any] = [(wrong, told)]
     if _is_distributed():
         found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, wrong, group)
+        dist.all_gather_object(found, (wrong, told), group)
     if wrong:
         raise ValueError(f"{where}: {wrong}")
-    if others := [each for each in found if each]:
+    if others := [other for other, _ in found if other]:
         raise MismatchError(f"{where}: {'; '.join(others)}", rank=dist.get_rank())
+    return [each for _, each in found]
 
 
 def get_logger(name: str = "minidist", level: int = logging.INFO) -> logging.Logger:

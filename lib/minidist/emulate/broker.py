@@ -55,6 +55,7 @@ class Broker:
         deadline_s: seconds that a rank may wait for the others in one collective.
         max_payload_bytes: largest payload of one collective on one rank.
         max_session_bytes: most that one rank may send in one session.
+        max_session_events: most charges, calls and waits of one rank in one session.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Broker:
         deadline_s: float = 30.0,
         max_payload_bytes: int = wire.MAX_PAYLOAD_BYTES,
         max_session_bytes: int = 1 << 32,
+        max_session_events: int = 1_000_000,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"Broker: world_size must be at least 1, got {world_size}")
@@ -73,6 +75,7 @@ class Broker:
         self._keep_payloads = keep_payloads
         self._max_payload_bytes = max_payload_bytes
         self._max_session_bytes = max_session_bytes
+        self._max_session_events = max_session_events
         self._lock = threading.RLock()
         self._session: Session | None = None
         self._sessions = 0
@@ -128,6 +131,7 @@ class Broker:
                 keep_payloads=self._keep_payloads,
                 deadline_s=self.deadline_s,
                 max_bytes=self._max_session_bytes,
+                max_events=self._max_session_events,
             )
         self._wake()
 

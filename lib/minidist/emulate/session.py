@@ -58,6 +58,8 @@ class Session:
         number: what frames have to carry to belong to this session.
         reply: sends a reply to a rank; must not block or raise.
         max_bytes: payload bytes that one rank may send in the session.
+        max_events: charges, calls and waits of one rank in the session; replaying a trace takes
+            longer than in proportion to them.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Session:
         keep_payloads: bool,
         deadline_s: float,
         max_bytes: int,
+        max_events: int = _MAX_EVENTS,
     ) -> None:
         self.number = number
         self.world_size = world_size
@@ -82,6 +85,7 @@ class Session:
         self._reply = reply
         self._keep = keep_payloads
         self._max_bytes = max_bytes
+        self._max_events = max_events
         self._events: list[list[Event]] = [[] for _ in range(world_size)]
         self._slots: dict[str, _Slot] = {}
         self._waiting: dict[str, _Slot] = {}  # those with unanswered fetches
@@ -98,8 +102,8 @@ class Session:
     def handle(self, rank: int, header: dict[str, Any], payload: np.ndarray) -> None:
         """One frame of `rank`, already known to belong to this session."""
         kind = header.get("t")
-        if len(self._events[rank]) > _MAX_EVENTS:
-            raise ProtocolError(f"more than {_MAX_EVENTS} events in one session")
+        if len(self._events[rank]) >= self._max_events:
+            raise ProtocolError(f"more than {self._max_events} events in one session")
         self._bytes[rank] += payload.nbytes
         if self._bytes[rank] > self._max_bytes:
             raise ProtocolError(f"sent more than {self._max_bytes} bytes in one session")

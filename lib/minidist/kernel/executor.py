@@ -27,6 +27,8 @@ from minidist.kernel.watch import Watch, places_of, states_of
 HOW_TO_GO_ON = "Run %restart_ranks in a cell for fresh ranks, or restart the kernel."
 # Output outside of cells (threads, widgets): bytes from one cell to the next.
 MAX_STRAY_BYTES = 4 * 1024 * 1024
+# Calls of input() of one rank in a cell, and bytes of one: they are kept until the cell ends.
+MAX_INPUTS, MAX_INPUT_BYTES = 1000, 64 * 1024
 
 
 class Executor:
@@ -202,7 +204,8 @@ class Executor:
             parent = message["parent_header"].get("msg_id")
             cell = self._cell
             if channel == "stdin":
-                if cell is not None and parent == cell.msg_id and rank in cell.ranks:
+                fits = sum(map(len, frames)) <= MAX_INPUT_BYTES
+                if cell is not None and parent == cell.msg_id and rank in cell.ranks and fits:
                     self._asks(rank, message)
             elif cell is not None and parent == cell.msg_id and channel == "shell":
                 if rank in cell.ranks:
@@ -218,6 +221,7 @@ class Executor:
             size = sum(map(len, frames))
             starting = kind == "status" and not message["parent_header"]
             if rank == 0 and size <= self._stray_left and not starting:
+                self._unpack(message)  # raises where the notebook could not read it either
                 self._stray_left -= size
                 self._client.forward("iopub", frames)
             return
@@ -248,6 +252,8 @@ class Executor:
         cell = self._cell
         assert cell is not None
         waiting = cell.inputs.setdefault(rank, [])
+        if len(waiting) >= MAX_INPUTS:
+            return
         waiting.append((len(waiting), message))
         number = len(waiting) - 1
         if number < len(cell.answers):
@@ -303,7 +309,7 @@ class Executor:
         """Content of the reply to a cell: first what its magics ask of the front, then its code."""
         await self.until_settled()
         try:
-            plan = magics.read(code, self.count, self.least)
+            plan = magics.read(code, self.count, self.least, fixed=self._options.fixed_ranks)
         except magics.MagicError as error:
             return reply.error("error", "UsageError", str(error), [])
         answer = await self._fresh_ranks(plan, idents, request) if plan.restart else None

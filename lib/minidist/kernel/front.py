@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from minidist import __version__
+from minidist.kernel.cell import printable
 from minidist.kernel.client import Client, unaddressed
 from minidist.kernel.executor import Executor
 from minidist.kernel.options import Options, make_run_dir, parse
@@ -234,7 +235,7 @@ class Front:
             self._working = True
             try:
                 if message["header"]["msg_type"] == "execute_request":
-                    if await self.executor.execute(idents, message):
+                    if await self._execute(idents, message):
                         await asyncio.sleep(0)
                         self._abort_waiting()
                 else:
@@ -242,6 +243,17 @@ class Front:
                     self._to_rank("shell", idents, message, frames)
             finally:
                 self._working = False
+
+    async def _execute(self, idents: list[bytes], message: dict[str, Any]) -> bool:
+        """Run a cell; whatever goes wrong in here, it is answered and the next one can come."""
+        try:
+            return await self.executor.execute(idents, message)
+        except Exception as error:
+            print(f"minidist.kernel: internal error\n{traceback.format_exc()}", file=sys.stderr)
+            content = _refused(printable(f"{type(error).__name__}: {error}"[:1000]))
+            self.client.reply("shell", idents, message, content)
+            self.client.status("idle", message)
+            return True
 
     def _abort_waiting(self) -> None:
         """After an error, cells that were sent before it was known are not run."""

@@ -12,6 +12,8 @@ _RANK = re.compile(r"%%ranks?(?:[ \t]+(?P<ranks>[^\n]*))?$")
 _RESTART = re.compile(r"%restart_ranks(?:[ \t]+(?P<words>[^\n]*))?$")
 _SHOW = re.compile(r"%ranks$")
 _DEBUG = re.compile(r"%debug$")
+# Not str.isdigit: it is true of superscripts, which int() refuses, and of any length.
+_NUMBER = re.compile(r"[0-9]{1,6}\Z")
 
 
 class MagicError(ValueError):
@@ -45,16 +47,19 @@ def _numbers(text: str) -> list[int]:
     found: list[int] = []
     for part in re.split(r"[,\s]+", text.strip()):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not _NUMBER.match(first) or (dash and not _NUMBER.match(last)):
             raise MagicError(
                 f"%%rank: expected ranks such as 0 or 0,2 or 1-3, got {text.strip()!r}"
             )
-        found += range(int(first), int(last or first) + 1) if int(last or first) < 10**6 else []
+        found += range(int(first), int(last or first) + 1)
     return sorted(set(found))
 
 
-def read(code: str, count: int, least: int = 1) -> Plan:
+def read(code: str, count: int, least: int = 1, *, fixed: bool = False) -> Plan:
     """The plan of a cell that is to run on `count` ranks; fresh ones must be `least` or more.
+
+    Where the ranks are `fixed`, because who started the kernel decides on them, `%restart_ranks`
+    is left out and the rest of the cell is run.
 
     Raises:
         MagicError: a `%%rank` or `%restart_ranks` line cannot be understood.
@@ -66,7 +71,7 @@ def read(code: str, count: int, least: int = 1) -> Plan:
         words = (match["words"] or "").split()
         rerun = "--rerun" in words
         numbers = [word for word in words if word != "--rerun"]
-        wrong = [w for w in numbers if not w.isdecimal() or not 1 <= int(w) <= 1024]
+        wrong = [w for w in numbers if not _NUMBER.match(w) or not 1 <= int(w) <= 1024]
         if wrong or len(numbers) > 1:
             text = " ".join(words)
             raise MagicError(
@@ -77,10 +82,12 @@ def read(code: str, count: int, least: int = 1) -> Plan:
             raise MagicError(
                 f"%restart_ranks: expected {least} ranks or more, one on each node, got {new_count}"
             )
+        if fixed:
+            return read(rest, count, least, fixed=True)
         plan = read(rest, new_count or count, least)
         return replace(plan, restart=True, count=new_count, rerun=rerun)
     if _SHOW.match(line):
-        return replace(read(rest, count, least), show=True)
+        return replace(read(rest, count, least, fixed=fixed), show=True)
     if _DEBUG.match(line) and not rest.strip():
         return Plan(code=line, debug=True)
     if not (match := _RANK.match(line)):

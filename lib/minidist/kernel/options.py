@@ -29,6 +29,7 @@ class Options:
         env: whole environment of the launcher; None passes the front's on.
         cwd: directory in which the launcher starts; None keeps the front's.
         run_dir: directory of the sockets that ranks connect to; None makes a fresh private one.
+        fixed_ranks: cells cannot ask for fresh ranks; a grader does, by a message of its own.
         deadline_s: longest time of one cell in seconds; None sets no limit.
     """
 
@@ -39,6 +40,7 @@ class Options:
     env: dict[str, str] | None = None
     cwd: str | None = None
     run_dir: str | None = None
+    fixed_ranks: bool = False
     deadline_s: float | None = None
     rank_init: str | None = field(default=None)
 
@@ -79,7 +81,7 @@ def parse(argv: list[str]) -> Options:
     parser = argparse.ArgumentParser(prog="python -m minidist.kernel", allow_abbrev=False)
     parser.add_argument("-f", "--f", dest="connection_file", required=True)
     parser.add_argument("--ranks", default=str(DEFAULT_RANKS), help="a number, or auto")
-    parser.add_argument("--launcher", default=None, help="JSON file: prefix, env, run_dir, cwd")
+    parser.add_argument("--launcher", default=None, help="JSON file: see Options")
     parser.add_argument("--deadline", type=float, default=None, help="seconds per cell")
     known, _ = parser.parse_known_args(argv)
     if known.ranks != "auto" and not known.ranks.removeprefix("-").isdecimal():
@@ -104,6 +106,7 @@ def parse(argv: list[str]) -> Options:
         env=None if env is None else {str(k): str(v) for k, v in env.items()},
         cwd=launcher.get("cwd"),
         run_dir=launcher.get("run_dir"),
+        fixed_ranks=launcher.get("fixed_ranks") is True,
         deadline_s=known.deadline,
         rank_init=(os.environ if env is None else env).get("MINIDIST_RANK_INIT"),
     )

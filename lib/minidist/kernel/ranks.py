@@ -28,6 +28,9 @@ START_DEADLINE_S = 60.0
 # Many nodes that read torch from one file system at once take longer.
 NODES_START_DEADLINE_S = 180.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# Messages of a rank that wait to be read; more wait on the rank's side. zmq counts messages, not
+# bytes, so its own thousand would be 60 GiB of the front's memory.
+MAX_WAITING = {"iopub": 16, "shell": 4, "control": 4, "stdin": 4}
 CHANNELS = {"shell": zmq.DEALER, "control": zmq.DEALER, "stdin": zmq.DEALER, "iopub": zmq.PULL}
 _STDERR_TAIL_BYTES = 8000
 
@@ -135,6 +138,7 @@ class Ranks:
                 sock = self._context.socket(kind)
                 sock.linger = 0
                 sock.sndhwm = 0
+                sock.rcvhwm = MAX_WAITING[channel]
                 sock.maxmsgsize = MAX_MESSAGE_BYTES
                 if kind == zmq.DEALER:
                     sock.routing_id = b"front"  # one name on shell and stdin: input() needs it

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+from minidist.kernel.cell import printable
 
 
 def ok(reply: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
     """A cell that worked; `reply` is the plain rank's own, `states` says how each rank ended."""
-    keep = {key: reply[key] for key in ("payload", "user_expressions") if key in reply}
+    keep = {
+        key: reply[key]
+        for key in ("payload", "user_expressions")
+        if key in reply and _can_be_sent(reply[key])
+    }
     return {
         "payload": [],
         "user_expressions": {},
@@ -15,6 +22,15 @@ def ok(reply: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
         "status": "ok",
         "minidist": {"kind": "ok", "ranks": states},
     }
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Whether a part of a rank's reply can go into a message: no lone surrogates, no nan."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def error(kind: str, ename: str, text: str, states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -38,7 +54,7 @@ def states_at_end(replies: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
             "status": "ok" if reply.get("status") == "ok" else "error",
             "text": "finished the cell"
             if reply.get("status") == "ok"
-            else f"{reply.get('ename')}: {reply.get('evalue')}"[:300],
+            else printable(f"{reply.get('ename')}: {reply.get('evalue')}"[:300]),
         }
         for rank, reply in sorted(replies.items())
     ]
