@@ -23,7 +23,7 @@ export PATH := $(BIN):$(PATH)
 # The environment of another project must not leak into ours.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help grade lab test verify soak claims bench book build lint clean install
+.PHONY: help grade lab test verify soak nightly claims bench book build lint clean install
 
 help: ## list the commands
 	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
@@ -52,6 +52,10 @@ verify: $(VENV)/.installed-dev ## prove every lab's tests with right and wrong s
 
 soak: $(VENV)/.installed-dev ## grade every right submission ten times with all cores busy (SOAK_ARGS=...)
 	@$(BIN)/python tests/soak.py $(SOAK_ARGS)
+
+nightly: $(VENV)/.installed-dev ## kill parts of the grader at 50 random points of a class of 200; grade every attack (FAULTS=...)
+	@$(BIN)/python tests/faults.py $(FAULTS)
+	@ATTACKS=all $(BIN)/python -m pytest tests/test_attacks.py
 
 claims: $(VENV)/.installed ## run every lecture and list what it claims, with verdict and source
 	@mkdir -p build/claims build/lectures; rm -f build/claims/*.jsonl

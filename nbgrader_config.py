@@ -25,6 +25,13 @@ c.CourseDirectory.feedback_directory = "build/nbgrader/feedback"
 c.CourseDirectory.solution_directory = "build/nbgrader/solution"
 c.CourseDirectory.db_url = f"sqlite:///{made / 'gradebook.db'}"
 
+# What a student wrote or displayed must not run where an instructor or another student opens it.
+c.HTMLExporter.sanitize_html = True
+c.HTMLExporter.filters = {
+    "clean_html": "autograder.safe_html.clean",
+    "markdown2html": "autograder.safe_html.markdown",
+}
+
 # Students get notebooks only: the sources beside them in solutions/ hold the answers.
 c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedback", "*.py"]
 

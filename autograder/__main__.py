@@ -12,8 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from autograder.commands import add_commands
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
+from autograder.history import choose, handed_in_before, read_history
 from autograder.intake import Submission, find_submissions
 
 # What needs torch and nbgrader is imported by the command that needs it: wrong usage and --help
@@ -58,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     grade.add_argument(
         "--no-gradebook", action="store_true", help="leave nbgrader's gradebook and feedback alone"
     )
+    grade.add_argument(
+        "--student", action="append", default=[], metavar="NAME",
+        help="grade only this student, also where there is a record; without PATH: the notebook "
+        "that was graded last",
+    )  # fmt: skip
     grade.set_defaults(run=_grade)
     verify = commands.add_parser(
         "verify", help="prove the labs' tests with the bundled right and wrong submissions"
@@ -81,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     release.set_defaults(run=_release)
     doctor = commands.add_parser("doctor", help="say what this machine can do, and what to mend")
     doctor.set_defaults(run=_doctor)
+    add_commands(commands)
     return parser
 
 
@@ -102,11 +110,16 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     course = Course.find()
     course.key()
     submissions = _submissions(options, course)
+    from autograder.authored import read_class
     from autograder.batch import check_names, default_jobs, fill_gradebook, grade_class
     from autograder.bridge import choose_sandbox
     from autograder.criteria.base import Status
+    from autograder.regrade import Regrading
     from autograder.report import rich_table, write_csv, write_html
     from autograder.run import Settings
+    from autograder.similar import rows, similar_in_class
+    from autograder.suspicious import rows as evidence_rows
+    from autograder.suspicious import suspicious_in_class
 
     if not options.no_gradebook:
         check_names(submissions)
@@ -114,15 +127,25 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     settings = Settings(
         course, lab.name, options.ranks or lab.grading_world_size,
         choose_sandbox(options.trusted, bundled=options.example and not options.paths),
+        again=bool(options.student),
     )  # fmt: skip
     if not settings.sandboxed:
         console.print("[bold red]UNSANDBOXED[/]: nothing holds these submissions back")
     jobs = options.jobs or default_jobs(settings.world_size)
+    regrading = Regrading.begin(settings)
     records = grade_class(submissions, settings, jobs, console)
     console.print(rich_table(records))
+    regrading.show(records, console)
     left = [course.build / "report.html", course.build / "grades.csv"]
-    write_html(records, left[0])
-    write_csv(records, left[1])
+    shown = regrading.whole_class(records) if options.student else records
+    pairs, evidence = [], []
+    if not options.example:  # whose submissions are all variants of one
+        files = [(record["student"], Path(record["submission"])) for record in shown]
+        notebooks = read_class(course, lab.name, files)
+        pairs = similar_in_class(course, lab.name, notebooks)
+        evidence = suspicious_in_class(course, lab.name, notebooks, shown)
+    write_html(shown, left[0], rows(pairs), evidence_rows(evidence))
+    write_csv(shown, left[1])
     if options.json is not None:
         text = json.dumps(records, indent=1)
         if options.json == Path("-"):
@@ -131,10 +154,18 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
             options.json.write_text(text + "\n", encoding="utf-8")
             left.append(options.json)
     infra = [r for r in records if any(c["status"] == Status.INFRA for c in r["criteria"])]
-    if not options.no_gradebook and settings.world_size == lab.grading_world_size and not infra:
+    # Whom the grader has failed is left out, and is not in the way of the others.
+    done = [(s, r) for s, r in zip(submissions, records, strict=True) if r not in infra]
+    if not options.no_gradebook and settings.world_size == lab.grading_world_size and done:
         with console.status("nbgrader: gradebook and feedback"):
-            left.append(fill_gradebook(submissions, records, settings))
+            graded = [s for s, _ in done], [r for _, r in done]
+            left.append(fill_gradebook(*graded, settings, regrading.settled(*graded)))
         left.append(course.build / "nbgrader" / "gradebook.db")
+    if evidence:
+        students = len({each.student for each in evidence})
+        console.print(f"{students} submissions with something to look at: see the report")
+    if pairs:
+        console.print(f"{len(pairs)} near-identical pairs, to be looked at: see the report")
     for path in left:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
     for record in infra:
@@ -192,8 +223,10 @@ def _doctor(options: argparse.Namespace, console: Console) -> int:
 
 
 def _submissions(options: argparse.Namespace, course: Course) -> list[Submission]:
-    if not options.paths and not options.example:
+    if not options.paths and not options.example and not options.student:
         raise ValueError("name a notebook or a folder, or say --example")
+    if options.student and not options.paths and not options.example:
+        options.paths = handed_in_before(read_history(course), options.lab, options.student)
     found = find_submissions(options.paths, options.lab) if options.paths else []
     if options.example:
         from autograder.zoo import write_class
@@ -202,7 +235,7 @@ def _submissions(options: argparse.Namespace, course: Course) -> list[Submission
         shutil.rmtree(folder, ignore_errors=True)  # of an older version, perhaps
         write_class(options.lab, folder, only_example=True)
         found += find_submissions([folder], options.lab)
-    return found
+    return choose(found, options.student) if options.student else found
 
 
 if __name__ == "__main__":

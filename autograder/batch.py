@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -25,7 +25,17 @@ from autograder.bridge import refused
 from autograder.course import Course, CourseError
 from autograder.intake import Submission, read_submission
 from autograder.journal import Journal
-from autograder.run import Record, Settings, grade, known_record, not_graded, record_key
+from autograder.run import (
+    Record,
+    Settings,
+    executed_path,
+    grade,
+    known_record,
+    not_graded,
+    record_key,
+)
+from autograder.scratch import remove_abandoned
+from autograder.status import Announcer
 
 NBGRADER_DEADLINE_S = 1800.0
 POOL_TRIES = 3
@@ -42,6 +52,7 @@ def grade_class(
 ) -> list[Record]:
     """One record per submission, in their order; what is in the journal is not run again."""
     records: dict[int, Record] = {}
+    announcer: Announcer | None = None
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
@@ -50,11 +61,18 @@ def grade_class(
 
         def done(index: int, record: Record) -> None:
             records[index] = record
+            if announcer:
+                announcer.done(record)
             progress.update(bar, advance=1, description=f"graded {record['student']}")
 
         for index, submission in enumerate(submissions):
             if known := known_record(submission, settings):
                 done(index, known)
+        announcer = Announcer(settings.course.journal_path)
+        announcer.begin(
+            [s.student for s in submissions], [r["student"] for r in records.values()],
+            lab=settings.lab, world_size=settings.world_size, jobs=jobs, again=settings.again,
+        )  # fmt: skip
         # A worker that is killed takes the pool with it; the others' work is tried again.
         for _ in range(POOL_TRIES):
             todo = {i: s for i, s in enumerate(submissions) if i not in records}
@@ -62,11 +80,14 @@ def grade_class(
                 break
             with contextlib.suppress(BrokenProcessPool):
                 _run_pool(todo, settings, min(jobs, len(todo)), done)
+            remove_abandoned()
     reason = f"a worker process of the grader was killed {POOL_TRIES} times"
-    return [
-        records.get(index) or not_graded(submission, settings, reason)
-        for index, submission in enumerate(submissions)
-    ]
+    for index, submission in enumerate(submissions):
+        if index not in records:
+            records[index] = not_graded(submission, settings, reason)
+            announcer.done(records[index])
+    announcer.end(settings.lab)
+    return [records[index] for index in range(len(submissions))]
 
 
 def _run_pool(
@@ -127,9 +148,15 @@ def check_names(submissions: Sequence[Submission]) -> None:
 
 
 def fill_gradebook(
-    submissions: Sequence[Submission], records: Sequence[Record], settings: Settings
+    submissions: Sequence[Submission],
+    records: Sequence[Record],
+    settings: Settings,
+    settled: Collection[str] = (),
 ) -> Path:
     """Has nbgrader take the verdicts into its gradebook and write each student's feedback.
+
+    Args:
+        settled: students whose verdicts the gradebook has already; it is left as it is for them.
 
     Returns:
         the folder with one feedback page per student.
@@ -145,22 +172,44 @@ def fill_gradebook(
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         intake = read_submission(submission.path, course.master(lab))
-        if intake.notebook is None:  # nbgrader would stop at a file that it cannot read
-            nbformat.write(refused(course.master(lab), intake.invalid or ""), target)
+        # nbgrader would stop, for the whole class, at a file that it cannot read.
+        if intake.notebook is None or not _is_readable(submission.path):
+            stand_in = intake.notebook or refused(course.master(lab), intake.invalid or "")
+            nbformat.write(stand_in, target)
             if known_record(Submission(submission.student, target), settings) is None:
-                sha256 = read_submission(target, course.master(lab)).sha256
-                stand_in = {"kind": "submission", "key": record_key(sha256, settings)}
-                Journal(course.journal_path).append(stand_in | {"record": record})
+                key = record_key(read_submission(target, course.master(lab)).sha256, settings)
+                executed = executed_path(course, lab, record_key(intake.sha256, settings))
+                if executed.is_file():
+                    shutil.copyfile(executed, executed_path(course, lab, key))
+                entry = {"kind": "submission", "key": key, "record": record}
+                Journal(course.journal_path).append(entry)
         else:
             shutil.copyfile(submission.path, target)
     ours = {submission.student for submission in submissions}
-    others = {f.name for f in (made / "submitted").iterdir() if "," not in f.name} - ours
-    only_ours = f"--CourseDirectory.student_id_exclude={','.join(sorted(others))}"
-    _nbgrader(course, "generate_assignment", lab, "--force")
+    everyone = {f.name for f in (made / "submitted").iterdir() if "," not in f.name}
+
+    def only(students: set[str]) -> str:
+        return f"--CourseDirectory.student_id_exclude={','.join(sorted(everyone - students))}"
+
+    # nbgrader takes a release away before it writes it anew, and may fail in between: not the
+    # students' own, therefore.
+    elsewhere = f"--CourseDirectory.release_directory={made / 'release'}"
+    _nbgrader(course, "generate_assignment", lab, "--force", elsewhere)
     trusted = f"--GradeWithReferee.trusted={not settings.sandboxed}"
-    _nbgrader(course, "autograde", lab, "--force", only_ours, trusted)
-    _nbgrader(course, "generate_feedback", lab, "--force", only_ours)
+    if new := ours - set(settled):
+        _nbgrader(course, "autograde", lab, "--force", only(new), trusted)
+    _nbgrader(course, "generate_feedback", lab, "--force", only(ours))
     return made / "feedback"
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether nbformat, which asks more of a notebook than intake, can read this one."""
+    try:
+        notebook = nbformat.read(path, as_version=nbformat.current_nbformat)
+        nbformat.validate(notebook)
+    except Exception:
+        return False
+    return True
 
 
 def _nbgrader(course: Course, command: str, *arguments: str) -> None:

@@ -30,6 +30,7 @@ from nbformat import NotebookNode
 from traitlets.config import Config
 
 from autograder.criteria import get_lab
+from autograder.options import read_options
 from autograder.percent import BuildError, SourceCell, read_cells
 
 COURSE_ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +66,7 @@ def build_notebook(py: Path, *, text: str | None = None) -> NotebookNode:
     num_ranks = 2
     if py.parent.name == py.stem:
         try:
-            lab = get_lab(py.stem)
+            lab = read_options(py.parents[2]).apply(get_lab(py.stem))
         except ValueError as error:
             raise BuildError(f"{py}: {error}") from error
         points = {criterion.name: criterion.points for criterion in lab.criteria}

@@ -6,10 +6,15 @@ import os
 import secrets
 import stat
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
+
+from autograder.criteria import get_lab
+from autograder.criteria.base import Lab
+from autograder.options import Options, OptionsError, read_options
 
 KEY_BYTES = 32
 
@@ -61,12 +66,38 @@ class Course:
         """The notebook that students were given.
 
         Raises:
-            CourseError: it was not released.
+            CourseError: it was not released, or not since points were changed.
         """
         path = self.root / "labs" / lab / f"{lab}.ipynb"
         if not path.is_file():
             raise CourseError(f"{path} is missing: run `make build`")
-        return nbformat.read(path, as_version=4)
+        notebook = nbformat.read(path, as_version=4)
+        worth = {c.name: c.points for c in self.lab(lab).criteria}
+        for cell in notebook.cells:
+            options = cell.metadata.get("nbgrader", {})
+            name, points = options.get("grade_id"), options.get("points")
+            if cell.cell_type == "code" and name in worth and points not in (None, worth[name]):
+                raise CourseError(
+                    f"{path}: {name} is worth {points:g}, but {worth[name]:g} is set for the "
+                    "course: run `make build`"
+                )
+        return notebook
+
+    def lab(self, name: str) -> Lab:
+        """A lab with the points and limits that `course.toml` sets for it.
+
+        Raises:
+            ValueError: there is no such lab.
+            CourseError: `course.toml` says something that cannot be.
+        """
+        return self._options.apply(get_lab(name))
+
+    @cached_property
+    def _options(self) -> Options:
+        try:
+            return read_options(self.root)
+        except OptionsError as error:
+            raise CourseError(str(error)) from None
 
     def make_key(self) -> bool:
         """Makes the course key, readable by its owner only; False if there is one."""

@@ -19,9 +19,9 @@ from rich.text import Text
 
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
+from autograder.limits import GIB
 from autograder.sandbox import probe_support
 
-GIB = 1 << 30
 MIN_FREE_BYTES = 2 * GIB
 MIN_SHM_BYTES = 64 << 20
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "lustre", "gpfs", "ceph", "beegfs"})

@@ -18,20 +18,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from nbformat.v4 import new_output
 from nbformat.validator import NotebookValidationError
 from papermill.engines import Engine, papermill_engines
 
 from autograder.criteria.base import Lab, Status, Verdict
+from autograder.guard import Guard
 from autograder.referee import Referee
+from autograder.tidy import Tidier
 from minidist.kernel.cell import printable
 
 START_TIMEOUT_S = 120.0
 RESTART_TIMEOUT_S = 90.0
 KERNEL_SLACK_S = 45.0  # the kernel ends a cell this long after its deadline at the latest
 MAX_RESTARTS = 40
+MAX_SOURCE_CHARS = 50_000  # of a cell whose definitions are looked for: that may take its square
 BROKEN = ("hang", "deadline", "rank_lost")
 
 
@@ -72,6 +77,9 @@ papermill_engines.register("referee", RefereeEngine)
 class _Client(NotebookClient):
     """Survives what is malformed: outputs come from the student's ranks."""
 
+    def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
+        """Keeps no state of widgets: nobody will see them, and it would have no bound."""
+
     def process_message(self, msg: Any, cell: NotebookNode, cell_index: int) -> Any:
         try:
             return super().process_message(msg, cell, cell_index)
@@ -82,15 +90,18 @@ class _Client(NotebookClient):
 class _Run:
     def __init__(self, nb_man: Any, kernel_name: str, session: Session) -> None:
         self.nb_man, self.session = nb_man, session
-        self.ends_at = time.monotonic() + session.lab.wall_limit_s
+        self.ends_at = time.monotonic() + session.lab.limits.wall_s
         self.outcome: dict[str, Any] = {}
         self.broken = False
         self.client = _Client(
             nb_man.nb, kernel_name=kernel_name, allow_errors=True, timeout_func=self._timeout,
-            startup_timeout=int(START_TIMEOUT_S), allow_stdin=False, coalesce_streams=True,
+            startup_timeout=int(START_TIMEOUT_S),
             extra_arguments=list(session.kernel_arguments), on_cell_executed=self._executed,
+            coalesce_streams=False,  # takes the square of a line's length; Tidier does it
         )  # fmt: skip
         self.deadline_s = session.lab.cell_deadline_s
+        self.tidier = Tidier(session.lab.limits.output_bytes)
+        self.guard: Guard | None = None
 
     async def run(self) -> None:
         self.client.km = self.client.create_kernel_manager()
@@ -100,11 +111,19 @@ class _Run:
         try:
             # nbclient also hangs a handler on SIGINT; the grader's own stays.
             async with self.client.async_setup_kernel():
+                front = self.client.km.provisioner
+                assert isinstance(front, LocalProvisioner)
+                assert front.pid is not None
+                self.guard = Guard(front.pid, self.session.lab.limits).start()
                 for index, cell in enumerate(self.nb_man.nb.cells):
                     if cell.cell_type == "code" and cell.source.strip():
                         await self._cell(cell, index)
         except (DeadKernelError, CellTimeoutError, RuntimeError, TimeoutError) as error:
             raise InfrastructureError(f"the kernel failed: {error}") from error
+        finally:
+            if self.guard is not None:
+                self.guard.stop()
+        self.nb_man.nb.metadata.pop("widgets", None)
 
     async def _cell(self, cell: NotebookNode, index: int) -> None:
         meta = cell.metadata.minidist
@@ -140,8 +159,12 @@ class _Run:
         self.outcome = {}
         await self._control("deadline", seconds=deadline_s)
         await self.client.async_execute_cell(cell, index)
+        self.tidier.tidy(cell)
         if not self.outcome:
             raise InfrastructureError("the kernel answered a cell without saying how it ended")
+        if self.guard is not None and (reason := self.guard.take_reason()):
+            self.outcome["why"] = reason
+            cell.outputs.append(new_output("stream", name="stderr", text=f"{reason}\n"))
 
     def _executed(self, *, execute_reply: Any, **_: Any) -> None:
         content = execute_reply["content"]
@@ -183,7 +206,9 @@ class _Run:
             if self.session.restarts > MAX_RESTARTS or time.monotonic() > self.ends_at:
                 return False
             self.session.referee.new_ranks()
-            reply = await self._control("restart", timeout=RESTART_TIMEOUT_S)
+            reply = await self._control(
+                "restart", timeout=RESTART_TIMEOUT_S, ranks=self.session.world_size
+            )
             if reply.get("status") != "ok":
                 raise InfrastructureError(f"no fresh ranks: {reply}")
             for position, (source, number) in enumerate(self.session.worked):
@@ -243,10 +268,12 @@ def definitions(source: str) -> str:
     class A:
         n = 2
     """
-    try:
-        tree = ast.parse(TransformerManager().transform_cell(source))  # magics become calls
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    if len(source) > MAX_SOURCE_CHARS:
         return ""
     keep = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    tree.body = [node for node in tree.body if isinstance(node, keep)]
-    return ast.unparse(tree)
+    try:
+        tree = ast.parse(TransformerManager().transform_cell(source))  # magics become calls
+        tree.body = [node for node in tree.body if isinstance(node, keep)]
+        return ast.unparse(tree)
+    except Exception:  # source of a stranger: too deep, too odd or no Python at all
+        return ""

@@ -25,7 +25,8 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
-MIB = 1 << 20
+from autograder.limits import MIB
+
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z|\\\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")

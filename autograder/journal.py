@@ -26,7 +26,31 @@ Record = dict[str, Any]
 
 # Parts of this package that cannot change a verdict: they build labs or show results.
 _NOT_GRADING = frozenset(
-    {"__main__", "batch", "bridge", "build", "percent", "report", "sync", "zoo"}
+    {
+        "__main__",
+        "authored",
+        "batch",
+        "bridge",
+        "build",
+        "commands",
+        "gradebook",
+        "history",
+        "lms",
+        "percent",
+        "publish",
+        "regrade",
+        "replay",
+        "report",
+        "roster",
+        "safe_html",
+        "scratch",
+        "similar",
+        "status",
+        "status_view",
+        "suspicious",
+        "sync",
+        "zoo",
+    }
 )
 # Parts of minidist that run while grading.
 _GRADING = (

@@ -19,24 +19,26 @@ import os
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from autograder.course import Course, CourseError
 from autograder.criteria import find_criterion
 from autograder.criteria.base import (
     Case,
     Criterion,
     Draw,
     Finding,
+    Lab,
     Status,
     Values,
     Verdict,
     split,
 )
+from autograder.judging import judge
 from autograder.wire import Message, receive, send
 from minidist.emulate.broker import Broker
 from minidist.emulate.plan import ChargePlan
@@ -49,6 +51,7 @@ MAX_MESSAGE_CHARS = 6000
 # What one rank may send through the emulated cluster; honest work takes a tenth of it.
 MAX_PAYLOAD_BYTES = 1 << 26
 MAX_SESSION_BYTES = 1 << 28
+MAX_SESSION_EVENTS = 5_000  # replaying takes longer than in proportion to them
 _REASONS = {
     Status.TIMEOUT: "no answer before the deadline",
     Status.RANK_LOST: "the process ended before it answered",
@@ -113,7 +116,7 @@ class Referee:
         self._greeting = threading.BoundedSemaphore(8 * world_size)  # connections without a name
         self.broker = Broker(
             world_size, keep_payloads=True, max_payload_bytes=MAX_PAYLOAD_BYTES,
-            max_session_bytes=MAX_SESSION_BYTES,
+            max_session_bytes=MAX_SESSION_BYTES, max_session_events=MAX_SESSION_EVENTS,
         )  # fmt: skip
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
@@ -163,11 +166,7 @@ class Referee:
         if all(status == Status.PASS for status in statuses):
             answers = [opened.answers[rank] for rank in range(self.world_size)]
             case = Case(self.world_size, opened.inputs, answers, trace, opened.plan)
-            try:
-                notes = criterion.judge(case)
-            except Exception as error:  # answers come from the ranks: anything may be in them
-                traceback.print_exc()
-                notes = [Finding(f"the answer cannot be judged ({type(error).__name__}: {error})")]
+            notes = judge(criterion, case)
             for finding in notes:
                 for rank in range(self.world_size) if finding.rank is None else [finding.rank]:
                     statuses[rank] = Status.WRONG
@@ -300,7 +299,8 @@ class Referee:
             if rank in opened.asked:
                 return Message("refused", {"why": f"rank {rank} has asked for {name} already"})
             opened.asked.add(rank)
-            fields, arrays = split(opened.inputs[rank])
+            handed_out = {k: v for k, v in opened.inputs[rank].items() if not k.startswith("_")}
+            fields, arrays = split(handed_out)
             return Message("inputs", {"case": opened.case, "values": fields}, arrays)
 
     def _answer(self, rank: int, name: object, message: Message) -> Message:
@@ -334,7 +334,7 @@ class Referee:
             if opened and opened.criterion.name == name and rank not in opened.asked:
                 return
             try:
-                _, criterion = find_criterion(name)
+                criterion = _lab_of(name)[name]
             except ValueError as error:
                 raise ProtocolError(str(error)) from None
             self.open(criterion)
@@ -358,11 +358,24 @@ class Referee:
                 return Message("noted")
         verdict = self.close(Status.TIMEOUT)
         self._passed[verdict.criterion] = verdict.points
-        lab, _ = find_criterion(verdict.criterion)
+        lab = _lab_of(verdict.criterion)
         so_far = f"{sum(self._passed.values()):g} of {lab.max_score:g} points so far"
         return Message("verdict", verdict.record() | {
             "title": criterion.title, "task": criterion.task, "so_far": so_far,
         })  # fmt: skip
+
+
+def _lab_of(name: str) -> Lab:
+    """The lab that has a criterion of this name, with the points of the course around us.
+
+    Raises:
+        ValueError: no lab has one.
+    """
+    lab, _ = find_criterion(name)
+    try:
+        return Course.find().lab(lab.name)
+    except CourseError:  # a notebook by itself
+        return lab
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab
+from autograder.options import NAME
 
 MARK = ".released-by-autograder"
 _COPIED = ("pyproject.toml", "environment.yml", "LICENSE", "nbgrader_config.py")
@@ -75,7 +76,7 @@ def write_release(
             closed.append(lecture.stem)
         else:
             _copy(lecture, folder / "notebooks")
-    for name in _COPIED:
+    for name in (*_COPIED, *([NAME] if (course.root / NAME).is_file() else [])):
         _copy(course.root / name, folder)
     (folder / "Makefile").write_text(_makefile((course.root / "Makefile").read_text("utf-8")))
     (folder / "README.md").write_text(_readme(handed_out, missing, closed), "utf-8")

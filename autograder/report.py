@@ -140,8 +140,18 @@ def _spreadsheet(text: str) -> str:
     return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@", "|", "%")) else text
 
 
-def write_html(records: Sequence[Record], path: Path) -> None:
-    """One page without scripts or external assets: summary, matrix, and messages per student."""
+def write_html(
+    records: Sequence[Record],
+    path: Path,
+    similar: Sequence[Sequence[str]] = (),
+    suspicious: Sequence[Sequence[str]] = (),
+) -> None:
+    """One page without scripts or external assets: summary, matrix, and messages per student.
+
+    Args:
+        similar: rows of `similar.rows`.
+        suspicious: rows of `suspicious.rows`.
+    """
     labs = ", ".join(sorted({clean(r["lab"]) for r in records})) or "no submissions"
     ranks = ", ".join(sorted({str(r["world_size"]) for r in records}))
     warning = _unsandboxed(records)
@@ -156,6 +166,8 @@ def write_html(records: Sequence[Record], path: Path) -> None:
         _slowest(records),
         "</div>",
         _matrix(records),
+        _suspicious(suspicious),
+        _similar(similar),
         "<section><h2>What went wrong, student by student</h2>",
         *(_details(record, number) for number, record in enumerate(records)),
         "</section>",
@@ -254,6 +266,42 @@ def _matrix(records: Sequence[Record]) -> str:
         f"<thead><tr><th scope=col>student</th><th scope=col class=num>score</th>{head}"
         f"<th scope=col class=num>seconds</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
         f"</div><ul class=legend>{legend}</ul></section>"
+    )
+
+
+def _suspicious(rows: Sequence[Sequence[str]]) -> str:
+    """Evidence for a person; nothing where there is none."""
+    if not rows:
+        return ""
+    body = "".join(
+        f"<tr><th scope=row>{_esc(student)}</th><td>{_esc(where)}</td><td>{_esc(what)}</td></tr>"
+        for student, where, what in rows
+    )
+    return (
+        "<section><h2>Worth a look</h2><p class=sub>For a person to look at, no verdict: names "
+        "that the course's own solution of the task does without, and ranks that ended in checks."
+        "</p><div class=scroll><table class=findings><thead><tr><th scope=col>student</th>"
+        "<th scope=col>where</th><th scope=col>what</th></tr></thead>"
+        f"<tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _similar(rows: Sequence[Sequence[str]]) -> str:
+    """Near-identical submissions; nothing where there are none."""
+    if not rows:
+        return ""
+    body = "".join(
+        f"<tr><th scope=row>{_esc(one)}</th><td>{_esc(other)}</td><td class=num>{_esc(share)}</td>"
+        f"<td>{_esc(cells)}</td></tr>"
+        for one, other, share, cells in rows
+    )
+    return (
+        "<section><h2>Near-identical submissions</h2><p class=sub>For a person to look at: names, "
+        "comments, layout and the template are left out, and short tasks have few right answers."
+        "</p><div class=scroll><table class=findings><thead><tr><th scope=col>student</th>"
+        "<th scope=col>and</th><th scope=col class=num>in common</th>"
+        f"<th scope=col>cells that are the same</th></tr></thead><tbody>{body}</tbody></table>"
+        "</div></section>"
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from nbformat import NotebookNode
 from papermill.exceptions import PapermillExecutionError
 
 from autograder.course import Course
-from autograder.criteria import get_lab
 from autograder.criteria.base import Criterion, Draw, Lab, Status, Verdict
 from autograder.engine import InfrastructureError, Session
 from autograder.intake import Submission, read_submission
 from autograder.journal import Journal, grader_version, submission_key
 from autograder.referee import Referee, draw_for
 from autograder.sandbox import Box, build_box, build_open
+from autograder.scratch import scratch_folder
 
 INFRA_TRIES = 3
 Record = dict[str, Any]
@@ -41,12 +40,14 @@ class Settings:
         lab: name of the lab.
         world_size: number of ranks.
         sandboxed: run in the box; without it nothing holds a submission back.
+        again: run also what the journal has a record of.
     """
 
     course: Course
     lab: str
     world_size: int
     sandboxed: bool
+    again: bool = False
 
 
 def grade(submission: Submission, settings: Settings) -> Record:
@@ -58,7 +59,7 @@ def grade(submission: Submission, settings: Settings) -> Record:
     known = known_record(submission, settings)
     if known is not None:
         return known
-    lab = get_lab(settings.lab)
+    lab = settings.course.lab(settings.lab)
     journal = Journal(settings.course.journal_path)
     intake = read_submission(submission.path, settings.course.master(lab.name))
     key = record_key(intake.sha256, settings)
@@ -68,11 +69,21 @@ def grade(submission: Submission, settings: Settings) -> Record:
         record = _record(submission, settings, verdicts, began, sandboxed=False)
         journal.append({"kind": "submission", "key": key, "record": record})
         return record
-    reason = ""
-    for _ in range(INFRA_TRIES):
-        attempt = _Attempt(lab, settings, journal, key, submission.student)
+    reason, seed_id = "", f"{submission.student}:{intake.sha256}"
+    entry = {"key": key, "seed_id": seed_id, "grader_version": grader_version()}
+
+    def note(verdict: Verdict, seconds: float) -> None:
+        """On disk before the next cell runs."""
+        kind = {"kind": "verdict", "seconds": round(seconds, 3)}
+        journal.append(entry | kind | verdict.record())
+
+    executed = executed_path(settings.course, lab.name, key)
+    for number in range(1, INFRA_TRIES + 1):
+        about = {"key": key, "lab": lab.name, "student": submission.student, "try": number}
         try:
-            verdicts = attempt.run(intake.notebook, executed_path(settings.course, lab.name, key))
+            now = {"kind": "attempt", "pid": os.getpid(), "time": time.time()}
+            journal.append(about | now)
+            verdicts = run_once(intake.notebook, settings, seed_id, executed, note)
         except InfrastructureError as error:
             reason = str(error)
         except Exception:
@@ -81,6 +92,8 @@ def grade(submission: Submission, settings: Settings) -> Record:
             record = _record(submission, settings, verdicts, began, settings.sandboxed)
             journal.append({"kind": "submission", "key": key, "record": record})
             return record
+        with contextlib.suppress(OSError):  # on a full disk the record alone says it
+            journal.append(about | {"kind": "infra", "time": time.time(), "message": reason})
     return not_graded(
         submission, settings, f"The grader failed {INFRA_TRIES} times: {reason}", began
     )
@@ -88,31 +101,62 @@ def grade(submission: Submission, settings: Settings) -> Record:
 
 def known_record(submission: Submission, settings: Settings) -> Record | None:
     """The journal's record of the same bytes, lab, world size and grader, if there is one."""
+    if settings.again:
+        return None
     sha256 = read_submission(submission.path, settings.course.master(settings.lab)).sha256
     key = record_key(sha256, settings)
-    known = Journal(settings.course.journal_path).finished(key)
+    journal = Journal(settings.course.journal_path)
+    known = journal.finished(key)
     if known is None:
         return None
     invalid = all(c["status"] == Status.INVALID for c in known["criteria"])
     if not invalid and not executed_path(settings.course, settings.lab, key).is_file():
         return None
-    # The same notebook may have been handed in by somebody else.
-    return known | {"submission": str(submission.path), "student": submission.student}
+    # The same notebook may have been handed in by somebody else, and points may be others now.
+    found = known | {"submission": str(submission.path), "student": submission.student}
+    found = _with_points(found, settings.course.lab(settings.lab))
+    if found["criteria"] != known["criteria"]:
+        journal.append({"kind": "submission", "key": key, "record": found})
+    return found
+
+
+def _with_points(record: Record, lab: Lab) -> Record:
+    """A record at what its criteria are worth now; each gives all of its points or none."""
+    worth = {criterion.name: criterion.points for criterion in lab.criteria}
+    criteria = [
+        c | {"points": worth[c["name"]] if c["status"] == Status.PASS else 0.0}
+        | {"max_points": worth[c["name"]]}
+        for c in record["criteria"]
+    ]  # fmt: skip
+    return record | {"criteria": criteria} | _scores(criteria)
 
 
 def not_graded(
     submission: Submission, settings: Settings, reason: str, began: float | None = None
 ) -> Record:
     """A record of our own failure; not journalled, so that it is tried again."""
-    verdicts = _all(get_lab(settings.lab), Status.INFRA, reason)
+    verdicts = _all(settings.course.lab(settings.lab), Status.INFRA, reason)
     began = time.monotonic() if began is None else began
     return _record(submission, settings, verdicts, began, settings.sandboxed)
 
 
 def record_key(sha256: str, settings: Settings) -> str:
     """What a record is filed under: the file's bytes, lab, world size and version of the grader."""
-    version = grader_version(nbformat.writes(settings.course.master(settings.lab)).encode())
+    limits = repr(settings.course.lab(settings.lab).limits).encode()
+    version = grader_version(_what_matters(settings.course.master(settings.lab)), limits)
     return submission_key(sha256, settings.lab, settings.world_size, version)
+
+
+def _what_matters(master: NotebookNode) -> bytes:
+    """Of a master, what can change a verdict; what a check is worth cannot."""
+    cells = []
+    for cell in master.cells:
+        nbgrader = dict(cell.metadata.get("nbgrader", {}))
+        kept = {k: v for k, v in nbgrader.items() if k not in ("points", "checksum")}
+        cells.append(
+            [cell.get("id"), cell.cell_type, cell.source, cell.metadata | {"nbgrader": kept}]
+        )
+    return json.dumps(cells, sort_keys=True).encode()
 
 
 def executed_path(course: Course, lab: str, key: str) -> Path:
@@ -120,22 +164,39 @@ def executed_path(course: Course, lab: str, key: str) -> Path:
     return course.build / "executed" / lab / f"{key}.ipynb"
 
 
+def run_once(
+    notebook: NotebookNode,
+    settings: Settings,
+    seed_id: str,
+    executed: Path,
+    note: Callable[[Verdict, float], None],
+) -> list[Verdict]:
+    """Runs a notebook that intake has read, and has it judged; nothing is journalled here.
+
+    Args:
+        seed_id: the same one gives the same draws, as long as course key and criteria are the same.
+        executed: where the notebook as it was run goes.
+        note: told each verdict, and how long its cell took in seconds, before the next cell runs.
+
+    Raises:
+        InfrastructureError: our own failure.
+    """
+    return _Attempt(settings.course.lab(settings.lab), settings, seed_id, note).run(
+        notebook, executed
+    )
+
+
 class _Attempt:
     """One try: everything that it makes is gone when it returns."""
 
     def __init__(
-        self, lab: Lab, settings: Settings, journal: Journal, key: str, student: str
+        self, lab: Lab, settings: Settings, seed_id: str, note: Callable[[Verdict, float], None]
     ) -> None:
-        self.lab, self.settings, self.journal, self.key = lab, settings, journal, key
-        self.seed_id = f"{student}:{key}"
+        self.lab, self.settings, self.seed_id, self._note = lab, settings, seed_id, note
 
     def run(self, notebook: NotebookNode, executed: Path) -> list[Verdict]:
-        # Short, because a unix socket's path has at most 107 bytes.
-        folder = Path(tempfile.mkdtemp(prefix="md-", dir="/tmp"))
-        try:
+        with scratch_folder() as folder:
             return self._run(notebook, executed, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, notebook: NotebookNode, executed: Path, folder: Path) -> list[Verdict]:
         run_dir, front_dir = folder / "r", folder / "f"
@@ -145,6 +206,7 @@ class _Attempt:
         try:
             box = self._box(run_dir, referee)
             launcher = {"prefix": box.prefix, "env": box.env, "run_dir": str(run_dir)}
+            launcher["fixed_ranks"] = True  # the referee knows those that the engine asks for
             if not box.sandboxed:
                 launcher["cwd"] = box.cwd
             (front_dir / "launcher.json").write_text(json.dumps(launcher))
@@ -181,15 +243,10 @@ class _Attempt:
             ),
         }
         if self.settings.sandboxed:
-            return build_box(run_dir=run_dir, withheld=self.lab.withheld, env_extra=env)
+            return build_box(
+                run_dir=run_dir, withheld=self.lab.withheld, limits=self.lab.limits, env_extra=env
+            )
         return build_open(run_dir=run_dir, env_extra=env)
-
-    def _note(self, verdict: Verdict, seconds: float) -> None:
-        """On disk before the next cell runs."""
-        self.journal.append({
-            "kind": "verdict", "key": self.key, "seed_id": self.seed_id,
-            "grader_version": grader_version(), "seconds": round(seconds, 3), **verdict.record(),
-        })  # fmt: skip
 
 
 def _keep(output: Path, session: Session, executed: Path) -> None:
@@ -229,15 +286,22 @@ def _record(
     submission: Submission, settings: Settings, verdicts: list[Verdict], began: float,
     sandboxed: bool,
 ) -> Record:  # fmt: skip
-    counted = [v for v in verdicts if v.status != Status.BLOCKED]
+    criteria = [v.record() for v in verdicts]
     return {
         "submission": str(submission.path),
         "student": submission.student,
         "lab": settings.lab,
         "world_size": settings.world_size,
-        "score": sum(v.points for v in counted),
-        "max_score": sum(v.max_points for v in counted),
+        **_scores(criteria),
         "seconds": round(time.monotonic() - began, 2),
         "sandboxed": sandboxed,
-        "criteria": [v.record() for v in verdicts],
+        "criteria": criteria,
+    }
+
+
+def _scores(criteria: list[dict[str, Any]]) -> dict[str, float]:
+    counted = [c for c in criteria if c["status"] != Status.BLOCKED]
+    return {
+        "score": sum(c["points"] for c in counted),
+        "max_score": sum(c["max_points"] for c in counted),
     }

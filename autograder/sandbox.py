@@ -33,13 +33,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import minidist
+from autograder.limits import Limits
 from autograder.mounts import Mounts
 
-MIB = 1 << 20
-GIB = 1 << 30
-
 # Of this package only what runs beside student code; everything else is trusted.
-_INSIDE = frozenset({"__init__", "py", "probe", "wire", "criteria"})
+_INSIDE = frozenset({"__init__", "py", "probe", "wire", "criteria", "limits"})
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
 # The exchange of nbgrader's older versions holds everybody's submissions, below /usr.
 _HIDDEN = ("/usr/local/share/nbgrader",)
@@ -64,31 +62,6 @@ _INHERITED = (
     "NVIDIA_VISIBLE_DEVICES",
     "TZ",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What one submission may use. Wall time is not here: whoever waits for it enforces it.
-
-    Attributes:
-        memory_bytes: private writable memory of each process (RLIMIT_DATA). Not enforced where
-            there is a GPU, because CUDA reserves far more address space than it uses.
-        cpu_seconds: processor time of each process.
-        num_processes: processes and threads of the whole box. Not enforced when the grader runs as
-            root (the kernel exempts it) or on kernels before 5.14 (they count all of the user's).
-        file_bytes: size of any one file.
-        tmp_bytes: size of /tmp, which holds the working folder and the home.
-        shm_bytes: size of /dev/shm.
-        num_open_files: open files of each process.
-    """
-
-    memory_bytes: int = 4 * GIB
-    cpu_seconds: int = 900
-    num_processes: int = 1024
-    file_bytes: int = 256 * MIB
-    tmp_bytes: int = 512 * MIB
-    shm_bytes: int = 512 * MIB
-    num_open_files: int = 4096
 
 
 @dataclass(frozen=True)
@@ -163,7 +136,7 @@ def build_box(
             its sockets can be connected to. A few files of the box's /etc are kept below it.
         withheld: modules of minidist that must not exist inside, such as ``"minidist.parallel"``;
             a name that does not exist anyway is fine.
-        limits: see `Limits`.
+        limits: see `Limits`; those on the box as a whole are for who watches it (`guard`).
         env_extra: added to the environment inside.
         hide: further files and folders that must not be visible even if they lie below a mount.
 

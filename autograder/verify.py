@@ -87,6 +87,7 @@ def verify_lab(
     *,
     jobs: int | None = None,
     covering: bool = False,
+    most_wrong: int | None = None,
     sandbox: bool = True,
     root: Path | None = None,
 ) -> Proof:
@@ -95,13 +96,14 @@ def verify_lab(
     Args:
         covering: only as many submissions as it takes for every criterion to be lost once and
             passed once; what is left out is named.
+        most_wrong: with `covering`, at most so many wrong ones.
         sandbox: False runs the class, which is ours, without one.
         root: the checkout; default: the one that this module lies in.
     """
     lab, began = get_lab(name), time.monotonic()
     checkout = root or Course.find().root
     entries = load_zoo(name, root=checkout)
-    chosen = choose_covering(lab, entries) if covering else entries
+    chosen = choose_covering(lab, entries, most_wrong) if covering else entries
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         course = _throwaway_course(Path(folder), checkout)
         write_class(name, course.root / "class", root=checkout)
@@ -197,13 +199,21 @@ def find_problems(lab: Lab, entries: Sequence[ZooEntry], rows: Sequence[Row]) ->
     return problems
 
 
-def choose_covering(lab: Lab, entries: Sequence[ZooEntry]) -> list[ZooEntry]:
-    """Reference, starter, the first right one, and few wrong ones that lose every criterion."""
+def choose_covering(
+    lab: Lab, entries: Sequence[ZooEntry], most_wrong: int | None = None
+) -> list[ZooEntry]:
+    """Reference, starter, the first right one, and few wrong ones that lose every criterion.
+
+    Args:
+        most_wrong: at most so many wrong ones, those that lose most; None sets no limit.
+    """
     missing = {criterion.name for criterion in lab.criteria}
     right = [e for e in entries if not e.loses and e.name != "reference"][:1]
     chosen = [e for e in entries if e.name in ("reference", "starter")] + right
     wrong = [e for e in entries if e.loses and e.loses != "everything"]
-    while missing and wrong:
+    most = len(wrong) if most_wrong is None else most_wrong
+    num_others = len(chosen)
+    while missing and wrong and len(chosen) - num_others < most:
         best = max(wrong, key=lambda e: len(missing & set(e.loses)))
         if not missing & set(best.loses):
             break

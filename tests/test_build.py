@@ -83,6 +83,7 @@ def double_it(x):
 def course(tmp_path, monkeypatch):
     """A checkout with one lab of two criteria and three submissions."""
     lab = SimpleNamespace(
+        name="lab9_small",
         practice_world_size=2,
         criteria=(
             SimpleNamespace(name="doubles", points=2.0),

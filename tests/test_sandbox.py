@@ -23,6 +23,7 @@ from autograder.sandbox import Box, Limits, build_box, build_open, probe_support
 
 SUPPORT = probe_support()
 PROJECT = Path(autograder.__file__).parent.parent
+INSIDE = {"__init__.py", "limits.py", "probe.py", "wire.py", "criteria", "py.typed"}
 needs_box = pytest.mark.skipif(not SUPPORT.works, reason=f"no sandbox: {SUPPORT.reason}")
 
 
@@ -239,7 +240,7 @@ print(*sorted(p.name for p in pathlib.Path({str(package)!r}).iterdir() if p.name
     assert done.returncode == 0, done.stderr
     imported, _, visible = done.stdout.partition("\n")
     assert imported == ""
-    assert set(visible.split()) <= {"__init__.py", "probe.py", "wire.py", "criteria", "py.typed"}
+    assert set(visible.split()) <= INSIDE
 
 
 @needs_box
@@ -298,7 +299,7 @@ for act in (lambda: os.rename(run_dir, "/tmp/away"), lambda: open(run_dir + "/ne
     done = _run(box, str(base), "-I", "-S", "-c", code)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert set(eval(lines[0])) <= {"__init__.py", "probe.py", "wire.py", "criteria", "py.typed"}
+    assert set(eval(lines[0])) <= INSIDE
     assert lines[1:] == ["False 0"]
 
 
@@ -443,7 +444,7 @@ def test_as_an_ordinary_user():
         shutil.copytree(source[1].parent, site / "minidist")
         (site / "autograder").mkdir()
         (site / "autograder/__init__.py").write_text("")
-        for file in (source[0], source[0].with_name("mounts.py")):
+        for file in (source[0], *map(source[0].with_name, ("limits.py", "mounts.py"))):
             shutil.copy(file, site / "autograder")
         code = """
 import pathlib, subprocess, sys, tempfile

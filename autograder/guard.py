@@ -1,0 +1,164 @@
+"""Watches one submission's box from outside: all of its processes together, not each by itself.
+
+The kernel's own limits (`sandbox`) count per process, and leave out who is root. So a thread of the
+grader adds up what everything in the box uses, a few times a second, and kills the whole box when
+that is too much. The submission then goes on with fresh ranks, as after any death of a rank, and
+its feedback says what was too much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from autograder.limits import MIB, Limits
+
+PROC = Path("/proc")
+EVERY_S = 0.5
+PAGE = os.sysconf("SC_PAGE_SIZE")
+_RSS = (b"RssAnon:", b"RssShmem:")  # files of libraries are everybody's
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of the process table; `born` tells it from a later one with the same pid.
+
+    `resident_bytes` has everything in it, also what it shares with all others.
+    """
+
+    pid: int
+    parent: int
+    num_threads: int
+    born: int
+    resident_bytes: int
+
+
+class Guard:
+    """Keeps the descendants of one process within limits; `start`, and `stop` at the end.
+
+    Args:
+        root: pid of the kernel's front, which starts the box and is not in it.
+        limits: of the box as a whole.
+    """
+
+    def __init__(self, root: int, limits: Limits, every_s: float = EVERY_S) -> None:
+        self.root, self.limits, self.every_s = root, limits, every_s
+        self._reasons: list[str] = []
+        self._seen: dict[int, int] = {}  # pid -> born, of everything that was ever below root
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+
+    def start(self) -> Guard:
+        """Begins to watch; does nothing where there is no /proc (macOS has no sandbox either)."""
+        if PROC.joinpath("self", "stat").exists():
+            self._thread.start()
+        return self
+
+    def take_reason(self) -> str:
+        """Why the box was killed since this was last asked; empty if it was not."""
+        with self._lock:
+            reasons, self._reasons = self._reasons, []
+        return "; ".join(reasons)
+
+    def stop(self) -> list[int]:
+        """Ends the watch and kills what is left of the box; returns the pids of what was."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10)
+        left = []
+        for process in processes():
+            if self._seen.get(process.pid) == process.born and process.pid != self.root:
+                left.append(process.pid)
+                _kill(process.pid)
+        return left
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self.every_s):
+            inside = descendants(self.root)
+            self._seen |= {process.pid: process.born for process in inside}
+            if reason := self._excess(inside):
+                with self._lock:
+                    self._reasons.append(reason)
+                for process in inside:
+                    if process.parent == self.root:  # a box dies with its first process
+                        _kill(process.pid)
+
+    def _excess(self, inside: list[Process]) -> str:
+        number = sum(process.num_threads for process in inside)
+        if number > self.limits.num_processes:
+            return (
+                f"the submission had {number} processes and threads at once, at most "
+                f"{self.limits.num_processes} are allowed"
+            )
+        if sum(process.resident_bytes for process in inside) <= self.limits.box_memory_bytes:
+            return ""  # the dearer ways to count come to no more
+        used = memory_of([process.pid for process in inside], self.limits.box_memory_bytes)
+        if used > self.limits.box_memory_bytes:
+            return (
+                f"the submission used {used // MIB} MiB of memory, at most "
+                f"{self.limits.box_memory_bytes // MIB} MiB are allowed for all its ranks together"
+            )
+        return ""
+
+
+def processes() -> Iterator[Process]:
+    """The process table, as far as it can be read."""
+    for name in os.listdir("/proc"):  # twice a second for each submission: no pathlib
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
+                text = file.read(4096)
+        except OSError:  # it has ended since
+            continue
+        # Its name, in brackets, may hold anything.
+        fields = text[text.rindex(b")") + 2 :].split()
+        if fields[0] not in (b"Z", b"X"):
+            parent, num_threads, born, pages = (int(fields[i]) for i in (1, 17, 19, 21))
+            yield Process(int(name), parent, num_threads, born, pages * PAGE)
+
+
+def descendants(root: int) -> list[Process]:
+    """Children of `root`, their children and so on."""
+    children: dict[int, list[Process]] = {}
+    for process in processes():
+        children.setdefault(process.parent, []).append(process)
+    found, todo = [], [root]
+    while todo:
+        below = children.pop(todo.pop(), [])
+        found += below
+        todo += [process.pid for process in below]
+    return found
+
+
+def memory_of(pids: list[int], enough: int) -> int:
+    """Memory of these processes in bytes, without files that are mapped.
+
+    Pages that several of them share count once where the sum with all of them is above `enough`;
+    telling them apart takes the kernel a while.
+    """
+    used = sum(_fields(pid, "status", _RSS) for pid in pids)
+    if used <= enough:
+        return used
+    shared = [_fields(pid, "smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) for pid in pids]
+    return sum(shared) or used
+
+
+def _fields(pid: int, name: str, wanted: tuple[bytes, ...]) -> int:
+    """The sum of some lines ``Name: N kB`` of a file in /proc, in bytes."""
+    try:
+        lines = PROC.joinpath(str(pid), name).read_bytes().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(wanted))
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,20 @@
+"""A reply to the cell whose parts the front cannot pack for the notebook.
+
+base: reference
+passes: everything
+"""
+
+# %% put="after imports"
+import zmq
+
+_kernel = get_ipython().kernel
+_session = _kernel.session
+_run_dir, _generation = os.environ["MINIDIST_RUN_DIR"], os.environ["MINIDIST_GENERATION"]
+if os.environ["RANK"] == "0":
+    _parent = _session.pack(_kernel.get_parent()["header"])
+    _content = rb'{"status": "ok", "payload": ["\ud800", NaN], "user_expressions": {"\udfff": 1}}'
+    _parts = [_session.pack(_session.msg_header("execute_reply")), _parent, b"{}", _content]
+    _sock = zmq.Context.instance().socket(zmq.DEALER)
+    _sock.connect(f"ipc://{_run_dir}/{_generation}-shell-0")
+    _sock.send_multipart([b"<IDS|MSG>", _session.sign(_parts), *_parts])
+    _sock.close(500)

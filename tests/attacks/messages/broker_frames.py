@@ -1,0 +1,13 @@
+"""Writes bytes that are no frame to its own connection of the emulated cluster.
+
+The connection is closed for it, and with it go the criteria that need that cluster.
+
+base: reference
+passes: everything but ddp_buckets, ddp_overlap, ddp_scaling
+ci: yes
+"""
+
+# %% put="before setup"
+import autograder.probe as probe
+
+probe._channels.broker.sendall(b"\0" * 100_000)

@@ -1,0 +1,150 @@
+"""A course with records that nobody had to run for: journal, executed notebooks, gradebook."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from course import LAB, ROOT
+
+from autograder.course import Course
+from autograder.criteria import get_lab
+from autograder.gradebook import open_gradebook
+from autograder.intake import Submission, read_submission
+from autograder.journal import Journal, grader_version
+from autograder.run import Settings, executed_path, record_key
+
+
+def make_course(root: Path, lab: str = LAB) -> Course:
+    """A course with one lab and a key."""
+    root.mkdir(parents=True, exist_ok=True)
+    for kind in ("labs", "solutions"):
+        shutil.copytree(ROOT / kind / lab, root / kind / lab)
+    shutil.copy(ROOT / "nbgrader_config.py", root)
+    course = Course(root)
+    course.make_key()
+    return course
+
+
+def hand_in(course: Course, student: str, text: str = "", lab: str = LAB) -> Path:
+    """A copy of the lab in which one cell is different."""
+    notebook = course.master(lab)
+    notebook.cells.append(nbformat.v4.new_code_cell(text or f"whose = {student!r}", id="own"))
+    path = course.root / "handed_in" / student / f"{lab}.ipynb"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, path)
+    return path
+
+
+def made_record(
+    student: str,
+    lost: Mapping[str, str] | None = None,
+    *,
+    lab: str = LAB,
+    path: Path | None = None,
+    seconds: float = 10.0,
+) -> dict[str, Any]:
+    """A grading record; `lost` maps a criterion to its status, "*" stands for every one."""
+    lost, criteria = lost or {}, []
+    for criterion in get_lab(lab).criteria:
+        status = lost.get(criterion.name, lost.get("*", "PASS"))
+        criteria.append({
+            "name": criterion.name, "max_points": criterion.points, "status": status,
+            "points": criterion.points if status == "PASS" else 0.0,
+            "message": "" if status == "PASS" else f"{criterion.name}: it is {status}",
+            "ranks": [{"rank": rank, "status": status} for rank in range(3)],
+        })  # fmt: skip
+    return {
+        "submission": str(path or f"{student}/{lab}.ipynb"), "student": student, "lab": lab,
+        "world_size": get_lab(lab).grading_world_size, "seconds": seconds, "sandboxed": True,
+        "score": sum(c["points"] for c in criteria),
+        "max_score": sum(c["max_points"] for c in criteria), "criteria": criteria,
+    }  # fmt: skip
+
+
+def file_record(
+    course: Course,
+    student: str,
+    lost: Mapping[str, str] | None = None,
+    *,
+    lab: str = LAB,
+    text: str = "",
+) -> str:
+    """Does what grading a new submission does to the course, and returns the record's key."""
+    path = hand_in(course, student, text, lab)
+    settings = Settings(course, lab, get_lab(lab).grading_world_size, True)
+    record = made_record(student, lost, lab=lab, path=path)
+    return keep(settings, Submission(student, path), record)
+
+
+def keep(settings: Settings, submission: Submission, record: Mapping[str, Any]) -> str:
+    """What grading leaves in journal and `build/executed`; the record's key."""
+    course, lab = settings.course, settings.lab
+    intake = read_submission(submission.path, course.master(lab))
+    key, journal = record_key(intake.sha256, settings), Journal(course.journal_path)
+    entry = {"kind": "verdict", "key": key, "seed_id": f"{submission.student}:{intake.sha256}"}
+    for criterion in record["criteria"]:
+        journal.append(entry | {"grader_version": grader_version(), "seconds": 0.5} | criterion)
+    journal.append({"kind": "submission", "key": key, "record": record})
+    executed = executed_path(course, lab, key)
+    executed.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(intake.notebook, executed)
+    return key
+
+
+def take_in(course: Course, record: Mapping[str, Any], by_person: float | None = None) -> None:
+    """What nbgrader's autograde leaves of a student, who has answered one question.
+
+    Args:
+        by_person: the points of a person for the answer; None for not graded yet.
+    """
+    student, lab, made = record["student"], record["lab"], course.build / "nbgrader"
+    for kind in ("submitted", "autograded"):
+        folder = made / kind / student / lab
+        folder.mkdir(parents=True, exist_ok=True)
+        if Path(record["submission"]).is_file():
+            shutil.copyfile(record["submission"], folder / f"{lab}.ipynb")
+    with open_gradebook(course, create=True) as book:
+        book.update_or_create_assignment(lab)
+        book.update_or_create_notebook(lab, lab)
+        points = {c["name"]: (c["max_points"], "code") for c in record["criteria"]}
+        for name, (most, kind) in (points | {"reflect_1": (2, "markdown")}).items():
+            book.update_or_create_grade_cell(name, lab, lab, max_score=most, cell_type=kind)
+        book.update_or_create_student(student)
+        book.update_or_create_submission(lab, student)
+        for criterion in record["criteria"]:
+            grade = book.find_grade(criterion["name"], lab, lab, student)
+            grade.auto_score, grade.needs_manual_grade = criterion["points"], False
+        if by_person is not None:
+            answer = book.find_grade("reflect_1", lab, lab, student)
+            answer.manual_score, answer.needs_manual_grade = by_person, False
+        book.db.commit()
+
+
+class stub_grading:
+    """Stands for the pool: `lost` says what students lose, `asked` who was graded."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.lost: dict[str, Mapping[str, str]] = {}
+        self.asked: list[str] = []
+        self.again: list[bool] = []
+        monkeypatch.setattr("autograder.batch._run_pool", self._run_pool)
+        monkeypatch.setattr("autograder.bridge.choose_sandbox", lambda *_, **__: True)
+
+    @staticmethod
+    def settings(course: Course, lab: str = LAB) -> Settings:
+        return Settings(course, lab, get_lab(lab).grading_world_size, True)
+
+    def _run_pool(self, todo: Any, settings: Settings, jobs: int, done: Any) -> None:
+        self.again.append(settings.again)
+        for index, submission in todo.items():
+            self.asked.append(submission.student)
+            record = made_record(
+                submission.student, self.lost.get(submission.student), lab=settings.lab,
+                path=submission.path, seconds=10.0 + len(self.asked),
+            )  # fmt: skip
+            keep(settings, submission, record)
+            done(index, record)

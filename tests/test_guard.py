@@ -1,0 +1,117 @@
+"""The guard adds up a whole box: real processes, counted and stopped from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from autograder.guard import Guard, descendants, memory_of
+from autograder.limits import MIB, Limits
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+# Stands for the front: starts one program in the place of the box, and says how it ended.
+FRONT = """
+import subprocess, sys
+box = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(box.wait(), flush=True)
+sys.stdin.read()
+"""
+THREADS = """
+import threading, time
+for _ in range(60):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+time.sleep(60)
+"""
+FORKS = """
+import os, time
+while os.fork() == 0:
+    time.sleep(0.005)
+time.sleep(60)
+"""
+TWO_HALVES = """
+import os, time
+os.fork()
+mine = b"x" * (80 << 20)
+time.sleep(60)
+"""
+SHARED = """
+import os, time
+everybodys = b"x" * (80 << 20)
+print("ready", flush=True)
+os.fork() and os.fork()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator:
+    """Starts a front with a box; everything is gone at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(code: str, **limits: int) -> tuple[subprocess.Popen[str], Guard]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        front = subprocess.Popen([sys.executable, "-c", FRONT, code], text=True, **pipes)
+        started.append(front)
+        return front, Guard(front.pid, Limits(**limits), every_s=0.1).start()
+
+    yield run
+    for front in started:
+        for process in descendants(front.pid):
+            os.kill(process.pid, signal.SIGKILL)
+        front.kill()
+        front.wait()
+        for pipe in (front.stdin, front.stdout):
+            pipe.close()
+
+
+@pytest.mark.parametrize("code", [THREADS, FORKS])
+def test_too_many_processes_end_the_box(start, code):
+    front, guard = start(code, num_processes=40)
+    assert front.stdout.readline().strip() == "-9"
+    reason = guard.take_reason()
+    assert reason.startswith("the submission had ")
+    assert "at most 40 are allowed" in reason
+    guard.stop()
+    deadline = time.monotonic() + 10
+    while descendants(front.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not descendants(front.pid)
+
+
+def test_memory_is_added_up_over_processes(start):
+    front, guard = start(TWO_HALVES, box_memory_bytes=120 * MIB)
+    assert front.stdout.readline().strip() == "-9"
+    assert "MiB of memory, at most 120 MiB are allowed for all its ranks" in guard.take_reason()
+    assert guard.take_reason() == ""
+    guard.stop()
+
+
+def test_what_is_shared_counts_once(start):
+    front, guard = start(SHARED, box_memory_bytes=150 * MIB)
+    assert front.stdout.readline().strip() == "ready"
+    deadline = time.monotonic() + 20
+    while len(inside := descendants(front.pid)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [process.pid for process in inside]
+    assert len(pids) == 3
+    assert memory_of(pids, enough=1 << 40) > 3 * 80 * MIB
+    assert 80 * MIB < memory_of(pids, enough=150 * MIB) < 150 * MIB
+    time.sleep(0.5)  # five rounds of the guard
+    assert guard.take_reason() == ""
+    assert set(guard.stop()) == set(pids)  # a box that is still there at the end goes
+
+
+def test_within_the_limits_nothing_happens(start):
+    front, guard = start("print('done')")
+    assert front.stdout.readline().strip() == "done"
+    assert front.stdout.readline().strip() == "0"
+    assert guard.stop() == []
+    assert guard.take_reason() == ""
+    assert front.poll() is None

@@ -1,0 +1,56 @@
+"""Judges work on what strangers answer, and come back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+from autograder.criteria.base import Case, Finding
+from autograder.judging import judge
+
+CASE = Case(1, [{}], [{}])
+
+
+def criterion(judge_):
+    return SimpleNamespace(name="made_up", judge=judge_)
+
+
+def test_findings_are_passed_on():
+    findings = [Finding("too small", 0)]
+    assert judge(criterion(lambda _: findings), CASE) is findings
+
+
+def test_an_error_is_a_finding(capsys):
+    [finding] = judge(criterion(lambda case: case.answers[0]["sum"]), CASE)
+    assert finding.message == "the answer cannot be judged (KeyError: 'sum')"
+    assert "KeyError" in capsys.readouterr().err  # for whoever runs the course
+
+
+def test_a_judge_that_does_not_come_back_is_stopped():
+    def judge_(_):
+        while True:
+            sum(range(1000))
+
+    before = signal.getsignal(signal.SIGPROF)
+    [finding] = judge(criterion(judge_), CASE, max_cpu_s=0.2)
+    assert finding.message == "the answer cannot be judged: that took more than 0.2 s"
+    assert signal.getsignal(signal.SIGPROF) is before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_waiting_is_not_counted():
+    def judge_(_):
+        time.sleep(0.5)
+        return []
+
+    assert judge(criterion(judge_), CASE, max_cpu_s=0.2) == []
+
+
+def test_in_other_threads_nothing_is_armed():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(judge(criterion(lambda _: []), CASE)))
+    thread.start()
+    thread.join(10)
+    assert found == [[]]

@@ -1,0 +1,222 @@
+"""Grading again: what is printed, what nbgrader is asked to touch, and `grade --student`."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import time
+
+import pytest
+from course import LAB
+from made_records import file_record, hand_in, made_record, make_course, stub_grading, take_in
+from rich.console import Console
+
+from autograder import batch
+from autograder.__main__ import main
+from autograder.course import Course
+from autograder.criteria import get_lab
+from autograder.gradebook import open_gradebook
+from autograder.history import Grading, latest, read_history
+from autograder.intake import Submission, find_submissions
+from autograder.regrade import changes_table, find_changes, find_settled, summary
+
+CRITERIA = get_lab(LAB).criteria
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOGRADER_COURSE", str(tmp_path))
+    return make_course(tmp_path)
+
+
+def gradings(course):
+    return latest(read_history(course), LAB, 3)
+
+
+def shown(changes):
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(changes_table(changes))
+    return console.export_text()
+
+
+def test_old_and_new_scores_are_named(course):
+    for student in ("ada", "kim", "lea"):
+        file_record(course, student, {"ddp_overlap": "WRONG", "ddp_unused": "TIMEOUT"})
+    before = gradings(course)
+    file_record(course, "ada", {"ddp_unused": "TIMEOUT"})
+    file_record(course, "kim", {"ddp_overlap": "TIMEOUT", "ddp_unused": "TIMEOUT"})
+    changes = find_changes(before, gradings(course))
+    assert [change.student for change in changes] == ["ada", "kim"]
+    [ada, kim] = changes
+    assert ada.score == (91, 96)
+    assert ada.criteria == {"ddp_overlap": (("WRONG", 0.0), ("PASS", 5))}
+    assert kim.score == (91, 91)
+    text = shown(changes)
+    assert "91 → 96" in text
+    assert "ddp_overlap ✗ WRONG → ✓ PASS" in text
+    assert "ddp_overlap ✗ WRONG → ∞ TIMEOUT" in text
+    assert text.count("graded again") == 2
+    assert summary(changes, 3).startswith("1 of 3 scores")
+    assert "1 with other verdicts" in summary(changes, 3)
+
+
+def test_what_is_different_is_named(course):
+    file_record(course, "ada", {"ddp_unused": "TIMEOUT"})
+    old = gradings(course)["ada"]
+    file_record(course, "ada")
+    new = gradings(course)["ada"]
+
+    def cause(**changed):
+        later = Grading(**{**vars(new), **changed})
+        [change] = find_changes({"ada": old}, {"ada": later})
+        return change.cause
+
+    assert cause() == "graded again"
+    assert cause(key="other", grader_version="other") == "the grader has changed"
+    assert cause(key="other", seed_id="ada:other") == "another notebook"
+    assert cause(key="other", seed_id="") == "another notebook"
+    assert cause(key="other") == "the lab has changed"
+
+
+def test_other_points_and_other_criteria_are_changes(course):
+    file_record(course, "ada")
+    old = gradings(course)["ada"]
+    first = old.record["criteria"][0]
+    points = old.record | {
+        "max_score": 105, "score": 105,
+        "criteria": [first | {"points": 10, "max_points": 10}, *old.record["criteria"][1:]],
+    }  # fmt: skip
+    [change] = find_changes({"ada": old}, {"ada": Grading("k", points, old.seed_id, "new")})
+    assert "100/100 → 105/105" in shown([change])
+    assert "5 → 10 points" in shown([change])
+    fewer = old.record | {"criteria": old.record["criteria"][1:], "score": 95, "max_score": 95}
+    [change] = find_changes({"ada": old}, {"ada": Grading("k", fewer, old.seed_id, "new")})
+    assert change.criteria == {first["name"]: (("PASS", 5), ("–", 0.0))}
+
+
+# --- nbgrader -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """Two who were graded, and whom nbgrader has taken in."""
+    course = make_course(tmp_path_factory.mktemp("template"))
+    for student in ("ada", "kim"):
+        file_record(course, student, {"ddp_unused": "TIMEOUT"})
+        take_in(course, gradings(course)[student].record)
+    return course
+
+
+@pytest.fixture
+def taken(template, tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOGRADER_COURSE", str(tmp_path))
+    shutil.copytree(template.root, tmp_path, dirs_exist_ok=True)
+    return Course(tmp_path)
+
+
+@pytest.fixture
+def settled(taken):
+    course, before = taken, gradings(taken)
+
+    def find():
+        now = gradings(course)
+        submissions = find_submissions([course.root / "handed_in"], LAB)
+        records = [now[s.student].record for s in submissions]
+        return find_settled(course, LAB, submissions, records, before)
+
+    assert find() == {"ada", "kim"}
+    return find
+
+
+def test_without_a_gradebook_nobody_is_settled(course):
+    path = hand_in(course, "ada")
+    record = made_record("ada", path=path)
+    before = {"ada": Grading("k", record, "s", "v")}
+    assert find_settled(course, LAB, [Submission("ada", path)], [record], before) == set()
+    assert not (course.build / "nbgrader").exists()
+
+
+def test_who_has_the_same_verdicts_is_left_to_nbgrader_as_it_is(taken, settled):
+    file_record(taken, "ada", {"ddp_unused": "TIMEOUT"})  # graded again, as before
+    assert settled() == {"ada", "kim"}
+    file_record(taken, "ada")
+    assert settled() == {"kim"}
+
+
+def test_another_notebook_is_taken_in(taken, settled):
+    file_record(taken, "ada", {"ddp_unused": "TIMEOUT"}, text="another = 1")
+    assert settled() == {"kim"}
+
+
+@pytest.mark.parametrize("name", ["nbgrader_config.py", "timestamp.txt"])
+def test_what_changes_late_penalties_has_nbgrader_look_again(taken, settled, name):
+    path = taken.root / name
+    if name == "timestamp.txt":
+        path = taken.build / "nbgrader" / "submitted" / "ada" / LAB / name
+    path.write_text("# edited")
+    os.utime(path, (time.time() + 10,) * 2)
+    assert settled() == (set() if name == "nbgrader_config.py" else {"kim"})
+
+
+def test_a_score_that_is_not_in_the_gradebook_is_put_there(taken, settled):
+    with open_gradebook(taken) as book:
+        book.find_grade("ddp_unused", LAB, LAB, "kim").auto_score = 4.0
+        book.db.commit()
+    assert settled() == {"ada"}
+
+
+def test_nbgrader_is_asked_for_the_others_only(taken, settled, monkeypatch):
+    asked = []
+    monkeypatch.setattr(batch, "_nbgrader", lambda _, *arguments: asked.append(arguments))
+    submissions = find_submissions([taken.root / "handed_in"], LAB)
+    records = [gradings(taken)[s.student].record for s in submissions]
+    settings = stub_grading.settings(taken)
+    batch.fill_gradebook(submissions, records, settings, settled={"kim"})
+    exclude = "--CourseDirectory.student_id_exclude="
+    assert [command for command, *_ in asked] == [
+        "generate_assignment", "autograde", "generate_feedback"
+    ]  # fmt: skip
+    assert f"{exclude}kim" in asked[1]
+    assert exclude in asked[2]
+    asked.clear()
+    batch.fill_gradebook(submissions, records, settings, settled={"ada", "kim"})
+    assert [command for command, *_ in asked] == ["generate_assignment", "generate_feedback"]
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_one_student_is_graded_anew_and_the_difference_is_printed(course, monkeypatch, capsys):
+    stub = stub_grading(monkeypatch)
+    stub.lost = {"ada": {"ddp_unused": "TIMEOUT"}, "kim": {}}
+    for student in ("ada", "kim"):
+        hand_in(course, student)
+    handed_in = str(course.root / "handed_in")
+    grade = ["grade", "--lab", LAB, "--no-gradebook"]
+    assert main([*grade, handed_in]) == 0
+    assert stub.asked == ["ada", "kim"]
+    assert "scores that were there before" not in capsys.readouterr().out
+    stub.lost["ada"] = {}
+    assert main([*grade, handed_in, "--student", "ada"]) == 0
+    said = capsys.readouterr().out
+    assert stub.asked == ["ada", "kim", "ada"]
+    assert stub.again == [False, True]
+    assert "96 → 100" in said
+    assert "1 of 1 scores that were there before have changed" in said
+    # The report is still the class's.
+    assert "kim" in (course.build / "report.html").read_text()
+    assert len((course.build / "grades.csv").read_text().splitlines()) == 3
+    # Without a path: the notebook that was graded last.
+    assert main([*grade, "--student", "kim"]) == 0
+    assert stub.asked[-1] == "kim"
+
+
+def test_who_is_not_there_is_exit_code_2(course, capsys, monkeypatch):
+    stub_grading(monkeypatch)
+    file_record(course, "ada")
+    grade = ["grade", "--lab", LAB, "--no-gradebook", "--student", "eve"]
+    assert main([*grade, str(course.root / "handed_in")]) == 2
+    assert "no submission by eve; there are: ada" in capsys.readouterr().err
+    assert main(grade) == 2
+    assert "no record of eve" in capsys.readouterr().err

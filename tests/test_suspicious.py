@@ -1,0 +1,99 @@
+"""Evidence for a person: what is shown, and what is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from attack_corpus import load_attacks
+from course import ROOT
+
+from autograder.build import build_notebook
+from autograder.criteria import lab_names
+from autograder.intake import read_submission
+from autograder.suspicious import evidence_in_record, find_evidence, rows
+from autograder.zoo import load_zoo
+
+READY_MADE = {
+    ("lab1_ddp", "right_torch_ddp"): ("task7_ddp", "DistributedDataParallel"),
+    ("lab3_fsdp", "right_torch"): ("task3_fsdp", "fully_shard"),
+    ("lab4_amp", "right_torch"): ("task2_scaler", "GradScaler"),
+    ("lab6_profiling", "right_torch_reducer"): ("task5_buckets", "Reducer"),
+    ("bonus_powersgd", "right_torch_hook"): ("task5_class", "powerSGD_hook"),
+    ("bonus_zero", "right_torch"): ("task4_zero1", "ZeroRedundancyOptimizer"),
+    ("bonus_pipeline", "right_torch"): ("task4_pipeline", "Schedule1F1B"),
+    ("bonus_tensor_parallel", "right_dtensor"): ("task1_f_and_g", "DTensor"),
+}
+
+
+def solution_of(lab):
+    return build_notebook(ROOT / "solutions" / lab / f"{lab}.py")
+
+
+@pytest.mark.parametrize("lab", lab_names())
+def test_the_courses_own_answers_are_not_suspicious(lab):
+    entries = {entry.name: entry.notebook for entry in load_zoo(lab)}
+    for name in ("reference", "starter"):
+        assert find_evidence("ada", entries[name], solution_of(lab)) == []
+
+
+@pytest.mark.parametrize(("lab", "name"), READY_MADE)
+def test_ready_made_classes_are_shown_with_their_task_and_line(lab, name):
+    notebook = next(entry.notebook for entry in load_zoo(lab) if entry.name == name)
+    task, wanted = READY_MADE[lab, name]
+    found = find_evidence("ada", notebook, solution_of(lab))
+    (evidence,) = [e for e in found if e.what == f"uses torch's {wanted}"]
+    assert (evidence.student, evidence.task) == ("ada", task)
+    cell = next(c for c in notebook.cells if c.id == task)
+    assert wanted in cell.source.split("\n")[evidence.line - 1]
+    assert ("ada", f"{task}, line {evidence.line}", evidence.what) in rows(found)
+
+
+@pytest.mark.parametrize(
+    ("title", "what"),
+    [
+        ("searching/frames", "uses _getframe"),
+        ("searching/proc", "names /proc"),
+        ("searching/garbage_collector", "uses get_objects"),
+        ("importing/the_oracle", "imports from autograder"),
+        ("hooks/check_rebound", "gives the name check another meaning"),
+        ("alone/through_files", "names /dev/shm"),
+    ],
+)
+def test_looking_around_is_shown(title, what):
+    attack = next(a for a in load_attacks() if a.title == title)
+    found = find_evidence("ada", _as_read(attack), solution_of("lab1_ddp"))
+    assert what in {e.what for e in found}, found
+
+
+def _as_read(attack):
+    import nbformat
+
+    return nbformat.from_dict(json.loads(json.dumps(attack.notebook)))
+
+
+def test_honest_habits_are_not(tmp_path):
+    master = build_notebook(ROOT / "solutions" / "lab1_ddp" / "lab1_ddp.py")
+    for attack in load_attacks():
+        if attack.group == "fair":
+            intake = read_submission(attack.write(tmp_path / attack.name), master)
+            assert intake.notebook is not None
+            assert find_evidence("ada", intake.notebook, master) == [], attack.title
+
+
+def test_ranks_that_ended_are_shown_where_there_are_points():
+    criteria = [{"name": "a", "status": "PASS"}, {"name": "b", "status": "RANK_LOST"}]
+    record = {"student": "ada", "score": 5, "criteria": criteria}
+    (evidence,) = evidence_in_record(record)
+    assert evidence.what == "ranks ended during 1 check: b"
+    assert evidence_in_record(record | {"score": 0}) == []
+    assert evidence_in_record(record | {"criteria": criteria[:1]}) == []
+
+
+def test_code_that_is_no_python_is_passed_over():
+    import nbformat
+
+    odd = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source) for source in ("def (", "(" * 5000, "\0", "x = 1")]
+    )
+    assert find_evidence("ada", odd, nbformat.v4.new_notebook()) == []
