@@ -32,6 +32,7 @@ import gc
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -164,6 +165,12 @@ def run_bench(
     `fn` makes its process group itself. Returns one result per rank; `[0]` is usually what counts.
     """
     return launch.run(fn, nprocs, *args, deadline_s=deadline_s)
+
+
+def find_benchmarks(folder: Path) -> list[Path]:
+    """The files that import `write`: each prints a table when it is run."""
+    importing = re.compile(r"^from harness import .*\bwrite$", re.MULTILINE)
+    return [p for p in sorted(folder.glob("*.py")) if importing.search(p.read_text("utf-8"))]
 
 
 def write(rows: Sequence[Row], name: str) -> Path:
