@@ -1,7 +1,7 @@
 """Run every benchmark of this folder in turn, then print all their tables: `python benchmarks`.
 
-`--quick` is passed on. A file is a benchmark when it imports `harness.write`. Each runs in a process
-of its own; one that fails is named at the end, after the others have run.
+`--quick` is passed on. A file is a benchmark when it imports `harness.write`. Each runs in a
+process of its own; one that fails is named at the end, after the others have run.
 """
 
 from __future__ import annotations

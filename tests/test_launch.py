@@ -220,3 +220,14 @@ def nest_worlds(existing, rounds):
 @pytest.mark.parametrize("existing", [True, False])
 def test_isolated_world(existing):
     assert run(nest_worlds, 2, existing, 20, deadline_s=100) == ["done", "done"]
+
+
+def sum_by_workers() -> float:
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(list(range(10)), batch_size=3, num_workers=2)
+    return float(sum(batch.sum() for batch in loader))
+
+
+def test_a_rank_may_have_loader_workers():
+    assert run(sum_by_workers, 2, deadline_s=60) == [45.0, 45.0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autograder.criteria import comparing, sampling, training
+from autograder.criteria import comparing, ddp_script, sampling, training
 from autograder.criteria import ddp_emulated as emulated
 from autograder.criteria import ddp_scratch as scratch
 from autograder.criteria.base import Criterion, Lab
@@ -66,8 +66,8 @@ LAB = Lab(
         ),
         Criterion(
             name="script", title="train_ddp.py under torchrun", task=_SCRIPT, points=8,
-            world="none", draw=training.draw_script, observe=training.observe_script,
-            judge=training.judge_script, deadline_s=150.0,
+            world="none", draw=ddp_script.draw_script, observe=ddp_script.observe_script,
+            judge=ddp_script.judge_script, deadline_s=150.0,
         ),
         Criterion(
             name="gradients_in_sync", title="tells whether gradients agree", task=_VERIFY, points=7,

@@ -1,4 +1,4 @@
-"""Criteria for tasks 1, 2, 4 and 5 of lab 1: from the process group to the script.
+"""Criteria for tasks 1, 2 and 4 of lab 1: from the process group to the training loop.
 
 Every rank gets rows of the dataset that no other rank has (all others are nan), so final
 weights that agree with the oracle prove that the ranks' gradients met.
@@ -6,13 +6,6 @@ weights that agree with the oracle prove that the ranks' gradients met.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Sampler
-from torch.utils.data.distributed import DistributedSampler
 
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values, compare, integer
-
-SCRIPT_DEADLINE_S = 120.0  # it takes about 10; a busy machine is not the student's fault
-
 
 # --- setup ---------------------------------------------------------------------------------------
 
@@ -265,128 +254,3 @@ def judge_train_loss(case: Case) -> list[Finding]:
             "ranks with one all-reduce that every rank calls, then divide.",
         )  # fmt: skip
     return findings
-
-
-# --- the script ----------------------------------------------------------------------------------
-
-SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
-
-
-def draw_script(draw: Draw) -> list[Values]:
-    """All data goes to rank 0, which launches the script. The last batch of a rank is smaller."""
-    rng = draw.shared()
-    sizes = (int(rng.integers(3, 7)), int(rng.integers(4, 9)), 1)
-    inputs = oracle.draw_parameters(rng, sizes)
-    per_rank = SCRIPT_BATCH * int(rng.integers(2, 4)) + int(rng.integers(1, SCRIPT_BATCH))
-    inputs |= oracle.draw_batch(rng, draw.world_size * per_rank, sizes)
-    return [inputs] + [{} for _ in range(draw.world_size - 1)]
-
-
-def observe_script(path: Any, inputs: Values, context: Context) -> Values:
-    """Runs the script under torchrun (rank 0 only) and reads the file that it leaves."""
-    if context.rank != 0:
-        return {}
-    script = Path(path)
-    if not script.is_file():
-        raise FileNotFoundError(f"{script}: expected a script in {Path.cwd()}; run the cell above")
-    with tempfile.TemporaryDirectory() as folder:
-        data, out = Path(folder, "in.npz"), Path(folder, "out.npz")
-        np.savez(data, **inputs)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   f"--nproc-per-node={context.world_size}", str(script),
-                   f"--data={data}", f"--out={out}", f"--epochs={SCRIPT_EPOCHS}",
-                   f"--batch-size={SCRIPT_BATCH}", f"--lr={SCRIPT_LR}"]  # fmt: skip
-        ours = (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_",
-            "GROUP_",
-            "ROLE_",
-            "MASTER_",
-            "TORCHELASTIC_",
-            "MINIDIST_",
-        )
-        env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-        env["OMP_NUM_THREADS"] = "1"
-        code, log = run_group(command, env, SCRIPT_DEADLINE_S)
-        # A script that does not leave its group may abort after it has done its work: what it
-        # saved is judged, however it ended.
-        if not out.is_file():
-            if "NotImplementedError" in log:
-                raise NotImplementedError
-            raise RuntimeError(
-                f"{script} under torchrun ended with code {code} and wrote no file to --out:\n"
-                f"{log[-1500:]}"
-            )
-        with np.load(out, allow_pickle=False) as saved:
-            return {k: saved[k] for k in saved.files if k == "losses" or k in inputs}
-
-
-def run_group(command: list[str], env: dict[str, str], deadline_s: float) -> tuple[int, str]:
-    """Runs a command in a process group of its own; code and output, the whole group gone after.
-
-    Raises:
-        TimeoutError: it ran longer than `deadline_s`.
-    """
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        stdin=subprocess.DEVNULL, start_new_session=True, errors="replace",
-    )  # fmt: skip
-    try:
-        log, _ = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{command[-6]} was still running after {deadline_s:.0f} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # also what outlived its parent
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return process.returncode, log
-
-
-def judge_script(case: Case) -> list[Finding]:
-    """Final parameters and losses equal those of one process that takes the ranks' batches."""
-    findings: list[Finding] = []
-    given = case.inputs[0]
-    batches, sizes = _script_batches(case)
-    parameters, losses = oracle.train(given, batches, SCRIPT_LR)
-    mean = [
-        np.average(np.mean(losses, axis=1)[epoch * len(sizes) :][: len(sizes)], weights=sizes)
-        for epoch in range(SCRIPT_EPOCHS)
-    ]
-    for i, expected in enumerate(parameters):
-        hint = (
-            "Do all ranks' gradients enter, with every sample once per epoch, in the order of "
-            "torch's DistributedSampler with its default settings, told each epoch from 0 on?"
-        )
-        if not oracle.close(
-            findings, 0, f"p{i} in --out", case.answers[0].get(f"p{i}"), expected, hint=hint
-        ):
-            break
-    oracle.close(
-        findings, 0, "losses in --out", case.answers[0].get("losses"), np.array(mean),
-        hint="Per epoch the mean over all samples of all ranks; the last batch is smaller.",
-    )  # fmt: skip
-    return findings
-
-
-def _script_batches(
-    case: Case,
-) -> tuple[list[list[tuple[np.ndarray, np.ndarray]]], list[int]]:
-    """Every step's batch per rank, as torch's sampler deals them; samples per rank in each step."""
-    given, num_ranks = case.inputs[0], case.world_size
-    rows = range(len(given["x"]))
-    samplers = [
-        DistributedSampler(rows, num_replicas=num_ranks, rank=rank)  # type: ignore[arg-type]
-        for rank in range(num_ranks)
-    ]
-    batches = []
-    starts = range(0, len(rows) // num_ranks, SCRIPT_BATCH)
-    for epoch in range(SCRIPT_EPOCHS):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        orders = [list(sampler) for sampler in samplers]
-        for start in starts:
-            own = [order[start : start + SCRIPT_BATCH] for order in orders]
-            batches.append([(given["x"][rows], given["y"][rows]) for rows in own])
-    per_rank = len(rows) // num_ranks
-    return batches, [min(SCRIPT_BATCH, per_rank - start) for start in starts]

@@ -86,8 +86,8 @@ def run(
             variables = dict(os.environ) | dict(env or {}) | _rank_env(rank, nprocs, port)
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(theirs, variables, job), name=f"rank {rank}", daemon=True
-            )
+                target=_rank_main, args=(theirs, variables, job), name=f"rank {rank}"
+            )  # no daemon: a DataLoader on a rank may start workers
             process.start()
             theirs.close()
             ranks.append(_Rank(rank, process, ours))
@@ -203,6 +203,8 @@ def _rank_main(pipe: connection.Connection, variables: dict[str, str], job: byte
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(variables)
+    # The workers that a rank starts begin as anywhere, not as a fork of our server.
+    multiprocessing.set_start_method(None, force=True)  # pyright: ignore[reportArgumentType]
     try:
         import torch
 

@@ -1,0 +1,139 @@
+"""Lab 1's script runs as torchrun would run it, however it ends, and a student reads why."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autograder.criteria import ddp_script
+from autograder.criteria.base import Context, Draw
+
+SAVE = """
+    import argparse, os, sys
+    import numpy as np
+    parser = argparse.ArgumentParser()
+    for name in ("--data", "--out", "--epochs", "--batch-size", "--lr"):
+        parser.add_argument(name, required=True)
+    args = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    def save(value):
+        if rank == 0:
+            np.savez(args.out, losses=np.array(value, dtype=float))
+"""
+
+
+@pytest.fixture
+def observe(tmp_path, monkeypatch):
+    """Runs a script's lines on `world_size` ranks; what rank 0 saved."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(lines: str, world_size: int = 2):
+        (tmp_path / "s.py").write_text(textwrap.dedent(SAVE) + textwrap.dedent(lines))
+        inputs = ddp_script.draw_script(Draw(world_size, seed=len))[0]
+        context = Context(0, world_size, torch.device("cpu"))
+        return ddp_script.observe_script("s.py", inputs, context)
+
+    return run
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_rank_has_what_torchrun_gives_it(observe, world_size):
+    Path("neighbour.py").touch()
+    saved = observe(
+        """
+        import torch, torch.distributed as dist
+        import neighbour
+        dist.init_process_group("gloo")
+        ours = torch.tensor([[
+            dist.get_rank(), dist.get_world_size(), dist.is_torchelastic_launched(),
+            *(int(os.environ[n]) for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")),
+            __name__ == "__main__", any(n.startswith("MINIDIST_") for n in os.environ),
+        ]], dtype=torch.float64)
+        parts = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, ours)
+        save(torch.cat(parts).numpy())
+        dist.destroy_process_group()
+        """,
+        world_size,
+    )
+    expected = [[r, world_size, 1, r, world_size, 0, 1, 0] for r in range(world_size)]
+    np.testing.assert_array_equal(saved["losses"], expected)
+
+
+def test_a_loader_may_have_workers(observe):
+    saved = observe(
+        """
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+        data = TensorDataset(torch.arange(8.0))
+        save(sorted(float(x) for (batch,) in DataLoader(data, 3, num_workers=2) for x in batch))
+        """
+    )
+    np.testing.assert_array_equal(saved["losses"], np.arange(8))
+
+
+@pytest.mark.parametrize(
+    "end", ["sys.exit()", "sys.exit(3)", "os._exit(5)", "os.abort()", "raise ValueError('late')"]
+)
+def test_what_was_saved_counts_however_the_script_ends(observe, end):
+    assert observe(f"save([1.5])\n{end}")["losses"] == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            "def load(x):\n    return x / 0\nif rank == 1:\n    load(1)\n",
+            ["failed on rank 1 (ZeroDivisionError", "rank 1: Traceback", "in load", "return x / 0"],
+        ),
+        ("print('so far', rank)\nos.abort()", ["SIGABRT", "so far 1"]),
+        ("sys.exit('no data')", ["SystemExit: no data", "no data"]),
+        ("sys.exit(7)", ["SystemExit: 7"]),
+        ("os.write(2, b'from C')\nparser.error('what is --x')", ["from C", "error: what is --x"]),
+        ("print('done')", ["ended and wrote no file to --out", "done"]),
+        ("x = (", ["SyntaxError", "x = ("]),
+    ],
+)
+def test_a_failure_says_where_and_what(observe, lines, words):
+    with pytest.raises(RuntimeError) as error:
+        observe(lines)
+    text = str(error.value)
+    assert text.startswith("s.py under torchrun ")
+    for word in words:
+        assert word in text
+    assert "runpy" not in text  # frames of ours tell a student nothing
+    assert "ddp_script" not in text
+
+
+def test_not_written_yet(observe):
+    with pytest.raises(NotImplementedError):
+        observe("raise NotImplementedError()")
+
+
+def test_one_that_never_ends_is_ended(observe, monkeypatch):
+    monkeypatch.setattr(ddp_script, "SCRIPT_DEADLINE_S", 8.0)
+    with pytest.raises(TimeoutError, match=r"s\.py was still running after 8 s"):
+        observe("import time\nsave([1.0])\nif rank == 1:\n    time.sleep(600)")
+
+
+def test_a_group_outlives_what_the_script_destroys(observe):
+    """Else the last owner, DDP's reducer, joins gloo's thread with the GIL held: a rare hang."""
+    saved = observe(
+        """
+        import weakref, torch, torch.distributed as dist
+        def train():
+            dist.init_process_group("gloo")
+            ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+            ddp(torch.ones(3, 2)).sum().backward()
+            group = weakref.ref(dist.group.WORLD)
+            dist.destroy_process_group()
+            assert not dist.is_initialized()
+            return group
+        save([train()() is not None])
+        """
+    )
+    assert saved["losses"] == [1]
