@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import psutil
 import pytest
 
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 NO_GPU = "needs a CUDA device"
 
+# Every process that a test starts inherits this one.
+MARK = f"TESTS_OF_PROCESS={os.getpid()}"
+os.environ.update([MARK.split("=")])
+HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # end with pytest
+
 _skipped: dict[str, str] = {}  # test -> reason
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_runs_on() -> Iterator[None]:
+    """Fails a module that leaves processes behind: they would slow down all that come after."""
+    yield
+    ends_at = time.monotonic() + 15
+    while left := _started_by_tests():
+        if time.monotonic() > ends_at:
+            while found := _started_by_tests():  # until none is left that could start another
+                for pid in found:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            pytest.fail("still running:\n" + "\n".join(f"{k}: {v}" for k, v in left.items()))
+        time.sleep(0.1)
+
+
+def _started_by_tests() -> dict[int, str]:
+    """Processes of the tests, whoever is their parent by now, and their command lines."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            marked = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            words = " ".join(process.cmdline())
+            helps = process.ppid() == os.getpid() and any(name in words for name in HELPERS)
+        except (psutil.Error, OSError):
+            continue
+        if MARK.encode() in marked and not helps:
+            found[process.pid] = words[:150]
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
