@@ -52,7 +52,8 @@ from minidist.mesh import MeshShape
 from minidist.plots import PALETTE, new_figure, plot_lines, plot_timeline, style
 from minidist.widgets import explore
 
-work = Path(tempfile.mkdtemp(prefix="lecture10-"))
+temporary = tempfile.TemporaryDirectory(prefix="lecture10-")  # goes when the kernel ends
+work = Path(temporary.name)
 
 # %% [markdown]
 # The lecture in one picture: how long a job runs before something breaks. Each line is a machine
