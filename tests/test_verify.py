@@ -1,7 +1,7 @@
 """The proof that the labs' tests are right: the kill matrix of every lab.
 
 Here a covering part of each class is graded, of a bonus's class a smaller one; `make verify` grades
-all of them. Lab 1's whole class is graded in test_zoo.py.
+all of them. Lab 1's part is graded in test_zoo.py.
 """
 
 from __future__ import annotations
