@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from lab_helper import make_case, run_solution
+from lab_helper import make_case, run_solution, sizes
 
 from autograder.criteria import get_lab, pipe_plan
 from autograder.referee import draw_for
@@ -39,7 +39,7 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", sizes(4))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(NAME, num_ranks, tmp_path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lab_helper import make_case, run_solution
+from lab_helper import make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
 from autograder.criteria.powersgd_columns import columns_problem
@@ -38,7 +38,7 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", sizes(3))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(NAME, num_ranks, tmp_path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lab_helper import make_case, run_solution
+from lab_helper import make_case, run_solution, sizes
 
 from autograder.criteria import bzero_harness as harness
 from autograder.criteria import bzero_limit as limit
@@ -45,7 +45,7 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", sizes(3))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     printed = run_solution(NAME, num_ranks, tmp_path)
     for stage in range(4):  # what lies in memory is what the formula says

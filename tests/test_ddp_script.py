@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -91,8 +93,8 @@ def test_what_was_saved_counts_however_the_script_ends(observe, end):
             ["failed on rank 1 (ZeroDivisionError", "rank 1: Traceback", "in load", "return x / 0"],
         ),
         ("print('so far', rank)\nos.abort()", ["SIGABRT", "so far 1"]),
-        ("sys.exit('no data')", ["SystemExit: no data", "no data"]),
-        ("sys.exit(7)", ["SystemExit: 7"]),
+        ("sys.exit('no data')", ["(no data)", "\nno data"]),
+        ("sys.exit(7)", ["(exit code 7)"]),
         ("os.write(2, b'from C')\nparser.error('what is --x')", ["from C", "error: what is --x"]),
         ("print('done')", ["ended and wrote no file to --out", "done"]),
         ("x = (", ["SyntaxError", "x = ("]),
@@ -106,7 +108,7 @@ def test_a_failure_says_where_and_what(observe, lines, words):
     for word in words:
         assert word in text
     assert "runpy" not in text  # frames of ours tell a student nothing
-    assert "ddp_script" not in text
+    assert "autograder" not in text
 
 
 def test_not_written_yet(observe):
@@ -137,3 +139,28 @@ def test_a_group_outlives_what_the_script_destroys(observe):
         """
     )
     assert saved["losses"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "words"),
+    [
+        ("print(__name__, sys.argv[1])", 0, "__main__ one"),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('no data')", 1, "no data"),
+        (
+            "1 / 0",
+            1,
+            "line 2, in <module>\n    1 / 0\n    ~~^~~\nZeroDivisionError: division by zero",
+        ),
+    ],
+)
+def test_a_worker_of_torchrun_ends_as_its_script_does(tmp_path, lines, code, words):
+    (tmp_path / "s.py").write_text(f"import sys\n{lines}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "autograder.criteria.script_worker", "s.py", "one"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said
+    assert said.count(words) == (1 if words else len(said) + 1), said
+    assert "runpy" not in said

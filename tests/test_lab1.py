@@ -9,6 +9,7 @@ import sys
 import nbformat
 import pytest
 from course import LAB, ROOT
+from lab_helper import sizes
 from leftovers import assert_nothing_left, find_leftovers
 
 from autograder.criteria import get_lab
@@ -27,7 +28,7 @@ def _run(command, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", sizes(4))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     before = find_leftovers()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

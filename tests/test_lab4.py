@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from lab_helper import run_solution
+from lab_helper import run_solution, sizes
 
 from autograder.criteria import amp_autocast, amp_growth, amp_measure, get_lab
 from autograder.criteria.base import Case, Draw
@@ -23,7 +23,7 @@ def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
     return draw_for(b"test", LAB, criterion, attempt, world_size)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", sizes(4))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(LAB, num_ranks, tmp_path)
 

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from lab_helper import run_solution
+from lab_helper import run_solution, sizes
 
 from autograder.criteria import (
     get_lab,
@@ -36,7 +36,7 @@ def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
     return draw_for(b"test", LAB, criterion, attempt, world_size)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", sizes(4))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     assert "losses equal bit for bit: True" in run_solution(LAB, num_ranks, tmp_path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lab_helper import run_solution
+from lab_helper import run_solution, sizes
 
 from autograder.criteria import get_lab, prof_buckets, prof_causes, prof_emulated, prof_spans
 from autograder.criteria.base import Case, Draw
@@ -25,7 +25,7 @@ def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
     return draw_for(b"test", LAB, criterion, attempt, world_size)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", sizes(4))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(LAB, num_ranks, tmp_path)
 

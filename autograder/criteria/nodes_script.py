@@ -107,7 +107,8 @@ class _Job:
     def arguments(self, node: int) -> list[str]:
         """The script and its arguments on a node."""
         options = [f"--{k}={v}" for k, v in self.inputs["job"].items()]
-        return [str(self.folder / self.name), f"--data={self.folder / f'data-{node}.npz'}",
+        return ["-m", "autograder.criteria.script_worker",
+                str(self.folder / self.name), f"--data={self.folder / f'data-{node}.npz'}",
                 f"--out={self.folder / f'out-{node}.npz'}",
                 f"--checkpoints={self.checkpoints}", *options]  # fmt: skip
 
