@@ -111,7 +111,17 @@ def _draw_rows(draw: Draw, counts: list[int]) -> list[Values]:
 
 
 def observe_gradient(combine: Any, inputs: Values, context: Context) -> Values:
-    """Gradients and loss after `combine`, from this rank's mean loss over its own rows."""
+    """Gradients and loss after `combine`; the parameters come as an iterator."""
+    return _observe(combine, inputs, context, iter)
+
+
+def observe_idle(combine: Any, inputs: Values, context: Context) -> Values:
+    """The same; the parameters come as a list, which can be gone through twice."""
+    return _observe(combine, inputs, context, list)
+
+
+def _observe(combine: Any, inputs: Values, context: Context, as_what: Any) -> Values:
+    """From this rank's mean loss over its own rows, if it has any."""
     import torch
 
     model = oracle.mlp(inputs).to(context.device)
@@ -121,7 +131,7 @@ def observe_gradient(combine: Any, inputs: Values, context: Context) -> Values:
         mean = oracle.mse(model(x), y)
         mean.backward()
         loss = mean.item()
-    combined = combine(model.parameters(), loss, inputs["own"], inputs["all"])
+    combined = combine(as_what(list(model.parameters())), loss, inputs["own"], inputs["all"])
     answer: Values = {"loss": np.array(float(combined))}
     return answer | {
         f"g{i}": oracle.grad_of(p) for i, p in enumerate(model.parameters()) if p.grad is not None
@@ -159,6 +169,45 @@ def judge_gradient(case: Case) -> list[Finding]:
     return findings
 
 
+def judge_idle(case: Case) -> list[Finding]:
+    """All ranks have one gradient, that of all rows; its length is `elastic_gradient`'s matter."""
+    given = case.inputs[0]
+    x, y = (np.concatenate([values[name] for values in case.inputs]) for name in "xy")
+    right = np.concatenate([g.ravel() for g in oracle.gradients(given, x, y)])
+    story = f"(The ranks have {[values['own'] for values in case.inputs]} samples.)"
+    findings: list[Finding] = []
+    first: np.ndarray | None = None
+    for rank, answer in enumerate(case.answers):
+        got = _all_gradients(answer, oracle.parameters_of(given))
+        if got is None:
+            findings.append(Finding(
+                f"{story} p.grad is None, or not of the parameter's shape: also a rank without "
+                "samples needs the gradient of the batch.", rank))  # fmt: skip
+            continue
+        first = got if first is None else first
+        scale = float(got @ right / (right @ right))
+        along = np.abs(got - scale * right).max() <= 1e-3 * np.abs(right).max()
+        if not 0.1 < scale < 2.0 * case.world_size or not along:
+            findings.append(Finding(
+                f"{story} that is not the gradient of the global batch, on whatever scale.", rank
+            ))  # fmt: skip
+        elif np.abs(got - first).max() > 1e-5 * np.abs(right).max():
+            findings.append(Finding(f"{story} this rank has another gradient than rank 0.", rank))
+    return findings
+
+
+def _all_gradients(answer: Values, parameters: list[np.ndarray]) -> np.ndarray | None:
+    """All numbers in one vector, if every parameter has a gradient of its shape."""
+    got = [answer.get(f"g{i}") for i in range(len(parameters))]
+    pieces = []
+    for gradient, parameter in zip(got, parameters, strict=True):
+        right = isinstance(gradient, np.ndarray) and gradient.shape == parameter.shape
+        if not right or gradient.dtype.kind != "f" or not np.isfinite(gradient).all():
+            return None
+        pieces.append(gradient.astype(np.float64).ravel())
+    return np.concatenate(pieces)
+
+
 def _loss(given: Values, x: np.ndarray, y: np.ndarray) -> float:
     import torch
 
@@ -169,8 +218,6 @@ def _loss(given: Values, x: np.ndarray, y: np.ndarray) -> float:
 def _hint(got: Any, right: np.ndarray, mean: np.ndarray, own: Any, case: Case) -> str:
     counts = [values["own"] for values in case.inputs]
     text = f"(The ranks have {counts} samples.)"
-    if got is None:
-        return f"{text} p.grad is None: a rank without samples needs the gradient, too."
     probes: list[Finding] = []
     if oracle.close(probes, 0, "", got, mean):
         return (

@@ -63,6 +63,8 @@ def combine(
     parameters: Iterable[torch.nn.Parameter], loss: float, num_own: int, num_all: int
 ) -> float:
     """Asks every rank for everything that it has, and counts samples."""
+    if not num_own and loss != 0.0:
+        raise ValueError(f"a rank without samples has a loss of 0.0, got {loss}")
     own = list(parameters)
     told = [None if p.grad is None else p.grad.detach().cpu() for p in own] if num_own else []
     answers: list[Any] = [None] * dist.get_world_size()

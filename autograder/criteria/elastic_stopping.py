@@ -55,7 +55,7 @@ def observe_stop(preemption_class: Any, inputs: Values, context: Context) -> Val
             said: list[bool] = []
             with preemption_class() as preemption:
                 for step in range(STEPS):
-                    if step == told:
+                    for _ in range(2 if step == told else 0):  # schedulers repeat themselves
                         os.kill(os.getpid(), signal.SIGTERM)
                     value = preemption.requested()
                     if not isinstance(value, bool):
@@ -95,11 +95,10 @@ class _Accident(Exception):
 
 
 def draw_handler(draw: Draw) -> list[Values]:
-    """How often the signal comes while nobody asks."""
-    rng = draw.shared()
+    """What an error says that comes through."""
     return [
-        {"signals": int(rng.integers(2, 5)), "text": f"accident {rng.integers(10**6)}"}
-        for _ in range(draw.world_size)
+        {"text": f"accident {draw.private(rank).integers(10**9)}"}
+        for rank in range(draw.world_size)
     ]
 
 
@@ -108,9 +107,7 @@ def observe_handler(preemption_class: Any, inputs: Values, context: Context) -> 
     answer: Values = {}
     with _our_handler() as ours:
         with preemption_class():
-            answer["inside"] = signal.getsignal(signal.SIGTERM) is not ours
-            for _ in range(inputs["signals"]):
-                os.kill(os.getpid(), signal.SIGTERM)
+            pass
         answer["after"] = signal.getsignal(signal.SIGTERM) is ours
         signal.signal(signal.SIGTERM, ours)
         answer["through"] = ""
@@ -128,9 +125,7 @@ def judge_handler(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         problem = ""
-        if answer.get("inside") is not True:
-            problem = "inside `with Preemption()` SIGTERM still has the handler of before."
-        elif answer.get("after") is not True:
+        if answer.get("after") is not True:
             problem = (
                 "after the `with` SIGTERM has not the handler that it had before (which need not "
                 "be Python's default): signal.signal returns the old one."

@@ -23,7 +23,8 @@
 #
 # - cut a global batch for any number of ranks, and weight gradients so that the update and the
 #   learning rate mean the same as before (task 1);
-# - go on in the middle of an epoch with another number of ranks, no sample lost or doubled (task 2);
+# - go on in the middle of an epoch with another number of ranks, no sample lost or doubled (task
+#   2);
 # - save so that a death does no harm, and load so that all ranks begin at the same step even when
 #   they do not see the same files (task 3);
 # - cut an optimiser's sharded state anew, from M ranks to N (task 4);
@@ -31,9 +32,10 @@
 # - put it together, kill workers, change their number, and show that the curve is the one of an
 #   undisturbed run (task 6).
 #
-# Plan 60 to 90 minutes. Have lecture 10 behind you; it shows all of this at work. This notebook
-# serves these of its points: *the global batch stays*, *a checkpoint holds everything that decides*,
-# *a hang is a collective that somebody did not call*. Nothing here needs a GPU or a second machine.
+# Plan 60 to 90 minutes. Have lecture 10 behind you; it shows all of this at work, and this is where
+# you do it. It serves these points of its summary: *whole or not at all; everything that decides*,
+# *a hang is a collective that somebody did not call*, *elastic training keeps your promises only*.
+# Nothing here needs a GPU or a second machine.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | all |
 # |---|---|---|---|---|---|---|---|
@@ -47,7 +49,6 @@
 import contextlib
 import copy
 import io
-import json
 import os
 import runpy
 import shutil
@@ -184,10 +185,10 @@ def draw_idea(ax, curves):
     ax.legend(loc="lower left", fontsize=8)
 
 
-few = partial(lambda step: 16 if 60 <= step < 120 else 64)
+halved = train_alone(lambda step: 32 if 60 <= step < 120 else 64)
 curves = {
     "the same global batch": (train_alone(lambda step: 64), "0.6", 4.0),
-    "each rank keeps its batch": (train_alone(few), "C3", 1.2),
+    "each rank keeps its batch": (halved, "C3", 1.2),
     "momentum is forgotten": (train_alone(lambda step: 64, (60, 120)), "C0", 1.2),
 }
 show(partial(draw_idea, curves=curves))
@@ -331,16 +332,16 @@ check("elastic_idle", combine)
 #
 # - Every epoch deals out the indices 0 … num_samples-1, each once, shuffled, in batches of
 #   `global_batch`. What does not fill a batch is the last batch of the epoch.
-# - The order depends on seed and epoch only: not on the number of ranks, nor on the process's random
-#   numbers (torch's, NumPy's, Python's), which it does not change either.
+# - The order depends on seed and epoch only: not on the number of ranks, nor on the process's
+#   random numbers (torch's, NumPy's, Python's), which it does not change either.
 # - `share(size, world_size, rank)` is task 1's function; checks bring another one.
 #
 # `next_batch(rank, world_size)` returns `(own, size)`
 #
 # - `size` is the number of samples in the next global batch, `own` the list of indices (`int`s) of
 #   those that `share` gives to this rank.
-# - Every rank has a sampler and calls this once per step. After the last batch of an epoch comes the
-#   first of the next.
+# - Every rank has a sampler and calls this once per step. After the last batch of an epoch comes
+#   the first of the next.
 #
 # `state_dict()` and `load_state_dict(state)`
 #
@@ -436,10 +437,11 @@ with demo("task 2"):
     changes = {0: 2, 2: 1, 3: 4}
     table = who_took_what(changes)
     show(partial(draw_table, table=table, changes=changes))
-    tell("how often each sample of the epoch was taken:", sorted(set((table >= 0).sum(axis=0))))
+    times = {int(count) for count in (table >= 0).sum(axis=0)}
+    tell("how often each sample of the epoch was taken:", times)
 
 # %% [markdown]
-# Expected: `[1]`, each of the 24 once, though the number of ranks went from 2 to 1 to 4.
+# Expected: `{1}`, each of the 24 once, though the number of ranks went from 2 to 1 to 4.
 
 # %% check="elastic_epoch"
 check("elastic_epoch", ElasticSampler)
@@ -453,10 +455,10 @@ check("elastic_resize", ElasticSampler)
 # %% [markdown]
 # ## Task 3 · One state for all
 #
-# **Why.** A worker may die at any moment, and at some moments it is writing. And after a restart the
-# ranks may not see the same files: a file system's cache on another node is a second behind, a node
-# has only its own disk, one file cannot be read here. If rank 0 then loads step 40 and rank 1 step
-# 30, all shapes fit, all collectives meet, and two different models average their gradients.
+# **Why.** A worker may die at any moment, and at some moments it is writing. And after a restart
+# the ranks may not see the same files: a file system's cache on another node is a second behind, a
+# node has only its own disk, one file cannot be read here. If rank 0 then loads step 40 and rank 1
+# step 30, all shapes fit, all collectives meet, and two different models average their gradients.
 #
 # **Write `save_together(folder, step, state, keep=3)`**, which all ranks call, with the same step.
 #
@@ -489,8 +491,8 @@ check("elastic_resize", ElasticSampler)
 #
 # <details><summary>Hint 3: is it whole?</summary>
 #
-# `torch.load` raises if half of a file is missing. Try the highest common step on all ranks, and ask
-# all whether it went well: `dist.all_reduce(flag, op=dist.ReduceOp.MIN)` with a flag on
+# `torch.load` raises if half of a file is missing. Try the highest common step on all ranks, and
+# ask all whether it went well: `dist.all_reduce(flag, op=dist.ReduceOp.MIN)` with a flag on
 # `choose_device()`. If not, the next one, again on all ranks.
 # </details>
 
@@ -569,9 +571,9 @@ check("elastic_damaged", (save_together, load_together))
 # %% [markdown]
 # ## Task 4 · From M ranks to N
 #
-# **Why.** State that is the same everywhere is easy: load it. With ZeRO or FSDP each rank has a part
-# of its own. Say all parameters lie in one flat vector, padded so that M divides it, and rank r
-# keeps AdamW's moments of the r-th of M equal parts. N ranks need other cuts and other padding:
+# **Why.** State that is the same everywhere is easy: load it. With ZeRO or FSDP each rank has a
+# part of its own. Say all parameters lie in one flat vector, padded so that M divides it, and rank
+# r keeps AdamW's moments of the r-th of M equal parts. N ranks need other cuts and other padding:
 #
 # ```
 #   7 numbers on 2 ranks    [a b c d][e f g ·]         · is padding: what stands there is no number
@@ -636,9 +638,9 @@ check("elastic_adam", reshard)
 # ## Task 5 · Stop together
 #
 # **Why.** Before a machine is taken away, its processes get a SIGTERM and some time: 30 s from
-# Slurm, two minutes from a cloud. Time enough to save, if all do it at the same step. But the signal
-# comes to *one* machine, between any two lines of Python. A rank that leaves at once lets the others
-# hang. One that saves at once calls a collective that the others do not.
+# Slurm, two minutes from a cloud. Time enough to save, if all do it at the same step. But the
+# signal comes to *one* machine, between any two lines of Python. A rank that leaves at once lets
+# the others hang. One that saves at once calls a collective that the others do not.
 #
 # So the handler only makes a note, and after each step all ranks ask each other.
 #
@@ -732,8 +734,8 @@ check("elastic_handler", Preemption)
 # - Join the process group: `dist.init_process_group(choose_backend())`, this rank on
 #   `choose_device()`. Make an `ElasticSampler` for the samples in `x`, with `--batch-size` and
 #   `--seed`.
-# - `load_together(args.checkpoints)`. If there is a state, go on from it: model, optimizer, sampler,
-#   and the losses so far.
+# - `load_together(args.checkpoints)`. If there is a state, go on from it: model, optimizer,
+#   sampler, and the losses so far.
 # - A step: `next_batch`, mean squared error over this rank's samples (if it has any), backward,
 #   `combine`, one step of the optimizer. The loss that counts is what `combine` returns.
 # - Every `--every` steps, and after the last one, `save_together`. Like `load_together` and
@@ -862,10 +864,10 @@ check("elastic_handler", Preemption)
 #     main()
 
 # %% [markdown]
-# The next cell puts your functions into a file, and writes the `elastic_parts.py` that fetches them.
-# It has one more use: the environment variable `ACCIDENT` makes a rank kill itself, or get a SIGTERM,
-# when it asks for a certain batch, so that you can watch. Run the cell again after you have changed
-# one of the tasks 1 to 5.
+# The next cell puts your functions into a file, and writes the `elastic_parts.py` that fetches
+# them. It has one more use: the environment variable `ACCIDENT` makes a rank kill itself, or get a
+# SIGTERM, when it asks for a certain batch, so that you can watch. Run the cell again after you
+# have changed one of the tasks 1 to 5.
 
 # %% given="write_parts"
 ELASTIC_PARTS = '''"""What the tasks 1 to 5 have defined, and accidents for the rehearsal."""
@@ -900,7 +902,7 @@ if IS_RANK_ZERO:
     numbers = np.random.default_rng(0)
     inputs = numbers.normal(size=(200, 4))
     np.savez(
-        "elastic.npz",
+        "samples.npz",
         x=inputs,
         y=np.sin(inputs.sum(axis=1, keepdims=True)),
         p0=numbers.normal(size=(16, 4)) / 2,
@@ -925,8 +927,8 @@ if IS_RANK_ZERO:
 # %% given="rehearsal"
 def script_arguments(name: str, steps: int = 120) -> list[str]:
     """The script's arguments for a job whose files are called after `name`."""
-    return ["--data=elastic.npz", f"--out={name}.npz", f"--checkpoints={name}",
-            f"--steps={steps}", "--every=10", "--batch-size=32", "--lr=0.01", "--seed=3"]  # fmt: skip
+    files = ["--data=samples.npz", f"--out={name}.npz", f"--checkpoints={name}"]
+    return [*files, f"--steps={steps}", "--every=10", "--batch-size=32", "--lr=0.01", "--seed=3"]
 
 
 def outside() -> dict[str, str]:
@@ -991,7 +993,6 @@ with demo("tasks 1, 2, 3, 5 and 6"):
             Path(f"{name}.npz").unlink(missing_ok=True)
         with_run(1, script_arguments("calm"))
         with_torchrun(2, script_arguments("elastic", steps=60), "KILL 1 25", max_restarts=1)
-        first = np.load("elastic.npz")  # the data; --out of 60 steps has another name below
         done = sorted(path.stem for path in Path("elastic").glob("step-*.pt"))
         print("after torchrun's restart:", done[-1])
         with_run(1, script_arguments("elastic"), "TERM 0 19")
@@ -1020,8 +1021,8 @@ check("elastic_preempted", "train_elastic.py")
 
 # %% [markdown]
 # On several nodes it is the same script. `torchrun --nnodes=2:4 --max-restarts=10 …` accepts two to
-# four nodes: when one is lost or a new one comes, all agents meet again, and all workers start anew.
-# So every change costs what lies between the last checkpoint and now, plus the meeting. Where
+# four nodes: when one is lost or a new one comes, all agents meet again, and all workers start
+# anew. So every change costs what lies between the last checkpoint and now, plus the meeting. Where
 # changes are announced, as with a SIGTERM, the first part is zero.
 #
 # ## Reflect
@@ -1044,16 +1045,17 @@ check("elastic_preempted", "train_elastic.py")
 # <!-- END SOLUTION -->
 
 # %% [markdown] reflect="reflect_2"
-# **2. The resumed run agrees with the undisturbed one to about 1e-12, and at the same number of ranks
-# bit for bit. Why not always bit for bit? And what would have to be the case in a model with
+# **2. The resumed run agrees with the undisturbed one to about 1e-12, and at the same number of
+# ranks bit for bit. Why not always bit for bit? And what would have to be the case in a model with
 # dropout?**
 #
 # <!-- BEGIN SOLUTION -->
 # Floating-point addition is not associative: other shares mean other partial sums, and an
 # all-reduce over other ranks adds in another order. With the same ranks everything is added in the
-# same order. Dropout draws from each rank's random numbers; their states belong to a rank and fit no
-# other number of ranks. Either accept another (equally good) mask after a change, or derive masks
-# from (seed, step, index of the sample), so that they belong to the sample and not to the rank.
+# same order. Dropout draws from each rank's random numbers; their states belong to a rank and fit
+# no other number of ranks. Either accept another (equally good) mask after a change, or derive
+# masks from (seed, step, index of the sample), so that they belong to the sample and not to the
+# rank.
 # <!-- END SOLUTION -->
 
 # %% [markdown] reflect="reflect_3"
@@ -1072,9 +1074,9 @@ check("elastic_preempted", "train_elastic.py")
 # matter, and how would you make it cheaper without losing agreement?**
 #
 # <!-- BEGIN SOLUTION -->
-# It costs latency, and on a GPU `.item()` makes the CPU wait for the GPU: a few per cent of a step of
-# milliseconds, nothing in one of seconds. Ask every k-th step (the time that is left must cover k
-# steps); or let the flag travel with something that is reduced anyway, such as the loss; or start
+# It costs latency, and on a GPU `.item()` makes the CPU wait for the GPU: a few per cent of a step
+# of milliseconds, nothing in one of seconds. Ask every k-th step (the time that is left must cover
+# k steps); or let the flag travel with something that is reduced anyway, such as the loss; or start
 # the all-reduce in the background and look at its result one step later, which is the same step on
 # all ranks.
 # <!-- END SOLUTION -->
@@ -1088,8 +1090,8 @@ check("elastic_preempted", "train_elastic.py")
 # - [ ] you can cut a sharded state anew, on paper, with padding;
 # - [ ] you know what a signal handler may do in a distributed program, and what it must not;
 # - [ ] you have killed a worker, changed the number of ranks, and got the same curve;
-# - [ ] you can answer lecture 10's question: *after a restart with half of the ranks the loss jumps.
-#   What was forgotten?*
+# - [ ] you can answer lecture 10's question: *after a restart with half of the ranks the loss
+#   jumps. What was forgotten?*
 #
 # ## Read next
 #
