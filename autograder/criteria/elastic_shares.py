@@ -198,11 +198,12 @@ def judge_idle(case: Case) -> list[Finding]:
 
 def _all_gradients(answer: Values, parameters: list[np.ndarray]) -> np.ndarray | None:
     """All numbers in one vector, if every parameter has a gradient of its shape."""
-    got = [answer.get(f"g{i}") for i in range(len(parameters))]
     pieces = []
-    for gradient, parameter in zip(got, parameters, strict=True):
-        right = isinstance(gradient, np.ndarray) and gradient.shape == parameter.shape
-        if not right or gradient.dtype.kind != "f" or not np.isfinite(gradient).all():
+    for i, parameter in enumerate(parameters):
+        gradient = answer.get(f"g{i}")
+        if not isinstance(gradient, np.ndarray) or gradient.shape != parameter.shape:
+            return None
+        if gradient.dtype.kind != "f" or not np.isfinite(gradient).all():
             return None
         pieces.append(gradient.astype(np.float64).ravel())
     return np.concatenate(pieces)
