@@ -310,20 +310,41 @@ def observe_loads(functions: Any, inputs: Values, context: Context) -> Values:
         for sees, spoilt, uneven in zip(
             inputs["sees"], inputs["spoilt"], inputs["uneven"], strict=True
         ):
-            with _own_folder() as folder:
-                for number in sees:
-                    name = name_of(inputs["steps"][number])
-                    shutil.copy(Path(source[0], name), folder)
-                    if str(number) in spoilt:
-                        _spoil(folder / name, 0.0 if "empty" in spoilt else inputs["cut"])
-                # What a writer that died has left is no checkpoint.
-                (folder / f"{name_of(inputs['steps'][-1] + 1)}.tmp").write_bytes(b"half a file")
-                dist.barrier()  # nobody reads rank 0's folder any more
-                # Whoever cannot read a damaged file at all loses `elastic_damaged`, not this too.
-                with contextlib.suppress(Exception) if uneven else contextlib.nullcontext():
-                    found.append([])
-                    found[-1] = _loaded(load_together(folder), inputs)
+            if uneven and not _survives(load_together, inputs, source[0]):
+                found.append([])
+                continue
+            with _shown(inputs, source[0], sees, spoilt) as folder:
+                found.append(_loaded(load_together(folder), inputs))
     return {"found": found}
+
+
+@contextlib.contextmanager
+def _shown(inputs: Values, source: str, sees: list[int], spoilt: str) -> Iterator[Path]:
+    """A folder of this rank's own with the files that it sees, some of them damaged."""
+    with _own_folder() as folder:
+        for number in sees:
+            name = name_of(inputs["steps"][number])
+            shutil.copy(Path(source, name), folder)
+            if str(number) in spoilt:
+                _spoil(folder / name, 0.0 if "empty" in spoilt else inputs["cut"])
+        # What a writer that died has left is no checkpoint.
+        (folder / f"{name_of(inputs['steps'][-1] + 1)}.tmp").write_bytes(b"half a file")
+        dist.barrier()  # from here on nobody reads rank 0's folder
+        yield folder
+
+
+def _survives(load_together: Any, inputs: Values, source: str) -> bool:
+    """Whether a file that is damaged on all ranks alike is passed over.
+
+    Whoever cannot do that loses `elastic_damaged`. Damage on one rank alone would make the others
+    wait for it for ever, and that bug cost a second criterion.
+    """
+    with _shown(inputs, source, [0, 1, 2, 3], "3") as folder:
+        try:
+            load_together(folder)
+        except Exception:
+            return False
+    return True
 
 
 def _spoil(file: Path, share: float) -> None:

@@ -139,7 +139,9 @@ def judge_own(case: Case) -> list[Finding]:
             if not right:
                 findings.append(Finding("no parts came back.", rank))
                 break
-            if all(0 <= held <= 8 * count + SLACK_BYTES for count, held in pairs):
+            # All numbers are there: an empty part would be small, too.
+            enough = sum(count for count, _ in pairs) >= numel * len(case.inputs[rank]["names"])
+            if enough and all(0 <= held <= 8 * count + SLACK_BYTES for count, held in pairs):
                 continue
             held = max(held for _, held in pairs)
             findings.append(Finding(
