@@ -58,6 +58,15 @@ def _make(sampler_class: Any, values: Values, seed: int | None = None) -> Any:
     return sampler_class(values["num_samples"], values["batch"], seed=seed, share=cut)
 
 
+def _fresh(sampler_class: Any, values: Values, state: Any = None) -> Any:
+    """A sampler made, and loaded, under the same random numbers as all others."""
+    with _random_numbers(0):
+        sampler = _make(sampler_class, values)
+        if state is not None:
+            sampler.load_state_dict(_through_a_file(state))
+    return sampler
+
+
 def _deal(sampler: Any, rank: int, world_size: int, values: Values) -> list[int]:
     """A rank's part of the next batch, and at the end the size of the batch."""
     dealt = sampler.next_batch(rank, world_size)
@@ -133,8 +142,7 @@ def _per_epoch(values: Values) -> int:
 
 def observe_epoch(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """Two epochs on a fixed number of ranks."""
-    with _random_numbers(0):
-        samplers = [_make(sampler_class, inputs) for _ in range(inputs["ranks"])]
+    samplers = [_fresh(sampler_class, inputs) for _ in range(inputs["ranks"])]
     batches: Batches = []
     for _ in range(2 * _per_epoch(inputs)):
         row = []
@@ -271,8 +279,7 @@ def draw_resize(draw: Draw) -> list[Values]:
 
 def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """The same batches undisturbed, and with states that go through a file to other ranks."""
-    with _random_numbers(0):
-        whole = _make(sampler_class, inputs)
+    whole = _fresh(sampler_class, inputs)
     calm: Batches = []
     for _ in range(sum(inputs["stays"])):
         with _random_numbers(0):
@@ -280,11 +287,7 @@ def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Valu
     batches: Batches = []
     state: Any = None
     for world_size, stay in zip(inputs["ranks"], inputs["stays"], strict=True):
-        with _random_numbers(0):
-            samplers = [_make(sampler_class, inputs) for _ in range(world_size)]
-            if state is not None:
-                for sampler in samplers:
-                    sampler.load_state_dict(_through_a_file(state))
+        samplers = [_fresh(sampler_class, inputs, state) for _ in range(world_size)]
         for _ in range(stay):
             row = []
             for rank, sampler in enumerate(samplers):

@@ -162,7 +162,7 @@ def draw_script(draw: Draw) -> list[Values]:
     rng = draw.shared("sizes")
     every = int(rng.integers(3, 5))
     steps = 2 * every + int(rng.integers(1, every))
-    batch = 2 * draw.world_size + 1 + int(rng.integers(0, 2))
+    batch = draw.world_size * int(rng.integers(2, 4)) + 1
     inputs = _draw_job(draw, steps, batch, every, rest=1)
     return _for_rank_zero(draw, inputs)
 
