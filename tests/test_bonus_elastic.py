@@ -49,9 +49,8 @@ WORDS = """shares loss batches epochs touched calm first last ended kept2 kept3 
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     printed = run_solution(NAME, num_ranks, tmp_path)
     assert "the curves are the same: True" in printed
-    for rank in range(num_ranks):  # all load the same step
-        step = 30 if num_ranks == 1 else 20
-        assert printed.count(f"all load ({step}, {{'value': {step}}})") == num_ranks, rank
+    step = 30 if num_ranks == 1 else 20  # all load the same one
+    assert printed.count(f"all load ({step}, {{'value': {step}}})") == num_ranks
 
 
 def test_points():

@@ -546,7 +546,7 @@ with demo("task 3"), tempfile.TemporaryDirectory() as own:
         if dist.get_rank() != 0 and path.stem != "step-00000030":
             shutil.copy(path, own)
     tell("rank 0 has", sorted(path.name for path in Path(own).iterdir()))
-    print("all load", load_together(own))
+    print(f"all load {load_together(own)}")  # one write, so that ranks do not mix their words
     dist.barrier()
 
 # %% [markdown]
