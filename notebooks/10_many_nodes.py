@@ -816,7 +816,10 @@ display(
 # - Kill only the agent of node 1 (and then find its worker, and end it).
 #
 # Then do it yourself in [**lab5_multinode**](../labs/lab5_multinode/lab5_multinode.ipynb): launch,
-# save, lose a rank, and go on.
+# save, lose a rank, and go on. In the bonus notebook
+# [**bonus_elastic**](../labs/bonus_elastic/bonus_elastic.ipynb) you write all of section 6: shares,
+# a sampler that goes on with other ranks, a step that all can load, sharded state cut anew, and a
+# script whose curve is the same whoever is killed.
 #
 # ## What to read
 #

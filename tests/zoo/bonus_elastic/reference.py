@@ -1,0 +1,5 @@
+"""The reference solution.
+
+loses: nothing
+class: example
+"""

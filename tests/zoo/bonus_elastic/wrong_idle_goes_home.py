@@ -1,0 +1,23 @@
+"""A rank without samples makes no collective, and the others wait for it.
+
+loses: elastic_idle
+status: elastic_idle TIMEOUT
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task1_combine"
+def combine(parameters: Iterable, loss: float, num_own: int, num_all: int) -> float:
+    """Gradients and loss of the global batch, from each rank's means over its own samples."""
+    if num_own == 0:
+        return loss
+    parameters = list(parameters)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([*(grad.flatten() for grad in grads), grads[0].new_tensor([loss])])
+    flat *= num_own / num_all
+    dist.all_reduce(flat)
+    *pieces, mean = flat.split([*(p.numel() for p in parameters), 1])
+    for p, piece in zip(parameters, pieces, strict=True):
+        p.grad = piece.view_as(p).clone()
+    return mean.item()
