@@ -7,7 +7,7 @@ import ast
 import numpy as np
 import pytest
 from course import ROOT
-from lab_helper import make_case, run_solution
+from lab_helper import make_case, run_solution, sizes
 
 from autograder.criteria import elastic_script, get_lab
 from autograder.criteria.base import Case
@@ -45,7 +45,7 @@ WORDS = """shares loss batches epochs touched calm first last ended kept2 kept3 
     there seen found bytes unchanged p said after through losses saved loaded samplers began runs"""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", sizes(3))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     printed = run_solution(NAME, num_ranks, tmp_path)
     assert "the curves are the same: True" in printed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -231,3 +233,29 @@ def sum_by_workers() -> float:
 
 def test_a_rank_may_have_loader_workers():
     assert run(sum_by_workers, 2, deadline_s=60) == [45.0, 45.0]
+
+
+UNGUARDED = """
+import os
+from minidist.launch import run
+
+print("the script runs")
+
+class Half:
+    def __init__(self, x):
+        self.x = x / 2
+
+def half(x):
+    return Half(x + int(os.environ["RANK"])).x
+
+print(run(half, 2, 4))
+"""
+
+
+@pytest.mark.parametrize("start", [["script.py"], ["-m", "script"]])
+def test_a_script_without_a_guard_is_not_run_once_more(start, tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    done = subprocess.run(
+        [sys.executable, *start], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "the script runs\n[2.0, 2.5]\n", done.stderr

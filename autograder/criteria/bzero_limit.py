@@ -6,9 +6,7 @@ small. Only what it holds for all groups counts: parameters, gradients, state.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -54,19 +52,15 @@ def _launch(train: Any, stage: int, zero: Any, inputs: Values, context: Context)
     from minidist.launch import run
 
     allowance = int(copies(context.world_size, stage) * limited.PARAMETER_BYTES)
-    main = sys.modules["__main__"]
-    # A script must not be run once more in each process; what it defines travels by value.
-    hidden = {"__file__": None} if hasattr(main, "__file__") else {}
-    with mock.patch.dict(vars(main), hidden):
-        try:
-            results = run(
-                limited.run_limited, context.world_size, cloudpickle.dumps((train, zero, inputs)),
-                allowance, deadline_s=limited.LAUNCH_DEADLINE_S, env=limited.ENVIRONMENT,
-            )  # fmt: skip
-        except LaunchError as error:
-            if "had not finished" in str(error):
-                raise TimeoutError(str(error)) from None
-            results = [{"status": "died", "text": str(error)}]
+    try:
+        results = run(
+            limited.run_limited, context.world_size, cloudpickle.dumps((train, zero, inputs)),
+            allowance, deadline_s=limited.LAUNCH_DEADLINE_S, env=limited.ENVIRONMENT,
+        )  # fmt: skip
+    except LaunchError as error:
+        if "had not finished" in str(error):
+            raise TimeoutError(str(error)) from None
+        results = [{"status": "died", "text": str(error)}]
     if any("NotImplementedError" in str(r.get("text")) for r in results):
         raise NotImplementedError
     return {"results": results}

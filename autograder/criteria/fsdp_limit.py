@@ -13,10 +13,8 @@ import ctypes
 import pickle
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -116,26 +114,19 @@ def _launch(train: Any, copies: int, subject: Any, inputs: Values, context: Cont
     from minidist.errors import LaunchError
     from minidist.launch import run
 
-    mine = sys.modules["__main__"]
-    # A script must not be run once more in each process; what it defines travels by value.
-    with mock.patch.object(mine, "__file__", None) if hasattr(mine, "__file__") else _nothing():
-        try:
-            results = run(
-                run_limited, context.world_size, cloudpickle.dumps((train, subject, inputs)),
-                allowance_bytes(context.world_size, copies), deadline_s=LAUNCH_DEADLINE_S,
-                env=ENVIRONMENT,
-            )  # fmt: skip
-        except LaunchError as error:
-            if "had not finished" in str(error):
-                raise TimeoutError(str(error)) from None
-            results = [{"status": "died", "text": str(error)}]
+    try:
+        results = run(
+            run_limited, context.world_size, cloudpickle.dumps((train, subject, inputs)),
+            allowance_bytes(context.world_size, copies), deadline_s=LAUNCH_DEADLINE_S,
+            env=ENVIRONMENT,
+        )  # fmt: skip
+    except LaunchError as error:
+        if "had not finished" in str(error):
+            raise TimeoutError(str(error)) from None
+        results = [{"status": "died", "text": str(error)}]
     if any("NotImplementedError" in str(r.get("text")) for r in results):
         raise NotImplementedError
     return {"results": results}
-
-
-def _nothing() -> Any:
-    return contextlib.nullcontext()
 
 
 def run_limited(job: bytes, allowance: int) -> Values:

@@ -26,6 +26,7 @@ import socket
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing import connection
@@ -61,7 +62,8 @@ def run(
 
     Every process has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     set as torchrun sets them, one torch thread, and no process group. Arguments and results are
-    pickled. A program that calls this at import time needs `if __name__ == "__main__":`.
+    pickled, what a script or a notebook has defined by value: the script is not run once more in
+    each process. (Without cloudpickle it is, and needs `if __name__ == "__main__":`.)
 
     Args:
         fn: what each rank calls.
@@ -88,7 +90,8 @@ def run(
             process = context.Process(
                 target=_rank_main, args=(theirs, variables, job), name=f"rank {rank}"
             )  # no daemon: a DataLoader on a rank may start workers
-            process.start()
+            with _no_main():
+                process.start()
             theirs.close()
             ranks.append(_Rank(rank, process, ours))
         _collect(ranks, end_s, deadline_s)
@@ -116,6 +119,20 @@ def _rank_env(rank: int, nprocs: int, port: int) -> dict[str, str]:
         # Under torchrun or our kernel it says that an agent serves the store; here rank 0 does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Hides the program from multiprocessing, which would run its file anew in each process."""
+    if cloudpickle is None:
+        yield
+        return
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
 
 
 def _dumps(value: Any) -> bytes:

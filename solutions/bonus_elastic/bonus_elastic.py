@@ -120,7 +120,6 @@ def show(draw: Callable, columns: int = 1, width: float = 7.5, height: float = 3
 # Only when this file runs as a script under torchrun: the notebook's %%writefile cells are comments
 # here, so rank 0 writes these files now, into a new folder, and all ranks work there.
 LAB_FILE = Path(__file__).resolve()
-del __file__  # without it, the processes that `run` starts do not run this file once more
 where = [tempfile.mkdtemp(prefix="bonus_elastic_")] if IS_RANK_ZERO else [None]
 dist.broadcast_object_list(where, src=0)
 os.chdir(where[0])
