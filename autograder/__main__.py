@@ -52,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     grade.add_argument("--lab", required=True, choices=lab_names())
     grade.add_argument("--ranks", type=_positive, help="number of ranks (default: the lab's)")
     grade.add_argument("--jobs", type=_positive, help="submissions at once")
+    grade.add_argument(
+        "--executor", choices=("pool", "slurm", "local"), default="pool",
+        help="processes of this one (default), jobs of a Slurm cluster ([slurm] in course.toml), "
+        "or the same jobs without Slurm",
+    )  # fmt: skip
     grade.add_argument("--json", type=Path, metavar="FILE", help="write all records as JSON")
     grade.add_argument(
         "--trusted", action="store_true", help="grade without a sandbox where there is none"
@@ -133,7 +138,12 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
         console.print("[bold red]UNSANDBOXED[/]: nothing holds these submissions back")
     jobs = options.jobs or default_jobs(settings.world_size)
     regrading = Regrading.begin(settings)
-    records = grade_class(submissions, settings, jobs, console)
+    runner = None
+    if options.executor != "pool":
+        from autograder.executor import JobRunner
+
+        runner = JobRunner(options.executor, course, console, trusted=not settings.sandboxed)
+    records = grade_class(submissions, settings, jobs, console, runner)
     console.print(rich_table(records))
     regrading.show(records, console)
     left = [course.build / "report.html", course.build / "grades.csv"]
