@@ -129,9 +129,11 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     if not options.no_gradebook:
         check_names(submissions)
     lab = get_lab(options.lab)
+    bundled = options.example and not options.paths
     settings = Settings(
         course, lab.name, options.ranks or lab.grading_world_size,
-        choose_sandbox(options.trusted, bundled=options.example and not options.paths),
+        # Under Slurm, each node looks for a sandbox of its own.
+        options.executor == "slurm" or choose_sandbox(options.trusted, bundled=bundled),
         again=bool(options.student),
     )  # fmt: skip
     if not settings.sandboxed:
@@ -142,7 +144,9 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     if options.executor != "pool":
         from autograder.executor import JobRunner
 
-        runner = JobRunner(options.executor, course, console, trusted=not settings.sandboxed)
+        trusted = options.trusted or bundled
+        runner = JobRunner(options.executor, course, console, trusted=trusted)
+        jobs = runner.parallel(jobs)
     records = grade_class(submissions, settings, jobs, console, runner)
     console.print(rich_table(records))
     regrading.show(records, console)

@@ -12,6 +12,7 @@ over, its jobs are cancelled, and what the journal has is not graded again.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import threading
@@ -85,8 +86,12 @@ class JobRunner:
         self.kind, self.console, self.trusted = kind, console, trusted
         self.options: SlurmOptions = course.slurm
 
+    def parallel(self, jobs: int) -> int:
+        """Submissions that run at once, where `jobs` would on this machine."""
+        return self.options.array_parallelism if self.kind == "slurm" else jobs
+
     def __call__(
-        self, todo: Mapping[int, Submission], settings: Settings, jobs: int, done: Done
+        self, todo: dict[int, Submission], settings: Settings, jobs: int, done: Done
     ) -> None:
         """Grades `todo` and tells `done` every record, INFRA included."""
         todo = dict(todo)
@@ -105,6 +110,7 @@ class JobRunner:
         limits = settings.course.lab(settings.lab).limits
         if self.kind == "local":
             return LocalJobs(folder.submitit, jobs, self.options.seconds(limits))
+        _leave_job()
         return SlurmJobs(folder.name, folder.submitit, self.options).ask_for(
             settings.world_size, limits
         )
@@ -346,6 +352,14 @@ def _infra(record: Record | None) -> str:
     """Why the grader failed in a job, if it did."""
     criteria: Sequence[Mapping[str, str]] = record["criteria"] if record else ()
     return next((c["message"] for c in criteria if c["status"] == Status.INFRA), "")
+
+
+def _leave_job() -> None:
+    """Inside a job, what this one was given would count as options of those that it submits."""
+    if "SLURM_JOB_ID" in os.environ:
+        for name in [each for each in os.environ if each.startswith(("SLURM_", "SRUN_"))]:
+            if name != "SLURM_CONF":
+                del os.environ[name]
 
 
 @contextmanager

@@ -139,11 +139,11 @@ def _end_with_job() -> None:
 
 
 def _grade(task: Task, folder: Path) -> dict[str, Any]:
-    from autograder.bridge import choose_sandbox
     from autograder.course import Course, CourseError
     from autograder.intake import Submission, read_submission
     from autograder.journal import Journal
     from autograder.run import Settings, executed_path, grade, record_key
+    from autograder.sandbox import probe_support
 
     @dataclass(frozen=True)
     class JobCourse(Course):
@@ -167,10 +167,11 @@ def _grade(task: Task, folder: Path) -> dict[str, Any]:
 
     host = socket.gethostname()
     course = JobCourse(Path(task.root), folder / "build")
+    support = probe_support()
+    if not support.works and not task.trusted:
+        return failed(f"{host}: no sandbox on this node: {support.reason}")
+    settings = Settings(course, task.lab, task.world_size, sandboxed=support.works)
     try:
-        settings = Settings(
-            course, task.lab, task.world_size, choose_sandbox(task.trusted, bundled=False)
-        )
         submission = Submission(task.student, Path(task.path))
         found = read_submission(submission.path, course.master(task.lab)).sha256
         key = record_key(found, settings)

@@ -33,6 +33,7 @@ _NOT_GRADING = frozenset(
         "bridge",
         "build",
         "commands",
+        "doctor",
         "executor",
         "gradebook",
         "history",

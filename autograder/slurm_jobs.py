@@ -101,12 +101,10 @@ class Backend(Protocol):
     Attributes:
         array_size: jobs that may be submitted at once.
         capacity: jobs that may be submitted and not through.
-        parallel: jobs that run at once, about.
     """
 
     array_size: int
     capacity: int
-    parallel: int
 
     def submit(self, tasks: Sequence[Path]) -> list[str]:
         """Submits a job for each task; their ids. Raises Refused."""
@@ -126,10 +124,9 @@ class SlurmJobs:
 
     def __init__(self, name: str, folder: Path, options: SlurmOptions) -> None:
         self.name, self.folder, self.options = name, folder, options
-        self.parallel = options.array_parallelism
         self.array_size = min(options.array_size, _max_array_size())
         # Slurm limits the jobs of an array that run at once, but not jobs by themselves.
-        self.capacity = self.array_size if self.array_size > 1 else self.parallel
+        self.capacity = self.array_size if self.array_size > 1 else options.array_parallelism
         self._parameters: dict[str, Any] = {}
 
     def ask_for(self, ranks: int, limits: Limits) -> SlurmJobs:
@@ -205,7 +202,7 @@ class LocalJobs:
 
     def __init__(self, folder: Path, jobs: int, time_s: int) -> None:
         self.folder, self._time_s = folder, time_s
-        self.array_size, self.capacity, self.parallel = 1, jobs, jobs
+        self.array_size, self.capacity = 1, jobs
         self._jobs: dict[str, Any] = {}
 
     def submit(self, tasks: Sequence[Path]) -> list[str]:

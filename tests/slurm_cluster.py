@@ -54,7 +54,10 @@ KillWait=5
 MinJobAge=300
 NodeName=n1 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=64000
 NodeName=n2 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=64000
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1 MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=n1,n2 PriorityTier=9 MaxTime=INFINITE State=UP
 """
 
 
@@ -102,10 +105,11 @@ class SlurmCluster:
 
     def wait_idle(self) -> None:
         """Waits until both nodes are free."""
-        wait_until(
-            lambda: self.say("sinfo", "-h", "-N", "-o", "%T", check=False).split() == ["idle"] * 2,
-            60, lambda: f"nodes are not idle: {self.say('sinfo', '-N', check=False)}",
-        )  # fmt: skip
+
+        def states() -> list[str]:
+            return self.say("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split()
+
+        wait_until(lambda: states() == ["idle"] * 2, 60, lambda: f"nodes are not idle: {states()}")
 
     def say(self, *command: str, check: bool = True) -> str:
         """Runs one of Slurm's commands; what it said."""
