@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from course import LAB, ROOT, TestCourse, statuses
+from course import LAB, statuses
 from made_records import hand_in, made_record, make_course
 from rich.console import Console
 from slurm_cluster import wait_until
 
+from autograder.__main__ import main
 from autograder.course import Course, CourseError
 from autograder.executor import JobRunner
 from autograder.intake import Submission, read_submission
@@ -30,7 +31,6 @@ from autograder.slurm_jobs import ENDED, QUEUED, RUNNING, Refused, Seen, SlurmJo
 from autograder.slurm_options import SlurmOptions
 from autograder.status import Progress
 
-MASTER = ROOT / "labs" / LAB / f"{LAB}.ipynb"
 needs_sandbox = pytest.mark.skipif(not probe_support().works, reason="no sandbox")
 
 
@@ -296,22 +296,28 @@ def test_what_is_not_a_result_is_said_to_be_none(tmp_path, text):
 
 
 @needs_sandbox
-def test_a_class_in_local_jobs(tmp_path):
+def test_a_class_in_local_jobs(course, monkeypatch, tmp_path):
     """A notebook, and a file that is none; then nothing is left to do."""
-    course = TestCourse.make(tmp_path / "course")
-    course.submit("ada", MASTER.read_bytes())
-    course.submit("eve", b"{}")
-    grade = [str(course.root / "handed_in"), "--executor", "local", "--no-gradebook"]
-    records = course.grade(*grade, deadline_s=250)
-    assert set(statuses(records["ada"]).values()) <= {"STUDENT_ERROR", "NOT_RUN", "WRONG"}
-    assert records["ada"]["sandboxed"]
-    assert set(statuses(records["eve"]).values()) == {"INVALID"}
-    found = Course(course.root)
-    assert verdicts(found) == ["ada", "eve"]
-    assert list((found.build / "jobs").iterdir()) == []
-    attempts = [e for e in entries(found) if e["kind"] == "attempt"]
-    assert course.grade(*grade) == records
-    assert [e for e in entries(found) if e["kind"] == "attempt"] == attempts
+    monkeypatch.setenv("AUTOGRADER_COURSE", str(course.root))
+    with (course.root / NAME).open("a") as file:
+        file.write(f"[limits.{LAB}]\nwall_s = 8\n")  # checks after that are NOT_RUN
+    hand_in(course, "ada")
+    (course.root / "handed_in" / "eve").mkdir()
+    (course.root / "handed_in" / "eve" / f"{LAB}.ipynb").write_text("{}")
+    grade = ["grade", str(course.root / "handed_in"), "--lab", LAB, "--executor", "local",
+             "--no-gradebook", "--json", str(tmp_path / "records.json")]  # fmt: skip
+    assert main(grade) == 0
+    first = json.loads((tmp_path / "records.json").read_text())
+    ada, eve = first
+    assert set(statuses(ada).values()) <= {"STUDENT_ERROR", "NOT_RUN", "WRONG"}
+    assert ada["sandboxed"]
+    assert set(statuses(eve).values()) == {"INVALID"}
+    assert verdicts(course) == ["ada", "eve"]
+    assert list((course.build / "jobs").iterdir()) == []
+    attempts = [e for e in entries(course) if e["kind"] == "attempt"]
+    assert main(grade) == 0
+    assert json.loads((tmp_path / "records.json").read_text()) == first
+    assert [e for e in entries(course) if e["kind"] == "attempt"] == attempts
 
 
 def task(course: Course, folder: BatchFolder, **changes) -> Path:
@@ -344,19 +350,17 @@ def test_a_job_that_cannot_grade_says_why(course, changes, expected):
     assert not course.journal_path.exists()
 
 
-def test_ctrl_c_ends_the_jobs(tmp_path):
-    course = TestCourse.make(tmp_path / "course")
-    course.submit("ada", MASTER.read_bytes())
+def test_ctrl_c_ends_the_jobs(course):
+    hand_in(course, "ada")
     process = subprocess.Popen(
         [sys.executable, "-m", "autograder", "grade", str(course.root / "handed_in"), "--lab", LAB,
          "--executor", "local", "--no-gradebook", "--trusted"],
         cwd=course.root, env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    found = Course(course.root)
     try:
         wait_until(
-            lambda: any(e["kind"] == "queued" for e in entries(found)), 60, "no job is submitted"
+            lambda: any(e["kind"] == "queued" for e in entries(course)), 60, "no job is submitted"
         )
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
@@ -364,5 +368,4 @@ def test_ctrl_c_ends_the_jobs(tmp_path):
         process.kill()
         process.communicate(timeout=20)
     # That no process runs on, conftest sees.
-    assert verdicts(found) == []
-    assert json.loads((found.build / "journal.jsonl").read_text().splitlines()[0])["jobs"] >= 1
+    assert verdicts(course) == []

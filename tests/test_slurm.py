@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
+import nbformat
 import pytest
 from course import LAB, ROOT, TestCourse, statuses
+from nodes_helper import free_port
 from slurm_cluster import SlurmCluster, slurm_cluster, wait_until, why_not
 
 from autograder.course import Course
@@ -30,7 +31,10 @@ pytestmark = [
     pytest.mark.skipif(not probe_support().works, reason="no sandbox"),
 ]
 MASTER = ROOT / "labs" / LAB / f"{LAB}.ipynb"
-OPTIONS = "[slurm]\npoll_s = 1\nsettle_s = 3\nbackoff_s = 2\n"
+# Checks that are not reached in this time are NOT_RUN, which is enough to tell who was graded.
+SHORT = f"[limits.{LAB}]\nwall_s = 20\n"
+SLURM = "[slurm]\npoll_s = 1\nsettle_s = 3\nbackoff_s = 2\n"
+OPTIONS = SHORT + SLURM
 WITHIN_S = 600
 HONEST = {"STUDENT_ERROR", "NOT_RUN", "WRONG"}  # what a starter that was graded ends with
 
@@ -45,13 +49,8 @@ def cluster(tmp_path_factory):
 def course(tmp_path, cluster, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
     cluster.wait_idle()
-    return make(tmp_path / "course")
-
-
-def make(root: Path, *students: str, options: str = OPTIONS) -> TestCourse:
-    made = TestCourse.make(root)
-    (root / "course.toml").write_text(options)
-    hand_in(made, *students)
+    made = TestCourse.make(tmp_path / "course")
+    (made.root / "course.toml").write_text(OPTIONS)
     return made
 
 
@@ -138,6 +137,7 @@ def was_graded(record: dict) -> bool:
 
 
 def test_a_class_on_two_nodes_gets_the_records_of_the_pool(course, cluster, tmp_path):
+    (course.root / "course.toml").write_text(SLURM)
     hand_in(course, "ada", "kim", "lea", "max")
     [reference] = [entry for entry in load_zoo(LAB) if entry.name == "reference"]
     solved = {cell.id: cell.source for cell in reference.notebook.cells}
@@ -369,3 +369,50 @@ def test_a_grader_that_was_killed_leaves_its_results_to_the_next(course, cluster
     assert verdicts(course) == {"ada": 1, "kim": 1}
     assert cluster.say("squeue", "-h", "-r", "--states=all") == before
     assert list(results.iterdir()) == []
+
+
+def script(name: str) -> str:
+    return str(ROOT / "autograder" / "slurm" / name)
+
+
+def test_the_script_that_grades_a_class_cancels_its_jobs_and_goes_on(course, cluster, monkeypatch):
+    hand_in(course, "ada", "kim")
+    monkeypatch.chdir(course.root)
+    command = ["sbatch", "--parsable", f"--export=ALL,PYTHON={sys.executable}",
+               script("grade_class.sbatch"), LAB, str(course.root / "handed_in"),
+               "--no-gradebook"]  # fmt: skip
+
+    def states() -> list[str]:
+        return cluster.say("squeue", "-h", "-r", "-o", "%T %j").splitlines()
+
+    job = cluster.say(*command).strip()
+    wait_until(lambda: sum("RUNNING autograder-" in line for line in states()) >= 1, 120,
+               lambda: f"no job runs: {states()}")  # fmt: skip
+    cluster.say("scancel", "--batch", "--signal=TERM", job)
+    wait_until(lambda: not states(), 120, lambda: f"still there: {states()}")
+    log = course.root / f"grade-class-{job}.log"
+    assert "interrupted; what was graded is kept" in log.read_text()
+
+    job = cluster.say(*command).strip()
+    wait_until(lambda: not states(), WITHIN_S, lambda: f"still there: {states()}")
+    assert verdicts(course) == {"ada": 1, "kim": 1}, log.with_name(
+        f"grade-class-{job}.log"
+    ).read_text()
+
+
+def test_the_script_that_runs_a_notebook_on_two_nodes(course, cluster, monkeypatch, tmp_path):
+    cell = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    monkeypatch.chdir(tmp_path)
+    # Both nodes are this machine, whose name for itself is another one.
+    given = f"--export=ALL,PYTHON={sys.executable},MINIDIST_ENDPOINT=127.0.0.1:{free_port()}"
+    job = cluster.say("sbatch", "--parsable", given, script("notebook_on_nodes.sbatch"),
+                      "in.ipynb", "out.ipynb").strip()  # fmt: skip
+    log = tmp_path / f"notebook-{job}.log"
+    wait_until(lambda: not cluster.say("squeue", "-h"), 200, "the job does not end")
+    assert (tmp_path / "out.ipynb").exists(), log.read_text()
+    done = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    said = "".join(output.get("text", "") for output in done.cells[-1].outputs)
+    assert all(f"rank {rank} of 4" in said for rank in range(4)), said + log.read_text()
+    assert not list(tmp_path.glob(".minidist-*"))  # the secret
