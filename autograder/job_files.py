@@ -1,6 +1,7 @@
 """What passes between the grader on the login node and its jobs: files in a folder that both see.
 
     build/jobs/BATCH/
+        kind              where its jobs run
         owner             locked by the grader for as long as it lives
         tasks/0007.2.json     what the second job of submission 7 shall grade
         results/0007.2.json   what came of it; with it 0007.2.ipynb, the notebook as it was run
@@ -18,7 +19,9 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 JOBS = "jobs"  # in the course's build folder
+KEEP_LOGS_S = 7 * 24 * 3600
 _CLOSED = "closed"
+_KIND = "kind"
 _OWNER = "owner"
 
 
@@ -145,11 +150,16 @@ class BatchFolder:
 
 
 @contextmanager
-def new_batch(build: Path) -> Iterator[BatchFolder]:
-    """A folder of this process's own; whether it stays is for who uses it to say."""
+def new_batch(build: Path, kind: str) -> Iterator[BatchFolder]:
+    """A folder of this process's own; whether it stays is for who uses it to say.
+
+    Args:
+        kind: where its jobs run, so that only who can cancel them takes it over.
+    """
     batch = BatchFolder(build / JOBS / secrets.token_hex(6))
     for name in ("tasks", "results", "submitit"):
         (batch.path / name).mkdir(parents=True, mode=0o700)
+    (batch.path / _KIND).write_text(kind)
     lock = os.open(batch.path / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -158,13 +168,23 @@ def new_batch(build: Path) -> Iterator[BatchFolder]:
         os.close(lock)
 
 
-def abandoned_batches(build: Path) -> Iterator[BatchFolder]:
+def remove_old(build: Path) -> None:
+    """Removes folders that were kept for their logs and have been there for a while."""
+    for path in (build / JOBS).glob(f"*/{_CLOSED}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > KEEP_LOGS_S:
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def abandoned_batches(build: Path, kind: str) -> Iterator[BatchFolder]:
     """Folders whose grader is gone without having closed them; each is locked while it is used."""
     for path in sorted((build / JOBS).glob("*")):
         batch = BatchFolder(path)
         if batch.closed:
             continue
         with contextlib.suppress(OSError):  # it is taken, or went by itself
+            if (path / _KIND).read_text() != kind:
+                continue
             lock = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -38,6 +38,7 @@ _NOT_GRADING = frozenset(
         "gradebook",
         "history",
         "job",
+        "job_batch",
         "job_files",
         "lms",
         "percent",

@@ -114,8 +114,8 @@ class Backend(Protocol):
         """The jobs that are known, or None where nobody answered."""
         ...
 
-    def cancel(self, ids: Collection[str] | None = None) -> None:
-        """Cancels these jobs or, without ids, all of this grader's; waits until they are gone."""
+    def cancel(self, ids: Collection[str] | None = None) -> bool:
+        """Cancels these jobs or, without ids, all of this grader's; whether these are gone."""
         ...
 
 
@@ -183,18 +183,18 @@ class SlurmJobs:
             seen |= {each: known[each] for each in gone if each in known}
         return seen
 
-    def cancel(self, ids: Collection[str] | None = None) -> None:
+    def cancel(self, ids: Collection[str] | None = None) -> bool:
         if ids is not None:
-            _run(["scancel", *sorted(ids)])
-            return
+            return _run(["scancel", *sorted(ids)]) is not None
         # By name: it is only ours, and may stand for a job whose number never reached us.
         _run(["scancel", f"--name={self.name}"])
         ends_at = time.monotonic() + CANCEL_WITHIN_S
         while time.monotonic() < ends_at:
             said = _run(["squeue", "--noheader", f"--name={self.name}", "--format=%i"])
             if said is not None and not said.strip():
-                return
+                return True
             time.sleep(1.0)
+        return False
 
 
 class LocalJobs:
@@ -219,7 +219,7 @@ class LocalJobs:
         states = {"FINISHED": Seen(ENDED, "COMPLETED"), "INTERRUPTED": Seen(ENDED, "INTERRUPTED")}
         return {each: states.get(self._jobs[each].state, Seen(RUNNING, "RUNNING")) for each in ids}
 
-    def cancel(self, ids: Collection[str] | None = None) -> None:
+    def cancel(self, ids: Collection[str] | None = None) -> bool:
         chosen = [job for name, job in self._jobs.items() if ids is None or name in ids]
         alive = [job for job in chosen if not job.done()]
         for job in alive:
@@ -228,6 +228,7 @@ class LocalJobs:
         ends_at = time.monotonic() + CANCEL_WITHIN_S
         while time.monotonic() < ends_at and not all(job.done() for job in alive):
             time.sleep(0.1)
+        return all(job.done() for job in alive)
 
 
 def cancel_by_name(name: str) -> None:

@@ -182,6 +182,7 @@ class Script:
 
     def cancel(self, ids=None):
         self.cancelled.append(ids)
+        return True
 
 
 @pytest.fixture
@@ -270,12 +271,13 @@ def test_the_results_of_a_grader_that_was_killed_are_taken_over(course):
     submission = Submission("ada", hand_in(course, "ada"))
     settings = Settings(course, LAB, 3, True)
     key = record_key(read_submission(submission.path, course.master(LAB)).sha256, settings)
-    with new_batch(course.build) as folder:
-        assert list(abandoned_batches(course.build)) == []  # it has an owner
+    with new_batch(course.build, "local") as folder:
+        assert list(abandoned_batches(course.build, "local")) == []  # it has an owner
         record = made_record("ada", path=submission.path)
         result = Result(key=key, host="n1", seconds=1.0, record=record)
         result.write(folder.result_path(0, 1))
         folder.result_path(0, 1).with_suffix(".ipynb").write_bytes(submission.path.read_bytes())
+    assert list(abandoned_batches(course.build, "slurm")) == []  # not theirs
     found = {}
     runner = JobRunner("local", course, Console(quiet=True))
     runner({0: submission}, settings, 1, found.__setitem__)
@@ -300,7 +302,7 @@ def test_a_class_in_local_jobs(course, monkeypatch, tmp_path):
     """A notebook, and a file that is none; then nothing is left to do."""
     monkeypatch.setenv("AUTOGRADER_COURSE", str(course.root))
     with (course.root / NAME).open("a") as file:
-        file.write(f"[limits.{LAB}]\nwall_s = 8\n")  # checks after that are NOT_RUN
+        file.write(f"[limits.{LAB}]\nwall_s = 4\n")  # checks after that are NOT_RUN
     hand_in(course, "ada")
     (course.root / "handed_in" / "eve").mkdir()
     (course.root / "handed_in" / "eve" / f"{LAB}.ipynb").write_text("{}")
@@ -337,12 +339,14 @@ def task(course: Course, folder: BatchFolder, **changes) -> Path:
     ("changes", "expected"),
     [
         ({"time_s": 0}, "over its time of 0 s"),
+        ({"trusted": False}, "no sandbox on this node: bwrap is not installed"),
         ({"path": "/not/here.ipynb"}, "/not/here.ipynb is not the file that was to be graded"),
     ],
 )
-def test_a_job_that_cannot_grade_says_why(course, changes, expected):
+def test_a_job_that_cannot_grade_says_why(course, changes, expected, monkeypatch):
     """A file that the node does not see would otherwise be an invalid notebook, and a zero."""
-    with new_batch(course.build) as folder:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with new_batch(course.build, "local") as folder:
         assert run_task(str(task(course, folder, **changes))) is None
         result = Result.read(folder.result_path(0, 1))
     assert expected in result.failure
