@@ -23,7 +23,7 @@ from rich.console import Console
 
 from autograder.course import Course, CourseError
 from autograder.intake import Submission
-from autograder.job_batch import Done, JobBatch, file_result
+from autograder.job_batch import Done, JobBatch, file_result, infra_reason
 from autograder.job_files import BatchFolder, Result, abandoned_batches, new_batch, remove_old
 from autograder.journal import Journal
 from autograder.run import Settings, known_record
@@ -81,13 +81,13 @@ class JobRunner:
         taken = 0
         remove_old(course.build)
         for folder in abandoned_batches(course.build, self.kind):
-            if self.kind == "slurm":
-                cancel_by_name(folder.name)
+            if self.kind == "slurm" and not cancel_by_name(folder.name):
+                continue  # the next grader tries it again
             for path in sorted(folder.results.glob("*.json")):
                 with contextlib.suppress(ValueError, OSError):
                     result = Result.read(path)
-                    if result.failure or result.record is None:
-                        continue
+                    if result.record is None or infra_reason(result.record):
+                        continue  # our own failure is no verdict: it is tried again
                     if Journal(course.journal_path).finished(result.key) is None:
                         file_result(course, path, result, result.record)
                         taken += 1

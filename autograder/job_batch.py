@@ -106,7 +106,7 @@ class JobBatch:
             except (ValueError, OSError) as error:
                 self._failed(work, str(error))
                 continue
-            infra = _infra(result.record)
+            infra = infra_reason(result.record)
             if result.failure or result.record is None or infra:
                 self._failed(work, infra or result.failure)
             elif result.key != work.key:
@@ -267,7 +267,7 @@ def file_result(course: Course, path: Path, result: Result, record: Record) -> N
     journal.append({"kind": "submission", "key": result.key, "record": record})
 
 
-def _infra(record: Record | None) -> str:
+def infra_reason(record: Record | None) -> str:
     """Why the grader failed in a job, if it did."""
     criteria: Sequence[Mapping[str, str]] = record["criteria"] if record else ()
     return next((c["message"] for c in criteria if c["status"] == Status.INFRA), "")

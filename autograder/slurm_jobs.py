@@ -231,9 +231,9 @@ class LocalJobs:
         return all(job.done() for job in alive)
 
 
-def cancel_by_name(name: str) -> None:
-    """Cancels what a grader that is gone has left in Slurm, if anything."""
-    _run(["scancel", f"--name={name}"])
+def cancel_by_name(name: str) -> bool:
+    """Cancels what a grader that is gone has left in Slurm, if anything; whether Slurm answered."""
+    return _run(["scancel", f"--name={name}"]) is not None
 
 
 def _read(said: str) -> list[tuple[str, Seen]]:

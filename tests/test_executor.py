@@ -276,6 +276,12 @@ def test_the_results_of_a_grader_that_was_killed_are_taken_over(course):
         record = made_record("ada", path=submission.path)
         result = Result(key=key, host="n1", seconds=1.0, record=record)
         result.write(folder.result_path(0, 1))
+        lost = Result(
+            key="0" * 32, host="n1", seconds=1.0, record=made_record("kim", {"*": "INFRA"})
+        )
+        lost.write(folder.result_path(1, 1))
+        failed = Result(key="1" * 32, host="n1", seconds=1.0, failure="over its time")
+        failed.write(folder.result_path(2, 1))
         folder.result_path(0, 1).with_suffix(".ipynb").write_bytes(submission.path.read_bytes())
     assert list(abandoned_batches(course.build, "slurm")) == []  # not theirs
     found = {}
