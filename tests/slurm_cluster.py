@@ -51,7 +51,7 @@ ReturnToService=2
 SlurmdTimeout=10
 InactiveLimit=0
 KillWait=5
-MinJobAge=300
+MinJobAge=3600
 NodeName=n1 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=64000
 NodeName=n2 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=64000
 PreemptType=preempt/partition_prio
