@@ -132,6 +132,11 @@ def failures(course: TestCourse) -> dict[str, list[str]]:
     return found
 
 
+def all_jobs(cluster: SlurmCluster) -> set[str]:
+    """Every job that there has been."""
+    return set(cluster.say("squeue", "-h", "-r", "--states=all", "-o", "%i").split())
+
+
 def was_graded(record: dict) -> bool:
     return record["sandboxed"] and set(statuses(record).values()) <= HONEST
 
@@ -172,9 +177,9 @@ def test_a_class_on_two_nodes_gets_the_records_of_the_pool(course, cluster, tmp_
     )
     assert list((course.root / "build" / "jobs").iterdir()) == []
     # Nothing is left to do, and no job is submitted for it.
-    before = cluster.say("squeue", "-h", "-r", "--states=all")
+    before = all_jobs(cluster)
     assert course.grade(str(course.root / "handed_in"), "--executor", "slurm") == records
-    assert cluster.say("squeue", "-h", "-r", "--states=all") == before
+    assert all_jobs(cluster) == before
 
 
 def test_a_cancelled_job_is_told_and_graded_the_next_time(course, cluster):
@@ -361,13 +366,13 @@ def test_a_grader_that_was_killed_leaves_its_results_to_the_next(course, cluster
         lambda: f"jobs do not end: {cluster.say('squeue')}",
     )  # fmt: skip
     assert verdicts(course) == {}
-    before = cluster.say("squeue", "-h", "-r", "--states=all")
+    before = all_jobs(cluster)
     with Grading(course, cluster) as grading:
         records = grading.wait(0)
     assert "2 results were there already" in grading.said
     assert all(was_graded(record) for record in records.values())
     assert verdicts(course) == {"ada": 1, "kim": 1}
-    assert cluster.say("squeue", "-h", "-r", "--states=all") == before
+    assert all_jobs(cluster) == before
     assert list(results.iterdir()) == []
 
 
