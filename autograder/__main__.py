@@ -52,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     grade.add_argument("--lab", required=True, choices=lab_names())
     grade.add_argument("--ranks", type=_positive, help="number of ranks (default: the lab's)")
     grade.add_argument("--jobs", type=_positive, help="submissions at once")
+    grade.add_argument(
+        "--executor", choices=("pool", "slurm", "local"), default="pool",
+        help="processes of this one (default), jobs of a Slurm cluster ([slurm] in course.toml), "
+        "or the same jobs without Slurm",
+    )  # fmt: skip
     grade.add_argument("--json", type=Path, metavar="FILE", help="write all records as JSON")
     grade.add_argument(
         "--trusted", action="store_true", help="grade without a sandbox where there is none"
@@ -124,16 +129,25 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     if not options.no_gradebook:
         check_names(submissions)
     lab = get_lab(options.lab)
+    bundled = options.example and not options.paths
     settings = Settings(
         course, lab.name, options.ranks or lab.grading_world_size,
-        choose_sandbox(options.trusted, bundled=options.example and not options.paths),
+        # Under Slurm, each node looks for a sandbox of its own.
+        options.executor == "slurm" or choose_sandbox(options.trusted, bundled=bundled),
         again=bool(options.student),
     )  # fmt: skip
     if not settings.sandboxed:
         console.print("[bold red]UNSANDBOXED[/]: nothing holds these submissions back")
     jobs = options.jobs or default_jobs(settings.world_size)
     regrading = Regrading.begin(settings)
-    records = grade_class(submissions, settings, jobs, console)
+    runner = None
+    if options.executor != "pool":
+        from autograder.executor import JobRunner
+
+        trusted = options.trusted or bundled
+        runner = JobRunner(options.executor, course, console, trusted=trusted)
+        jobs = runner.parallel(jobs)
+    records = grade_class(submissions, settings, jobs, console, runner)
     console.print(rich_table(records))
     regrading.show(records, console)
     left = [course.build / "report.html", course.build / "grades.csv"]

@@ -39,6 +39,9 @@ from autograder.status import Announcer
 
 NBGRADER_DEADLINE_S = 1800.0
 POOL_TRIES = 3
+Runner = Callable[
+    [dict[int, Submission], Settings, int, Callable[[int, Record], None]], None
+]  # how what is left is run
 _ORPHANED = threading.Event()  # of a worker: the grader has gone
 
 
@@ -48,9 +51,17 @@ def default_jobs(world_size: int) -> int:
 
 
 def grade_class(
-    submissions: Sequence[Submission], settings: Settings, jobs: int, console: Console
+    submissions: Sequence[Submission],
+    settings: Settings,
+    jobs: int,
+    console: Console,
+    runner: Runner | None = None,
 ) -> list[Record]:
-    """One record per submission, in their order; what is in the journal is not run again."""
+    """One record per submission, in their order; what is in the journal is not run again.
+
+    Args:
+        runner: what runs them; default: a pool of processes.
+    """
     records: dict[int, Record] = {}
     announcer: Announcer | None = None
     columns = (
@@ -79,7 +90,7 @@ def grade_class(
             if not todo:
                 break
             with contextlib.suppress(BrokenProcessPool):
-                _run_pool(todo, settings, min(jobs, len(todo)), done)
+                (runner or _run_pool)(todo, settings, min(jobs, len(todo)), done)
             remove_abandoned()
     reason = f"a worker process of the grader was killed {POOL_TRIES} times"
     for index, submission in enumerate(submissions):

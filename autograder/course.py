@@ -15,6 +15,7 @@ from nbformat import NotebookNode
 from autograder.criteria import get_lab
 from autograder.criteria.base import Lab
 from autograder.options import Options, OptionsError, read_options
+from autograder.slurm_options import SlurmOptions
 
 KEY_BYTES = 32
 
@@ -91,6 +92,15 @@ class Course:
             CourseError: `course.toml` says something that cannot be.
         """
         return self._options.apply(get_lab(name))
+
+    @property
+    def slurm(self) -> SlurmOptions:
+        """What `course.toml` has jobs ask Slurm for.
+
+        Raises:
+            CourseError: `course.toml` says something that cannot be.
+        """
+        return self._options.slurm
 
     @cached_property
     def _options(self) -> Options:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,6 +25,7 @@ from autograder.sandbox import probe_support
 
 MIN_FREE_BYTES = 2 * GIB
 MIN_SHM_BYTES = 64 << 20
+SLURM_WITHIN_S = 15.0  # for its controller's answer
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "lustre", "gpfs", "ceph", "beegfs"})
 _STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
 
@@ -188,6 +190,20 @@ def _file_system(place: Path) -> str:
 
 
 def _cluster() -> Finding:
-    if shutil.which("sbatch"):
-        return Finding("Slurm", "ok", "sbatch is here; grading itself runs on this machine")
-    return Finding("Slurm", "limited", "none: everything runs on this machine")
+    if shutil.which("sbatch") is None:
+        text = "no sbatch: --executor slurm is not possible from this machine"
+        return Finding("Slurm", "limited", text)
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--format=%R"], stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=SLURM_WITHIN_S, check=False,
+        )  # fmt: skip
+        said, ok = done.stdout if done.returncode == 0 else done.stderr, done.returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said, ok = str(error), False
+    if not ok:
+        reason = (said.strip().splitlines() or ["sinfo failed"])[-1]
+        mend = "ask who runs the cluster; SLURM_CONF names its configuration"
+        return Finding("Slurm", "limited", f"sbatch is here, but sinfo fails: {reason}", mend)
+    partitions = ", ".join(dict.fromkeys(said.split())) or "none"
+    return Finding("Slurm", "ok", f"grade --executor slurm; partitions: {partitions}")

@@ -8,6 +8,9 @@
     wall_s = 1200            all names: `Limits` in autograder/limits.py
     box_memory_bytes = "12 GiB"
 
+    [slurm]                  for `grade --executor slurm`; see autograder/slurm_options.py
+    partition = "gpu"
+
 After a change of points, `make build` writes them into the notebooks, and grading again runs no
 submission a second time.
 """
@@ -26,9 +29,10 @@ from typing import Any
 from autograder.criteria import get_lab, lab_names
 from autograder.criteria.base import Lab
 from autograder.limits import GIB, MIB, Limits
+from autograder.slurm_options import SlurmOptions, read_slurm
 
 NAME = "course.toml"
-_SECTIONS = ("points", "limits")
+_SECTIONS = ("points", "limits", "slurm")
 _SIZE = re.compile(r"([1-9]\d{0,5}) ?([MG])iB")
 
 
@@ -43,10 +47,12 @@ class Options:
     Attributes:
         points: lab -> criterion -> points.
         limits: lab -> name of a limit -> value.
+        slurm: what jobs ask Slurm for.
     """
 
     points: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
 
     def apply(self, lab: Lab) -> Lab:
         """The lab with the course's points and limits."""
@@ -77,10 +83,14 @@ def read_options(root: Path) -> Options:
         raise OptionsError(f"{path}: cannot be read: {error}") from None
     if unknown := sorted(set(found) - set(_SECTIONS)):
         raise OptionsError(
-            f"{path}: expected tables [points.LAB], [limits.LAB]; got {unknown[0]!r}"
+            f"{path}: expected tables [points.LAB], [limits.LAB], [slurm]; got {unknown[0]!r}"
         )
     points: dict[str, dict[str, float]] = {}
     limits: dict[str, dict[str, int]] = {}
+    try:
+        slurm = read_slurm(_table(found.pop("slurm", {}), f"{path}: slurm"), f"{path}: [slurm]")
+    except ValueError as error:
+        raise OptionsError(str(error)) from None
     for section in found:
         for name, table in _table(found[section], f"{path}: {section}").items():
             where = f"{path}: [{section}.{name}]"
@@ -91,7 +101,7 @@ def read_options(root: Path) -> Options:
                 points[name] = _points(entries, get_lab(name), where)
             else:
                 limits[name] = _limits(entries, where)
-    return Options(points, limits)
+    return Options(points, limits, slurm)
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class Run:
     """One student in a batch."""
 
     student: str
-    state: str = "waiting"  # waiting, running, done, known, INFRA
+    state: str = "waiting"  # waiting, queued (as a job), running, done, known, INFRA
     tries: int = 0
     began: float = 0.0
     after: str = ""  # the criterion whose verdict came last
@@ -158,8 +158,8 @@ class Batch:
         usual = statistics.fmean(self.usual)
         running = [run for run in self.runs.values() if run.state == "running"]
         work = sum(max(usual - (now - run.began), 0.1 * usual) for run in running)
-        work += usual * self.count("waiting")
-        return work / max(1, min(self.jobs, len(running) + self.count("waiting")))
+        waiting = self.count("waiting", "queued")
+        return (work + usual * waiting) / max(1, min(self.jobs, len(running) + waiting))
 
 
 class Progress:
@@ -207,6 +207,11 @@ class Progress:
                 batch.ended = float(entry["time"])
                 return
 
+    def _take_queued(self, entry: Record) -> None:
+        for student in entry["jobs"]:
+            if run := self._run(entry["lab"], student):
+                run.state = "queued"
+
     def _take_attempt(self, entry: Record) -> None:
         if run := self._run(entry["lab"], entry["student"]):
             run.state, run.tries, run.after = "running", int(entry["try"]), ""
@@ -222,6 +227,7 @@ class Progress:
     def _take_infra(self, entry: Record) -> None:
         if run := self._run(entry["lab"], entry["student"]):
             run.message = str(entry["message"])
+            run.state = str(entry.get("state", run.state))  # a job that was lost waits again
 
     def _take_submission(self, entry: Record) -> None:
         record = entry["record"]

@@ -105,7 +105,7 @@ def _view(batch: Batch, now: float) -> RenderableType:
     total, known = len(batch.runs), batch.count("known")
     done = batch.count("done", "known")
     parts = [f"{done} of {total} done" + (f" ({known} known before)" if known else "")]
-    for state in ("running", "waiting", "INFRA"):
+    for state in ("running", "queued", "waiting", "INFRA"):
         if number := batch.count(state):
             parts.append(f"{number} {state}")
     head = Text(f"{clean(batch.lab)} on {batch.world_size} ranks: ", "bold")
@@ -113,11 +113,11 @@ def _view(batch: Batch, now: float) -> RenderableType:
     rows = [run for run in batch.runs.values() if run.state in ("running", "INFRA")]
     if rows:
         lines.append(_table(batch, rows, now))
-    waiting = [run.student for run in batch.runs.values() if run.state == "waiting"]
-    if waiting:
-        more = f" and {len(waiting) - MAX_NAMES} more" if len(waiting) > MAX_NAMES else ""
-        names = ", ".join(clean(name) for name in waiting[:MAX_NAMES])
-        lines.append(Text(f"waiting: {names}{more}"))
+    for state in ("queued", "waiting"):
+        if those := [run.student for run in batch.runs.values() if run.state == state]:
+            more = f" and {len(those) - MAX_NAMES} more" if len(those) > MAX_NAMES else ""
+            names = ", ".join(clean(name) for name in those[:MAX_NAMES])
+            lines.append(Text(f"{state}: {names}{more}"))
     return Group(*lines)
 
 

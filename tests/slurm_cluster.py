@@ -1,0 +1,228 @@
+"""A real Slurm for a test: munged, slurmctld and two slurmd under one host, in a folder of its own.
+
+Nothing of the machine's own Slurm, if there is one, is touched: every daemon gets its own
+configuration, ports, sockets and folders, and is ended by its pid. Needs root, as slurmd does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
+NODES = ("n1", "n2")
+CONFIG = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_min_interval=0,bf_interval=1
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=10
+InactiveLimit=0
+KillWait=5
+MinJobAge=3600
+NodeName=n1 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=64000
+NodeName=n2 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=64000
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1 MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=n1,n2 PriorityTier=9 MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str:
+    """Why no Slurm can be started here; empty if one can."""
+    if missing := [name for name in NEEDED if _find(name) is None]:
+        return f"Slurm is not installed: no {', '.join(missing)}"
+    return "" if os.getuid() == 0 else "Slurm's daemons need root"
+
+
+class SlurmCluster:
+    """The daemons, and what a test does to them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        folder.mkdir()
+        (folder / "state").mkdir()
+        for node in NODES:
+            (folder / f"spool-{node}").mkdir()
+        (folder / "munge.key").write_bytes(secrets.token_bytes(1024))
+        (folder / "munge.key").chmod(0o400)
+        host = socket.gethostname().partition(".")[0]
+        text = CONFIG.format(folder=folder, host=host, ports=_free_ports(3))
+        (folder / "slurm.conf").write_text(text)
+        self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def start(self) -> None:
+        """Starts all daemons and waits until both nodes take jobs."""
+        files = {"key-file": "key", "pid-file": "pid", "socket": "socket", "log-file": "log"}
+        options = [f"--{name}={self.folder}/munge.{end}" for name, end in files.items()]
+        seed = f"--seed-file={self.folder}/munge.seed"
+        self._spawn("munged", "munged", "--foreground", "--force", seed, *options)
+        wait_until((self.folder / "munge.socket").exists, 20, "munged has no socket")
+        self.start_controller()
+        for node in NODES:
+            self.start_node(node)
+        self.wait_idle()
+
+    def start_controller(self) -> None:
+        self._spawn("slurmctld", "slurmctld", "-D")
+
+    def start_node(self, node: str) -> None:
+        self._spawn(node, "slurmd", "-D", "-N", node)
+
+    def wait_idle(self) -> None:
+        """Waits until both nodes are free."""
+
+        def states() -> list[str]:
+            return self.say("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split()
+
+        wait_until(lambda: states() == ["idle"] * 2, 60, lambda: f"nodes are not idle: {states()}")
+
+    def say(self, *command: str, check: bool = True) -> str:
+        """Runs one of Slurm's commands; what it said."""
+        done = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def kill_node(self, node: str) -> None:
+        """What a power cut does: slurmd and everything that it had started are gone at once."""
+        daemon = psutil.Process(self.daemons[node].pid)
+        # slurmstepd leaves slurmd's tree, but its command line names the spool folder's node.
+        mine = [daemon, *daemon.children(recursive=True)]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                # A step's environment names the node; the daemon itself has none of it.
+                told = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+                marked = f"SLURM_CONF={self.folder}/slurm.conf".encode() in told
+                if marked and f"SLURMD_NODENAME={node}".encode() in told:
+                    mine += [process, *_steps_above(process)]
+        for process in mine:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.daemons.pop(node).wait(timeout=20)
+
+    def stop(self, name: str) -> None:
+        """Ends a daemon as its service would."""
+        daemon = self.daemons.pop(name)
+        daemon.terminate()
+        try:
+            daemon.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait(timeout=20)
+
+    def close(self) -> None:
+        """Cancels what runs and ends all daemons."""
+        if "slurmctld" in self.daemons:
+            self.say("scancel", "--user=root", check=False)
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: not self.say("squeue", "-h", check=False), 20, "")
+        for name in [*NODES, "slurmctld", "munged"]:
+            if name in self.daemons:
+                self.stop(name)
+        self._kill_steps()
+
+    def _kill_steps(self) -> None:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                told = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+                ours = f"SLURM_CONF={self.folder}/slurm.conf".encode() in told
+                if ours and process.name() in ("slurmstepd", "srun"):
+                    process.send_signal(signal.SIGKILL)
+
+    def logs(self) -> str:
+        """The ends of the daemons' logs, for a test that failed."""
+        texts = []
+        for path in sorted(self.folder.glob("*.log")):
+            lines = path.read_text(errors="replace").splitlines()[-15:]
+            texts.append(f"-- {path.name}\n" + "\n".join(lines))
+        return "\n".join(texts)
+
+    def _spawn(self, name: str, program: str, *arguments: str) -> None:
+        path = _find(program)
+        assert path is not None, f"{program} is not installed"
+        log = (self.folder / f"{name}.said").open("ab")
+        with log:
+            self.daemons[name] = subprocess.Popen(
+                [path, *arguments], env=self.env, cwd=self.folder,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+
+
+def _steps_above(process: psutil.Process) -> list[psutil.Process]:
+    return [above for above in process.parents() if above.name() == "slurmstepd"]
+
+
+def wait_until(
+    condition: Callable[[], bool], within_s: float, message: str | Callable[[], str]
+) -> None:
+    """Fails with the message if the condition is not true in time."""
+    ends_at = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > ends_at:
+            raise AssertionError(message if isinstance(message, str) else message())
+        time.sleep(0.2)
+
+
+def _find(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/local/sbin")
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+@contextlib.contextmanager
+def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
+    """A running cluster, gone at the end."""
+    cluster = SlurmCluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    except BaseException:
+        print(cluster.logs(), file=sys.stderr)
+        raise
+    finally:
+        cluster.close()

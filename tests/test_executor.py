@@ -1,0 +1,381 @@
+"""Grading in jobs where there is no Slurm: the local executor, `[slurm]`, and what is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from course import LAB, statuses
+from made_records import hand_in, made_record, make_course
+from rich.console import Console
+from slurm_cluster import wait_until
+
+from autograder.__main__ import main
+from autograder.course import Course, CourseError
+from autograder.executor import JobRunner
+from autograder.intake import Submission, read_submission
+from autograder.job import run_task
+from autograder.job_files import BatchFolder, Result, Task, abandoned_batches, new_batch
+from autograder.journal import Journal
+from autograder.limits import GIB, Limits
+from autograder.options import NAME, OptionsError, read_options
+from autograder.run import Settings, record_key
+from autograder.sandbox import probe_support
+from autograder.slurm_jobs import ENDED, QUEUED, RUNNING, Refused, Seen, SlurmJobs, _read
+from autograder.slurm_options import SlurmOptions
+from autograder.status import Progress
+
+needs_sandbox = pytest.mark.skipif(not probe_support().works, reason="no sandbox")
+
+
+def entries(course: Course) -> list[dict]:
+    return list(Journal(course.journal_path).iter_records())
+
+
+def verdicts(course: Course) -> list[str]:
+    return sorted(e["record"]["student"] for e in entries(course) if e["kind"] == "submission")
+
+
+# --- [slurm] in course.toml ----------------------------------------------------------------------
+
+
+def read(tmp_path: Path, text: str) -> SlurmOptions:
+    (tmp_path / NAME).write_text(f"[slurm]\n{text}\n")
+    return read_options(tmp_path).slurm
+
+
+def test_what_a_course_asks_slurm_for(tmp_path):
+    found = read(
+        tmp_path,
+        'partition = "gpu"\naccount = "cs336"\nqos = "low"\ngpus = 2\nmemory = "12 GiB"\n'
+        'array_parallelism = 4\nsetup = ["module load cuda"]\nexclusive = true\n',
+    )
+    assert found == SlurmOptions(
+        partition="gpu", account="cs336", qos="low", gpus=2, memory=12 * GIB,
+        array_parallelism=4, setup=("module load cuda",), exclusive=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('partitoin = "gpu"', r"\[slurm\]: partitoin: no such key; there are: partition, account"),
+        ("partition = 3", r"partition: expected a text without spaces, got 3"),
+        ('partition = "a\\nb"', r"partition: expected a text without spaces"),
+        ("tries = 0", r"tries: expected a whole number from 1 up, got 0"),
+        ("tries = true", r"tries: expected a whole number from 1 up, got True"),
+        ('memory = "12 GB"', r"memory: expected a whole number .* or a size such as"),
+        ('exclusive = "yes"', r"exclusive: expected true or false, got 'yes'"),
+        ('setup = "module load cuda"', r"setup: expected a list of lines"),
+        ('gpus = 1\ngres = "gpu:1"', r"expected gpus or gres, got both"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, text, expected):
+    with pytest.raises(OptionsError, match=expected):
+        read(tmp_path, text)
+
+
+def test_a_job_ends_itself_before_slurm_does():
+    limits = Limits(wall_s=900, box_memory_bytes=8 * GIB)
+    for options in (SlurmOptions(), SlurmOptions(time_s=7)):
+        assert options.minutes(limits) * 60 >= options.seconds(limits) + 120
+    assert SlurmOptions().seconds(limits) > limits.wall_s
+    assert SlurmOptions().megabytes(limits) > 8 * 1024
+    assert SlurmOptions(memory=GIB).megabytes(limits) == 1024
+
+
+def test_what_is_asked_for_arrives_in_the_batch_script(tmp_path, monkeypatch):
+    """submitit writes the script, and `sbatch` here only keeps it."""
+    (tmp_path / "bin").mkdir()
+    for name, text in {
+        "srun": "#!/bin/sh\n",
+        "sbatch": f'#!/bin/sh\ncp "$1" {tmp_path}/script\necho Submitted batch job 7\n',
+    }.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    options = SlurmOptions(
+        partition="gpu", reservation="exam", gpus=1, array_parallelism=2, setup=("module load x",)
+    )
+    jobs = SlurmJobs("autograder-1", tmp_path / "submitit", options).ask_for(3, Limits())
+    assert jobs.submit([tmp_path / "a", tmp_path / "b", tmp_path / "c"]) == ["7_0", "7_1", "7_2"]
+    lines = (tmp_path / "script").read_text().splitlines()
+    for line in (
+        "--array=0-2%2", "--cpus-per-task=3", "--gpus-per-node=1", "--job-name=autograder-1",
+        "--mem=10240M", "--no-requeue", "--ntasks-per-node=1", "--partition=gpu",
+        "--reservation=exam", "--time=22",
+    ):  # fmt: skip
+        assert f"#SBATCH {line}" in lines
+    assert "module load x" in lines
+    assert not any("wckey" in line for line in lines)
+
+
+# --- what Slurm says -----------------------------------------------------------------------------
+
+
+def test_states_of_jobs_are_told_apart():
+    said = "\n".join([
+        "1_0|PENDING||Resources", "1_1|RUNNING|n1|None", "1_2|COMPLETING|n1|None",
+        "1_3|NODE_FAIL|n2|None", "1_4|CANCELLED by 0|n1", "1_5|OUT_OF_MEMORY|n1|None",
+        "1_6|PENDING||launch failed requeued held", "1_7|PREEMPTED|n1|None", "1_8|TIMEOUT|n1|",
+        "", "garbage",
+    ])  # fmt: skip
+    found = dict(_read(said))
+    assert [found[f"1_{i}"].phase for i in range(3)] == [QUEUED, RUNNING, RUNNING]
+    assert found["1_0"].note == "Resources"
+    assert {found[f"1_{i}"].phase for i in range(3, 9)} == {ENDED}
+    assert found["1_3"].tell() == "NODE_FAIL on n2: its node failed"
+    assert not found["1_4"].may_try_again
+    assert all(found[f"1_{i}"].may_try_again for i in (3, 5, 6, 7, 8))
+    assert len({found[f"1_{i}"].tell() for i in range(3, 9)}) == 6
+    assert len(found) == 9
+
+
+def test_why_jobs_are_refused():
+    away = Refused("sbatch: error: Unable to contact slurm controller (connect failure)")
+    assert (away.away, away.too_many) == (True, False)
+    many = Refused("sbatch: error: Job violates accounting/QOS policy (job submit limit)")
+    assert (many.away, many.too_many) == (False, True)
+    wrong = Refused("sbatch: error: invalid partition specified: gpuu")
+    assert (wrong.away, wrong.too_many) == (False, False)
+
+
+# --- the run, with a scheduler that does what a test says ----------------------------------------
+
+
+class Script:
+    """Stands for a scheduler: `plan` says what becomes of each further job of a student."""
+
+    array_size = capacity = 100
+
+    def __init__(self, plan: dict[str, list[str]]) -> None:
+        self.plan, self.jobs, self.cancelled = plan, {}, []
+        self.arrays: list[int] = []
+        self.limit = 100
+
+    def submit(self, tasks):
+        if len(tasks) > self.limit:
+            raise Refused("sbatch: error: job submit limit")
+        self.arrays.append(len(tasks))
+        ids = []
+        for path in tasks:
+            task = Task.read(path)
+            job = f"7_{len(self.jobs)}"
+            fate = self.plan.get(task.student, []).pop(0) if self.plan.get(task.student) else "ok"
+            self.jobs[job] = Seen(ENDED, "COMPLETED" if fate in ("ok", "infra") else fate, "n1")
+            if fate in ("ok", "infra"):
+                lost = {"*": "INFRA"} if fate == "infra" else {}
+                record = made_record(task.student, lost, path=Path(task.path))
+                result = Result(key=task.key, host="n1", seconds=1.0, record=record)
+                result.write(Path(task.result))
+            ids.append(job)
+        return ids
+
+    def look(self, ids):
+        return {job: self.jobs[job] for job in ids if self.jobs[job].state != "LOST"}
+
+    def cancel(self, ids=None):
+        self.cancelled.append(ids)
+        return True
+
+
+@pytest.fixture
+def course(tmp_path):
+    made = make_course(tmp_path / "course")
+    (made.root / NAME).write_text("[slurm]\npoll_s = 1\nsettle_s = 1\nbackoff_s = 1\n")
+    return Course(made.root)
+
+
+def run(course: Course, script: Script, *students: str, monkeypatch) -> dict[str, dict]:
+    monkeypatch.setattr(JobRunner, "_backend", lambda *_: script)
+    # No waits: a plan is through after a few looks.
+    options = dataclasses.replace(course.slurm, poll_s=0, settle_s=0, backoff_s=0)
+    runner = JobRunner("local", course, Console(quiet=True))
+    runner.options = options
+    todo = {i: Submission(s, hand_in(course, s)) for i, s in enumerate(students)}
+    found: dict[str, dict] = {}
+
+    def done(index, record):
+        assert record["student"] not in found
+        found[record["student"]] = record
+
+    runner(todo, Settings(course, LAB, 3, True), 2, done)
+    return found
+
+
+def test_lost_jobs_are_submitted_again_and_then_reported(course, monkeypatch):
+    script = Script({
+        "kim": ["NODE_FAIL", "PREEMPTED"], "lea": ["LOST", "TIMEOUT", "OUT_OF_MEMORY"],
+        "max": ["CANCELLED"], "zoe": ["infra", "FAILED"],
+    })  # fmt: skip
+    found = run(course, script, "ada", "kim", "lea", "max", "zoe", monkeypatch=monkeypatch)
+    infra = {s for s, r in found.items() if set(statuses(r).values()) == {"INFRA"}}
+    assert infra == {"lea", "max"}
+    assert verdicts(course) == ["ada", "kim", "zoe"]
+    told = found["lea"]["criteria"][0]["message"]
+    assert "3 jobs came to nothing" in told
+    assert "OUT_OF_MEMORY on n1" in told
+    assert "somebody cancelled it" in found["max"]["criteria"][0]["message"]
+    assert script.arrays[0] == 5
+    assert len(script.jobs) == 5 + 2 + 2 + 2
+
+
+def test_a_scheduler_with_a_limit_gets_smaller_arrays(course, monkeypatch):
+    script = Script({})
+    script.limit = 1
+    assert len(run(course, script, "ada", "kim", "lea", monkeypatch=monkeypatch)) == 3
+    assert script.arrays == [1, 1, 1]
+    script.limit = 0
+    with pytest.raises(CourseError, match=r"Slurm does not take the jobs: .*submit limit"):
+        run(course, script, "max", monkeypatch=monkeypatch)
+    assert script.cancelled[-1] is None
+
+
+def test_a_result_of_another_grader_is_not_taken(course, monkeypatch):
+    script = Script({})
+    written = Result.write
+
+    def write(self, path):
+        written(dataclasses.replace(self, key="0" * 32), path)
+
+    monkeypatch.setattr(Result, "write", write)
+    found = run(course, script, "ada", monkeypatch=monkeypatch)
+    assert set(statuses(found["ada"]).values()) == {"INFRA"}
+    assert "expected key" in found["ada"]["criteria"][0]["message"]
+    assert verdicts(course) == []
+
+
+def test_status_shows_queued_jobs():
+    progress = Progress()
+    about = {"lab": LAB, "time": 1.0, "world_size": 3, "pid": 1, "born": "", "host": "", "jobs": 2}
+    progress.feed([{"kind": "batch", "students": ["ada", "kim"], "known": [], **about}])
+    progress.feed([{"kind": "queued", "lab": LAB, "jobs": {"ada": "7_0", "kim": "7_1"}}])
+    [batch] = progress.shown()
+    assert batch.count("queued") == 2
+    progress.feed([{"kind": "attempt", "lab": LAB, "student": "ada", "try": 1, "time": 2.0}])
+    failed = {"kind": "infra", "lab": LAB, "student": "kim", "message": "job 7_1: NODE_FAIL"}
+    progress.feed([failed | {"state": "waiting"}])
+    assert {s: run.state for s, run in batch.runs.items()} == {"ada": "running", "kim": "waiting"}
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_the_results_of_a_grader_that_was_killed_are_taken_over(course):
+    submission = Submission("ada", hand_in(course, "ada"))
+    settings = Settings(course, LAB, 3, True)
+    key = record_key(read_submission(submission.path, course.master(LAB)).sha256, settings)
+    with new_batch(course.build, "local") as folder:
+        assert list(abandoned_batches(course.build, "local")) == []  # it has an owner
+        record = made_record("ada", path=submission.path)
+        result = Result(key=key, host="n1", seconds=1.0, record=record)
+        result.write(folder.result_path(0, 1))
+        lost = Result(
+            key="0" * 32, host="n1", seconds=1.0, record=made_record("kim", {"*": "INFRA"})
+        )
+        lost.write(folder.result_path(1, 1))
+        failed = Result(key="1" * 32, host="n1", seconds=1.0, failure="over its time")
+        failed.write(folder.result_path(2, 1))
+        folder.result_path(0, 1).with_suffix(".ipynb").write_bytes(submission.path.read_bytes())
+    assert list(abandoned_batches(course.build, "slurm")) == []  # not theirs
+    found = {}
+    runner = JobRunner("local", course, Console(quiet=True))
+    runner({0: submission}, settings, 1, found.__setitem__)
+    assert found[0]["score"] == record["score"]
+    assert verdicts(course) == ["ada"]
+    assert not folder.path.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"key": "a"}', '{"key": 1, "record": {}, "x": 2}'])
+def test_what_is_not_a_result_is_said_to_be_none(tmp_path, text):
+    path = tmp_path / "0001.1.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="expected"):
+        Result.read(path)
+
+
+# --- the local executor --------------------------------------------------------------------------
+
+
+@needs_sandbox
+def test_a_class_in_local_jobs(course, monkeypatch, tmp_path):
+    """A notebook, and a file that is none; then nothing is left to do."""
+    monkeypatch.setenv("AUTOGRADER_COURSE", str(course.root))
+    with (course.root / NAME).open("a") as file:
+        file.write(f"[limits.{LAB}]\nwall_s = 4\n")  # checks after that are NOT_RUN
+    hand_in(course, "ada")
+    (course.root / "handed_in" / "eve").mkdir()
+    (course.root / "handed_in" / "eve" / f"{LAB}.ipynb").write_text("{}")
+    grade = ["grade", str(course.root / "handed_in"), "--lab", LAB, "--executor", "local",
+             "--no-gradebook", "--json", str(tmp_path / "records.json")]  # fmt: skip
+    assert main(grade) == 0
+    first = json.loads((tmp_path / "records.json").read_text())
+    ada, eve = first
+    assert set(statuses(ada).values()) <= {"STUDENT_ERROR", "NOT_RUN", "WRONG"}
+    assert ada["sandboxed"]
+    assert set(statuses(eve).values()) == {"INVALID"}
+    assert verdicts(course) == ["ada", "eve"]
+    assert list((course.build / "jobs").iterdir()) == []
+    attempts = [e for e in entries(course) if e["kind"] == "attempt"]
+    assert main(grade) == 0
+    assert json.loads((tmp_path / "records.json").read_text()) == first
+    assert [e for e in entries(course) if e["kind"] == "attempt"] == attempts
+
+
+def task(course: Course, folder: BatchFolder, **changes) -> Path:
+    path = hand_in(course, "ada")
+    sha256 = read_submission(path, course.master(LAB)).sha256
+    made = Task(
+        root=str(course.root), lab=LAB, world_size=3, student="ada", path=str(path), sha256=sha256,
+        key=record_key(sha256, Settings(course, LAB, 3, True)), trusted=True, time_s=60,
+        result=str(folder.result_path(0, 1)),
+    )  # fmt: skip
+    where = folder.task_path(0, 1)
+    dataclasses.replace(made, **changes).write(where)
+    return where
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"time_s": 0}, "over its time of 0 s"),
+        ({"trusted": False}, "no sandbox on this node: bwrap is not installed"),
+        ({"path": "/not/here.ipynb"}, "/not/here.ipynb is not the file that was to be graded"),
+    ],
+)
+def test_a_job_that_cannot_grade_says_why(course, changes, expected, monkeypatch):
+    """A file that the node does not see would otherwise be an invalid notebook, and a zero."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with new_batch(course.build, "local") as folder:
+        assert run_task(str(task(course, folder, **changes))) is None
+        result = Result.read(folder.result_path(0, 1))
+    assert expected in result.failure
+    assert result.record is None
+    assert not course.journal_path.exists()
+
+
+def test_ctrl_c_ends_the_jobs(course):
+    hand_in(course, "ada")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autograder", "grade", str(course.root / "handed_in"), "--lab", LAB,
+         "--executor", "local", "--no-gradebook", "--trusted"],
+        cwd=course.root, env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_until(
+            lambda: any(e["kind"] == "queued" for e in entries(course)), 60, "no job is submitted"
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+    # That no process runs on, conftest sees.
+    assert verdicts(course) == []
