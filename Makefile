@@ -45,7 +45,7 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 
 test: $(VENV)/.installed-dev lint ## check style, types and generated files, and run every test
 	@$(BIN)/python -m autograder.build --check
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 verify: $(VENV)/.installed-dev ## prove every lab's tests with right and wrong submissions (LAB=... for one)
 	@$(BIN)/python -m autograder verify $(if $(filter command line environment,$(origin LAB)),--lab $(LAB)) --json build/verify.json

@@ -1,12 +1,9 @@
-"""What all tests share: which of them may run at once, tests that need a GPU, what tests leave
-behind, and no test that is skipped in CI unseen.
-"""
+"""What all tests share: tests that need a GPU, and no test that is skipped in CI unseen."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,13 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-# `make test` runs two tests at once. Those that grade, start kernels or look for what is left
-# behind would see each other's processes: they run one after the other, beside all others.
-ONE_BY_ONE = re.compile(
-    r"^from (attack_grader|course|faults|kernel_helper|lab_helper|leftovers|nodes_helper)\b|"
-    r"^import papermill|\b(build_box|minidist\.kernel|verify_lab)\b",
-    re.MULTILINE,
-)
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 NO_GPU = "needs a CUDA device"
 
@@ -66,21 +56,15 @@ def _started_by_tests() -> dict[int, str]:
     return found
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    groups: dict[Path, str] = {}
-    for item in items:
-        if item.path not in groups:
-            alone = ONE_BY_ONE.search(item.path.read_text("utf-8"))
-            groups[item.path] = "one_by_one" if alone else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu:
+    if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
 
-    if not torch.cuda.is_available():
-        for item in gpu:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
@@ -96,8 +80,7 @@ def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
     if not report.skipped or hasattr(report, "wasxfail"):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    test = re.sub(r"@\w+$", "", report.nodeid)  # its group
-    _skipped[test] = reason.removeprefix("Skipped: ")
+    _skipped[report.nodeid] = reason.removeprefix("Skipped: ")
 
 
 def _forbidden_skips() -> list[str]:

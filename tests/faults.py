@@ -23,7 +23,7 @@ from typing import Any
 import nbformat
 import psutil
 from course import LAB, TestCourse
-from leftovers import find_left, find_leftovers
+from leftovers import find_leftovers
 
 from autograder.course import Course
 from autograder.journal import Journal
@@ -93,7 +93,7 @@ class FaultyClass:
             str(self.course.root / "handed_in"), "--no-gradebook", "--jobs", str(self.jobs)
         )
         self._check()
-        left = find_left(before)
+        left = find_leftovers() - before
         self.outcome.problems += [f"left behind: {what}" for what in sorted(left)]
         return self.outcome
 

@@ -29,20 +29,9 @@ def find_leftovers() -> set[str]:
     return found
 
 
-def find_left(before: set[str], deadline_s: float = 15.0) -> set[str]:
-    """What was not there `before`, is there now, and still is at the deadline.
-
-    Tests that run beside this one make such things too, but take them away soon.
-    """
-    ends_at = time.monotonic() + deadline_s
-    left = find_leftovers() - before
-    while left and time.monotonic() < ends_at:
-        time.sleep(0.25)
-        left &= find_leftovers()
-    return left
-
-
 def assert_nothing_left(before: set[str], deadline_s: float = 15.0) -> None:
     """Fails if something that was not there `before` is still there at the deadline."""
-    left = find_left(before, deadline_s)
-    assert not left, "left behind:\n" + "\n".join(sorted(left))
+    ends_at = time.monotonic() + deadline_s
+    while left := find_leftovers() - before:
+        assert time.monotonic() < ends_at, "left behind:\n" + "\n".join(sorted(left))
+        time.sleep(0.25)
