@@ -188,6 +188,11 @@ def _steps_above(process: psutil.Process) -> list[psutil.Process]:
     return [above for above in process.parents() if above.name() == "slurmstepd"]
 
 
+def heed_ctrl_c() -> None:
+    """For `preexec_fn`: what a shell starts in the background ignores SIGINT, and all below it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def wait_until(
     condition: Callable[[], bool], within_s: float, message: str | Callable[[], str]
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from course import LAB, statuses
 from made_records import hand_in, made_record, make_course
 from rich.console import Console
-from slurm_cluster import wait_until
+from slurm_cluster import heed_ctrl_c, wait_until
 
 from autograder.__main__ import main
 from autograder.course import Course, CourseError
@@ -367,6 +367,7 @@ def test_ctrl_c_ends_the_jobs(course):
          "--executor", "local", "--no-gradebook", "--trusted"],
         cwd=course.root, env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=heed_ctrl_c,
     )  # fmt: skip
     try:
         wait_until(

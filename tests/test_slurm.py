@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from course import LAB, ROOT, TestCourse, statuses
 from nodes_helper import free_port
-from slurm_cluster import SlurmCluster, slurm_cluster, wait_until, why_not
+from slurm_cluster import SlurmCluster, heed_ctrl_c, slurm_cluster, wait_until, why_not
 
 from autograder.course import Course
 from autograder.journal import Journal
@@ -73,6 +73,7 @@ class Grading:
                  "--json", str(course.root / "records.json")],
                 cwd=course.root, env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                preexec_fn=heed_ctrl_c,
             )  # fmt: skip
 
     def __enter__(self) -> Grading:
