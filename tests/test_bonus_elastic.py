@@ -45,7 +45,7 @@ WORDS = """shares loss batches epochs touched calm first last ended kept2 kept3 
     there seen found bytes unchanged p said after through losses saved loaded samplers began runs"""
 
 
-@pytest.mark.parametrize("num_ranks", sizes(3))
+@pytest.mark.parametrize("num_ranks", sizes())
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     printed = run_solution(NAME, num_ranks, tmp_path)
     assert "the curves are the same: True" in printed
