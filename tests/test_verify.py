@@ -18,7 +18,7 @@ from autograder.zoo import load_zoo
 
 LAB1 = get_lab("lab1_ddp")
 # All submissions together must take minutes; `make verify` covers every criterion, and more.
-WRONG_OF_A_LAB, WRONG_OF_A_BONUS = 6, 1
+WRONG_OF_A_LAB, WRONG_OF_A_BONUS = 4, 1
 LABS = [name for name in lab_names() if name != "lab1_ddp"]
 
 
