@@ -35,35 +35,18 @@ def copies(world_size: int, stage: int) -> float:
 
 def observe_zero1(zero: Any, inputs: Values, context: Context) -> Values:
     """Two steps of AdamW."""
-    return _launch(_train_zero1, 1, zero, inputs, context)
+    allowance = _allowance(context, 1)
+    return limited.launch_limited(_train_zero1, zero, inputs, context, allowance)
 
 
 def observe_zero2(zero: Any, inputs: Values, context: Context) -> Values:
     """Two steps of SGD with two micro-batches each."""
-    return _launch(_train_zero2, 2, zero, inputs, context)
+    allowance = _allowance(context, 2)
+    return limited.launch_limited(_train_zero2, zero, inputs, context, allowance)
 
 
-def _launch(train: Any, stage: int, zero: Any, inputs: Values, context: Context) -> Values:
-    if context.rank != 0:
-        return {}
-    import cloudpickle
-
-    from minidist.errors import LaunchError
-    from minidist.launch import run
-
-    allowance = int(copies(context.world_size, stage) * limited.PARAMETER_BYTES)
-    try:
-        results = run(
-            limited.run_limited, context.world_size, cloudpickle.dumps((train, zero, inputs)),
-            allowance, deadline_s=limited.LAUNCH_DEADLINE_S, env=limited.ENVIRONMENT,
-        )  # fmt: skip
-    except LaunchError as error:
-        if "had not finished" in str(error):
-            raise TimeoutError(str(error)) from None
-        results = [{"status": "died", "text": str(error)}]
-    if any("NotImplementedError" in str(r.get("text")) for r in results):
-        raise NotImplementedError
-    return {"results": results}
+def _allowance(context: Context, stage: int) -> int:
+    return int(copies(context.world_size, stage) * limited.PARAMETER_BYTES)
 
 
 def _train_zero1(zero: Any, inputs: Values) -> list[float]:

@@ -98,15 +98,20 @@ def draw(source: Draw) -> list[Values]:
 
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """Trains the large model with the student's FSDP; the loop is ours."""
-    return _launch(_train_with_class, _CLASS_COPIES, fsdp_class, inputs, context)
+    allowance = allowance_bytes(context.world_size, _CLASS_COPIES)
+    return launch_limited(_train_with_class, fsdp_class, inputs, context, allowance)
 
 
 def observe_function(train_large: Any, inputs: Values, context: Context) -> Values:
     """Trains the large model with the student's function."""
-    return _launch(_train_with_function, _FUNCTION_COPIES, train_large, inputs, context)
+    allowance = allowance_bytes(context.world_size, _FUNCTION_COPIES)
+    return launch_limited(_train_with_function, train_large, inputs, context, allowance)
 
 
-def _launch(train: Any, copies: int, subject: Any, inputs: Values, context: Context) -> Values:
+def launch_limited(
+    train: Any, subject: Any, inputs: Values, context: Context, allowance: int
+) -> Values:
+    """What `train(subject, inputs)` comes to on fresh ranks that may use `allowance` bytes more."""
     if context.rank != 0:
         return {}
     import cloudpickle
@@ -117,8 +122,7 @@ def _launch(train: Any, copies: int, subject: Any, inputs: Values, context: Cont
     try:
         results = run(
             run_limited, context.world_size, cloudpickle.dumps((train, subject, inputs)),
-            allowance_bytes(context.world_size, copies), deadline_s=LAUNCH_DEADLINE_S,
-            env=ENVIRONMENT,
+            allowance, deadline_s=LAUNCH_DEADLINE_S, env=ENVIRONMENT,
         )  # fmt: skip
     except LaunchError as error:
         if "had not finished" in str(error):
