@@ -48,12 +48,8 @@ def run_script(
 
 
 def _be_worker(script: str, arguments: list[str], log: str) -> None:
-    """What one of torchrun's workers does; says all it has to say in the log."""
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(output, stream.fileno())
-        stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
+    """What one of torchrun's workers does."""
+    write_to(Path(log))
     for name in [name for name in os.environ if name.startswith("MINIDIST_")]:
         del os.environ[name]
     os.environ |= {
@@ -63,3 +59,13 @@ def _be_worker(script: str, arguments: list[str], log: str) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     work(script, arguments)
+
+
+def write_to(log: Path) -> None:
+    """Has all that this process and those that it starts have to say go to the end of `log`."""
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(output, stream.fileno())
+        stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
+    os.close(output)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import importlib
 import json
 import multiprocessing.connection
 import os
@@ -20,8 +19,10 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from minidist import fork_server
 from minidist.kernel.process import (
     adopt_orphans,
     descendants,
@@ -153,8 +154,8 @@ def _launch(config: dict[str, Any]) -> None:
                 raise
 
 
-def _fork_agent(link: Link, config: dict[str, Any]) -> int:
-    """Fork the process that runs torch's agent; returns its pid."""
+def _fork(link: Link, work: Callable[[], None]) -> int:
+    """Fork a process that does `work` and ends with the launcher; returns its pid."""
     launcher = os.getpid()
     pid = os.fork()
     if pid:
@@ -162,13 +163,40 @@ def _fork_agent(link: Link, config: dict[str, Any]) -> int:
     try:
         die_with_parent(launcher)
         os.close(link.fileno())
-        os.environ["MINIDIST_GENERATION"] = str(config["generation"])
-        _launch(config)
+        work()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)
+
+
+def _fork_agent(link: Link, config: dict[str, Any]) -> int:
+    """Fork the process that runs torch's agent, and the one that forks for its ranks."""
+    requests, served = socket.socketpair()
+
+    def serve() -> None:
+        requests.close()
+        fork_server.serve(served)
+
+    def launch() -> None:
+        served.close()
+        os.environ["MINIDIST_GENERATION"] = str(config["generation"])
+        os.environ[fork_server.VARIABLE] = fork_server.name_of(requests)
+        _launch(config)
+
+    with requests, served:
+        _fork(link, serve)
+        return _fork(link, launch)
+
+
+def _import(more: Iterable[str]) -> None:
+    """What ranks need, once, before they are forked."""
+    needed = ("torch.distributed", "ipykernel.debugger", "minidist.kernel.rank")
+    # The front answers no debugger's requests, and every rank would load one.
+    sys.modules["debugpy"] = None  # type: ignore[assignment]
+    fork_server.import_for_good([*needed, *more])
+    del sys.modules["debugpy"]
 
 
 def main() -> int:
@@ -184,13 +212,7 @@ def main() -> int:
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_serve, args=(link, config, orders), daemon=True).start()
 
-    import torch.distributed  # noqa: F401  (imported once, before the fork)
-    from ipykernel.kernelapp import IPKernelApp  # noqa: F401
-
-    from minidist.kernel import rank  # noqa: F401
-
-    for name in filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")):
-        importlib.import_module(name)
+    _import(filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")))
     while True:
         order = orders.get()
         config.update({key: order.get(key) for key in ("ranks", "generation", "share")})
