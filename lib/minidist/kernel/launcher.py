@@ -192,7 +192,8 @@ def _fork_agent(link: Link, config: dict[str, Any]) -> int:
 
 def _import(more: Iterable[str]) -> None:
     """What ranks need, once, before they are forked."""
-    needed = ("torch.distributed", "ipykernel.debugger", "minidist.kernel.rank")
+    needed = ["torch.distributed", "ipykernel.debugger", "minidist.kernel.rank"]
+    needed += ["stack_data", "pygments.formatters.terminal256"]  # by the first traceback
     # The front answers no debugger's requests, and every rank would load one.
     sys.modules["debugpy"] = None  # type: ignore[assignment]
     fork_server.import_for_good([*needed, *more])
