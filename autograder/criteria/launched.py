@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from autograder.criteria.script_worker import work
-from minidist.errors import LaunchError
+from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.launch import run
 
 
@@ -35,13 +34,12 @@ def run_script(
         TimeoutError: it ran longer than `deadline_s`.
     """
     log.touch()
-    start_s = time.monotonic()
     try:
         run(_be_worker, nprocs, str(script), arguments, str(log), deadline_s=deadline_s, env=env)
+    except LaunchDeadlineError:
+        late = f"{script.name} was still running after {deadline_s:.0f} s"
+        raise TimeoutError(late) from None
     except LaunchError as error:
-        if time.monotonic() - start_s >= deadline_s:
-            late = f"{script.name} was still running after {deadline_s:.0f} s"
-            raise TimeoutError(late) from None
         why = str(error).partition("\nalso failed")[0].strip().splitlines()[-1]
         return f"failed on rank {error.rank} ({why.rpartition('ScriptError: ')[2]})"
     return ""

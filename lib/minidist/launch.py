@@ -31,7 +31,7 @@ from typing import Any
 
 import cloudpickle
 
-from minidist.errors import LaunchError
+from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.fork_server import Child, fork
 
 # After a rank has failed, the others get this long to fail by themselves (their tracebacks help).
@@ -63,8 +63,9 @@ def run(
         env: extra environment variables of the ranks.
 
     Raises:
-        LaunchError: a rank raised, died, or had not finished at the deadline; every other rank
-            has been killed by then. `rank` of the error is the first one that failed.
+        LaunchError: a rank raised or died; every other rank has been killed by then. `rank` of the
+            error is the first one that failed.
+        LaunchDeadlineError: a LaunchError; a rank had not finished by then, and none had failed.
     """
     if nprocs < 1:
         raise ValueError(f"run: nprocs must be at least 1, got {nprocs}")
@@ -163,7 +164,7 @@ def _collect(ranks: list[_Rank], end_s: float, deadline_s: float) -> None:
             text += f"\nkilled while still running: {_names(late)}"
         raise LaunchError(text, rank=first.rank)
     if late:
-        raise LaunchError(
+        raise LaunchDeadlineError(
             f"run(): {_names(late)} had not finished after {deadline_s:g} s "
             f"(of {len(ranks)} ranks); all were killed",
             rank=late[0] if len(late) == 1 else None,
