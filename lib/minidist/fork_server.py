@@ -222,6 +222,12 @@ def import_for_good(names: Sequence[str]) -> None:
         gc.enable()
 
 
+def reseed_numpy() -> None:
+    """Lets forks of one process draw different numbers, as Python's own `random` does by itself."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+
+
 def serve(requests: socket.socket) -> None:
     """Forks for those who hold the other end of `requests`, until nobody does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who ask
@@ -318,7 +324,6 @@ def _work(pipe: connection.Connection) -> None:
     os.environ.update(place["env"])
     os.chdir(place["cwd"])
     sys.path[:], sys.argv = place["path"], place["argv"]
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # forks of one process would all draw the same
+    reseed_numpy()
     fn, args = pickle.loads(pipe.recv_bytes())
     fn(pipe, *args)
