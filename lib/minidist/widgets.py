@@ -137,7 +137,8 @@ def _make_control(control: Control, value: Any, label: str, label_length: int) -
         raise ValueError(f"explore: {label!r} begins at {value!r}, which is not in {options}")
     if all(isinstance(option, str) for option in options) and len(options) <= _MOST_BUTTONS:
         common["style"] = style | {"button_width": "auto"}
-        return ipywidgets.ToggleButtons(**common, options=options)
+        free = ipywidgets.Layout(width="auto", max_width="100%")
+        return ipywidgets.ToggleButtons(**common, options=options, layout=free)
     return ipywidgets.SelectionSlider(
         **common, options=options, continuous_update=False, layout=wide
     )
