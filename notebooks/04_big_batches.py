@@ -545,7 +545,8 @@ def smooth(losses: list[float], width: int = 8) -> np.ndarray:
 
 
 shown = {
-    "batch 16, 0.02": (1, same), "batch 256, 0.02": (16, same), "batch 256, 0.32": (16, scaled)
+    "batch 16, rate 0.02": (1, same), "batch 256, rate 0.02": (16, same),
+    "batch 256, rate 0.32": (16, scaled),
 }  # fmt: skip
 lines = {name: smooth(runs[k][0]) for name, (k, runs) in shown.items()}
 plot_lines(

@@ -698,7 +698,7 @@ print(f"killed node 1 after step {rows_of(job)[-1][0]}, with {began_with} ranks"
 
 # %%
 # %%rank 0
-wait_for(1, 1)  # it misses the other node, meets again alone, and loads the checkpoint
+wait_for(1, 1)  # its worker fails; it meets again, alone, and loads the checkpoint
 
 # %%
 # %%rank 0
@@ -755,10 +755,13 @@ display(
 )  # fmt: skip
 
 # %% [markdown]
-# What you saw: node 0's agent missed node 1's heartbeat, ended its own worker (which hung in an
-# all-reduce), met again with itself alone, started a fresh worker, and that one loaded the newest
-# checkpoint. Detecting takes `keep_alive_interval × keep_alive_max_attempt`: 2 s here, 15 s by
-# default. Then it waits for others to join, `last_call_timeout`: 5 s here, 30 s by default.
+# What you saw: node 0's worker was in an all-reduce with a rank that was gone. gloo saw the closed
+# connection, and the worker failed ("Connection reset by peer"). Its agent, which watches its own
+# workers only, met again, alone, and started a fresh worker, and that one loaded the newest
+# checkpoint. Two waits are in between: the rendezvous counts a silent node as lost after
+# `keep_alive_interval × keep_alive_max_attempt` (2 s here, 15 s by default), and waits for others to
+# join for `last_call_timeout` (5 s here, 30 s by default). With NCCL a third one comes before them:
+# its kernels know nothing of connections, so the worker hangs until the collective's timeout.
 #
 # Elastic training keeps *your* promises only. If the batch had shrunk with the ranks, so would have
 # the right learning rate. If the checkpoint lacked the optimizer's state, the curve would have a
