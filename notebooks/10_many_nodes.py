@@ -759,9 +759,9 @@ display(
 # connection, and the worker failed ("Connection reset by peer"). Its agent, which watches its own
 # workers only, met again, alone, and started a fresh worker, and that one loaded the newest
 # checkpoint. Two waits are in between: the rendezvous counts a silent node as lost after
-# `keep_alive_interval × keep_alive_max_attempt` (2 s here, 15 s by default), and waits for others to
-# join for `last_call_timeout` (5 s here, 30 s by default). With NCCL a third one comes before them:
-# its kernels know nothing of connections, so the worker hangs until the collective's timeout.
+# `keep_alive_interval × keep_alive_max_attempt` (2 s here, 15 s by default), and waits for others
+# to join for `last_call_timeout` (5 s here, 30 s by default). With NCCL a third one comes before
+# them: its kernels know nothing of connections, so the worker hangs until the timeout.
 #
 # Elastic training keeps *your* promises only. If the batch had shrunk with the ranks, so would have
 # the right learning rate. If the checkpoint lacked the optimizer's state, the curve would have a
