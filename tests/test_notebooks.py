@@ -70,6 +70,28 @@ def test_lecture(path, tmp_path, monkeypatch):
     assert errors == []
 
 
+@pytest.mark.timeout(180)
+def test_a_lecture_that_fails_leaves_no_files(tmp_path, monkeypatch):
+    """Lecture 10 up to the place where it makes its folder, and then an error."""
+    notebook = nbformat.read(NOTEBOOKS / "10_many_nodes.ipynb", as_version=4)
+    end = next(i for i, cell in enumerate(notebook.cells) if "\nwork = " in cell.source)
+    code = "%%rank 0\n(work / 'there').touch()\nprint(work)\n1 / 0"
+    notebook.cells = [*notebook.cells[: end + 1], nbformat.v4.new_code_cell(code)]
+    nbformat.write(notebook, tmp_path / "fails.ipynb")
+    with pytest.raises(papermill.PapermillExecutionError, match="ZeroDivisionError"):
+        papermill.execute_notebook(
+            str(tmp_path / "fails.ipynb"), str(tmp_path / "out.ipynb"), cwd=str(tmp_path),
+            progress_bar=False, start_timeout=120,
+        )  # fmt: skip
+    ran = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    printed = "".join(output.get("text", "") for output in outputs_of(ran))
+    folder = next(line for line in printed.splitlines() if "lecture10-" in line)
+    ends_at = time.monotonic() + 30
+    while Path(folder).exists():
+        assert time.monotonic() < ends_at, f"{folder} is left"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
 def test_lecture_has_its_parts(path):
     notebook = nbformat.read(path, as_version=4)
