@@ -2,7 +2,7 @@
 
 text     Markdown as on GitHub, $formulas$, <details>; headings become anchors
 code     highlighted by Pygments
-outputs  what nbconvert shows; of a widget the picture that it holds
+outputs  what nbconvert shows; of a widget the picture that it holds, and where its controls stand
 links    to a notebook become links to its page; every link inside the site is checked
 """
 
@@ -23,6 +23,8 @@ from markdown_it import MarkdownIt
 from mdit_py_plugins.anchors import anchors_plugin
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 from nbconvert.exporters import HTMLExporter
+from nbconvert.filters import Highlight2HTML
+from nbformat.v4 import new_output
 from pygments.formatters import HtmlFormatter
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -131,11 +133,25 @@ class _Exporter(HTMLExporter):
     """nbconvert's cells without its page, which would load scripts from elsewhere."""
 
     def __init__(self) -> None:
-        super().__init__(template_name="basic")
+        super().__init__(template_name="basic", filters={"highlight_code": _highlight})
 
     @pass_context
     def markdown2html(self, context: Any, source: str) -> str:
         return to_html(source)
+
+
+_COLOUR = Highlight2HTML()
+
+
+def _highlight(source: str, language: str | None = None, metadata: Any = None) -> str:
+    """Code in colours; what follows a first line `%%rank 0` is Python, which nbconvert misses."""
+    magic, _, code = source.partition("\n")
+    if not magic.startswith("%%rank"):
+        return _COLOUR(source, language)
+    line = f'<span class="c1">{html.escape(magic)}</span>\n'
+    return re.sub(
+        r"(<pre>(?:<span></span>)?)", lambda found: found[1] + line, _COLOUR(code), count=1
+    )
 
 
 def _for_reading(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -144,14 +160,25 @@ def _for_reading(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     for cell in notebook.cells:
         if set(cell.metadata.get("tags", [])) & set(HIDDEN_TAGS):
             continue
-        for output in cell.get("outputs", []):
-            if WIDGET in output.get("data", {}):
-                kept = {k: v for k, v in output.data.items() if k in ("image/png", "text/plain")}
-                output.data = nbformat.from_dict(kept)
+        outputs = cell.get("outputs", [])
+        for place in reversed(range(len(outputs))):
+            if WIDGET in outputs[place].get("data", {}):
+                outputs[place : place + 1] = _still(outputs[place])
         cells.append(cell)
     notebook.cells = cells
     notebook.metadata.pop("widgets", None)
     return notebook
+
+
+def _still(widget: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """A widget's picture, and below it what it shows and where its controls stand."""
+    words = widget.data.get("text/plain", "")
+    below = {"text/html": f'<p class="controls">{html.escape(words)}</p>'}
+    return [
+        new_output("display_data", {"image/png": widget.data["image/png"]},
+                   metadata={"image/png": {"alt": words}}),
+        new_output("display_data", below),
+    ]  # fmt: skip
 
 
 def _title(notebook: nbformat.NotebookNode, name: str) -> str:

@@ -26,6 +26,7 @@
 # It takes about 80 minutes. The kernel is *torchrun × 2* as in most lectures, but here each cell
 # begins with `%%rank 0`: where several ranks are needed, a cell starts fresh ones, as plain
 # processes (`minidist.launch`) or on the emulated cluster (real processes, exact virtual time).
+# Networks are trained on GPUs where there are any; the emulated cluster needs none.
 
 # %% tags=["parameters"]
 quick = True  # False: longer trainings and more points
@@ -43,9 +44,11 @@ from IPython.display import display
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minidist import cost, emulate, launch
+from minidist import cost, emulate
 from minidist.claims import claim
+from minidist.device import choose_backend, choose_device
 from minidist.emulate.teach import run_traced
+from minidist.launch import run
 from minidist.lr import lr_at, scale_lr
 from minidist.parallel.accumulation import accumulate, accumulate_step, micro_batch_groups
 from minidist.parallel.data import BucketedDDP
@@ -54,11 +57,19 @@ from minidist.widgets import explore
 
 torch.set_num_threads(1)
 cross_entropy = nn.functional.cross_entropy
+device = choose_device(local_rank=0, local_world_size=1)  # of what needs one process: any GPU
 
 
-def run(program, num_ranks: int, *args) -> list:
-    """One result per rank of fresh processes. The variable says: there is no torchrun above you."""
-    return launch.run(program, num_ranks, *args, env={"TORCHELASTIC_USE_AGENT_STORE": "False"})
+def join() -> torch.device:
+    """On a fresh rank: make the default group, and return the device that goes with it."""
+    mine = choose_device()  # a GPU of its own where there are enough, else the CPU
+    if mine.type == "cuda":
+        torch.cuda.set_device(mine)
+    dist.init_process_group(choose_backend())
+    return mine
+
+
+print(f"one process: {device}; two ranks: {choose_backend(local_world_size=2)}")
 
 
 # %% [markdown]
@@ -152,10 +163,11 @@ draw_rank0(timelines, 1.02 * longest_s)
 from minidist.data import make_images
 
 images, labels = make_images(512, num_classes=10, size=4, seed=1)
-images = images.flatten(1)
+images = images.flatten(1)  # data stay on the CPU: ranks get a copy, and take them where they are
 
 
 def make_mlp(seed: int = 0) -> nn.Module:
+    """The same weights on every device; drawn on the CPU."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(48, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
@@ -168,11 +180,12 @@ def gradient(model) -> torch.Tensor:
 
 def accumulated(parts, divide_by: float, reduction: str = "mean") -> torch.Tensor:
     """The gradient after a backward pass for each of the parts (lists of samples)."""
-    model = make_mlp().double()
+    model = make_mlp().to(device, torch.float64)
+    x, y = images.to(device, torch.float64), labels.to(device)
     for part in parts:
-        loss = cross_entropy(model(images[part].double()), labels[part], reduction=reduction)
+        loss = cross_entropy(model(x[part]), y[part], reduction=reduction)
         (loss / divide_by).backward()
-    return gradient(model)
+    return gradient(model).cpu()
 
 
 batch = torch.arange(128)
@@ -248,11 +261,11 @@ class Kept:
 
 
 def peak_bytes(k: int) -> int:
-    model = make_mlp()
+    model, x, y = make_mlp().to(device), images.to(device), labels.to(device)
     scales = Weigh(model)
     with torch.autograd.graph.saved_tensors_hooks(scales.pack, lambda kept: kept.tensor):
         for part in torch.arange(512).chunk(k):
-            (cross_entropy(model(images[part]), labels[part]) / k).backward()
+            (cross_entropy(model(x[part]), y[part]) / k).backward()
     return scales.peak
 
 
@@ -330,16 +343,17 @@ display(
 # %%rank 0
 lengths = (100, 4, 12, 12)  # tokens that count in each micro-batch
 parts = batch.split(lengths)
-weighted_model = make_mlp().double()
+weighted_model = make_mlp().to(device, torch.float64)
+x, y = images.to(device, torch.float64), labels.to(device)
 accumulate_step(
-    weighted_model, parts,
-    lambda model, part: cross_entropy(model(images[part].double()), labels[part]),
+    weighted_model, parts, lambda model, part: cross_entropy(model(x[part]), y[part]),
     torch.optim.SGD(weighted_model.parameters(), lr=0.0), weights=lengths,
 )  # fmt: skip
 display(
     claim("100, 4, 12 and 12 tokens, each mean divided by 4: relative error of the gradient",
           error(accumulated(parts, 4), whole), (">", 0.1)),
-    claim("each mean weighed by its tokens", error(gradient(weighted_model), whole), ("<", 1e-12)),
+    claim("each mean weighed by its tokens",
+          error(gradient(weighted_model).cpu(), whole), ("<", 1e-12)),
     claim("weight of a token in the micro-batch of 4, against one in that of 100",
           (1 / 4 / lengths[1]) / (1 / 4 / lengths[0]), 25.0, rtol=1e-12),
 )  # fmt: skip
@@ -392,17 +406,18 @@ display(
 # %%
 # %%rank 0
 def two_ranks(way: str) -> list[float]:
-    dist.init_process_group("gloo")
+    mine = join()
     rank = dist.get_rank()
-    ddp = DistributedDataParallel(make_mlp().double())
+    ddp = DistributedDataParallel(make_mlp().to(mine, torch.float64))
+    x, y = images.to(mine, torch.float64), labels.to(mine)
     parts = quarters[2 * rank : 2 * rank + 2]
     if way == "ours":
         for part, _ in accumulate(parts, ddp):
-            (cross_entropy(ddp(images[part].double()), labels[part]) / 2).backward()
+            (cross_entropy(ddp(x[part]), y[part]) / 2).backward()
     else:  # the d-i-y form: local sums under no_sync, reduced by hand and never divided
         with ddp.no_sync():
             for part in parts:
-                (cross_entropy(ddp(images[part].double()), labels[part]) / 2).backward()
+                (cross_entropy(ddp(x[part]), y[part]) / 2).backward()
         for p in ddp.parameters():
             dist.all_reduce(p.grad)
     return gradient(ddp).tolist()
@@ -463,16 +478,17 @@ explore(
 generator = torch.Generator().manual_seed(3)
 train_x, train_y = make_images(4096, num_classes=10, size=4, seed=2)
 train_x = train_x.flatten(1)
+here_x, here_y = train_x.to(device), train_y.to(device)
 
 
 def batch_gradient(model, size: int) -> torch.Tensor:
     pick = torch.randint(len(train_x), (size,), generator=generator)
     model.zero_grad()
-    cross_entropy(model(train_x[pick]), train_y[pick]).backward()
+    cross_entropy(model(here_x[pick]), here_y[pick]).backward()
     return gradient(model)
 
 
-model = make_mlp()
+model = make_mlp().to(device)
 sizes = (4, 16, 64, 256, 1024)
 draws = {b: torch.stack([batch_gradient(model, b) for _ in range(40)]) for b in sizes}
 noise = [float(d.var(0).sum().sqrt()) for d in draws.values()]
@@ -498,9 +514,9 @@ plot_lines(
 
 # %%
 # %%rank 0
-def train(k: int, lr: float, *, warmup: float = 0.0, inputs=train_x, seed: int = 1):
+def train(k: int, lr: float, *, warmup: float = 0.0, inputs=here_x, seed: int = 1):
     """Plain SGD with batches of 16 k; loss per step, and the loss on all data at the end."""
-    model, generator = make_mlp(), torch.Generator().manual_seed(seed)
+    model, generator = make_mlp().to(device), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     steps, losses = 16_384 // (16 * k), []
     for step in range(steps):
@@ -508,13 +524,13 @@ def train(k: int, lr: float, *, warmup: float = 0.0, inputs=train_x, seed: int =
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, peak_lr=lr, total_steps=steps, **schedule)
         pick = torch.randint(len(inputs), (16 * k,), generator=generator)
-        loss = cross_entropy(model(inputs[pick]), train_y[pick])
+        loss = cross_entropy(model(inputs[pick]), here_y[pick])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
-        return losses, cross_entropy(model(inputs), train_y).item()
+        return losses, cross_entropy(model(inputs), here_y).item()
 
 
 same = {k: train(k, 0.02) for k in (1, 4, 16, 128)}
@@ -529,7 +545,8 @@ def smooth(losses: list[float], width: int = 8) -> np.ndarray:
 
 
 shown = {
-    "batch 16, 0.02": (1, same), "batch 256, 0.02": (16, same), "batch 256, 0.32": (16, scaled)
+    "batch 16, rate 0.02": (1, same), "batch 256, rate 0.02": (16, same),
+    "batch 256, rate 0.32": (16, scaled),
 }  # fmt: skip
 lines = {name: smooth(runs[k][0]) for name, (k, runs) in shown.items()}
 plot_lines(
@@ -591,7 +608,7 @@ display(
 
 # %%
 # %%rank 0
-steep = 3 * train_x
+steep = 3 * here_x
 cold, warm = (
     [train(16, 1.0, inputs=steep, warmup=share, seed=seed)[0] for seed in (1, 2, 3)]
     for share in (0.0, 0.25)
@@ -663,17 +680,17 @@ explore(
 # %%
 # %%rank 0
 def steps_to(target: float, size: int, lr: float, limit: int) -> int:
-    model, generator = make_mlp(), torch.Generator().manual_seed(size)
+    model, generator = make_mlp().to(device), torch.Generator().manual_seed(size)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for step in range(limit):
         pick = torch.randint(len(train_x), (size,), generator=generator)
-        loss = cross_entropy(model(train_x[pick]), train_y[pick])
+        loss = cross_entropy(model(here_x[pick]), here_y[pick])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if step % 5 == 4:
             with torch.no_grad():
-                if cross_entropy(model(train_x[:512]), train_y[:512]) < target:
+                if cross_entropy(model(here_x[:512]), here_y[:512]) < target:
                     return step + 1
     return limit
 
@@ -728,7 +745,7 @@ def noise_scale_of(model, ranks: int = 32, local: int = 32, tries: int = 8) -> f
                             small=local, big=ranks * local)  # fmt: skip
 
 
-scales, trained = [], make_mlp()
+scales, trained = [], make_mlp().to(device)
 optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
 for _ in range(4):
     scales.append(noise_scale_of(trained))
@@ -764,11 +781,11 @@ claim("the noise scale grows during training by more than", scales[-1] / scales[
 def compress_once() -> dict:
     from minidist.parallel import compression as c
 
-    dist.init_process_group("gloo")
+    mine = join()
     rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
     common = torch.Generator().manual_seed(9)
     thin = torch.randn(512, 8, generator=common) @ torch.randn(8, 512, generator=common)
-    own = (thin + 0.3 * torch.randn(512, 512, generator=generator)).flatten()
+    own = (thin + 0.3 * torch.randn(512, 512, generator=generator)).flatten().to(mine)
     exact = c.Cast(torch.float32).reduce(own)
     found = {}
     for name, compressor in {
@@ -857,8 +874,8 @@ def train_compressed(kind: str, steps: int) -> tuple[list[float], float]:
     """The loss after each step, and how many times fewer bytes than fp32 were sent."""
     from minidist.parallel import compression as c
 
-    dist.init_process_group("gloo")
-    ddp = DistributedDataParallel(make_mlp())
+    mine = join()
+    ddp, x, y = DistributedDataParallel(make_mlp().to(mine)), train_x.to(mine), train_y.to(mine)
     compressor = {
         "fp32": c.Cast(torch.float32), "int8": c.Int8(),
         "top 1 %, error feedback": c.TopK(0.01),
@@ -874,10 +891,10 @@ def train_compressed(kind: str, steps: int) -> tuple[list[float], float]:
     for _ in range(steps):
         pick = torch.randint(len(train_x), (32,), generator=generator)
         optimizer.zero_grad()
-        cross_entropy(ddp(train_x[pick]), train_y[pick]).backward()
+        cross_entropy(ddp(x[pick]), y[pick]).backward()
         optimizer.step()
         with torch.no_grad():
-            losses.append(cross_entropy(ddp.module(train_x[:512]), train_y[:512]).item())
+            losses.append(cross_entropy(ddp.module(x[:512]), y[:512]).item())
     return losses, state.compression_stats()[0] if compressor is None else compressor.traffic.ratio
 
 
@@ -973,8 +990,9 @@ def local_sgd(kind: str, period: int) -> tuple[list[float], float]:
     """Weights after 12 steps, and the share of DDP's bytes that was sent."""
     from minidist.parallel.local_sgd import LocalSGD
 
-    dist.init_process_group("gloo")
-    model, rank = make_mlp().double(), dist.get_rank()
+    mine = join()
+    model, rank = make_mlp().to(mine, torch.float64), dist.get_rank()
+    x, y = train_x.to(mine, torch.float64), train_y.to(mine)
     make = torch.optim.Adam if kind == "Adam" else torch.optim.SGD
     optimizer = make(model.parameters(), lr=0.01)
     if period:
@@ -985,7 +1003,7 @@ def local_sgd(kind: str, period: int) -> tuple[list[float], float]:
         first = 64 * (2 * step + rank)
         part = slice(first % 4096, first % 4096 + 64)
         optimizer.zero_grad()
-        cross_entropy(call(train_x[part].double()), train_y[part]).backward()
+        cross_entropy(call(x[part]), y[part]).backward()
         stepper.step() if period else optimizer.step()
     sent = stepper.sent_bytes if period else 1
     total = stepper.sent_bytes + stepper.saved_bytes if period else 1
@@ -1230,6 +1248,8 @@ display(
 def serve_or_work():
     from minidist.parallel.parameter_server import serve, work
 
+    # On the CPU also where there are GPUs: the server takes whichever gradient comes first, and
+    # NCCL can receive only from a rank that is named before.
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         return serve(start, lambda p: torch.optim.SGD(p, lr=0.05), num_updates=40,

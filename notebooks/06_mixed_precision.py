@@ -376,6 +376,7 @@ def watch(scaler, steps: int = 64):
     return scales, weights
 
 
+# One weight, on the CPU also where there are GPUs: both scalers are to agree to the last bit.
 ours, our_weights = watch(GradScaler(2.0**10, growth_interval=8))
 torchs, torch_weights = watch(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=8))
 

@@ -232,9 +232,11 @@ display(
 
 # %%
 # %%rank 0
-plot_pipeline(
+figure = plot_pipeline(
     simulate(gpipe(3, 4)), title="GPipe, 3 stages, 4 micro-batches, backward = 2 forwards"
 )
+figure.axes[0].set_xlabel("time (one forward = 1)")
+figure
 
 # %%
 # %%rank 0
@@ -315,7 +317,7 @@ plot_lines(
         "share of the ideal time": 7 / ms,
     },
     xlabel="micro-batches m",
-    ylabel="bubble",
+    ylabel="bubble (idle time / …)",
     title="The same idle time, 8 stages, two denominators",
     ideal={"all of the step": np.ones(len(ms))},
 )
@@ -564,7 +566,7 @@ claim(
 # The executor can record when each action ran. To see four stages on a machine with two cores, each
 # stage below *pauses* for 15 ms in its forward pass and for 30 ms in its backward pass, in place of
 # the computing that a GPU would do. Messages, order and waiting are real. Where every rank has a
-# GPU the pauses are left out, and the GPT is larger.
+# GPU the pauses are left out, and the layers are larger.
 
 
 # %%
@@ -610,19 +612,27 @@ for schedule in (gpipe(p, 8), one_f_one_b(p, 8), interleaved(p, 8, 2)):
         result = pipeline.step(x, torch.zeros_like(x))
     recorded[schedule.name] = gather_timeline(schedule, result.spans)
 
+
 # %%
 # %%rank 0
-recorded_in_units = {
-    f"{name}, {p} real ranks: idle {100 * t.bubble_fraction:.0f} % of the step": replace(
-        t,
-        spans=tuple(
-            tuple(replace(s, start_s=s.start_s / 0.015, end_s=s.end_s / 0.015) for s in row)
-            for row in t.spans
-        ),
+def in_forwards(timeline):
+    """The same timeline in units of a stage's forward pass: 15 ms, or what the GPU took for it."""
+    took = [s.end_s - s.start_s for row in timeline.spans for s in row if s.action.kind == "F"]
+    chunks = timeline.schedule.num_chunks
+    unit_s = chunks * float(np.median(took)) if on_gpu else 0.015
+    rows = (
+        tuple(replace(s, start_s=s.start_s / unit_s, end_s=s.end_s / unit_s) for s in row)
+        for row in timeline.spans
     )
-    for name, t in recorded.items()
-}
-draw_all(recorded_in_units)
+    return replace(timeline, spans=tuple(rows))
+
+
+draw_all(
+    {
+        f"{name}, {p} real ranks: idle {100 * t.bubble_fraction:.0f} % of the step": in_forwards(t)
+        for name, t in recorded.items()
+    }
+)
 
 # %% [markdown]
 # Real timelines have ragged edges, and the bubble is a bit larger than in theory, since messages
@@ -800,14 +810,16 @@ def schedule_explorer(name: str = "1F1B", p: int = 4, m: int = 8, v: int = 2, ra
     update_s = 0.2 if name == "PipeDream" else 0.0
     timeline = simulate(schedule, StageTimes(1 / v, ratio / 2 / v, ratio / 2 / v, update_s))
     title = (
-        f"{name}, m = {m}: {timeline.makespan_s:g} long, "
-        f"{100 * timeline.bubble_fraction:.1f} % idle, holds {max(timeline.peak_activations):g}"
+        f"{name}, m = {m}: {timeline.makespan_s:g} long, {100 * timeline.bubble_fraction:.1f} % "
+        f"idle, holds {max(timeline.peak_activations):g} micro-batches"
     )
-    return plot_pipeline(timeline, title=title)
+    figure = plot_pipeline(timeline, title=title)
+    figure.axes[0].set_xlabel("time (one forward = 1)")
+    return figure
 
 
 explore(
-    schedule_explorer, name=list(BUILDERS), p=(1, 8), m=(1, 16), v=[1, 2, 3, 4],
+    schedule_explorer, name=list(BUILDERS), p=(1, 8), m=(1, 32), v=[1, 2, 3, 4],
     ratio=[0.5, 1.0, 2.0, 3.0],
     labels={"name": "schedule", "p": "ranks p", "m": "micro-batches m", "v": "chunks per rank v",
             "ratio": "backward / forward time"},
@@ -1151,7 +1163,8 @@ kinds = {"GPipe": (gpipe(4, 8), 1), "1F1B": (one_f_one_b(4, 8), 1)}
 kinds |= {f"interleaved, v = {v}": (interleaved(4, 8, v), v) for v in (2, 4)}
 curves = {name: [step_time(s, v, w) for w in wires] for name, (s, v) in kinds.items()}
 plot_lines(
-    wires, curves, xlabel="time of one message (one forward = 1)", ylabel="time of a step",
+    wires, curves, xlabel="time of one message (one forward = 1)",
+    ylabel="time of a step\n(one forward = 1)",
     title="4 ranks, 8 micro-batches: slow wires take back what interleaving gave",
     ideal={"no bubble": np.full(len(wires), 24.0)},
 )  # fmt: skip

@@ -709,6 +709,17 @@ display(
 #
 # </details>
 #
+# 5. A 7B model, mixed precision with Adam, 32 GPUs of 80 GB. How many GB of model states does each
+#    GPU hold with dp 32 and ZeRO-1, and do you need tp or pp?
+#
+# <details><summary>Answer</summary>
+#
+# Weights and gradients stay whole: (2 + 2) · 7 = 28 GB. The optimizer's 12 · 7 = 84 GB are cut in
+# 32: 2.6 GB. That is 31 GB, and 49 GB are left for activations, so neither is needed. Stages 2 and
+# 3 would cut the 28 GB as well.
+#
+# </details>
+#
 # ## Try it
 #
 # - In the planner: from how many GPUs on does LLaMA-2 70B use tensor parallelism? Why?

@@ -23,7 +23,8 @@
 # - kill a node of a running job, and watch the job go on with the same loss curve.
 #
 # It takes about 90 minutes. The jobs in this lecture start their own processes, as they do on a
-# cluster. So all cells begin with `%%rank 0`: one rank of this notebook's kernel starts them.
+# cluster. So all cells begin with `%%rank 0`: one rank of this notebook's kernel starts them. They
+# train on GPUs where there is one for each of their ranks, else on the CPU.
 
 # %% tags=["parameters"]
 quick = True  # False: a longer job in section 6
@@ -41,10 +42,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from IPython.display import display
 
 from minidist import cost, emulate
 from minidist.claims import claim
+from minidist.device import choose_device
 from minidist.elastic import share_of_batch, torchrun_command
 from minidist.errors import LaunchError
 from minidist.launch import free_port, run
@@ -52,8 +55,10 @@ from minidist.mesh import MeshShape
 from minidist.plots import PALETTE, new_figure, plot_lines, plot_timeline, style
 from minidist.widgets import explore
 
-temporary = tempfile.TemporaryDirectory(prefix="lecture10-")  # goes when the kernel ends
+# In the kernel's own folder, which goes when the kernel ends, however it ends.
+temporary = tempfile.TemporaryDirectory(prefix="lecture10-", dir=os.environ.get("MINIDIST_RUN_DIR"))
 work = Path(temporary.name)
+device = choose_device(local_rank=0, local_world_size=1)  # of what needs one process
 
 # %% [markdown]
 # The lecture in one picture: how long a job runs before something breaks. Each line is a machine
@@ -125,11 +130,16 @@ SCRIPT = work / "who.py"
 SCRIPT.write_text(
     """import json, os, sys
 import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor([float(dist.get_rank())])
+from minidist.device import choose_backend, choose_device
+device = choose_device()
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+dist.init_process_group(choose_backend())
+total = torch.tensor([float(dist.get_rank())], device=device)
 dist.all_reduce(total)
 names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 found = {name: int(os.environ[name]) for name in names} | {"sum": total.item()}
+found |= {"backend": dist.get_backend(), "device": str(device)}
 with open(f"{sys.argv[1]}/rank{dist.get_rank()}.json", "w") as file:
     json.dump(found, file)
 dist.barrier()
@@ -139,22 +149,27 @@ dist.destroy_process_group()
 # This notebook runs under a torchrun itself; its variables must not reach the jobs that it starts.
 INHERITED = ("TORCHELASTIC", "TORCH_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_")
 QUIET = {k: v for k, v in os.environ.items() if not k.startswith(INHERITED)}
-QUIET |= {"OMP_NUM_THREADS": "1"}
-FRESH = {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # for minidist.launch.run
+QUIET |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(work)}  # an agent that is killed leaves its logs
+
+
+def gpus_of(node: int, num_nodes: int) -> dict[str, str]:
+    """What a node sees of this machine's GPUs: one of its own, or none if there are too few."""
+    enough = torch.cuda.device_count() >= num_nodes
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = visible[node] if len(visible) >= num_nodes else str(node)
+    return {"CUDA_VISIBLE_DEVICES": name if enough else ""}
 
 
 def start_nodes(script: list[str], num_nodes: int, **options) -> list[subprocess.Popen]:
-    """One torchrun agent per node, each a process group of its own."""
+    """One torchrun agent per node, each a process group of its own and one worker."""
     port, agents = free_port(), []
     for node in range(num_nodes):
         command = torchrun_command(
             script, endpoint=f"127.0.0.1:{port}", is_host=node == 0, local_addr="127.0.0.1",
-            keep_alive_s=2, **options,
+            keep_alive_s=2, last_call_s=5, **options,
         )  # fmt: skip
-        conf = next(i for i, word in enumerate(command) if word.startswith("--rdzv-conf"))
-        command[conf] += ",last_call_timeout=5"  # how long to wait for more nodes than the fewest
         agents.append(
-            subprocess.Popen(command, env=QUIET, start_new_session=True,
+            subprocess.Popen(command, env=QUIET | gpus_of(node, num_nodes), start_new_session=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         )  # fmt: skip
     return agents
@@ -401,11 +416,12 @@ def skips_one(folder: str, mended: bool) -> str:
     """Three steps; in the third, rank 2 has no reason to clip, and does not ask the others."""
     from datetime import timedelta
 
-    import torch
     import torch.distributed as dist
 
     from minidist.profile.flight import dump_on_hang
 
+    # gloo and the CPU also where there are GPUs: its timeout is an exception that we can catch,
+    # while NCCL's watchdog would end the process.
     dist.init_process_group("gloo", timeout=timedelta(seconds=6))
     try:
         with dump_on_hang(folder, after_s=2):
@@ -423,7 +439,7 @@ def skips_one(folder: str, mended: bool) -> str:
 
 dumps = work / "dumps"
 try:
-    outcome = run(skips_one, 4, str(dumps), False, deadline_s=45, env=FRESH)
+    outcome = run(skips_one, 4, str(dumps), False, deadline_s=45)
 except LaunchError as error:
     outcome = [str(error)]
 print(outcome)
@@ -445,7 +461,7 @@ print(explain_hang(found))
 
 # %%
 # %%rank 0
-mended = run(skips_one, 4, str(work / "none"), True, deadline_s=45, env=FRESH)
+mended = run(skips_one, 4, str(work / "none"), True, deadline_s=45)
 calls = [call for mismatch in find_mismatches(found) for call in mismatch.calls]
 names = [call.name for call in calls]
 guilty = {call.rank for call in calls if names.count(call.name) == 1}
@@ -562,21 +578,19 @@ explore(
 
 # %%
 # %%rank 0
-import torch
-
 from minidist.checkpoint import Checkpoints
 
 
 def make_state():
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
+    model = torch.nn.Linear(4, 4).to(device)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 model, optimizer = make_state()
 checkpoints = Checkpoints(work / "whole", keep=3)
 for step in range(1, 4):
-    model(torch.ones(1, 4)).sum().backward()
+    model(torch.ones(1, 4, device=device)).sum().backward()
     optimizer.step()
     checkpoints.save(step, shared={"model": model, "optimizer": optimizer})
 files = sorted(path for path in (work / "whole").rglob("*") if path.is_file())
@@ -611,16 +625,18 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from minidist.checkpoint import Checkpoints
 from minidist.data import make_regression
+from minidist.device import choose_device
 from minidist.elastic import Preemption, restart_count, share_of_batch, train_elastically
 
 folder, num_steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-dist.init_process_group("gloo")
+device = choose_device()
+dist.init_process_group("gloo")   # on GPUs too: it notices a lost peer at once, NCCL after minutes
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
-model = model.double()
+model = model.to(device, torch.float64)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-inputs, targets = (t.double() for t in make_regression(12 * num_steps, 8, 2))
+inputs, targets = (t.to(device, torch.float64) for t in make_regression(12 * num_steps, 8, 2))
 mine = share_of_batch(12, world_size, rank)
 log = folder / f"losses-{restart_count()}-{world_size}.jsonl"
 
@@ -682,7 +698,7 @@ print(f"killed node 1 after step {rows_of(job)[-1][0]}, with {began_with} ranks"
 
 # %%
 # %%rank 0
-wait_for(1, 1)  # it misses the other node, meets again alone, and loads the checkpoint
+wait_for(1, 1)  # its worker fails; it meets again, alone, and loads the checkpoint
 
 # %%
 # %%rank 0
@@ -705,7 +721,7 @@ print(f"node 0 ended with code {code}; it went on at step {after[0][0]}, {back_s
 calm = work / "calm"
 calm.mkdir(exist_ok=True)
 command = torchrun_command([str(TRAIN), str(calm), str(STEPS), "0"], nproc_per_node=1)
-subprocess.run(command, env=QUIET, check=True, timeout=50, capture_output=True)
+subprocess.run(command, env=QUIET | gpus_of(0, 2), check=True, timeout=50, capture_output=True)
 calm_losses = {row[0]: row[1] for row in rows_of(calm)}
 final = {row[0]: row[1] for row in rows}  # the last time each step was done
 
@@ -739,10 +755,13 @@ display(
 )  # fmt: skip
 
 # %% [markdown]
-# What you saw: node 0's agent missed node 1's heartbeat, ended its own worker (which hung in an
-# all-reduce), met again with itself alone, started a fresh worker, and that one loaded the newest
-# checkpoint. Detecting takes `keep_alive_interval × keep_alive_max_attempt`: 2 s here, 15 s by
-# default. Then it waits for others to join, `last_call_timeout`: 5 s here, 30 s by default.
+# What you saw: node 0's worker was in an all-reduce with a rank that was gone. gloo saw the closed
+# connection, and the worker failed ("Connection reset by peer"). Its agent, which watches its own
+# workers only, met again, alone, and started a fresh worker, and that one loaded the newest
+# checkpoint. Two waits are in between: the rendezvous counts a silent node as lost after
+# `keep_alive_interval × keep_alive_max_attempt` (2 s here, 15 s by default), and waits for others
+# to join for `last_call_timeout` (5 s here, 30 s by default). With NCCL a third one comes before
+# them: its kernels know nothing of connections, so the worker hangs until the timeout.
 #
 # Elastic training keeps *your* promises only. If the batch had shrunk with the ranks, so would have
 # the right learning rate. If the checkpoint lacked the optimizer's state, the curve would have a

@@ -59,6 +59,7 @@ def test_figures_claims_and_widgets_are_in_the_page(tmp_path):
     path = notebook(
         new_markdown_cell(f"# A lecture\n\n## A part\n\n$$\\frac{{a}}{{b}}$$\n\n{FOLDED}"),
         new_code_cell("quick = True", metadata={"tags": ["parameters"]}),
+        new_code_cell("%%rank 0\nimport math", outputs=[]),
         new_code_cell("explore()", outputs=[new_output("display_data", widget)]),
         new_code_cell("claim()", outputs=[new_output("display_data", html)]),
         path=tmp_path / "01_x.ipynb",
@@ -72,6 +73,9 @@ def test_figures_claims_and_widgets_are_in_the_page(tmp_path):
     assert "<em>why</em>" in page
     assert "quick = True" not in re.sub("<[^>]*>", "", page)
     assert "model_id" not in page
+    assert 'alt="Explorer"' in page
+    assert re.search('<p class="controls">Explorer', page), "nothing says where the controls stand"
+    assert re.search(r'%%rank 0</span>\s*<span class="k[nw]?">import</span>', page), "no colours"
     assert 'href="01_x.html#a-part"' in (tmp_path / "site" / "index.html").read_text("utf-8")
 
 

@@ -70,6 +70,28 @@ def test_lecture(path, tmp_path, monkeypatch):
     assert errors == []
 
 
+@pytest.mark.timeout(180)
+def test_a_lecture_that_fails_leaves_no_files(tmp_path, monkeypatch):
+    """Lecture 10 up to the place where it makes its folder, and then an error."""
+    notebook = nbformat.read(NOTEBOOKS / "10_many_nodes.ipynb", as_version=4)
+    end = next(i for i, cell in enumerate(notebook.cells) if "\nwork = " in cell.source)
+    code = "%%rank 0\n(work / 'there').touch()\nprint(work)\n1 / 0"
+    notebook.cells = [*notebook.cells[: end + 1], nbformat.v4.new_code_cell(code)]
+    nbformat.write(notebook, tmp_path / "fails.ipynb")
+    with pytest.raises(papermill.PapermillExecutionError, match="ZeroDivisionError"):
+        papermill.execute_notebook(
+            str(tmp_path / "fails.ipynb"), str(tmp_path / "out.ipynb"), cwd=str(tmp_path),
+            progress_bar=False, start_timeout=120,
+        )  # fmt: skip
+    ran = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    printed = "".join(output.get("text", "") for output in outputs_of(ran))
+    folder = next(line for line in printed.splitlines() if "lecture10-" in line)
+    ends_at = time.monotonic() + 30
+    while Path(folder).exists():
+        assert time.monotonic() < ends_at, f"{folder} is left"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
 def test_lecture_has_its_parts(path):
     notebook = nbformat.read(path, as_version=4)
@@ -77,8 +99,21 @@ def test_lecture_has_its_parts(path):
     assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are committed"
     if path.stem == "00_start_here":
         return
-    assert "<details>" in text, "questions without folded answers"
+    assert "you can" in notebook.cells[0].source, "it does not say what one can do after it"
+    assert re.search(r"^## Summary$", text, re.M)
+    assert re.search(r"^## (What to read|Read)$", text, re.M)
+    assert text.count("<details>") >= 5, "questions without folded answers"
     assert re.search(r"arXiv[: ]\d{4}\.\d{4,5}", text), "nothing to read"
     assert re.search(r"lab[1-6]_\w+", text), "no lab is named"
     assert any("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells)
     assert len(json.dumps(notebook)) < 1_000_000
+
+
+@pytest.mark.parametrize("path", LECTURES[1:], ids=lambda path: path.stem)
+def test_lecture_uses_what_is_there_and_leaves_nothing(path):
+    """It asks for its device, and what it writes goes with its kernel, however that ends."""
+    code = "\n".join(c.source for c in nbformat.read(path, as_version=4).cells if "outputs" in c)
+    assert re.search(r"\bchoose_device\(", code)
+    assert re.search(r"\bchoose_backend\(", code)
+    for made in re.finditer(r"(with )?tempfile\.(mkdtemp|TemporaryDirectory)\(([^)]*)", code):
+        assert made[1] or "dir=" in made[3], made[0]

@@ -179,7 +179,7 @@ def test_controls_run_the_computation_again():
     )  # fmt: skip
     kinds = {name: type(control).__name__ for name, control in widget.controls.items()}
     assert kinds == {
-        "power": "IntSlider", "scale": "FloatSlider", "name": "Dropdown", "grid": "Checkbox",
+        "power": "IntSlider", "scale": "FloatSlider", "name": "ToggleButtons", "grid": "Checkbox",
         "n": "SelectionSlider",
     }  # fmt: skip
     assert widget.controls["power"].description == "power of x"

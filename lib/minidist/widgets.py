@@ -7,7 +7,9 @@ Example, in a notebook::
     explore(buckets, cap_mb=(1, 100), latency_us=[1, 10, 100],
             labels={"cap_mb": "bucket size (MB)", "latency_us": "latency (µs)"})
 
-The controls have labels and work by keyboard. The output holds the first figure as a picture too,
+The controls have labels and work by keyboard: Tab goes from one to the next, arrow keys move a
+slider, the space bar presses a button. No drop-down menus: in JupyterLab the arrow keys would go to
+the notebook and choose another cell. The output holds the first figure as a picture too,
 so that what runs without a browser (papermill, GitHub, HTML) shows it instead of the controls.
 
 On a kernel with several ranks the controls live on rank 0, and so must what they run: a callback
@@ -27,7 +29,7 @@ import ipywidgets
 from matplotlib.figure import Figure
 
 Control = tuple[float, float] | tuple[float, float, float] | Sequence[Any] | bool
-_WIDE = {"description_width": "initial"}
+_MOST_BUTTONS = 6  # more texts than that become a slider over them
 
 
 def explore(
@@ -45,8 +47,8 @@ def explore(
         labels: names of the controls with their units; default: the parameter's name.
         alt: what the figure shows, for those who cannot see it; default: `draw`'s docstring.
         controls: (low, high) or (low, high, step) for a slider (of whole numbers, if all are),
-            a list of values for a slider over them, a list of texts for a menu, True or False for
-            a box to tick.
+            a list of values for a slider over them, a list of a few texts for a row of buttons,
+            True or False for a box to tick.
 
     Raises:
         ValueError: `draw` has no such parameter, or no default for it.
@@ -68,6 +70,7 @@ class Explorer:
         self._alt = alt or (inspect.getdoc(draw) or draw.__name__).split("\n")[0]
         self.controls: dict[str, Any] = {}
         parameters = inspect.signature(draw).parameters
+        longest = max((len(labels.get(name, name)) for name in controls), default=0)
         for name, control in controls.items():
             if name not in parameters or parameters[name].default is inspect.Parameter.empty:
                 defaults = [p.name for p in parameters.values() if p.default is not p.empty]
@@ -76,7 +79,7 @@ class Explorer:
                     f"{defaults}"
                 )
             begin = parameters[name].default
-            self.controls[name] = _make_control(control, begin, labels.get(name, name))
+            self.controls[name] = _make_control(control, begin, labels.get(name, name), longest)
         self.picture = ipywidgets.HTML()
         self.box = ipywidgets.VBox([*self.controls.values(), self.picture])
         for widget in self.controls.values():
@@ -115,11 +118,14 @@ class Explorer:
         }
 
 
-def _make_control(control: Control, value: Any, label: str) -> Any:
-    common: dict[str, Any] = {"value": value, "description": label, "style": _WIDE}
-    wide = ipywidgets.Layout(width="32em")
+def _make_control(control: Control, value: Any, label: str, label_length: int) -> Any:
+    """One control; the labels of all controls are as wide as the longest, so that they line up."""
+    label_em = 0.55 * label_length + 1
+    style = {"description_width": f"{label_em:.1f}em"}
+    common: dict[str, Any] = {"value": value, "description": label, "style": style}
+    wide = ipywidgets.Layout(width=f"{label_em + 26:.1f}em", max_width="100%")
     if isinstance(control, bool):
-        return ipywidgets.Checkbox(**common, indent=False)
+        return ipywidgets.Checkbox(**common)
     if isinstance(control, tuple):
         low, high, *step = control
         whole = all(isinstance(number, int) for number in (*control, value))
@@ -129,8 +135,10 @@ def _make_control(control: Control, value: Any, label: str) -> Any:
     options = list(control)
     if value not in options:
         raise ValueError(f"explore: {label!r} begins at {value!r}, which is not in {options}")
-    if all(isinstance(option, str) for option in options):
-        return ipywidgets.Dropdown(**common, options=options)
+    if all(isinstance(option, str) for option in options) and len(options) <= _MOST_BUTTONS:
+        common["style"] = style | {"button_width": "auto"}
+        free = ipywidgets.Layout(width="auto", max_width="100%")
+        return ipywidgets.ToggleButtons(**common, options=options, layout=free)
     return ipywidgets.SelectionSlider(
         **common, options=options, continuous_update=False, layout=wide
     )

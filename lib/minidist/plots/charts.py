@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from minidist.plots.style import COLOURS, FAINT, INK, PALETTE, into, style, text_colour
 
@@ -64,6 +66,10 @@ def plot_lines(
         if ticks is not None:
             ax.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks])
             ax.minorticks_off()
+        if logx and ticks is None:
+            _number_log_axis(ax.xaxis, *ax.get_xlim())
+        if logy:
+            _number_log_axis(ax.yaxis, *ax.get_ylim())
         ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
         ax.grid(axis="y", linewidth=0.6)
         ends = [
@@ -74,6 +80,14 @@ def plot_lines(
         ]
         _label_ends(figure, ax, ends)
     return figure
+
+
+def _number_log_axis(axis: Axis, low: float, high: float) -> None:
+    """On a short axis 1, 2, 5, 10: powers of ten alone would leave one or two numbers on it."""
+    if low > 1e-3 and high < 1e6 and high / low < 200:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
 
 
 def _label_ends(figure: Figure, ax: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:

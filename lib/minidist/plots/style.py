@@ -87,10 +87,31 @@ def show_in_notebooks() -> None:
         formatter.for_type(Figure, _to_png)
 
 
-def _to_png(figure: Figure) -> bytes:
+def describe(figure: Figure) -> str:
+    """What a figure shows, in words, for those who cannot see it: its titles, axes and lines.
+
+    >>> figure, ax = new_figure()
+    >>> _ = ax.set(title="Speed-up", xlabel="GPUs", ylabel="times")
+    >>> _ = ax.plot([1, 2], [1, 2], label="ideal")
+    >>> describe(figure)
+    'Speed-up; x: GPUs; y: times; ideal'
+    """
+    words = []
+    for ax in figure.axes:
+        labels = [label for label in ax.get_legend_handles_labels()[1] if label]
+        title = ax.get_title("left") or ax.get_title()
+        axes = [f"x: {ax.get_xlabel()}" if ax.get_xlabel() else ""]
+        axes += [f"y: {ax.get_ylabel()}" if ax.get_ylabel() else ""]
+        texts = [text.get_text() for text in ax.texts] if len(ax.texts) <= 8 else []
+        words += [title, *axes, *labels, *texts]
+    plain = (" ".join(word.split()) for word in words)
+    return "; ".join(dict.fromkeys(word for word in plain if word)) or "a drawing"
+
+
+def _to_png(figure: Figure) -> tuple[bytes, dict[str, str]]:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return buffer.getvalue(), {"alt": describe(figure)}
 
 
 def into(ax: Axes | None, width: float = 7.5, height: float = 3.0) -> tuple[Figure, Axes]:
