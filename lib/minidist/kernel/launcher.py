@@ -35,7 +35,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _set_environment(config: dict[str, Any]) -> None:
+def set_environment(config: dict[str, Any]) -> None:
     """What has to be set before torch and numpy are imported, and what ranks are promised."""
     threads = str(max(1, _cores() // config["ranks"]))
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -171,24 +171,35 @@ def _fork_agent(link: Link, config: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def main() -> int:
-    config = json.loads(sys.stdin.buffer.readline())
-    config["key"] = base64.b64decode(config["key"])
-    # Neither ranks nor what they start may read from the front's pipe.
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    adopt_orphans()
-    _set_environment(config)
-    link = Link(config["run_dir"], config["key"], "launcher", 0)
-    orders: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_serve, args=(link, config, orders), daemon=True).start()
-
-    import torch.distributed  # noqa: F401  (imported once, before the fork)
+def load() -> None:
+    """Import once, before any fork, what ranks need; some of it would else be imported in each."""
+    import ipykernel.debugger  # noqa: F401  (every kernel imports it as it starts)
+    import torch.distributed
+    import torch.distributed.launcher.api  # noqa: F401
     from ipykernel.kernelapp import IPKernelApp  # noqa: F401
 
     from minidist.kernel import rank  # noqa: F401
 
+
+def main() -> int:
+    config = json.loads(sys.stdin.buffer.readline())
+    # Neither ranks nor what they start may read from the front's pipe.
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return run(config)
+
+
+def run(config: dict[str, Any]) -> int:
+    """Serve the front until it has gone."""
+    config["key"] = base64.b64decode(config["key"])
+    adopt_orphans()
+    set_environment(config)
+    link = Link(config["run_dir"], config["key"], "launcher", 0)
+    orders: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_serve, args=(link, config, orders), daemon=True).start()
+
+    load()
     for name in filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")):
         importlib.import_module(name)
     while True:
