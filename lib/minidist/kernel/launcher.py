@@ -173,7 +173,15 @@ def _fork_agent(link: Link, config: dict[str, Any]) -> int:
 
 def load() -> None:
     """Import once, before any fork, what ranks need; some of it would else be imported in each."""
-    import ipykernel.debugger  # noqa: F401  (every kernel imports it as it starts)
+    # Every kernel imports it as it starts; that it may miss breakpoints is no news for a log.
+    silent = "PYDEVD_DISABLE_FILE_VALIDATION"
+    given = os.environ.get(silent)
+    os.environ[silent] = "1"
+    import ipykernel.debugger  # noqa: F401
+
+    os.environ.pop(silent)
+    if given is not None:
+        os.environ[silent] = given
     import torch.distributed
     import torch.distributed.launcher.api  # noqa: F401
     from ipykernel.kernelapp import IPKernelApp  # noqa: F401

@@ -76,8 +76,8 @@ def difference(mine: dict[str, Any], wanted: dict[str, Any]) -> str:
         if read_once and ours.get(name) != theirs.get(name):
             return f"another {name}"
     for name in THREADS:
-        if not theirs.get(name, "1").isdecimal():
-            return f"{name} is not a number"
+        if not theirs.get(name, "1").isdecimal() or int(theirs.get(name, "1")) < 1:
+            return f"{name} is not a number of threads"
     return _other_modules(mine["path"][_first(mine) :], wanted["path"])
 
 

@@ -247,8 +247,9 @@ def _fork_launcher(
         _renew()
         gc.enable()
         launcher.set_environment(config)
+        cores = len(os.sched_getaffinity(0))
         for set_threads in setters:
-            set_threads(int(os.environ["OPENBLAS_NUM_THREADS"]))
+            set_threads(min(cores, int(os.environ["OPENBLAS_NUM_THREADS"])))
         sys.argv = [str(launcher.__file__)]
         launcher.run(config)
     except BaseException:
@@ -325,7 +326,11 @@ def main(argv: list[str]) -> int:
     parent = Parent(float(argv[0]), mine)
     gc.collect()
     gc.freeze()
-    return parent.serve()
+    try:
+        return parent.serve()
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
