@@ -262,6 +262,24 @@ def test_other_surroundings_start_cold(
     assert (code, words in text) == (1, True), text
 
 
+def test_another_control_group_is_entered_or_refused() -> None:
+    mine = surroundings.describe()
+    with pytest.raises(ValueError, match="another control group"):
+        surroundings.take_over({**mine, "cgroup": "1:name=systemd:/x\n0::/\n"}, {})
+    with pytest.raises(OSError, match="cgroup"):
+        surroundings.take_over({**mine, "cgroup": "0::/no/such/group\n"}, {})
+
+
+def test_a_folder_that_is_gone_starts_cold(parent: int, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    sock = warm.connect(warm.socket_path())
+    assert sock is not None
+    with sock:
+        wanted = {**surroundings.describe(cwd="/"), "cwd": str(gone)}
+        answer = warm.ask(sock, {"do": "status", **wanted}, [])
+    assert "No such file or directory" in answer["refuses"]
+
+
 def test_what_cannot_be_taken_over() -> None:
     mine = surroundings.describe()
     assert surroundings.difference(mine, surroundings.describe()) == ""

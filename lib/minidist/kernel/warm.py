@@ -65,6 +65,7 @@ def alone(path: str, *, create: bool = False) -> Iterator[bool]:
 
     Raises:
         PermissionError: the folder is not only ours.
+        TimeoutError: somebody holds it for long.
     """
     folder = os.path.dirname(path)
     while True:
@@ -81,13 +82,24 @@ def alone(path: str, *, create: bool = False) -> Iterator[bool]:
         try:
             if not _is_ours(folder):
                 raise PermissionError(f"{folder}: expected a folder of this user with mode 0700")
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock(fd)
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.stat(folder), os.fstat(fd)):  # not removed in between
                     yield True
                     return
         finally:
             os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    end = time.monotonic() + ANSWER_WITHIN_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError("the lock of the warm parent's folder is held") from None
+            time.sleep(0.01)
 
 
 def forget(path: str) -> None:

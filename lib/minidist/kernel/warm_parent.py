@@ -150,7 +150,10 @@ class Parent:
             "running": len(self._keepers),
             "started": self._started + len(self._keepers),
         }
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            return  # too many processes, say; the front starts cold, or fails as it would have
         if pid:
             self._keepers[pid] = time.monotonic()
             return
@@ -181,15 +184,15 @@ def keep(connection: socket.socket, mine: dict[str, Any], told: dict[str, Any]) 
     if not isinstance(request, dict):
         return _NOT_SERVED
     refuses, setters = surroundings.difference(mine, request), None
-    if request["do"] == "status":
-        _tell(connection, {**told, "refuses": refuses})
-        return _NOT_SERVED
     if not refuses:
         try:
             surroundings.take_over(request, mine["added"])
             setters = _blas_setters()
         except (OSError, ValueError) as error:
             refuses = str(error)
+    if request["do"] == "status":
+        _tell(connection, {**told, "refuses": refuses})
+        return _NOT_SERVED
     if refuses or not fds or setters is None:
         _tell(connection, {"refuses": refuses})
         return _NOT_SERVED
@@ -316,6 +319,9 @@ def main(argv: list[str]) -> int:
     mine = surroundings.describe()
     gc.disable()  # nothing of the imports is garbage, and pages that nobody writes to stay shared
     launcher.load()
+    if sys.modules["torch"].cuda.is_initialized():
+        print("an import has initialised CUDA, which does not survive a fork", file=sys.stderr)
+        return 1
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads != 1:
         print(f"expected one thread after the imports, got {num_threads}", file=sys.stderr)
