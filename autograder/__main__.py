@@ -80,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--covering", action="store_true", help="only submissions that lose every criterion once"
     )
+    verify.add_argument(
+        "--alone", action="store_true",
+        help="grade each by itself; else those with different bugs are graded as one, and one by "
+        "one where that one does not lose what all of them lose",
+    )  # fmt: skip
     verify.set_defaults(run=_verify)
     release = commands.add_parser("release", help="write the repository that students get")
     release.add_argument("folder", type=Path, help="new, empty, or written by this before")
@@ -196,7 +201,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     for name in options.lab or lab_names():
         proof = verify_lab(
             name, console, jobs=options.jobs, covering=options.covering,
-            sandbox=probe_support().works,
+            alone=options.alone, sandbox=probe_support().works,
         )  # fmt: skip
         proofs.append(proof)
         console.print(matrix_table(proof))
@@ -204,7 +209,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
             console.print(f"[bold red]✗[/] {escape(problem)}", highlight=False, soft_wrap=True)
         verdict = "[bold red]NOT PROVEN[/]" if proof.problems else "[bold green]proven[/]"
         console.print(
-            f"{name}: {verdict}, {len(proof.rows)} submissions in {proof.seconds:.0f} s\n"
+            f"{name}: {verdict}, {proof.num_entries} submissions in {proof.seconds:.0f} s\n"
         )
     if options.json is not None:
         text = json.dumps([proof.record() for proof in proofs], indent=1)

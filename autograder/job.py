@@ -56,7 +56,12 @@ def run_task(path: str) -> None:
                 notebook = Path(task.result).with_suffix(".ipynb")
                 write_whole(notebook, (folder / _EXECUTED).read_bytes())
         seconds = round(time.monotonic() - began, 2)
-        Result(host=socket.gethostname(), seconds=seconds, **about).write(Path(task.result))
+        Result(host=_node(), seconds=seconds, **about).write(Path(task.result))
+
+
+def _node() -> str:
+    """This node, as Slurm calls it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @contextmanager
@@ -165,7 +170,7 @@ def _grade(task: Task, folder: Path) -> dict[str, Any]:
     def failed(reason: str) -> dict[str, Any]:
         return {"key": task.key, "failure": reason}
 
-    host = socket.gethostname()
+    host = _node()
     course = JobCourse(Path(task.root), folder / "build")
     support = probe_support()
     if not support.works and not task.trusted:

@@ -68,6 +68,9 @@ class JobBatch:
         self.answered_at = time.monotonic()
         self.asked_at = self.refused_until = 0.0
         self.lost = False
+        # Where jobs came to nothing. A broken node is done at once with what it gets, so it would
+        # be given job after job, and spoil a class.
+        self.bad_nodes: set[str] = set()
 
     def grade(self, todo: Mapping[int, Submission]) -> None:
         self.work = {index: _Work(index, each) for index, each in todo.items()}
@@ -107,6 +110,8 @@ class JobBatch:
                 self._failed(work, str(error))
                 continue
             infra = infra_reason(result.record)
+            if result.failure or infra:
+                self._blame(result.host)
             if result.failure or result.record is None or infra:
                 self._failed(work, infra or result.failure)
             elif result.key != work.key:
@@ -137,6 +142,12 @@ class JobBatch:
                 f"job {job}: {reason} (log: {self.folder.submitit})",
             )  # fmt: skip
 
+    def _blame(self, node: str) -> None:
+        """The next jobs go elsewhere, as long as there are other nodes."""
+        if node and node not in self.bad_nodes:
+            self.bad_nodes.add(node)
+            self._say(f"jobs came to nothing on {node}: the next ones go to other nodes")
+
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -158,8 +169,11 @@ class JobBatch:
         due = due[: min(self.chunk, room)]
         tasks = [self._write_task(each) for each in due]
         try:
-            ids = self.backend.submit(tasks)
+            ids = self.backend.submit(tasks, self.bad_nodes)
         except Refused as error:
+            if self.bad_nodes and not error.away and not error.too_many:
+                self.bad_nodes.clear()  # there are no others: these may have recovered
+                return
             self._refused(error, active, len(due))
             return
         for work, job in zip(due, ids, strict=True):
@@ -230,6 +244,8 @@ class JobBatch:
         if seen.phase == ENDED and now - work.since >= self.options.settle_s:
             self._harvest()
             if work.index in self.work and work.job:
+                if seen.may_be_its_node:
+                    self._blame(seen.node)
                 self._failed(work, seen.tell(), again=seen.may_try_again)
 
     def _is_late(self, work: _Work, now: float) -> bool:

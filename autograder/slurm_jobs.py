@@ -46,6 +46,7 @@ ENDS = {
     "REVOKED": ("another cluster took it", True),
     "TIMEOUT": ("Slurm ended it at its time limit", True),
 }
+_NODES_FAULT = frozenset({"BOOT_FAIL", "COMPLETED", "FAILED", "LAUNCH_FAILED", "NODE_FAIL"})
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
 # What sbatch says when the controller is away or busy; the same job may be taken later.
 _AWAY = re.compile(
@@ -94,6 +95,11 @@ class Seen:
     def may_try_again(self) -> bool:
         return ENDS.get(self.state, ("", True))[1]
 
+    @property
+    def may_be_its_node(self) -> bool:
+        """Whether another node may do better."""
+        return self.state in _NODES_FAULT
+
 
 class Backend(Protocol):
     """Where jobs run.
@@ -106,8 +112,8 @@ class Backend(Protocol):
     array_size: int
     capacity: int
 
-    def submit(self, tasks: Sequence[Path]) -> list[str]:
-        """Submits a job for each task; their ids. Raises Refused."""
+    def submit(self, tasks: Sequence[Path], avoid: Collection[str] = ()) -> list[str]:
+        """Submits a job for each task, on none of these nodes; their ids. Raises Refused."""
         ...
 
     def look(self, ids: Collection[str]) -> Mapping[str, Seen] | None:
@@ -133,7 +139,7 @@ class SlurmJobs:
         """Sets what a job gets: one task with a processor a rank, which are started in the box."""
         options = self.options
         cpus = options.cpus or ranks
-        names = ("partition", "account", "qos", "constraint", "nodelist", "exclude", "gres")
+        names = ("partition", "account", "qos", "constraint", "nodelist", "gres")
         more: dict[str, Any] = {"no-requeue": True, "mem": f"{options.megabytes(limits)}M"}
         if options.reservation:
             more["reservation"] = options.reservation
@@ -159,10 +165,12 @@ class SlurmJobs:
             self._parameters["setup"] = list(options.setup)
         return self
 
-    def submit(self, tasks: Sequence[Path]) -> list[str]:
+    def submit(self, tasks: Sequence[Path], avoid: Collection[str] = ()) -> list[str]:
+        exclude = ",".join(filter(None, [self.options.exclude, *sorted(avoid)]))
+        more = {"exclude": exclude} if exclude else {}
         try:
             executor = submitit.SlurmExecutor(folder=self.folder)
-            executor.update_parameters(**self._parameters)
+            executor.update_parameters(**self._parameters, **more)
             jobs = executor.map_array(run_task, [str(task) for task in tasks])
         except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
             raise Refused(_last_words(str(error))) from None
@@ -205,7 +213,7 @@ class LocalJobs:
         self.array_size, self.capacity = 1, jobs
         self._jobs: dict[str, Any] = {}
 
-    def submit(self, tasks: Sequence[Path]) -> list[str]:
+    def submit(self, tasks: Sequence[Path], avoid: Collection[str] = ()) -> list[str]:
         gpus = _local_gpus()
         executor = submitit.LocalExecutor(folder=self.folder)
         executor.update_parameters(

@@ -25,11 +25,11 @@ from autograder.batch import default_jobs, grade_class
 from autograder.course import Course
 from autograder.criteria import get_lab
 from autograder.criteria.base import Lab, Status
-from autograder.intake import find_submissions
+from autograder.intake import Submission
 from autograder.probe import NOT_WRITTEN
 from autograder.report import MARKS
 from autograder.run import Settings
-from autograder.zoo import ZooEntry, load_zoo, write_class
+from autograder.zoo import ZooEntry, combine, load_zoo, write_class
 
 MIN_WRONG, MIN_RIGHT = 15, 6
 _NOT_LOST = (Status.PASS, Status.INFRA, Status.BLOCKED)
@@ -37,13 +37,17 @@ _NOT_LOST = (Status.PASS, Status.INFRA, Status.BLOCKED)
 
 @dataclass(frozen=True)
 class Row:
-    """One submission: the statuses that its docstring asks for, and those that it got."""
+    """One submission: the statuses that its docstring asks for, and those that it got.
+
+    `parts` names the submissions that were graded as this one.
+    """
 
     name: str
     expected: dict[str, str]  # criterion -> status; "" for lost in any way
     got: dict[str, str]
     seconds: float
     messages: dict[str, str]
+    parts: tuple[str, ...] = ()
 
     def wrong(self) -> dict[str, str]:
         """Criterion -> what is wrong with its cell."""
@@ -69,6 +73,11 @@ class Proof:
     seconds: float
     left_out: tuple[str, ...] = field(default=())
 
+    @property
+    def num_entries(self) -> int:
+        """How many submissions of the bundled class were graded, alone or as a part."""
+        return sum(len(row.parts) or 1 for row in self.rows)
+
     def record(self) -> dict[str, Any]:
         """The proof as JSON."""
         return {
@@ -78,6 +87,7 @@ class Proof:
             "problems": list(self.problems),
             "left_out": list(self.left_out),
             "matrix": {row.name: row.got for row in self.rows},
+            "graded_as_one": {row.name: row.parts for row in self.rows if row.parts},
         }
 
 
@@ -87,39 +97,51 @@ def verify_lab(
     *,
     jobs: int | None = None,
     covering: bool = False,
-    most_wrong: int | None = None,
+    alone: bool = False,
     sandbox: bool = True,
     root: Path | None = None,
 ) -> Proof:
     """Grades the bundled class of one lab and holds it against its docstrings.
 
+    Submissions with different bugs are graded as one, which must lose what each of them loses and
+    no more; where it does not, they are graded again, one by one, and that is what counts.
+
     Args:
         covering: only as many submissions as it takes for every criterion to be lost once and
             passed once; what is left out is named.
-        most_wrong: with `covering`, at most so many wrong ones.
+        alone: grade every submission by itself.
         sandbox: False runs the class, which is ours, without one.
         root: the checkout; default: the one that this module lies in.
     """
     lab, began = get_lab(name), time.monotonic()
     checkout = root or Course.find().root
     entries = load_zoo(name, root=checkout)
-    chosen = choose_covering(lab, entries, most_wrong) if covering else entries
+    chosen = choose_covering(lab, entries) if covering else entries
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         course = _throwaway_course(Path(folder), checkout)
-        write_class(name, course.root / "class", root=checkout)
-        names = {entry.name for entry in chosen}
-        submissions = [
-            s for s in find_submissions([course.root / "class"], name) if s.student in names
-        ]
         settings = Settings(course, name, lab.grading_world_size, sandbox)
-        records = grade_class(
-            submissions, settings, jobs or default_jobs(settings.world_size), console
-        )
-    by_student = {record["student"]: record for record in records}
-    rows = tuple(_row(lab, entry, by_student[entry.name]) for entry in chosen)
+
+        def rows_of(some: Sequence[ZooEntry]) -> list[Row]:
+            paths = write_class(name, course.root / "class", root=checkout, entries=some)
+            submissions = [Submission(e.name, path) for e, path in zip(some, paths, strict=True)]
+            records = grade_class(
+                submissions, settings, jobs or default_jobs(settings.world_size), console
+            )
+            return [_row(lab, entry, r) for entry, r in zip(some, records, strict=True)]
+
+        if alone:
+            rows = rows_of(chosen)
+        else:
+            together = combine(chosen)
+            first = dict(zip([entry.name for entry in together], rows_of(together), strict=True))
+            again = [part for entry in together if first[entry.name].wrong()
+                     for part in entry.parts]  # fmt: skip
+            rows = [row for e in together if not ((row := first[e.name]).wrong() and e.parts)]
+            rows += rows_of(again) if again else []
+    names = {entry.name for entry in chosen}
     return Proof(
         lab=name,
-        rows=rows,
+        rows=tuple(sorted(rows, key=lambda row: row.name)),
         problems=tuple(find_problems(lab, entries, rows)),
         seconds=time.monotonic() - began,
         left_out=tuple(sorted({entry.name for entry in entries} - names)),
@@ -142,7 +164,7 @@ def matrix_table(proof: Proof) -> Table:
             signs.append(mark.symbol, "bold white on red" if name in wrong else mark.style)
         lost = [name for name in names if row.got.get(name) not in ("PASS", "BLOCKED")]
         short = "everything" if len(lost) == len(names) else ", ".join(lost)
-        table.add_row(Text(row.name), signs, Text(short))
+        table.add_row(Text("\n".join(row.parts) or row.name), signs, Text(short))
     return table
 
 
@@ -165,6 +187,7 @@ def _row(lab: Lab, entry: ZooEntry, record: dict[str, Any]) -> Row:
         got={c["name"]: c["status"] for c in record["criteria"]},
         seconds=record["seconds"],
         messages={c["name"]: c["message"] for c in record["criteria"]},
+        parts=tuple(part.name for part in entry.parts),
     )
 
 
@@ -199,21 +222,13 @@ def find_problems(lab: Lab, entries: Sequence[ZooEntry], rows: Sequence[Row]) ->
     return problems
 
 
-def choose_covering(
-    lab: Lab, entries: Sequence[ZooEntry], most_wrong: int | None = None
-) -> list[ZooEntry]:
-    """Reference, starter, the first right one, and few wrong ones that lose every criterion.
-
-    Args:
-        most_wrong: at most so many wrong ones, those that lose most; None sets no limit.
-    """
+def choose_covering(lab: Lab, entries: Sequence[ZooEntry]) -> list[ZooEntry]:
+    """Reference, starter, the first right one, and few wrong ones that lose every criterion."""
     missing = {criterion.name for criterion in lab.criteria}
     right = [e for e in entries if not e.loses and e.name != "reference"][:1]
     chosen = [e for e in entries if e.name in ("reference", "starter")] + right
     wrong = [e for e in entries if e.loses and e.loses != "everything"]
-    most = len(wrong) if most_wrong is None else most_wrong
-    num_others = len(chosen)
-    while missing and wrong and len(chosen) - num_others < most:
+    while missing and wrong:
         best = max(wrong, key=lambda e: len(missing & set(e.loses)))
         if not missing & set(best.loses):
             break

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,8 @@ from nbformat import NotebookNode
 from autograder.build import COURSE_ROOT, build_notebook, release_notebook, to_bytes
 from autograder.criteria import get_lab
 from autograder.percent import BuildError, read_cells
+
+MAX_COMBINED = 8  # of one submission, so that all its losses fit into its time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,9 @@ class ZooEntry:
         statuses: criterion -> status, for criteria of `loses` where the file says how.
         in_example: whether it is in the class that `make grade` shows (`class: example`).
         notebook: what the student hands in.
+        replaced: the solution cells that are not the reference's, and what they hold instead.
+        base: where the other solution cells are from.
+        parts: the entries that it was combined from; empty for an entry that is a file.
     """
 
     name: str
@@ -52,6 +58,9 @@ class ZooEntry:
     statuses: dict[str, str] = field(default_factory=dict)
     in_example: bool = False
     notebook: NotebookNode
+    replaced: dict[str, str] = field(default_factory=dict)
+    base: str = "reference"
+    parts: tuple[ZooEntry, ...] = ()
 
     def expected_score(self, points: dict[str, float]) -> float:
         """The score that the entry must get, given the points of every criterion."""
@@ -83,6 +92,7 @@ def write_class(
     *,
     only_example: bool = False,
     root: Path = COURSE_ROOT,
+    entries: Sequence[ZooEntry] | None = None,
 ) -> list[Path]:
     """Writes entries as submitted notebooks.
 
@@ -91,6 +101,7 @@ def write_class(
         dest: the folder that gets one folder per student.
         layout: "nbgrader" for DEST/NAME/LAB/LAB.ipynb, "flat" for DEST/NAME/LAB.ipynb.
         only_example: leave out what is not in the example class.
+        entries: what to write; default: all of the lab's.
 
     Returns:
         The notebooks, in the order of the students' names. A notebook that is there already with
@@ -99,7 +110,7 @@ def write_class(
     if layout not in ("nbgrader", "flat"):
         raise ValueError(f"layout must be 'nbgrader' or 'flat', got {layout!r}")
     paths = []
-    for entry in load_zoo(lab, root=root):
+    for entry in load_zoo(lab, root=root) if entries is None else entries:
         if only_example and not entry.in_example:
             continue
         folder = dest / entry.name / lab if layout == "nbgrader" else dest / entry.name
@@ -151,6 +162,55 @@ def _load_entry(py: Path, lab: str, reference: NotebookNode, starter: NotebookNo
         statuses=statuses,
         in_example=_line(docstring, "class") == "example",
         notebook=notebook,
+        replaced=replaced,
+        base=base,
+    )
+
+
+def combine(entries: Sequence[ZooEntry]) -> list[ZooEntry]:
+    """Fewer submissions, each with the changes of several; every bug costs what it costs alone.
+
+    Those go together that change different cells of the reference and lose different criteria, and
+    right ones only with right ones.
+    """
+    bins: list[list[ZooEntry]] = []
+    alone = []
+    for entry in sorted(entries, key=lambda e: (-len(e.replaced) - len(e.loses), e.name)):
+        if entry.base != "reference" or entry.loses == "everything" or not entry.replaced:
+            alone.append([entry])
+            continue
+        for together in bins:
+            if len(together) < MAX_COMBINED and all(_are_apart(entry, other) for other in together):
+                together.append(entry)
+                break
+        else:
+            bins.append([entry])
+    return sorted((_combined(each) for each in alone + bins), key=lambda e: e.name)
+
+
+def _are_apart(one: ZooEntry, other: ZooEntry) -> bool:
+    return (
+        bool(one.loses) == bool(other.loses)
+        and not set(one.replaced) & set(other.replaced)
+        and not set(one.loses) & set(other.loses)
+    )
+
+
+def _combined(parts: Sequence[ZooEntry]) -> ZooEntry:
+    if len(parts) == 1:
+        return parts[0]
+    replaced = {name: source for part in parts for name, source in part.replaced.items()}
+    notebook = copy.deepcopy(parts[0].notebook)
+    for cell in notebook.cells:
+        cell.source = replaced.get(cell.id, cell.source)
+    return ZooEntry(
+        name=f"{parts[0].name}-and-{len(parts) - 1}-more",
+        docstring="\n".join(part.name for part in parts),
+        loses=frozenset[str]().union(*(part.loses for part in parts)),
+        statuses={name: status for part in parts for name, status in part.statuses.items()},
+        notebook=notebook,
+        replaced=replaced,
+        parts=tuple(parts),
     )
 
 

@@ -1,6 +1,7 @@
 """`make soak`: right submissions, graded over and over with every core busy, must lose no point.
 
-Each time the notebook differs by a remark, so the journal has no record of it. Busy loops, one per
+Those that change different cells are graded as one. Each time the notebook differs by a remark, so
+the journal has no record of it. Busy loops, one per
 core, run beside the grader all the while.
 """
 
@@ -18,7 +19,7 @@ import nbformat
 from course import TestCourse, statuses
 
 from autograder.criteria import lab_names
-from autograder.zoo import ZooEntry, load_zoo
+from autograder.zoo import ZooEntry, combine, load_zoo
 
 
 def main() -> int:
@@ -33,7 +34,7 @@ def main() -> int:
         chosen = [e for e in load_zoo(lab) if not e.loses and options.only in (None, e.name)]
         if not chosen:
             parser.error(f"--only: {lab} has no right submission called {options.only!r}")
-        lost += soak(lab, chosen, options.times, options.jobs)
+        lost += soak(lab, combine(chosen), options.times, options.jobs)
     return 1 if lost else 0
 
 

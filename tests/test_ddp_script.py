@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -13,6 +11,8 @@ import torch
 
 from autograder.criteria import ddp_script
 from autograder.criteria.base import Context, Draw
+from autograder.criteria.nodes_script import be_rank
+from minidist.fork_server import fork
 
 SAVE = """
     import argparse, os, sys
@@ -156,11 +156,11 @@ def test_a_group_outlives_what_the_script_destroys(observe):
 )
 def test_a_worker_of_torchrun_ends_as_its_script_does(tmp_path, lines, code, words):
     (tmp_path / "s.py").write_text(f"import sys\n{lines}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "autograder.criteria.script_worker", "s.py", "one"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert done.returncode == code, said
+    log = tmp_path / "log.txt"
+    child = fork(be_rank, log, "s.py", ["one"], 0, 0, cwd=tmp_path)
+    ended = child.join(60)
+    child.close()
+    said = log.read_text()
+    assert ended == code, said
     assert said.count(words) == (1 if words else len(said) + 1), said
     assert "runpy" not in said

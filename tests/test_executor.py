@@ -101,15 +101,21 @@ def test_what_is_asked_for_arrives_in_the_batch_script(tmp_path, monkeypatch):
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     options = SlurmOptions(
-        partition="gpu", reservation="exam", gpus=1, array_parallelism=2, setup=("module load x",)
+        partition="gpu",
+        exclude="n7",
+        reservation="exam",
+        gpus=1,
+        array_parallelism=2,
+        setup=("module load x",),
     )
     jobs = SlurmJobs("autograder-1", tmp_path / "submitit", options).ask_for(3, Limits())
-    assert jobs.submit([tmp_path / "a", tmp_path / "b", tmp_path / "c"]) == ["7_0", "7_1", "7_2"]
+    tasks = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    assert jobs.submit(tasks, avoid={"n9", "n8"}) == ["7_0", "7_1", "7_2"]
     lines = (tmp_path / "script").read_text().splitlines()
     for line in (
         "--array=0-2%2", "--cpus-per-task=3", "--gpus-per-node=1", "--job-name=autograder-1",
         "--mem=10240M", "--no-requeue", "--ntasks-per-node=1", "--partition=gpu",
-        "--reservation=exam", "--time=22",
+        "--reservation=exam", "--time=22", "--exclude=n7,n8,n9",
     ):  # fmt: skip
         assert f"#SBATCH {line}" in lines
     assert "module load x" in lines
@@ -157,24 +163,29 @@ class Script:
     def __init__(self, plan: dict[str, list[str]]) -> None:
         self.plan, self.jobs, self.cancelled = plan, {}, []
         self.arrays: list[int] = []
+        self.nodes: list[str] = []
         self.limit = 100
 
-    def submit(self, tasks):
+    def submit(self, tasks, avoid=()):
         if len(tasks) > self.limit:
             raise Refused("sbatch: error: job submit limit")
+        if {"n1", "n2"} <= set(avoid):
+            raise Refused("sbatch: error: Requested node configuration is not available")
+        node = "n2" if "n1" in avoid else "n1"
         self.arrays.append(len(tasks))
         ids = []
         for path in tasks:
             task = Task.read(path)
             job = f"7_{len(self.jobs)}"
             fate = self.plan.get(task.student, []).pop(0) if self.plan.get(task.student) else "ok"
-            self.jobs[job] = Seen(ENDED, "COMPLETED" if fate in ("ok", "infra") else fate, "n1")
+            self.jobs[job] = Seen(ENDED, "COMPLETED" if fate in ("ok", "infra") else fate, node)
             if fate in ("ok", "infra"):
                 lost = {"*": "INFRA"} if fate == "infra" else {}
                 record = made_record(task.student, lost, path=Path(task.path))
-                result = Result(key=task.key, host="n1", seconds=1.0, record=record)
+                result = Result(key=task.key, host=node, seconds=1.0, record=record)
                 result.write(Path(task.result))
             ids.append(job)
+            self.nodes.append(node)
         return ids
 
     def look(self, ids):
@@ -224,6 +235,23 @@ def test_lost_jobs_are_submitted_again_and_then_reported(course, monkeypatch):
     assert "somebody cancelled it" in found["max"]["criteria"][0]["message"]
     assert script.arrays[0] == 5
     assert len(script.jobs) == 5 + 2 + 2 + 2
+
+
+@pytest.mark.parametrize("fate", ["NODE_FAIL", "LAUNCH_FAILED", "FAILED", "infra"])
+def test_a_node_where_jobs_come_to_nothing_is_avoided_while_there_are_others(
+    course, monkeypatch, fate
+):
+    script = Script({"ada": [fate, fate]})
+    records = run(course, script, "ada", monkeypatch=monkeypatch)
+    assert script.nodes == ["n1", "n2", "n1"]  # both were bad, so any may be tried
+    assert set(statuses(records["ada"]).values()) == {"PASS"}
+
+
+@pytest.mark.parametrize("fate", ["PREEMPTED", "OUT_OF_MEMORY", "TIMEOUT"])
+def test_a_node_is_not_blamed_for_what_is_not_its_fault(course, monkeypatch, fate):
+    script = Script({"ada": [fate]})
+    run(course, script, "ada", monkeypatch=monkeypatch)
+    assert script.nodes == ["n1", "n1"]
 
 
 def test_a_scheduler_with_a_limit_gets_smaller_arrays(course, monkeypatch):

@@ -41,6 +41,11 @@ def test_other_output_is_labelled(kernel: Kernel) -> None:
     assert [c["data"]["text/plain"] for c in result.of("execute_result")] == ["0"]
 
 
+@pytest.mark.parametrize("draw", ["numpy.random.rand()", "random.random()"])
+def test_ranks_draw_different_numbers_as_processes_of_torchrun_do(kernel: Kernel, draw) -> None:
+    assert "same output" not in kernel.ok(f"import numpy, random\nprint({draw})").text()
+
+
 def test_one_rank_fails(kernel: Kernel) -> None:
     result = kernel.run("if rank == 1:\n    raise ValueError('boom')")
     assert result.kind == "error"

@@ -194,7 +194,7 @@ def test_nothing_is_left_whatever_dies_first(who: str) -> None:
         folders = [Path(word) for word in kernel.ok(_LEAVE).text().splitlines()[0].split()]
         assert [folder.is_dir() for folder in folders] == [True, True]
         family = kernel.family()
-        assert len(family) == 7  # front, launcher, agent, two ranks, two sleeps
+        assert len(family) == 8  # front, launcher, fork server, agent, two ranks, two sleeps
         if who == "front, politely":
             kernel.close()
         elif who == "front, SIGTERM":

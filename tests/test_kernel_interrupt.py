@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed.distributed_c10d as c10d
 from kernel_helper import SETUP, Kernel, Result
 from kernel_helper import kernel as new_kernel
+
+from minidist.kernel import recover
 
 NUM_ROUNDS = 50
 # Each blocks at least one rank for ever in what SIGINT alone does not break off.
@@ -66,3 +69,26 @@ def test_fifty_deadlocks_in_one_notebook() -> None:
             cut += "destroyed on every rank" in result.text("stderr")
         assert cut == NUM_ROUNDS
         assert kernel.request(action="status")["generation"] == generation
+
+
+def test_communicators_of_nccl_are_aborted_and_no_others(monkeypatch):
+    """With groups that only note it: there is no nccl without a GPU."""
+    aborted = []
+
+    class Group:
+        def __init__(self, name: str, fails: bool = False) -> None:
+            self.name, self.fails = name, fails
+
+        def abort(self) -> None:
+            aborted.append(self.name)
+            if self.fails:
+                raise RuntimeError("communicator is gone")
+
+    found = {
+        Group("gloo"): ("gloo", None),
+        Group("broken", fails=True): ("nccl", None),
+        Group("both"): ("cpu:gloo,cuda:nccl", None),
+    }
+    monkeypatch.setattr(type(c10d._world), "pg_map", property(lambda _: found))
+    assert recover.abort_nccl() == 2
+    assert aborted == ["broken", "both"]

@@ -183,7 +183,7 @@ def test_a_lost_rank_is_told_with_its_node(fresh: Kernel) -> None:
 @pytest.mark.parametrize("who", ["agent", "launcher", "agent, politely"])
 def test_a_lost_node_is_told(fresh: Kernel, pair: Pair, who: str) -> None:
     below = descendants(pair.agent.pid)
-    assert len(below) == 4  # launcher, torch's agent, two ranks
+    assert len(below) == 5  # launcher, fork server, torch's agent, two ranks
     if who == "launcher":
         os.kill(below[0], signal.SIGKILL)
         words = "the launcher of the ranks ended with signal 9 (SIGKILL) on node 1"
@@ -209,7 +209,7 @@ def test_the_other_node_ends_with_the_front(who: str) -> None:
             "%%rank 2\nimport os; print(os.environ['MINIDIST_RUN_DIR'])"
         ).text()
         family = pair.family()
-        assert len(family) == 14  # on each: front or agent, launcher, torch's, 2 ranks, 2 sleeps
+        assert len(family) == 16  # on each: front or agent, launcher and its two, 2 ranks, 2 sleeps
         if who == "front":
             os.kill(pair.kernel.pid, signal.SIGKILL)
         else:

@@ -85,7 +85,7 @@ def to(fd):
     return os.readlink(path).split(":")[0] if os.path.lexists(path) else ""
 def seen():
     no = ("MINIDIST_RUN_DIR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
-          "JPY_SESSION_NAME", "MINIDIST_WARM", "JPY_PARENT_PID")
+          "JPY_SESSION_NAME", "MINIDIST_WARM", "JPY_PARENT_PID", "MINIDIST_FORK_SERVER")
     status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
     kept = ("Umask", "Groups", "CapEff", "NoNewPrivs", "Seccomp", "SigBlk", "SigIgn", "SigCgt",
             "Cpus_allowed_list")
@@ -215,7 +215,7 @@ def test_nothing_is_left_whatever_dies_first(parent: int, who: str) -> None:
         folders = [Path(word) for word in kernel.ok(_LEAVE).text().splitlines()[0].split()]
         assert [folder.is_dir() for folder in folders] == [True, True]
         every = family(kernel, parent)
-        assert len(every) == 8  # front, keeper, launcher, agent, two ranks, two sleeps
+        assert len(every) == 9  # front, keeper, launcher, server, agent, two ranks, two sleeps
         if who == "front, politely":
             kernel.close()
         elif who == "front":
@@ -240,7 +240,7 @@ def test_what_is_graded_never_uses_it(parent: int, tmp_path: Path) -> None:
     (tmp_path / "launcher.json").write_text("{}")
     with new_kernel("--launcher", str(tmp_path / "launcher.json")) as kernel:
         kernel.ok("1")
-        assert len(descendants(kernel.pid)) == 4
+        assert len(descendants(kernel.pid)) == 5
         assert descendants(parent) == []
 
 
@@ -356,7 +356,7 @@ def test_a_killed_parent_changes_nothing_for_those_that_run(runtime: Path, monke
         assert "3.0\n" in kernel.ok(f"%restart_ranks\n{JOIN}\n{ALL_REDUCE}").text()
         with new_kernel() as other:
             assert other.ok(f"{JOIN}\n{ALL_REDUCE}").text().startswith("3.0\n")
-            assert len(descendants(other.pid)) == 4  # cold
+            assert len(descendants(other.pid)) == 5  # cold
         # That start has removed the dead one's socket.
         assert list(runtime.glob("minidist-warm*")) == []
         every += descendants(every[1])

@@ -28,7 +28,7 @@ def _run(command, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("num_ranks", sizes(4))
+@pytest.mark.parametrize("num_ranks", sizes(3))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     before = find_leftovers()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from minidist.errors import LaunchError
+from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.launch import run
 
 
@@ -94,7 +94,7 @@ def sleep_on_rank_1(path):
 
 
 def test_the_deadline_names_who_had_not_finished_and_kills(tmp_path):
-    with pytest.raises(LaunchError, match="rank 1 had not finished after 6 s") as caught:
+    with pytest.raises(LaunchDeadlineError, match="rank 1 had not finished after 6 s") as caught:
         run(sleep_on_rank_1, 2, str(tmp_path), deadline_s=6)
     assert caught.value.rank == 1
     pid = int((tmp_path / "1").read_text())

@@ -116,7 +116,7 @@ def launch_limited(
         return {}
     import cloudpickle
 
-    from minidist.errors import LaunchError
+    from minidist.errors import LaunchDeadlineError, LaunchError
     from minidist.launch import run
 
     try:
@@ -124,9 +124,9 @@ def launch_limited(
             run_limited, context.world_size, cloudpickle.dumps((train, subject, inputs)),
             allowance, deadline_s=LAUNCH_DEADLINE_S, env=ENVIRONMENT,
         )  # fmt: skip
+    except LaunchDeadlineError as error:
+        raise TimeoutError(str(error)) from None
     except LaunchError as error:
-        if "had not finished" in str(error):
-            raise TimeoutError(str(error)) from None
         results = [{"status": "died", "text": str(error)}]
     if any("NotImplementedError" in str(r.get("text")) for r in results):
         raise NotImplementedError

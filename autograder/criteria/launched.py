@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from autograder.criteria.script_worker import work
-from minidist.errors import LaunchError
+from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.launch import run
 
 
@@ -35,25 +34,20 @@ def run_script(
         TimeoutError: it ran longer than `deadline_s`.
     """
     log.touch()
-    start_s = time.monotonic()
     try:
         run(_be_worker, nprocs, str(script), arguments, str(log), deadline_s=deadline_s, env=env)
+    except LaunchDeadlineError:
+        late = f"{script.name} was still running after {deadline_s:.0f} s"
+        raise TimeoutError(late) from None
     except LaunchError as error:
-        if time.monotonic() - start_s >= deadline_s:
-            late = f"{script.name} was still running after {deadline_s:.0f} s"
-            raise TimeoutError(late) from None
         why = str(error).partition("\nalso failed")[0].strip().splitlines()[-1]
         return f"failed on rank {error.rank} ({why.rpartition('ScriptError: ')[2]})"
     return ""
 
 
 def _be_worker(script: str, arguments: list[str], log: str) -> None:
-    """What one of torchrun's workers does; says all it has to say in the log."""
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(output, stream.fileno())
-        stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
+    """What one of torchrun's workers does."""
+    write_to(Path(log))
     for name in [name for name in os.environ if name.startswith("MINIDIST_")]:
         del os.environ[name]
     os.environ |= {
@@ -63,3 +57,13 @@ def _be_worker(script: str, arguments: list[str], log: str) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     work(script, arguments)
+
+
+def write_to(log: Path) -> None:
+    """Has all that this process and those that it starts have to say go to the end of `log`."""
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(output, stream.fileno())
+        stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
+    os.close(output)

@@ -12,7 +12,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,9 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
+from autograder.criteria.launched import write_to
+from autograder.criteria.script_worker import ScriptError, work
+from minidist.fork_server import Child, fork
 from minidist.kernel.process import descendants
 from minidist.launch import free_port
 
@@ -105,26 +109,33 @@ class _Job:
             np.savez(self.folder / f"data-{node}.npz", **arrays)
 
     def arguments(self, node: int) -> list[str]:
-        """The script and its arguments on a node."""
+        """The script's arguments on a node."""
         options = [f"--{k}={v}" for k, v in self.inputs["job"].items()]
-        return ["-m", "autograder.criteria.script_worker",
-                str(self.folder / self.name), f"--data={self.folder / f'data-{node}.npz'}",
+        return [f"--data={self.folder / f'data-{node}.npz'}",
                 f"--out={self.folder / f'out-{node}.npz'}",
                 f"--checkpoints={self.checkpoints}", *options]  # fmt: skip
 
-    def start(self, node: int, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Starts one node's process; its output goes to a file."""
-        with (self.folder / f"log-{node}.txt").open("wb") as log:
-            return subprocess.Popen(
-                command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+    def start(self, node: int, port: int, *, agent: bool) -> Child:
+        """Starts a node: torchrun's agent and its workers, or one rank that nobody watches."""
+        env = _environment()
+        if not agent:  # what a rank's environment holds, whoever starts it
+            more = {"RANK": node, "WORLD_SIZE": NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
+                    "GROUP_RANK": node, "GROUP_WORLD_SIZE": NODES, "MASTER_PORT": port,
+                    "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
+            env |= {k: str(v) for k, v in more.items()}
+        return fork(
+            be_agent if agent else be_rank, self.log(node), str(self.folder / self.name),
+            self.arguments(node), node, port, env=env, cwd=self.folder, new_session=True,
+        )  # fmt: skip
+
+    def log(self, node: int) -> Path:
+        return self.folder / f"log-{node}.txt"
 
     def failure(self, what: str) -> Exception:
         """What to raise where the script did not do `what`, with the ends of both outputs."""
         texts = []
         for node in range(NODES):
-            text = (self.folder / f"log-{node}.txt").read_text(errors="replace")
+            text = self.log(node).read_text(errors="replace")
             if "\nNotImplementedError" in text or "]: NotImplementedError" in text:
                 return NotImplementedError(f"{self.name}: not written yet")
             texts.append(f"--- node {node}:\n{text[-900:]}")
@@ -149,29 +160,52 @@ def _environment() -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def be_rank(_: Any, log: Path, script: str, arguments: list[str], *__: int) -> None:
+    """One rank, as its environment describes it."""
+    write_to(log)
+    _work(script, arguments)
+
+
+def be_agent(
+    _: Any, log: Path, script: str, arguments: list[str], node: int, port: int
+) -> None:  # fmt: skip
+    """The agent that torchrun is, on one node; its workers are forked, since torch is here."""
+    write_to(log)
+    config = LaunchConfig(
+        min_nodes=NODES, max_nodes=NODES, nproc_per_node=PER_NODE, run_id="none",
+        rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": node, "timeout": RUN_DEADLINE_S}, local_addr="127.0.0.1",
+        start_method="fork", max_restarts=0, monitor_interval=0.1,
+    )  # fmt: skip
+    try:
+        elastic_launch(config, _work)(script, arguments)
+    except ChildFailedError:  # the script has said why
+        sys.exit(1)
+
+
+def _work(script: str, arguments: list[str]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # the agent's handlers came with the fork
+    try:
+        work(script, arguments)
+    except ScriptError as error:
+        sys.exit(error.code)
+
+
 @contextlib.contextmanager
-def _nodes(job: _Job, *, torchrun: bool) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Both nodes of a job, started by torchrun's agents or directly; gone at the end."""
-    port, env = free_port(), _environment()
-    processes: list[subprocess.Popen[bytes]] = []
+def _nodes(job: _Job, *, torchrun: bool) -> Iterator[list[Child]]:
+    """Both nodes of a job, with torchrun's agents or without; gone at the end."""
+    port = free_port()
+    processes: list[Child] = []
     try:
         for node in range(NODES):
-            command, more = [sys.executable], {}
-            if torchrun:
-                command += ["-m", "torch.distributed.run", f"--nnodes={NODES}",
-                            f"--node-rank={node}", f"--nproc-per-node={PER_NODE}",
-                            "--master-addr=127.0.0.1", f"--master-port={port}"]  # fmt: skip
-            else:  # what a rank's environment holds, whoever starts it
-                more = {"RANK": node, "WORLD_SIZE": NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
-                        "GROUP_RANK": node, "GROUP_WORLD_SIZE": NODES, "MASTER_PORT": port,
-                        "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
-            env_of_node = env | {k: str(v) for k, v in more.items()}
-            processes.append(job.start(node, command + job.arguments(node), env_of_node))
+            processes.append(job.start(node, port, agent=torchrun))
         yield processes
     finally:
         kill_trees([process.pid for process in processes])
         for process in processes:
-            process.wait()
+            process.join(10.0)
+            process.close()
 
 
 def kill_trees(pids: list[int]) -> None:
@@ -189,7 +223,7 @@ def kill_trees(pids: list[int]) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _wait(job: _Job, processes: list[subprocess.Popen[bytes]]) -> None:
+def _wait(job: _Job, processes: list[Child]) -> None:
     """Until all have ended, or one has failed and the others had their grace.
 
     Raises:
@@ -308,7 +342,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         return job.results()
 
 
-def _wait_for_stop(job: _Job, processes: list[subprocess.Popen[bytes]]) -> None:
+def _wait_for_stop(job: _Job, processes: list[Child]) -> None:
     """Until the stand-in has stopped the job at its second checkpoint.
 
     Raises:

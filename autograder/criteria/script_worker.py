@@ -1,6 +1,4 @@
-"""Runs a student's script as one rank of a job: ``python -m autograder.criteria.script_worker``.
-
-    script_worker.py SCRIPT [ARGUMENT ...]
+"""Runs a student's script as one rank of a job.
 
 The script runs as `__main__`, with its own arguments and its own folder on the path. A traceback
 shows its lines only. It is kept from a hang that is not its fault, see `keep_groups`.
@@ -71,10 +69,3 @@ def keep_groups() -> None:
 
     dist.destroy_process_group = destroy_process_group
     distributed_c10d.destroy_process_group = destroy_process_group
-
-
-if __name__ == "__main__":
-    try:
-        work(sys.argv[1], sys.argv[2:])
-    except ScriptError as error:
-        sys.exit(error.code)

@@ -51,6 +51,10 @@ class DeadlineError(MinidistError):
     """Something took longer than its deadline; the message says what was waited for."""
 
 
+class LaunchDeadlineError(LaunchError, DeadlineError):
+    """Ranks had not finished at the deadline of their launch."""
+
+
 class ProtocolError(MinidistError):
     """A peer sent something that is not of the agreed form."""
 

@@ -16,9 +16,7 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -26,25 +24,18 @@ import socket
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
-from minidist.errors import LaunchError
+import cloudpickle
 
-try:  # by value, so that functions of a notebook can be run; without it only importable ones
-    import cloudpickle
-except ImportError:  # pragma: no cover - it comes with submitit
-    cloudpickle = None
+from minidist.errors import LaunchDeadlineError, LaunchError
+from minidist.fork_server import Child, fork
 
-# The fork server imports these once and runs nothing, so each rank is a clean and fast fork of it.
-# DistributedDataParallel's constructor imports torch._dynamo: more than a second on every rank.
-_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "minidist.launch")
 # After a rank has failed, the others get this long to fail by themselves (their tracebacks help).
 _GRACE_S = 1.0
-_PR_SET_PDEATHSIG = 1
 
 # Groups made inside isolated_world stay referenced: a gloo group's destructor joins threads that
 # may still wait for a peer.
@@ -63,7 +54,7 @@ def run(
     Every process has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     set as torchrun sets them, one torch thread, and no process group. Arguments and results are
     pickled, what a script or a notebook has defined by value: the script is not run once more in
-    each process. (Without cloudpickle it is, and needs `if __name__ == "__main__":`.)
+    each process.
 
     Args:
         fn: what each rank calls.
@@ -72,28 +63,20 @@ def run(
         env: extra environment variables of the ranks.
 
     Raises:
-        LaunchError: a rank raised, died, or had not finished at the deadline; every other rank
-            has been killed by then. `rank` of the error is the first one that failed.
+        LaunchError: a rank raised or died; every other rank has been killed by then. `rank` of the
+            error is the first one that failed.
+        LaunchDeadlineError: a LaunchError; a rank had not finished by then, and none had failed.
     """
     if nprocs < 1:
         raise ValueError(f"run: nprocs must be at least 1, got {nprocs}")
-    job = _dumps((fn, args))
+    job = cloudpickle.dumps((fn, args))
     port = free_port()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
     end_s = time.monotonic() + deadline_s
     ranks: list[_Rank] = []
     try:
         for rank in range(nprocs):
             variables = dict(os.environ) | dict(env or {}) | _rank_env(rank, nprocs, port)
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(theirs, variables, job), name=f"rank {rank}"
-            )  # no daemon: a DataLoader on a rank may start workers
-            with _no_main():
-                process.start()
-            theirs.close()
-            ranks.append(_Rank(rank, process, ours))
+            ranks.append(_Rank(rank, fork(_rank_main, job, env=variables)))
         _collect(ranks, end_s, deadline_s)
     finally:
         for each in ranks:
@@ -121,31 +104,12 @@ def _rank_env(rank: int, nprocs: int, port: int) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def _no_main() -> Iterator[None]:
-    """Hides the program from multiprocessing, which would run its file anew in each process."""
-    if cloudpickle is None:
-        yield
-        return
-    program = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = program
-
-
-def _dumps(value: Any) -> bytes:
-    return cloudpickle.dumps(value) if cloudpickle is not None else pickle.dumps(value)
-
-
 class _Rank:
-    """The parent's view of one rank: its process, its pipe and what came out of it."""
+    """The parent's view of one rank: its process and what came out of it."""
 
-    def __init__(self, rank: int, process: Any, pipe: connection.Connection) -> None:
+    def __init__(self, rank: int, process: Child) -> None:
         self.rank = rank
         self.process = process
-        self.pipe = pipe
         self.done = False
         self.result: Any = None
         self.error: str | None = None
@@ -154,10 +118,9 @@ class _Rank:
         """Take the rank's one message; its pipe is readable or closed."""
         self.done = True
         try:
-            status, value = pickle.loads(self.pipe.recv_bytes())
+            status, value = pickle.loads(self.process.pipe.recv_bytes())
         except EOFError:
-            self.process.join(5)
-            code = self.process.exitcode
+            code = self.process.join(5.0)
             how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"code {code}"
             self.error = f"the process ended without a result ({how})"
             return
@@ -171,20 +134,19 @@ class _Rank:
 
     def close(self) -> None:
         # A rank that is done may still be closing its groups: give it a moment, then end it.
-        self.process.join(2.0 if self.done and self.error is None else 0.0)
-        if self.process.exitcode is None:
+        if self.process.join(2.0 if self.done and self.error is None else 0.0) is None:
             self.process.kill()
-            self.process.join(5)
-        self.pipe.close()
+            self.process.join(5.0)
+        self.process.close()
 
 
 def _collect(ranks: list[_Rank], end_s: float, deadline_s: float) -> None:
     first: _Rank | None = None
     while pending := [each for each in ranks if not each.done]:
         left_s = end_s - time.monotonic()
-        ready = connection.wait([each.pipe for each in pending], max(0.0, left_s))
+        ready = connection.wait([each.process.pipe for each in pending], max(0.0, left_s))
         for each in pending:
-            if each.pipe in ready:
+            if each.process.pipe in ready:
                 each.receive()
                 if each.error is not None and first is None:
                     first = each
@@ -202,7 +164,7 @@ def _collect(ranks: list[_Rank], end_s: float, deadline_s: float) -> None:
             text += f"\nkilled while still running: {_names(late)}"
         raise LaunchError(text, rank=first.rank)
     if late:
-        raise LaunchError(
+        raise LaunchDeadlineError(
             f"run(): {_names(late)} had not finished after {deadline_s:g} s "
             f"(of {len(ranks)} ranks); all were killed",
             rank=late[0] if len(late) == 1 else None,
@@ -213,21 +175,14 @@ def _names(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _rank_main(pipe: connection.Connection, variables: dict[str, str], job: bytes) -> None:
-    """What a rank's process runs: sets the scene, calls the function, sends one message."""
-    with contextlib.suppress(OSError, AttributeError):
-        # The fork server ends with the program that started it; a rank must not outlive it.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.environ.clear()
-    os.environ.update(variables)
-    # The workers that a rank starts begin as anywhere, not as a fork of our server.
-    multiprocessing.set_start_method(None, force=True)  # pyright: ignore[reportArgumentType]
+def _rank_main(pipe: connection.Connection, job: bytes) -> None:
+    """What a rank's process runs: calls the function, sends one message."""
     try:
         import torch
 
         torch.set_num_threads(1)
         fn, args = pickle.loads(job)
-        message = _dumps(("ok", fn(*args)))
+        message = cloudpickle.dumps(("ok", fn(*args)))
     except BaseException:
         message = pickle.dumps(("error", traceback.format_exc()))
     sys.stdout.flush()

@@ -76,7 +76,7 @@ class Companion(threading.Thread):
                 signal.pthread_kill(self._main.ident, signal.SIGINT)
             return {"reporting": False}
         if do == "cut":
-            return {"cut": recover.cut_sockets(self._inherited)}
+            return {"aborted": recover.abort_nccl(), "cut": recover.cut_sockets(self._inherited)}
         if do == "reset":
             self._loop.add_callback(self._reset, message)
             return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import importlib
 import json
 import multiprocessing.connection
 import os
@@ -20,8 +19,10 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from minidist import fork_server
 from minidist.kernel.process import (
     adopt_orphans,
     descendants,
@@ -153,8 +154,8 @@ def _launch(config: dict[str, Any]) -> None:
                 raise
 
 
-def _fork_agent(link: Link, config: dict[str, Any]) -> int:
-    """Fork the process that runs torch's agent; returns its pid."""
+def _fork(link: Link, work: Callable[[], None]) -> int:
+    """Fork a process that does `work` and ends with the launcher; returns its pid."""
     launcher = os.getpid()
     pid = os.fork()
     if pid:
@@ -162,8 +163,7 @@ def _fork_agent(link: Link, config: dict[str, Any]) -> int:
     try:
         die_with_parent(launcher)
         os.close(link.fileno())
-        os.environ["MINIDIST_GENERATION"] = str(config["generation"])
-        _launch(config)
+        work()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -171,22 +171,34 @@ def _fork_agent(link: Link, config: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def load() -> None:
-    """Import once, before any fork, what ranks need; some of it would else be imported in each."""
-    # Every kernel imports it as it starts; that it may miss breakpoints is no news for a log.
-    silent = "PYDEVD_DISABLE_FILE_VALIDATION"
-    given = os.environ.get(silent)
-    os.environ[silent] = "1"
-    import ipykernel.debugger  # noqa: F401
+def _fork_agent(link: Link, config: dict[str, Any]) -> int:
+    """Fork the process that runs torch's agent, and the one that forks for its ranks."""
+    requests, served = socket.socketpair()
 
-    os.environ.pop(silent)
-    if given is not None:
-        os.environ[silent] = given
-    import torch.distributed
-    import torch.distributed.launcher.api  # noqa: F401
-    from ipykernel.kernelapp import IPKernelApp  # noqa: F401
+    def serve() -> None:
+        requests.close()
+        fork_server.serve(served)
 
-    from minidist.kernel import rank  # noqa: F401
+    def launch() -> None:
+        served.close()
+        os.environ["MINIDIST_GENERATION"] = str(config["generation"])
+        os.environ[fork_server.VARIABLE] = fork_server.name_of(requests)
+        _launch(config)
+
+    with requests, served:
+        _fork(link, serve)
+        return _fork(link, launch)
+
+
+def load(more: Iterable[str] = ()) -> None:
+    """What ranks need, once, before they are forked."""
+    needed = ["torch.distributed", "ipykernel.debugger", "minidist.kernel.rank"]
+    needed += ["torch.distributed.launcher.api"]  # by the agent
+    needed += ["stack_data", "pygments.formatters.terminal256"]  # by the first traceback
+    # The front answers no debugger's requests, and every rank would load one.
+    sys.modules["debugpy"] = None  # type: ignore[assignment]
+    fork_server.import_for_good([*needed, *more])
+    del sys.modules["debugpy"]
 
 
 def main() -> int:
@@ -207,9 +219,7 @@ def run(config: dict[str, Any]) -> int:
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_serve, args=(link, config, orders), daemon=True).start()
 
-    load()
-    for name in filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")):
-        importlib.import_module(name)
+    load(filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")))
     while True:
         order = orders.get()
         config.update({key: order.get(key) for key in ("ranks", "generation", "share")})

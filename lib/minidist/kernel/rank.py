@@ -20,6 +20,7 @@ from ipykernel.kernelapp import IPKernelApp
 from tornado.ioloop import IOLoop
 from traitlets.config import Config
 
+from minidist.fork_server import reseed_numpy
 from minidist.kernel import recover
 from minidist.kernel.companion import Companion
 from minidist.kernel.diagnose import collectives_started
@@ -165,6 +166,7 @@ def main(config: dict[str, Any], launcher: int) -> None:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     torch.set_num_threads(max(1, cores // config["ranks"]))
+    reseed_numpy()
     rank = int(os.environ["RANK"])
     link = Link(config["run_dir"], config["key"], str(rank), config["generation"])
     link.send({"pid": os.getpid()})

@@ -74,6 +74,21 @@ def cut_sockets(inherited: set[str]) -> int:
     return num_cut
 
 
+def abort_nccl() -> int:
+    """Break off what groups of nccl have under way; returns how many groups there are.
+
+    Their kernels wait on the GPU, where no closed connection reaches them. A communicator that
+    cannot be aborted either leaves its rank blocked, and the front kills that rank.
+    """
+    from torch.distributed import distributed_c10d
+
+    groups = [g for g, (name, _) in distributed_c10d._world.pg_map.items() if "nccl" in str(name)]
+    for group in groups:
+        with contextlib.suppress(Exception):
+            group.abort()
+    return len(groups)
+
+
 def reset_groups() -> dict[str, Any]:
     """Forget every process group, whatever state it is in; called between cells."""
     import torch.distributed as dist

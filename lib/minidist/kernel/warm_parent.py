@@ -30,6 +30,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from minidist.fork_server import import_for_good, reseed_numpy
 from minidist.kernel import launcher, surroundings, warm
 from minidist.kernel.process import (
     adopt_orphans,
@@ -135,7 +136,10 @@ class Parent:
                 if known and os.waitstatus_to_exitcode(code) != _NOT_SERVED:
                     self._started += 1
                     self._last_used = time.monotonic()
+        end = time.monotonic() + 3.0
         while strangers := [pid for pid in children(os.getpid()) if pid not in self._keepers]:
+            if time.monotonic() > end:
+                return
             for pid in [pid for one in strangers for pid in (one, *descendants(one))]:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -264,11 +268,8 @@ def _fork_launcher(
 def _renew() -> None:
     """What each new process has of its own, and forks of one process would have in common."""
     random.seed()
+    reseed_numpy()
     multiprocessing.current_process().authkey = os.urandom(32)
-    with contextlib.suppress(ImportError):
-        import numpy
-
-        numpy.random.seed()
 
 
 def _blas_setters() -> list[Callable[[int], Any]]:
@@ -317,8 +318,13 @@ def _close_stderr() -> None:
 
 def main(argv: list[str]) -> int:
     mine = surroundings.describe()
-    gc.disable()  # nothing of the imports is garbage, and pages that nobody writes to stay shared
     launcher.load()
+    before = mine["environment"]
+    mine["added"] = {name: os.environ[name] for name in os.environ if name not in before}
+    # By DDP's constructor, for more than a second. It also names a folder in the environment, which
+    # may be another one for other kernels, and which torch finds again by itself.
+    import_for_good(["torch._dynamo"])
+    gc.disable()  # a page that nobody writes to stays shared
     if sys.modules["torch"].cuda.is_initialized():
         print("an import has initialised CUDA, which does not survive a fork", file=sys.stderr)
         return 1
@@ -326,8 +332,6 @@ def main(argv: list[str]) -> int:
     if num_threads != 1:
         print(f"expected one thread after the imports, got {num_threads}", file=sys.stderr)
         return 1
-    before = mine["environment"]
-    mine["added"] = {name: os.environ[name] for name in os.environ if name not in before}
     adopt_orphans()
     parent = Parent(float(argv[0]), mine)
     gc.collect()
