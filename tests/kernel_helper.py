@@ -42,8 +42,14 @@ class Result:
 class Kernel:
     """A running front with its client."""
 
-    def __init__(self, *arguments: str, name: str = "torchrun-2", **options: Any) -> None:
-        self.manager = KernelManager(kernel_name=name)
+    def __init__(
+        self,
+        *arguments: str,
+        name: str = "torchrun-2",
+        manager: type[KernelManager] = KernelManager,
+        **options: Any,
+    ) -> None:
+        self.manager = manager(kernel_name=name)
         self.manager.start_kernel(extra_arguments=list(arguments), **options)
         self.client = self.manager.client()
         self.client.start_channels()

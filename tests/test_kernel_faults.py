@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,30 @@ def test_a_rank_that_dies_between_cells(fresh: Kernel) -> None:
     while fresh.request(action="status")["state"] != "lost" and time.monotonic() < end:
         time.sleep(0.05)
     assert "rank 1 ended with exit code 5" in fresh.run("1").reply["evalue"]
+
+
+def test_exit_in_a_cell_ends_the_rank(fresh: Kernel) -> None:
+    assert fresh.ok("%%rank 1\nprint('bye')\nexit()").text() == "bye\n"
+    end = time.monotonic() + 20
+    while fresh.request(action="status")["state"] != "lost" and time.monotonic() < end:
+        time.sleep(0.05)
+    result = fresh.run("1")
+    assert "rank 1 ended" in result.reply["evalue"]
+    assert result.seconds < 30
+    assert "2 fresh ranks" in fresh.ok("%restart_ranks\n1").text()
+
+
+def test_an_interrupt_while_ranks_start_stops_the_cell(fresh: Kernel) -> None:
+    fresh.ok("import time; time.sleep(1)")
+
+    def interrupt(seconds: float) -> None:
+        threading.Timer(seconds, fresh.manager.interrupt_kernel).start()
+
+    interrupt(0.1)  # a start takes longer
+    result = fresh.run("%restart_ranks\nimport time; time.sleep(60)")
+    assert result.reply["ename"] == "KeyboardInterrupt"
+    assert result.seconds < 30
+    assert fresh.ok("print(1)").text().startswith("1\n")
 
 
 def test_another_number_of_ranks(fresh: Kernel) -> None:

@@ -61,6 +61,8 @@ class Executor:
         self._stopping: asyncio.Task[bool] | None = None
         self._cell: Cell | None = None
         self._interrupting: asyncio.Task[None] | None = None  # kept, or it could be collected
+        self._busy = False  # with a request, of which the ranks may know nothing yet
+        self._interrupted = False  # before they did
         self._executions = 0
         self._cells = 0
         self._pending: dict[str, tuple[str, list[bytes], dict[str, Any]]] = {}
@@ -294,7 +296,11 @@ class Executor:
         if not silent:
             shown = {"code": code, "execution_count": self._executions}
             self._client.publish("execute_input", shown, request)
-        answer = await self._run(idents, request, code, keeps)
+        self._busy, self._interrupted = True, False
+        try:
+            answer = await self._run(idents, request, code, keeps)
+        finally:
+            self._busy = False
         if answer["status"] == "error" and not silent:
             error = {key: answer[key] for key in ("ename", "evalue", "traceback")}
             self._client.publish("error", error, request)
@@ -401,6 +407,8 @@ class Executor:
         """Run the plan's code as In[count]; with a `source`, its output is not shown."""
         if self._failure or self._ranks is None:
             return reply.error("rank_lost", "RankLost", self._failure, [])
+        if self._interrupted:
+            return reply.error("error", "KeyboardInterrupt", "before the cell had begun", [])
         cell = self._send(idents, request, plan, count, source)
         try:
             await self._until_done(cell)
@@ -486,4 +494,6 @@ class Executor:
         if self._cell is not None and self._ranks is not None:
             work = interrupt(self._cell, self._ranks)
             self._interrupting = asyncio.get_running_loop().create_task(work)
+        elif self._busy:
+            self._interrupted = True
         return {"status": "ok"}

@@ -36,7 +36,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _set_environment(config: dict[str, Any]) -> None:
+def set_environment(config: dict[str, Any]) -> None:
     """What has to be set before torch and numpy are imported, and what ranks are promised."""
     threads = str(max(1, _cores() // config["ranks"]))
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -190,9 +190,10 @@ def _fork_agent(link: Link, config: dict[str, Any]) -> int:
         return _fork(link, launch)
 
 
-def _import(more: Iterable[str]) -> None:
+def load(more: Iterable[str] = ()) -> None:
     """What ranks need, once, before they are forked."""
     needed = ["torch.distributed", "ipykernel.debugger", "minidist.kernel.rank"]
+    needed += ["torch.distributed.launcher.api"]  # by the agent
     needed += ["stack_data", "pygments.formatters.terminal256"]  # by the first traceback
     # The front answers no debugger's requests, and every rank would load one.
     sys.modules["debugpy"] = None  # type: ignore[assignment]
@@ -202,18 +203,23 @@ def _import(more: Iterable[str]) -> None:
 
 def main() -> int:
     config = json.loads(sys.stdin.buffer.readline())
-    config["key"] = base64.b64decode(config["key"])
     # Neither ranks nor what they start may read from the front's pipe.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    return run(config)
+
+
+def run(config: dict[str, Any]) -> int:
+    """Serve the front until it has gone."""
+    config["key"] = base64.b64decode(config["key"])
     adopt_orphans()
-    _set_environment(config)
+    set_environment(config)
     link = Link(config["run_dir"], config["key"], "launcher", 0)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_serve, args=(link, config, orders), daemon=True).start()
 
-    _import(filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")))
+    load(filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")))
     while True:
         order = orders.get()
         config.update({key: order.get(key) for key in ("ranks", "generation", "share")})

@@ -31,6 +31,7 @@ class Options:
         run_dir: directory of the sockets that ranks connect to; None makes a fresh private one.
         fixed_ranks: cells cannot ask for fresh ranks; a grader does, by a message of its own.
         deadline_s: longest time of one cell in seconds; None sets no limit.
+        warm: a warm parent may start the launcher, see `warm.py`.
     """
 
     connection_file: str
@@ -43,6 +44,7 @@ class Options:
     fixed_ranks: bool = False
     deadline_s: float | None = None
     rank_init: str | None = field(default=None)
+    warm: bool = False
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -109,6 +111,8 @@ def parse(argv: list[str]) -> Options:
         fixed_ranks=launcher.get("fixed_ranks") is True,
         deadline_s=known.deadline,
         rank_init=(os.environ if env is None else env).get("MINIDIST_RANK_INIT"),
+        # What a grader starts owes nothing to any other process.
+        warm=os.environ.get("MINIDIST_WARM") == "1" and known.launcher is None and job is None,
     )
 
 

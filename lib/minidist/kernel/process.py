@@ -40,6 +40,21 @@ def adopt_orphans() -> None:
 
 def descendants(root: int) -> list[int]:
     """Pids below `root`, parents first, zombies included; empty where there is no /proc."""
+    families, found, queue = _families(), [], [root]
+    while queue:
+        below = families.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def children(root: int) -> list[int]:
+    """Pids of the direct children of `root`, zombies included."""
+    return _families().get(root, [])
+
+
+def _families() -> dict[int, list[int]]:
+    """The children of every process that has some."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
         if not entry.name.isdigit():
@@ -48,12 +63,7 @@ def descendants(root: int) -> list[int]:
             # "pid (name) state ppid …": the name may hold spaces and parentheses
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, queue = [], [root]
-    while queue:
-        below = children.get(queue.pop(0), [])
-        found += below
-        queue += below
-    return found
+    return children
 
 
 def kill_descendants(root: int, *, deadline_s: float = 3.0) -> None:

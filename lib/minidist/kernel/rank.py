@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -188,3 +189,7 @@ def main(config: dict[str, Any], launcher: int) -> None:
     ).start()
     link.send({"ready": True})
     app.start()
+    # A cell has called exit(). The threads of a kernel would keep the process, which no longer
+    # answers, so it ends here, once its last messages are on their way.
+    time.sleep(0.2)
+    os._exit(0)

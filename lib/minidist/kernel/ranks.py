@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from minidist.kernel import warm
 from minidist.kernel.job import Share
 from minidist.kernel.options import Options
 from minidist.kernel.outputs import label
@@ -70,7 +71,7 @@ class Ranks:
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._answers: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
         self._next_id = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | warm.Launcher | None = None
         self._stderr = bytearray()
         self._exits: dict[int, int | None] = {}
         self._start_error = ""
@@ -108,7 +109,7 @@ class Ranks:
             self._bind()
             if self._process is None:
                 await self._open_link()
-                self._spawn()
+                await self._spawn()
                 self._watcher = asyncio.create_task(self._watch_launcher())
             await self._until(lambda: "launcher" in self._writers, end)
             order = {"do": "start", "ranks": len(self._here), "generation": generation}
@@ -158,9 +159,9 @@ class Ranks:
         if self._options.run_dir is not None:
             os.chmod(path, 0o666)
 
-    def _spawn(self) -> None:
+    async def _spawn(self) -> None:
+        """Start the launcher, from the warm parent if there is one that would do."""
         options = self._options
-        command = [*options.prefix, sys.executable, "-m", "minidist.kernel.launcher"]
         config = {
             "run_dir": self._run_dir,
             "remove": [] if options.run_dir else [self._run_dir, self._output_dir],
@@ -170,9 +171,36 @@ class Ranks:
             "ranks": len(self._here),
             "rank_init": options.rank_init,
         }
+        if options.warm:
+            self._process = await self._ask_warm_parent(config)
+        if self._process is None:
+            self._process = self._start_cold(config)
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        os.set_blocking(fd, False)
+        asyncio.get_running_loop().add_reader(fd, self._drain, fd)
+
+    async def _ask_warm_parent(self, config: dict[str, Any]) -> warm.Launcher | None:
+        """A thread of its own asks, as one that does not answer must not hold the notebook up."""
+        loop = asyncio.get_running_loop()
+        asked = loop.run_in_executor(
+            None, warm.launch, config, self._options.env, self._options.cwd
+        )
         try:
-            self._process = subprocess.Popen(
-                command,
+            found = await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(lambda done: (it := done.result()) and it.end())
+            raise
+        if self._closed and found is not None:
+            found.end()
+            raise RuntimeError("the ranks were ended while they started")
+        return found
+
+    def _start_cold(self, config: dict[str, Any]) -> subprocess.Popen[bytes]:
+        options = self._options
+        try:
+            process = subprocess.Popen(
+                [*options.prefix, sys.executable, "-m", "minidist.kernel.launcher"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -182,14 +210,11 @@ class Ranks:
             )
         except OSError as error:
             raise RuntimeError(f"the ranks' launcher could not be started: {error}") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(config).encode() + b"\n")
-            self._process.stdin.close()
-        fd = self._process.stdout.fileno()
-        os.set_blocking(fd, False)
-        asyncio.get_running_loop().add_reader(fd, self._drain, fd)
+            process.stdin.write(json.dumps(config).encode() + b"\n")
+            process.stdin.close()
+        return process
 
     def _drain(self, fd: int) -> None:
         """Keep the end of what launcher and ranks write past Jupyter; it explains failed starts."""
@@ -353,7 +378,7 @@ class Ranks:
         while process is not None and process.poll() is None:
             await asyncio.sleep(0.1)
             reap([p for p in descendants_to_reap() if p != process.pid])
-        if process is not None:
+        if process is not None and process.returncode is not None:
             await asyncio.sleep(0.3)  # a rank's own end, if that was the cause, comes first
             how = describe_exit(process.returncode)
             self._tell_lost(None, f"the launcher of the ranks ended with {how}")
@@ -408,10 +433,13 @@ class Ranks:
             self._watcher.cancel()
         process = self._process
         if process is not None:
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(3)
+            if isinstance(process, warm.Launcher):
+                process.end()
+            else:
+                with contextlib.suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(3)
             kill_descendants(os.getpid())
             if process.stdout is not None:
                 with contextlib.suppress(Exception):
