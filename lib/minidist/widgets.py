@@ -70,7 +70,8 @@ class Explorer:
         self._alt = alt or (inspect.getdoc(draw) or draw.__name__).split("\n")[0]
         self.controls: dict[str, Any] = {}
         parameters = inspect.signature(draw).parameters
-        longest = max((len(labels.get(name, name)) for name in controls), default=0)
+        self._labels = {name: labels.get(name, name) for name in controls}
+        label_em = 0.55 * max(map(len, self._labels.values()), default=0) + 1
         for name, control in controls.items():
             if name not in parameters or parameters[name].default is inspect.Parameter.empty:
                 defaults = [p.name for p in parameters.values() if p.default is not p.empty]
@@ -79,9 +80,10 @@ class Explorer:
                     f"{defaults}"
                 )
             begin = parameters[name].default
-            self.controls[name] = _make_control(control, begin, labels.get(name, name), longest)
+            self.controls[name] = _make_control(control, begin, self._labels[name], label_em)
         self.picture = ipywidgets.HTML()
-        self.box = ipywidgets.VBox([*self.controls.values(), self.picture])
+        rows = [_row(self.controls[name], self._labels[name], label_em) for name in controls]
+        self.box = ipywidgets.VBox([*rows, self.picture])
         for widget in self.controls.values():
             widget.observe(self._changed, names="value")
         self.png = b""
@@ -110,7 +112,7 @@ class Explorer:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         view = {"version_major": 2, "version_minor": 0, "model_id": self.box.model_id}
-        where = ", ".join(f"{w.description} = {w.value}" for w in self.controls.values())
+        where = ", ".join(f"{self._labels[n]} = {value}" for n, value in self.values.items())
         return {
             "application/vnd.jupyter.widget-view+json": view,
             "image/png": base64.b64encode(self.png).decode(),
@@ -118,9 +120,16 @@ class Explorer:
         }
 
 
-def _make_control(control: Control, value: Any, label: str, label_length: int) -> Any:
+def _row(control: Any, label: str, label_em: float) -> Any:
+    """A control beside its label. That of buttons would stand above them."""
+    if not isinstance(control, ipywidgets.ToggleButtons):
+        return control
+    place = ipywidgets.Layout(width=f"{label_em:.1f}em", display="flex", justify_content="flex-end")
+    return ipywidgets.HBox([ipywidgets.Label(label, layout=place), control])
+
+
+def _make_control(control: Control, value: Any, label: str, label_em: float) -> Any:
     """One control; the labels of all controls are as wide as the longest, so that they line up."""
-    label_em = 0.55 * label_length + 1
     style = {"description_width": f"{label_em:.1f}em"}
     common: dict[str, Any] = {"value": value, "description": label, "style": style}
     wide = ipywidgets.Layout(width=f"{label_em + 26:.1f}em", max_width="100%")
@@ -136,9 +145,11 @@ def _make_control(control: Control, value: Any, label: str, label_length: int) -
     if value not in options:
         raise ValueError(f"explore: {label!r} begins at {value!r}, which is not in {options}")
     if all(isinstance(option, str) for option in options) and len(options) <= _MOST_BUTTONS:
-        common["style"] = style | {"button_width": "auto"}
-        free = ipywidgets.Layout(width="auto", max_width="100%")
-        return ipywidgets.ToggleButtons(**common, options=options, layout=free)
+        return ipywidgets.ToggleButtons(
+            value=value, options=options, style={"button_width": "auto"},
+            tooltips=[f"{label}: {option}" for option in options],
+            layout=ipywidgets.Layout(width="auto", max_width="100%"),
+        )  # fmt: skip
     return ipywidgets.SelectionSlider(
         **common, options=options, continuous_update=False, layout=wide
     )

@@ -103,6 +103,7 @@ def describe(figure: Figure) -> str:
         axes = [f"x: {ax.get_xlabel()}" if ax.get_xlabel() else ""]
         axes += [f"y: {ax.get_ylabel()}" if ax.get_ylabel() else ""]
         texts = [text.get_text() for text in ax.texts] if len(ax.texts) <= 8 else []
+        texts = [text for text in texts if any(map(str.isalpha, text))]
         words += [title, *axes, *labels, *texts]
     plain = (" ".join(word.split()) for word in words)
     return "; ".join(dict.fromkeys(word for word in plain if word)) or "a drawing"
