@@ -272,10 +272,14 @@ def test_another_control_group_is_entered_or_refused() -> None:
 
 def test_a_folder_that_is_gone_starts_cold(parent: int, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
+    # Of a fresh process: other tests have changed this one's path and environment.
+    code = "import json\nfrom minidist.kernel import surroundings\nprint(json.dumps("
+    code += "surroundings.describe(cwd='/')))"
+    told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60)
+    wanted = {**json.loads(told.stdout), "cwd": str(gone)}
     sock = warm.connect(warm.socket_path())
     assert sock is not None
     with sock:
-        wanted = {**surroundings.describe(cwd="/"), "cwd": str(gone)}
         answer = warm.ask(sock, {"do": "status", **wanted}, [])
     assert "No such file or directory" in answer["refuses"]
 
