@@ -284,7 +284,7 @@ def test_a_folder_that_is_gone_starts_cold(parent: int, tmp_path: Path) -> None:
     assert "No such file or directory" in answer["refuses"]
 
 
-def test_what_cannot_be_taken_over() -> None:
+def test_what_cannot_be_taken_over(tmp_path: Path) -> None:
     mine = surroundings.describe()
     assert surroundings.difference(mine, surroundings.describe()) == ""
     for key, value in {
@@ -299,6 +299,8 @@ def test_what_cannot_be_taken_over() -> None:
     end = len(mine["path"])
     path = [*mine["path"][: end - 1], "/nowhere", *mine["path"][end - 1 :]]
     assert surroundings.difference(mine, {**mine, "path": path}) == ""
+    (tmp_path / "__main__.py").touch()  # no module that anybody imports
+    assert surroundings.difference(mine, {**mine, "path": [*path, str(tmp_path)]}) == ""
     added = {**mine, "environment": {**mine["environment"], "NEW": "1", "OMP_NUM_THREADS": "9"}}
     assert surroundings.difference(mine, added) == ""
 

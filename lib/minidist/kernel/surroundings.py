@@ -94,6 +94,7 @@ def _other_modules(ours: list[str], theirs: list[str]) -> str:
     if not all(entry in rest for entry in ours):
         return "another sys.path"
     loaded = {name.partition(".")[0] for name in sys.modules} | {"sitecustomize", "usercustomize"}
+    loaded.discard("__main__")  # a program, which nobody imports by this name
     for folder in dict.fromkeys(entry for entry in theirs if entry not in ours):
         if os.path.isfile(folder):
             return f"{folder} in sys.path"
