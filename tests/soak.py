@@ -1,8 +1,7 @@
 """`make soak`: right submissions, graded over and over with every core busy, must lose no point.
 
 Those that change different cells are graded as one. Each time the notebook differs by a remark, so
-the journal has no record of it. Busy loops, one per
-core, run beside the grader all the while.
+the journal has no record of it. Busy loops, one per core, run beside the grader all the while.
 """
 
 from __future__ import annotations

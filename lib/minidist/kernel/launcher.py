@@ -18,15 +18,14 @@ import shutil
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from minidist import fork_server
 from minidist.kernel.process import (
     adopt_orphans,
     descendants,
-    die_with_parent,
+    fork_child,
     kill_descendants,
 )
 from minidist.kernel.wire import Link, endpoint
@@ -154,40 +153,25 @@ def _launch(config: dict[str, Any]) -> None:
                 raise
 
 
-def _fork(link: Link, work: Callable[[], None]) -> int:
-    """Fork a process that does `work` and ends with the launcher; returns its pid."""
-    launcher = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        die_with_parent(launcher)
-        os.close(link.fileno())
-        work()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
-
-
 def _fork_agent(link: Link, config: dict[str, Any]) -> int:
     """Fork the process that runs torch's agent, and the one that forks for its ranks."""
     requests, served = socket.socketpair()
 
     def serve() -> None:
+        os.close(link.fileno())
         requests.close()
         fork_server.serve(served)
 
     def launch() -> None:
+        os.close(link.fileno())
         served.close()
         os.environ["MINIDIST_GENERATION"] = str(config["generation"])
         os.environ[fork_server.VARIABLE] = fork_server.name_of(requests)
         _launch(config)
 
     with requests, served:
-        _fork(link, serve)
-        return _fork(link, launch)
+        fork_child(serve)
+        return fork_child(launch)
 
 
 def load(more: Iterable[str] = ()) -> None:

@@ -11,7 +11,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -31,6 +34,25 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork_child(work: Callable[[], object]) -> int:
+    """Fork a process that does `work` and ends with this one; returns its pid.
+
+    It ends with code 0, or with 1 and a traceback on stderr where `work` raised.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        die_with_parent(parent)
+        work()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
 
 
 def adopt_orphans() -> None:

@@ -19,7 +19,6 @@ import gc
 import json
 import multiprocessing
 import os
-import random
 import select
 import shutil
 import signal
@@ -30,13 +29,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from minidist.fork_server import import_for_good, reseed_numpy
+from minidist.fork_server import import_for_good
 from minidist.kernel import launcher, surroundings, warm
 from minidist.kernel.process import (
     adopt_orphans,
     children,
     descendants,
-    die_with_parent,
+    fork_child,
     kill_descendants,
     reap,
 )
@@ -240,18 +239,14 @@ def _fork_launcher(
     output: int,
     setters: list[Callable[[int], Any]],
 ) -> int:
-    keeper = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        die_with_parent(keeper)
+    def launch() -> None:
         connection.close()
         os.setsid()
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-        _renew()
+        # Each process has its own; of random numbers, ranks and their children take care.
+        multiprocessing.current_process().authkey = os.urandom(32)
         gc.enable()
         launcher.set_environment(config)
         cores = len(os.sched_getaffinity(0))
@@ -259,17 +254,8 @@ def _fork_launcher(
             set_threads(min(cores, int(os.environ["OPENBLAS_NUM_THREADS"])))
         sys.argv = [str(launcher.__file__)]
         launcher.run(config)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    os._exit(1)
 
-
-def _renew() -> None:
-    """What each new process has of its own, and forks of one process would have in common."""
-    random.seed()
-    reseed_numpy()
-    multiprocessing.current_process().authkey = os.urandom(32)
+    return fork_child(launch)
 
 
 def _blas_setters() -> list[Callable[[int], Any]]:
