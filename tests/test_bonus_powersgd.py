@@ -7,7 +7,8 @@ import pytest
 from lab_helper import make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
-from autograder.criteria.powersgd_columns import columns_problem
+from autograder.criteria.base import Case
+from autograder.criteria.powersgd_columns import MEAN_SHAPES, columns_problem
 from autograder.referee import draw_for
 from autograder.verify import choose_covering
 from autograder.zoo import load_zoo
@@ -65,6 +66,30 @@ def test_no_answer_passes_and_none_confuses_the_judge(criterion):
         findings = criterion.judge(make_case(LAB, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)
+
+
+def test_a_mean_that_nearly_cancels_is_right():
+    """What float32 rounds is as large as the numbers that are added, not as their sum."""
+    criterion = LAB["powersgd_mean"]
+    inputs = criterion.draw(draw_for(b"test", NAME, criterion.name, "one", WORLD_SIZE))
+    scalars = ("a1", "b1")
+    for name in scalars:
+        kind = inputs[0][name].dtype.type
+        for rank, value in enumerate((0.7, 0.4, -1.1)):
+            inputs[rank][name] = np.array(kind(value) + kind(1e-7 if kind is np.float32 else 0))
+
+    def answers(error: float) -> list[dict[str, object]]:
+        means: dict[str, object] = {"none": 0, "a count": len(MEAN_SHAPES), "b count": 3}
+        for name in (key for key in inputs[0] if isinstance(inputs[0][key], np.ndarray)):
+            everyone = [values[name] for values in inputs]
+            means[name] = sum(everyone[1:], everyone[0]) / everyone[0].dtype.type(WORLD_SIZE)
+        for name in scalars:
+            means[name] = np.asarray(means[name] + means[name].dtype.type(error))
+        before = [{f"before/{k}": v for k, v in values.items()} for values in inputs]
+        return [means | each for each in before]
+
+    assert criterion.judge(Case(WORLD_SIZE, inputs, answers(0.0))) == []
+    assert criterion.judge(Case(WORLD_SIZE, inputs, answers(5e-3)))
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)

@@ -77,11 +77,13 @@ def judge_values(case: Case) -> list[Finding]:
             right = True
             for k, shape in enumerate(shapes[number]):
                 key = f"{number}/{k}"
-                total = np.sum([i[key].astype(np.float64) for i in case.inputs], axis=0)
+                everyone = [i[key].astype(np.float64) for i in case.inputs]
+                total = np.sum(everyone, axis=0)
                 dtype = "float64" if k == 2 else "float32"
                 right = right and oracle.close(
                     findings, rank, f"{layout}, tensor of shape {shape}", answer.get(key), total,
                     dtype=dtype, hint=_why(answer.get(key), total, case, key, rank),
+                    terms=everyone,
                 )  # fmt: skip
             if not right:
                 break

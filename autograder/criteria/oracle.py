@@ -85,9 +85,15 @@ def close(
     *,
     dtype: str = "float32",
     hint: str = "",
+    terms: Sequence[np.ndarray] = (),
 ) -> bool:
-    """`compare` at this dtype's tolerance, with an absolute part relative to the largest value."""
-    scale = float(np.abs(expected).max()) if np.size(expected) else 0.0
+    """`compare` at this dtype's tolerance, with an absolute part relative to the largest value.
+
+    Args:
+        terms: what `expected` is a sum or mean of. Where a tensor of one number nearly cancels,
+            what was rounded is as large as these, not as the sum.
+    """
+    scale = max((float(np.abs(a).max()) for a in (expected, *terms) if np.size(a)), default=0.0)
     rtol = RTOL[dtype]
     return compare(
         findings, rank, what, got, expected, rtol=rtol, atol=rtol * scale + 1e-12, hint=hint

@@ -176,12 +176,13 @@ def judge_mean(case: Case) -> list[Finding]:
                 continue
             for i in range(count):
                 name = f"{letter}{i}"
-                own, mean = case.inputs[rank][name], oracle.mean([v[name] for v in case.inputs])
+                everyone = [values[name] for values in case.inputs]
+                own, mean = everyone[rank], oracle.mean(everyone)
                 got = answer.get(name)
                 hint = oracle.explain_gradient(got, mean, own, case.world_size)
                 if not oracle.close(
                     findings, rank, f"mean of tensor {i}, shape {list(own.shape)}", got, mean,
-                    dtype="float32" if letter == "a" else "float64", hint=hint,
+                    dtype="float32" if letter == "a" else "float64", hint=hint, terms=everyone,
                 ):  # fmt: skip
                     break
                 if not np.array_equal(answer.get(f"before/{name}", ()), own):

@@ -77,7 +77,7 @@ def judge_telescope(case: Case) -> list[Finding]:
                 findings, rank,
                 f"parameter {i}: the sum of {steps} applied gradients + the mean error, held "
                 "against the sum of the true means",
-                total, true, dtype="float32", hint=hint,
+                total, true, dtype="float32", hint=hint, terms=applied,
             ):  # fmt: skip
                 break
         if findings:
