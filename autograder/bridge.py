@@ -18,12 +18,14 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_output
+from nbgrader.api import Gradebook
 from nbgrader.coursedir import CourseDirectory
 from nbgrader.preprocessors import NbGraderPreprocessor
 from traitlets import Bool
 
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab
+from autograder.criteria.base import Status
 from autograder.intake import Submission, read_submission
 from autograder.run import Record, Settings, executed_path, grade, known_record, record_key
 from autograder.sandbox import probe_support
@@ -97,6 +99,30 @@ class GradeWithReferee(_Bridge):
         if executed.is_file():
             nb.cells = nbformat.read(executed, as_version=4).cells
         show_verdicts(nb, record)
+        resources["minidist_record"] = record
+        return nb, resources
+
+
+class SaveExtraPoints(_Bridge):
+    """After nbgrader's SaveAutoGrades: what criteria with extra points are worth.
+
+    Full marks of their cells are 0, which nbgrader reads off an output as 0 of 0. Where one is
+    BLOCKED there is no score, so nbgrader lists it as one for a person to grade.
+    """
+
+    def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
+        """Writes the scores into the gradebook."""
+        extra = [c for c in resources["minidist_record"]["criteria"] if c.get("extra")]
+        names = resources["nbgrader"]
+        with Gradebook(names["db_url"]) as book:
+            for criterion in extra:
+                grade: Any = book.find_grade(
+                    criterion["name"], names["notebook"], names["assignment"], names["student"]
+                )
+                blocked = criterion["status"] == Status.BLOCKED
+                grade.auto_score = None if blocked else criterion["points"]
+                grade.needs_manual_grade = blocked or grade.manual_score is not None
+            book.db.commit()
         return nb, resources
 
 
@@ -112,12 +138,16 @@ def show_verdicts(nb: NotebookNode, record: Record) -> None:
 
 def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> NotebookNode:
     """A display for a pass, an error for anything else: what nbgrader counts as all or nothing."""
-    score = f"{verdict['points']:g}/{verdict['max_points']:g}"
+    extra = " extra" if verdict.get("extra") else ""
+    score = f"{verdict['points']:g}/{verdict['max_points']:g}{extra}"
     note = "" if sandboxed else "  (UNSANDBOXED)"
     if verdict["status"] == "PASS":
         text = f"✓ {score}  {title}{note}"
         shown = f'<div style="color:#1a7f37"><b>✓ {score}</b> {html.escape(title + note)}</div>'
         return new_output("display_data", {"text/plain": text, "text/html": shown})
+    if verdict["status"] == Status.BLOCKED:  # costs nothing, so it is no error
+        text = f"○ {score}  {title}: not here. {verdict['message']}{note}"
+        return new_output("display_data", {"text/plain": text})
     ranks = ", ".join(f"rank {r['rank']}: {r['status']}" for r in verdict["ranks"])
     lines = [f"✗ {score}  {title}: {verdict['status']}{note}", *verdict["message"].splitlines()]
     return new_output(

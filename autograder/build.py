@@ -69,7 +69,7 @@ def build_notebook(py: Path, *, text: str | None = None) -> NotebookNode:
             lab = read_options(py.parents[2]).apply(get_lab(py.stem))
         except ValueError as error:
             raise BuildError(f"{py}: {error}") from error
-        points = {criterion.name: criterion.points for criterion in lab.criteria}
+        points = {criterion.name: criterion.listed_points for criterion in lab.criteria}
         num_ranks = lab.practice_world_size
     kernel = header.get("kernelspec", {}).get("name", f"torchrun-{num_ranks}")
     if not (match := _KERNEL.fullmatch(kernel)):

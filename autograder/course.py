@@ -73,7 +73,7 @@ class Course:
         if not path.is_file():
             raise CourseError(f"{path} is missing: run `make build`")
         notebook = nbformat.read(path, as_version=4)
-        worth = {c.name: c.points for c in self.lab(lab).criteria}
+        worth = {c.name: c.listed_points for c in self.lab(lab).criteria}
         for cell in notebook.cells:
             options = cell.metadata.get("nbgrader", {})
             name, points = options.get("grade_id"), options.get("points")

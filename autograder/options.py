@@ -118,7 +118,7 @@ def _points(entries: dict[str, Any], lab: Lab, where: str) -> dict[str, float]:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and value >= 0):
             raise OptionsError(f"{where}: {name}: expected points from 0 up, got {value!r}")
-    if sum(entries.get(c.name, c.points) for c in lab.criteria) <= 0:
+    if sum(entries.get(c.name, c.points) for c in lab.criteria if not c.extra) <= 0:
         raise OptionsError(f"{where}: with these points nothing in {lab.name} is worth anything")
     return {name: float(value) for name, value in entries.items()}
 

@@ -74,7 +74,7 @@ def check(name: str, subject: Any = None) -> None:
         CheckFailed: at the student's desk, on rank 0, if the answer is not right.
     """
     from autograder.criteria import find_criterion
-    from autograder.criteria.base import Context, split
+    from autograder.criteria.base import Context, HardwareMissingError, split
 
     _, criterion = find_criterion(name)
     channels = _channels or _connect(_practice_referee())
@@ -85,12 +85,14 @@ def check(name: str, subject: Any = None) -> None:
     try:
         with (
             _harmless_cuda_calls(),
-            _world(criterion.world, asked.fields["case"], channels) as (device, broker),
+            _world(criterion, asked.fields["case"], channels) as (device, broker),
         ):
             context = Context(channels.rank, channels.world_size, device, broker)
             values = criterion.observe(subject, inputs, context)
         answer = Message("answer", {"criterion": name, "status": "ok"})
         answer.fields["values"], answer.arrays = split(values)
+    except HardwareMissingError as error:
+        answer = Message("answer", {"criterion": name, "status": "blocked", "message": str(error)})
     except BaseException as error:
         told = {"criterion": name, "status": "error", "message": describe_error(error)[:4000]}
         _tell(channels, Message("answer", told), criterion.deadline_s)
@@ -117,6 +119,12 @@ def _show(fields: dict[str, Any]) -> None:
     if fields["status"] == "PASS":
         print(f"✓ {fields['name']}  {score}  {fields['title']}  ({fields['so_far']})")
         return
+    if fields["status"] == "BLOCKED":
+        print(
+            f"○ {fields['name']}  +{fields['max_points']:g} extra  {fields['title']}: not here. "
+            f"{fields['message']}"
+        )
+        return
     raise CheckFailed(
         f"✗ {fields['name']}  {score}  {fields['title']}\n{fields['message']}\n"
         f"Reread: {fields['task']}."
@@ -142,19 +150,24 @@ def _cell_name(filename: str) -> str | None:
 
 
 @contextmanager
-def _world(kind: str, case: int, channels: _Channels) -> Iterator[tuple[Any, Any]]:
-    """Makes the process group that a criterion asks for torch's default one; device and broker."""
+def _world(criterion: Any, case: int, channels: _Channels) -> Iterator[tuple[Any, Any]]:
+    """Makes the process group that a criterion asks for torch's default one; device and broker.
+
+    Raises:
+        HardwareMissingError: the criterion needs a GPU that this rank cannot have.
+    """
     import torch
 
     from minidist import device as devices
 
+    kind = criterion.world
     if kind == "emulated":
         from minidist.emulate.backend import emulated_world
 
         with emulated_world(channels.broker, channels.rank, channels.world_size) as broker:
             yield torch.device("cpu"), broker
         return
-    device = devices.choose_device()
+    device = devices.choose_device() if not criterion.extra else _own_gpu(criterion.needs)
     if kind in ("own", "none"):
         yield device, None
         return
@@ -167,6 +180,27 @@ def _world(kind: str, case: int, channels: _Channels) -> Iterator[tuple[Any, Any
         world_size=channels.world_size, base=10_000 * (case + 1),
     ):  # fmt: skip
         yield device, None
+
+
+def _own_gpu(needs: str) -> Any:
+    """The GPU that a criterion with extra points runs on here; ranks may have to share one.
+
+    Raises:
+        HardwareMissingError: there is none, or not one for each rank where that is needed.
+    """
+    import torch
+
+    from autograder.criteria.base import HardwareMissingError
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if needs == "cuda per rank" else 1
+    if count < wanted:
+        raise HardwareMissingError(
+            f"It needs {wanted} CUDA device{'s' * (wanted > 1)}; torch sees {count or 'none'}."
+        )
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _store(channels: _Channels, case: int) -> Any:

@@ -58,9 +58,13 @@ _REASONS = {
     Status.NOT_RUN: "the check was not reached",
     Status.STUDENT_ERROR: "the code raised",
     Status.WRONG: "no answer",
+    Status.BLOCKED: "hardware is missing",
 }
 # The worst of the ranks' statuses is the criterion's, in this order.
-_WORST = (Status.RANK_LOST, Status.TIMEOUT, Status.STUDENT_ERROR, Status.WRONG, Status.NOT_RUN)
+_WORST = (
+    Status.RANK_LOST, Status.TIMEOUT, Status.STUDENT_ERROR, Status.WRONG, Status.NOT_RUN,
+    Status.BLOCKED,
+)  # fmt: skip
 
 
 def draw_for(key: bytes, lab: str, criterion: str, attempt: str, world_size: int) -> Draw:
@@ -84,6 +88,11 @@ class _OpenCheck:
     asked: set[int] = field(default_factory=set)
     answers: dict[int, Values] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    blocked: dict[int, str] = field(default_factory=dict)  # of a criterion with extra points only
+
+    def has_heard(self, rank: int) -> bool:
+        """Whether `rank` has answered in some way."""
+        return rank in self.answers or rank in self.errors or rank in self.blocked
 
 
 class Referee:
@@ -161,6 +170,9 @@ class Referee:
             elif rank in opened.errors:
                 statuses.append(Status.STUDENT_ERROR)
                 notes.append(Finding(opened.errors[rank], rank))
+            elif rank in opened.blocked:
+                statuses.append(Status.BLOCKED)
+                notes.append(Finding(opened.blocked[rank], rank))
             else:
                 statuses.append((ranks or {}).get(rank, missing))
         if all(status == Status.PASS for status in statuses):
@@ -171,11 +183,15 @@ class Referee:
                 for rank in range(self.world_size) if finding.rank is None else [finding.rank]:
                     statuses[rank] = Status.WRONG
         else:
-            notes = self._explain_silence(statuses, set(opened.errors), reason) + notes
+            spoke = set(opened.errors) | set(opened.blocked)
+            notes = self._explain_silence(statuses, spoke, reason) + notes
         worst = next((s for s in _WORST if s in statuses), Status.PASS)
         points = criterion.points if worst == Status.PASS else 0.0
         message = _message(notes, self.world_size) if worst != Status.PASS else ""
-        return Verdict(criterion.name, worst, points, criterion.points, message, tuple(statuses))
+        return Verdict(
+            criterion.name, worst, points, criterion.points, message, tuple(statuses),
+            criterion.extra,
+        )  # fmt: skip
 
     def _explain_silence(
         self, statuses: list[Status], spoke: set[int], reason: str
@@ -308,13 +324,15 @@ class Referee:
             opened = self._open
             if opened is None or opened.criterion.name != name or rank not in opened.asked:
                 return Message("noted")
-            if rank not in opened.answers and rank not in opened.errors:
-                if message.fields.get("status") == "ok" and isinstance(
-                    message.fields.get("values"), dict
-                ):
-                    opened.answers[rank] = message.fields["values"] | message.arrays
+            if not opened.has_heard(rank):
+                status, values = message.fields.get("status"), message.fields.get("values")
+                said = str(message.fields.get("message", "an error"))[:4000]
+                if status == "ok" and isinstance(values, dict):
+                    opened.answers[rank] = values | message.arrays
+                elif status == "blocked" and opened.criterion.extra:
+                    opened.blocked[rank] = said
                 else:
-                    opened.errors[rank] = str(message.fields.get("message", "an error"))[:4000]
+                    opened.errors[rank] = said
                 self._changed.notify_all()
         return self._practice_verdict(opened, rank) if self.practice else Message("noted")
 
@@ -340,7 +358,7 @@ class Referee:
             self.open(criterion)
 
     def _is_complete(self, opened: _OpenCheck) -> bool:
-        return len(opened.answers) + len(opened.errors) == self.world_size
+        return all(map(opened.has_heard, range(self.world_size)))
 
     def _practice_verdict(self, opened: _OpenCheck, rank: int) -> Message:
         """Waits until all ranks have answered; rank 0 is told the verdict."""

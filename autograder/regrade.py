@@ -220,7 +220,11 @@ def _said(record: Record) -> list[tuple[str, str, str]]:
 
 
 def _points(record: Record) -> dict[str, tuple[float, float]]:
-    return {c["name"]: (c["points"], c["max_points"]) for c in record["criteria"]}
+    return {
+        c["name"]: (c["points"], 0.0 if c.get("extra") else c["max_points"])
+        for c in record["criteria"]
+        if c["status"] != "BLOCKED"  # for a person: nbgrader has no score of it
+    }
 
 
 def _same_file(one: Path, other: Path) -> bool:

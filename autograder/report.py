@@ -41,7 +41,7 @@ MARKS = {
     "RANK_LOST": Mark("†", "bright_red", "a rank's process ended"),
     "NOT_RUN": Mark("·", "bright_black", "the check was never reached"),
     "INVALID": Mark("–", "bright_black", "not a notebook that can be graded"),
-    "BLOCKED": Mark("○", "cyan", "needs hardware that is not here; not counted"),
+    "BLOCKED": Mark("○", "cyan", "needs hardware that is not here; costs nothing"),
     "INFRA": Mark("?", "bright_yellow", "the grader itself failed; will be tried again"),
 }
 _UNKNOWN = Mark("?", "bright_yellow", "unknown")
@@ -67,7 +67,7 @@ def clean(text: object, limit: int = _MESSAGE_CHARS) -> str:
 
 def reason(record: Record) -> str:
     """One line on why points are missing; empty when none are."""
-    missed = [c for c in record["criteria"] if c["status"] not in _NOT_MISSED]
+    missed = [c for c in record["criteria"] if _is_missed(c)]
     if not missed:
         return ""
     first = missed[0]
@@ -212,9 +212,7 @@ def _distribution(records: Sequence[Record]) -> str:
 
 def _most_missed(records: Sequence[Record]) -> str:
     graded = [r for r in records if not _ungraded(r)]
-    missed = Counter(
-        c["name"] for r in graded for c in r["criteria"] if c["status"] not in _NOT_MISSED
-    )
+    missed = Counter(c["name"] for r in graded for c in r["criteria"] if _is_missed(c))
     rows = [(name, f"{n} of {len(graded)}", n) for name, n in missed.most_common(11)]
     return _bars("Criteria that most students miss", "criterion", "missed by", rows, len(graded))
 
@@ -387,7 +385,13 @@ def _score(record: Record) -> str:
 
 
 def _points(criterion: Record) -> str:
-    return f"{criterion['points']:g} of {criterion['max_points']:g}"
+    extra = " extra" if criterion.get("extra") else ""
+    return f"{criterion['points']:g} of {criterion['max_points']:g}{extra}"
+
+
+def _is_missed(criterion: Record) -> bool:
+    """Whether it cost points; extra ones cost none."""
+    return criterion["status"] not in _NOT_MISSED and not criterion.get("extra")
 
 
 def _ungraded(record: Record) -> str:

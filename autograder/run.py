@@ -109,6 +109,9 @@ def known_record(submission: Submission, settings: Settings) -> Record | None:
     known = journal.finished(key)
     if known is None:
         return None
+    blocked = any(c["status"] == Status.BLOCKED for c in known["criteria"])
+    if blocked and torch.cuda.device_count() > known.get("num_gpus", 0):
+        return None  # graded where something was missing that may be here
     invalid = all(c["status"] == Status.INVALID for c in known["criteria"])
     if not invalid and not executed_path(settings.course, settings.lab, key).is_file():
         return None
@@ -275,11 +278,13 @@ def _not_run(criterion: Criterion) -> Verdict:
     message = (
         "the check was not reached: its cell is missing, or the time for the notebook was used up"
     )
-    return Verdict(criterion.name, Status.NOT_RUN, 0.0, criterion.points, message)
+    return Verdict(
+        criterion.name, Status.NOT_RUN, 0.0, criterion.points, message, extra=criterion.extra
+    )
 
 
 def _all(lab: Lab, status: Status, message: str) -> list[Verdict]:
-    return [Verdict(c.name, status, 0.0, c.points, message) for c in lab.criteria]
+    return [Verdict(c.name, status, 0.0, c.points, message, extra=c.extra) for c in lab.criteria]
 
 
 def _record(
@@ -295,13 +300,14 @@ def _record(
         **_scores(criteria),
         "seconds": round(time.monotonic() - began, 2),
         "sandboxed": sandboxed,
+        "num_gpus": torch.cuda.device_count(),
         "criteria": criteria,
     }
 
 
 def _scores(criteria: list[dict[str, Any]]) -> dict[str, float]:
-    counted = [c for c in criteria if c["status"] != Status.BLOCKED]
+    """Extra points come on top; full marks need none of them."""
     return {
-        "score": sum(c["points"] for c in counted),
-        "max_score": sum(c["max_points"] for c in counted),
+        "score": sum(c["points"] for c in criteria),
+        "max_score": sum(c["max_points"] for c in criteria if not c.get("extra")),
     }

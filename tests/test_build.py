@@ -86,8 +86,8 @@ def course(tmp_path, monkeypatch):
         name="lab9_small",
         practice_world_size=2,
         criteria=(
-            SimpleNamespace(name="doubles", points=2.0),
-            SimpleNamespace(name="greets", points=0.5),
+            SimpleNamespace(name="doubles", listed_points=2.0),
+            SimpleNamespace(name="greets", listed_points=0.5),
         ),
     )
     monkeypatch.setattr(build, "get_lab", lambda name: lab)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # NumPy arrays travel raw; numbers, text, lists and dicts as JSON. Of a rank's inputs, those whose
 # names begin with "_" stay with the referee: they are for `judge`.
 Values = dict[str, Any]
+Needs = Literal["nothing", "cuda", "cuda per rank"]
 
 
 class Status(StrEnum):
@@ -38,7 +39,7 @@ class Status(StrEnum):
     RANK_LOST = "RANK_LOST"  # the process ended
     NOT_RUN = "NOT_RUN"  # the check was never reached
     INVALID = "INVALID"  # the submission is not a notebook that can be graded
-    BLOCKED = "BLOCKED"  # needs hardware that is not there; out of max_score
+    BLOCKED = "BLOCKED"  # needs hardware that is not there; costs nothing
     INFRA = "INFRA"  # our own failure: not the student's, and the only one that is retried
 
 
@@ -66,6 +67,10 @@ class Context:
     world_size: int
     device: torch.device
     broker: Any = None  # the emulated cluster's connection, where the criterion runs on one
+
+
+class HardwareMissingError(Exception):
+    """`observe` found less hardware than its criterion needs; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class Criterion:
             own on real hardware, one on the emulated cluster, or whatever the student has ("own").
         deadline_s: seconds until the ranks are taken for hung.
         plan: makes the compute charges of the emulated cluster from the draw.
+        needs: a CUDA device, or one for each rank of the node. Where it is missing the criterion is
+            BLOCKED; where it is there, its points are extra, on top of the lab's.
     """
 
     name: str
@@ -112,6 +119,17 @@ class Criterion:
     world: Literal["own", "none", "real", "emulated"] = "real"
     deadline_s: float = 25.0
     plan: Callable[[Draw], ChargePlan] | None = None
+    needs: Needs = "nothing"
+
+    @property
+    def extra(self) -> bool:
+        """Whether its points come on top: not everybody has the hardware."""
+        return self.needs != "nothing"
+
+    @property
+    def listed_points(self) -> float:
+        """What it adds to full marks."""
+        return 0.0 if self.extra else self.points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +153,8 @@ class Lab:
 
     @property
     def max_score(self) -> float:
-        """Points of all criteria."""
-        return sum(criterion.points for criterion in self.criteria)
+        """Points of all criteria that count everywhere; extra ones come on top."""
+        return sum(criterion.listed_points for criterion in self.criteria)
 
 
 @dataclass(frozen=True)
@@ -149,6 +167,7 @@ class Verdict:
     max_points: float
     message: str
     ranks: tuple[Status, ...] = field(default=())
+    extra: bool = False
 
     def record(self) -> Values:
         """The public JSON form."""
@@ -159,6 +178,7 @@ class Verdict:
             "status": str(self.status),
             "message": self.message,
             "ranks": [{"rank": r, "status": str(s)} for r, s in enumerate(self.ranks)],
+            **({"extra": True} if self.extra else {}),
         }
 
 

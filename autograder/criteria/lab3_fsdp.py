@@ -1,10 +1,11 @@
-"""Lab 3: sharded training. 100 points on a CPU."""
+"""Lab 3: sharded training. 100 points on a CPU, and 3 extra on a GPU."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from autograder.criteria import fsdp_emulated as emulated
+from autograder.criteria import fsdp_gpu as gpu
 from autograder.criteria import fsdp_limit as limit
 from autograder.criteria import fsdp_memory as memory
 from autograder.criteria import fsdp_planning as planning
@@ -116,6 +117,11 @@ LAB = Lab(
             name="fsdp_choice", title="traffic, and the least sharding that fits", task=_CHOICE,
             points=4, world="none", draw=planning.draw_choice, observe=planning.observe_choice,
             judge=planning.judge_choice,
+        ),
+        Criterion(
+            name="fsdp_gpu_memory", title="the peak of a GPU is the shards' and a few units'",
+            task=_SCRATCH, points=3, needs="cuda", draw=gpu.draw, observe=gpu.observe,
+            judge=gpu.judge, deadline_s=120.0,
         ),
     ),
 )  # fmt: skip

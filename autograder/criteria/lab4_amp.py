@@ -1,4 +1,4 @@
-"""Lab 4: automatic mixed precision. 100 points on a CPU."""
+"""Lab 4: automatic mixed precision. 100 points on a CPU, and 5 extra on a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 
 from autograder.criteria import amp_autocast as autocast
 from autograder.criteria import amp_formats as formats
+from autograder.criteria import amp_gpu as gpu
 from autograder.criteria import amp_growth as growth
 from autograder.criteria import amp_hook as hook
 from autograder.criteria import amp_loop as loop
@@ -26,6 +27,9 @@ _HOOK = "Task 8, gradients travel in 16 bits"
 
 _scaler = partial(Criterion, task=_SCALER, deadline_s=20.0)
 _loop = partial(Criterion, task=_LOOP)
+_gpu = partial(
+    Criterion, task=_LOOP, needs="cuda", draw=gpu.draw, observe=gpu.observe, deadline_s=120.0
+)
 _hook = partial(
     Criterion, task=_HOOK, world="emulated", plan=hook.plan, observe=hook.observe, deadline_s=40.0
 )
@@ -121,6 +125,14 @@ LAB = Lab(
         _hook(
             name="amp_hook_bytes", title="half of the bytes", points=4,
             draw=hook.draw_bytes, judge=hook.judge_bytes,
+        ),
+        _gpu(
+            name="amp_gpu_speed", title="twice as fast as float32", points=3,
+            judge=gpu.judge_speed,
+        ),
+        _gpu(
+            name="amp_gpu_memory", title="three quarters of float32's memory", points=2,
+            judge=gpu.judge_memory,
         ),
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Lab 6: profiling and performance. 100 points on a CPU."""
+"""Lab 6: profiling and performance. 100 points on a CPU, and 3 extra on several GPUs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from autograder.criteria import prof_buckets as buckets
 from autograder.criteria import prof_causes as causes
 from autograder.criteria import prof_emulated as emulated
+from autograder.criteria import prof_gpu as gpu
 from autograder.criteria import prof_loader as loader
 from autograder.criteria import prof_record as record
 from autograder.criteria import prof_scaling as scaling
@@ -147,6 +148,11 @@ LAB = Lab(
             name="prof_overhead", title="what communication costs in a step", task=_SCALING,
             points=3, draw=scaling.draw_overhead, observe=scaling.observe_overhead,
             judge=scaling.judge_overhead,
+        ),
+        Criterion(
+            name="prof_gpu_efficiency", title="90 % efficiency on real GPUs", task=_BUCKETS,
+            points=3, needs="cuda per rank", draw=gpu.draw, observe=gpu.observe, judge=gpu.judge,
+            deadline_s=120.0,
         ),
     ),
 )  # fmt: skip

@@ -125,7 +125,7 @@ def judge(case: Case) -> list[Finding]:
             hint = _why(got, expected, everyone, rank, op)
             if not oracle.close(
                 findings, rank, f"{op} of {dtype} {shape}", got, expected,
-                dtype="float64" if dtype != "float32" else dtype, hint=hint, terms=everyone,
+                dtype="float64" if dtype != "float32" else dtype, hint=hint, terms=list(everyone),
             ):  # fmt: skip
                 break
     return findings

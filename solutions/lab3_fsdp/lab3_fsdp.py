@@ -29,7 +29,7 @@
 # - measure throughput and scaling (task 7), and pick the cheapest strategy that fits (task 8).
 #
 # Plan 90 to 120 minutes; task 3 is half of it. You should have done lab 1. Nothing here needs a
-# GPU.
+# GPU; if you have one, it is worth 3 extra points.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all |
 # |---|---|---|---|---|---|---|---|---|---|
@@ -1093,6 +1093,18 @@ def choose_strategy(
 
 # %% check="fsdp_choice"
 check("fsdp_choice", (traffic_per_rank, choose_strategy))
+
+# %% [markdown]
+# ## On a GPU: 3 extra points
+#
+# With a CUDA device, `fsdp_gpu_memory` trains 24 blocks of 1536 × 1536 with your class of task 3
+# and AdamW, and looks at the most that torch's allocator held meanwhile. Parameters, gradients and
+# the two states of AdamW are $4P/N$ for parameters of $P$ bytes; half of $P$ on top of that is for
+# the units that are whole at a time. If your class passes `fsdp_limit`, there is nothing left to
+# write. Ranks may share one GPU. Without a GPU the check says so and costs nothing.
+
+# %% check="fsdp_gpu_memory"
+check("fsdp_gpu_memory", FSDP)
 
 # %% [markdown]
 # ## Reflect

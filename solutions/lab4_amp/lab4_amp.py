@@ -31,7 +31,7 @@
 # - send gradients in 16 bits (task 8).
 #
 # Plan 90 to 120 minutes; tasks 2 and 3 are half of it. You should have done lab 1, up to its task
-# 4. Nothing here needs a GPU.
+# 4. Nothing here needs a GPU; if you have one, it is worth 5 extra points.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all |
 # |---|---|---|---|---|---|---|---|---|---|
@@ -1042,6 +1042,25 @@ check("amp_hook_mean", make_compress_hook)
 
 # %% check="amp_hook_bytes"
 check("amp_hook_bytes", make_compress_hook)
+
+# %% [markdown]
+# ## On a GPU: 5 extra points
+#
+# With a CUDA device, your loop of task 3 has to keep what mixed precision promises. The checks run
+# one step on 8 layers of 2048 × 2048 and a large batch: with your `train_amp` in bf16 (fp16 where
+# the GPU has no fast bf16), and with a plain loop in fp32, TF32 off, in turn.
+#
+# - `amp_gpu_speed`: yours is at least **twice** as fast.
+# - `amp_gpu_memory`: at its peak it holds at most **three quarters** of the memory.
+#
+# If your loop passes the checks of task 3, there is nothing left to write. Without a GPU the checks
+# say so and cost nothing.
+
+# %% check="amp_gpu_speed"
+check("amp_gpu_speed", train_amp)
+
+# %% check="amp_gpu_memory"
+check("amp_gpu_memory", train_amp)
 
 # %% [markdown]
 # ## Reflect

@@ -27,7 +27,7 @@
 # - say how a run scales, and what communication costs (task 6).
 #
 # Plan 100 to 120 minutes; tasks 2, 3 and 5 are two thirds of it. You should have done lab 1.
-# Nothing here needs a GPU.
+# Nothing here needs a GPU; if you have one for each rank, that is worth 3 extra points.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | all |
 # |---|---|---|---|---|---|---|---|
@@ -1415,6 +1415,22 @@ with demo("task 6"):
 
 # %% check="prof_overhead"
 check("prof_overhead", communication_overhead)
+
+# %% [markdown]
+# ## On several GPUs: 3 extra points
+#
+# Virtual time is exact; real time is what you pay for. With a CUDA device for each rank,
+# `prof_gpu_efficiency` trains ten layers of 2048 × 2048 with your `GradientBuckets`, one bucket for
+# each layer. It first measures how long all gradients travel, and then takes a batch whose step
+# computes four times as long. Whoever sends after backward has an efficiency of 0.8 at most; the
+# check asks for **0.9**. With fewer GPUs than ranks it says so and costs nothing.
+#
+# On a GPU `all_reduce(…, async_op=True)` is put into a queue of its own and `work.wait()` makes the
+# computing queue wait, not Python. So your class stays as it is, unless something in it waits for
+# the GPU: `.item()`, `print`, a copy to the CPU.
+
+# %% check="prof_gpu_efficiency"
+check("prof_gpu_efficiency", GradientBuckets)
 
 # %% [markdown]
 # ## Reflect
