@@ -20,6 +20,7 @@ package, and the modules of minidist that a lab withholds. They are absent, not 
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import platform
@@ -52,6 +53,7 @@ except OSError:
 else:
     raise SystemExit("bwrap itself can be written to from inside (Linux 6.11 or 6.12 as root)")
 """
+DEVICES = Path("/dev")
 # Variables of the grader's own environment that may enter the box.
 _INHERITED = (
     "CUDA_DEVICE_ORDER",
@@ -285,8 +287,19 @@ def _trusted_names() -> set[tuple[str, ...]]:
     return {(stem,) for stem in stems - _INSIDE - {"__pycache__", ""}} | {("sandbox",)}
 
 
-def _cuda_devices() -> list[Path]:
-    return sorted(Path("/dev").glob("nvidia*"))
+@functools.cache
+def _cuda_devices() -> tuple[Path, ...]:
+    """NVIDIA's devices that this process may open: under Slurm's ConstrainDevices, the job's."""
+    found = sorted(p for p in DEVICES.glob("nvidia*") if p.is_dir() or _can_open(p))
+    return tuple(found)
+
+
+def _can_open(device: Path) -> bool:
+    try:
+        os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno not in (errno.EPERM, errno.EACCES)
+    return True
 
 
 @functools.cache

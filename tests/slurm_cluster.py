@@ -12,6 +12,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -52,13 +53,18 @@ SlurmdTimeout=10
 InactiveLimit=0
 KillWait=5
 MinJobAge=3600
-NodeName=n1 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=64000
-NodeName=n2 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=64000
+GresTypes=gpu
+NodeName=DEFAULT CPUs=4 RealMemory=64000 Gres=gpu:fake:2
+NodeName=n1 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=n2 NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[2]}
 PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1 MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=n1,n2 PriorityTier=9 MaxTime=INFINITE State=UP
 """
+# Slurm hands out what is a device; nobody opens these.
+GPUS = "NodeName={nodes} Name=gpu Type=fake File={folder}/gpu[0-1]\n"
+NULL = os.makedev(1, 3)
 
 
 def why_not() -> str:
@@ -83,6 +89,9 @@ class SlurmCluster:
         host = socket.gethostname().partition(".")[0]
         text = CONFIG.format(folder=folder, host=host, ports=_free_ports(3))
         (folder / "slurm.conf").write_text(text)
+        (folder / "gres.conf").write_text(GPUS.format(nodes=",".join(NODES), folder=folder))
+        for number in range(2):
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, NULL)
         self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -461,3 +462,20 @@ with tempfile.TemporaryDirectory() as folder:
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1000", str(Limits().num_processes)]
+
+
+def test_only_gpus_that_the_job_may_open_enter_the_box(tmp_path, monkeypatch):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+    (tmp_path / "nvidia-caps").mkdir()
+    really = os.open
+
+    def denied(path, flags, *more):
+        if Path(path).name == "nvidia1":  # as the device controller of a cgroup says it
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return really(path, flags, *more)
+
+    monkeypatch.setattr(sandbox, "DEVICES", tmp_path)
+    monkeypatch.setattr(os, "open", denied)
+    found = [path.name for path in sandbox._cuda_devices.__wrapped__()]
+    assert found == ["nvidia-caps", "nvidia0", "nvidiactl"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -181,6 +182,37 @@ def test_a_class_on_two_nodes_gets_the_records_of_the_pool(course, cluster, tmp_
     before = all_jobs(cluster)
     assert course.grade(str(course.root / "handed_in"), "--executor", "slurm") == records
     assert all_jobs(cluster) == before
+
+
+def test_each_job_has_the_gpus_that_slurm_gave_it(course, cluster):
+    """Two jobs at a time on a node with two (made-up) GPUs: each sees one, and not the other's."""
+    more = 'gpus = 1\nnodelist = "n1"\ncpus = 1\n'
+    (course.root / "course.toml").write_text(OPTIONS.replace("= 8", "= 40") + more)
+    told = "print('GPUs:', __import__('os').environ['CUDA_VISIBLE_DEVICES'])\n"
+    for student in ("ann", "bob"):
+        notebook = nbformat.reads(MASTER.read_text(), as_version=4)
+        [task] = [c for c in notebook.cells if c.get("id") == "task1_setup"]
+        task.source = f"# {student}\n{told}{task.source}"
+        course.submit(student, nbformat.writes(notebook).encode())
+    with Grading(course, cluster) as grading:
+        grading.wait_running(2)
+        records = grading.wait(0)
+    assert all(map(was_graded, records.values()))
+    seen = {}
+    for student, record in records.items():
+        pages = course.root.glob(f"build/executed/{LAB}/*.ipynb")
+        [page] = [p for p in pages if f"# {student}\\n" in p.read_text()]
+        seen[student] = set(re.findall(r"GPUs: (\S+?)\\n", page.read_text()))
+        assert len(seen[student]) == 1, record
+    assert set.union(*seen.values()) == {"0", "1"}
+
+
+def test_more_gpus_than_a_node_has_are_refused(course, cluster):
+    (course.root / "course.toml").write_text(OPTIONS + "gpus = 3\n")
+    hand_in(course, "ann")
+    with Grading(course, cluster) as grading:
+        grading.wait(2)
+        assert "Requested node configuration is not available" in grading.said
 
 
 def test_a_cancelled_job_is_told_and_graded_the_next_time(course, cluster):
