@@ -308,11 +308,13 @@ for act in (lambda: os.rename(run_dir, "/tmp/away"), lambda: open(run_dir + "/ne
 def test_the_environment_is_an_allow_list(run_dir: Path, monkeypatch):
     monkeypatch.setenv("COURSE_SECRET", "hunter2")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # what Slurm gave the job
     for box in (build_box(run_dir=run_dir, env_extra={"A": "1"}), build_open(run_dir=run_dir)):
         code = "import os; print(dict(os.environ), open('/proc/1/environ').read())"
         out = _python(box, code) if box.sandboxed else str(box.env)
         assert "hunter2" not in out
         assert "elsewhere" not in out
+        assert "'CUDA_VISIBLE_DEVICES': '1'" in out
         assert box.env["PYTHONNOUSERSITE"] == box.env["OMP_NUM_THREADS"] == "1"
         assert "MPLBACKEND" not in box.env
         assert ("A" in box.env) == box.sandboxed
