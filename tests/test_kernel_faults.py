@@ -41,6 +41,11 @@ def fresh(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def parent(pid: int) -> int:
+    """The pid of a process's parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_late_news_of_the_last_ranks_does_not_end_the_next(monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("MINIDIST_PRELOAD", "late_exits")
@@ -120,6 +125,20 @@ def test_a_lost_rank_is_named_at_once(fresh: Kernel, code: str, how: str) -> Non
     later = fresh.run("1")
     assert later.seconds < 5
     assert f"rank 1 ended with {how}" in later.reply["evalue"]
+
+
+@pytest.mark.parametrize("silent_s", [0.8, 3.0])
+def test_a_lost_rank_is_named_when_the_launcher_is_slow(fresh: Kernel, silent_s: float) -> None:
+    """How a rank ended can still be read, and is waited for, when the launcher gets to run late."""
+    rank = fresh.request(action="status")["ranks"][1]["pid"]
+    launcher = parent(parent(rank))
+    timer = threading.Timer(silent_s, os.kill, [launcher, signal.SIGCONT])
+    timer.start()
+    code = f"os.kill({launcher}, {int(signal.SIGSTOP)}); os._exit(0)"
+    result = fresh.run(f"if rank == 1:\n    {code}\ntime.sleep(60)")
+    timer.join()
+    assert result.rank(1) == {"rank": 1, "status": "lost", "text": "ended with exit code 0"}
+    assert result.seconds < 20
 
 
 def test_a_rank_that_dies_between_cells(fresh: Kernel) -> None:
@@ -230,6 +249,8 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     text = _start_error(tmp_path, "def run(): raise OSError('no such thing')")
     assert "rank" in text
     assert "OSError: no such thing" in text
+    text = _start_error(tmp_path, "import os\ndef run(): os._exit(3)")
+    assert "ended with exit code 3 before all ranks were ready" in text
     words = ["sh", "-c", "echo the sandbox is broken >&2; exit 3"]
     text = _start_error(tmp_path, "", prefix=words)
     assert "ranks 0, 1 of 2 did not start: the launcher ended with exit code 3" in text

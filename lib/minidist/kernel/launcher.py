@@ -24,11 +24,18 @@ from typing import Any
 from minidist import fork_server
 from minidist.kernel.process import (
     adopt_orphans,
+    children,
     descendants,
     fork_child,
     kill_descendants,
 )
 from minidist.kernel.wire import Link, endpoint
+
+# How soon the launcher looks again for ranks that its agent has forked.
+_LOOK_AGAIN_S = 0.2
+# torch's agent would collect the exit status of a rank within this time, and then nobody else could
+# read it. It has no need to: it may restart nothing, and on a loss the front ends the other ranks.
+_NEVER_S = 1e9
 
 
 def _cores() -> int:
@@ -63,8 +70,6 @@ def _serve(link: Link, config: dict[str, Any], orders: queue.Queue[dict[str, Any
     while (message := link.receive()) is not None:
         if message.get("do") == "start":
             orders.put(message)
-        elif message.get("do") == "watch":
-            _watch(link, descendants(os.getpid()), message.get("generation"))
         elif message.get("do") == "stop":
             kill_descendants(os.getpid())
             left = len(descendants(os.getpid()))
@@ -72,26 +77,26 @@ def _serve(link: Link, config: dict[str, Any], orders: queue.Queue[dict[str, Any
     _end_everything(config)
 
 
-def _watch(link: Link, pids: list[int], generation: Any) -> None:
-    """Report the ends of `pids` from a thread of its own."""
-    threading.Thread(target=_report_exits, args=(link, pids, generation), daemon=True).start()
+def _report_exits(link: Link, agent: int, ranks: int, generation: Any) -> None:
+    """Thread: tell the front how the agent and each rank ended, without collecting them (WNOWAIT).
 
-
-def _report_exits(link: Link, pids: list[int], generation: Any) -> None:
-    """Tell the front each exit status, without taking it from the parent (WNOWAIT).
-
-    And of which generation it was: the last one's ends may be told when the next one starts.
+    And of which generation it was: the last one's ends may be told when the next one starts. Ranks
+    that ended before they were seen here are found, too: as nobody collects them, they stay.
     """
     watched: dict[int, int] = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            watched[os.pidfd_open(pid)] = pid
-    while watched:
-        for fd in multiprocessing.connection.wait(list(watched)):
+    seen: set[int] = set()
+    while watched or not seen:
+        everyone = len(seen) > ranks
+        for pid in () if everyone else {agent, *children(agent)} - seen:
+            seen.add(pid)
+            with contextlib.suppress(OSError):
+                watched[os.pidfd_open(pid)] = pid
+        timeout_s = None if everyone else _LOOK_AGAIN_S
+        for fd in multiprocessing.connection.wait(list(watched), timeout_s):
             pid = watched.pop(fd)  # type: ignore[arg-type]
             with contextlib.suppress(OSError):
-                code = _exit_code(pid)
-                link.send({"exit": pid, "code": code, "generation": generation})
+                end = {"exit": pid, "code": _exit_code(pid), "agent": pid == agent}
+                link.send({**end, "generation": generation})
             os.close(fd)  # type: ignore[arg-type]
 
 
@@ -142,7 +147,7 @@ def _launch(config: dict[str, Any]) -> None:
             local_addr=None if share else "127.0.0.1",
             start_method="fork",
             max_restarts=0,
-            monitor_interval=0.5,
+            monitor_interval=_NEVER_S,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         )
         try:
@@ -207,7 +212,8 @@ def run(config: dict[str, Any]) -> int:
     while True:
         order = orders.get()
         config.update({key: order.get(key) for key in ("ranks", "generation", "share")})
-        _watch(link, [_fork_agent(link, config)], order["generation"])
+        watch = (link, _fork_agent(link, config), order["ranks"], order["generation"])
+        threading.Thread(target=_report_exits, args=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from minidist.kernel.wire import LINK_NAME, MAX_LINE_BYTES, decode, encode, sock
 START_DEADLINE_S = 60.0
 # Many nodes that read torch from one file system at once take longer.
 NODES_START_DEADLINE_S = 180.0
+# A closed line says that a rank has ended, the launcher also how; on a busy machine it needs time.
+LAST_WORD_S = 10.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # Messages of a rank that wait to be read; more wait on the rank's side. zmq counts messages, not
 # bytes, so its own thousand would be 60 GiB of the front's memory.
@@ -73,7 +75,6 @@ class Ranks:
         self._next_id = 0
         self._process: subprocess.Popen[bytes] | warm.Launcher | None = None
         self._stderr = bytearray()
-        self._exits: dict[int, int | None] = {}
         self._start_error = ""
         self._changed = asyncio.Event()
         self._closed = False
@@ -101,7 +102,7 @@ class Ranks:
         """
         self.count, self.generation = count, generation
         self._here = range(count) if share is None else share.ranks
-        self.ready, self.pids, self._exits, self._start_error = set(), {}, {}, ""
+        self.ready, self.pids, self._start_error = set(), {}, ""
         self._running = True
         self._deadline_s = START_DEADLINE_S if share is None else NODES_START_DEADLINE_S
         end = asyncio.get_running_loop().time() + self._deadline_s
@@ -118,7 +119,6 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-        self._send_link("launcher", {"do": "watch", "generation": generation})
 
     async def _until(self, reached: Callable[[], bool], end: float) -> None:
         while not reached():
@@ -300,7 +300,8 @@ class Ranks:
         elif who == "launcher":
             pid, code = message.get("exit"), message.get("code")
             if isinstance(pid, int) and message.get("generation") == self.generation:
-                self._exited(pid, code if isinstance(code, int) else None)
+                is_agent = message.get("agent") is True
+                self._exited(pid, code if isinstance(code, int) else None, is_agent)
         elif isinstance(message.get("pid"), int):
             self.pids[int(who)] = message["pid"]
         elif message.get("ready") is True:
@@ -353,9 +354,8 @@ class Ranks:
 
     # -- ends ------------------------------------------------------------------------------------
 
-    def _exited(self, pid: int, code: int | None) -> None:
+    def _exited(self, pid: int, code: int | None, is_agent: bool) -> None:
         """The launcher says that a process of this generation has ended."""
-        self._exits[pid] = code
         how = "ended" if code is None else f"ended with {describe_exit(code)}"
         rank = next((r for r in self._here if self.pids.get(r) == pid), None)
         if not self._running:
@@ -364,13 +364,14 @@ class Ranks:
             if rank is not None:
                 self._tell_lost(rank, f"rank {rank} {how}")
         else:  # the agent, or a rank: either way this start has failed
-            who = "torch's agent" if rank is None else f"rank {rank}"
+            unknown = "torch's agent" if is_agent else "a rank"
+            who = unknown if rank is None else f"rank {rank}"
             text = f"{who} {how} before all ranks were ready.\n{self.stderr_tail()}"
             self._start_error = self._start_error or text
 
     async def _link_lost(self, rank: int) -> None:
         """A rank's line was closed, so it has ended; how comes from the launcher, if it can."""
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(LAST_WORD_S)  # its word ends this task, as it ends the generation
         self._tell_lost(rank, f"rank {rank} ended")
 
     async def _watch_launcher(self) -> None:
