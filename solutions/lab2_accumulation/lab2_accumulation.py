@@ -878,15 +878,14 @@ def scaled_lr(base_lr: float, base_batch_size: int, batch_size: int) -> float:
 
 # %% demo="see_batch_size"
 with demo("task 6"):
-    print_rows = [(32, 1, 1), (32, 4, 1), (32, 1, 8), (32, 4, 4), (8, 4, 16)]
-    if IS_RANK_ZERO:
-        print("micro-batch    k  ranks   effective   learning rate (0.1 at 256)")
-    for micro_batch_size, k, ranks in print_rows:
+    rows = ["micro-batch    k  ranks   effective   learning rate (0.1 at 256)"]
+    for micro_batch_size, k, ranks in [(32, 1, 1), (32, 4, 1), (32, 1, 8), (32, 4, 4), (8, 4, 16)]:
         size = effective_batch_size(micro_batch_size, k, ranks)
         assert accumulation_steps_for(size, micro_batch_size, ranks) == k
-        if IS_RANK_ZERO:
-            rate = scaled_lr(0.1, 256, size)
-            print(f"{micro_batch_size:>11} {k:>4} {ranks:>6} {size:>11} {rate:>15.4g}")
+        rate = scaled_lr(0.1, 256, size)
+        rows.append(f"{micro_batch_size:>11} {k:>4} {ranks:>6} {size:>11} {rate:>15.4g}")
+    if IS_RANK_ZERO:
+        print("\n".join(rows))
 
 # %% check="accum_batch_size"
 check("accum_batch_size", (effective_batch_size, accumulation_steps_for, scaled_lr))

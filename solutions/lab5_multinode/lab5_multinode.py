@@ -220,10 +220,11 @@ def global_rank(node_rank: int, local_rank: int, local_sizes: list[int]) -> int:
 
 # %% demo="see_places"
 with demo("the first half of task 1"):
+    places = [locate(r, [4, 3]) for r in range(7)]
+    back = [global_rank(*place, [4, 3]) for place in places]
     if IS_RANK_ZERO:
         print("rank          ", *(f"{r:6}" for r in range(7)))
-        print("nodes of 4, 3 ", *(f"{locate(r, [4, 3])!s:>6}" for r in range(7)))
-        back = [global_rank(*locate(r, [4, 3]), [4, 3]) for r in range(7)]
+        print("nodes of 4, 3 ", *(f"{place!s:>6}" for place in places))
         print(f"and back: {back}  (expected 0 to 6)")
 
 # %% check="node_places"
@@ -974,9 +975,13 @@ class Nodes:
         for agent in self.agents:
             code = agent.wait(max(0.1, end_s - time.monotonic()))
             if code != 0:
-                raise RuntimeError(
-                    f"a node ended with code {code}:\n{self.log.read_text()[-2000:]}"
-                )
+                raise RuntimeError(f"a node ended with code {code}:\n{self.first_error()}")
+
+    def first_error(self) -> str:
+        """The log from its first traceback on; the later ones are torchrun's own."""
+        log = self.log.read_text()
+        start = log.find("Traceback")
+        return log[start : start + 2000] if start >= 0 else log[-2000:]
 
     def __exit__(self, *_):
         for node in range(len(self.agents)):
@@ -1041,7 +1046,7 @@ with demo("tasks 1, 3 and 5"):
         Path("killed.npz").unlink(missing_ok=True)
         there = sorted(checkpoints.glob("step-*.ckpt"))
         if len(there) < 2:
-            raise RuntimeError(f"no checkpoints came:\n{nodes.log.read_text()[-1500:]}")
+            raise RuntimeError(f"no checkpoints came:\n{nodes.first_error()}")
         print("after the kill there are:", [path.name for path in there])
         content = bytearray(there[-1].read_bytes())
         content[len(content) // 2] ^= 1

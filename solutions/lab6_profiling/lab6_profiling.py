@@ -72,7 +72,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -365,9 +365,15 @@ def draw_timeline(ax, spans: list[Span], start: float, end: float) -> None:
     ax.set(xlabel="milliseconds", ylim=(max(rows.values()) + 0.7, -0.7))
 
 
-with demo("task 1"):
+@cache
+def profile_own_run() -> tuple[list[Span], list[tuple[float, float]]]:
+    """Spans of this rank, and the windows of the steps, of one run of three steps."""
     events = profile_steps(make_training(), warmup=3, num_steps=3)
-    own_spans, windows = to_spans(events, rank), step_windows(events)
+    return to_spans(events, rank), step_windows(events)
+
+
+with demo("task 1"):
+    own_spans, windows = profile_own_run()
     if IS_RANK_ZERO:
         for kind in KINDS:
             chosen = [s for s in own_spans if s.kind == kind]
@@ -478,13 +484,15 @@ def breakdown(spans: list[Span], start: float, end: float) -> dict[str, float]:
 
 # %% demo="see_breakdown"
 with demo("tasks 1 and 2"):
+    own_spans, windows = profile_own_run()
+    rows = ["step   " + "".join(f"{part:>15}" for part in (*KINDS, "idle")) + "   overlap"]
+    for number, (start, end) in enumerate(windows):
+        parts = breakdown(own_spans, start, end)
+        row = "".join(f"{seconds * 1e3:12.2f} ms" for seconds in parts.values())
+        rows.append(f"{number:>4}   {row} {overlap(own_spans, start, end):9.0%}")
+    share = utilisation(own_spans, windows[0][0], windows[-1][1])
     if IS_RANK_ZERO:
-        print("step   " + "".join(f"{part:>15}" for part in (*KINDS, "idle")) + "   overlap")
-        for number, (start, end) in enumerate(windows):
-            parts = breakdown(own_spans, start, end)
-            row = "".join(f"{seconds * 1e3:12.2f} ms" for seconds in parts.values())
-            print(f"{number:>4}   {row} {overlap(own_spans, start, end):9.0%}")
-        share = utilisation(own_spans, windows[0][0], windows[-1][1])
+        print("\n".join(rows))
         print(f"utilisation over all steps: {share:.0%}")
 
 # %% check="prof_utilisation"
@@ -538,7 +546,7 @@ def chrome_trace(spans: list[Span]) -> dict:
 # %% demo="write_trace" tags=["active-ipynb"]
 # with demo("tasks 1 and 2"):
 #     everyone = [None] * world_size
-#     dist.all_gather_object(everyone, own_spans)
+#     dist.all_gather_object(everyone, profile_own_run()[0])
 #     if IS_RANK_ZERO:
 #         trace = chrome_trace([span for spans in everyone for span in spans])
 #         Path("my_run.json").write_text(json.dumps(trace))
