@@ -25,11 +25,14 @@ SHOWN_FIRST = {
     "lab5_multinode": {"see_network", "see_hierarchy"},
     "bonus_debug_ddp": {f"compare_{n}" for n in (1, 2, 3, 4, 5, 6, 7, 10, 11)},
 }
+PIPELINE_DEMOS = ["see_schedules", "see_timeline", "see_against"]  # a later one needs the others
 # Demos, and a task without which the last of them fails in processes that it has started.
 MISSED_ELSEWHERE = [
+    ("bonus_pipeline", "task5_train", PIPELINE_DEMOS),
     ("bonus_tensor_parallel", "task8_sequence", ["see_traffic"]),
     ("lab5_multinode", "task5_script", ["see_rehearsal"]),
 ]
+WORDS, NUMBER = re.compile(r"[A-Za-z]\S*"), re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
 NOTHING_YET = re.compile(r"Nothing to \w+ yet: do .* first\.\n")
 
 
@@ -101,20 +104,43 @@ def test_demos_before_the_tasks_are_done(lab: str, tmp_path: Path) -> None:
     assert told >= 5
 
 
-@pytest.mark.parametrize(("lab", "missing", "demos"), MISSED_ELSEWHERE)
-@pytest.mark.timeout(300)
-def test_a_demo_that_lacks_one_task(lab: str, missing: str, demos: list[str], tmp_path) -> None:
+def solution_up_to(lab: str, demos: list[str]) -> nbformat.NotebookNode:
+    """The solution without checks, with these demos only, up to the last of them."""
     notebook = nbformat.read(ROOT / "solutions" / lab / f"{lab}.ipynb", as_version=4)
-    starter = nbformat.read(ROOT / "labs" / lab / f"{lab}.ipynb", as_version=4)
-    not_done = next(cell for cell in starter.cells if name_of(cell) == missing)
     cells = []
     for cell in notebook.cells:
         is_check = cell.metadata.get("nbgrader", {}).get("grade")
         is_demo = cell.metadata.get("minidist", {}).get("replay") is False
         if cell.cell_type == "code" and not is_check and (not is_demo or name_of(cell) in demos):
-            cells.append(not_done if name_of(cell) == missing else cell)
+            cells.append(cell)
         if name_of(cell) == demos[-1]:
             break
     notebook.cells = cells
+    return notebook
+
+
+@pytest.mark.parametrize(("lab", "missing", "demos"), MISSED_ELSEWHERE)
+@pytest.mark.timeout(300)
+def test_a_demo_that_lacks_one_task(lab: str, missing: str, demos: list[str], tmp_path) -> None:
+    notebook = solution_up_to(lab, demos)
+    starter = nbformat.read(ROOT / "labs" / lab / f"{lab}.ipynb", as_version=4)
+    not_done = next(cell for cell in starter.cells if name_of(cell) == missing)
+    cells = [not_done if name_of(cell) == missing else cell for cell in notebook.cells]
+    notebook.cells = cells
     run_without_errors(notebook, tmp_path)
     assert NOTHING_YET.fullmatch(text_of(cells[-1]))
+
+
+@pytest.mark.timeout(300)
+def test_the_pipeline_against_ddp_shows_what_is_expected(tmp_path: Path) -> None:
+    """The table under the demo, from the reference solution."""
+    source = (ROOT / "solutions" / "bonus_pipeline" / "bonus_pipeline.py").read_text("utf-8")
+    below = source[source.index('# %% demo="see_against"') :]
+    expected = below.split("# Expected:\n#\n# ```\n")[1].split("# ```")[0].replace("\n# ", "\n")
+    notebook = solution_up_to("bonus_pipeline", PIPELINE_DEMOS)
+    run_without_errors(notebook, tmp_path)
+    shown = text_of(notebook.cells[-1])
+    assert WORDS.findall(shown) == WORDS.findall(expected)
+    numbers = [[float(n) for n in NUMBER.findall(text)] for text in (shown, expected)]
+    assert len(numbers[0]) > 30
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.05)

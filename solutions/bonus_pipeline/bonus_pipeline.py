@@ -25,9 +25,9 @@
 # - write GPipe and 1F1B as lists, and say what each keeps in memory (task 2);
 # - compute a bubble, and how many micro-batches make it small enough (task 3);
 # - carry a backward pass over the border between two processes (task 4);
-# - train with it (task 5), and say when data parallelism would send less (task 6).
+# - train with it (task 5), and say when data parallelism would send less, or be faster (task 6).
 #
-# Plan 75 to 90 minutes. Lecture 7 has the theory. Nothing here needs a GPU.
+# Plan 80 to 100 minutes. Lecture 7 has the theory. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | all |
 # |---|---|---|---|---|---|---|---|
@@ -744,6 +744,168 @@ with demo("task 6"):
 
 # %% check="pipe_bytes"
 check("pipe_bytes", (pipeline_bytes, data_parallel_bytes))
+
+# %% [markdown]
+# Bytes are not seconds. The next cell trains one model of four equal layers on four ranks of the
+# emulated cluster: once under PyTorch's `DistributedDataParallel`, where each rank has all layers
+# and a quarter of the samples, and once with your `train_step`, a layer per rank, under each of
+# your schedules. Then it replays what they did on a fast network and on a slow one. The batch is
+# the same, and so is the computing: 24 ms per rank.
+#
+# First with a pencil. A layer's gradients are 263 kB. Under DDP their all-reduce begins when the
+# layer's backward pass (4 ms) is over, and the all-reduces come one after another.
+#
+# 1. All forwards take 8 ms. From which bandwidth down is DDP slower than GPipe, which needs about
+#    34 ms on any network that is not very slow?
+# 2. Twice as many samples, in twice as many micro-batches: which numbers of the table grow, and
+#    which do not?
+
+# %% demo="see_against" tags=["active-ipynb"]
+# %%rank 0
+# import dataclasses
+#
+# from minidist.emulate.teach import run_traced
+#
+# SAMPLES, WIDE = 8, 256  # samples in a micro-batch; numbers in an activation of one sample
+#
+#
+# class Kept:
+#     """Bytes that autograd keeps for backward passes: now, and at most. Weights do not count."""
+#
+#     def __init__(self, model):
+#         self.now = self.most = 0
+#         self.weights = {w.data_ptr() for w in model.parameters()}
+#
+#     def keep(self, tensor):
+#         return Held(self, tensor)
+#
+#
+# class Held:
+#     def __init__(self, kept, tensor):
+#         self.kept, self.tensor = kept, tensor
+#         self.num_bytes = 0 if tensor.data_ptr() in kept.weights else tensor.nbytes
+#         kept.now += self.num_bytes
+#         kept.most = max(kept.most, kept.now)
+#
+#     def __del__(self):
+#         self.kept.now -= self.num_bytes
+#
+#
+# def two_steps(model, step):
+#     """Trains twice. Bytes of weights, gradients and AdamW's state; bytes kept at most."""
+#     adam, kept = torch.optim.AdamW(model.parameters()), Kept(model)
+#     with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda held: held.tensor):
+#         for _ in range(2):
+#             step(adam)
+#     states = [s for state in adam.state.values() for s in state.values() if s.dim() > 0]
+#     owned = [*model.parameters(), *(w.grad for w in model.parameters()), *states]
+#     return sum(tensor.nbytes for tensor in owned), kept.most
+#
+#
+# def charged_layer(number):
+#     return emulate.Charged(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()), number)
+#
+#
+# def with_ddp():
+#     # A bucket for each layer, which the gradients live in; no copies of the first weights.
+#     options = {"bucket_cap_mb": 0.25, "gradient_as_bucket_view": True, "init_sync": False}
+#     model = nn.Sequential(*map(charged_layer, range(STAGES)))
+#     replica = nn.parallel.DistributedDataParallel(model, **options)
+#     x, y = torch.randn(2, MICRO * SAMPLES // STAGES, WIDE)
+#
+#     def step(adam):
+#         adam.zero_grad()
+#         nn.functional.mse_loss(replica(x), y).backward()
+#         adam.step()
+#
+#     return two_steps(model, step)
+#
+#
+# def with_pipeline(build, train):
+#     rank = dist.get_rank()
+#     batch = list(torch.randn(MICRO, SAMPLES, WIDE))
+#     ends = batch if rank == 0 else None, batch if rank == STAGES - 1 else None
+#     buffer = None if rank == 0 else lambda i: torch.empty(SAMPLES, WIDE)
+#     stage, steps = charged_layer(rank), build(rank, STAGES, MICRO)
+#     given = (steps, *ends, nn.functional.mse_loss, buffer)
+#     return two_steps(stage, lambda adam: train(stage, adam, *given))
+#
+#
+# def replay(trace, bytes_per_s):
+#     """kB that leave each rank's link in a step, and the milliseconds of the second step."""
+#     link = emulate.Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=2e-5)
+#     network = dataclasses.replace(four_devices, intra_node=link, inter_node=link)
+#     timeline, begins = emulate.simulate(trace, network), []
+#     for events, times in zip(trace.events, timeline.event_times, strict=True):
+#         worked = [span for e, span in zip(events, times, strict=True) if e.kind == "compute"]
+#         begins.append(worked[len(worked) // 2][0])  # the first step is half of the work
+#     sent = [timeline.bytes_per_link[f"device {r}"] / 2 / 1e3 for r in range(STAGES)]
+#     return sent, 1e3 * (timeline.makespan_s - min(begins))
+#
+#
+# def draw_against(axes):
+#     speeds = [10 ** (k / 8) for k in range(8, 33)]
+#     for name, (_, trace) in runs.items():
+#         axes.plot(speeds, [replay(trace, 1e6 * speed)[1] for speed in speeds], label=name)
+#     axes.axhline(24, linestyle="--", color="gray", linewidth=1)
+#     axes.set(xscale="log", ylim=(0, 120), xlabel="network (MB/s)", ylabel="ms per step")
+#     axes.legend()
+#
+#
+# def listed(numbers):
+#     return ", ".join(f"{number:.0f}" for number in numbers)
+#
+#
+# with demo("tasks 2, 4, 5 and 6"):
+#     border = pipeline_bytes(STAGES, MICRO, 4 * SAMPLES * WIDE)
+#     ring = data_parallel_bytes(STAGES, STAGES * 4 * (WIDE * WIDE + WIDE))
+#     # A replica takes a quarter of the batch at once: as much as two micro-batches.
+#     double = emulate.ChargePlan((2e-3,) * STAGES, (4e-3,) * STAGES, b"practice")
+#     runs = {"DDP": run_traced(with_ddp, STAGES, plan=double, deadline_s=150)}
+#     for name, build in (("GPipe", gpipe), ("1F1B", one_f_one_b)):
+#         given = (with_pipeline, STAGES, build, train_step)
+#         runs[name] = run_traced(*given, plan=costs, deadline_s=150)
+#     print("        memory per rank, kB           sent per step, kB                ms per step")
+#     print("        owned   kept, by rank         by rank                formula  1 GB/s  20 MB/s")
+#     for name, (memory, trace) in runs.items():
+#         owned, kept = zip(*memory, strict=True)
+#         (sent, fast_ms), (_, slow_ms) = (replay(trace, speed) for speed in (1e9, 2e7))
+#         formula = (ring if name == "DDP" else border) / 1e3
+#         memory_columns = f"{max(owned) / 1e3:5.0f}   {listed(k / 1e3 for k in kept):20}"
+#         sent_columns = f"{listed(sent):22} {formula:6.0f}"
+#         print(f"{name:7} {memory_columns}  {sent_columns} {fast_ms:8.1f} {slow_ms:8.1f}")
+#     show(draw_against, width=8, height=2.8)
+
+# %% [markdown]
+# Expected:
+#
+# ```
+#         memory per rank, kB           sent per step, kB                ms per step
+#         owned   kept, by rank         by rank                formula  1 GB/s  20 MB/s
+# DDP      4211   164, 164, 164, 164    1579, 1579, 1579, 1579   1579     24.5     91.4
+# GPipe    1053   131, 131, 131, 262    66, 131, 131, 66          131     33.2     35.6
+# 1F1B     1053   66, 49, 33, 33        66, 131, 131, 66          131     33.5     39.9
+# ```
+#
+# On the fast network DDP hides nearly all that it sends behind its backward pass, and the pipelines
+# pay for their bubble. On the slow one DDP waits for its gradients; the pipelines hardly notice. A
+# rank of a pipeline owns a quarter, on any network: often that alone decides. (The last rank's loss
+# keeps something, too.)
+#
+# <details><summary>Answer 1</summary>
+#
+# A ring sends 2 · 3/4 · 263 kB = 395 kB for a layer, in t = 395 kB / bandwidth. Where t is longer
+# than the 4 ms of the next layer's backward pass, the link is the bottleneck from the end of the
+# first backward pass on: 8 + 4 + 4 t = 34 ms, so t = 5.5 ms and 72 MB/s. The figure says the same.
+# </details>
+#
+# <details><summary>Answer 2</summary>
+#
+# What DDP keeps and what it computes; what the pipelines send, and what GPipe keeps. Gradients stay
+# as large as they were, and 1F1B keeps as much as before. The pipelines' steps grow by less than
+# twice, 3 · (16 + 3) = 57 ms and not 66, since the bubble stays. DDP has 8 ms to hide each layer's
+# all-reduce now, so it loses to GPipe only below some 50 MB/s.
+# </details>
 
 # %% [markdown]
 # ## Reflect
