@@ -157,7 +157,7 @@ def test_a_group_outlives_what_the_script_destroys(observe):
 def test_a_worker_of_torchrun_ends_as_its_script_does(tmp_path, lines, code, words):
     (tmp_path / "s.py").write_text(f"import sys\n{lines}\n")
     log = tmp_path / "log.txt"
-    child = fork(be_rank, log, "s.py", ["one"], 0, 0, cwd=tmp_path)
+    child = fork(be_rank, log, "s.py", ["one"], cwd=tmp_path)
     ended = child.join(60)
     child.close()
     said = log.read_text()

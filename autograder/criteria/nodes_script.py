@@ -117,16 +117,16 @@ class _Job:
 
     def start(self, node: int, port: int, *, agent: bool) -> Child:
         """Starts a node: torchrun's agent and its workers, or one rank that nobody watches."""
-        env = _environment()
-        if not agent:  # what a rank's environment holds, whoever starts it
-            more = {"RANK": node, "WORLD_SIZE": NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
-                    "GROUP_RANK": node, "GROUP_WORLD_SIZE": NODES, "MASTER_PORT": port,
-                    "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
-            env |= {k: str(v) for k, v in more.items()}
-        return fork(
-            be_agent if agent else be_rank, self.log(node), str(self.folder / self.name),
-            self.arguments(node), node, port, env=env, cwd=self.folder, new_session=True,
-        )  # fmt: skip
+        given = (self.log(node), str(self.folder / self.name), self.arguments(node))
+        place = {"cwd": self.folder, "new_session": True}
+        if agent:
+            return fork(be_agent, *given, node, port, env=_environment(), **place)
+        more = {"RANK": node, "WORLD_SIZE": NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
+                "GROUP_RANK": node, "GROUP_WORLD_SIZE": NODES, "MASTER_PORT": port,
+                "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
+        # What a rank's environment holds, whoever starts it.
+        env = _environment() | {k: str(v) for k, v in more.items()}
+        return fork(be_rank, *given, env=env, **place)
 
     def log(self, node: int) -> Path:
         return self.folder / f"log-{node}.txt"
@@ -160,7 +160,7 @@ def _environment() -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def be_rank(_: Any, log: Path, script: str, arguments: list[str], *__: int) -> None:
+def be_rank(_: Any, log: Path, script: str, arguments: list[str]) -> None:
     """One rank, as its environment describes it."""
     write_to(log)
     _work(script, arguments)
