@@ -67,8 +67,10 @@ _GRADING = (
     "device",
     "emulate",
     "errors",
+    "fork_server",
     "kernel",
     "launch",
+    "lifetime",
     "model",
 )
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -36,12 +35,13 @@ from typing import Any
 
 import cloudpickle
 
+from minidist.lifetime import die_with_parent
+
 # DistributedDataParallel's constructor imports torch._dynamo: more than a second in every process.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "minidist.launch")
 # Names the socket of a server that was inherited, and its inode: the number may mean another file.
 VARIABLE = "MINIDIST_FORK_SERVER"
 START_TIMEOUT_S = 120.0  # a server imports torch first, on a busy machine perhaps
-_PR_SET_PDEATHSIG = 1
 _INT_BYTES = 4
 
 
@@ -287,10 +287,7 @@ def _be_child(fds: list[int], server: int) -> None:
     """What a forked process does, to its end."""
     code = 1
     try:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:
-            os._exit(1)
+        die_with_parent(server)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         pipe, status, out, err = fds

@@ -23,13 +23,13 @@ from typing import Any
 
 from minidist import fork_server
 from minidist.kernel.process import (
-    adopt_orphans,
     children,
     descendants,
     fork_child,
     kill_descendants,
 )
 from minidist.kernel.wire import Link, endpoint
+from minidist.lifetime import adopt_orphans
 
 # How soon the launcher looks again for ranks that its agent has forked.
 _LOOK_AGAIN_S = 0.2

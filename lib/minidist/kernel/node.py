@@ -30,9 +30,10 @@ from minidist import __version__
 from minidist.kernel.hub import DATA, LINE, configure
 from minidist.kernel.job import Job, Keys, Share, rank_environment, read_job
 from minidist.kernel.options import Options, make_run_dir
-from minidist.kernel.process import adopt_orphans, kill_descendants
+from minidist.kernel.process import kill_descendants
 from minidist.kernel.ranks import CHANNELS, Ranks
 from minidist.kernel.wire import decode, encode
+from minidist.lifetime import adopt_orphans
 
 JOIN_WITHIN_S = 600.0
 ASK_WITHIN_S = 6.0  # the front itself waits for at most 5 s

@@ -1,14 +1,13 @@
-"""Processes: who dies with whom, and how a whole family of them is ended.
+"""Processes: how one is forked, and how a whole family of them is found and ended.
 
-The front and the launcher adopt their orphaned descendants (a "subreaper"), so a daemon that a cell
-forked twice is still found, and ended, when its ranks go. Only own descendants are ever signalled,
-and they are found by asking the operating system, never by a number that a rank sent.
+The front and the launcher adopt their orphaned descendants, so a daemon that a cell forked twice is
+still found, and ended, when its ranks go. Only own descendants are ever signalled, and they are
+found by asking the operating system, never by a number that a rank sent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -17,23 +16,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def _prctl(option: int, value: int) -> bool:
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        return libc.prctl(option, value, 0, 0, 0) == 0
-    except (OSError, AttributeError):  # not Linux: the sockets still tell of a death
-        return False
-
-
-def die_with_parent(parent: int) -> None:
-    """Have this process killed when `parent` (its parent's pid) ends; at once if it has."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+from minidist.lifetime import die_with_parent
 
 
 def fork_child(work: Callable[[], object]) -> int:
@@ -53,11 +36,6 @@ def fork_child(work: Callable[[], object]) -> int:
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of every descendant that loses its own parent."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(root: int) -> list[int]:

@@ -24,9 +24,9 @@ from minidist.fork_server import reseed_numpy
 from minidist.kernel import recover
 from minidist.kernel.companion import Companion
 from minidist.kernel.diagnose import collectives_started
-from minidist.kernel.process import die_with_parent
 from minidist.kernel.stream import BoundedStream
 from minidist.kernel.wire import Link, socket_name
+from minidist.lifetime import die_with_parent
 
 _CHANNELS = {1: "shell", 2: "stdin", 3: "control"}
 

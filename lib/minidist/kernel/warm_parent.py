@@ -32,13 +32,13 @@ from typing import Any
 from minidist.fork_server import import_for_good
 from minidist.kernel import launcher, surroundings, warm
 from minidist.kernel.process import (
-    adopt_orphans,
     children,
     descendants,
     fork_child,
     kill_descendants,
     reap,
 )
+from minidist.lifetime import adopt_orphans
 
 LOOK_EVERY_S = 30.0
 _SERVED, _NOT_SERVED = 0, 3  # exit status of a keeper
