@@ -69,7 +69,7 @@ def test_records_have_the_public_form(graded):
     for record in graded[1].values():
         assert set(record) == {
             "submission", "student", "lab", "world_size", "score", "max_score", "seconds",
-            "sandboxed", "criteria",
+            "sandboxed", "num_gpus", "criteria",
         }  # fmt: skip
         assert record["lab"] == LAB
         assert record["world_size"] == 3
