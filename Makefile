@@ -14,6 +14,7 @@ LAB_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
 BOOK_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED_FROM := pyproject.toml $(wildcard lib/minidist/kernel/kernelspecs/*/kernel.json)
@@ -23,7 +24,7 @@ export PATH := $(BIN):$(PATH)
 # The environment of another project must not leak into ours.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help grade lab test verify soak nightly claims bench book build lint clean install
+.PHONY: help grade lab test verify soak nightly claims bench gpu book build lint clean install
 
 help: ## list the commands
 	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
@@ -68,6 +69,9 @@ claims: $(VENV)/.installed ## run every lecture and list what it claims, with ve
 
 bench: $(VENV)/.installed-dev ## time ours beside its peers, paired and interleaved (BENCH_ARGS=--quick)
 	@$(BIN)/python benchmarks $(BENCH_ARGS)
+
+gpu: $(VENV)/.installed ## measure on this machine's NVIDIA GPUs, in at most 8 minutes, into benchmarks/results (GPU_ARGS=...)
+	@$(BIN)/python benchmarks/gpu $(GPU_ARGS)
 
 book: $(VENV)/.installed-dev ## run every lecture and write the course as a static site, build/book
 	@$(BIN)/python book $(BOOK_ARGS)

@@ -1,0 +1,135 @@
+"""The labs' solutions, graded with the autograder as a student's notebook is, where GPUs are seen.
+
+A lab's ranks use GPUs where there is one for each of them, and gloo on the CPU otherwise: that a
+GPU is there must not cost a point either way.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu.device import num_gpus
+from gpu.recorder import NotHereError, Recorder
+from gpu.runner import ROOT
+from gpu.sizes import Sizes
+
+LABS = (
+    "lab1_ddp", "lab2_accumulation", "lab3_fsdp", "lab4_amp", "lab5_multinode", "lab6_profiling",
+)  # fmt: skip
+GOAL_S = 60.0
+LIMIT_S = 180.0  # of one lab
+# What grading imports that torch does not bring.
+PACKAGES = (
+    "ipykernel", "jupyter_client", "nbclient", "nbformat", "nbgrader", "papermill", "rich", "zmq",
+)  # fmt: skip
+
+
+def measure(recorder: Recorder, sizes: Sizes, labs: tuple[str, ...] = LABS) -> None:
+    """All rows of the part."""
+    gpus = num_gpus() if sizes.device == "cuda" else 0
+    with tempfile.TemporaryDirectory(prefix="labs-") as folder:
+        course = Path(folder)
+        for lab in labs:
+            recorder.measure(lab, functools.partial(grade, recorder, course, lab, gpus))
+
+
+def grade(recorder: Recorder, course: Path, lab: str, gpus: int) -> None:
+    """Grade one lab's solution; rows: does it get full marks, and in what time.
+
+    Raises:
+        NotHereError: packages that grading needs are not installed.
+        RuntimeError: the grader failed, or took too long.
+    """
+    require_packages()
+    make_course(course)
+    solution, out = ROOT / "solutions" / lab / f"{lab}.ipynb", course / f"{lab}.json"
+    start_s = time.perf_counter()
+    # Ours, and read by many: it may run where there is no sandbox.
+    run_autograder(
+        course, ["grade", str(solution), "--lab", lab, "--trusted", "--no-gradebook",
+                 "--json", str(out)], min(LIMIT_S, recorder.left_s - 5),
+    )  # fmt: skip
+    seconds = time.perf_counter() - start_s
+    record = json.loads(out.read_text("utf-8"))[0]
+    report(recorder, lab, record, seconds, gpus)
+
+
+def report(recorder: Recorder, lab: str, record: dict[str, Any], seconds: float, gpus: int) -> None:
+    """Rows of a graded lab.
+
+    Args:
+        record: the grader's.
+        seconds: from starting the grader to its end.
+    """
+    statuses = {each["name"]: each["status"] for each in record["criteria"]}
+    # What a GPU is needed for and is not here does not count, for a student either.
+    lost = {name: status for name, status in statuses.items() if status not in ("PASS", "BLOCKED")}
+    detail = {
+        "ranks": record["world_size"], "gpus": gpus, "a_gpu_per_rank": gpus >= record["world_size"],
+        "sandboxed": record["sandboxed"], "criteria": len(statuses),
+        "blocked": [name for name, status in statuses.items() if status == "BLOCKED"],
+    }  # fmt: skip
+    full = f"{lab}: the solution gets full marks"
+    recorder.check(full, not lost, f"it loses {lost}", **detail)
+    recorder.figure(
+        f"{lab}: the grader, from its start to its end", seconds, "s", at_most=GOAL_S,
+        submission_s=record["seconds"], **detail,
+    )  # fmt: skip
+
+
+def require_packages() -> None:
+    """
+    Raises:
+        NotHereError: it names what is not installed.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotHereError(f"not installed here: {', '.join(missing)}")
+
+
+def make_course(folder: Path) -> None:
+    """A course of its own, so that no record of the course that this is comes in touch with it."""
+    if (folder / "labs").is_dir():
+        return
+    for name in ("nbgrader_config.py", "course.toml"):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "labs", folder / "labs")
+    run_autograder(folder, ["init"], 60.0)
+
+
+def run_autograder(course: Path, arguments: list[str], timeout_s: float) -> None:
+    """
+    Raises:
+        RuntimeError: it failed or took longer than `timeout_s`; with the end of what it said.
+    """
+    command = [sys.executable, "-m", "autograder", *arguments]
+    env = dict(os.environ) | {"AUTOGRADER_COURSE": str(course)}
+    process = subprocess.Popen(
+        command, cwd=course, env=env, stdin=subprocess.DEVNULL, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=max(1.0, timeout_s))
+    except subprocess.TimeoutExpired:
+        # Asked first: it ends its ranks, and what a kill would leave in the sandbox's folders.
+        process.terminate()
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+        raise RuntimeError(f"autograder {arguments[0]} took over {timeout_s:.0f} s") from None
+    if process.returncode:
+        last = " | ".join(said.strip().splitlines()[-3:])
+        raise RuntimeError(f"autograder {arguments[0]} ended with {process.returncode}: {last}")
