@@ -240,7 +240,7 @@ def two_parts(monkeypatch):
 
 def test_a_second_run_does_what_the_first_one_could_not(tmp_path, two_parts, capsys):
     out = tmp_path / "r.json"
-    arguments = ["--rehearse", "--out", str(out)]
+    arguments = ["--rehearse", "--out", str(out), "--commit", "mine"]
     assert runner.main(None, arguments) == runner.EXIT_FAILED
     first = json.loads(out.read_text())
     assert {name: part["status"] for name, part in first["parts"].items()} == {
@@ -248,6 +248,8 @@ def test_a_second_run_does_what_the_first_one_could_not(tmp_path, two_parts, cap
         "no_such_part": "failed",
     }
     assert "No module named 'gpu.no_such_part'" in first["parts"]["no_such_part"]["reason"]
+    assert first["rows"][-1]["name"] == "the whole part"
+    assert first["commit"] == (runner.commit() or "mine")
     assert first["machine"]["torch"] == torch.__version__
     assert first["machine"]["num_devices"] == 0, "a rehearsal uses no GPU"
     assert first["rehearsal"] is True
@@ -260,7 +262,7 @@ def test_a_second_run_does_what_the_first_one_could_not(tmp_path, two_parts, cap
 
     assert runner.main(None, [*arguments, "--only", "calibrate"]) == runner.EXIT_FAILED
     third = json.loads(out.read_text())
-    assert [row["name"] for row in third["rows"]] == [row["name"] for row in first["rows"]]
+    assert {row["name"] for row in third["rows"]} == {row["name"] for row in first["rows"]}
     assert third["rows"] != first["rows"], "a part that is named is measured anew"
 
 
@@ -268,7 +270,9 @@ def test_what_is_not_begun_in_time_is_named(tmp_path):
     results = Results(tmp_path / "r.json", HEAD)
     assert runner.run_parts(results, ["amp"], budget_s=0.0)
     assert results.parts["amp"]["status"] == "timeout"
-    assert "were over before it began" in results.problems()[0]
+    (row,) = results.rows
+    assert (row["part"], row["name"], row["status"]) == ("amp", "the whole part", "timeout")
+    assert "were over before it began" in row["reason"]
 
 
 def start(*arguments, **options):

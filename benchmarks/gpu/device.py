@@ -138,6 +138,9 @@ def start_rank(backend: str, kind: str) -> torch.device:
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)  # before the group: NCCL takes the current device
+        # Before the group: NCCL takes the current device. And a DeviceMesh would choose another
+        # one, by the local rank, where CUDA has not been started.
+        torch.cuda.set_device(device)
+        torch.cuda.init()
     dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
     return device

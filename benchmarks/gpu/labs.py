@@ -20,7 +20,7 @@ from typing import Any
 
 from gpu.device import num_gpus
 from gpu.recorder import NotHereError, Recorder
-from gpu.runner import ROOT
+from gpu.rows import ROOT
 from gpu.sizes import Sizes
 
 LABS = (

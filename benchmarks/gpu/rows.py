@@ -18,10 +18,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 FORMAT = 1
 STATUSES = ("ok", "failed", "out of memory", "timeout", "skipped")
 # A row without a value for one of these is nobody's fault.
@@ -31,6 +33,7 @@ KEYS = (
 )  # fmt: skip
 
 Row = dict[str, Any]
+_PYTHON_FOLDER = re.compile(r"/[^\s\"']*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
 
 
 def make_row(
@@ -60,7 +63,8 @@ def make_row(
     elif at_most is not None:
         goal, met = {"at_most": at_most}, None if value is None else value <= at_most
     row: Row = {
-        "part": part, "name": name, "status": status, "reason": reason, "value": value,
+        "part": part, "name": name, "status": status, "reason": without_folders(reason),
+        "value": value,
         "unit": unit, "low": low, "high": high, "goal": goal, "met": met,
         "detail": dict(detail or {}),
     }  # fmt: skip
@@ -92,6 +96,17 @@ def check_row(row: Mapping[str, Any]) -> None:
         json.dumps(row["detail"], allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: detail is no JSON: {error}") from None
+
+
+def without_folders(text: str | None) -> str | None:
+    """A reason without the places where the course and Python lie on this machine.
+
+    >>> without_folders(f'File "{ROOT}/lib/x.py": No module, File "/opt/lib/python3.12/os.py"')
+    'File "lib/x.py": No module, File "os.py"'
+    """
+    if text is None:
+        return None
+    return _PYTHON_FOLDER.sub("", text.replace(f"{ROOT}{os.sep}", ""))
 
 
 class Results:
@@ -158,7 +173,8 @@ class Results:
         self.rows = [row for row in self.rows if row["part"] != part] + list(rows)
         self.parts.pop(part, None)
         self.parts[part] = {
-            "status": status, "reason": reason, "seconds": round(seconds, 1), "date": date,
+            "status": status, "reason": without_folders(reason), "seconds": round(seconds, 1),
+            "date": date,
         }  # fmt: skip
         self.save()
 

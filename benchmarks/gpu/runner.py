@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu.rows import Results, Row, check_row, make_row, table
+from gpu.rows import HARMLESS, ROOT, Results, Row, check_row, make_row, table
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BUDGET_S = 450.0  # of 8 minutes; the rest is for the start, and for parts that have to be ended
 DESCRIBE_S = 120.0  # importing torch from a cold disk takes long
@@ -73,7 +72,8 @@ def main(description: str | None = None, arguments: Sequence[str] | None = None)
         )
         return EXIT_NO_DEVICE
     head = {
-        "date": _now(), "rehearsal": options.rehearse, "commit": commit(), "machine": machine,
+        "date": _now(), "rehearsal": options.rehearse, "commit": commit() or options.commit,
+        "machine": machine,
     }  # fmt: skip
     try:
         results = Results.open(options.out or _default_path(machine), head)
@@ -105,6 +105,8 @@ def _parse(description: str | None, arguments: Sequence[str] | None) -> argparse
                         help=f"of {', '.join(PARTS)}")  # fmt: skip
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="SECONDS",
                         help=f"for all parts together (default: {BUDGET_S:g})")  # fmt: skip
+    parser.add_argument("--commit", default="unknown",
+                        help="what this is a copy of, where it is no git checkout")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="say what the parts are")
     parser.add_argument("--rehearse", action="store_true",
                         help="tiny, on the CPU: whether it runs, not how fast")  # fmt: skip
@@ -147,6 +149,9 @@ def run_parts(
                     rows, status, reason, interrupted = run_part(name, limit_s, rehearse=rehearse)
             except KeyboardInterrupt:  # before it had begun
                 status, reason, interrupted = "failed", "interrupted", True
+            if status != "ok" and all(row["status"] in HARMLESS for row in rows):
+                # It came to nothing before it began to measure; that is a row as well.
+                rows = [*rows, make_row(name, "the whole part", status=status, reason=reason)]
             seconds = time.monotonic() - began_s
             results.replace(name, rows, status=status, reason=reason, seconds=seconds, date=date)
             print(f" {status} after {seconds:.0f} s, {len(rows)} rows", flush=True)
@@ -166,7 +171,7 @@ def run_part(
     Returns:
         Its rows; "ok", "failed" or "timeout"; why, unless ok; whether somebody interrupted us.
     """
-    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
         rows_path, log_path = Path(folder) / "rows.jsonl", Path(folder) / "log"
         command = [sys.executable, "-m", worker, name, str(rows_path), f"{limit_s:.1f}"]
         interrupted, code = False, None
@@ -242,7 +247,7 @@ def describe(rehearse: bool = False) -> dict[str, Any]:
     Raises:
         RuntimeError: torch is missing or too old, or the driver does not answer.
     """
-    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
         command = [sys.executable, "-m", "gpu.worker", "describe"]
         try:
             done = subprocess.run(
@@ -259,16 +264,17 @@ def describe(rehearse: bool = False) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def commit() -> str:
-    """The commit that is checked out, with "-dirty" if files differ from it, else "unknown"."""
+def commit() -> str | None:
+    """The commit that is checked out, with "-dirty" if files differ from it; None if git is not
+    here or does not know."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]
     try:
         done = subprocess.run(
             [*command, "--exclude=*"], capture_output=True, text=True, timeout=30
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def _default_path(machine: Mapping[str, Any]) -> Path:
@@ -283,20 +289,17 @@ def _now() -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part and all that it has started, which may outlive its first process.
-
-    Asked first: the grader ends the ranks in its sandboxes, which are in groups of their own.
-    """
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        ends_s = time.monotonic() + GRACE_S
-        try:
-            os.killpg(process.pid, number)
+    """End a part and all that it has started, which may outlive its first process."""
+    with contextlib.suppress(ProcessLookupError):  # the group is empty
+        if process.poll() is None:
+            # Asked first: the grader ends the ranks in its sandboxes, in groups of their own.
+            os.killpg(process.pid, signal.SIGTERM)
+            ends_s = time.monotonic() + GRACE_S
             while time.monotonic() < ends_s:
                 process.poll()  # a zombie of ours would count as one of the group
                 os.killpg(process.pid, 0)
                 time.sleep(0.05)
-        except ProcessLookupError:
-            break  # the group is empty
+        os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)
 

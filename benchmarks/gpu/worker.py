@@ -44,7 +44,6 @@ def describe(rehearse: bool = False) -> dict[str, Any]:
         RuntimeError: torch is too old.
     """
     import torch
-    import torch.cuda.nccl
 
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < MIN_TORCH:
@@ -63,10 +62,10 @@ def describe(rehearse: bool = False) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if count else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if count else None,
+        "nccl": _nccl_version() if count else None,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu_cores": len(os.sched_getaffinity(0)),
+        "cpu_cores": _cpu_cores(),
         "why_none": None if count else _why_none(torch, rehearse),
     }
 
@@ -87,6 +86,19 @@ def driver_version() -> str | None:
         return version.decode() if isinstance(version, bytes) else str(version)
     except Exception:  # not installed, or no driver: it has errors of its own
         return None
+
+
+def _nccl_version() -> str | None:
+    import torch.cuda.nccl
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _cpu_cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _why_none(torch: Any, rehearse: bool) -> str:
