@@ -80,7 +80,7 @@ def test_the_table_says_what_came_of_each_row():
     ]
     lines = table(rows).splitlines()
     assert lines[0] == "a"
-    assert " ".join(lines[1].split()) == "fast 2.500 2.000 … 3.000 goal ≥ 5 not met"
+    assert " ".join(lines[1].split()) == "fast 2.500 2.000 … 3.000 goal ≥ 5.000 not met"
     assert lines[2].split() == ["broken", "failed:", "last", "line"]
 
 

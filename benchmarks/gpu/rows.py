@@ -234,7 +234,7 @@ def _outcome(row: Row) -> str:
     if row["goal"]:
         (kind, goal), *_ = row["goal"].items()
         sign = "≥" if kind == "at_least" else "≤"
-        text += f"  goal {sign} {goal:g} {'met' if row['met'] else 'not met'}"
+        text += f"  goal {sign} {quantity(goal, row['unit'])} {'met' if row['met'] else 'not met'}"
     return text
 
 
