@@ -578,3 +578,24 @@ def test_all_ranks_decide_alike_and_train_as_one_process(world_size):
     if world_size > 1:
         # Some rank saw nothing wrong in a step that was skipped.
         assert any(mine for _, mine in [traces[0][1], traces[1][1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+def test_scaler_finds_what_is_not_finite_in_any_gradient(dtype, bad):
+    """Of several dtypes and sizes at once; what is merely huge is no overflow."""
+    shapes = [(), (3, 2), (0,), (5,)]
+    parameters = [torch.nn.Parameter(torch.ones(s, dtype=dtype)) for s in shapes]
+    parameters.append(torch.nn.Parameter(torch.ones(4)))
+    scaler = GradScaler(init_scale=4.0)
+    for i, p in enumerate(parameters):
+        p.grad = torch.full_like(p, torch.finfo(p.dtype).max / 2 if i == 1 else 8.0)
+    expected = [p.grad.clone() / 4 for p in parameters]
+    if bad is not None:
+        parameters[3].grad[2] = bad
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    scaler.unscale_(optimizer)
+    assert scaler._found_inf[id(optimizer)] is (bad is not None)
+    for i, (p, value) in enumerate(zip(parameters, expected, strict=True)):
+        if i != 3 or bad is None:
+            assert torch.equal(p.grad, value)

@@ -36,6 +36,7 @@ Micikevicius et al., arXiv 1710.03740.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
@@ -168,10 +169,12 @@ class GradScaler:
         found = torch.zeros((), device=device)
         # The reciprocal in fp64, then fp32, as torch takes it.
         inverse = self._scale.double().reciprocal().float()
-        for gradient in gradients:
-            bad = torch.logical_not(torch.isfinite(gradient).all())
+        # A few kernels for all gradients alike, not a few for each: a GPU hardly notices them.
+        for alike in _alike(gradients):
+            extremes = _extremes(alike)
+            bad = torch.logical_not(torch.isfinite(extremes).all())
             found = torch.maximum(found, bad.to(found))
-            gradient.mul_(inverse.to(gradient.device))
+            torch._foreach_mul_(alike, inverse.to(extremes.device))
         return torch.stack([found, torch.full_like(found, bool(gradients))])
 
     def _any_device(self) -> torch.device:
@@ -291,3 +294,19 @@ def _local_gradients(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
         gradient: Any = parameter.grad
         if gradient is not None:
             yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _alike(gradients: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The gradients that have elements, those of one device and dtype together."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(groups.values())
+
+
+def _extremes(alike: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers of which one is inf or NaN where any element is, [some]: no sum, which overflows."""
+    if alike[0].is_cuda:  # one kernel for many gradients; on the CPU this norm is slow
+        return torch.stack(list(torch._foreach_norm(alike, math.inf)))
+    return torch.stack([extreme for gradient in alike for extreme in torch.aminmax(gradient)])
