@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autograder.criteria import get_lab
 from minidist import launch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -405,7 +406,7 @@ def test_a_lab_is_graded():
     recorder = Recorder("labs", deadline_s=time.monotonic() + 240)
     labs.measure(recorder, TINY, labs=("lab4_amp",))
     assert [row["status"] for row in recorder.rows] == ["ok", "ok"], recorder.rows
-    assert recorder.rows[0]["detail"]["criteria"] == 20
+    assert recorder.rows[0]["detail"]["criteria"] == len(get_lab("lab4_amp").criteria)
 
 
 # ---------------------------------------------------------------------------------------- on a GPU

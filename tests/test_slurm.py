@@ -36,6 +36,7 @@ SHORT = f"[limits.{LAB}]\nwall_s = 8\n"
 SLURM = "[slurm]\npoll_s = 1\nsettle_s = 3\nbackoff_s = 2\n"
 OPTIONS = SHORT + SLURM
 WITHIN_S = 600
+STATES = "autograder-states"  # the name of jobs that are no grader's
 HONEST = {"STUDENT_ERROR", "NOT_RUN", "WRONG"}  # what a starter that was graded ends with
 
 
@@ -275,35 +276,28 @@ def test_a_job_over_its_time_says_so_itself(course, cluster):
     assert was_graded(records["ada"])
 
 
-def test_what_slurm_says_of_jobs_that_wrote_nothing(course, cluster):
-    """TIMEOUT takes over a minute, as Slurm counts time limits by the minute."""
-    jobs = SlurmJobs("autograder-states", course.root, SlurmOptions())
+@pytest.fixture(scope="module")
+def ends(cluster):
+    """Jobs by the state that they come to; they end while the test before looks at something else.
+
+    TIMEOUT takes over a minute, as Slurm counts time limits by the minute.
+    """
     ids = {}
     for name, command, more in [
-        ("COMPLETED", "true", []), ("FAILED", "exit 3", []), ("TIMEOUT", "sleep 300", []),
-        ("CANCELLED", "sleep 300", []), ("PENDING", "true", ["--begin=now+1hour"]),
-        ("RUNNING", "sleep 300", ["--time=10"]),
+        ("COMPLETED", "true", []), ("FAILED", "exit 3", []), ("TIMEOUT", "sleep 600", []),
+        ("CANCELLED", "sleep 600", []), ("PENDING", "true", ["--begin=now+1hour"]),
+        ("RUNNING", "sleep 600", ["--time=20"]),
     ]:  # fmt: skip
-        said = cluster.say("sbatch", "--job-name=autograder-states", "--time=1", *more,
+        said = cluster.say("sbatch", f"--job-name={STATES}", "--time=1", "-w", "n2", *more,
                            "--parsable", "-o", "/dev/null", "--wrap", command)  # fmt: skip
         ids[name] = said.strip()
     cluster.say("scancel", ids["CANCELLED"])
-    other = cluster.say("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 300").strip()
-
-    def found() -> dict[str, str]:
-        seen = jobs.look(ids.values())
-        assert seen is not None
-        return {name: seen[job].state for name, job in ids.items() if job in seen}
-
-    wait_until(lambda: found() == {name: name for name in ids}, 150, lambda: str(found()))
-    assert jobs.look([*ids.values(), "999999"]).keys() == set(ids.values())
-    jobs.cancel()
-    assert found()["PENDING"] == found()["RUNNING"] == "CANCELLED"
-    assert cluster.say("squeue", "-h", "-j", other, "-o", "%T").strip() == "RUNNING"
-    cluster.say("scancel", other)
+    return ids
 
 
-def test_forty_tiny_jobs_are_one_array_and_few_questions(course, cluster, tmp_path, monkeypatch):
+def test_forty_tiny_jobs_are_one_array_and_few_questions(
+    course, cluster, ends, tmp_path, monkeypatch
+):
     """What the grader calls is counted on its way to the real command; the test calls others.
 
     Each job asks for one of the nodes' made-up GPUs, and says which one it got.
@@ -327,8 +321,8 @@ def test_forty_tiny_jobs_are_one_array_and_few_questions(course, cluster, tmp_pa
         most = 0
         while grading.process.poll() is None:
             assert time.monotonic() - began < WITHIN_S, grading.said
-            said = cluster.say("squeue", "-h", "-r", "--states=RUNNING", "-o", "%i")
-            most = max(most, len(said.split()))
+            said = cluster.say("squeue", "-h", "-r", "--states=RUNNING", "-o", "%j").split()
+            most = max(most, sum(name != STATES for name in said))
             time.sleep(1)
         records = grading.wait(0)
     seconds = time.monotonic() - began
@@ -343,6 +337,24 @@ def test_forty_tiny_jobs_are_one_array_and_few_questions(course, cluster, tmp_pa
     gpus = Counter(given.read_text().splitlines())
     assert gpus.total() == 40
     assert {"n1 0", "n1 1"} <= set(gpus) <= {"n1 0", "n1 1", "n2 0", "n2 1"}
+
+
+def test_what_slurm_says_of_jobs_that_wrote_nothing(cluster, ends, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    ids, jobs = ends, SlurmJobs(STATES, tmp_path, SlurmOptions())
+    other = cluster.say("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 300").strip()
+
+    def found() -> dict[str, str]:
+        seen = jobs.look(ids.values())
+        assert seen is not None
+        return {name: seen[job].state for name, job in ids.items() if job in seen}
+
+    wait_until(lambda: found() == {name: name for name in ids}, 150, lambda: str(found()))
+    assert jobs.look([*ids.values(), "999999"]).keys() == set(ids.values())
+    jobs.cancel()
+    assert found()["PENDING"] == found()["RUNNING"] == "CANCELLED"
+    assert cluster.say("squeue", "-h", "-j", other, "-o", "%T").strip() == "RUNNING"
+    cluster.say("scancel", other)
 
 
 def test_after_ctrl_c_only_what_is_left_is_graded(course, cluster):
