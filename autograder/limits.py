@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -36,3 +36,11 @@ class Limits:
     shm_bytes: int = 512 * MIB
     num_open_files: int = 4096
     output_bytes: int = 64 * MIB
+
+    def with_gpus(self, num_ranks: int) -> Limits:
+        """With what each rank needs on top where there are GPUs: CUDA's memory and threads."""
+        return replace(
+            self,
+            box_memory_bytes=self.box_memory_bytes + 3 * GIB * num_ranks,
+            num_processes=self.num_processes + 256 * num_ranks,
+        )

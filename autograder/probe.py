@@ -10,6 +10,7 @@ Under the grader each rank is connected by `attach()` before any of the student'
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -192,15 +193,34 @@ def _own_gpu(needs: str) -> Any:
 
     from autograder.criteria.base import HardwareMissingError
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count() if _cuda_works() else 0
     wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if needs == "cuda per rank" else 1
     if count < wanted:
         raise HardwareMissingError(
             f"It needs {wanted} CUDA device{'s' * (wanted > 1)}; torch sees {count or 'none'}."
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+        torch.empty(1, device=device)
+    except RuntimeError as error:  # one process at a time, perhaps, and another rank was first
+        said = str(error).partition("\n")[0]
+        raise HardwareMissingError(f"It needs a GPU that works; {device}: {said}.") from None
     return device
+
+
+@functools.cache
+def _cuda_works() -> bool:
+    """Whether CUDA starts: that a driver counts devices is not enough."""
+    import torch
+
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.init()
+            return True
+    except RuntimeError:
+        pass
+    return False
 
 
 def _store(channels: _Channels, case: int) -> Any:
@@ -229,7 +249,7 @@ def _harmless_cuda_calls() -> Iterator[None]:
     """
     import torch
 
-    if torch.cuda.is_available():
+    if _cuda_works():
         yield
         return
     with ExitStack() as stack:

@@ -58,12 +58,12 @@ _REASONS = {
     Status.NOT_RUN: "the check was not reached",
     Status.STUDENT_ERROR: "the code raised",
     Status.WRONG: "no answer",
-    Status.BLOCKED: "hardware is missing",
 }
-# The worst of the ranks' statuses is the criterion's, in this order.
+# The worst of the ranks' statuses is the criterion's, in this order. BLOCKED comes first: without
+# that rank the others had nobody to work with.
 _WORST = (
-    Status.RANK_LOST, Status.TIMEOUT, Status.STUDENT_ERROR, Status.WRONG, Status.NOT_RUN,
-    Status.BLOCKED,
+    Status.BLOCKED, Status.RANK_LOST, Status.TIMEOUT, Status.STUDENT_ERROR, Status.WRONG,
+    Status.NOT_RUN,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +184,10 @@ def run_once(
     Raises:
         InfrastructureError: our own failure.
     """
-    return _Attempt(settings.course.lab(settings.lab), settings, seed_id, note).run(
-        notebook, executed
-    )
+    lab = settings.course.lab(settings.lab)
+    if torch.cuda.device_count():
+        lab = replace(lab, limits=lab.limits.with_gpus(settings.world_size))
+    return _Attempt(lab, settings, seed_id, note).run(notebook, executed)
 
 
 class _Attempt:

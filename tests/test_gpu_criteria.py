@@ -6,6 +6,7 @@ memory: that what is observed reaches the judge. Nothing here says how fast a GP
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 
@@ -13,10 +14,10 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from course import TestCourse, statuses
+from conftest import NO_GPU
+from course import ROOT, TestCourse, statuses
 from lab_helper import make_case
 from nbgrader.api import Gradebook
-from torch import nn
 
 import autograder.probe as probe
 from autograder.bridge import SaveExtraPoints, verdict_output
@@ -55,16 +56,28 @@ def test_full_marks_need_no_gpu():
 def test_a_rank_says_what_is_missing(needs, count, missing, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(probe, "_cuda_works", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: None)
     if missing:
         with pytest.raises(HardwareMissingError, match=missing):
             probe._own_gpu(needs)
         assert chosen == []
     else:
         assert chosen == [probe._own_gpu(needs)] == [torch.device("cuda", 2 % count)]
+
+
+def test_a_gpu_that_another_rank_has_is_missing(monkeypatch):
+    def refuse(device):
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy\nsecond line")
+
+    monkeypatch.setattr(probe, "_cuda_works", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with pytest.raises(HardwareMissingError, match=r"devices are busy\.$"):
+        probe._own_gpu("cuda")
 
 
 @pytest.fixture
@@ -93,7 +106,8 @@ def test_ranks_without_the_hardware_are_blocked(referee):
 
 
 def test_one_blocked_rank_gives_no_points(referee):
-    assert _told(referee, EXTRA[0][1], "ok", "blocked").points == 0
+    verdict = _told(referee, EXTRA[0][1], "error", "blocked")  # the other one waited in vain
+    assert (verdict.status, verdict.points) == (Status.BLOCKED, 0)
 
 
 def test_nothing_else_can_be_blocked(referee):
@@ -168,6 +182,7 @@ def _small(full_bytes: int = 1000, mixed_bytes: int = 600):
         patch.setattr(gpu_meter, "peak_bytes", peak_bytes)
         patch.setattr(gpu_meter, "free_bytes", lambda device: 1 << 26)
         patch.setattr(gpu_meter, "half_dtype", lambda device: torch.bfloat16)
+        patch.setattr(gpu_meter, "warm_up", lambda device: None)
         patch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
         for module in (amp_gpu, fsdp_gpu, prof_gpu):
             patch.setattr(module, "WIDTH", 32)
@@ -177,56 +192,26 @@ def _small(full_bytes: int = 1000, mixed_bytes: int = 600):
         yield
 
 
-def train_plainly(model, batches, loss_fn, optimizer, scaler, *, dtype, **_):
-    """A right loop, in 16 bits."""
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        with torch.autocast(x.device.type, dtype=dtype):
-            loss = loss_fn(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    return losses
-
-
-class Sharded(nn.Module):
-    """The contract of lab 3 kept by torch's fully_shard."""
-
-    def __init__(self, model, units):
-        super().__init__()
-        from torch.distributed.fsdp import fully_shard
-
-        for unit in [*units, model]:
-            fully_shard(unit)
-        self.model = model
-
-    def local_parameters(self):
-        return list(self.model.parameters())
-
-    def forward(self, *args):
-        return self.model(*args)
-
-
-class Buckets:
-    """The contract of lab 6 kept without any overlap."""
-
-    def __init__(self, module, plan):
-        self.module = module
-
-    def finish(self):
-        import torch.distributed as dist
-
-        for p in self.module.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-
+# What each criterion is handed, by lab: a name of the lab's solution, and a wrong submission.
 SUBJECTS = {
-    "amp_gpu_speed": train_plainly, "amp_gpu_memory": train_plainly,
-    "fsdp_gpu_memory": Sharded, "prof_gpu_efficiency": Buckets,
-}  # fmt: skip
+    "lab4_amp": ("train_amp", "wrong_large_batches_in_fp32"),
+    "lab3_fsdp": ("FSDP", "wrong_keeps_large_units"),
+    "lab6_profiling": ("GradientBuckets", "wrong_looks_at_large_buckets"),
+}
+
+
+def _subject(lab, *, wrong=False):
+    """The solution's function or class; or what a submission of the class has in its place."""
+    name, entry = SUBJECTS[lab]
+    paths = [ROOT / "solutions" / lab / f"{lab}.py"]
+    paths += [ROOT / "tests" / "zoo" / lab / f"{entry}.py"] if wrong else []
+    found = {"__name__": "__main__"}  # to be sent to the ranks by value
+    for path in paths:
+        tree = ast.parse(path.read_text("utf-8"))
+        defines = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+        tree.body = [node for node in tree.body if isinstance(node, defines)]
+        exec(compile(tree, str(path), "exec"), found)
+    return found[name]
 
 
 def _observed(name, subject, draws):
@@ -246,7 +231,7 @@ def _observed(name, subject, draws):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_is_observed_reaches_the_judge(lab, criterion, num_ranks, monkeypatch):
     draws = criterion.draw(draw_for(b"t", lab.name, criterion.name, "one", num_ranks))
-    answers = run(_observed, num_ranks, criterion.name, SUBJECTS[criterion.name], draws)
+    answers = run(_observed, num_ranks, criterion.name, _subject(lab.name), draws)
     with _small():
         for answer in answers:  # times of a GPU, made up
             if "full/seconds" in answer:
@@ -256,6 +241,36 @@ def test_what_is_observed_reaches_the_judge(lab, criterion, num_ranks, monkeypat
             if "alone/seconds" in answer:
                 answer["together/seconds"] = answer["alone/seconds"] / 0.95
         assert criterion.judge(Case(num_ranks, draws, answers)) == []
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+
+def _measured(name, subject, draws):
+    import torch.distributed as dist
+
+    device = probe._own_gpu("cuda")
+    # NCCL refuses two ranks on one GPU.
+    dist.init_process_group("nccl" if torch.cuda.device_count() >= len(draws) else "gloo")
+    rank = dist.get_rank()
+    [criterion] = [c for _, c in EXTRA if c.name == name]
+    answer = criterion.observe(subject, draws[rank], Context(rank, len(draws), device))
+    dist.destroy_process_group()
+    return answer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lab", "criterion"), EXTRA, ids=[c.name for _, c in EXTRA])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("wrong", [False, True], ids=["solution", "wrong"])
+def test_a_gpu_tells_right_from_wrong(lab, criterion, num_ranks, wrong):
+    if criterion.needs == "cuda per rank" and torch.cuda.device_count() < num_ranks:
+        pytest.skip(NO_GPU)
+    draws = criterion.draw(draw_for(b"t", lab.name, criterion.name, "one", num_ranks))
+    subject = _subject(lab.name, wrong=wrong)
+    answers = run(_measured, num_ranks, criterion.name, subject, draws, deadline_s=150)
+    told = [finding.message for finding in criterion.judge(Case(num_ranks, draws, answers))]
+    assert bool(told) == wrong, told or answers
 
 
 # --- judges --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from autograder.criteria.base import (
     Values,
 )
 
-WIDTH, LAYERS = 2048, 8
+WIDTH, LAYERS, OUT = 2048, 8, 64  # few outputs: what the loss keeps is float32 in any precision
 MOST_SAMPLES, FEWEST_SAMPLES = 65_536, 4_096
 # Of each sample and layer a step in float32 keeps the input and, at its peak, a few more tensors.
 BYTES_PER_SAMPLE = WIDTH * 4 * (LAYERS + 6)
@@ -44,21 +44,22 @@ def network(seed: int) -> nn.Sequential:
     """Linear layers and ReLU, float32, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
-    for _ in range(LAYERS):
-        linear = nn.Linear(WIDTH, WIDTH)
+    for out in [WIDTH] * (LAYERS - 1) + [OUT]:
+        linear = nn.Linear(WIDTH, out)
         with torch.no_grad():
-            linear.weight.copy_(torch.randn(WIDTH, WIDTH, generator=generator) * (2 / WIDTH) ** 0.5)
+            weight = torch.randn(out, WIDTH, generator=generator)
+            linear.weight.copy_(weight * (2 / WIDTH) ** 0.5)
             linear.bias.zero_()
         layers += [linear, nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
 def data(seed: int, samples: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, [samples, WIDTH] each, float32: so many times the same FEWEST_SAMPLES."""
+    """Inputs [samples, WIDTH], targets [samples, OUT], float32: FEWEST_SAMPLES, again and again."""
     generator = torch.Generator(device).manual_seed(seed)
-    both = torch.randn(2, FEWEST_SAMPLES, WIDTH, device=device, generator=generator)
-    x, y = (part.repeat(samples // FEWEST_SAMPLES, 1) for part in both)
-    return x, y
+    few = torch.randn(FEWEST_SAMPLES, WIDTH + OUT, device=device, generator=generator)
+    both = few.repeat(samples // FEWEST_SAMPLES, 1)
+    return both[:, :WIDTH].contiguous(), both[:, WIDTH:].contiguous()
 
 
 def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
@@ -122,14 +123,13 @@ def _choose_samples(device: torch.device) -> int:
     """
     import torch.distributed as dist
 
-    free = torch.tensor(float(gpu_meter.free_bytes(device)), device=device)
-    dist.all_reduce(free, op=dist.ReduceOp.MIN)
-    fit = int(free.item() / (2 * dist.get_world_size() * BYTES_PER_SAMPLE))
+    free = gpu_meter.free_bytes(device)
+    fit = free // (2 * dist.get_world_size() * BYTES_PER_SAMPLE)
     samples = min(MOST_SAMPLES, fit // FEWEST_SAMPLES * FEWEST_SAMPLES)
     if samples < FEWEST_SAMPLES:
         raise HardwareMissingError(
             f"It needs {2 * FEWEST_SAMPLES * BYTES_PER_SAMPLE / 2**30:.1f} GiB of free GPU memory "
-            f"for each rank; all ranks together have {free.item() / 2**30:.1f}."
+            f"for each rank; all ranks together have {free / 2**30:.1f}."
         )
     return samples
 

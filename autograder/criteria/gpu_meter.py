@@ -6,6 +6,7 @@ the same time, so ranks that share a GPU slow both alike.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +28,25 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free on the GPU now, in bytes; ranks that share it share this, too."""
-    return torch.cuda.mem_get_info(device)[0]
+    """What is free on the GPU, in bytes, after all ranks have given back what they only kept.
+
+    The least of all ranks; those that share a GPU share this, too.
+    """
+    import torch.distributed as dist
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    dist.barrier()
+    free = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN)
+    return int(free.item())
+
+
+def warm_up(device: torch.device) -> None:
+    """Has the libraries of matrix products take their memory, forward and backward."""
+    layer = torch.nn.Linear(64, 64, device=device)
+    layer(torch.ones(64, 64, device=device)).sum().backward()
+    synchronize(device)
 
 
 def peak_bytes(run: Run, device: torch.device, base: int | None = None) -> int:

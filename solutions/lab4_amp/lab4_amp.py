@@ -1047,7 +1047,7 @@ check("amp_hook_bytes", make_compress_hook)
 # ## On a GPU: 5 extra points
 #
 # With a CUDA device, your loop of task 3 has to keep what mixed precision promises. The checks run
-# one step on 8 layers of 2048 × 2048 and a large batch: with your `train_amp` in bf16 (fp16 where
+# one step on 8 wide layers and a large batch: with your `train_amp` in bf16 (fp16 where
 # the GPU has no fast bf16), and with a plain loop in fp32, TF32 off, in turn.
 #
 # - `amp_gpu_speed`: yours is at least **twice** as fast.
