@@ -45,7 +45,7 @@ PARTS = {
     "calibrate": Part(60, "matrix products, copies, launches: the ceilings"),
     "amp": Part(150, "mixed precision, loss scaling, MFU, activation checkpointing"),
     "training": Part(130, "training loop, DDP and ZeRO-3 beside torch's"),
-    "collectives": Part(120, "collectives on CUDA tensors, NCCL and staged"),
+    "collectives": Part(95, "collectives on CUDA tensors, NCCL and staged"),
     "profiling": Part(70, "traces, overlap, memory and the monitor"),
     "labs": Part(360, "the labs' solutions, graded where they see a GPU"),
 }
