@@ -82,6 +82,16 @@ class RankKernel(IPythonKernel):
                 if isinstance(stream, BoundedStream):
                     stream.end_cell()
 
+    # The front says once what is run and that the kernel is busy; N ranks need not say it too.
+
+    def _publish_execute_input(self, *_: Any, **__: Any) -> None: ...
+
+    def _publish_status(self, status: str, channel: str, parent: Any = None) -> None:
+        request: Any = parent or self.get_parent(channel)
+        asked = request.get("header", {}).get("msg_type")
+        if (status, asked) != ("busy", "execute_request"):
+            super()._publish_status(status, channel, parent)
+
 
 class RankApp(IPKernelApp):
     """IPKernelApp that connects to sockets which the front has bound already."""
