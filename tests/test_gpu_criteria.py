@@ -23,6 +23,8 @@ import autograder.probe as probe
 from autograder.bridge import SaveExtraPoints, verdict_output
 from autograder.criteria import amp_gpu, fsdp_gpu, get_lab, gpu_meter, lab_names, prof_gpu
 from autograder.criteria.base import Case, Context, HardwareMissingError, Status
+from autograder.gradebook import Cell, Grade
+from autograder.lms import Column, gradescope_result
 from autograder.referee import Referee, draw_for
 from autograder.report import reason, rich_table
 from autograder.run import _scores
@@ -136,6 +138,17 @@ def test_extra_points_come_on_top(status, points, score):
     shown = verdict_output(record["criteria"][1], "twice as fast", True)
     assert shown.output_type == ("error" if status == "WRONG" else "display_data")
     assert " extra" in json.dumps(shown)
+
+
+@pytest.mark.parametrize(("score", "said"), [(3.0, {}), (0.0, {"amp_gpu_speed": "1.40 times"})])
+def test_gradescope_shows_extra_points_as_what_they_are(score, said):
+    about = {"first_name": "", "last_name": "", "email": "", "lms_id": "", "submitted": True}
+    cell = Cell(name="amp_gpu_speed", score=score, max_score=0.0, needs_person=False)
+    grade = Grade(student="x", score=100 + score, max_score=100.0, cells=(cell,), **about)
+    column = Column(lab="lab4_amp", name="Lab 4", max_score=100.0)
+    [test] = gradescope_result(grade, column, {}, said, "0" * 64)["tests"]
+    assert (test["score"], test["max_score"]) == (score, 0)
+    assert test["status"] == ("failed" if said else "passed")
 
 
 def test_a_class_without_a_gpu_through_nbgrader(tmp_path):
