@@ -202,7 +202,7 @@ class Executor:
             if channel == "iopub":
                 self._output(rank, frames)
                 return
-            _, message = self._client.parse(frames)
+            message = self._client.read(frames)
             parent = message["parent_header"].get("msg_id")
             cell = self._cell
             if channel == "stdin":
@@ -217,7 +217,7 @@ class Executor:
                 self._client.forward(waiting[0], [*waiting[1], *frames])
 
     def _output(self, rank: int, frames: list[bytes]) -> None:
-        _, message = self._client.parse(frames, content=False)
+        message = self._client.read(frames, content=False)
         kind, cell = message["header"]["msg_type"], self._cell
         if cell is None or message["parent_header"].get("msg_id") != cell.msg_id:
             size = sum(map(len, frames))
