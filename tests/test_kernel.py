@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -13,10 +14,12 @@ from pathlib import Path
 import jupyter_kernel_test
 import nbformat
 import pytest
+import zmq.asyncio
 from kernel_helper import ALL_REDUCE, JOIN, Kernel
 from kernel_helper import kernel as new_kernel
 
 from minidist.kernel import auto, magics, options, verdict
+from minidist.kernel.client import Client
 from minidist.kernel.verdict import Place
 
 
@@ -318,3 +321,40 @@ def test_the_kernel_takes_its_ranks_from_the_environment() -> None:
     with new_kernel(*arguments, env={**os.environ, "MINIDIST_RANKS": "3"}) as it:
         assert it.ok("import os; os.environ['WORLD_SIZE']").text().endswith("same output]\n")
         assert len(it.request(action="status")["ranks"]) == 3
+
+
+def test_a_ranks_message_is_read_as_a_notebooks_is(tmp_path) -> None:
+    """Apart from its dates; and whatever is no message, or not signed, is refused."""
+    context = zmq.asyncio.Context()
+    client = Client(str(tmp_path / "c.json"), context)
+    try:
+        session = client.session
+        about = {"parent": session.msg("execute_request"), "metadata": {"n": 1}}
+        frames = session.serialize(session.msg("stream", {"text": "a"}, **about), ident=[b"id"])
+        _, expected = client.parse(frames)
+        found = client.read(frames)
+        for name in ("content", "metadata"):
+            assert found[name] == expected[name]
+        for name in ("header", "parent_header"):
+            assert found[name] == expected[name] | {"date": found[name]["date"]}
+        assert client.read(frames, content=False)["content"] == frames[-1]
+        assert client.read([*frames, b"a buffer"]) == found
+
+        rng = random.Random(0)
+        for _ in range(300):
+            changed = list(frames)
+            place = rng.randrange(1, len(changed))
+            changed[place] = rng.choice([b"", b"[]", b"{}", b"\xff", b"null", rng.randbytes(40)])
+            del changed[rng.randrange(1, 12) :]
+            if changed[1:] != frames[1:]:
+                with pytest.raises(ValueError, match="not a message"):
+                    client.read(changed)
+        for name, value in (("header", []), ("content", 3), ("parent_header", "x")):
+            parts = {"header": expected["header"], "parent_header": {}, "content": {}}
+            packed = [session.pack(v) for v in (parts | {name: value}).values()]
+            signed = [packed[0], packed[1], b"{}", packed[2]]
+            with pytest.raises(ValueError, match=f"no {name}"):
+                client.read([b"<IDS|MSG>", session.sign(signed), *signed])
+    finally:
+        client.close()
+        context.destroy(0)
