@@ -848,6 +848,7 @@ check("pipe_bytes", (pipeline_bytes, data_parallel_bytes))
 #     for name, (_, trace) in runs.items():
 #         axes.plot(speeds, [replay(trace, 1e6 * speed)[1] for speed in speeds], label=name)
 #     axes.axhline(24, linestyle="--", color="gray", linewidth=1)
+#     axes.text(speeds[-1], 22, "computing alone", color="gray", ha="right", va="top")
 #     axes.set(xscale="log", ylim=(0, 120), xlabel="network (MB/s)", ylabel="ms per step")
 #     axes.legend()
 #
