@@ -290,8 +290,7 @@ def _trusted_names() -> set[tuple[str, ...]]:
 @functools.cache
 def _cuda_devices() -> tuple[Path, ...]:
     """NVIDIA's devices that this process may open: under Slurm's ConstrainDevices, the job's."""
-    found = sorted(p for p in DEVICES.glob("nvidia*") if p.is_dir() or _can_open(p))
-    return tuple(found)
+    return tuple(sorted(p for p in DEVICES.glob("nvidia*") if p.is_dir() or _can_open(p)))
 
 
 def _can_open(device: Path) -> bool:

@@ -14,7 +14,6 @@ from autograder.criteria.amp_loop import NEVER, GivenScaler
 from autograder.criteria.base import (
     Case,
     Context,
-    Draw,
     Finding,
     HardwareMissingError,
     Values,
@@ -29,15 +28,6 @@ LR = 1e-3
 LEAST_SPEEDUP = 2.0  # tensor cores promise 8 to 16; a loop that is half in float32 stays below
 MOST_MEMORY = 0.75  # activations are most of it here, and half of their bytes are saved
 LOSS_RTOL = 0.05
-
-
-def draw(source: Draw) -> list[Values]:
-    """A seed for the network that all ranks share, and one for each rank's data."""
-    network = int(source.shared().integers(1 << 31))
-    return [
-        {"network": network, "data": int(source.private(rank).integers(1 << 31))}
-        for rank in range(source.world_size)
-    ]
 
 
 def network(seed: int) -> nn.Sequential:

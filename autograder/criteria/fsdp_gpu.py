@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from autograder.criteria import gpu_meter, oracle
-from autograder.criteria.base import Case, Context, Draw, Finding, Values
+from autograder.criteria.base import Case, Context, Finding, Values
+from autograder.criteria.fsdp_limit import BLOCKS, build
 
-WIDTH, BLOCKS, SAMPLES, STEPS, LR = 1536, 24, 4, 3, 1e-4
+WIDTH, SAMPLES, STEPS, LR = 1536, 4, 3, 1e-4
 PARAMETER_BYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
 COPIES = 4  # parameters, gradients and AdamW's two states
 # Beyond the shards: two or three units gathered, one being reduced, and the activations. A form
@@ -28,31 +28,6 @@ def budget_bytes(world_size: int) -> int:
     return int((COPIES / world_size + TRANSIENT) * PARAMETER_BYTES)
 
 
-class Block(nn.Module):
-    """x + tanh(W x + b)."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual block."""
-        return x + torch.tanh(self.linear(x))
-
-
-def build(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """The model; the same float32 values in any dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = []
-    for _ in range(BLOCKS):
-        block = Block(dtype)
-        with torch.no_grad():
-            for p in block.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator) * WIDTH**-0.5)
-        blocks.append(block)
-    return nn.Sequential(*blocks)
-
-
 def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, [SAMPLES, WIDTH] each, float32."""
     generator = torch.Generator().manual_seed(seed)
@@ -62,22 +37,13 @@ def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def draw(source: Draw) -> list[Values]:
-    """A seed for the model that all ranks share, and one for each rank's data."""
-    model = int(source.shared().integers(1 << 31))
-    return [
-        {"model": model, "data": int(source.private(rank).integers(1 << 31))}
-        for rank in range(source.world_size)
-    ]
-
-
 def observe(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """The peak of a few steps with AdamW, after the class has sharded the model."""
     device = context.device
     x, y = (tensor.to(device) for tensor in data(inputs["data"]))
     gpu_meter.warm_up(device)
     before = torch.cuda.memory_allocated(device)
-    model = build(inputs["model"]).to(device)
+    model = build(inputs["network"], width=WIDTH).to(device)
     fsdp = fsdp_class(model, list(model))
     # Fused: the default on a GPU makes a copy of all shards in every step.
     optimizer = torch.optim.AdamW(fsdp.local_parameters(), lr=LR, fused=True)
@@ -99,7 +65,7 @@ def judge(case: Case) -> list[Finding]:
     """The peak is within the budget, and the first loss is the whole model's."""
     findings: list[Finding] = []
     budget = budget_bytes(case.world_size)
-    model = build(case.inputs[0]["model"], torch.float64)
+    model = build(case.inputs[0]["network"], torch.float64, WIDTH)
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         x, y = (tensor.double() for tensor in data(inputs["data"]))
         with torch.no_grad():

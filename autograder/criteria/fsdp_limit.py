@@ -59,24 +59,24 @@ _CLASS_COPIES, _FUNCTION_COPIES = 2, 4
 class Block(nn.Module):
     """x + tanh(W x + b)."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.linear = nn.Linear(width, width, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The residual block."""
         return x + torch.tanh(self.linear(x))
 
 
-def build(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def build(seed: int, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> nn.Sequential:
     """The large model; the same float32 values in any dtype."""
     generator = torch.Generator().manual_seed(seed)
     blocks = []
     for _ in range(BLOCKS):
-        block = Block(dtype)
+        block = Block(width, dtype)
         with torch.no_grad():
             for p in block.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator) * WIDTH**-0.5)
+                p.copy_(torch.randn(p.shape, generator=generator) * width**-0.5)
         blocks.append(block)
     return nn.Sequential(*blocks)
 

@@ -16,9 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from autograder.criteria.base import HardwareMissingError
+from autograder.criteria.base import Draw, HardwareMissingError, Values
 
 Run = Callable[[], object]
+
+
+def draw_seeds(source: Draw) -> list[Values]:
+    """A seed for the network that all ranks share, and one for each rank's data."""
+    network = int(source.shared().integers(1 << 31))
+    return [
+        {"network": network, "data": int(source.private(rank).integers(1 << 31))}
+        for rank in range(source.world_size)
+    ]
 
 
 def synchronize(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from autograder.criteria import fsdp_planning as planning
 from autograder.criteria import fsdp_saving as saving
 from autograder.criteria import fsdp_scratch as scratch
 from autograder.criteria.base import Criterion, Lab
+from autograder.criteria.gpu_meter import draw_seeds
 
 _FORMULA = "Task 1, how much memory?"
 _MEASURE = "Task 2, measure it"
@@ -120,7 +121,7 @@ LAB = Lab(
         ),
         Criterion(
             name="fsdp_gpu_memory", title="the peak of a GPU is the shards' and a few units'",
-            task=_SCRATCH, points=3, needs="cuda", draw=gpu.draw, observe=gpu.observe,
+            task=_SCRATCH, points=3, needs="cuda", draw=draw_seeds, observe=gpu.observe,
             judge=gpu.judge, deadline_s=120.0,
         ),
     ),

@@ -15,6 +15,7 @@ from autograder.criteria import amp_measure as measure
 from autograder.criteria import amp_overflow as overflow
 from autograder.criteria import amp_scaler as scaler
 from autograder.criteria.base import Criterion, Lab
+from autograder.criteria.gpu_meter import draw_seeds
 
 _FORMATS = "Task 1, what 16 bits can hold"
 _SCALER = "Task 2, the loss scaler"
@@ -28,7 +29,7 @@ _HOOK = "Task 8, gradients travel in 16 bits"
 _scaler = partial(Criterion, task=_SCALER, deadline_s=20.0)
 _loop = partial(Criterion, task=_LOOP)
 _gpu = partial(
-    Criterion, task=_LOOP, needs="cuda", draw=gpu.draw, observe=gpu.observe, deadline_s=120.0
+    Criterion, task=_LOOP, needs="cuda", draw=draw_seeds, observe=gpu.observe, deadline_s=120.0
 )
 _hook = partial(
     Criterion, task=_HOOK, world="emulated", plan=hook.plan, observe=hook.observe, deadline_s=40.0

@@ -13,6 +13,7 @@ from autograder.criteria import prof_record as record
 from autograder.criteria import prof_scaling as scaling
 from autograder.criteria import prof_shares as shares
 from autograder.criteria.base import Criterion, Lab
+from autograder.criteria.gpu_meter import draw_seeds
 
 _RECORD = "Task 1, record a run"
 _SHARES = "Task 2, where the time goes"
@@ -151,7 +152,7 @@ LAB = Lab(
         ),
         Criterion(
             name="prof_gpu_efficiency", title="90 % efficiency on real GPUs", task=_BUCKETS,
-            points=3, needs="cuda per rank", draw=gpu.draw, observe=gpu.observe, judge=gpu.judge,
+            points=3, needs="cuda per rank", draw=draw_seeds, observe=gpu.observe, judge=gpu.judge,
             deadline_s=120.0,
         ),
     ),

@@ -15,21 +15,12 @@ import torch
 from torch import nn
 
 from autograder.criteria import gpu_meter, oracle
-from autograder.criteria.base import Case, Context, Draw, Finding, Values
+from autograder.criteria.base import Case, Context, Finding, Values
 
 WIDTH, LAYERS, ROUNDS = 2048, 10, 15
 COMPUTE_OVER_COMM = 6.0
 FEWEST_SAMPLES, MOST_SAMPLES = 256, 65_536
 LEAST_EFFICIENCY = 0.9
-
-
-def draw(source: Draw) -> list[Values]:
-    """A seed for the network that all ranks share, and one for each rank's data."""
-    network = int(source.shared().integers(1 << 31))
-    return [
-        {"network": network, "data": int(source.private(rank).integers(1 << 31))}
-        for rank in range(source.world_size)
-    ]
 
 
 def network(seed: int) -> nn.Sequential:
