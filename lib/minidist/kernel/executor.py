@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,6 +62,7 @@ class Executor:
         self._stopping: asyncio.Task[bool] | None = None
         self._cell: Cell | None = None
         self._interrupting: asyncio.Task[None] | None = None  # kept, or it could be collected
+        self._unsaid: Callable[[], None] | None = None  # that the cell has begun
         self._busy = False  # with a request, of which the ranks may know nothing yet
         self._interrupted = False  # before they did
         self._executions = 0
@@ -234,6 +236,8 @@ class Executor:
             if content.get("execution_state") == "idle":
                 cell.idle.add(rank)
                 cell.changed.set()
+        elif rank not in cell.outputs.ranks:
+            return
         elif kind == "stream":
             name = "stderr" if content.get("name") == "stderr" else "stdout"
             cell.outputs.stream(rank, name, str(content.get("text", "")), frames)
@@ -291,16 +295,14 @@ class Executor:
         silent = bool(content.get("silent"))
         keeps = bool(content.get("store_history", True)) and not silent
         code = str(content.get("code", ""))
-        self._client.status("busy", request)
         self._executions += keeps
-        if not silent:
-            shown = {"code": code, "execution_count": self._executions}
-            self._client.publish("execute_input", shown, request)
+        self._unsaid = partial(self._say_busy, request, None if silent else code)
         self._busy, self._interrupted = True, False
         try:
             answer = await self._run(idents, request, code, keeps)
         finally:
             self._busy = False
+            self._announce()
         if answer["status"] == "error" and not silent:
             error = {key: answer[key] for key in ("ename", "evalue", "traceback")}
             self._client.publish("error", error, request)
@@ -309,15 +311,31 @@ class Executor:
         self._client.status("idle", request)
         return answer["status"] == "error" and bool(content.get("stop_on_error", True))
 
+    def _announce(self) -> None:
+        """Tell frontends that the cell has begun, unless they know; nothing may be shown before."""
+        say, self._unsaid = self._unsaid, None
+        if say is not None:
+            say()
+
+    def _say_busy(self, request: dict[str, Any], code: str | None) -> None:
+        self._client.status("busy", request)
+        if code is not None:
+            shown = {"code": code, "execution_count": self._executions}
+            self._client.publish("execute_input", shown, request)
+
     async def _run(
         self, idents: list[bytes], request: dict[str, Any], code: str, keeps: bool
     ) -> dict[str, Any]:
         """Content of the reply to a cell: first what its magics ask of the front, then its code."""
-        await self.until_settled()
+        if not self.settled:
+            self._announce()
+            await self.until_settled()
         try:
             plan = magics.read(code, self.count, self.least, fixed=self._options.fixed_ranks)
         except magics.MagicError as error:
             return reply.error("error", "UsageError", str(error), [])
+        if plan.restart or plan.show or plan.debug:
+            self._announce()
         answer = await self._fresh_ranks(plan, idents, request) if plan.restart else None
         if answer is None and plan.show:
             self._print(await self._table(), request)
@@ -410,6 +428,7 @@ class Executor:
         if self._interrupted:
             return reply.error("error", "KeyboardInterrupt", "before the cell had begun", [])
         cell = self._send(idents, request, plan, count, source)
+        self._announce()  # only now: the ranks can work meanwhile
         try:
             await self._until_done(cell)
             note = await recover(cell, self._ranks) if cell.interrupted else ""
@@ -431,9 +450,13 @@ class Executor:
         source: dict[str, Any] | None,
     ) -> Cell:
         ranks = list(range(self.count) if plan.ranks is None else plan.ranks)
+        wanted = request["content"]
+        numbered = bool(wanted.get("store_history", True)) and not wanted.get("silent")
         if source is None:
             outputs = Outputs(
-                ranks,
+                # Code that an editor runs unseen (for its list of variables, say) reads what one
+                # kernel would print.
+                ranks if numbered else ranks[:1],
                 lambda kind, content: self._client.publish(kind, content, request),
                 lambda frames: self._client.forward("iopub", frames),
             )
@@ -443,7 +466,7 @@ class Executor:
         cell = Cell(request, idents, ranks, outputs, count, self._generation, source or request)
         self._cell = cell
         ours: dict[str, Any] = {"cell": f"{self._generation}.{self._cells}"}
-        if source is not None or request["content"].get("store_history", True):
+        if source is not None or numbered:
             ours["count"] = count
         message = {
             **request,
@@ -471,7 +494,8 @@ class Executor:
             await watch.look()
 
     def _conclude(self, cell: Cell) -> dict[str, Any]:
-        errors = merge_errors(cell.replies, self.count)
+        heard = {r: cell.replies[r] for r in cell.outputs.ranks if r in cell.replies}
+        errors = merge_errors(heard, self.count)
         if cell.broken is not None:
             broken = cell.broken
             if not self._failure and cell.generation == self._generation:
