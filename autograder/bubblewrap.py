@@ -1,8 +1,10 @@
-"""The file system of a box, as arguments for bubblewrap: an allow-list of read-only mounts."""
+"""A box made by bubblewrap: its file system, an allow-list of read-only mounts, and namespaces."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+import subprocess
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 SCRATCH = ("/tmp", "/dev/shm")  # where student code may write, in memory
@@ -62,6 +64,20 @@ class Mounts:
             elif place.exists():
                 self.args += ["--ro-bind", "/dev/null", str(place)]
 
+    def symlink(self, target: str, path: str) -> None:
+        self.args += ["--symlink", target, path]
+
+    def device(self, path: Path) -> None:
+        self.args += ["--dev-bind", str(path), str(path)]
+
+    def kernel(self) -> None:
+        """/proc and /dev, for the box's own processes."""
+        self.args += ["--proc", "/proc", "--dev", "/dev"]
+
+    def folder(self, path: str) -> None:
+        """A private folder below a scratch folder."""
+        self.args += ["--perms", "0700", "--dir", path]
+
     def scratch(self, path: str, size: int) -> None:
         """A folder in memory that student code may write to."""
         self.args += ["--perms", "1777", "--size", str(size), "--tmpfs", path]
@@ -98,3 +114,31 @@ class Mounts:
                         str(top),
                     ]
                     self._tops.append(top)
+
+
+def command(bwrap: str, mounts: Mounts, env: Mapping[str, str], work: str) -> list[str]:
+    """Start of the command line of a program in the box, which begins in the folder `work`."""
+    namespaces = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net"]
+    namespaces += ["--unshare-uts", "--unshare-cgroup-try", "--uid", "1000", "--gid", "1000"]
+    if disables_userns(bwrap):
+        namespaces += ["--disable-userns"]
+    variables = [part for name, value in env.items() for part in ("--setenv", name, value)]
+    prefix = [
+        bwrap,
+        *namespaces,
+        "--clearenv",
+        *variables,
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
+    prefix += ["--hostname", "box", *mounts.args]
+    return [*prefix, "--chdir", work, "--"]
+
+
+@functools.cache
+def disables_userns(bwrap: str) -> bool:
+    """Whether this bwrap can forbid further user namespaces in the box (0.8 and newer)."""
+    done = subprocess.run([bwrap, "--help"], capture_output=True, timeout=30, check=False)
+    return b"--disable-userns" in done.stdout + done.stderr

@@ -18,6 +18,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from autograder.cgroup import find_place
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
 from autograder.limits import GIB
@@ -48,7 +49,15 @@ class Finding:
 
 def examine(course: Course | None) -> list[Finding]:
     """Looks at everything that grading needs; starts nothing but one sandbox."""
-    found = [*_packages(), _kernels(), _sandbox(), *_devices(), _cores(), _shared_memory()]
+    found = [
+        *_packages(),
+        _kernels(),
+        _sandbox(),
+        _limits(),
+        *_devices(),
+        _cores(),
+        _shared_memory(),
+    ]
     if course is None:
         found.append(
             Finding(
@@ -95,8 +104,15 @@ def _sandbox() -> Finding:
     support = probe_support()
     if support.works:
         return Finding("sandbox", "ok", support.reason)
-    mend = "install bubblewrap, or grade only what you trust with --trusted"
+    mend = "install bubblewrap, Podman or Docker, or grade only what you trust with --trusted"
     return Finding("sandbox", "limited", f"{support.reason}; only --trusted work is graded", mend)
+
+
+def _limits() -> Finding:
+    place = find_place()
+    if place.root is not None:
+        return Finding("limits", "ok", f"by the kernel, in {place.reason}")
+    return Finding("limits", "ok", f"counted from outside, twice a second ({place.reason})")
 
 
 def _devices() -> Iterator[Finding]:

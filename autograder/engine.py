@@ -27,7 +27,7 @@ from nbformat.validator import NotebookValidationError
 from papermill.engines import Engine, papermill_engines
 
 from autograder.criteria.base import Lab, Status, Verdict
-from autograder.guard import Guard
+from autograder.guard import Guard, Wall
 from autograder.referee import Referee
 from autograder.tidy import Tidier
 from minidist.kernel.cell import printable
@@ -54,6 +54,7 @@ class Session:
     kernel_arguments: list[str]
     on_verdict: Callable[[Verdict, float], None]
     connection_file: str
+    wall: Wall | None = None
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     worked: list[tuple[str, int]] = field(
         default_factory=list
@@ -114,7 +115,7 @@ class _Run:
                 front = self.client.km.provisioner
                 assert isinstance(front, LocalProvisioner)
                 assert front.pid is not None
-                self.guard = Guard(front.pid, self.session.lab.limits).start()
+                self.guard = Guard(front.pid, self.session.lab.limits, self.session.wall).start()
                 for index, cell in enumerate(self.nb_man.nb.cells):
                     if cell.cell_type == "code" and cell.source.strip():
                         await self._cell(cell, index)

@@ -3,7 +3,8 @@
 The kernel's own limits (`sandbox`) count per process, and leave out who is root. So a thread of the
 grader adds up what everything in the box uses, a few times a second, and kills the whole box when
 that is too much. The submission then goes on with fresh ranks, as after any death of a rank, and
-its feedback says what was too much.
+its feedback says what was too much. A box in a control group (`cgroup`) or in a container is also
+bounded between two looks.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from autograder.gpu_memory import Reader, find_reader
 from autograder.limits import MIB, Limits
 
 PROC = Path("/proc")
 EVERY_S = 0.5
+GPU_EVERY = 4  # looks: asking the driver takes longer
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _RSS = (b"RssAnon:", b"RssShmem:")  # files of libraries are everybody's
 
@@ -38,16 +43,32 @@ class Process:
     resident_bytes: int
 
 
+class Wall(Protocol):
+    """What the kernel, or a container engine, bounds and ends as a whole."""
+
+    def take_reason(self) -> str:
+        """What it has killed since this was last asked; empty if nothing."""
+        ...
+
+    def kill(self) -> None:
+        """Ends all that is in it."""
+        ...
+
+
 class Guard:
     """Keeps the descendants of one process within limits; `start`, and `stop` at the end.
 
     Args:
         root: pid of the kernel's front, which starts the box and is not in it.
         limits: of the box as a whole.
+        wall: what else bounds the box, its control group or container; None if nothing does.
     """
 
-    def __init__(self, root: int, limits: Limits, every_s: float = EVERY_S) -> None:
-        self.root, self.limits, self.every_s = root, limits, every_s
+    def __init__(
+        self, root: int, limits: Limits, wall: Wall | None = None, every_s: float = EVERY_S
+    ) -> None:
+        self.root, self.limits, self.wall, self.every_s = root, limits, wall, every_s
+        self._gpu_memory: Reader | None = None
         self._reasons: list[str] = []
         self._seen: dict[int, int] = {}  # pid -> born, of everything that was ever below root
         self._stopped = threading.Event()
@@ -64,6 +85,8 @@ class Guard:
         """Why the box was killed since this was last asked; empty if it was not."""
         with self._lock:
             reasons, self._reasons = self._reasons, []
+        if self.wall is not None and (killed := self.wall.take_reason()):
+            reasons.append(killed)
         return "; ".join(reasons)
 
     def stop(self) -> list[int]:
@@ -72,6 +95,8 @@ class Guard:
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
         left = []
+        if self.wall is not None:
+            self.wall.kill()
         for process in processes():
             if self._seen.get(process.pid) == process.born and process.pid != self.root:
                 left.append(process.pid)
@@ -79,12 +104,18 @@ class Guard:
         return left
 
     def _watch(self) -> None:
+        self._gpu_memory, look = find_reader(), 0
         while not self._stopped.wait(self.every_s):
             inside = descendants(self.root)
             self._seen |= {process.pid: process.born for process in inside}
-            if reason := self._excess(inside):
+            reason, look = self._excess(inside), look + 1
+            if look % GPU_EVERY == 0:
+                reason = reason or self._gpu_excess(inside)
+            if reason:
                 with self._lock:
                     self._reasons.append(reason)
+                if self.wall is not None:
+                    self.wall.kill()
                 for process in inside:
                     if process.parent == self.root:  # a box dies with its first process
                         _kill(process.pid)
@@ -103,6 +134,21 @@ class Guard:
             return (
                 f"the submission used {used // MIB} MiB of memory, at most "
                 f"{self.limits.box_memory_bytes // MIB} MiB are allowed for all its ranks together"
+            )
+        return ""
+
+    def _gpu_excess(self, inside: list[Process]) -> str:
+        if self._gpu_memory is None:
+            return ""
+        try:
+            held = self._gpu_memory()
+        except (OSError, subprocess.SubprocessError):  # of the driver's, and nobody's fault
+            return ""
+        used = sum(held.get(process.pid, 0) for process in inside)
+        if used > self.limits.gpu_memory_bytes:
+            return (
+                f"the submission held {used // MIB} MiB of GPU memory, at most "
+                f"{self.limits.gpu_memory_bytes // MIB} MiB are allowed for all its ranks together"
             )
         return ""
 

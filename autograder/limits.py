@@ -18,6 +18,7 @@ class Limits:
         memory_bytes: private writable memory of each process (RLIMIT_DATA). Not enforced where
             there is a GPU, because CUDA reserves far more address space than it uses.
         box_memory_bytes: memory of all processes of the box, shared pages counted once.
+        gpu_memory_bytes: memory of all GPUs that the processes of the box hold together.
         num_processes: processes and threads of the whole box.
         file_bytes: size of any one file.
         tmp_bytes: size of /tmp, which holds the working folder and the home.
@@ -30,6 +31,7 @@ class Limits:
     cpu_seconds: int = 900
     memory_bytes: int = 4 * GIB
     box_memory_bytes: int = 8 * GIB
+    gpu_memory_bytes: int = 32 * GIB
     num_processes: int = 1024
     file_bytes: int = 256 * MIB
     tmp_bytes: int = 512 * MIB

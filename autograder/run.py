@@ -18,6 +18,7 @@ import torch
 from nbformat import NotebookNode
 from papermill.exceptions import PapermillExecutionError
 
+from autograder.cgroup import make_group
 from autograder.course import Course
 from autograder.criteria.base import Criterion, Draw, Lab, Status, Verdict
 from autograder.engine import InfrastructureError, Session
@@ -207,9 +208,14 @@ class _Attempt:
         run_dir.mkdir(mode=0o700)
         front_dir.mkdir(mode=0o700)  # the notebook's side of the front; not in the box
         referee = Referee(run_dir / "referee.sock", self.settings.world_size, self._draw)
+        wall = None
         try:
             box = self._box(run_dir, referee)
-            launcher = {"prefix": box.prefix, "env": box.env, "run_dir": str(run_dir)}
+            prefix, wall = box.prefix, box.container
+            if box.sandboxed and wall is None:
+                wall = make_group(folder.name, self.lab.limits)
+                prefix = [*(wall.prefix if wall else ()), *prefix]
+            launcher = {"prefix": prefix, "env": box.env, "run_dir": str(run_dir)}
             launcher["fixed_ranks"] = True  # the referee knows those that the engine asks for
             if not box.sandboxed:
                 launcher["cwd"] = box.cwd
@@ -219,6 +225,7 @@ class _Attempt:
                 kernel_arguments=["--ranks", str(self.settings.world_size),
                                   "--launcher", str(front_dir / "launcher.json")],
                 on_verdict=self._note, connection_file=str(front_dir / "kernel.json"),
+                wall=wall,
             )  # fmt: skip
             source, output = front_dir / "in.ipynb", front_dir / "out.ipynb"
             nbformat.write(notebook, source)
@@ -232,6 +239,8 @@ class _Attempt:
             return [session.verdicts.get(c.name) or _not_run(c) for c in self.lab.criteria]
         finally:
             referee.stop()
+            if wall is not None:
+                wall.remove()
 
     def _draw(self, criterion: Criterion) -> Draw:
         key = self.settings.course.key()

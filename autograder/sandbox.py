@@ -30,12 +30,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import minidist
+from autograder import bubblewrap, containers
+from autograder.bubblewrap import Mounts
+from autograder.containers import ENGINES, Container, ContainerMounts
 from autograder.limits import Limits
-from autograder.mounts import Mounts
 
 # Of this package only what runs beside student code; everything else is trusted.
 _INSIDE = frozenset({"__init__", "py", "probe", "wire", "criteria", "limits"})
@@ -68,9 +70,13 @@ _INHERITED = (
 
 @dataclass(frozen=True)
 class Support:
-    """Whether this machine can sandbox; `reason` says why not and what to do, else what is used."""
+    """Whether this machine can sandbox; `reason` says why not and what to do, else what is used.
 
-    bwrap: str | None
+    Attributes:
+        program: bwrap or a container engine.
+    """
+
+    program: str | None
     works: bool
     reason: str
 
@@ -85,42 +91,79 @@ class Box:
         cwd: working folder as the program sees it; the prefix changes to it. Without a sandbox the
             caller does (``Popen(…, cwd=cwd)``).
         sandboxed: whether the box holds anything back.
+        container: what else has to be ended; None where all ends with the started process.
     """
 
     prefix: list[str] = field(default_factory=list)
     env: dict[str, str]
     cwd: str
     sandboxed: bool
+    container: Container | None = None
 
 
 @functools.cache
 def probe_support() -> Support:
-    """Starts Python in a real box once and says whether that works here (cached)."""
+    """Starts Python in a real box once and says whether that works here (cached).
+
+    Bubblewrap comes first; where it does not work, a container engine takes its place.
+    $AUTOGRADER_SANDBOX names the one to take (bwrap, podman, docker).
+    """
     if sys.platform != "linux":
         return Support(None, False, f"the sandbox needs Linux, this is {platform.system()}")
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        return Support(None, False, "bwrap is not installed: apt-get install bubblewrap")
+    chosen = os.environ.get("AUTOGRADER_SANDBOX")
+    if chosen and chosen not in ("bwrap", *ENGINES):
+        expected = f"expected bwrap, {' or '.join(ENGINES)}"
+        return Support(None, False, f"AUTOGRADER_SANDBOX: {expected}, got {chosen!r}")
+    tried = []
+    for name in (chosen,) if chosen else ("bwrap", *ENGINES):
+        program = shutil.which(name)
+        if program is not None:
+            tried.append(_probe(program))
+        elif name in (chosen, "bwrap"):
+            hint = ": apt-get install bubblewrap" if name == "bwrap" else ""
+            tried.append(Support(None, False, f"{name} is not installed{hint}"))
+        if tried[-1].works:
+            return tried[-1]
+    return replace(tried[0], reason="; ".join(each.reason for each in tried))
+
+
+def _probe(program: str) -> Support:
+    name = Path(program).name
     try:
-        with tempfile.TemporaryDirectory(prefix="md-probe-") as folder:
-            box = _assemble(bwrap, Path(folder), (), Limits(), {}, ())
-            command = [*box.prefix, sys.executable, "-c", _PROBE]
-            done = subprocess.run(
-                command, env=box.env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60
-            )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Support(bwrap, False, f"bwrap could not be tried: {error}")
-    if done.returncode == 0:
-        lacking = "" if _disables_userns(bwrap) else ", without --disable-userns (needs bwrap 0.8)"
-        return Support(bwrap, True, f"{bwrap} works{lacking}")
+        with tempfile.TemporaryDirectory(prefix="md-probe-", dir="/tmp") as folder:
+            box = _assemble(program, Path(folder), (), Limits(), {}, ())
+            try:
+                done = subprocess.run(
+                    [*box.prefix, sys.executable, "-c", _PROBE], env=box.env,
+                    stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
+                )  # fmt: skip
+            finally:
+                if box.container is not None:
+                    box.container.remove()
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        return Support(program, False, f"{name} does not work: {(lines or ['?'])[-1][:300]}")
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return Support(program, False, f"{name} could not be tried: {error}")
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     said = lines[-1] if lines else f"exit status {done.returncode}"
+    if name != "bwrap":
+        works = done.returncode == 0
+        how = "works: a container per submission" if works else f"does not work: {said[:300]}"
+        return Support(program, works, f"{program if works else name} {how}")
+    if done.returncode == 0:
+        old = (
+            ""
+            if bubblewrap.disables_userns(program)
+            else ", without --disable-userns (needs bwrap 0.8)"
+        )
+        return Support(program, True, f"{program} works{old}")
     hint = "Python or the package is not readable in the box"
     if said.startswith("bwrap:"):
         hint = "user namespaces are not allowed here"
         if Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").exists():
             hint += " (sysctl kernel.apparmor_restrict_unprivileged_userns=0 allows them)"
-    return Support(bwrap, False, f"{hint}: {said[:300]}")
+    return Support(program, False, f"{hint}: {said[:300]}")
 
 
 def build_box(
@@ -147,10 +190,10 @@ def build_box(
         ValueError: `run_dir` is not an absolute existing folder, or a withheld name is not ours.
     """
     support = probe_support()
-    if support.bwrap is None or not support.works:
+    if support.program is None or not support.works:
         raise RuntimeError(f"no sandbox on this machine: {support.reason}")
     limits = limits or Limits()
-    return _assemble(support.bwrap, run_dir, withheld, limits, env_extra or {}, hide)
+    return _assemble(support.program, run_dir, withheld, limits, env_extra or {}, hide)
 
 
 def build_open(*, run_dir: Path, env_extra: Mapping[str, str] | None = None) -> Box:
@@ -166,7 +209,7 @@ def build_open(*, run_dir: Path, env_extra: Mapping[str, str] | None = None) -> 
 
 
 def _assemble(
-    bwrap: str,
+    program: str,
     run_dir: Path,
     withheld: Sequence[str],
     limits: Limits,
@@ -174,8 +217,11 @@ def _assemble(
     hide: Sequence[Path],
 ) -> Box:
     _check_run_dir(run_dir)
-    mounts = Mounts()
-    _mount_system(mounts, limits, _write_etc(run_dir))
+    own = run_dir / ".box"
+    own.mkdir(mode=0o700, exist_ok=True)
+    is_bwrap = Path(program).name == "bwrap"
+    mounts = Mounts() if is_bwrap else ContainerMounts(own)
+    _mount_system(mounts, limits, _write_etc(own))
     for prefix in _python_prefixes():
         mounts.bind(prefix)
     mounts.package(Path(minidist.__file__).parent, _hidden_names(withheld))
@@ -185,48 +231,36 @@ def _assemble(
         mounts.hide(path)
     home, work = "/tmp/home", "/tmp/work"
     for folder in (home, work):
-        mounts.args += ["--perms", "0700", "--dir", folder]
+        mounts.folder(folder)
     mounts.seal()
-    namespaces = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net"]
-    namespaces += ["--unshare-uts", "--unshare-cgroup-try", "--uid", "1000", "--gid", "1000"]
-    if _disables_userns(bwrap):
-        namespaces += ["--disable-userns"]
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
     env = _environment(home, "/tmp", path) | dict(env_extra)
-    variables = [part for name, value in env.items() for part in ("--setenv", name, value)]
-    prefix = [
-        bwrap,
-        *namespaces,
-        "--clearenv",
-        *variables,
-        "--die-with-parent",
-        "--new-session",
-        "--cap-drop",
-        "ALL",
-    ]
-    prefix += ["--hostname", "box", *mounts.args]
-    prefix += ["--chdir", work, "--"]
+    container = None
+    if isinstance(mounts, ContainerMounts):
+        prefix, container = containers.command(program, mounts, own, limits, env)
+    else:
+        prefix = bubblewrap.command(program, mounts, env, work)
     prefix += _limit_command(limits)
-    return Box(prefix=prefix, env=env, cwd=work, sandboxed=True)
+    return Box(prefix=prefix, env=env, cwd=work, sandboxed=True, container=container)
 
 
-def _mount_system(mounts: Mounts, limits: Limits, etc: Path) -> None:
+def _mount_system(mounts: Mounts | ContainerMounts, limits: Limits, etc: Path) -> None:
     """/usr and what points into it, the needed bits of /etc, /proc, devices, scratch folders."""
     mounts.bind(Path("/usr"))
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         root = Path("/", name)
         if root.is_symlink():
-            mounts.args += ["--symlink", os.readlink(root), str(root)]
+            mounts.symlink(os.readlink(root), str(root))
         elif root.is_dir():
             mounts.bind(root)
     for name in _ETC:
         mounts.bind(Path("/etc", name))
     for own in sorted(etc.iterdir()):
         mounts.bind(Path("/etc", own.name), own)
-    mounts.args += ["--proc", "/proc", "--dev", "/dev"]
+    mounts.kernel()
     devices = _cuda_devices()
     for device in devices:
-        mounts.args += ["--dev-bind", str(device), str(device)]
+        mounts.device(device)
     # torch reads the processors' layout and complains on stderr without it; CUDA reads the buses.
     for readable in (
         ("/sys",) if devices else ("/sys/devices/system/cpu", "/sys/devices/system/node")
@@ -234,12 +268,12 @@ def _mount_system(mounts: Mounts, limits: Limits, etc: Path) -> None:
         mounts.bind(Path(readable))
     mounts.scratch("/dev/shm", limits.shm_bytes)
     mounts.scratch("/tmp", limits.tmp_bytes)
-    mounts.args += ["--symlink", "/tmp", "/var/tmp"]
+    mounts.symlink("/tmp", "/var/tmp")
 
 
-def _write_etc(run_dir: Path) -> Path:
+def _write_etc(own: Path) -> Path:
     """The box's own small /etc files: a hostname that resolves, one user, no others' names."""
-    etc = run_dir / ".box"
+    etc = own / "etc"
     etc.mkdir(mode=0o700, exist_ok=True)
     files = {
         "hosts": "127.0.0.1 localhost box\n::1 localhost\n",
@@ -299,12 +333,6 @@ def _can_open(device: Path) -> bool:
     except OSError as error:
         return error.errno not in (errno.EPERM, errno.EACCES)
     return True
-
-
-@functools.cache
-def _disables_userns(bwrap: str) -> bool:
-    done = subprocess.run([bwrap, "--help"], capture_output=True, timeout=30, check=False)
-    return b"--disable-userns" in done.stdout + done.stderr
 
 
 def _limit_command(limits: Limits) -> list[str]:

@@ -1,5 +1,7 @@
 """The folder in /tmp that one attempt works in, and what becomes of it when the grader is killed.
 
+A control group of the same name, or a container, goes with it (`cgroup`, `containers`).
+
 A worker that gets SIGKILL cannot tidy up. So each folder holds a file that its owner has locked for
 as long as it lives, and whoever grades next takes away the folders whose lock is free.
 """
@@ -13,6 +15,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from autograder.cgroup import remove_group
+from autograder.containers import remove_left
 
 PLACE = Path("/tmp")  # short, because a unix socket's path has at most 107 bytes
 PREFIX = "md-"
@@ -47,6 +52,8 @@ def remove_abandoned() -> list[Path]:
             lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_group(folder.name)
+                remove_left(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 removed.append(folder)
             finally:

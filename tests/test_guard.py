@@ -111,6 +111,27 @@ def test_what_is_shared_counts_once(start):
     assert set(guard.stop()) == set(pids)  # a box that is still there at the end goes
 
 
+def test_gpu_memory_is_added_up_as_the_driver_counts_it(start, tmp_path, monkeypatch):
+    """With a program in the driver's place, which says that each process in here holds 600 MiB."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        f"#!{sys.executable}\nimport os, sys\nassert '--query-compute-apps' in sys.argv[1]\n"
+        "for pid in filter(str.isdigit, os.listdir('/proc')): print(f'{pid}, 600')\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    front, guard = start(TWO_HALVES, gpu_memory_bytes=1000 * MIB)
+    assert front.stdout.readline().strip() == "-9"
+    reason = guard.take_reason()
+    assert reason.startswith("the submission held 1200 MiB of GPU memory, at most 1000 MiB are")
+    guard.stop()
+    smi.write_text("#!/bin/sh\nexit 9\n")  # as it ends where there is no driver
+    front, guard = start("import time; time.sleep(2)", gpu_memory_bytes=1)
+    assert front.stdout.readline().strip() == "0"
+    assert guard.take_reason() == ""
+    guard.stop()
+
+
 def test_within_the_limits_nothing_happens(start):
     front, guard = start("print('done')")
     assert front.stdout.readline().strip() == "done"

@@ -22,10 +22,23 @@ import minidist
 from autograder import sandbox
 from autograder.sandbox import Box, Limits, build_box, build_open, probe_support
 
-SUPPORT = probe_support()
 PROJECT = Path(autograder.__file__).parent.parent
 INSIDE = {"__init__.py", "limits.py", "probe.py", "wire.py", "criteria", "py.typed"}
-needs_box = pytest.mark.skipif(not SUPPORT.works, reason=f"no sandbox: {SUPPORT.reason}")
+needs_box = pytest.mark.usefixtures("backend")
+
+
+@pytest.fixture(params=["bwrap", "podman", "docker"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Everything that a box promises holds for every program that can make one."""
+    monkeypatch.setenv("AUTOGRADER_SANDBOX", request.param)
+    probe_support.cache_clear()
+    support = probe_support()
+    try:
+        if not support.works:
+            pytest.skip(f"no sandbox: {support.reason}")
+        yield request.param
+    finally:
+        probe_support.cache_clear()
 
 
 @pytest.fixture
@@ -52,7 +65,7 @@ def _python(box: Box, code: str, timeout: float = 120) -> str:
 
 
 @needs_box
-def test_other_files_are_not_there(run_dir: Path):
+def test_other_files_are_not_there(run_dir: Path, backend: str):
     secret = PROJECT / f".secret-{uuid.uuid4().hex}"
     beside = Path("/tmp", f"secret-{uuid.uuid4().hex}")
     try:
@@ -75,7 +88,7 @@ for path in {
                 str(PROJECT / "gradebook.db"),
                 "/etc/shadow",
                 "/var/lib",
-                "/run",
+                *(["/run"] if backend == "bwrap" else ["/run/user", "/run/lock"]),
                 "/opt",
                 "/srv",
             ]
@@ -115,13 +128,15 @@ except OSError as error:
 
 
 @needs_box
-def test_nothing_but_memory_can_be_written(run_dir: Path):
+def test_nothing_but_memory_can_be_written(run_dir: Path, backend: str):
     (run_dir / "x").write_text("mine")
     code = f"""
 import os, subprocess
-where = ["/", "/usr", "/etc", "/dev", "/proc", "/sys", "/var", {str(PROJECT)!r}, {sys.prefix!r},
+where = ["/", "/usr", "/etc", "/proc", "/sys", "/var", {str(PROJECT)!r}, {sys.prefix!r},
          {sys.base_prefix!r}, {str(Path(minidist.__file__).parent)!r}, {str(run_dir)!r},
          {str(Path(autograder.__file__).parent)!r}]
+if {backend == "bwrap"}:
+    where.append("/dev")  # an engine's is a small folder in memory, and the user's if that is root
 for folder in where:
     try:
         open(folder + "/evil", "w")
@@ -256,9 +271,8 @@ def test_what_the_ranks_need_imports(run_dir: Path):
     _python(build_box(run_dir=run_dir), "import " + ", ".join(modules))
 
 
+@needs_box
 def test_withheld_names_are_checked(run_dir: Path):
-    if not SUPPORT.works:
-        pytest.skip(f"no sandbox: {SUPPORT.reason}")
     for wrong in ("torch", "minidist", "minidist/../x", "minidist.", "parallel"):
         with pytest.raises(ValueError, match=r"expected 'minidist\.module'"):
             build_box(run_dir=run_dir, withheld=[wrong])
@@ -267,7 +281,9 @@ def test_withheld_names_are_checked(run_dir: Path):
 
 
 @needs_box
-def test_packages_as_installed_in_site_packages_or_below_tmp(run_dir: Path, monkeypatch):
+def test_packages_as_installed_in_site_packages_or_below_tmp(
+    run_dir: Path, monkeypatch, backend: str
+):
     """The same rules when the packages lie inside another mount, and below the writable /tmp."""
     prefix = run_dir / "venv"
     site = prefix / "lib/python3/site-packages"
@@ -301,7 +317,9 @@ for act in (lambda: os.rename(run_dir, "/tmp/away"), lambda: open(run_dir + "/ne
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert set(eval(lines[0])) <= INSIDE
-    assert lines[1:] == ["False 0"]
+    assert lines[1] == "False 0"
+    # An engine leaves what leads to its mounts to the box; that harms nobody but the box.
+    assert lines[2:] == [] or backend != "bwrap"
 
 
 @needs_box
@@ -393,6 +411,8 @@ os.wait(); print("started", flush=True); time.sleep(300)
         process.kill()
         process.wait(30)
         process.stdout.close()  # type: ignore[union-attr]
+        if box.container is not None:
+            box.container.remove()
     deadline = time.monotonic() + 20  # 0.3 s when the machine is idle
     while _processes(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -429,7 +449,6 @@ torchrun --standalone --nproc-per-node 2 train.py
     assert done.stdout.count("sum=3.0") == 2
 
 
-@needs_box
 def test_as_an_ordinary_user():
     """The same box when the grader is not root, on the system's Python, which all can read."""
     python = Path("/usr/bin/python3")
@@ -447,7 +466,8 @@ def test_as_an_ordinary_user():
         shutil.copytree(source[1].parent, site / "minidist")
         (site / "autograder").mkdir()
         (site / "autograder/__init__.py").write_text("")
-        for file in (source[0], *map(source[0].with_name, ("limits.py", "mounts.py"))):
+        names = ("limits.py", "bubblewrap.py", "containers.py")
+        for file in (source[0], *map(source[0].with_name, names)):
             shutil.copy(file, site / "autograder")
         code = """
 import pathlib, subprocess, sys, tempfile
