@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jupyter_client.manager import KernelManager
 from minidist.kernel.process import descendants
 
 DEADLINE_S = 300.0
+PEER_TRIES = 3
 PLAIN = "python3"
 FIRST_COLLECTIVE = """\
 import os, time, torch, torch.distributed as dist
@@ -215,6 +216,12 @@ def lab(num_ranks: int, rounds: int, folder: Path) -> Row:
         return time.perf_counter() - began
 
     def peer() -> float:
+        # Kernels that start at the same moment sometimes choose the same port, and one dies.
+        for _ in range(PEER_TRIES - 1):
+            began = time.perf_counter()
+            with suppress(RuntimeError):
+                _torchrun(num_ranks, str(script), str(path))
+                return time.perf_counter() - began
         began = time.perf_counter()
         _torchrun(num_ranks, str(script), str(path))
         return time.perf_counter() - began
