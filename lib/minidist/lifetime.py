@@ -19,11 +19,11 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have this process killed when `parent` (its parent's pid) ends; at once if it has."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, how: int = signal.SIGKILL) -> None:
+    """Have this process sent `how` when `parent` (its parent's pid) ends; at once if it has."""
+    _prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), how)
 
 
 def adopt_orphans() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import inspect
+import logging
 import os
 import signal
 import sys
@@ -82,6 +84,9 @@ class RankKernel(IPythonKernel):
                 if isinstance(stream, BoundedStream):
                     stream.end_cell()
 
+    # ipykernel looks at it for every cell.
+    do_execute.__signature__ = inspect.signature(do_execute)  # type: ignore[attr-defined]
+
     # The front says once what is run and that the kernel is busy; N ranks need not say it too.
 
     def _publish_execute_input(self, *_: Any, **__: Any) -> None: ...
@@ -156,6 +161,7 @@ def _make_app(config: dict[str, Any], rank: int) -> RankApp:
     app.session.key = config["key"]
     app.session.signature_scheme = config["signature_scheme"]
     app.initialize([])
+    app.log.setLevel(logging.WARNING)  # what is below goes nowhere, and yet takes time to write
     return app
 
 

@@ -98,6 +98,13 @@ class BoundedStream(OutStream):
         if last is not None and self._changes <= MAX_CHANGES:
             last._flush()
 
+    def flush(self) -> None:
+        # A cell flushes several times; each takes a turn of the sending thread, mostly for nothing.
+        with BoundedStream._sending:  # what it has taken out is on its way
+            if not (self._flush_pending or self._subprocess_flush_pending):
+                return
+        super().flush()
+
     def _flush(self) -> None:
         # Whole, so that another thread's flush cannot overtake what this one has taken out.
         with BoundedStream._sending:
