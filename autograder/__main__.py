@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from autograder import workers
 from autograder.commands import add_commands
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
@@ -120,6 +121,8 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     course = Course.find()
     course.key()
     submissions = _submissions(options, course)
+    if options.executor == "pool":
+        workers.begin(options.lab)
     from autograder.authored import read_class
     from autograder.batch import check_names, default_jobs, fill_gradebook, grade_class
     from autograder.bridge import choose_sandbox

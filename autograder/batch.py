@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import nbformat
 from rich.console import Console
@@ -36,13 +32,13 @@ from autograder.run import (
 )
 from autograder.scratch import remove_abandoned
 from autograder.status import Announcer
+from autograder.workers import run_pool
 
 NBGRADER_DEADLINE_S = 1800.0
 POOL_TRIES = 3
 Runner = Callable[
     [dict[int, Submission], Settings, int, Callable[[int, Record], None]], None
 ]  # how what is left is run
-_ORPHANED = threading.Event()  # of a worker: the grader has gone
 
 
 def default_jobs(world_size: int) -> int:
@@ -90,7 +86,11 @@ def grade_class(
             if not todo:
                 break
             with contextlib.suppress(BrokenProcessPool):
-                (runner or _run_pool)(todo, settings, min(jobs, len(todo)), done)
+                if runner is None:
+                    work = partial(grade, settings=settings)
+                    run_pool(work, todo, min(jobs, len(todo)), done)
+                else:
+                    runner(todo, settings, min(jobs, len(todo)), done)
             remove_abandoned()
     reason = f"a worker process of the grader was killed {POOL_TRIES} times"
     for index, submission in enumerate(submissions):
@@ -99,50 +99,6 @@ def grade_class(
             announcer.done(records[index])
     announcer.end(settings.lab)
     return [records[index] for index in range(len(submissions))]
-
-
-def _run_pool(
-    todo: dict[int, Submission],
-    settings: Settings,
-    jobs: int,
-    done: Callable[[int, Record], None],
-) -> None:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_prepare_worker) as pool:
-        futures = {pool.submit(_grade, todo[i], settings): i for i in todo}
-        try:
-            for future in as_completed(futures):
-                done(futures[future], future.result())
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
-
-
-def _prepare_worker() -> None:
-    """Leaves Ctrl-C to the parent; ends on SIGTERM, or with the parent, by way of `finally`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: Any) -> None:
-    """A worker whose grader was killed would go on with what is queued, for nobody."""
-    parent.join()
-    _ORPHANED.set()
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _grade(submission: Submission, settings: Settings) -> Record:
-    """`grade` in a worker: the pool itself would take an orphan's SystemExit for a result."""
-    try:
-        return grade(submission, settings)
-    finally:
-        if _ORPHANED.is_set():
-            os._exit(1)
 
 
 def check_names(submissions: Sequence[Submission]) -> None:

@@ -260,16 +260,15 @@ def num_graded(journal: Path) -> int:
 
 def peak_bytes(pid: int) -> int:
     """Peak resident memory of a grader and its worker processes, added up; 0 if it has ended."""
-    total = 0
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return 0
-    for each in (str(pid), *children):
+    total, todo = 0, [str(pid)]
+    while todo:  # a worker is a child of what it was forked from
+        each = todo.pop()
         try:
             ours = (
                 each == str(pid) or b"multiprocessing" in Path(f"/proc/{each}/cmdline").read_bytes()
             )
+            if ours:
+                todo += Path(f"/proc/{each}/task/{each}/children").read_text().split()
             status = Path(f"/proc/{each}/status").read_text()
         except OSError:
             continue  # it has ended since

@@ -29,7 +29,7 @@ from autograder.course import Course
 from autograder.journal import Journal
 from autograder.zoo import ZooEntry, load_zoo
 
-KINDS = ("grader", "worker", "front", "launcher", "rank")
+KINDS = ("grader", "forks workers", "worker", "front", "launcher", "rank")
 # Three starters cost as much as one reference; what matters is that scores differ.
 CLASS = ("reference", "starter", "wrong_no_set_epoch", "starter", "starter")
 START_S, END_S = 120.0, 3600.0
@@ -184,16 +184,26 @@ def _of_kind(processes: list[psutil.Process], kind: str) -> list[psutil.Process]
         try:
             words = " ".join(process.cmdline())
             above = sum(map(_is_launcher, process.parents()))
+            inside = any(map(_forks_workers, process.parents()))
         except psutil.Error:
             continue
         if (
-            (kind == "worker" and "spawn_main" in words)
+            (kind == "forks workers" and _forks_workers(process) and not inside)
+            or (kind == "worker" and _forks_workers(process) and inside)
             or (kind == "front" and "-m minidist.kernel --ranks" in words)
             or (kind == "launcher" and _is_launcher(process) and above < 2)
             or (kind == "rank" and _is_launcher(process) and above == 2)
         ):
             found.append(process)
     return found
+
+
+def _forks_workers(process: psutil.Process) -> bool:
+    """What workers are forked from, or one of them; they share a command line."""
+    try:
+        return "multiprocessing.forkserver" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _is_launcher(process: psutil.Process) -> bool:

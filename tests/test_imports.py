@@ -53,6 +53,7 @@ GRADER_MAY_IMPORT = {
     "launch",
     "fork_server",
     "emulate",
+    "lifetime",
     "model",
     "data",
 }

@@ -1,0 +1,81 @@
+"""The pool of processes that grade a class; imported before anything that needs torch.
+
+Workers are forked from a process that has imported what they need. `begin` starts it, so that it
+imports while the grader does the same: a class begins some seconds sooner.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import forkserver
+from typing import Any
+
+from minidist.lifetime import die_with_parent
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_ENDING = threading.Event()  # of a worker: it was told to end
+
+
+def begin(lab: str) -> None:
+    """Starts what workers are forked from, for submissions of this lab; returns at once."""
+    _CONTEXT.set_forkserver_preload(["autograder.run", f"autograder.criteria.{lab}"])
+    forkserver.ensure_running()
+
+
+def run_pool(
+    work: Callable[[Any], Any], todo: Mapping[int, Any], jobs: int, done: Callable[[int, Any], None]
+) -> None:
+    """Calls `work` for each task, `jobs` at once, and `done` with its number and what came of it.
+
+    Raises:
+        BrokenProcessPool: a worker was killed; tasks without a result may be tried again.
+        KeyboardInterrupt: after all workers were told to end.
+    """
+    with ProcessPoolExecutor(jobs, _CONTEXT, initializer=_prepare) as pool:
+        futures = {pool.submit(_run, work, todo[number]): number for number in todo}
+        try:
+            for future in as_completed(futures):
+                done(futures[future], future.result())
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _prepare() -> None:
+    """Leaves Ctrl-C to the grader; ends on SIGTERM by way of `finally`, or with who has made it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
+    die_with_parent(os.getppid(), signal.SIGTERM)  # without it the pool starts others
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end(*_: Any) -> None:
+    _ENDING.set()
+    sys.exit(128 + signal.SIGTERM)
+
+
+def _end_with(parent: Any) -> None:
+    """A worker whose grader was killed would go on with what is queued, for nobody."""
+    parent.join()
+    _ENDING.set()  # what runs a notebook may take the signal for itself
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(work: Callable[[Any], Any], task: Any) -> Any:
+    """A task in a worker: the pool itself would take SystemExit for a result."""
+    made_by = os.getppid()
+    try:
+        return work(task)
+    finally:
+        if _ENDING.is_set() or os.getppid() != made_by:
+            os._exit(1)
