@@ -86,11 +86,7 @@ def grade_class(
             if not todo:
                 break
             with contextlib.suppress(BrokenProcessPool):
-                if runner is None:
-                    work = partial(grade, settings=settings)
-                    run_pool(work, todo, min(jobs, len(todo)), done)
-                else:
-                    runner(todo, settings, min(jobs, len(todo)), done)
+                (runner or _run_pool)(todo, settings, min(jobs, len(todo)), done)
             remove_abandoned()
     reason = f"a worker process of the grader was killed {POOL_TRIES} times"
     for index, submission in enumerate(submissions):
@@ -99,6 +95,15 @@ def grade_class(
             announcer.done(records[index])
     announcer.end(settings.lab)
     return [records[index] for index in range(len(submissions))]
+
+
+def _run_pool(
+    todo: dict[int, Submission],
+    settings: Settings,
+    jobs: int,
+    done: Callable[[int, Record], None],
+) -> None:
+    run_pool(partial(grade, settings=settings), todo, jobs, done)
 
 
 def check_names(submissions: Sequence[Submission]) -> None:
