@@ -71,7 +71,7 @@ class Grader:
         shutil.copy(ROOT / "nbgrader_config.py", folder)
         self.env = {"AUTOGRADER_COURSE": str(folder)}
         if not sandboxed:  # it is used wherever it can be found
-            self.env["PATH"] = path_without("bwrap", folder)
+            self.env |= {"PATH": path_without("bwrap", folder), "AUTOGRADER_SANDBOX": "bwrap"}
         run(["-m", "autograder", "init"], folder, env=self.env)
 
     def command(self, submitted: Path) -> list[str]:
