@@ -141,15 +141,13 @@ def _probe(program: str) -> Support:
                 if box.container is not None:
                     box.container.remove()
     except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").strip().splitlines()
-        return Support(program, False, f"{name} does not work: {(lines or ['?'])[-1][:300]}")
+        return Support(program, False, f"{name} does not work: {_said(error)}")
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         return Support(program, False, f"{name} could not be tried: {error}")
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    said = lines[-1] if lines else f"exit status {done.returncode}"
+    said = _said(done)
     if name != "bwrap":
         works = done.returncode == 0
-        how = "works: a container per submission" if works else f"does not work: {said[:300]}"
+        how = "works: a container per submission" if works else f"does not work: {said}"
         return Support(program, works, f"{program if works else name} {how}")
     if done.returncode == 0:
         old = (
@@ -163,7 +161,15 @@ def _probe(program: str) -> Support:
         hint = "user namespaces are not allowed here"
         if Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").exists():
             hint += " (sysctl kernel.apparmor_restrict_unprivileged_userns=0 allows them)"
-    return Support(program, False, f"{hint}: {said[:300]}")
+    return Support(program, False, f"{hint}: {said}")
+
+
+def _said(
+    ended: subprocess.CompletedProcess[bytes] | subprocess.CalledProcessError,
+) -> str:
+    """The last line that a program wrote to stderr, else its exit status."""
+    lines = ended.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else f"exit status {ended.returncode}"
 
 
 def build_box(

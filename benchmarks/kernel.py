@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +217,14 @@ def lab(num_ranks: int, rounds: int, folder: Path) -> Row:
 
     def peer() -> float:
         # Kernels that start at the same moment sometimes choose the same port, and one dies.
-        for _ in range(PEER_TRIES - 1):
+        for tries_left in reversed(range(PEER_TRIES)):
             began = time.perf_counter()
-            with suppress(RuntimeError):
+            try:
                 _torchrun(num_ranks, str(script), str(path))
-                return time.perf_counter() - began
-        began = time.perf_counter()
-        _torchrun(num_ranks, str(script), str(path))
+                break
+            except RuntimeError:
+                if not tries_left:
+                    raise
         return time.perf_counter() - began
 
     goal = {2: 0.75, 4: 0.55}[num_ranks]

@@ -1,6 +1,6 @@
 """The image definitions agree with each other and with what the course needs.
 
-Whether they build can only be tried where there is an engine and a network; CONTRIBUTING says how.
+Whether they build can only be tried where there is an engine and a network; how, says their head.
 """
 
 from __future__ import annotations
