@@ -197,11 +197,13 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
+    labs = options.lab or lab_names()
+    workers.begin(*labs)
     from autograder.sandbox import probe_support
     from autograder.verify import matrix_table, verify_lab
 
     proofs = []
-    for name in options.lab or lab_names():
+    for name in labs:
         proof = verify_lab(
             name, console, jobs=options.jobs, covering=options.covering,
             alone=options.alone, sandbox=probe_support().works,

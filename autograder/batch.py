@@ -17,6 +17,7 @@ import nbformat
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autograder import workers
 from autograder.bridge import refused
 from autograder.course import Course, CourseError
 from autograder.intake import Submission, read_submission
@@ -32,7 +33,6 @@ from autograder.run import (
 )
 from autograder.scratch import remove_abandoned
 from autograder.status import Announcer
-from autograder.workers import run_pool
 
 NBGRADER_DEADLINE_S = 1800.0
 POOL_TRIES = 3
@@ -103,7 +103,8 @@ def _run_pool(
     jobs: int,
     done: Callable[[int, Record], None],
 ) -> None:
-    run_pool(partial(grade, settings=settings), todo, jobs, done)
+    workers.begin(settings.lab)
+    workers.run_pool(partial(grade, settings=settings), todo, jobs, done)
 
 
 def check_names(submissions: Sequence[Submission]) -> None:

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
@@ -69,7 +69,19 @@ class RefereeEngine(Engine):
     @classmethod
     def execute_managed_notebook(cls, nb_man, kernel_name, *, session: Session, **kwargs):
         """Runs all cells of `nb_man.nb` on the ranks of `session`."""
-        asyncio.run(_Run(nb_man, kernel_name, session).run())
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(_Run(nb_man, kernel_name, session).run())
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Leaves signals to those who run the grader.
+
+    nbclient would hang a handler on SIGTERM and SIGINT that ends the kernel and nothing else: a
+    worker that was told to end would take that for our own failure, and grade once more.
+    """
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> NoReturn:
+        raise RuntimeError("signals are not this loop's")  # as outside of the main thread
 
 
 papermill_engines.register("referee", RefereeEngine)
@@ -110,7 +122,6 @@ class _Run:
         self.client.km.transport = "ipc"
         self.client.km.connection_file = self.session.connection_file
         try:
-            # nbclient also hangs a handler on SIGINT; the grader's own stays.
             async with self.client.async_setup_kernel():
                 front = self.client.km.provisioner
                 assert isinstance(front, LocalProvisioner)

@@ -19,12 +19,17 @@ from typing import Any
 from minidist.lifetime import die_with_parent
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_ENDING = threading.Event()  # of a worker: it was told to end
+_END_WITHIN_S = 20  # told to end, a worker takes down what it has started
+_ending = False  # of a worker: it was told to end; no Event, whose lock a second signal would await
 
 
-def begin(lab: str) -> None:
-    """Starts what workers are forked from, for submissions of this lab; returns at once."""
-    _CONTEXT.set_forkserver_preload(["autograder.run", f"autograder.criteria.{lab}"])
+def begin(*labs: str) -> None:
+    """Starts what workers are forked from, for submissions of these labs; returns at once.
+
+    It is started once: workers of other labs import a little more.
+    """
+    criteria = [f"autograder.criteria.{lab}" for lab in labs]
+    _CONTEXT.set_forkserver_preload(["autograder.run", *criteria])
     forkserver.ensure_running()
 
 
@@ -52,6 +57,7 @@ def run_pool(
 def _prepare() -> None:
     """Leaves Ctrl-C to the grader; ends on SIGTERM by way of `finally`, or with who has made it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, _end)
     die_with_parent(os.getppid(), signal.SIGTERM)  # without it the pool starts others
     parent = multiprocessing.parent_process()
@@ -60,14 +66,17 @@ def _prepare() -> None:
 
 
 def _end(*_: Any) -> None:
-    _ENDING.set()
-    sys.exit(128 + signal.SIGTERM)
+    """Once: the pool and who has made this process may both tell it."""
+    global _ending
+    if not _ending:
+        _ending = True
+        signal.alarm(_END_WITHIN_S)  # the system ends it then
+        sys.exit(128 + signal.SIGTERM)
 
 
 def _end_with(parent: Any) -> None:
     """A worker whose grader was killed would go on with what is queued, for nobody."""
     parent.join()
-    _ENDING.set()  # what runs a notebook may take the signal for itself
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -77,5 +86,5 @@ def _run(work: Callable[[Any], Any], task: Any) -> Any:
     try:
         return work(task)
     finally:
-        if _ENDING.is_set() or os.getppid() != made_by:
+        if _ending or os.getppid() != made_by:
             os._exit(1)

@@ -123,13 +123,13 @@ class FaultyClass:
         """Kills a part of this kind, if there is one now."""
         below = self._last_seen = psutil.Process(grader.pid).children(recursive=True)
         if kind == "grader":
-            if not _of_kind(below, "launcher"):
+            if not of_kind(below, "launcher"):
                 return False  # it has not begun yet
             grader.kill()
             grader.wait()
             self.outcome.kills.append("grader")
             return True
-        victims = _of_kind(below, kind)
+        victims = of_kind(below, kind)
         if not victims:
             return False
         victim = self.random.choice(victims)
@@ -177,7 +177,7 @@ class FaultyClass:
                     problems.append(f"{student} ({entry.name}): lost {sorted(lost ^ wanted)}")
 
 
-def _of_kind(processes: list[psutil.Process], kind: str) -> list[psutil.Process]:
+def of_kind(processes: list[psutil.Process], kind: str) -> list[psutil.Process]:
     """Those of the grader's processes that are of this kind."""
     found = []
     for process in processes:

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import resource
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import nbformat
+import psutil
 import pytest
 from course import LAB, ROOT, TestCourse, statuses
-from faults import KINDS, FaultyClass
+from faults import KINDS, FaultyClass, of_kind
 
 import autograder.run
 from autograder.course import Course
@@ -79,17 +82,87 @@ def course(tmp_path):
     return made
 
 
+@pytest.mark.parametrize("how", ["Ctrl-C", "its parent is killed"])
+def test_a_worker_that_is_told_to_end_does_not_begin_anew(course, how):
+    notebook = nbformat.read(MASTER, as_version=4)
+    nap = nbformat.v4.new_code_cell("import time; time.sleep(3)", id="nap")
+    notebook.cells.insert(0, nap)
+    course.submit("one", nbformat.writes(notebook).encode())
+    grader = subprocess.Popen(
+        _words(course, "--no-gradebook"), cwd=course.root, env=_env(course),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=_heed_ctrl_c,
+    )  # fmt: skip
+    try:
+        ends_at, ranks = time.monotonic() + 120, []
+        while len(ranks) < get_lab(LAB).grading_world_size:
+            assert time.monotonic() < ends_at, "no ranks"
+            time.sleep(0.1)
+            ranks = of_kind(psutil.Process(grader.pid).children(recursive=True), "rank")
+        (worker,) = of_kind(psutil.Process(grader.pid).children(recursive=True), "worker")
+        if how == "Ctrl-C":
+            grader.send_signal(signal.SIGINT)
+        else:
+            worker.parent().kill()
+        worker.wait(timeout=20)
+        assert grader.wait(timeout=300) == (130 if how == "Ctrl-C" else 0)
+    finally:
+        grader.kill()
+        grader.wait()
+    entries = list(Journal(Course(course.root).journal_path).iter_records())
+    assert [e["kind"] for e in entries if e.get("pid") == worker.pid] == ["attempt"]
+    assert [e for e in entries if e["kind"] == "infra"] == []
+    assert _count(course)["submission"] == (0 if how == "Ctrl-C" else 1)
+
+
+def test_a_worker_that_is_told_to_end_many_times_ends_once():
+    """By who made it, by the pool, by the grader: a signal must not wait for the one before it."""
+    code = """
+import time
+from autograder import workers
+workers._prepare()
+try:
+    print("ready", flush=True)
+    while True:
+        pass
+finally:
+    time.sleep(0.5)
+    print("tidy", flush=True)
+"""
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout.readline() == "ready\n"
+        for _ in range(200):
+            worker.terminate()
+            time.sleep(0.001)
+        said, _ = worker.communicate(timeout=15)
+        assert (said, worker.returncode) == ("tidy\n", 128 + signal.SIGTERM)
+    finally:
+        worker.kill()
+
+
+def _heed_ctrl_c() -> None:
+    """What a shell starts in the background ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _count(course: TestCourse) -> Counter[str]:
     """How many attempts, verdicts and finished submissions the journal has."""
     kinds = Counter(e["kind"] for e in Journal(Course(course.root).journal_path).iter_records())
     return Counter({kind: kinds[kind] for kind in ("attempt", "verdict", "submission")})
 
 
+def _words(course: TestCourse, *options: str) -> list[str]:
+    folder = str(course.root / "handed_in")
+    return [sys.executable, "-m", "autograder", "grade", folder, "--lab", LAB, *options]
+
+
+def _env(course: TestCourse) -> dict[str, str]:
+    return os.environ | {"AUTOGRADER_COURSE": str(course.root)}
+
+
 def _grade(course: TestCourse, *options: str, **more) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "autograder", "grade", str(course.root / "handed_in"),
-         "--lab", LAB, *options],
-        cwd=course.root, env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
+        _words(course, *options), cwd=course.root, env=_env(course),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, **more,
     )  # fmt: skip
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jupyter_client.manager import KernelManager
 from kernel_helper import ALL_REDUCE, JOIN, SETUP, Kernel, shared_memory, wait_gone
 from kernel_helper import kernel as new_kernel
 
@@ -233,6 +236,46 @@ def test_nothing_is_left_whatever_dies_first(who: str) -> None:
         assert shared_memory() <= memory
     finally:
         kernel.close()
+
+
+_START_AND_DIE = """
+import os, signal
+from jupyter_client.manager import KernelManager
+manager = KernelManager(kernel_name="torchrun-2")
+manager.start_kernel()
+print(manager.provisioner.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_front_whose_client_dies_while_it_starts_ends_too() -> None:
+    """It has not begun to watch its parent then."""
+    words = [sys.executable, "-c", _START_AND_DIE]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=60)
+    front = int(done.stdout)
+    family = [front, *descendants(front)]
+    try:
+        assert wait_gone(family) == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(front, signal.SIGTERM)
+
+
+def test_a_kernel_started_through_another_program_serves() -> None:
+    """Its client is not its parent: that alone is no reason to end."""
+    manager = KernelManager(kernel_name="torchrun-2")
+    manager.kernel_spec.argv[:1] = ["sh", "-c", '"$@"; true', "wrapper", sys.executable]
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        time.sleep(2.5)  # it looks every second
+        reply = client.execute_interactive("1", timeout=60)
+        assert reply["content"]["status"] == "ok"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
 
 
 def _start_error(tmp_path: Path, code: str, **launcher: object) -> str:
