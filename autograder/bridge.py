@@ -44,8 +44,8 @@ def choose_sandbox(trusted: bool, bundled: bool) -> bool:
         return False
     raise CourseError(
         f"no sandbox here ({support.reason}). Submissions are programs by other people; without a "
-        "sandbox they can read and change what you can. Install bubblewrap (or Podman, Docker), "
-        "or say --trusted if you trust every one of them."
+        "sandbox they can read and change what you can. Install bubblewrap (or Podman, Docker, "
+        "Apptainer), or say --trusted if you trust every one of them."
     )
 
 

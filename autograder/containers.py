@@ -24,7 +24,6 @@ from pathlib import Path
 
 from autograder.limits import Limits
 
-ENGINES = ("podman", "docker")
 _WITHIN_S = 60.0
 _NPROC = 32768
 _FILE = "container"  # in the box's folder on the trusted side: which engine, which name
@@ -36,7 +35,7 @@ _OUTSIDE = (
 # A container of this name may still be there: the kernel's front has killed only the command that
 # had started it.
 _ANEW = '{remove} >/dev/null 2>&1; exec "$@"'
-_ENTER = 'umask 077; mkdir /tmp/home /tmp/work && cd /tmp/work && umask 022 && exec "$@"'
+ENTER = 'umask 077; mkdir /tmp/home /tmp/work && cd /tmp/work && umask 022 && exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class ContainerMounts:
         """/proc and /dev are the engine's."""
 
     def folder(self, path: str) -> None:
-        """A private folder below a scratch folder; made when the box starts (`_ENTER`)."""
+        """A private folder below a scratch folder; made when the box starts (`ENTER`)."""
 
     def scratch(self, path: str, size: int) -> None:
         """A folder in memory that student code may write to."""
@@ -184,11 +183,15 @@ def command(
         options += ["--log-driver", "none"]
     for name, value in env.items():
         options += ["--env", f"{name}={value}"]
-    outside = [f"{name}={os.environ[name]}" for name in _OUTSIDE if name in os.environ]
     anew = _ANEW.format(remove=shlex.join(container.removal))
-    started = ["/usr/bin/env", "-i", *outside, "/bin/sh", "-c", anew, "sh"]
-    started += [engine, "run", *options, *mounts.args, image, "/bin/sh", "-c", _ENTER, "sh"]
+    started = ["/usr/bin/env", "-i", *outside(), "/bin/sh", "-c", anew, "sh"]
+    started += [engine, "run", *options, *mounts.args, image, "/bin/sh", "-c", ENTER, "sh"]
     return started, container
+
+
+def outside() -> list[str]:
+    """``NAME=VALUE`` for the engine's own command."""
+    return [f"{name}={os.environ[name]}" for name in _OUTSIDE if name in os.environ]
 
 
 def _is_podman(engine: str) -> bool:

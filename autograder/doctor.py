@@ -104,7 +104,9 @@ def _sandbox() -> Finding:
     support = probe_support()
     if support.works:
         return Finding("sandbox", "ok", support.reason)
-    mend = "install bubblewrap, Podman or Docker, or grade only what you trust with --trusted"
+    mend = (
+        "install bubblewrap, Podman, Docker or Apptainer; what you trust is graded with --trusted"
+    )
     return Finding("sandbox", "limited", f"{support.reason}; only --trusted work is graded", mend)
 
 

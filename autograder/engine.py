@@ -13,7 +13,7 @@ import ast
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -55,6 +55,7 @@ class Session:
     on_verdict: Callable[[Verdict, float], None]
     connection_file: str
     wall: Wall | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     worked: list[tuple[str, int]] = field(
         default_factory=list
@@ -126,7 +127,9 @@ class _Run:
                 front = self.client.km.provisioner
                 assert isinstance(front, LocalProvisioner)
                 assert front.pid is not None
-                self.guard = Guard(front.pid, self.session.lab.limits, self.session.wall).start()
+                self.guard = Guard(
+                    front.pid, self.session.lab.limits, self.session.wall, self.session.sizes
+                ).start()
                 for index, cell in enumerate(self.nb_man.nb.cells):
                     if cell.cell_type == "code" and cell.source.strip():
                         await self._cell(cell, index)

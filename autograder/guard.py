@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -62,12 +62,15 @@ class Guard:
         root: pid of the kernel's front, which starts the box and is not in it.
         limits: of the box as a whole.
         wall: what else bounds the box, its control group or container; None if nothing does.
+        sizes: the box's folders in memory that nothing bounds -> bytes that they may hold.
     """
 
     def __init__(
-        self, root: int, limits: Limits, wall: Wall | None = None, every_s: float = EVERY_S
-    ) -> None:
+        self, root: int, limits: Limits, wall: Wall | None = None,
+        sizes: Mapping[str, int] | None = None, every_s: float = EVERY_S,
+    ) -> None:  # fmt: skip
         self.root, self.limits, self.wall, self.every_s = root, limits, wall, every_s
+        self.sizes = sizes or {}
         self._gpu_memory: Reader | None = None
         self._reasons: list[str] = []
         self._seen: dict[int, int] = {}  # pid -> born, of everything that was ever below root
@@ -127,6 +130,13 @@ class Guard:
                 f"the submission had {number} processes and threads at once, at most "
                 f"{self.limits.num_processes} are allowed"
             )
+        for folder, size in self.sizes.items():
+            used = used_of(folder, [process.pid for process in inside])
+            if used > size:
+                return (
+                    f"the submission had {used // MIB} MiB in {folder}, at most {size // MIB} MiB "
+                    "are allowed"
+                )
         if sum(process.resident_bytes for process in inside) <= self.limits.box_memory_bytes:
             return ""  # the dearer ways to count come to no more
         used = memory_of([process.pid for process in inside], self.limits.box_memory_bytes)
@@ -194,6 +204,19 @@ def memory_of(pids: list[int], enough: int) -> int:
         return used
     shared = [_fields(pid, "smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) for pid in pids]
     return sum(shared) or used
+
+
+def used_of(folder: str, pids: list[int]) -> int:
+    """Bytes in a folder in memory that these processes see; 0 where none has one of its own."""
+    for pid in pids:
+        place = f"/proc/{pid}/root{folder}"
+        try:
+            if os.stat(place).st_dev != os.stat(folder).st_dev:  # what starts a box sees ours
+                found = os.statvfs(place)
+                return (found.f_blocks - found.f_bfree) * found.f_frsize
+        except OSError:  # it has ended since
+            continue
+    return 0
 
 
 def _fields(pid: int, name: str, wanted: tuple[bytes, ...]) -> int:

@@ -225,7 +225,7 @@ class _Attempt:
                 kernel_arguments=["--ranks", str(self.settings.world_size),
                                   "--launcher", str(front_dir / "launcher.json")],
                 on_verdict=self._note, connection_file=str(front_dir / "kernel.json"),
-                wall=wall,
+                wall=wall, sizes=box.sizes,
             )  # fmt: skip
             source, output = front_dir / "in.ipynb", front_dir / "out.ipynb"
             nbformat.write(notebook, source)

@@ -34,9 +34,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import minidist
-from autograder import bubblewrap, containers
+from autograder import apptainer, bubblewrap, containers
+from autograder.apptainer import ApptainerMounts
 from autograder.bubblewrap import Mounts
-from autograder.containers import ENGINES, Container, ContainerMounts
+from autograder.containers import Container, ContainerMounts
 from autograder.limits import Limits
 
 # Of this package only what runs beside student code; everything else is trusted.
@@ -56,6 +57,7 @@ else:
     raise SystemExit("bwrap itself can be written to from inside (Linux 6.11 or 6.12 as root)")
 """
 DEVICES = Path("/dev")
+SANDBOXES = ("bwrap", "podman", "docker", "apptainer")  # in this order
 # Variables of the grader's own environment that may enter the box.
 _INHERITED = (
     "CUDA_DEVICE_ORDER",
@@ -92,6 +94,7 @@ class Box:
             caller does (``Popen(…, cwd=cwd)``).
         sandboxed: whether the box holds anything back.
         container: what else has to be ended; None where all ends with the started process.
+        sizes: folders in memory -> bytes, where only who watches the box (`guard`) bounds them.
     """
 
     prefix: list[str] = field(default_factory=list)
@@ -99,6 +102,7 @@ class Box:
     cwd: str
     sandboxed: bool
     container: Container | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @functools.cache
@@ -106,16 +110,16 @@ def probe_support() -> Support:
     """Starts Python in a real box once and says whether that works here (cached).
 
     Bubblewrap comes first; where it does not work, a container engine takes its place.
-    $AUTOGRADER_SANDBOX names the one to take (bwrap, podman, docker).
+    $AUTOGRADER_SANDBOX names the one to take (bwrap, podman, docker, apptainer).
     """
     if sys.platform != "linux":
         return Support(None, False, f"the sandbox needs Linux, this is {platform.system()}")
     chosen = os.environ.get("AUTOGRADER_SANDBOX")
-    if chosen and chosen not in ("bwrap", *ENGINES):
-        expected = f"expected bwrap, {' or '.join(ENGINES)}"
+    if chosen and chosen not in SANDBOXES:
+        expected = f"expected one of {', '.join(SANDBOXES)}"
         return Support(None, False, f"AUTOGRADER_SANDBOX: {expected}, got {chosen!r}")
     tried = []
-    for name in (chosen,) if chosen else ("bwrap", *ENGINES):
+    for name in (chosen,) if chosen else SANDBOXES:
         program = shutil.which(name)
         if program is not None:
             tried.append(_probe(program))
@@ -225,8 +229,9 @@ def _assemble(
     _check_run_dir(run_dir)
     own = run_dir / ".box"
     own.mkdir(mode=0o700, exist_ok=True)
-    is_bwrap = Path(program).name == "bwrap"
-    mounts = Mounts() if is_bwrap else ContainerMounts(own)
+    mounts = {"bwrap": lambda _: Mounts(), "apptainer": ApptainerMounts}.get(
+        Path(program).name, ContainerMounts
+    )(own)
     _mount_system(mounts, limits, _write_etc(own))
     for prefix in _python_prefixes():
         mounts.bind(prefix)
@@ -241,13 +246,17 @@ def _assemble(
     mounts.seal()
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
     env = _environment(home, "/tmp", path) | dict(env_extra)
-    container = None
-    if isinstance(mounts, ContainerMounts):
+    container, sizes = None, {}
+    if isinstance(mounts, ApptainerMounts):
+        prefix, sizes = apptainer.command(program, mounts, env), mounts.sizes
+    elif isinstance(mounts, ContainerMounts):
         prefix, container = containers.command(program, mounts, own, limits, env)
     else:
         prefix = bubblewrap.command(program, mounts, env, work)
     prefix += _limit_command(limits)
-    return Box(prefix=prefix, env=env, cwd=work, sandboxed=True, container=container)
+    return Box(
+        prefix=prefix, env=env, cwd=work, sandboxed=True, container=container, sizes=sizes
+    )  # fmt: skip
 
 
 def _mount_system(mounts: Mounts | ContainerMounts, limits: Limits, etc: Path) -> None:

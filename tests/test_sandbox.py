@@ -20,14 +20,16 @@ import pytest
 import autograder
 import minidist
 from autograder import sandbox
-from autograder.sandbox import Box, Limits, build_box, build_open, probe_support
+from autograder.guard import Guard
+from autograder.limits import MIB
+from autograder.sandbox import SANDBOXES, Box, Limits, build_box, build_open, probe_support
 
 PROJECT = Path(autograder.__file__).parent.parent
 INSIDE = {"__init__.py", "limits.py", "probe.py", "wire.py", "criteria", "py.typed"}
 needs_box = pytest.mark.usefixtures("backend")
 
 
-@pytest.fixture(params=["bwrap", "podman", "docker"])
+@pytest.fixture(params=SANDBOXES)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Everything that a box promises holds for every program that can make one."""
     monkeypatch.setenv("AUTOGRADER_SANDBOX", request.param)
@@ -348,6 +350,38 @@ def test_the_open_form(run_dir: Path):
 
 
 @needs_box
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_a_folder_in_memory_has_a_size(run_dir: Path, folder: str):
+    """Where the box itself cannot bound it, the guard ends the box."""
+    limits = Limits(tmp_bytes=8 * MIB, shm_bytes=8 * MIB)
+    box = build_box(run_dir=run_dir, limits=limits)
+    code = f"""
+import time
+with open("{folder}/a", "wb", buffering=0) as file:
+    for _ in range(40):
+        file.write(bytes(1 << 20))
+time.sleep(60)
+"""
+    front = "import subprocess, sys; print(subprocess.run(sys.argv[1:]).returncode, flush=True)"
+    words = [sys.executable, "-c", f"{front}; input()", *box.prefix, sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env=box.env, text=True, **pipes) as process:
+        guard = Guard(process.pid, limits, box.container, box.sizes, every_s=0.1).start()
+        try:
+            ended = process.stdout.readline().strip()
+            reason = guard.take_reason()
+        finally:
+            guard.stop()
+        _, said = process.communicate("\n", timeout=30)
+    if box.sizes:
+        assert ended == "-9"
+        assert f"in {folder}, at most 8 MiB are allowed" in reason
+    else:
+        assert ended == "1"
+        assert "No space left on device" in said
+
+
+@needs_box
 @pytest.mark.parametrize("with_prlimit", [True, False])
 def test_limits_hold(run_dir: Path, monkeypatch, with_prlimit: bool):
     if not with_prlimit:
@@ -377,7 +411,8 @@ try:
 except MemoryError:
     print("MemoryError")
 """
-    expected = "ENOSPC EFBIG no limit ENOSPC\n" + (
+    full = "no limit" if box.sizes else "ENOSPC"  # the guard's, in the next test
+    expected = f"{full} EFBIG no limit {full}\n" + (
         "no limit" if list(Path("/dev").glob("nvidia*")) else "MemoryError"
     )
     assert _python(box, code) == expected
