@@ -181,9 +181,13 @@ def orthonormalise(matrix: torch.Tensor) -> torch.Tensor:
 
 # %% demo="see_columns"
 with demo("task 1"):
-    tell("independent:", orthonormalise(torch.tensor([[3.0, 1.0], [4.0, 0.0]])).tolist())
-    tell("parallel:   ", orthonormalise(torch.tensor([[3.0, 6.0], [4.0, 8.0]])).tolist())
-    tell("zero:       ", orthonormalise(torch.zeros(2, 2)).tolist())
+    for name, matrix in (
+        ("independent", [[3.0, 1.0], [4.0, 0.0]]),
+        ("parallel", [[3.0, 6.0], [4.0, 8.0]]),
+        ("zero", [[0.0, 0.0], [0.0, 0.0]]),
+    ):
+        found = orthonormalise(torch.tensor(matrix))
+        tell(f"{name + ':':12}", found.double().round(decimals=4).tolist())
 
 # %% [markdown]
 # Expected: `[[0.6, 0.8], [0.8, -0.6]]` up to rounding and signs; a second column that is zero (or
