@@ -24,7 +24,6 @@ import errno
 import functools
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from autograder import apptainer, bubblewrap, containers
 from autograder.apptainer import ApptainerMounts
 from autograder.bubblewrap import Mounts
 from autograder.containers import Container, ContainerMounts
+from autograder.environment import environment, limit_command
 from autograder.limits import Limits
 
 # Of this package only what runs beside student code; everything else is trusted.
@@ -58,16 +58,6 @@ else:
 """
 DEVICES = Path("/dev")
 SANDBOXES = ("bwrap", "podman", "docker", "apptainer")  # in this order
-# Variables of the grader's own environment that may enter the box.
-_INHERITED = (
-    "CUDA_DEVICE_ORDER",
-    "CUDA_VISIBLE_DEVICES",
-    "LANG",
-    "LC_ALL",
-    "LD_LIBRARY_PATH",
-    "NVIDIA_VISIBLE_DEVICES",
-    "TZ",
-)
 
 
 @dataclass(frozen=True)
@@ -214,7 +204,7 @@ def build_open(*, run_dir: Path, env_extra: Mapping[str, str] | None = None) -> 
         folder.mkdir(mode=0o700, exist_ok=True)
     tmp = os.environ.get("TMPDIR", "/tmp")
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-    env = _environment(str(home), tmp, path) | dict(env_extra or {})
+    env = environment(str(home), tmp, path) | dict(env_extra or {})
     return Box(env=env, cwd=str(work), sandboxed=False)
 
 
@@ -229,9 +219,11 @@ def _assemble(
     _check_run_dir(run_dir)
     own = run_dir / ".box"
     own.mkdir(mode=0o700, exist_ok=True)
-    mounts = {"bwrap": lambda _: Mounts(), "apptainer": ApptainerMounts}.get(
-        Path(program).name, ContainerMounts
-    )(own)
+    name = Path(program).name
+    if name == "bwrap":
+        mounts = Mounts()
+    else:
+        mounts = ApptainerMounts(own) if name == "apptainer" else ContainerMounts(own)
     _mount_system(mounts, limits, _write_etc(own))
     for prefix in _python_prefixes():
         mounts.bind(prefix)
@@ -245,7 +237,7 @@ def _assemble(
         mounts.folder(folder)
     mounts.seal()
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-    env = _environment(home, "/tmp", path) | dict(env_extra)
+    env = environment(home, "/tmp", path) | dict(env_extra)
     container, sizes = None, {}
     if isinstance(mounts, ApptainerMounts):
         prefix, sizes = apptainer.command(program, mounts, env), mounts.sizes
@@ -253,7 +245,7 @@ def _assemble(
         prefix, container = containers.command(program, mounts, own, limits, env)
     else:
         prefix = bubblewrap.command(program, mounts, env, work)
-    prefix += _limit_command(limits)
+    prefix += limit_command(limits, with_gpu=bool(_cuda_devices()))
     return Box(
         prefix=prefix, env=env, cwd=work, sandboxed=True, container=container, sizes=sizes
     )  # fmt: skip
@@ -348,56 +340,6 @@ def _can_open(device: Path) -> bool:
     except OSError as error:
         return error.errno not in (errno.EPERM, errno.EACCES)
     return True
-
-
-def _limit_command(limits: Limits) -> list[str]:
-    """Runs inside the box, so that the number of processes is counted there."""
-    wanted = {
-        "CORE": 0,
-        "CPU": limits.cpu_seconds,
-        "FSIZE": limits.file_bytes,
-        "NOFILE": limits.num_open_files,
-    }
-    if not _cuda_devices():
-        wanted["DATA"] = limits.memory_bytes
-    release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
-    if os.getuid() != 0 and release >= (5, 14):
-        wanted["NPROC"] = limits.num_processes
-    values: dict[str, int] = {}
-    for name, value in wanted.items():
-        hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1]
-        values[name] = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    if shutil.which("prlimit", path="/usr/bin:/bin"):
-        options = [f"--{name.lower()}={value}:{value}" for name, value in values.items()]
-        return ["prlimit", *options, "--"]
-    calls = "".join(
-        f"r.setrlimit(r.RLIMIT_{name},({value},{value}));" for name, value in values.items()
-    )
-    code = f"import os,resource as r,sys;{calls}os.execvp(sys.argv[1],sys.argv[1:])"
-    return [sys.executable, "-I", "-S", "-c", code]
-
-
-def _environment(home: str, tmp: str, path: str) -> dict[str, str]:
-    env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    env.setdefault("LANG", "C.UTF-8")
-    env |= {
-        "HOME": home,
-        "IPYTHONDIR": f"{home}/ipython",
-        "JUPYTER_CONFIG_DIR": f"{home}/jupyter/config",
-        "JUPYTER_DATA_DIR": f"{home}/jupyter/data",
-        "JUPYTER_NO_CONFIG": "1",
-        "JUPYTER_RUNTIME_DIR": f"{home}/jupyter/runtime",
-        "MPLCONFIGDIR": f"{home}/matplotlib",
-        "OMP_NUM_THREADS": "1",
-        "PATH": path,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONNOUSERSITE": "1",
-        "TMPDIR": tmp,
-        "USER": "student",
-    }
-    if sys.platform == "linux":
-        env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return env
 
 
 def _check_run_dir(run_dir: Path) -> None:
