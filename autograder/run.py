@@ -216,6 +216,7 @@ class _Attempt:
                 wall = make_group(folder.name, self.lab.limits)
                 prefix = [*(wall.prefix if wall else ()), *prefix]
             launcher = {"prefix": prefix, "env": box.env, "run_dir": str(run_dir)}
+            launcher["client"] = os.getpid()
             launcher["fixed_ranks"] = True  # the referee knows those that the engine asks for
             if not box.sandboxed:
                 launcher["cwd"] = box.cwd

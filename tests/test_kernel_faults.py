@@ -239,18 +239,24 @@ def test_nothing_is_left_whatever_dies_first(who: str) -> None:
 
 
 _START_AND_DIE = """
-import os, signal
+import json, os, signal, sys
 from jupyter_client.manager import KernelManager
 manager = KernelManager(kernel_name="torchrun-2")
-manager.start_kernel()
+arguments = []
+if len(sys.argv) > 1:
+    with open(sys.argv[1], "w") as file:
+        json.dump({"client": os.getpid()}, file)
+    arguments = ["--launcher", sys.argv[1]]
+manager.start_kernel(extra_arguments=arguments)
 print(manager.provisioner.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_front_whose_client_dies_while_it_starts_ends_too() -> None:
-    """It has not begun to watch its parent then."""
-    words = [sys.executable, "-c", _START_AND_DIE]
+@pytest.mark.parametrize("told", [True, False])
+def test_a_front_whose_client_dies_while_it_starts_ends_too(tmp_path: Path, told: bool) -> None:
+    """It has not begun to watch its parent then; a grader tells it who that was."""
+    words = [sys.executable, "-c", _START_AND_DIE, *([str(tmp_path / "l.json")] if told else [])]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=60)
     front = int(done.stdout)
     family = [front, *descendants(front)]

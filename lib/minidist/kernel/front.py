@@ -74,9 +74,8 @@ class Front:
         for name in ("shell", "control", "stdin", "hb", "iopub"):
             self._spawn(self._serve(name))
         self._spawn(self._work())
-        client = os.environ.get("JPY_PARENT_PID", "")
-        if client.isdecimal():
-            self._spawn(self._watch_parent(int(client)))
+        if self._options.client is not None or os.environ.get("JPY_PARENT_PID"):
+            self._spawn(self._watch_parent())
         try:
             await self.stop.wait()
         finally:
@@ -104,10 +103,15 @@ class Front:
             text = "".join(traceback.format_exception(task.exception()))
             print(f"minidist.kernel: internal error, please report it\n{text}", file=sys.stderr)
 
-    async def _watch_parent(self, client: int) -> None:
-        """Stop when the parent has ended, or if `client` had before this process could look."""
-        parent = os.getppid()
-        while os.getppid() == parent and not (parent != client and _has_lost(client)):
+    async def _watch_parent(self) -> None:
+        """Stop when the parent has ended, or if the client had before this process could look."""
+        parent, client = os.getppid(), self._options.client
+        if client is None:
+            # Where some other program starts kernels for the client, that one is the parent. But
+            # what leads a session was started by jupyter_client, and init has only adopted it.
+            adopted = parent == 1 and os.getsid(0) == os.getpid()
+            client = int(os.environ["JPY_PARENT_PID"]) if adopted else parent
+        while os.getppid() == client:
             await asyncio.sleep(1.0)
         self.stop.set()
 
@@ -271,22 +275,6 @@ class Front:
                 others.append((idents, message, frames))
         for item in others:
             self._queue.put_nowait(item)
-
-
-def _has_lost(client: int) -> bool:
-    """Whether the process that started this one, and now is not its parent, has ended.
-
-    What jupyter_client starts leads a session. Where some program in between does, the client need
-    not be the parent, or be seen from here.
-    """
-    import psutil  # comes with ipykernel
-
-    if os.getsid(0) != os.getpid():
-        return False
-    try:
-        return psutil.Process(client).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _refused(text: str) -> dict[str, Any]:

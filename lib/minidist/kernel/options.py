@@ -30,6 +30,7 @@ class Options:
         cwd: directory in which the launcher starts; None keeps the front's.
         run_dir: directory of the sockets that ranks connect to; None makes a fresh private one.
         fixed_ranks: cells cannot ask for fresh ranks; a grader does, by a message of its own.
+        client: pid of the process that starts the front and that it ends with; None: Jupyter's.
         deadline_s: longest time of one cell in seconds; None sets no limit.
         warm: a warm parent may start the launcher, see `warm.py`.
     """
@@ -42,6 +43,7 @@ class Options:
     cwd: str | None = None
     run_dir: str | None = None
     fixed_ranks: bool = False
+    client: int | None = None
     deadline_s: float | None = None
     rank_init: str | None = field(default=None)
     warm: bool = False
@@ -109,6 +111,7 @@ def parse(argv: list[str]) -> Options:
         cwd=launcher.get("cwd"),
         run_dir=launcher.get("run_dir"),
         fixed_ranks=launcher.get("fixed_ranks") is True,
+        client=launcher.get("client"),
         deadline_s=known.deadline,
         rank_init=(os.environ if env is None else env).get("MINIDIST_RANK_INIT"),
         # What a grader starts owes nothing to any other process.
