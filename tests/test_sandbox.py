@@ -488,9 +488,11 @@ torchrun --standalone --nproc-per-node 2 train.py
     assert done.stdout.count("sum=3.0") == 2
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="no sandbox: bwrap is not installed")
-def test_as_an_ordinary_user():
+@pytest.mark.parametrize(("program", "uid"), [("bwrap", "1000"), ("apptainer", "65534")])
+def test_as_an_ordinary_user(program: str, uid: str):
     """The same box when the grader is not root, on the system's Python, which all can read."""
+    if shutil.which(program) is None:
+        pytest.skip(f"no sandbox: {program} is not installed")
     python = Path("/usr/bin/python3")
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv to become another user")
@@ -506,7 +508,8 @@ def test_as_an_ordinary_user():
         shutil.copytree(source[1].parent, site / "minidist")
         (site / "autograder").mkdir()
         (site / "autograder/__init__.py").write_text("")
-        names = ("limits.py", "bubblewrap.py", "containers.py")
+        parts = ("apptainer", "bubblewrap", "containers", "environment", "limits")
+        names = [f"{part}.py" for part in parts]
         for file in (source[0], *map(source[0].with_name, names)):
             shutil.copy(file, site / "autograder")
         code = """
@@ -520,10 +523,11 @@ with tempfile.TemporaryDirectory() as folder:
 """
         done = subprocess.run(
             [*drop, f"{folder}/venv/bin/python", "-c", code],
-            capture_output=True, text=True, timeout=120, cwd="/tmp", env={"PATH": os.defpath},
+            capture_output=True, text=True, timeout=120, cwd="/tmp",
+            env={"PATH": os.defpath, "AUTOGRADER_SANDBOX": program},
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1000", str(Limits().num_processes)]
+    assert done.stdout.split() == [uid, str(Limits().num_processes)]
 
 
 def test_only_gpus_that_the_job_may_open_enter_the_box(tmp_path, monkeypatch):
