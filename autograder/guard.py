@@ -207,7 +207,11 @@ def memory_of(pids: list[int], enough: int) -> int:
 
 
 def used_of(folder: str, pids: list[int]) -> int:
-    """Bytes in a folder in memory that these processes see; 0 where none has one of its own."""
+    """Bytes in a folder in memory that these processes see; 0 where none has one of its own.
+
+    Args:
+        pids: parents first: what a box's first process sees, the others cannot change.
+    """
     for pid in pids:
         place = f"/proc/{pid}/root{folder}"
         try:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from course import LAB, ROOT, TestCourse, statuses
 from faults import KINDS, FaultyClass, of_kind
+from slurm_cluster import heed_ctrl_c, wait_until
 
 import autograder.run
 from autograder.course import Course
@@ -90,15 +91,16 @@ def test_a_worker_that_is_told_to_end_does_not_begin_anew(course, how):
     course.submit("one", nbformat.writes(notebook).encode())
     grader = subprocess.Popen(
         _words(course, "--no-gradebook"), cwd=course.root, env=_env(course),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=_heed_ctrl_c,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
+
+    def below(kind: str) -> list[psutil.Process]:
+        return of_kind(psutil.Process(grader.pid).children(recursive=True), kind)
+
     try:
-        ends_at, ranks = time.monotonic() + 120, []
-        while len(ranks) < get_lab(LAB).grading_world_size:
-            assert time.monotonic() < ends_at, "no ranks"
-            time.sleep(0.1)
-            ranks = of_kind(psutil.Process(grader.pid).children(recursive=True), "rank")
-        (worker,) = of_kind(psutil.Process(grader.pid).children(recursive=True), "worker")
+        num_ranks = get_lab(LAB).grading_world_size
+        wait_until(lambda: len(below("rank")) >= num_ranks, 120, "no ranks")
+        (worker,) = below("worker")
         if how == "Ctrl-C":
             grader.send_signal(signal.SIGINT)
         else:
@@ -138,11 +140,6 @@ finally:
         assert (said, worker.returncode) == ("tidy\n", 128 + signal.SIGTERM)
     finally:
         worker.kill()
-
-
-def _heed_ctrl_c() -> None:
-    """What a shell starts in the background ignores it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _count(course: TestCourse) -> Counter[str]:

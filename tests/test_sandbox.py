@@ -415,7 +415,7 @@ try:
 except MemoryError:
     print("MemoryError")
 """
-    full = "no limit" if box.sizes else "ENOSPC"  # the guard's, in the next test
+    full = "no limit" if box.sizes else "ENOSPC"  # the guard's, in the test above
     expected = f"{full} EFBIG no limit {full}\n" + (
         "no limit" if list(Path("/dev").glob("nvidia*")) else "MemoryError"
     )
