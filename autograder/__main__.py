@@ -35,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CourseError, ValueError) as error:
         print(f"autograder: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"autograder: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("autograder: interrupted; what was graded is kept", file=sys.stderr)
         return 130

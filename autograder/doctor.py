@@ -181,7 +181,10 @@ def _disk(course: Course) -> Iterator[Finding]:
         "" if enough else "a class leaves its notebooks and feedback there",
     )  # fmt: skip
     if not os.access(place, os.W_OK):
-        yield Finding("disk", "missing", f"{place} cannot be written to", "change its owner")
+        yield Finding(
+            "disk", "missing", f"{place} cannot be written to",
+            "change its owner; in an image, bind a folder of yours over build/ (autograder/image)",
+        )  # fmt: skip
     kind = _file_system(place)
     if kind in NETWORK_FILE_SYSTEMS:
         yield Finding(

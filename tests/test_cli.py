@@ -136,6 +136,14 @@ def test_outside_a_course_it_says_so(tmp_path):
     assert "nbgrader_config.py" in done.stderr
 
 
+def test_what_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "nbgrader_config.py").touch()
+    (tmp_path / "build").touch()
+    done = TestCourse(tmp_path).run("-m", "autograder", "init", deadline_s=120, code=1)
+    assert done.stderr == f"autograder: {tmp_path / 'build'}: File exists\n"
+
+
 def test_a_grader_that_is_killed_takes_all_with_it(course):
     folder = course.root / "killed"
     for name in ("one", "two", "three"):
