@@ -41,7 +41,6 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
@@ -69,7 +68,7 @@ NULL = os.makedev(1, 3)
 
 def why_not() -> str:
     """Why no Slurm can be started here; empty if one can."""
-    if missing := [name for name in NEEDED if _find(name) is None]:
+    if missing := [name for name in NEEDED if find(name) is None]:
         return f"Slurm is not installed: no {', '.join(missing)}"
     return "" if os.getuid() == 0 else "Slurm's daemons need root"
 
@@ -87,7 +86,7 @@ class SlurmCluster:
         (folder / "munge.key").write_bytes(secrets.token_bytes(1024))
         (folder / "munge.key").chmod(0o400)
         host = socket.gethostname().partition(".")[0]
-        text = CONFIG.format(folder=folder, host=host, ports=_free_ports(3))
+        text = CONFIG.format(folder=folder, host=host, ports=free_ports(3))
         (folder / "slurm.conf").write_text(text)
         (folder / "gres.conf").write_text(GPUS.format(nodes=",".join(NODES), folder=folder))
         for number in range(2):
@@ -99,18 +98,18 @@ class SlurmCluster:
         files = {"key-file": "key", "pid-file": "pid", "socket": "socket", "log-file": "log"}
         options = [f"--{name}={self.folder}/munge.{end}" for name, end in files.items()]
         seed = f"--seed-file={self.folder}/munge.seed"
-        self._spawn("munged", "munged", "--foreground", "--force", seed, *options)
+        self.spawn("munged", "munged", "--foreground", "--force", seed, *options)
         wait_until((self.folder / "munge.socket").exists, 20, "munged has no socket")
         self.start_controller()
         for node in NODES:
             self.start_node(node)
         self.wait_idle()
 
-    def start_controller(self) -> None:
-        self._spawn("slurmctld", "slurmctld", "-D")
+    def start_controller(self, *options: str) -> None:
+        self.spawn("slurmctld", "slurmctld", "-D", *options)
 
     def start_node(self, node: str) -> None:
-        self._spawn(node, "slurmd", "-D", "-N", node)
+        self.spawn(node, "slurmd", "-D", "-N", node)
 
     def wait_idle(self) -> None:
         """Waits until both nodes are free."""
@@ -161,9 +160,8 @@ class SlurmCluster:
             self.say("scancel", "--user=root", check=False)
             with contextlib.suppress(AssertionError):
                 wait_until(lambda: not self.say("squeue", "-h", check=False), 20, "")
-        for name in [*NODES, "slurmctld", "munged"]:
-            if name in self.daemons:
-                self.stop(name)
+        for name in reversed(list(self.daemons)):
+            self.stop(name)
         self._kill_steps()
 
     def _kill_steps(self) -> None:
@@ -182,8 +180,9 @@ class SlurmCluster:
             texts.append(f"-- {path.name}\n" + "\n".join(lines))
         return "\n".join(texts)
 
-    def _spawn(self, name: str, program: str, *arguments: str) -> None:
-        path = _find(program)
+    def spawn(self, name: str, program: str, *arguments: str) -> None:
+        """Starts a daemon that `close` ends."""
+        path = find(program)
         assert path is not None, f"{program} is not installed"
         log = (self.folder / f"{name}.said").open("ab")
         with log:
@@ -213,11 +212,13 @@ def wait_until(
         time.sleep(0.2)
 
 
-def _find(name: str) -> str | None:
+def find(name: str) -> str | None:
+    """Where a program is, daemons included."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/local/sbin")
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens at."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -229,9 +230,8 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """A running cluster, gone at the end."""
-    cluster = SlurmCluster(folder)
+def running(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The cluster, started; gone at the end."""
     try:
         cluster.start()
         yield cluster

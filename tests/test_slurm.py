@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from course import LAB, ROOT, TestCourse, statuses
 from nodes_helper import free_port
-from slurm_cluster import SlurmCluster, heed_ctrl_c, slurm_cluster, wait_until, why_not
+from slurm_cluster import SlurmCluster, heed_ctrl_c, running, wait_until, why_not
 
 from autograder.course import Course
 from autograder.journal import Journal
@@ -42,7 +42,7 @@ HONEST = {"STUDENT_ERROR", "NOT_RUN", "WRONG"}  # what a starter that was graded
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "c") as made:
+    with running(SlurmCluster(tmp_path_factory.mktemp("slurm") / "c")) as made:
         yield made
 
 
