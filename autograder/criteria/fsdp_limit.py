@@ -27,6 +27,9 @@ PARAMETER_BYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
 # Beyond the shards: whole units, gathered and reduced. torch's own form and a plain one from
 # scratch take 0.3 to 0.4 of the parameters; all units whole at once would be 1.
 TRANSIENT = 0.75
+# On many ranks more than the shards count: the model is whole when it is built, and its first shards
+# lie beside it. Whole units that are never freed take 1 + copies / N.
+WHOLE = 1.2
 # The class is trained by our loop, for memory only; the function by its own, so that old gradients
 # and other mistakes of an update show in the losses after it.
 STEPS, LR = {False: 2, True: 4}, {False: 1e-3, True: 3e-3}  # with AdamW?
@@ -49,7 +52,7 @@ _NO_MEMORY = re.compile(
 
 def allowance_bytes(world_size: int, copies: int) -> int:
     """What each rank may use beyond its base, to keep `copies` times the parameters, sharded."""
-    return int((copies / world_size + TRANSIENT) * PARAMETER_BYTES)
+    return int(max(copies / world_size + TRANSIENT, WHOLE) * PARAMETER_BYTES)
 
 
 # Parameters and gradients for the student's class; AdamW's two states, too, for the function.
