@@ -54,7 +54,7 @@ verify: $(VENV)/.installed-dev ## prove every lab's tests with right and wrong s
 soak: $(VENV)/.installed-dev ## grade every right submission ten times with all cores busy (SOAK_ARGS=...)
 	@$(BIN)/python tests/soak.py $(SOAK_ARGS)
 
-nightly: $(VENV)/.installed-dev ## what takes long: 50 kills in a class of 200, every attack, the proof one by one, solutions at 1 to 4 ranks (FAULTS=...)
+nightly: $(VENV)/.installed-dev ## what takes long: 50 kills in a class of 200, every attack, the proof one by one, solutions at 1 to 4 and 8 ranks (FAULTS=...)
 	@$(BIN)/python tests/faults.py $(FAULTS)
 	@ATTACKS=all $(BIN)/python -m pytest tests/test_attacks.py
 	@$(BIN)/python -m autograder verify --alone

@@ -18,7 +18,7 @@ from minidist.emulate.trace import Trace
 
 def sizes(*sizes: int) -> tuple[int, ...]:
     """World sizes at which a solution is run as a script; `make nightly` runs more of them."""
-    return (1, 2, 3, 4) if os.environ.get("SIZES") == "all" else sizes
+    return (1, 2, 3, 4, 8) if os.environ.get("SIZES") == "all" else sizes
 
 
 def run_solution(lab: str, num_ranks: int, folder: Path) -> str:

@@ -124,5 +124,6 @@ def test_the_allowance_lies_between_what_is_sharded_and_what_is_not():
         for num_ranks in range(2, 9):
             allowed = fsdp_limit.allowance_bytes(num_ranks, copies) / fsdp_limit.PARAMETER_BYTES
             assert allowed > copies / num_ranks + 15 * unit  # shards; gathered and reduced units
+            assert allowed > 1 + 2 * unit  # the model as it is built, a unit and its shards
             assert allowed < copies / num_ranks + 1  # all units whole at once
             assert copies == 2 or allowed < 2 + 2 / num_ranks  # ZeRO-1

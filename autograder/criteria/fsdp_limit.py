@@ -27,8 +27,8 @@ PARAMETER_BYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
 # Beyond the shards: whole units, gathered and reduced. torch's own form and a plain one from
 # scratch take 0.3 to 0.4 of the parameters; all units whole at once would be 1.
 TRANSIENT = 0.75
-# On many ranks more than the shards count: the model is whole when it is built, and its first shards
-# lie beside it. Whole units that are never freed take 1 + copies / N.
+# On many ranks the shards are small, but the model is whole when it is built, with its first shards
+# beside it. Whole units that are never freed take 1 + copies / N.
 WHOLE = 1.2
 # The class is trained by our loop, for memory only; the function by its own, so that old gradients
 # and other mistakes of an update show in the losses after it.
