@@ -937,12 +937,14 @@ with demo("case 8"):
 
     curves = {}
     for name, (save, load) in pairs.items():
+        folder = Path(folders[0], name)  # rank 0 may save the next while others load this one
+        folder.mkdir(exist_ok=True)
         run = new_run()
         first = descend(*run, 60)
-        save(Path(folders[0]), *run, 60)
+        save(folder, *run, 60)
         curves["uninterrupted"] = first + descend(*run, 40)
         run = new_run()
-        load(Path(folders[0]), *run)
+        load(folder, *run)
         curves[name] = descend(*run, 40)
     whole = curves["uninterrupted"][60:]
     for name in pairs:
