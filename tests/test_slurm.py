@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from course import LAB, ROOT, TestCourse, statuses
 from nodes_helper import free_port
-from slurm_cluster import SlurmCluster, heed_ctrl_c, running, wait_until, why_not
+from slurm_cluster import SlurmCluster, heed_ctrl_c, running, states, wait_until, why_not
 
 from autograder.course import Course
 from autograder.journal import Journal
@@ -288,9 +288,7 @@ def ends(cluster):
         ("CANCELLED", "sleep 600", []), ("PENDING", "true", ["--begin=now+1hour"]),
         ("RUNNING", "sleep 600", ["--time=20"]),
     ]:  # fmt: skip
-        said = cluster.say("sbatch", f"--job-name={STATES}", "--time=1", "-w", "n2", *more,
-                           "--parsable", "-o", "/dev/null", "--wrap", command)  # fmt: skip
-        ids[name] = said.strip()
+        ids[name] = cluster.submit(command, f"--job-name={STATES}", "--time=1", "-w", "n2", *more)
     cluster.say("scancel", ids["CANCELLED"])
     return ids
 
@@ -342,17 +340,12 @@ def test_forty_tiny_jobs_are_one_array_and_few_questions(
 def test_what_slurm_says_of_jobs_that_wrote_nothing(cluster, ends, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
     ids, jobs = ends, SlurmJobs(STATES, tmp_path, SlurmOptions())
-    other = cluster.say("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 300").strip()
-
-    def found() -> dict[str, str]:
-        seen = jobs.look(ids.values())
-        assert seen is not None
-        return {name: seen[job].state for name, job in ids.items() if job in seen}
-
-    wait_until(lambda: found() == {name: name for name in ids}, 150, lambda: str(found()))
+    other = cluster.submit("sleep 300")
+    same = {name: name for name in ids}
+    wait_until(lambda: states(jobs, ids) == same, 150, lambda: str(states(jobs, ids)))
     assert jobs.look([*ids.values(), "999999"]).keys() == set(ids.values())
     jobs.cancel()
-    assert found()["PENDING"] == found()["RUNNING"] == "CANCELLED"
+    assert states(jobs, ids)["PENDING"] == states(jobs, ids)["RUNNING"] == "CANCELLED"
     assert cluster.say("squeue", "-h", "-j", other, "-o", "%T").strip() == "RUNNING"
     cluster.say("scancel", other)
 

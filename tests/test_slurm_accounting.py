@@ -7,7 +7,7 @@ import json
 import pytest
 from course import TestCourse, statuses
 from slurm_accounting import AccountedCluster, why_no_accounting
-from slurm_cluster import running, wait_until, why_not
+from slurm_cluster import running, states, wait_until, why_not
 
 from autograder.limits import Limits
 from autograder.sandbox import probe_support
@@ -67,29 +67,23 @@ def test_what_slurm_refuses_is_said_in_its_words(cluster, options, reason, tmp_p
 
 
 def test_what_the_controller_has_forgotten_is_looked_up(cluster, tmp_path):
-    ids = {}
-    for state, command in [("COMPLETED", "true"), ("FAILED", "exit 3"), ("CANCELLED", "sleep 600")]:
-        said = cluster.say(
-            "sbatch", "--parsable", "-o", "/dev/null", "-w", "n2", "--wrap", command, "-J", "lost"
-        )
-        ids[state] = said.strip()
+    ids = {
+        state: cluster.submit(command, "-w", "n2", "-J", "lost")
+        for state, command in [
+            ("COMPLETED", "true"), ("FAILED", "exit 3"), ("CANCELLED", "sleep 600"),
+        ]
+    }  # fmt: skip
     cluster.say("scancel", ids["CANCELLED"])
     jobs = SlurmJobs("lost", tmp_path, SlurmOptions())
-
-    def found() -> dict[str, str]:
-        seen = jobs.look(ids.values())
-        assert seen is not None
-        return {state: seen[job].state for state, job in ids.items() if job in seen}
-
     same = {state: state for state in ids}
-    wait_until(lambda: found() == same, 60, lambda: str(found()))
+    wait_until(lambda: states(jobs, ids) == same, 60, lambda: str(states(jobs, ids)))
     cluster.stop("slurmctld")
     cluster.start_controller("-c")  # forgets every job
     wait_until(
         lambda: "UP" in cluster.say("scontrol", "ping", check=False), 60, "the controller is not up"
     )
     assert cluster.say("squeue", "-h", "--states=all") == ""
-    assert found() == same
+    assert states(jobs, ids) == same
     seen = jobs.look(ids.values())
     assert seen is not None
     assert {seen[ids[state]].node for state in ("COMPLETED", "FAILED")} == {"n2"}
