@@ -5,7 +5,9 @@ Whether they build can only be tried where there is an engine and a network; how
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -32,10 +34,34 @@ def test_both_install_the_same():
     assert "From: debian:bookworm-slim" in APPTAINER
 
 
-def test_no_key_and_no_gradebook_gets_into_an_image():
+LEFT = [".git/config", ".venv/bin/python", "build/course.key", "gradebook.db", "work/lab.ipynb",
+        "handed_in/ada/lab.ipynb", "submitted/ada/lab/lab.ipynb"]  # fmt: skip
+
+
+def test_no_key_gradebook_or_submission_gets_into_an_image(tmp_path):
     ignored = (ROOT / ".dockerignore").read_text().split()
-    for name in (".git", ".venv", "build", "work", "gradebook.db"):
-        assert name in ignored
-        assert f"--exclude=./{name}" in APPTAINER
+    assert {Path(file).parts[0] for file in LEFT} <= set(ignored)
+    checkout, image = tmp_path / "checkout", tmp_path / "image"
+    for file in [*LEFT, "README.md", "lib/minidist/build/kept.py"]:
+        (checkout / file).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / file).write_text("")
+    subprocess.run(
+        ["sh", "-euc", _section("setup")], cwd=checkout, check=True,
+        env={**os.environ, "APPTAINER_ROOTFS": str(image)},
+    )  # fmt: skip
+    course = image / "course"
+    files = {str(file.relative_to(course)) for file in course.rglob("*") if file.is_file()}
+    assert files == {"README.md", "lib/minidist/build/kept.py"}
+    assert (course / "build").is_dir()  # both are bound over
+    assert (course / "handed_in").is_dir()
+
+
+def test_the_definition_has_all_its_sections():
     sections = re.findall(r"^%(\w+)", APPTAINER, re.MULTILINE)
     assert sections == ["setup", "post", "environment", "runscript", "test"]
+
+
+def _section(name: str) -> str:
+    found = re.search(rf"^%{name}\n(.*?)^%", APPTAINER, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
