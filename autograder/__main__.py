@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         help="processes of this one (default), jobs of a Slurm cluster ([slurm] in course.toml), "
         "or the same jobs without Slurm",
     )  # fmt: skip
-    grade.add_argument("--json", type=Path, metavar="FILE", help="write all records as JSON")
+    grade.add_argument("--json", type=_writable, metavar="FILE", help="write all records as JSON")
     grade.add_argument(
         "--trusted", action="store_true", help="grade without a sandbox where there is none"
     )
@@ -82,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("--lab", action="append", choices=lab_names(), help="default: every lab")
     verify.add_argument("--jobs", type=_positive, help="submissions at once")
-    verify.add_argument("--json", type=Path, metavar="FILE", help="write the kill matrices as JSON")
+    verify.add_argument(
+        "--json", type=_writable, metavar="FILE", help="write the kill matrices as JSON"
+    )
     verify.add_argument(
         "--covering", action="store_true", help="only submissions that lose every criterion once"
     )
@@ -113,6 +116,20 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
     return value
+
+
+def _writable(text: str) -> Path:
+    """A file that can be written to: better known now than after an hour of grading."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"no folder {path.parent}: {error.strerror}") from None
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, and {path} is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written to")
+    return path
 
 
 def _init(options: argparse.Namespace, console: Console) -> int:

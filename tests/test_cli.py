@@ -61,6 +61,9 @@ def test_broken_notebooks_get_a_record_and_the_rest_is_graded(course):
     assert "not written yet" in records["starter"]["criteria"][0]["message"]
     feedback = course.root / "build" / "nbgrader" / "feedback"
     assert "could not be graded" in (feedback / "latin1" / LAB / f"{LAB}.html").read_text()
+    again = ["handed_in", "--lab", LAB, "--no-gradebook", "--json", "a/new/folder.json"]
+    course.run("-m", "autograder", "grade", *again, deadline_s=120)
+    assert len(json.loads((course.root / "a" / "new" / "folder.json").read_text())) == len(records)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,8 @@ def test_broken_notebooks_get_a_record_and_the_rest_is_graded(course):
         (["grade", "--lab", LAB], "name a notebook"),
         (["grade", ".", "--lab", "lab9"], "lab9"),
         (["grade", "--example", "--lab", LAB, "--ranks", "0"], "at least 1"),
+        (["verify", "--json", "build"], "build is a folder"),
+        (["verify", "--json", "nbgrader_config.py/a.json"], "no folder nbgrader_config.py"),
         (["frobnicate"], "frobnicate"),
         ([], "required"),
     ],
