@@ -54,7 +54,7 @@ def check(name, subject):
     try:
         with (
             probe._harmless_cuda_calls(),
-            probe._world(criterion.world, case, channels) as (device, client),
+            probe._world(criterion, case, channels) as (device, client),
         ):
             context = Context(rank, world_size, device, client)
             told = {"answer": criterion.observe(subject, own, context)}

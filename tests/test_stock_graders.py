@@ -15,6 +15,7 @@ from attack_corpus import CRITERIA, bases, load_attacks
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import grading_peers as peers  # noqa: E402
 import stock_attacks  # noqa: E402
 import stock_check  # noqa: E402
 import stock_graders  # noqa: E402
@@ -62,6 +63,41 @@ def test_the_part_that_is_copied_is_the_function_that_is_read():
     exec(compile(stock.check_source(), "cell", "exec"), space)
     assert space["check"].__code__.co_names == stock_check.check.__code__.co_names
     assert space["_emulator"].__code__.co_names == stock_check._emulator.__code__.co_names
+
+
+_JUDGED = """\
+import json, os, sys
+code, checks = json.loads(open(sys.argv[1]).read())
+space, found = {"__name__": "__main__"}, {}
+for source in code:
+    exec(source, space)
+for name, subject in checks.items():
+    try:
+        space["check"](name, space[subject])
+        found[name] = ""
+    except AssertionError as error:
+        found[name] = str(error)
+with open(f"{sys.argv[2]}{os.environ['RANK']}", "w") as file:
+    json.dump(found, file)
+"""
+
+
+@pytest.mark.parametrize(("base", "passes"), [("reference", True), ("starter", False)])
+def test_the_check_that_is_copied_judges_in_every_kind_of_world(base, passes, tmp_path):
+    cells = _named(_base(base))
+    names = ("imports", "helpers", "task1_setup", "task3_sampler", "bucket", "task7_ddp")
+    code = [*(cells[name]["source"] for name in names), stock.check_source()]
+    checks = {"setup": "setup_distributed", "sampler_tail": "ShardSampler", "ddp_gradients": "DDP",
+              "ddp_overlap": "DDP"}  # fmt: skip
+    (tmp_path / "input").write_text(json.dumps([code, checks]))
+    (tmp_path / "judged.py").write_text(_JUDGED)
+    peers.torchrun(2, tmp_path, "judged.py", "input", "found")
+    found = [json.loads((tmp_path / f"found{rank}").read_text()) for rank in range(2)]
+    assert found[0] == found[1]
+    assert found[0].keys() == checks.keys()
+    assert all(said == "" if passes else "not written yet" in said for said in found[0].values()), (
+        found[0]
+    )
 
 
 @pytest.mark.parametrize("grader", ["nbgrader", "otter"])
