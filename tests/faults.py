@@ -75,15 +75,22 @@ class FaultyClass:
         before = find_leftovers()
         kinds = [KINDS[i % len(KINDS)] for i in range(self.faults)]
         self.random.shuffle(kinds)
+        # All through the class: after which number of verdicts each of them comes.
+        students = len(self.expected)
+        due = sorted(self.random.uniform(0, 0.8 * students) for _ in kinds)
         ends_at = time.monotonic() + END_S
         while kinds:
             assert time.monotonic() < ends_at, f"too slow: {self.outcome.kills}"
             grader = self._start()
             try:
                 while kinds and grader.poll() is None:
-                    time.sleep(self.random.uniform(1.0, 6.0))
+                    if self._num_verdicts() < due[0]:
+                        time.sleep(0.3)
+                        continue
+                    time.sleep(self.random.uniform(0.0, 3.0))
                     if grader.poll() is None and self._kill(grader, kinds[0]):
                         kinds.pop(0)
+                        due.pop(0)
             finally:
                 self._wait(grader, END_S if not kinds else 0.0)
             if grader.returncode == 0 and kinds:
@@ -153,6 +160,9 @@ class FaultyClass:
             return None
         attempts = [e for e in self._journal() if e["kind"] == "attempt" and e["pid"] in above]
         return attempts[-1]["student"] if attempts else None
+
+    def _num_verdicts(self) -> int:
+        return sum(entry["kind"] == "submission" for entry in self._journal())
 
     def _journal(self) -> list[dict[str, Any]]:
         return list(Journal(Course(self.course.root).journal_path).iter_records())
