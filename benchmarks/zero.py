@@ -43,7 +43,7 @@ def measure_time(quick: bool) -> list[Row]:
     inputs, targets = make_tokens(BATCH, CONTEXT, 256, seed=dist.get_rank())
     models = {"ours": make(quick), "peer": make(quick)}
     Zero3(models["ours"], units=models["ours"].blocks)
-    shard_model(models["peer"], lambda m: m.blocks)
+    shard_model(models["peer"], lambda m: m.get_submodule("blocks").children())
     optimizers = {
         name: torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
         for name, model in models.items()

@@ -75,9 +75,10 @@ class FaultyClass:
         before = find_leftovers()
         kinds = [KINDS[i % len(KINDS)] for i in range(self.faults)]
         self.random.shuffle(kinds)
-        # All through the class: after which number of verdicts each of them comes.
-        students = len(self.expected)
-        due = sorted(self.random.uniform(0, 0.8 * students) for _ in kinds)
+        # All through the class: after which number of verdicts each of them comes. Enough are left
+        # for the last one to find somebody to kill.
+        most = len(self.expected) - 4 * self.jobs
+        due = sorted(self.random.uniform(0, most) for _ in kinds)
         ends_at = time.monotonic() + END_S
         while kinds:
             assert time.monotonic() < ends_at, f"too slow: {self.outcome.kills}"
