@@ -228,21 +228,25 @@ def memory(num: int, folder: Path) -> list[Row]:
     samples, seconds = watch(grader, submitted, num)
     check_scores("the long run", grader.scores(), handed)
     print(f"{num} submissions of {SHORT_LAB}: {60 * num / seconds:.1f} per minute")
-    first = next(size for done, size in samples if done >= early)
+    first = next(sum(sizes) for done, sizes in samples if done >= early)
     # The workers are gone when the report is made, so what counts is the most that there was.
-    last = max(size for done, size in samples)
+    done, most = max(samples, key=lambda sample: sum(sample[1]))
+    last = sum(most)
+    print(f"the most was after {done}, in MiB:", *(size >> 20 for size in most))
     name = f"memory after {num}, beside {early} ({SHORT_LAB})"
     return [row(name, {"ours": [last], "peer": [first]}, unit="bytes", goal=1.05)]
 
 
-def watch(grader: Grader, submitted: Path, num: int) -> tuple[list[tuple[int, int]], float]:
-    """Runs one command over `num` submissions; (submissions done, peak bytes) again and again.
+def watch(grader: Grader, submitted: Path, num: int) -> tuple[list[tuple[int, list[int]]], float]:
+    """Runs one command over `num` submissions and looks at its processes again and again.
 
     Returns:
-        The samples, and the seconds until the last submission was done.
+        (submissions done, peak bytes of each process) for each look, and the seconds until the
+        last submission was done.
     """
     journal = Course(grader.folder).journal_path
-    samples: list[tuple[int, int]] = []
+    samples: list[tuple[int, list[int]]] = []
+    before: dict[int, int] = {}
     began = time.monotonic()
     seconds = DEADLINE_S + 60.0 * num
     with (grader.folder / "said.txt").open("w+") as said:
@@ -254,7 +258,11 @@ def watch(grader: Grader, submitted: Path, num: int) -> tuple[list[tuple[int, in
             while process.poll() is None:
                 if time.monotonic() - began > DEADLINE_S + 60.0 * num:
                     raise RuntimeError(f"{num_graded(journal)} of {num} are graded, and no more")
-                samples.append((num_graded(journal), peak_bytes(process.pid)))
+                now = peak_bytes(process.pid)
+                # What a worker has forked looks like the worker until it runs another program.
+                lasting = [size for pid, size in now.items() if pid in before]
+                before = now
+                samples.append((num_graded(journal), lasting))
                 if samples[-1][0] == num:
                     seconds = min(seconds, time.monotonic() - began)
                 time.sleep(0.2)
@@ -275,9 +283,9 @@ def num_graded(journal: Path) -> int:
         return sum(b'"kind":"submission"' in line for line in lines)
 
 
-def peak_bytes(pid: int) -> int:
-    """Peak resident memory of a grader and its worker processes, added up; 0 if it has ended."""
-    total, todo = 0, [str(pid)]
+def peak_bytes(pid: int) -> dict[int, int]:
+    """Peak resident memory of a grader's processes, by pid: itself and its workers."""
+    found, todo = {}, [str(pid)]
     while todo:  # a worker is a child of what it was forked from
         each = todo.pop()
         try:
@@ -290,8 +298,8 @@ def peak_bytes(pid: int) -> int:
         except OSError:
             continue  # it has ended since
         if ours and "VmHWM:" in status:
-            total += int(status.partition("VmHWM:")[2].split()[0]) << 10
-    return total
+            found[int(each)] = int(status.partition("VmHWM:")[2].split()[0]) << 10
+    return found
 
 
 def main() -> None:
