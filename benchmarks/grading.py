@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from grading_peers import (
@@ -46,7 +47,7 @@ from grading_peers import (
     run_script,
 )
 from harness import RESULTS, Row, row, write
-from kernel import in_turn
+from kernel import PEER_TRIES, in_turn, timed
 
 from autograder.batch import default_jobs
 from autograder.course import Course
@@ -60,7 +61,6 @@ LAB = "lab1_ddp"
 # graded like any other, in a box, on ranks, with a referee.
 SHORT_LAB = "bonus_ring_all_reduce"
 KERNEL_DIED = "Kernel died before replying"  # so says jupyter_client
-Arm = Callable[[Path], dict[str, float]]  # a folder of submissions -> scores by student
 
 
 class Grader:
@@ -117,7 +117,7 @@ def a_class(handed: Sequence[Handed], size: int, demos: bool, folder: Path) -> l
     """Seconds per submission of each arm, block by block; every second block runs backwards."""
     num_ranks = get_lab(LAB).grading_world_size
     jobs = default_jobs(num_ranks)
-    arms: dict[str, Arm] = {
+    arms: dict[str, Callable[[Path], dict[str, float]]] = {
         "ours": Grader(folder / "ours").grade,
         "trusted": Grader(folder / "trusted", sandboxed=False).grade,
         "papermill": PapermillPerRank(LAB, num_ranks, folder / "papermill", jobs, demos).grade,
@@ -128,7 +128,8 @@ def a_class(handed: Sequence[Handed], size: int, demos: bool, folder: Path) -> l
     for number, block in enumerate(blocks):
         for name in list(arms) if number % 2 == 0 else reversed(list(arms)):
             submitted = hand_in(block, LAB, folder / "submitted" / f"{name}{number}")
-            scores, seconds = timed(name, arms[name], submitted)
+            tries = PEER_TRIES if name == "papermill" else 1
+            scores, seconds = timed(partial(arms[name], submitted), tries, KERNEL_DIED)
             times[name].append(seconds / len(block))
             check_scores(name, scores, block)
             print(f"block {number + 1} of {len(blocks)}, {name}: {times[name][-1]:.1f} s each",
@@ -142,22 +143,6 @@ def a_class(handed: Sequence[Handed], size: int, demos: bool, folder: Path) -> l
         row(f"{what}, stock nbgrader{whole} (limit 0.67)", times, peer="nbgrader", goal=0.33),
         row(f"{what}, without the sandbox", times, peer="trusted", goal=1.03),
     ]
-
-
-def timed(name: str, arm: Arm, submitted: Path, tries: int = 3) -> tuple[dict[str, float], float]:
-    """Scores and seconds of one arm.
-
-    Of many plain kernels that start at once, two now and then take the same port, and one dies. A
-    papermill per rank then fails, and begins anew; so does its time.
-    """
-    began = time.perf_counter()
-    try:
-        return arm(submitted), time.perf_counter() - began
-    except RuntimeError as error:
-        if name != "papermill" or KERNEL_DIED not in str(error) or tries == 1:
-            raise
-    print(f"{name}: a kernel died while it started; once more", flush=True)
-    return timed(name, arm, submitted, tries - 1)
 
 
 def one_submission(rounds: int, folder: Path) -> list[Row]:
@@ -246,7 +231,7 @@ def watch(grader: Grader, submitted: Path, num: int) -> tuple[list[tuple[int, li
     """
     journal = Course(grader.folder).journal_path
     samples: list[tuple[int, list[int]]] = []
-    before: dict[int, int] = {}
+    before: set[int] = set()
     began = time.monotonic()
     seconds = DEADLINE_S + 60.0 * num
     with (grader.folder / "said.txt").open("w+") as said:
@@ -261,7 +246,7 @@ def watch(grader: Grader, submitted: Path, num: int) -> tuple[list[tuple[int, li
                 now = peak_bytes(process.pid)
                 # What a worker has forked looks like the worker until it runs another program.
                 lasting = [size for pid, size in now.items() if pid in before]
-                before = now
+                before = set(now)
                 samples.append((num_graded(journal), lasting))
                 if samples[-1][0] == num:
                     seconds = min(seconds, time.monotonic() - began)

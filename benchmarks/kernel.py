@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import nbformat
 from harness import Row, main_arguments, row, write
@@ -31,6 +31,7 @@ from minidist.kernel.process import descendants
 
 DEADLINE_S = 300.0
 PEER_TRIES = 3
+T = TypeVar("T")
 PLAIN = "python3"
 FIRST_COLLECTIVE = """\
 import os, time, torch, torch.distributed as dist
@@ -147,6 +148,26 @@ def in_turn(
     return samples
 
 
+def timed(call: Callable[[], T], tries: int = 1, because: str = "") -> tuple[T, float]:
+    """What a call returns, and its seconds; those of the last try where it has more than one.
+
+    Plain kernels that start at the same moment sometimes choose the same port, and one dies: a
+    papermill per rank then begins anew.
+
+    Args:
+        because: what an error has to say to be tried again.
+    """
+    while True:
+        tries -= 1
+        began = time.perf_counter()
+        try:
+            return call(), time.perf_counter() - began
+        except RuntimeError as error:
+            if not tries or because not in str(error):
+                raise
+        print("a peer's kernel died while it started; once more", flush=True)
+
+
 def _torchrun(num_ranks: int, *command: str) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
@@ -216,17 +237,7 @@ def lab(num_ranks: int, rounds: int, folder: Path) -> Row:
         return time.perf_counter() - began
 
     def peer() -> float:
-        # Kernels that start at the same moment sometimes choose the same port, and one dies.
-        tries_left = PEER_TRIES
-        while True:
-            tries_left -= 1
-            began = time.perf_counter()
-            try:
-                _torchrun(num_ranks, str(script), str(path))
-                return time.perf_counter() - began
-            except RuntimeError:
-                if not tries_left:
-                    raise
+        return timed(lambda: _torchrun(num_ranks, str(script), str(path)), PEER_TRIES)[1]
 
     goal = {2: 0.75, 4: 0.55}[num_ranks]
     name = f"lab of 15 cells, N={num_ranks}, beside a papermill per rank"

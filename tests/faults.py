@@ -85,13 +85,12 @@ class FaultyClass:
             grader = self._start()
             try:
                 while kinds and grader.poll() is None:
-                    if self._num_verdicts() < due[0]:
+                    if count_entries(self.course)["submission"] < due[len(self.outcome.kills)]:
                         time.sleep(0.3)
                         continue
                     time.sleep(self.random.uniform(0.0, 3.0))
                     if grader.poll() is None and self._kill(grader, kinds[0]):
                         kinds.pop(0)
-                        due.pop(0)
             finally:
                 self._wait(grader, END_S if not kinds else 0.0)
             if grader.returncode == 0 and kinds:
@@ -162,11 +161,8 @@ class FaultyClass:
         attempts = [e for e in self._journal() if e["kind"] == "attempt" and e["pid"] in above]
         return attempts[-1]["student"] if attempts else None
 
-    def _num_verdicts(self) -> int:
-        return sum(entry["kind"] == "submission" for entry in self._journal())
-
     def _journal(self) -> list[dict[str, Any]]:
-        return list(Journal(Course(self.course.root).journal_path).iter_records())
+        return journal_of(self.course)
 
     def _check(self) -> None:
         found, problems = self.outcome.records, self.outcome.problems
@@ -186,6 +182,17 @@ class FaultyClass:
                 wanted = set(statuses) if entry.name == "starter" else set(entry.loses)
                 if lost != wanted:
                     problems.append(f"{student} ({entry.name}): lost {sorted(lost ^ wanted)}")
+
+
+def journal_of(course: TestCourse) -> list[dict[str, Any]]:
+    """All that its journal holds."""
+    return list(Journal(Course(course.root).journal_path).iter_records())
+
+
+def count_entries(course: TestCourse) -> Counter[str]:
+    """How many attempts, verdicts and finished submissions the journal has."""
+    kinds = Counter(entry["kind"] for entry in journal_of(course))
+    return Counter({kind: kinds[kind] for kind in ("attempt", "verdict", "submission")})
 
 
 def of_kind(processes: list[psutil.Process], kind: str) -> list[psutil.Process]:

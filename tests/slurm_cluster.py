@@ -219,7 +219,7 @@ def wait_until(
         time.sleep(0.2)
 
 
-def states(jobs: SlurmJobs, ids: Mapping[str, str]) -> dict[str, str]:
+def job_states(jobs: SlurmJobs, ids: Mapping[str, str]) -> dict[str, str]:
     """What a grader is told of jobs, under the names that they have here; of those it knows."""
     seen = jobs.look(ids.values())
     assert seen is not None

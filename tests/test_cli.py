@@ -84,6 +84,13 @@ def test_wrong_usage_is_exit_code_2(course, arguments, says):
     assert says in done.stderr
 
 
+def test_records_go_to_standard_output_whatever_may_be_written_here(course):
+    (course.root / "-").mkdir()
+    options = ["handed_in/empty", "--lab", LAB, "--no-gradebook", "--json", "-"]
+    done = course.run("-m", "autograder", "grade", *options, deadline_s=120)
+    assert len(json.loads(done.stdout)) == 1
+
+
 def test_the_key_is_private_and_kept(course):
     key = course.root / "build" / "course.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600

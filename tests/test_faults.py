@@ -11,14 +11,13 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import nbformat
 import psutil
 import pytest
 from course import LAB, ROOT, TestCourse, statuses
-from faults import KINDS, FaultyClass, of_kind
+from faults import KINDS, FaultyClass, count_entries, of_kind
 from slurm_cluster import heed_ctrl_c, wait_until
 
 import autograder.run
@@ -48,9 +47,9 @@ def test_every_part_is_killed_in_a_class_of_twenty(tmp_path):
     assert len(outcome.records) == 20
     assert len(outcome.hit) <= 2
 
-    before = _count(course)
+    before = count_entries(course)
     course.grade(str(course.root / "handed_in"), "--no-gradebook")
-    assert _count(course) == before  # nothing was graded anew
+    assert count_entries(course) == before  # nothing was graded anew
 
 
 def test_folders_of_the_dead_are_taken_away_and_those_of_the_living_are_not():
@@ -113,7 +112,7 @@ def test_a_worker_that_is_told_to_end_does_not_begin_anew(course, how):
     entries = list(Journal(Course(course.root).journal_path).iter_records())
     assert [e["kind"] for e in entries if e.get("pid") == worker.pid] == ["attempt"]
     assert [e for e in entries if e["kind"] == "infra"] == []
-    assert _count(course)["submission"] == (0 if how == "Ctrl-C" else 1)
+    assert count_entries(course)["submission"] == (0 if how == "Ctrl-C" else 1)
 
 
 def test_a_worker_that_is_told_to_end_many_times_ends_once():
@@ -140,12 +139,6 @@ finally:
         assert (said, worker.returncode) == ("tidy\n", 128 + signal.SIGTERM)
     finally:
         worker.kill()
-
-
-def _count(course: TestCourse) -> Counter[str]:
-    """How many attempts, verdicts and finished submissions the journal has."""
-    kinds = Counter(e["kind"] for e in Journal(Course(course.root).journal_path).iter_records())
-    return Counter({kind: kinds[kind] for kind in ("attempt", "verdict", "submission")})
 
 
 def _words(course: TestCourse, *options: str) -> list[str]:
@@ -192,10 +185,10 @@ def test_a_locked_gradebook_loses_no_verdict(course):
         database.close()
     assert done.returncode == 2
     assert "database is locked" in done.stdout + done.stderr
-    before = _count(course)
+    before = count_entries(course)
     assert before["submission"] == 2
     course.grade(folder)
-    assert _count(course) == before
+    assert count_entries(course) == before
 
 
 def test_a_clock_that_jumps_changes_nothing(course, monkeypatch):

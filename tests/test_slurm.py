@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from course import LAB, ROOT, TestCourse, statuses
 from nodes_helper import free_port
-from slurm_cluster import SlurmCluster, heed_ctrl_c, running, states, wait_until, why_not
+from slurm_cluster import SlurmCluster, heed_ctrl_c, job_states, running, wait_until, why_not
 
 from autograder.course import Course
 from autograder.journal import Journal
@@ -342,10 +342,10 @@ def test_what_slurm_says_of_jobs_that_wrote_nothing(cluster, ends, tmp_path, mon
     ids, jobs = ends, SlurmJobs(STATES, tmp_path, SlurmOptions())
     other = cluster.submit("sleep 300")
     same = {name: name for name in ids}
-    wait_until(lambda: states(jobs, ids) == same, 150, lambda: str(states(jobs, ids)))
+    wait_until(lambda: job_states(jobs, ids) == same, 150, lambda: str(job_states(jobs, ids)))
     assert jobs.look([*ids.values(), "999999"]).keys() == set(ids.values())
     jobs.cancel()
-    assert states(jobs, ids)["PENDING"] == states(jobs, ids)["RUNNING"] == "CANCELLED"
+    assert job_states(jobs, ids)["PENDING"] == job_states(jobs, ids)["RUNNING"] == "CANCELLED"
     assert cluster.say("squeue", "-h", "-j", other, "-o", "%T").strip() == "RUNNING"
     cluster.say("scancel", other)
 
@@ -353,7 +353,7 @@ def test_what_slurm_says_of_jobs_that_wrote_nothing(cluster, ends, tmp_path, mon
 def test_after_ctrl_c_only_what_is_left_is_graded(course, cluster):
     hand_in(course, "ada", "kim", "lea")
     (course.root / "course.toml").write_text(f"{OPTIONS}array_parallelism = 1\n")
-    other = cluster.say("sbatch", "-c1", "--parsable", "-o", "/dev/null", "--wrap", "sleep 600")
+    other = cluster.submit("sleep 600", "-c1")
     with Grading(course, cluster) as grading:
         wait_until(
             lambda: sum(verdicts(course).values()) >= 1, 300, lambda: f"none done: {grading.said}"
@@ -361,10 +361,10 @@ def test_after_ctrl_c_only_what_is_left_is_graded(course, cluster):
         grading.wait_running(1)
         grading.process.send_signal(signal.SIGINT)
         assert grading.process.wait(timeout=90) == 130, grading.said
-    assert cluster.say("squeue", "-h", "-o", "%i").split() == [other.strip()]
+    assert cluster.say("squeue", "-h", "-o", "%i").split() == [other]
     done = verdicts(course)
     assert 1 <= len(done) < 3
-    cluster.say("scancel", other.strip())
+    cluster.say("scancel", other)
     attempts = len([e for e in entries(course) if e["kind"] == "attempt"])
     (course.root / "course.toml").write_text(OPTIONS)
     records = course.grade(

@@ -7,7 +7,7 @@ import json
 import pytest
 from course import TestCourse, statuses
 from slurm_accounting import AccountedCluster, why_no_accounting
-from slurm_cluster import running, states, wait_until, why_not
+from slurm_cluster import job_states, running, wait_until, why_not
 
 from autograder.limits import Limits
 from autograder.sandbox import probe_support
@@ -76,14 +76,14 @@ def test_what_the_controller_has_forgotten_is_looked_up(cluster, tmp_path):
     cluster.say("scancel", ids["CANCELLED"])
     jobs = SlurmJobs("lost", tmp_path, SlurmOptions())
     same = {state: state for state in ids}
-    wait_until(lambda: states(jobs, ids) == same, 60, lambda: str(states(jobs, ids)))
+    wait_until(lambda: job_states(jobs, ids) == same, 60, lambda: str(job_states(jobs, ids)))
     cluster.stop("slurmctld")
     cluster.start_controller("-c")  # forgets every job
     wait_until(
         lambda: "UP" in cluster.say("scontrol", "ping", check=False), 60, "the controller is not up"
     )
     assert cluster.say("squeue", "-h", "--states=all") == ""
-    assert states(jobs, ids) == same
+    assert job_states(jobs, ids) == same
     seen = jobs.look(ids.values())
     assert seen is not None
     assert {seen[ids[state]].node for state in ("COMPLETED", "FAILED")} == {"n2"}
