@@ -340,6 +340,56 @@ def test_random_bytes_do_not_break_the_broker(seed):
         assert ranks.broker.end().faults == []
 
 
+SEND = GOOD | {"kind": "send", "op": "", "peer": 0, "tag": 0, "s": 1}
+FETCH_SENT = FETCH | {"key": "g/1>0/0/0", "s": 1}
+RECEIVE = GOOD | {"kind": "recv", "op": "", "peer": 0, "tag": 0, "s": 1}
+MEETS = [
+    raw_frame(RECEIVE),
+    raw_frame(FETCH | {"key": "g/0>1/0/0", "s": 1}),
+    raw_frame(GOOD | {"g": "g/0>1/0", "s": 1}, b"1234"),
+]
+TWICE = [
+    raw_frame(GOOD | {"s": 1, "g": "h"}, b"1234"),
+    *[raw_frame(FETCH | {"s": 1, "key": "h/0"})] * 2,
+]
+
+
+@pytest.mark.parametrize(
+    ("frames", "fault"),
+    [
+        ([raw_frame(SEND, b"1234"), raw_frame(FETCH_SENT)], "which it has sent itself"),
+        (TWICE, "unanswered yet"),
+        (MEETS, "named a group so that"),
+    ],
+)
+def test_a_result_that_cannot_come_is_not_waited_for(frames, fault):
+    """At the deadline, the first of them would otherwise have nobody to name."""
+    with cluster_of(2, deadline_s=1.0) as ranks:
+        results, faults = attack(ranks, b"".join(frames), hang_up=False)
+        assert "rank 1 is lost" in str(results[0])
+        assert fault in faults[0]
+        ranks.connect(1)
+        ranks.broker.begin()
+        assert ranks.run(reduces(1.0), reduces(2.0)) == [[[3.0]], [[3.0]]]
+        assert ranks.broker.end().faults == []
+
+
+def test_an_error_of_ours_ends_the_session_but_not_the_broker(monkeypatch):
+    def fails(session, now_s):
+        raise KeyError("ours")
+
+    with cluster_of(2, deadline_s=20.0) as ranks:
+        ranks.broker.begin()
+        with monkeypatch.context() as patched:
+            patched.setattr("minidist.emulate.session.Session.check_deadline", fails)
+            results = ranks.run(reduces(1.0), lambda client: None)
+        assert isinstance(results[0], CollectiveError)
+        assert "could not be checked: KeyError" in ranks.broker.end().faults[0]
+        ranks.broker.begin()
+        assert ranks.run(reduces(1.0), reduces(2.0)) == [[[3.0]], [[3.0]]]
+        assert ranks.broker.end().faults == []
+
+
 def test_limits_on_bytes_of_a_session():
     with cluster_of(2, max_session_bytes=100, deadline_s=20.0) as ranks:
         ranks.broker.begin()

@@ -181,9 +181,7 @@ class Broker:
             with self._lock:
                 if self._closed:
                     break
-                timeout_s = None
-                if self._session is not None:
-                    timeout_s = self._session.check_deadline(time.monotonic())
+                timeout_s = self._check_deadline()
             for key, events in self._selector.select(timeout_s):
                 connection = key.data
                 if connection is None:
@@ -205,6 +203,16 @@ class Broker:
             self._selector.close()
             self._wake_receive.close()
             self._wake_send.close()
+
+    def _check_deadline(self) -> float | None:
+        """Seconds until the next deadline of the session, None where nobody waits."""
+        if self._session is None:
+            return None
+        try:
+            return self._session.check_deadline(time.monotonic())
+        except Exception as error:  # as below: ours, but it must not end the thread
+            self._session.fail("lost", f"the deadline could not be checked: {error!r}")
+            return None
 
     def _receive(self, connection: _Connection) -> None:
         # A rank that sends without pause must not keep the others from being served.

@@ -9,46 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from minidist.emulate import arrays
-from minidist.emulate.calls import (
-    Call,
-    agree,
-    amount,
-    integer,
-    num_bytes,
-    numel_of,
-    parse_call,
-    request_number,
-    results,
-    splits_agree,
-)
-from minidist.emulate.plan import DIRECTIONS, ChargePlan
-from minidist.emulate.trace import Collective, Event, Trace
+from minidist.emulate.calls import Call, integer, parse_call, request_number
+from minidist.emulate.ledger import Ledger
+from minidist.emulate.plan import ChargePlan
+from minidist.emulate.slots import Slot
+from minidist.emulate.trace import Trace
 from minidist.errors import ProtocolError
 
 _MAX_EVENTS = 1_000_000
 _MAX_GROUPS = 4096
-_MAX_STREAMS = 1024
 # Reply(rank, header, payload)
 Reply = Callable[[int, dict[str, Any], "np.ndarray | None"], None]
-
-
-@dataclass
-class _Slot:
-    """The k-th collective of a group, or the n-th message of one direction."""
-
-    record: Collective
-    number: str  # for messages: "#3 of group 0"
-    members: tuple[int, ...]
-    calls: dict[int, Call] = field(default_factory=dict)
-    results: dict[int, np.ndarray | None] = field(default_factory=dict)
-    fetches: list[tuple[int, int, float]] = field(default_factory=list)  # rank, request, since
-    ready: set[int] = field(default_factory=set)  # ranks whose result is there
 
 
 class Session:
@@ -85,15 +60,12 @@ class Session:
         self._reply = reply
         self._keep = keep_payloads
         self._max_bytes = max_bytes
-        self._max_events = max_events
-        self._events: list[list[Event]] = [[] for _ in range(world_size)]
-        self._slots: dict[str, _Slot] = {}
-        self._waiting: dict[str, _Slot] = {}  # those with unanswered fetches
+        self._ledger = Ledger(world_size, plan, max_events)
+        self._slots: dict[str, Slot] = {}
+        self._waiting: dict[str, Slot] = {}  # those with unanswered fetches
         self._groups: dict[str, tuple[int, ...]] = {}
         self._counts: dict[tuple[str, int], int] = {}
         self._message_counts: dict[tuple[str, int], int] = {}
-        self._charges: dict[tuple[int, int, str], int] = {}
-        self._marks: list[set[int]] = [set() for _ in range(world_size)]
         self._bytes = [0] * world_size
         self._last: dict[int, str] = {}
 
@@ -102,8 +74,7 @@ class Session:
     def handle(self, rank: int, header: dict[str, Any], payload: np.ndarray) -> None:
         """One frame of `rank`, already known to belong to this session."""
         kind = header.get("t")
-        if len(self._events[rank]) >= self._max_events:
-            raise ProtocolError(f"more than {self._max_events} events in one session")
+        self._ledger.check_room(rank)
         self._bytes[rank] += payload.nbytes
         if self._bytes[rank] > self._max_bytes:
             raise ProtocolError(f"sent more than {self._max_bytes} bytes in one session")
@@ -119,13 +90,13 @@ class Session:
             done = rank in slot.ready or self.failure is not None
             self._reply(rank, {"q": request_number(header), "done": done}, None)
         elif kind == "wait":
-            self._add_wait(rank, header, self._slot_of(rank, header))
+            self._ledger.wait(rank, header, self._slot_of(rank, header).record)
         elif kind in ("record", "after"):
-            self._add_mark(rank, header, kind)
+            self._ledger.mark(rank, header, kind)
         elif kind == "charge":
             self._charge(rank, header)
         elif kind == "compute":
-            self._compute(rank, header)
+            self._ledger.compute(rank, header)
         elif kind == "join":
             self._join(rank, header)
         elif kind == "leave":
@@ -164,41 +135,8 @@ class Session:
             text = "there is no charge plan in this session"
             self._reply(rank, {"q": request, "error": ["protocol", text]}, None)
             return
-        layer = integer(header, "layer", 0, self.plan.num_layers - 1)
-        direction = header.get("dir")
-        if direction not in DIRECTIONS:
-            raise ProtocolError(f"direction must be one of {DIRECTIONS}")
-        n = self._charges.get((rank, layer, direction), 0)
-        self._charges[rank, layer, direction] = n + 1
-        event = Event(
-            kind="compute",
-            name=f"{direction} {layer}",
-            duration_s=self.plan.seconds(layer, direction),
-            layer=layer,
-            direction=direction,
-            step=n,
-        )
-        self._events[rank].append(event)
-        factor = self.plan.factor(rank, layer, direction, n)
+        factor = self._ledger.charge(rank, header, self.plan)
         self._reply(rank, {"q": request, "factor": factor}, None)
-
-    def _compute(self, rank: int, header: dict[str, Any]) -> None:
-        if self.plan is not None:
-            raise ProtocolError("reported compute of its own in a session that charges by plan")
-        entries = header.get("ev")
-        if not isinstance(entries, list):
-            raise ProtocolError("compute needs a list of [name, flops, bytes, stream]")
-        for entry in entries:
-            if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[0], str):
-                raise ProtocolError("compute needs a list of [name, flops, bytes, stream]")
-            event = Event(
-                kind="compute",
-                name=entry[0][:80],
-                flops=amount(entry[1]),
-                num_bytes=amount(entry[2]),
-                stream=_stream({"st": entry[3]}),
-            )
-            self._events[rank].append(event)
 
     # ------------------------------------------------------------- collectives
 
@@ -217,13 +155,10 @@ class Session:
         key = f"{group}/{number}"
         slot = self._slots.get(key)
         if slot is None:
-            slot = _Slot(_record(key, group, members, call), f"#{number} of {group}", members)
-            self._slots[key] = slot
-        self._add_issue(call, header, slot.record)
-        slot.calls[rank] = call
-        slot.record.arrived += (rank,)
-        if self._keep and call.payload.nbytes:
-            slot.record.payloads[rank] = arrays.values(call.payload, call.dtype)
+            name = f"#{number} of {group}"
+            slot = self._slots[key] = Slot.of(key, name, group, members, call, call.kind)
+        self._ledger.issue(call, header, slot.record)
+        slot.add(call, keep=self._keep)
         self._match(slot)
 
     def _issue_message(
@@ -241,28 +176,16 @@ class Session:
         key = f"{path}/{number}"
         slot = self._slots.get(key)
         if slot is None:
-            record = _record(key, group, ends, call)
-            record.kind = "send"
-            slot = _Slot(record, f"#{number} {ends[0]} -> {ends[1]} of {group}", ends)
-            self._slots[key] = slot
-        self._add_issue(call, header, slot.record)
-        # A message of a rank to itself has both of its ends there: tell them apart by kind.
-        side_of = ends[0] if call.kind == "send" else ends[1]
-        slot.calls[side_of if ends[0] != ends[1] else (-1 if call.kind == "send" else -2)] = call
-        slot.record.arrived += (call.rank,)
-        if call.kind == "send" and self._keep:
-            slot.record.payloads[call.rank] = arrays.values(call.payload, call.dtype)
-        if len(slot.calls) == 2:
-            sent, wanted = sorted(slot.calls.values(), key=lambda c: c.kind, reverse=True)
-            if (sent.dtype, sent.shape) != (wanted.dtype, wanted.shape):
-                self._mismatch(slot)
-                return
-            slot.ready.add(wanted.rank)
-            slot.results[wanted.rank] = sent.payload
-            slot.record.completed = True
+            name = f"#{number} {ends[0]} -> {ends[1]} of {group}"
+            slot = self._slots[key] = Slot.of(key, name, group, ends, call, "send")
+        self._ledger.issue(call, header, slot.record)
+        slot.add(call, keep=self._keep)
+        if len(slot.calls) == 2 and not slot.complete(keep=self._keep):
+            self.fail("mismatch", slot.disagreement())
+            return
         self._flush(slot)
 
-    def _match(self, slot: _Slot) -> None:
+    def _match(self, slot: Slot) -> None:
         if self.failure is not None:
             return  # the session is over: nothing may depend on who was faster
         if len(slot.calls) < len(slot.members):
@@ -271,25 +194,21 @@ class Session:
                 self._fail_missing(slot, "waits")
             return
         # Only now, so that the message tells what every rank called.
-        calls = [slot.calls[r] for r in slot.members]
-        if not agree(calls) or (calls[0].kind == "all_to_all" and not splits_agree(calls)):
-            self._mismatch(slot)
-            return
-        slot.results = results(slot.members, calls)
-        slot.ready = set(slot.members)
-        slot.record.completed = True
-        if self._keep and calls[0].kind in ("all_reduce", "reduce", "broadcast", "all_gather"):
-            raw = next((r for r in slot.results.values() if r is not None), None)
-            if raw is not None:
-                slot.record.result = arrays.values(raw, calls[0].dtype)
-        for call in calls:
-            call.payload = call.payload[:0]
-        self._flush(slot)
+        if slot.complete(keep=self._keep):
+            self._flush(slot)
+        else:
+            self.fail("mismatch", slot.disagreement())
 
     def _fetch(self, rank: int, header: dict[str, Any]) -> None:
         slot = self._slot_of(rank, header)
+        if slot.is_message and not any(
+            call.rank == rank and call.kind == "recv" for call in slot.calls.values()
+        ):
+            raise ProtocolError(f"asked for the result of {slot.number}, which it has sent itself")
+        if any(waiting == rank for waiting, *_ in slot.fetches):
+            raise ProtocolError(f"asked again for collective {slot.number}, unanswered yet")
         if header.get("wait") is True:
-            self._add_wait(rank, header, slot)
+            self._ledger.wait(rank, header, slot.record)
         slot.fetches.append((rank, request_number(header), time.monotonic()))
         self._waiting[slot.record.key] = slot
         if self.failure is None and rank not in slot.ready:
@@ -298,7 +217,7 @@ class Session:
             return
         self._flush(slot)
 
-    def _flush(self, slot: _Slot) -> None:
+    def _flush(self, slot: Slot) -> None:
         """Answer the fetches whose result is there; all of them once the session has failed."""
         waiting = []
         for rank, request, since in slot.fetches:
@@ -331,7 +250,7 @@ class Session:
 
     def check_deadline(self, now_s: float) -> float | None:
         """Fail if a fetch has waited too long; returns the seconds until the next may have."""
-        oldest: tuple[float, _Slot] | None = None
+        oldest: tuple[float, Slot] | None = None
         for slot in self._waiting.values():
             for _, _, since in slot.fetches:
                 if oldest is None or since < oldest[0]:
@@ -344,38 +263,8 @@ class Session:
             return None
         return left_s
 
-    def _fail_missing(self, slot: _Slot, verb: str) -> None:
-        waiting = ", ".join(f"rank {rank}" for rank in sorted({f[0] for f in slot.fetches}))
-        message = slot.record.kind == "send"
-        if message:
-            absent = [slot.members[0]]
-            called = next(c.describe() for c in slot.calls.values() if c.kind == "recv")
-        else:
-            absent = [rank for rank in slot.members if rank not in slot.calls]
-            called = next(iter(slot.calls.values())).describe()
-        states = []
-        for rank in absent:
-            state = (
-                "has left the emulated cluster"
-                if rank in self.left
-                else "has not come to it"
-                if rank in self.joined
-                else "is not connected to this session"
-            )
-            last = self._last.get(rank)
-            did = f"its last call was {last}" if last else "it has called nothing"
-            states.append(f"rank {rank} {state}; {did}")
-        text = f"{waiting} {verb} in {called} {slot.number}; missing: " + "; ".join(states)
-        agreed = message or agree(list(slot.calls.values()))
-        if not agreed:
-            text += f". Those that came disagree: {_who_called_what(slot)}"
-        self.fail("missing" if agreed else "mismatch", text)
-
-    def _mismatch(self, slot: _Slot) -> None:
-        text = f"the ranks disagree about collective {slot.number}: {_who_called_what(slot)}"
-        if all(call.kind == "all_to_all" for call in slot.calls.values()):
-            text += "; the sizes sent and expected have to agree pair by pair"
-        self.fail("mismatch", text)
+    def _fail_missing(self, slot: Slot, verb: str) -> None:
+        self.fail(*slot.missing(verb, self.joined, self.left, self._last))
 
     # ------------------------------------------------------------------- parts
 
@@ -405,62 +294,15 @@ class Session:
             raise ProtocolError(f"more than {_MAX_GROUPS} groups in one session")
         return name, members
 
-    def _slot_of(self, rank: int, header: dict[str, Any]) -> _Slot:
+    def _slot_of(self, rank: int, header: dict[str, Any]) -> Slot:
         key = header.get("key")
         slot = self._slots.get(key) if isinstance(key, str) else None
         if slot is None or not any(call.rank == rank for call in slot.calls.values()):
             raise ProtocolError(f"asked for collective {str(key)[:80]!r}, which it has not issued")
         return slot
 
-    def _add_issue(self, call: Call, header: dict[str, Any], record: Collective) -> None:
-        stream = _stream(header)
-        if self.plan is not None and stream:
-            # Nothing proves which computes a collective on another stream depends on, so it
-            # depends on all that this rank has been charged for.
-            mark = f"charges/{len(self._events[call.rank])}"
-            self._events[call.rank] += [
-                Event(kind="record", key=mark),
-                Event(kind="after", key=mark, stream=stream),
-            ]
-        event = Event(
-            kind="issue",
-            stream=stream,
-            name=call.describe(),
-            key=record.key,
-            collective=call.kind,
-            op=call.op,
-            group=record.group,
-            ranks=record.ranks,
-            nbytes=num_bytes(call, len(record.ranks)),
-            numel=numel_of(call.shape),
-            dtype=call.dtype,
-            root=call.root,
-        )
-        self._events[call.rank].append(event)
-
-    def _add_wait(self, rank: int, header: dict[str, Any], slot: _Slot) -> None:
-        record, stream = slot.record, _stream(header)
-        event = Event(kind="wait", name=record.kind, key=record.key, stream=stream)
-        self._events[rank].append(event)
-
-    def _add_mark(
-        self, rank: int, header: dict[str, Any], kind: Literal["record", "after"]
-    ) -> None:
-        mark = integer(header, "e", 0, 1 << 40)
-        marks = self._marks[rank]
-        if (kind == "record") == (mark in marks):
-            state = "has been" if mark in marks else "has not been"
-            raise ProtocolError(f"{kind} of mark {mark}, which {state} recorded")
-        marks.add(mark)
-        event = Event(kind=kind, name="stream", key=f"mark/{mark}", stream=_stream(header))
-        self._events[rank].append(event)
-
     def trace(self) -> Trace:
-        first: dict[str, tuple[int, int]] = {}
-        for rank, events in enumerate(self._events):
-            for index, event in enumerate(events):
-                if event.kind == "issue":
-                    first.setdefault(event.key, (rank, index))
+        first = self._ledger.first_issues()
         records = [slot.record for slot in self._slots.values()]
         for record in records:
             record.arrived = tuple(sorted(record.arrived))
@@ -468,31 +310,7 @@ class Session:
         records.sort(key=lambda record: first[record.key])
         return Trace(
             world_size=self.world_size,
-            events=[list(events) for events in self._events],
+            events=[list(events) for events in self._ledger.events],
             collectives=records,
             faults=list(self.faults),
         )
-
-
-def _stream(header: dict[str, Any]) -> int:
-    return integer({"st": 0} | header, "st", 0, _MAX_STREAMS - 1)
-
-
-def _record(key: str, group: str, ranks: tuple[int, ...], call: Call) -> Collective:
-    return Collective(
-        key=key,
-        kind=call.kind,
-        op=call.op,
-        group=group,
-        ranks=ranks,
-        shape=call.shape,
-        numel=numel_of(call.shape),
-        nbytes=num_bytes(call, len(ranks)),
-        dtype=call.dtype,
-        root=call.root,
-    )
-
-
-def _who_called_what(slot: _Slot) -> str:
-    calls = (call for _, call in sorted(slot.calls.items()))
-    return "; ".join(f"rank {call.rank} called {call.describe()}" for call in calls)

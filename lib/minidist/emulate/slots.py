@@ -1,0 +1,156 @@
+"""One collective or message of a session on its way: who has called it, what each rank gets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minidist.emulate import arrays
+from minidist.emulate.calls import Call, agree, num_bytes, numel_of, results, splits_agree
+from minidist.emulate.trace import Collective
+from minidist.errors import ProtocolError
+
+
+@dataclass
+class Slot:
+    """The k-th collective of a group, or the n-th message of one direction.
+
+    Attributes:
+        number: for messages: "#3 0 -> 1 of group"; members: ranks that have to call it;
+        results: raw bytes per rank, until fetched; fetches: (rank, request, since) unanswered;
+        ready: ranks whose result is there.
+    """
+
+    record: Collective
+    number: str
+    members: tuple[int, ...]
+    calls: dict[int, Call] = field(default_factory=dict)
+    results: dict[int, np.ndarray | None] = field(default_factory=dict)
+    fetches: list[tuple[int, int, float]] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(
+        cls,
+        key: str,
+        number: str,
+        group: str,
+        members: tuple[int, ...],
+        call: Call,
+        kind: str,
+    ) -> Slot:
+        """A slot whose first call is `call`; it has yet to be added."""
+        record = Collective(
+            key=key,
+            kind=kind,
+            op=call.op,
+            group=group,
+            ranks=members,
+            shape=call.shape,
+            numel=numel_of(call.shape),
+            nbytes=num_bytes(call, len(members)),
+            dtype=call.dtype,
+            root=call.root,
+        )
+        return cls(record, number, members)
+
+    @property
+    def is_message(self) -> bool:
+        return self.record.kind == "send"
+
+    def absent(self) -> list[int]:
+        """Ranks that have not called it; of a message only the sender is waited for."""
+        if self.is_message:
+            return [self.members[0]]
+        return [rank for rank in self.members if rank not in self.calls]
+
+    def add(self, call: Call, *, keep: bool) -> None:
+        """A rank has called it; `keep` its payload for the trace.
+
+        Raises:
+            ProtocolError: a collective in a group whose name is that of a message, or the reverse.
+        """
+        if self.is_message != (call.kind in ("send", "recv")):
+            raise ProtocolError(f"named a group so that {call.describe()} meets {self.number}")
+        side = call.rank
+        if self.is_message and self.members[0] == self.members[1]:
+            # A message of a rank to itself has both of its ends there: tell them apart by kind.
+            side = -1 if call.kind == "send" else -2
+        self.calls[side] = call
+        self.record.arrived += (call.rank,)
+        sends = call.kind == "send" if self.is_message else bool(call.payload.nbytes)
+        if keep and sends:
+            self.record.payloads[call.rank] = arrays.values(call.payload, call.dtype)
+
+    def complete(self, *, keep: bool) -> bool:
+        """Compute what each rank gets, now that all calls are there; False if they disagree."""
+        done = self._deliver() if self.is_message else self._combine(keep)
+        self.record.completed = done
+        return done
+
+    def _deliver(self) -> bool:
+        sent, wanted = sorted(self.calls.values(), key=lambda c: c.kind, reverse=True)
+        if (sent.dtype, sent.shape) != (wanted.dtype, wanted.shape):
+            return False
+        self.ready.add(wanted.rank)
+        self.results[wanted.rank] = sent.payload
+        return True
+
+    def _combine(self, keep: bool) -> bool:
+        calls = [self.calls[rank] for rank in self.members]
+        first = calls[0]
+        if not agree(calls) or (first.kind == "all_to_all" and not splits_agree(calls)):
+            return False
+        self.results = results(self.members, calls)
+        self.ready = set(self.members)
+        if keep and first.kind in ("all_reduce", "reduce", "broadcast", "all_gather"):
+            raw = next((r for r in self.results.values() if r is not None), None)
+            if raw is not None:
+                self.record.result = arrays.values(raw, first.dtype)
+        for call in calls:
+            call.payload = call.payload[:0]
+        return True
+
+    # -- words -----------------------------------------------------------------------------------
+
+    def who_called_what(self) -> str:
+        calls = (call for _, call in sorted(self.calls.items()))
+        return "; ".join(f"rank {call.rank} called {call.describe()}" for call in calls)
+
+    def disagreement(self) -> str:
+        text = f"the ranks disagree about collective {self.number}: {self.who_called_what()}"
+        if all(call.kind == "all_to_all" for call in self.calls.values()):
+            text += "; the sizes sent and expected have to agree pair by pair"
+        return text
+
+    def missing(
+        self, verb: str, joined: Collection[int], left: Collection[int], last: Mapping[int, str]
+    ) -> tuple[str, str]:
+        """Kind and text of the failure that some ranks have not called it.
+
+        Args:
+            verb: what those do that have: "waits", "waited 30 s".
+            joined, left: ranks that are, and are no longer, in the session.
+            last: rank -> its last call.
+        """
+        waiting = ", ".join(f"rank {rank}" for rank in sorted({f[0] for f in self.fetches}))
+        came = list(self.calls.values())
+        states = []
+        for rank in self.absent():
+            state = (
+                "has left the emulated cluster"
+                if rank in left
+                else "has not come to it"
+                if rank in joined
+                else "is not connected to this session"
+            )
+            did = f"its last call was {last[rank]}" if rank in last else "it has called nothing"
+            states.append(f"rank {rank} {state}; {did}")
+        text = f"{waiting} {verb} in {came[0].describe()} {self.number}; missing: " + "; ".join(
+            states
+        )
+        if self.is_message or agree(came):
+            return "missing", text
+        return "mismatch", f"{text}. Those that came disagree: {self.who_called_what()}"
