@@ -152,7 +152,8 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     from autograder.bridge import choose_sandbox
     from autograder.criteria.base import Status
     from autograder.regrade import Regrading
-    from autograder.report import rich_table, write_csv, write_html
+    from autograder.report import rich_table, write_csv
+    from autograder.report_page import write_html
     from autograder.run import Settings
     from autograder.similar import rows, similar_in_class
     from autograder.suspicious import rows as evidence_rows

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from autograder.report import MARKS, clean, reason, rich_table, write_csv, write_html
+from autograder.report import MARKS, clean, reason, rich_table, write_csv
+from autograder.report_page import write_html
 
 POINTS = {
     "setup": 5, "wrap_model": 5, "sampler_partition": 7, "sampler_tail": 6, "sampler_epoch": 5,
@@ -91,6 +92,20 @@ def _terminal(records: list[dict[str, Any]], width: int = 100) -> str:
         rich_table(records)
     )
     return out.getvalue()
+
+
+def test_extra_points_lead_beyond_full_marks(tmp_path):
+    """As on a GPU, whose criteria add to the score and not to what it is out of."""
+    ada, barbara = record("ada", 31.2), record("barbara", 29.8)
+    extra = {"name": "gpu", "max_points": 12, "points": 12, "status": "PASS", "message": "",
+             "ranks": [], "extra": True}  # fmt: skip
+    ada["criteria"].append(extra)
+    ada["score"] += 12
+    write_html([ada, barbara], path := tmp_path / "report.html")
+    page = path.read_text("utf-8")
+    assert "<dt>full marks</dt><dd>2</dd>" in page
+    assert "112 / 100" in page
+    assert "112 / 100" in _terminal([ada, barbara])
 
 
 def test_the_table_fits_a_terminal(records):

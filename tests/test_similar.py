@@ -13,7 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from autograder.__main__ import main
 from autograder.authored import read_class
 from autograder.course import Course
-from autograder.report import write_html
+from autograder.report_page import write_html
 from autograder.similar import (
     COMMON,
     MAX_ROWS,
