@@ -327,7 +327,7 @@ def _practice_referee() -> Path:
     if int(os.environ.get("RANK", 0)) == 0:
         ranks = os.environ.get("WORLD_SIZE", "1")
         subprocess.Popen(
-            [sys.executable, "-m", "autograder.referee", str(path), "--world-size", ranks],
+            [sys.executable, "-m", "autograder.practice", str(path), "--world-size", ranks],
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     return path

@@ -3,19 +3,14 @@
 A submission's ranks reach it over one unix socket, each with one connection for checks and one
 for the emulated cluster, whose broker belongs to the referee. The grader says which check is
 open; an answer to anything else is refused. What the ranks print, raise or claim about
-themselves is never evidence.
-
-`python -m autograder.referee PATH --world-size N` is the student's practice referee: the same
-criteria with public seeds; it opens a check when a rank asks for one, and ends with its ranks.
+themselves is never evidence. At a student's desk, `practice.py` has one that opens checks itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import hmac
-import os
 import socket
 import threading
 import time
@@ -23,16 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from autograder.course import Course, CourseError
-from autograder.criteria import find_criterion
 from autograder.criteria.base import (
     Case,
     Criterion,
     Draw,
     Finding,
-    Lab,
     Status,
     Values,
     Verdict,
@@ -78,7 +68,7 @@ def draw_for(key: bytes, lab: str, criterion: str, attempt: str, world_size: int
 
 
 @dataclass
-class _OpenCheck:
+class OpenCheck:
     """The check that is being answered."""
 
     case: int
@@ -102,25 +92,16 @@ class Referee:
         path: of the unix socket, bound here before any rank starts.
         world_size: number of ranks.
         draw: makes the draws of a criterion.
-        practice: open checks when ranks ask, and tell rank 0 the verdict.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        world_size: int,
-        draw: Callable[[Criterion], Draw],
-        *,
-        practice: bool = False,
-    ) -> None:
-        self.path, self.world_size, self.practice = path, world_size, practice
+    def __init__(self, path: Path, world_size: int, draw: Callable[[Criterion], Draw]) -> None:
+        self.path, self.world_size = path, world_size
         self._draw = draw
         self._changed = threading.Condition()
-        self._open: _OpenCheck | None = None
+        self._open: OpenCheck | None = None
         self._cases = 0
         self._connections: dict[tuple[str, int], socket.socket] = {}
         self._gone: set[int] = set()  # ranks that were here and have hung up
-        self._passed: dict[str, float] = {}
         self._stopped = False
         self._greeting = threading.BoundedSemaphore(8 * world_size)  # connections without a name
         self.broker = Broker(
@@ -143,7 +124,7 @@ class Referee:
         if criterion.world == "emulated":
             self.broker.begin(plan)
         with self._changed:
-            self._open = _OpenCheck(self._cases, criterion, inputs, plan)
+            self._open = OpenCheck(self._cases, criterion, inputs, plan)
             self._cases += 1
 
     def close(
@@ -305,8 +286,6 @@ class Referee:
         raise ProtocolError(f"[rank {rank}] unknown message {message.kind!r}")
 
     def _ask(self, rank: int, name: object) -> Message:
-        if self.practice:
-            self._open_for_practice(rank, str(name))
         with self._changed:
             opened = self._open
             if opened is None or opened.criterion.name != name:
@@ -334,66 +313,11 @@ class Referee:
                 else:
                     opened.errors[rank] = said
                 self._changed.notify_all()
-        return self._practice_verdict(opened, rank) if self.practice else Message("noted")
+        return self._reply(opened, rank)
 
-    # --- practice --------------------------------------------------------------------------------
-
-    def _open_for_practice(self, rank: int, name: str) -> None:
-        """Opens `name` unless it is open already and this rank has not asked for it yet."""
-        with self._changed:
-            opened = self._open
-            if opened and self._is_complete(opened):  # rank 0 is about to be told the verdict
-                self._changed.wait_for(
-                    lambda: self._open is not opened, timeout=opened.criterion.deadline_s
-                )
-                opened = self._open
-            # A rank that is answering waits for the others, so one that asks again, or for another
-            # check, has given the open one up.
-            if opened and opened.criterion.name == name and rank not in opened.asked:
-                return
-            try:
-                criterion = _lab_of(name)[name]
-            except ValueError as error:
-                raise ProtocolError(str(error)) from None
-            self.open(criterion)
-
-    def _is_complete(self, opened: _OpenCheck) -> bool:
-        return all(map(opened.has_heard, range(self.world_size)))
-
-    def _practice_verdict(self, opened: _OpenCheck, rank: int) -> Message:
-        """Waits until all ranks have answered; rank 0 is told the verdict."""
-        criterion = opened.criterion
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._is_complete(opened)
-                    or self._open is not opened
-                    or self._gone  # a rank that has not come yet (a script) is not one that left
-                ),
-                timeout=criterion.deadline_s,
-            )
-            if rank != 0 or self._open is not opened:
-                return Message("noted")
-        verdict = self.close(Status.TIMEOUT)
-        self._passed[verdict.criterion] = verdict.points
-        lab = _lab_of(verdict.criterion)
-        so_far = f"{sum(self._passed.values()):g} of {lab.max_score:g} points so far"
-        return Message("verdict", verdict.record() | {
-            "title": criterion.title, "task": criterion.task, "so_far": so_far,
-        })  # fmt: skip
-
-
-def _lab_of(name: str) -> Lab:
-    """The lab that has a criterion of this name, with the points of the course around us.
-
-    Raises:
-        ValueError: no lab has one.
-    """
-    lab, _ = find_criterion(name)
-    try:
-        return Course.find().lab(lab.name)
-    except CourseError:  # a notebook by itself
-        return lab
+    def _reply(self, opened: OpenCheck, rank: int) -> Message:
+        """What a rank is told that has answered the open check."""
+        return Message("noted")
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -418,37 +342,3 @@ def _close(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
-
-
-def main() -> None:
-    """The practice referee: ends when its ranks have gone, or if none came."""
-    parser = argparse.ArgumentParser(prog="autograder.referee", description=__doc__)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--world-size", type=int, required=True)
-    options = parser.parse_args()
-
-    def draw(criterion: Criterion) -> Draw:
-        lab, _ = find_criterion(criterion.name)
-        return draw_for(b"practice", lab.name, criterion.name, "practice", options.world_size)
-
-    torch.set_num_threads(1)
-    parent = os.getppid()
-    referee = Referee(options.path, options.world_size, draw, practice=True)
-    deadline, seen = time.monotonic() + HELLO_DEADLINE_S + ANSWER_DEADLINE_S, False
-    try:
-        while True:
-            time.sleep(0.5)
-            connected = bool(referee._connections)
-            seen = seen or connected
-            if (seen and not connected) or (not seen and time.monotonic() > deadline):
-                return
-            if os.getppid() != parent:
-                return
-    finally:
-        referee.stop()
-        with contextlib.suppress(OSError):
-            options.path.parent.rmdir()  # only if it is empty: a plain script's own folder
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-OURS = ("minidist.kernel", "autograder.referee", "bwrap")
+OURS = ("minidist.kernel", "autograder.practice", "bwrap")
 FOLDERS = ("md-", "minidist-")
 
 

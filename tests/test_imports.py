@@ -62,10 +62,12 @@ TRUSTED = {
     "intake",
     "sandbox",
     "run",
+    "practice",
     "referee",
     "journal",
     "bridge",
     "report",
+    "report_page",
     "engine",
 }
 TRUSTED |= {"build", "sync", "zoo", "release", "doctor", "__main__", "safe_html", "scratch", "tidy"}

@@ -18,7 +18,7 @@ from autograder.intake import Submission
 from autograder.journal import Journal
 from autograder.limits import GIB, Limits
 from autograder.options import NAME, Options, OptionsError, read_options
-from autograder.referee import _lab_of
+from autograder.practice import lab_of
 from autograder.run import Settings, known_record, record_key
 
 POINTS = f"[points.{LAB}]\nddp_scaling = 10\nwrap_model = 0\n"
@@ -107,9 +107,9 @@ def test_notebooks_carry_the_points_and_say_when_they_do_not(course):
 
 
 def test_practice_counts_the_same_points(course):
-    assert _lab_of("ddp_scaling")["ddp_scaling"].points == 6
+    assert lab_of("ddp_scaling")["ddp_scaling"].points == 6
     set_points(course)
-    assert _lab_of("ddp_scaling").max_score == 99
+    assert lab_of("ddp_scaling").max_score == 99
 
 
 def test_students_get_the_points(course, tmp_path):

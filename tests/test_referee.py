@@ -11,6 +11,7 @@ import pytest
 
 from autograder.criteria import get_lab
 from autograder.criteria.base import Status
+from autograder.practice import PracticeReferee
 from autograder.referee import Referee, draw_for
 from autograder.wire import Message, receive, send
 from minidist.emulate.client import Client
@@ -27,8 +28,8 @@ def draw(criterion):
 
 @pytest.fixture
 def referee(tmp_path, request):
-    """One that grades; a test that asks for practice=True gets the one at a student's desk."""
-    referee = Referee(tmp_path / "s", N, draw, practice=getattr(request, "param", False))
+    """One that grades; a test may ask for the one at a student's desk."""
+    referee = getattr(request, "param", Referee)(tmp_path / "s", N, draw)
     yield referee
     referee.stop()
     assert not referee.path.exists()
@@ -118,7 +119,7 @@ def test_an_error_is_the_students(referee):
     assert verdict.message == "[rank 2] ValueError: boom"
 
 
-@pytest.mark.parametrize("referee", [True], indirect=True)
+@pytest.mark.parametrize("referee", [PracticeReferee], indirect=True)
 @pytest.mark.parametrize("connected", [True, False])
 def test_practice_waits_for_a_rank_that_is_late(referee, connected):
     """A plain script has no kernel that connects every rank before the first check."""
@@ -142,7 +143,7 @@ def test_practice_waits_for_a_rank_that_is_late(referee, connected):
     assert sorted(replies) == [(0, "verdict"), (1, "noted"), (2, "noted")]
 
 
-@pytest.mark.parametrize("referee", [True], indirect=True)
+@pytest.mark.parametrize("referee", [PracticeReferee], indirect=True)
 def test_practice_does_not_wait_for_a_rank_that_left(referee):
     ranks = [dial(referee, rank)[0] for rank in range(N)]
     for sock in ranks[:2]:
