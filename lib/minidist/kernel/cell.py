@@ -23,7 +23,7 @@ class Cell:
         ranks: ranks that run it; count: its number In[count]; generation: of the ranks.
         replies: content of the reply of each rank that has one.
         idle: ranks whose output is complete.
-        answers: what the user typed for each input(); inputs: how many each rank has asked for.
+        answers: what the user typed for each input(); inputs: what each rank has asked for.
     """
 
     request: dict[str, Any]
@@ -38,7 +38,7 @@ class Cell:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     answers: list[str] = field(default_factory=list)
     asked: int = 0
-    inputs: dict[int, list[tuple[int, dict[str, Any]]]] = field(default_factory=dict)
+    inputs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     interrupted: bool = False
     cut: bool = False  # whether connections of a rank were shut down to free it
     broken: dict[str, Any] | None = None  # an end that no rank replied: lost, hang, deadline

@@ -1,7 +1,8 @@
 """The front: what the notebook talks to. It outlives its ranks and trusts nothing that they send.
 
 It imports neither torch nor ipykernel, so it answers within a fraction of a second, and a crash of
-the ranks cannot take it down. `executor.py` runs cells; this file moves everything else.
+the ranks cannot take it down. `executor.py` runs cells, `generations.py` keeps ranks; this file
+moves everything else.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Front:
             run_dir=self.run_dir,
             output_dir=self._output_dir,
         )
+        self._generations = self.executor.generations
 
     async def run(self) -> None:
         """Serve until told to stop, then leave nothing behind."""
@@ -70,7 +72,7 @@ class Front:
             loop.add_signal_handler(number, self.stop.set)
         loop.add_signal_handler(signal.SIGINT, lambda: self._spawn(self.executor.interrupt()))
         self.client.status("starting")
-        self._spawn(self.executor.start())
+        self._spawn(self._generations.restart())
         for name in ("shell", "control", "stdin", "hb", "iopub"):
             self._spawn(self._serve(name))
         self._spawn(self._work())
@@ -82,7 +84,7 @@ class Front:
             self.close()
 
     def close(self) -> None:
-        self.executor.close()
+        self._generations.close()
         kill_descendants(os.getpid())
         for task in self._tasks:
             task.cancel()
@@ -138,7 +140,7 @@ class Front:
         kind = message["header"]["msg_type"]
         if channel == "stdin":
             if kind == "input_reply":
-                self.executor.typed(message)
+                self.executor.inbox.typed(message)
         elif kind == "execute_request" and channel == "shell":
             self._queue.put_nowait((idents, message, frames))
         elif kind == "kernel_info_request":
@@ -156,8 +158,8 @@ class Front:
         elif kind in _NOT_OURS:
             error = {"status": "error", "ename": "NotImplementedError", "traceback": []}
             self._answer(channel, idents, message, {**error, "evalue": f"no {kind} here"})
-        elif channel == "shell" and (self._working or not self.executor.settled):
-            if self._queue.empty() and self.executor.settled:
+        elif channel == "shell" and (self._working or not self._generations.settled):
+            if self._queue.empty() and self._generations.settled:
                 self._to_rank(channel, idents, message, frames)  # a widget, while a cell runs
             else:
                 self._queue.put_nowait((idents, message, frames))
@@ -210,8 +212,8 @@ class Front:
                 "nbconvert_exporter": "python",
                 "file_extension": ".py",
             },
-            "banner": f"torchrun × {self.executor.count}: every cell runs on every rank, each a "
-            f"Python {version}. %%rank 0 runs a cell on one rank, %restart_ranks N starts afresh.",
+            "banner": f"torchrun × {self._generations.count}: every cell runs on every rank, each "
+            f"a Python {version}. %%rank 0 runs a cell on one, %restart_ranks N starts afresh.",
             "help_links": [],
             "supported_features": [],
         }
@@ -230,7 +232,7 @@ class Front:
             ranks = content.get("ranks")
             if ranks is not None and (not isinstance(ranks, int) or not 1 <= ranks <= 1024):
                 return _refused(f"restart: expected a number of ranks or null, got {ranks!r}")
-            failed = await self.executor.restart(ranks)
+            failed = await self._generations.restart(ranks)
             return _refused(failed) if failed else self.executor.status()
         return _refused(f"action: expected restart, deadline or status, got {action!r}")
 
@@ -246,7 +248,7 @@ class Front:
                         await asyncio.sleep(0)
                         self._abort_waiting()
                 else:
-                    await self.executor.until_settled()
+                    await self._generations.until_settled()
                     self._to_rank("shell", idents, message, frames)
             finally:
                 self._working = False

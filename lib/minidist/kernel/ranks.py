@@ -6,11 +6,7 @@ import asyncio
 import base64
 import contextlib
 import hmac
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import asdict
 from typing import Any
@@ -18,11 +14,11 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from minidist.kernel import warm
 from minidist.kernel.job import Share
+from minidist.kernel.launcher_process import LauncherProcess
 from minidist.kernel.options import Options
 from minidist.kernel.outputs import label
-from minidist.kernel.process import descendants, describe_exit, kill_descendants, reap
+from minidist.kernel.process import descendants, describe_exit, reap
 from minidist.kernel.wire import LINK_NAME, MAX_LINE_BYTES, decode, encode, socket_name, token
 
 START_DEADLINE_S = 60.0
@@ -35,7 +31,6 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # bytes, so its own thousand would be 60 GiB of the front's memory.
 MAX_WAITING = {"iopub": 16, "shell": 4, "control": 4, "stdin": 4}
 CHANNELS = {"shell": zmq.DEALER, "control": zmq.DEALER, "stdin": zmq.DEALER, "iopub": zmq.PULL}
-_STDERR_TAIL_BYTES = 8000
 
 
 class Ranks:
@@ -73,8 +68,7 @@ class Ranks:
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._answers: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
         self._next_id = 0
-        self._process: subprocess.Popen[bytes] | warm.Launcher | None = None
-        self._stderr = bytearray()
+        self._launcher = LauncherProcess(options)
         self._start_error = ""
         self._changed = asyncio.Event()
         self._closed = False
@@ -108,7 +102,7 @@ class Ranks:
         end = asyncio.get_running_loop().time() + self._deadline_s
         try:
             self._bind()
-            if self._process is None:
+            if not self._launcher.started:
                 await self._open_link()
                 await self._spawn()
                 self._watcher = asyncio.create_task(self._watch_launcher())
@@ -123,7 +117,7 @@ class Ranks:
     async def _until(self, reached: Callable[[], bool], end: float) -> None:
         while not reached():
             left = end - asyncio.get_running_loop().time()
-            if self._start_error or self._ended() or left <= 0:
+            if self._start_error or self._launcher.exit() or left <= 0:
                 await asyncio.sleep(0.3)  # let the last words on stderr arrive
                 raise RuntimeError(self._why_not_ready(left <= 0))
             with contextlib.suppress(TimeoutError):
@@ -160,95 +154,33 @@ class Ranks:
             os.chmod(path, 0o666)
 
     async def _spawn(self) -> None:
-        """Start the launcher, from the warm parent if there is one that would do."""
         options = self._options
-        config = {
-            "run_dir": self._run_dir,
-            "remove": [] if options.run_dir else [self._run_dir, self._output_dir],
-            "output_dir": self._output_dir,
-            "key": base64.b64encode(self._key).decode(),
-            "signature_scheme": self._scheme,
-            "ranks": len(self._here),
-            "rank_init": options.rank_init,
-        }
-        if options.warm:
-            self._process = await self._ask_warm_parent(config)
-        if self._process is None:
-            self._process = self._start_cold(config)
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        os.set_blocking(fd, False)
-        asyncio.get_running_loop().add_reader(fd, self._drain, fd)
-
-    async def _ask_warm_parent(self, config: dict[str, Any]) -> warm.Launcher | None:
-        """A thread of its own asks, as one that does not answer must not hold the notebook up."""
-        loop = asyncio.get_running_loop()
-        asked = loop.run_in_executor(
-            None, warm.launch, config, self._options.env, self._options.cwd
+        await self._launcher.start(
+            {
+                "run_dir": self._run_dir,
+                "remove": [] if options.run_dir else [self._run_dir, self._output_dir],
+                "output_dir": self._output_dir,
+                "key": base64.b64encode(self._key).decode(),
+                "signature_scheme": self._scheme,
+                "ranks": len(self._here),
+                "rank_init": options.rank_init,
+            }
         )
-        try:
-            found = await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            asked.add_done_callback(lambda done: (it := done.result()) and it.end())
-            raise
-        if self._closed and found is not None:
-            found.end()
-            raise RuntimeError("the ranks were ended while they started")
-        return found
-
-    def _start_cold(self, config: dict[str, Any]) -> subprocess.Popen[bytes]:
-        options = self._options
-        try:
-            process = subprocess.Popen(
-                [*options.prefix, sys.executable, "-m", "minidist.kernel.launcher"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=options.env,
-                cwd=options.cwd if not options.prefix else None,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise RuntimeError(f"the ranks' launcher could not be started: {error}") from error
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(config).encode() + b"\n")
-            process.stdin.close()
-        return process
-
-    def _drain(self, fd: int) -> None:
-        """Keep the end of what launcher and ranks write past Jupyter; it explains failed starts."""
-        try:
-            data = os.read(fd, 65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            asyncio.get_running_loop().remove_reader(fd)
-        self._stderr += data
-        del self._stderr[:-_STDERR_TAIL_BYTES]
-
-    def _ended(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
 
     def _why_not_ready(self, late: bool) -> str:
         if self._start_error:
             return self._start_error
         missing = sorted(set(self._awaited) - self.ready)
         what = f"{label(missing)} of {self.count}"
-        if self._process is not None and self._process.returncode is not None:
-            text = f"the launcher ended with {describe_exit(self._process.returncode)}"
+        if how := self._launcher.exit():
+            text = f"the launcher ended with {how}"
         elif "launcher" not in self._writers:
             text = f"the launcher did not connect to {self._run_dir}/{LINK_NAME}"
         else:
             text = "the launcher is running"
         after = f" within {self._deadline_s:.0f} s" if late else ""
-        tail = self.stderr_tail()
+        tail = self._launcher.tail()
         return f"{what} did not start{after}: {text}" + (f"\nIts output:\n{tail}" if tail else "")
-
-    def stderr_tail(self) -> str:
-        return self._stderr.decode(errors="replace").strip()[-4000:]
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -366,7 +298,7 @@ class Ranks:
         else:  # the agent, or a rank: either way this start has failed
             unknown = "torch's agent" if is_agent else "a rank"
             who = unknown if rank is None else f"rank {rank}"
-            text = f"{who} {how} before all ranks were ready.\n{self.stderr_tail()}"
+            text = f"{who} {how} before all ranks were ready.\n{self._launcher.tail()}"
             self._start_error = self._start_error or text
 
     async def _link_lost(self, rank: int) -> None:
@@ -375,14 +307,11 @@ class Ranks:
         self._tell_lost(rank, f"rank {rank} ended")
 
     async def _watch_launcher(self) -> None:
-        process = self._process
-        while process is not None and process.poll() is None:
+        while (how := self._launcher.exit()) is None:
             await asyncio.sleep(0.1)
-            reap([p for p in descendants_to_reap() if p != process.pid])
-        if process is not None and process.returncode is not None:
-            await asyncio.sleep(0.3)  # a rank's own end, if that was the cause, comes first
-            how = describe_exit(process.returncode)
-            self._tell_lost(None, f"the launcher of the ranks ended with {how}")
+            reap([p for p in descendants_to_reap() if p != self._launcher.pid])
+        await asyncio.sleep(0.3)  # a rank's own end, if that was the cause, comes first
+        self._tell_lost(None, f"the launcher of the ranks ended with {how}")
 
     def _tell_lost(self, rank: int | None, text: str) -> None:
         if self._running and self._complete():
@@ -400,7 +329,7 @@ class Ranks:
     async def stop(self) -> bool:
         """End the ranks; returns whether the launcher did, and can start others."""
         self._unbind()
-        if self._closed or self._ended():
+        if self._closed or self._launcher.exit():
             return False
         answer = await self.ask_launcher("stop", 5.0)
         return answer is not None and answer.get("stopped") is True
@@ -432,20 +361,7 @@ class Ranks:
             self._server.close()
         if self._watcher is not None and self._watcher is not asyncio.current_task():
             self._watcher.cancel()
-        process = self._process
-        if process is not None:
-            if isinstance(process, warm.Launcher):
-                process.end()
-            else:
-                with contextlib.suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(3)
-            kill_descendants(os.getpid())
-            if process.stdout is not None:
-                with contextlib.suppress(Exception):
-                    asyncio.get_running_loop().remove_reader(process.stdout.fileno())
-                process.stdout.close()
+        self._launcher.end()
         for writer in self._writers.values():
             writer.close()
         with contextlib.suppress(OSError):

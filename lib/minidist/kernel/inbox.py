@@ -1,0 +1,134 @@
+"""What ranks send, while a cell runs and between cells: output, replies, questions of input()."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from minidist.kernel.cell import Cell
+from minidist.kernel.client import Client
+
+# Output outside of cells (threads, widgets): bytes from one cell to the next.
+MAX_STRAY_BYTES = 4 * 1024 * 1024
+# Calls of input() of one rank in a cell, and bytes of one: they are kept until the cell ends.
+MAX_INPUTS, MAX_INPUT_BYTES = 1000, 64 * 1024
+
+
+class Inbox:
+    """Hands each message of a rank to the cell or the client that it is for, or to nobody.
+
+    `send(channel, rank, frames)` sends a message to a rank, or to nobody if there is none.
+
+    Attributes:
+        cell: the cell that the ranks run, None between cells.
+    """
+
+    def __init__(self, client: Client, send: Any) -> None:
+        self.cell: Cell | None = None
+        self._client, self._send = client, send
+        self._pending: dict[str, tuple[str, list[bytes], dict[str, Any]]] = {}
+        self._stray_left = MAX_STRAY_BYTES
+
+    def end_cell(self) -> None:
+        """The cell is over; what comes from now on belongs to none."""
+        self.cell = None
+        self._stray_left = MAX_STRAY_BYTES
+
+    def expect(self, channel: str, idents: list[bytes], message: dict[str, Any]) -> None:
+        """Rank 0 has been sent this request of the client, and will reply to it."""
+        self._pending[message["header"]["msg_id"]] = (channel, idents, message)
+
+    def give_up(self) -> None:
+        """Nobody is left who could reply."""
+        for channel, idents, message in self._pending.values():
+            self._client.reply(channel, idents, message, {"status": "error", "ename": "RankLost"})
+            self._client.status("idle", message)
+        self._pending.clear()
+
+    def receive(self, channel: str, rank: int, frames: list[bytes]) -> None:
+        """Anything a rank sends; what is not a proper message is dropped."""
+        with contextlib.suppress(ValueError):
+            if channel == "iopub":
+                self._output(rank, frames)
+                return
+            message = self._client.read(frames)
+            parent = message["parent_header"].get("msg_id")
+            cell = self.cell
+            if channel == "stdin":
+                fits = sum(map(len, frames)) <= MAX_INPUT_BYTES
+                if cell is not None and parent == cell.msg_id and rank in cell.ranks and fits:
+                    self._asks(rank, message)
+            elif cell is not None and parent == cell.msg_id and channel == "shell":
+                if rank in cell.ranks:
+                    cell.replies.setdefault(rank, message["content"])
+                    cell.changed.set()
+            elif rank == 0 and (waiting := self._pending.pop(str(parent), None)):
+                self._client.forward(waiting[0], [*waiting[1], *frames])
+
+    def _output(self, rank: int, frames: list[bytes]) -> None:
+        message = self._client.read(frames, content=False)
+        kind, cell = message["header"]["msg_type"], self.cell
+        if cell is None or message["parent_header"].get("msg_id") != cell.msg_id:
+            size = sum(map(len, frames))
+            starting = kind == "status" and not message["parent_header"]
+            if rank == 0 and size <= self._stray_left and not starting:
+                self._unpack(message)  # raises where the notebook could not read it either
+                self._stray_left -= size
+                self._client.forward("iopub", frames)
+            return
+        if rank not in cell.ranks:
+            return
+        content = self._unpack(message)
+        if kind == "status":
+            if content.get("execution_state") == "idle":
+                cell.idle.add(rank)
+                cell.changed.set()
+        elif rank not in cell.outputs.ranks:
+            return
+        elif kind == "stream":
+            name = "stderr" if content.get("name") == "stderr" else "stdout"
+            cell.outputs.stream(rank, name, str(content.get("text", "")), frames)
+        elif kind not in ("execute_input", "error"):
+            cell.outputs.rich(rank, kind, content, frames)
+
+    def _unpack(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            content = self._client.session.unpack(message["content"])
+        except Exception as error:
+            raise ValueError("content is not JSON") from error
+        return content if isinstance(content, dict) else {}
+
+    # -- input() ---------------------------------------------------------------------------------
+
+    def _asks(self, rank: int, message: dict[str, Any]) -> None:
+        """input() in a cell is asked once; every rank gets the same answer."""
+        cell = self.cell
+        assert cell is not None
+        waiting = cell.inputs.setdefault(rank, [])
+        if len(waiting) >= MAX_INPUTS:
+            return
+        number = len(waiting)
+        waiting.append(message)
+        if number < len(cell.answers):
+            self._give(rank, message, cell.answers[number])
+        elif number == cell.asked:
+            cell.asked += 1
+            frames = self._client.frames(
+                "input_request", message["content"], cell.source, ident=cell.idents
+            )
+            self._client.forward("stdin", frames)
+
+    def typed(self, message: dict[str, Any]) -> None:
+        """The user has answered."""
+        cell = self.cell
+        if cell is None:
+            return
+        cell.answers.append(str(message["content"].get("value", "")))
+        number = len(cell.answers) - 1
+        for rank, waiting in cell.inputs.items():
+            if number < len(waiting):
+                self._give(rank, waiting[number], cell.answers[number])
+
+    def _give(self, rank: int, request: dict[str, Any], value: str) -> None:
+        content = {"status": "ok", "value": value}
+        self._send("stdin", rank, self._client.frames("input_reply", content, request))
