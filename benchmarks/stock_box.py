@@ -206,6 +206,13 @@ def find_otter(python: str) -> str:
     return f"{lines[-1] if lines else 'it ended at once'}; {install}"
 
 
+def version_of(package: str, python: str) -> str:
+    """Name and version of what `python` has installed; only the name if there is none."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    done = subprocess.run([python or "false", "-c", code], capture_output=True, timeout=60)
+    return f"{package} {done.stdout.decode().strip()}".strip()
+
+
 def _environment(python: str) -> dict[str, str]:
     return {
         "COURSE_SECRET": SECRET,  # as graders are given tokens; no submission should see it

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import re
 import sys
@@ -32,7 +33,7 @@ from attack_corpus import LAB, Attack, bases, load_attacks  # noqa: E402
 from attack_grader import AttackCourse, reference  # noqa: E402
 from harness import RESULTS, machine  # noqa: E402
 from stock_attacks import OUTLIVES, SAMPLE, why_not  # noqa: E402
-from stock_box import StockCourse, find_bwrap, find_otter  # noqa: E402
+from stock_box import StockCourse, find_bwrap, find_otter, version_of  # noqa: E402
 from stock_notebooks import Notebook, submission  # noqa: E402
 from stock_table import Cell, Row, table  # noqa: E402
 
@@ -69,8 +70,13 @@ def main() -> int:
             _keep(rows, void)
             said = ", ".join(f"{name} {cell.text()}" for name, cell in cells.items())
             print(f"{time.monotonic() - began:6.1f} s  {title}: {said}", flush=True)
-    text = _keep(rows, void)
-    print(f"\nstock graders: {machine()}\n{text}")
+    graders_were = ", ".join(
+        version_of(*each)
+        for each in (("nbgrader", sys.executable), ("otter-grader", options.otter))
+    )
+    head = f"stock graders: {machine()}, {graders_were}, {datetime.date.today()}"
+    text = _keep(rows, void, head)
+    print(f"\n{text}")
     return 1 if void else 0
 
 
@@ -256,13 +262,14 @@ def _load(path: Path) -> dict[str, Row]:
     return {row["name"]: Row.read(row) for row in json.loads(path.read_text("utf-8"))}
 
 
-def _keep(rows: Mapping[str, Row], void: list[str]) -> str:
-    """Leaves rows and table in build/bench; the table."""
+def _keep(rows: Mapping[str, Row], void: list[str], head: str = "") -> str:
+    """Leaves rows and table in build/bench; the table, below `head`."""
     lines = ",\n".join(json.dumps(dataclasses.asdict(row)) for row in rows.values())
     (RESULTS / "stock_graders.json").write_text(f"[\n{lines}\n]\n", "utf-8")
     text = table(list(rows.values()), GRADERS)
     if void:
         text = f"VOID, these are not the points that were earned: {', '.join(void)}\n\n{text}"
+    text = f"{head}\n{text}" if head else text
     (RESULTS / "stock_graders.txt").write_text(text + "\n", "utf-8")
     return text
 
