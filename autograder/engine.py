@@ -220,10 +220,11 @@ class _Run:
             self.session.restarts += 1
             if self.session.restarts > MAX_RESTARTS or time.monotonic() > self.ends_at:
                 return False
-            self.session.referee.new_ranks()
-            reply = await self._control(
-                "restart", timeout=RESTART_TIMEOUT_S, ranks=self.session.world_size
-            )
+            reply = await self._start()
+            if reply.get("status") != "ok":
+                # The submission may have left something in its box that keeps ranks from starting;
+                # a start that failed takes the box along, so the next one has a box of its own.
+                reply = await self._start()
             if reply.get("status") != "ok":
                 raise InfrastructureError(f"no fresh ranks: {reply}")
             for position, (source, number) in enumerate(self.session.worked):
@@ -239,6 +240,13 @@ class _Run:
                     break
             else:
                 return True
+
+    async def _start(self) -> dict[str, Any]:
+        """Asks for ranks in place of those that are lost; the front's reply."""
+        self.session.referee.new_ranks()
+        return await self._control(
+            "restart", timeout=RESTART_TIMEOUT_S, ranks=self.session.world_size
+        )
 
     async def _again(self, source: str, number: int) -> None:
         """Runs a cell that was run as In[`number`] once more."""

@@ -27,12 +27,18 @@ def judge(criterion: Criterion, case: Case, max_cpu_s: float = MAX_CPU_S) -> lis
     """
     try:
         with _limited(max_cpu_s):
-            return criterion.judge(case)
+            return [_checked(finding, case.world_size) for finding in criterion.judge(case)]
     except _TooLong:
         return [Finding(f"the answer cannot be judged: that took more than {max_cpu_s:g} s")]
     except Exception as error:
         traceback.print_exc()
         return [Finding(f"the answer cannot be judged ({type(error).__name__}: {error})")]
+
+
+def _checked(finding: Finding, world_size: int) -> Finding:
+    """One that is about all ranks if its number is no rank's: it may come from an answer."""
+    known = finding.rank is None or finding.rank in range(world_size)
+    return finding if known else Finding(finding.message)
 
 
 @contextmanager

@@ -252,7 +252,9 @@ class Referee:
         if channel not in ("check", "broker"):
             raise ProtocolError(f"there is no channel {channel!r}")
         with self._changed:
-            if (channel, rank) in self._connections:
+            # The broker drops what is broken without a word.
+            here = channel == "check" or rank in self.broker.attached()
+            if here and (channel, rank) in self._connections:
                 raise ProtocolError(f"rank {rank} is already connected for {channel}")
             self._connections[channel, rank] = sock
             self._gone.discard(rank)

@@ -118,7 +118,10 @@ def _arrays(described: list[Any], body: bytes) -> dict[str, np.ndarray]:
                 f"array {name!r}: {size} bytes announced, {len(body) - offset} came"
             )
         flat = np.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=offset)
-        arrays[name] = flat.reshape(shape).copy()
+        try:
+            arrays[name] = flat.reshape(shape).copy()
+        except ValueError as error:  # nothing in it, and sizes that overflow together
+            raise ProtocolError(f"array {name!r}: {error}") from None
         offset += size
     if offset != len(body):
         raise ProtocolError(f"{len(body) - offset} bytes more than the arrays need")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import selectors
 import signal
 import socket
 import struct
@@ -18,6 +19,8 @@ from minidist.emulate import ChargePlan, clusters, simulate, wire
 from minidist.emulate.arrays import reduce, values
 from minidist.emulate.broker import Broker
 from minidist.emulate.client import Client, CollectiveError, CollectiveMismatch
+from minidist.emulate.session import Session
+from minidist.errors import ProtocolError
 
 JOIN_S = 30.0  # no thread of a test waits longer than this
 
@@ -238,6 +241,7 @@ BAD_HEADERS = {
     "number of another type": GOOD | {"k": None},
     "root outside": GOOD | {"kind": "broadcast", "op": "", "root": 9},
     "no root": GOOD | {"kind": "reduce"},
+    "barrier that carries something": GOOD | {"kind": "barrier", "op": "", "shape": [9]},
     "splits of another length": GOOD | {"kind": "all_to_all", "op": "", "send": [1], "recv": [1]},
     "peer outside": GOOD | {"kind": "send", "op": "", "peer": 17, "tag": 0},
     "tag of another type": GOOD | {"kind": "send", "op": "", "peer": 0, "tag": {}},
@@ -388,6 +392,52 @@ def test_an_error_of_ours_ends_the_session_but_not_the_broker(monkeypatch):
         ranks.broker.begin()
         assert ranks.run(reduces(1.0), reduces(2.0)) == [[[3.0]], [[3.0]]]
         assert ranks.broker.end().faults == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_frame_breaks_a_session(seed):
+    """Whatever frames say, they are obeyed or refused; the trace and the deadline can be had."""
+    draw = random.Random(seed)
+    odd = [None, -1, 0, 1, 1 << 70, "0", "g/0", "g/1>0/0/0", "g/0>1/0", [], [0, 1], [1, 0], {}]
+    kinds = ["issue", "fetch", "wait", "poll", "record", "after", "charge", "compute", "leave"]
+    calls = ["all_reduce", "all_to_all", "barrier", "broadcast", "send", "recv", "all_gather"]
+    for _ in range(60):
+        plan = draw.choice([None, ChargePlan((1.0,), (1.0,), b"s" * 16)])
+        session = Session(
+            1, 2, plan, lambda *_: None, keep_payloads=True, deadline_s=0.0, max_bytes=1 << 20
+        )
+        for _ in range(60):
+            kind = draw.choice(calls)
+            header = GOOD | {"t": draw.choice(["issue", *kinds]), "kind": kind, "q": 1, "e": 0}
+            header |= {"op": "sum" if kind == "all_reduce" else "", "root": 0, "tag": 0}
+            header |= {"peer": draw.randrange(2), "send": [1, 0], "recv": [1, 0], "st": 0}
+            header |= {"key": draw.choice(["g/0", "g/1", "g/0>1/0/0", "g/1>0/0/0", "g/0>0/0/0"])}
+            header |= {"layer": 0, "dir": "forward", "ev": [["x", 1, 1, 0]], "k": draw.randrange(3)}
+            if draw.random() < 0.3:
+                header[draw.choice(list(header))] = draw.choice(odd)
+            size = 4 if kind not in ("barrier", "recv") and header["t"] == "issue" else 0
+            with contextlib.suppress(ProtocolError):
+                session.handle(draw.randrange(2), header, np.zeros(size, np.uint8))
+        session.check_deadline(time.monotonic() + 1)
+        assert session.trace().world_size == 2
+
+
+def test_a_rank_that_does_not_read_its_replies_is_not_listened_to():
+    with cluster_of(1, deadline_s=20.0) as ranks:
+        ranks.broker.begin()
+        flood, sock = raw_frame({"t": "poll", "s": -1, "q": 1}) * 1000, ranks.socks[0]
+        sock.settimeout(1.0)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                sock.sendall(flood)
+        [connection] = ranks.broker._connections.values()
+        assert len(connection.outgoing) < 2000
+        sock.setblocking(False)
+        ends_at = time.monotonic() + JOIN_S
+        while connection.outgoing and time.monotonic() < ends_at:  # it reads, and is heard again
+            with contextlib.suppress(BlockingIOError):
+                sock.recv(1 << 20)
+        assert connection.mask == selectors.EVENT_READ
 
 
 def test_limits_on_bytes_of_a_session():

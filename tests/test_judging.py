@@ -19,7 +19,13 @@ def criterion(judge_):
 
 def test_findings_are_passed_on():
     findings = [Finding("too small", 0)]
-    assert judge(criterion(lambda _: findings), CASE) is findings
+    assert judge(criterion(lambda _: findings), CASE) == findings
+
+
+def test_a_rank_that_is_none_stands_for_all():
+    """A judge may count through what an answer has brought, however long that is."""
+    found = judge(criterion(lambda _: [Finding("odd", 5), Finding("odder", -1)]), CASE)
+    assert found == [Finding("odd"), Finding("odder")]
 
 
 def test_an_error_is_a_finding(capsys):

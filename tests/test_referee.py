@@ -229,6 +229,20 @@ def test_fresh_ranks_reach_the_emulated_cluster_every_time(referee):
         referee.new_ranks()
 
 
+def test_who_connects_in_a_dead_ranks_name_does_not_keep_the_next_one_out(referee):
+    referee.new_ranks()
+    late = [dial(referee, rank, "broker")[0] for rank in range(N)]  # of the old generation
+    for sock in late:
+        sock.close()
+    ends_at = time.monotonic() + 10
+    while referee.broker.attached() and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    for rank in range(N):
+        sock, said = dial(referee, rank, "broker")
+        assert said.kind == "welcome"
+        sock.close()
+
+
 def test_draws_depend_on_key_criterion_attempt_and_rank():
     def numbers(key=b"k", criterion="c", attempt="a", world_size=3, rank=0):
         return tuple(draw_for(key, "lab", criterion, attempt, world_size).private(rank).random(4))

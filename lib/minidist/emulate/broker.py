@@ -31,6 +31,8 @@ from minidist.errors import ProtocolError
 _BUFFER_BYTES = 1 << 20
 # Replies that a rank does not read pile up to here; then it counts as broken.
 _MAX_UNREAD_BYTES = 1 << 30
+# A rank that has so many replies to read is not listened to until it has read them.
+_MAX_UNREAD_REPLIES = 1000
 _FRAMES_PER_TURN = 64
 
 
@@ -43,7 +45,7 @@ class _Connection:
         self.reader = wire.FrameReader(max_payload_bytes)
         self.outgoing: deque[memoryview] = deque()
         self.unread_bytes = 0
-        self.writing = False  # registered for write events
+        self.mask = selectors.EVENT_READ  # what it is registered for
 
 
 class Broker:
@@ -103,7 +105,7 @@ class Broker:
                     sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
             connection = _Connection(rank, sock, self._max_payload_bytes)
             self._connections[rank] = connection
-            self._selector.register(sock, selectors.EVENT_READ, connection)
+            self._selector.register(sock, connection.mask, connection)
         self._wake()
 
     def detach(self, rank: int) -> None:
@@ -283,9 +285,10 @@ class Broker:
             outgoing.clear()
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
-        if bool(outgoing) != connection.writing:
-            connection.writing = bool(outgoing)
-            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
+        mask = selectors.EVENT_WRITE if outgoing else 0
+        mask |= selectors.EVENT_READ if len(outgoing) <= _MAX_UNREAD_REPLIES else 0
+        if mask != connection.mask:
+            connection.mask = mask
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.modify(connection.sock, mask, connection)
 

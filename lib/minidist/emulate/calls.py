@@ -39,6 +39,11 @@ class Call:
     send_splits: tuple[int, ...] = ()
     recv_splits: tuple[int, ...] = ()
 
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's part; of an all_to_all, those that it sends."""
+        return sum(self.send_splits) if self.kind == "all_to_all" else numel_of(self.shape)
+
     def describe(self) -> str:
         if self.kind == "barrier":
             return "barrier()"
@@ -117,7 +122,10 @@ def parse_call(
         call.send_splits = _sizes(header, "send", parts)
         call.recv_splits = _sizes(header, "recv", parts)
         numel = sum(call.send_splits)
-    elif kind in ("barrier", "recv") or (kind == "broadcast" and rank != root):
+    elif kind == "barrier":
+        if numel:
+            raise ProtocolError(f"a barrier carries nothing, got the shape {list(sizes)}")
+    elif kind == "recv" or (kind == "broadcast" and rank != root):
         numel = 0
     elif kind == "scatter":
         numel = numel * parts if rank == root else 0
@@ -133,10 +141,8 @@ def parse_call(
 def num_bytes(call: Call, num_ranks: int) -> int:
     """Size in the convention of `simulate.collective_seconds`; the shape is one rank's part."""
     size = arrays.itemsize(call.dtype)
-    if call.kind == "all_to_all":
-        return sum(call.send_splits) * size
     whole = call.kind in ("all_gather", "reduce_scatter", "gather", "scatter")
-    return numel_of(call.shape) * size * (num_ranks if whole else 1)
+    return call.numel * size * (num_ranks if whole else 1)
 
 
 def agree(calls: list[Call]) -> bool:

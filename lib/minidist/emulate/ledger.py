@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from minidist.emulate.calls import Call, amount, integer, num_bytes, numel_of
+from minidist.emulate.calls import Call, amount, integer, num_bytes
 from minidist.emulate.plan import DIRECTIONS, ChargePlan
 from minidist.emulate.trace import Collective, Event
 from minidist.errors import ProtocolError
@@ -61,6 +61,7 @@ class Ledger:
         if not isinstance(entries, list):
             raise ProtocolError("compute needs a list of [name, flops, bytes, stream]")
         for entry in entries:
+            self.check_room(rank)
             if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[0], str):
                 raise ProtocolError("compute needs a list of [name, flops, bytes, stream]")
             event = Event(
@@ -91,7 +92,7 @@ class Ledger:
             group=record.group,
             ranks=record.ranks,
             nbytes=num_bytes(call, len(record.ranks)),
-            numel=numel_of(call.shape),
+            numel=call.numel,
             dtype=call.dtype,
             root=call.root,
         )

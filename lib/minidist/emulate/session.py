@@ -153,12 +153,10 @@ class Session:
         if integer(header, "k", 0, 1 << 40) != number:
             raise ProtocolError(f"called its collective number {number} of group {group!r} another")
         key = f"{group}/{number}"
-        slot = self._slots.get(key)
-        if slot is None:
-            name = f"#{number} of {group}"
-            slot = self._slots[key] = Slot.of(key, name, group, members, call, call.kind)
-        self._ledger.issue(call, header, slot.record)
-        slot.add(call, keep=self._keep)
+        slot = self._slots.get(key) or Slot.of(
+            key, f"#{number} of {group}", group, members, call, call.kind
+        )
+        self._add(slot, call, header)
         self._match(slot)
 
     def _issue_message(
@@ -174,16 +172,20 @@ class Session:
         number = self._message_counts.get(side, 0)
         self._message_counts[side] = number + 1
         key = f"{path}/{number}"
-        slot = self._slots.get(key)
-        if slot is None:
-            name = f"#{number} {ends[0]} -> {ends[1]} of {group}"
-            slot = self._slots[key] = Slot.of(key, name, group, ends, call, "send")
-        self._ledger.issue(call, header, slot.record)
-        slot.add(call, keep=self._keep)
+        name = f"#{number} {ends[0]} -> {ends[1]} of {group}"
+        slot = self._slots.get(key) or Slot.of(key, name, group, ends, call, "send")
+        self._add(slot, call, header)
         if len(slot.calls) == 2 and not slot.complete(keep=self._keep):
             self.fail("mismatch", slot.disagreement())
             return
         self._flush(slot)
+
+    def _add(self, slot: Slot, call: Call, header: dict[str, Any]) -> None:
+        """Enter the call everywhere, or nowhere if there is something wrong with it."""
+        slot.check(call)
+        self._ledger.issue(call, header, slot.record)
+        self._slots[slot.record.key] = slot
+        slot.add(call, keep=self._keep)
 
     def _match(self, slot: Slot) -> None:
         if self.failure is not None:

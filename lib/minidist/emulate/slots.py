@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minidist.emulate import arrays
-from minidist.emulate.calls import Call, agree, num_bytes, numel_of, results, splits_agree
+from minidist.emulate.calls import Call, agree, num_bytes, results, splits_agree
 from minidist.emulate.trace import Collective
 from minidist.errors import ProtocolError
 
@@ -49,7 +49,7 @@ class Slot:
             group=group,
             ranks=members,
             shape=call.shape,
-            numel=numel_of(call.shape),
+            numel=call.numel,
             nbytes=num_bytes(call, len(members)),
             dtype=call.dtype,
             root=call.root,
@@ -66,14 +66,17 @@ class Slot:
             return [self.members[0]]
         return [rank for rank in self.members if rank not in self.calls]
 
-    def add(self, call: Call, *, keep: bool) -> None:
-        """A rank has called it; `keep` its payload for the trace.
+    def check(self, call: Call) -> None:
+        """Whether it can be called so.
 
         Raises:
             ProtocolError: a collective in a group whose name is that of a message, or the reverse.
         """
         if self.is_message != (call.kind in ("send", "recv")):
             raise ProtocolError(f"named a group so that {call.describe()} meets {self.number}")
+
+    def add(self, call: Call, *, keep: bool) -> None:
+        """A rank has called it; `keep` its payload for the trace."""
         side = call.rank
         if self.is_message and self.members[0] == self.members[1]:
             # A message of a rank to itself has both of its ends there: tell them apart by kind.
@@ -110,7 +113,7 @@ class Slot:
             if raw is not None:
                 self.record.result = arrays.values(raw, first.dtype)
         for call in calls:
-            call.payload = call.payload[:0]
+            call.payload = np.empty(0, np.uint8)  # no view of it, which would keep all of it
         return True
 
     # -- words -----------------------------------------------------------------------------------
