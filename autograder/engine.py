@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+import zmq
 from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from nbclient import NotebookClient
+from nbclient.client import CellExecutionComplete
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from nbformat.v4 import new_output
-from nbformat.validator import NotebookValidationError
 from papermill.engines import Engine, papermill_engines
 
 from autograder.criteria.base import Lab, Status, Verdict
@@ -34,6 +35,7 @@ from minidist.kernel.cell import printable
 
 START_TIMEOUT_S = 120.0
 RESTART_TIMEOUT_S = 90.0
+CONTROL_TIMEOUT_S = 60.0  # the front may have much to read first
 KERNEL_SLACK_S = 45.0  # the kernel ends a cell this long after its deadline at the latest
 MAX_RESTARTS = 40
 MAX_SOURCE_CHARS = 50_000  # of a cell whose definitions are looked for: that may take its square
@@ -94,11 +96,30 @@ class _Client(NotebookClient):
     def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
         """Keeps no state of widgets: nobody will see them, and it would have no bound."""
 
-    def process_message(self, msg: Any, cell: NotebookNode, cell_index: int) -> Any:
-        try:
-            return super().process_message(msg, cell, cell_index)
-        except (KeyError, TypeError, AttributeError, ValueError, NotebookValidationError):
-            return None
+    async def _async_poll_output_msg(
+        self, parent_msg_id: str, cell: NotebookNode, cell_index: int
+    ) -> None:
+        """Reads output until the cell is idle; what cannot be read or kept is as good as not sent.
+
+        nbclient's own would end with the first such message, and the grader with it.
+        """
+        assert self.kc is not None
+        while True:
+            try:
+                msg = await self.kc.iopub_channel.get_msg(timeout=None)
+                if msg["parent_header"].get("msg_id") == parent_msg_id:
+                    self.process_message(msg, cell, cell_index)
+            except CellExecutionComplete:
+                return
+            except zmq.ZMQError:
+                raise  # the channel itself
+            except Exception:
+                # Twice the same signature, a date or a version that is none, JSON that is too deep
+                continue
+
+    def forget_displays(self) -> None:
+        """Outputs of a cell that has ended stay as they were tidied, whoever updates a display."""
+        self._display_id_map.clear()
 
 
 class _Run:
@@ -174,6 +195,7 @@ class _Run:
         self.outcome = {}
         await self._control("deadline", seconds=deadline_s)
         await self.client.async_execute_cell(cell, index)
+        self.client.forget_displays()
         self.tidier.tidy(cell)
         if not self.outcome:
             raise InfrastructureError("the kernel answered a cell without saying how it ended")
@@ -265,7 +287,9 @@ class _Run:
         message = re.sub(r"In\[\d+\]", lambda m: names.get(m[0], m[0]), verdict.message)
         return replace(verdict, message=message)
 
-    async def _control(self, action: str, timeout: float = 20.0, **content: Any) -> dict[str, Any]:
+    async def _control(
+        self, action: str, timeout: float = CONTROL_TIMEOUT_S, **content: Any
+    ) -> dict[str, Any]:
         """Sends a request to the front on its control channel and returns the reply's content."""
         kc = self.client.kc
         assert kc is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,7 @@ class Cell:
     answers: list[str] = field(default_factory=list)
     asked: int = 0
     inputs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    read_bytes: Counter[int] = field(default_factory=Counter)  # of each rank's output
     interrupted: bool = False
     cut: bool = False  # whether connections of a rank were shut down to free it
     broken: dict[str, Any] | None = None  # an end that no rank replied: lost, hang, deadline
@@ -46,6 +48,11 @@ class Cell:
     @property
     def msg_id(self) -> str:
         return self.request["header"]["msg_id"]
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether there is somebody who would answer input()."""
+        return bool(self.source["content"].get("allow_stdin", True))
 
     @property
     def unfinished(self) -> list[int]:

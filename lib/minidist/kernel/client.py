@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 from jupyter_client.session import DELIM, Session
 
+_MAX_HEAD_BYTES = 64 * 1024  # of a rank's header, parent header and metadata, each
 _PORTS = {
     "shell": zmq.ROUTER,
     "control": zmq.ROUTER,
@@ -94,6 +95,8 @@ class Client:
         try:
             parts: list[Any] = self.session.feed_identities(frames)[1]
             signature, header, parent, metadata, packed = parts[:5]
+            if max(len(header), len(parent), len(metadata)) > _MAX_HEAD_BYTES:
+                raise ValueError("too much before the content")
             if not hmac.compare_digest(signature, self.session.sign(parts[1:5])):
                 raise ValueError("not signed with this key")
             unpack = self.session.unpack

@@ -12,6 +12,16 @@ from minidist.kernel.client import Client
 MAX_STRAY_BYTES = 4 * 1024 * 1024
 # Calls of input() of one rank in a cell, and bytes of one: they are kept until the cell ends.
 MAX_INPUTS, MAX_INPUT_BYTES = 1000, 64 * 1024
+# Reading JSON of many small parts takes a second for 20 MiB, and nobody else is served meanwhile:
+# bytes of a reply, and of the output of a rank in a cell, that are read at all.
+MAX_REPLY_BYTES = 8 * 1024 * 1024
+MAX_READ_BYTES = 64 * 1024 * 1024
+_TOO_LARGE = {
+    "status": "error",
+    "ename": "ReplyTooLarge",
+    "evalue": f"the rank's reply had more than {MAX_REPLY_BYTES >> 20} MiB",
+    "traceback": [],
+}
 
 
 class Inbox:
@@ -51,19 +61,26 @@ class Inbox:
             if channel == "iopub":
                 self._output(rank, frames)
                 return
-            message = self._client.read(frames)
+            cell, size = self.cell, sum(map(len, frames))
+            if channel == "stdin" and (size > MAX_INPUT_BYTES or cell is None or not cell.may_ask):
+                return
+            fits = size <= MAX_REPLY_BYTES
+            message = self._client.read(frames, content=fits)
             parent = message["parent_header"].get("msg_id")
-            cell = self.cell
-            if channel == "stdin":
-                fits = sum(map(len, frames)) <= MAX_INPUT_BYTES
-                if cell is not None and parent == cell.msg_id and rank in cell.ranks and fits:
+            if cell is not None and parent == cell.msg_id and channel in ("stdin", "shell"):
+                if rank not in cell.ranks:
+                    return
+                if channel == "stdin":
                     self._asks(rank, message)
-            elif cell is not None and parent == cell.msg_id and channel == "shell":
-                if rank in cell.ranks:
-                    cell.replies.setdefault(rank, message["content"])
+                else:
+                    cell.replies.setdefault(rank, message["content"] if fits else dict(_TOO_LARGE))
                     cell.changed.set()
             elif rank == 0 and (waiting := self._pending.pop(str(parent), None)):
-                self._client.forward(waiting[0], [*waiting[1], *frames])
+                asked, idents, request = waiting
+                if fits:
+                    self._client.forward(asked, [*idents, *frames])
+                else:
+                    self._client.reply(asked, idents, request, _TOO_LARGE)
 
     def _output(self, rank: int, frames: list[bytes]) -> None:
         message = self._client.read(frames, content=False)
@@ -78,6 +95,12 @@ class Inbox:
             return
         if rank not in cell.ranks:
             return
+        size = sum(map(len, frames))
+        small = kind == "status" and size <= MAX_INPUT_BYTES
+        if not small and cell.read_bytes[rank] + size > MAX_READ_BYTES:
+            cell.outputs.drop(rank, kind, size)
+            return
+        cell.read_bytes[rank] += size
         content = self._unpack(message)
         if kind == "status":
             if content.get("execution_state") == "idle":

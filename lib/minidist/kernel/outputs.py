@@ -145,6 +145,15 @@ class Outputs:
             self._open.clear()  # text after a figure begins anew
             self._forward(frames)
 
+    def drop(self, rank: int, kind: str, size: int) -> None:
+        """Output of so many bytes that nobody has read, as there was too much before."""
+        if rank not in self.ranks:
+            return
+        if kind == "stream":
+            self._text(rank, "stdout").dropped += size
+        else:
+            self._rich_dropped += size
+
     def tick(self) -> None:
         """Show what certainly differs from the plain rank by now; called while the cell runs."""
         self._waited = self._waited + 1 if self._open else 0

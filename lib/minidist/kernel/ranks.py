@@ -215,6 +215,7 @@ class Ranks:
             self._changed.set()
             while line := await reader.readline():
                 self._link_message(who, decode(line))
+                await asyncio.sleep(0)  # lines that have come already do not let others have a turn
         except (OSError, ValueError, TimeoutError, asyncio.CancelledError):
             pass  # ValueError: a line beyond the limit; cancelled: the front itself ends
         finally:
