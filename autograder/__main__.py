@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +23,10 @@ from autograder.criteria import get_lab, lab_names
 from autograder.history import choose, handed_in_before, read_history
 from autograder.intake import Submission, find_submissions
 
+if TYPE_CHECKING:
+    from autograder.similar import Pair
+    from autograder.suspicious import Evidence
+
 # What needs torch and nbgrader is imported by the command that needs it: wrong usage and --help
 # answer at once.
 
@@ -30,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; 0 if it did what it was asked, 1 on our own failure, 2 on wrong usage."""
     parser = _parser()
     options = parser.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that has no ✓ is no reason to stop
     console = Console(stderr=options.command == "grade" and options.json == Path("-"))
     try:
         return options.run(options, console)
@@ -147,17 +157,15 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     submissions = _submissions(options, course)
     if options.executor == "pool":
         workers.begin(options.lab)
-    from autograder.authored import read_class
     from autograder.batch import check_names, default_jobs, fill_gradebook, grade_class
     from autograder.bridge import choose_sandbox
     from autograder.criteria.base import Status
     from autograder.regrade import Regrading
-    from autograder.report import rich_table, write_csv
+    from autograder.report import clean, rich_table, write_csv
     from autograder.report_page import write_html
     from autograder.run import Settings
-    from autograder.similar import rows, similar_in_class
+    from autograder.similar import rows
     from autograder.suspicious import rows as evidence_rows
-    from autograder.suspicious import suspicious_in_class
 
     if not options.no_gradebook:
         check_names(submissions)
@@ -187,10 +195,7 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     shown = regrading.whole_class(records) if options.student else records
     pairs, evidence = [], []
     if not options.example:  # whose submissions are all variants of one
-        files = [(record["student"], Path(record["submission"])) for record in shown]
-        notebooks = read_class(course, lab.name, files)
-        pairs = similar_in_class(course, lab.name, notebooks)
-        evidence = suspicious_in_class(course, lab.name, notebooks, shown)
+        pairs, evidence = _worth_a_look(course, lab.name, shown)
     write_html(shown, left[0], rows(pairs), evidence_rows(evidence))
     write_csv(shown, left[1])
     if options.json is not None:
@@ -217,8 +222,28 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
     for record in infra:
         message = record["criteria"][0]["message"]
-        print(f"autograder: {record['student']} was not graded: {message}", file=sys.stderr)
+        said = clean(f"{record['student']} was not graded: {message}")
+        print(f"autograder: {said}", file=sys.stderr)
     return EXIT_FAILED if infra else 0
+
+
+def _worth_a_look(
+    course: Course, lab: str, records: Sequence[dict[str, Any]]
+) -> tuple[list[Pair], list[Evidence]]:
+    """Near-identical submissions, and evidence: advice, which must not stop the gradebook."""
+    from autograder.authored import read_class
+    from autograder.similar import similar_in_class
+    from autograder.suspicious import suspicious_in_class
+
+    files = [(record["student"], Path(record["submission"])) for record in records]
+    try:
+        notebooks = read_class(course, lab, files)
+        pairs = similar_in_class(course, lab, notebooks)
+        return pairs, suspicious_in_class(course, lab, notebooks, records)
+    except Exception:
+        traceback.print_exc()
+        print("autograder: the report lacks what is worth a look, see above", file=sys.stderr)
+        return [], []
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 
 from autograder.course import Course
 from autograder.intake import read_submission
+
+_SOLUTION = re.compile(r"^[ \t]*### (?:BEGIN|END) SOLUTION[ \t]*$", re.MULTILINE)
+# `%magic`, `!command`, `?help`, `help?` in a line of their own; also `x = %magic`, `x = !command`.
+# Nothing is tried twice: a line may be long.
+_MAGIC = re.compile(
+    r"^([ \t]*+(?:[\w.,][\w., \t]*+=[ \t]*+(?=[%!]))?)([%!?].*|[\w.]++\?{1,2}[ \t]*$)",
+    re.MULTILINE,
+)
 
 
 def read_class(
@@ -34,13 +42,21 @@ def name_of(cell: NotebookNode) -> str:
 
 
 def code_of(source: str) -> str:
-    """Plain Python: a script that a cell writes is code too, and other magics become calls."""
-    if source.lstrip().startswith("%%"):
-        source = source.lstrip().partition("\n")[2]
-        if source.lstrip().startswith("%%"):  # %%rank 0 above %%writefile
-            return code_of(source)
-    source = re.sub(r"^\s*### (BEGIN|END) SOLUTION\s*$", "", source, flags=re.MULTILINE)
+    """Plain Python, line for line: a script that a cell writes is code too, magics become calls.
+
+    >>> code_of("%%rank 0\\n%%writefile a.py\\nx = 1\\n!ls 'a b'\\ny = %pwd\\nx?")
+    '\\n\\nx = 1\\nmagic("!ls \\'a b\\'")\\ny = magic(\\'%pwd\\')\\nmagic(\\'x?\\')'
+    """
+    lines = source.split("\n")
+    for number, line in enumerate(lines):
+        if line.strip() and not line.lstrip().startswith("%%"):
+            break
+        lines[number] = ""  # %%rank 0 above %%writefile
+    source = _SOLUTION.sub("", "\n".join(lines))
     try:
-        return TransformerManager().transform_cell(source)
-    except Exception:  # source of a stranger
-        return source
+        ast.parse(source)
+    except SyntaxError:  # perhaps for its magics
+        return _MAGIC.sub(lambda m: f"{m[1]}magic({m[2]!r})", source)
+    except Exception:  # source of a stranger: too deep, or with odd characters
+        pass
+    return source

@@ -139,9 +139,14 @@ def fill_gradebook(
     """
     course, lab = settings.course, settings.lab
     made = course.build / "nbgrader"
+    ours = {submission.student for submission in submissions}
     for submission, record in zip(submissions, records, strict=True):
         target = made / "submitted" / submission.student / lab / f"{lab}.ipynb"
         if submission.path.resolve() == target.resolve():
+            if not _is_readable(target):  # not ours to change
+                ours.remove(submission.student)
+                print(f"autograder: not in the gradebook, as nbgrader cannot read it: {target}",
+                      file=sys.stderr)  # fmt: skip
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         intake = read_submission(submission.path, course.master(lab))
@@ -158,7 +163,6 @@ def fill_gradebook(
                 Journal(course.journal_path).append(entry)
         else:
             shutil.copyfile(submission.path, target)
-    ours = {submission.student for submission in submissions}
     everyone = {f.name for f in (made / "submitted").iterdir() if "," not in f.name}
 
     def only(students: set[str]) -> str:
@@ -171,7 +175,8 @@ def fill_gradebook(
     trusted = f"--GradeWithReferee.trusted={not settings.sandboxed}"
     if new := ours - set(settled):
         _nbgrader(course, "autograde", lab, "--force", only(new), trusted)
-    _nbgrader(course, "generate_feedback", lab, "--force", only(ours))
+    if ours:
+        _nbgrader(course, "generate_feedback", lab, "--force", only(ours))
     return made / "feedback"
 
 

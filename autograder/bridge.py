@@ -28,6 +28,7 @@ from autograder.criteria import get_lab
 from autograder.criteria.base import Status
 from autograder.intake import Submission, read_submission
 from autograder.run import Record, Settings, executed_path, grade, known_record, record_key
+from autograder.safe_html import shorten
 from autograder.sandbox import probe_support
 
 
@@ -98,6 +99,7 @@ class GradeWithReferee(_Bridge):
         executed = executed_path(course, lab.name, record_key(intake.sha256, settings))
         if executed.is_file():
             nb.cells = nbformat.read(executed, as_version=4).cells
+        shorten(nb)
         show_verdicts(nb, record)
         resources["minidist_record"] = record
         return nb, resources

@@ -19,6 +19,7 @@ from autograder.criteria.base import Status
 from autograder.intake import Submission, read_submission
 from autograder.job_files import BatchFolder, Result, Task
 from autograder.journal import Journal
+from autograder.report import clean
 from autograder.run import Record, Settings, executed_path, not_graded, record_key
 from autograder.slurm_jobs import ENDED, QUEUED, RUNNING, Backend, Refused, Seen
 from autograder.slurm_options import TIME_MARGIN_S, SlurmOptions
@@ -149,7 +150,7 @@ class JobBatch:
             self._say(f"jobs came to nothing on {node}: the next ones go to other nodes")
 
     def _say(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
 
     def _give_up(self, work: _Work, reason: str) -> None:
         del self.work[work.index]

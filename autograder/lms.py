@@ -20,10 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autograder.gradebook import Grade
-from autograder.report import clean
+from autograder.report import clean, spreadsheet
 from autograder.roster import Person
-
-_FORMULA = ("=", "+", "-", "@", "|", "%")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ def number(value: float) -> str:
 def safe(text: str) -> str:
     """Text that a spreadsheet does not take for a formula, and on one line."""
     plain = " ".join(clean(text, 500).split())
-    return f"'{plain}" if plain.startswith(_FORMULA) else plain
+    return spreadsheet(plain)
 
 
 def _is_safe(text: str) -> bool:

@@ -121,20 +121,22 @@ def write_csv(records: Sequence[Record], path: Path) -> None:
     head += ["sandboxed", "reason", *names, *(f"{name} status" for name in names)]
     with Replacing(path) as file:
         writer = csv.writer(file)
-        writer.writerow(map(_spreadsheet, head))
+        writer.writerow(map(spreadsheet, head))
         for record in records:
             by_name = {c["name"]: c for c in record["criteria"]}
-            row = [_spreadsheet(clean(record[key])) for key in ("student", "submission", "lab")]
+            row = [spreadsheet(clean(record[key])) for key in ("student", "submission", "lab")]
             row += [record[key] for key in ("world_size", "score", "max_score", "seconds")]
-            row += [str(bool(record["sandboxed"])).lower(), _spreadsheet(reason(record))]
+            row += [str(bool(record["sandboxed"])).lower(), spreadsheet(reason(record))]
             for key in ("points", "status"):
                 row += [by_name[name][key] if name in by_name else "" for name in names]
             writer.writerow(row)
 
 
-def _spreadsheet(text: str) -> str:
+def spreadsheet(text: str) -> str:
     """Text that a spreadsheet does not take for a formula."""
-    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@", "|", "%")) else text
+    # Some spreadsheets take full-width signs for the usual ones.
+    plain = unicodedata.normalize("NFKC", text.lstrip()[:1])
+    return f"'{text}" if plain.startswith(("=", "+", "-", "@", "|", "%")) else text
 
 
 # --- helpers ----------------------------------------------------------------------------------

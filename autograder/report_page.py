@@ -64,7 +64,7 @@ def write_html(
         file.write(
             _PAGE.format(
                 title=_esc(labs),
-                style=Path(__file__).with_suffix(".css").read_text(),
+                style=Path(__file__).with_suffix(".css").read_text("utf-8"),
                 body="\n".join(parts),
             )
         )

@@ -117,7 +117,7 @@ def known_record(submission: Submission, settings: Settings) -> Record | None:
     if not invalid and not executed_path(settings.course, settings.lab, key).is_file():
         return None
     # The same notebook may have been handed in by somebody else, and points may be others now.
-    found = known | {"submission": str(submission.path), "student": submission.student}
+    found = known | {"submission": str(submission.path.absolute()), "student": submission.student}
     found = _with_points(found, settings.course.lab(settings.lab))
     if found["criteria"] != known["criteria"]:
         journal.append({"kind": "submission", "key": key, "record": found})
@@ -304,7 +304,7 @@ def _record(
 ) -> Record:  # fmt: skip
     criteria = [v.record() for v in verdicts]
     return {
-        "submission": str(submission.path),
+        "submission": str(submission.path.absolute()),
         "student": submission.student,
         "lab": settings.lab,
         "world_size": settings.world_size,

@@ -7,8 +7,13 @@ in formgrader that is the instructor, with the right to change every grade.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from html import escape
+
 import bleach
 from nbconvert.filters.markdown import markdown2html
+from nbformat import NotebookNode
 
 _TAGS = """
     a abbr b blockquote br code col colgroup dd del details div dl dt em h1 h2 h3 h4 h5 h6 hr i img
@@ -26,6 +31,35 @@ ATTRIBUTES = {
 }
 
 
+# Cleaning takes seconds for a MiB, and the square of how deep tags are nested.
+MAX_HTML_CHARS = 1_000_000
+MAX_DEPTH = 100
+# What a page shows of a notebook: characters of a cell, of all cells, and of rich output.
+MAX_CELL_CHARS = 20_000
+MAX_CODE_CHARS = 300_000
+MAX_RICH_CHARS = 3_000_000
+_CUT = "[…] The rest is left out here; it is in the file that was handed in."
+_TAG = re.compile(r"<(/?)([a-z][a-z0-9]*)")
+_VOID = frozenset(
+    [
+        "area",
+        "base",
+        "br",
+        "col",
+        "embed",
+        "hr",
+        "img",
+        "input",
+        "link",
+        "meta",
+        "source",
+        "track",
+        "wbr",
+    ]
+)
+_RICH = ("text/html", "text/markdown", "text/latex", "image/svg+xml")
+
+
 def _allowed(tag: str, name: str, value: str) -> bool:
     if name == "src":  # a picture from elsewhere would tell its owner who opened the page, and when
         return tag == "img" and value.startswith(("data:image/png;", "data:image/jpeg;"))
@@ -41,9 +75,50 @@ def clean(html: str | bytes) -> str:
     '<b>a</b>&lt;script&gt;b&lt;/script&gt;<img>'
     """
     text = html.decode(errors="replace") if isinstance(html, bytes) else str(html)
+    if len(text) > MAX_HTML_CHARS or _depth(text) > MAX_DEPTH:
+        return f"{escape(text[:MAX_CELL_CHARS])} […]"
     return bleach.clean(
         text, tags=TAGS, attributes=_allowed, protocols={"http", "https", "mailto", "data"}
     )
+
+
+def _depth(text: str) -> int:
+    """How deep tags are nested at most, if each that has to be closed is.
+
+    >>> _depth("<b><i>x</i><br>"), _depth("<td>" * 3), _depth("a < b")
+    (2, 3, 0)
+    """
+    opened: Counter[str] = Counter()
+    depth = deepest = 0
+    for closing, name in _TAG.findall(text.lower()):
+        if not closing and name not in _VOID:
+            opened[name] += 1
+            depth += 1
+            deepest = max(deepest, depth)
+        elif closing and opened[name]:  # one that closes nothing changes nothing
+            opened[name] -= 1
+            depth -= 1
+    return deepest
+
+
+def shorten(notebook: NotebookNode) -> None:
+    """Leaves as much of a graded notebook as a page can show: one must not hold up a class."""
+    code, rich = MAX_CODE_CHARS, MAX_RICH_CHARS
+    for cell in notebook.cells:
+        room = min(MAX_CELL_CHARS, code)
+        if len(cell.source) > room:
+            mark = "# " if cell.cell_type == "code" else ""
+            cell.source = f"{cell.source[:room]}\n{mark}{_CUT}"
+        code = max(0, code - len(cell.source))
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            for kind in _RICH:
+                size = len(str(data.get(kind, "")))
+                if size > min(rich, MAX_HTML_CHARS):
+                    del data[kind]
+                    data.setdefault("text/plain", _CUT)
+                else:
+                    rich -= size
 
 
 def markdown(source: str) -> str:

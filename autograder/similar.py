@@ -177,7 +177,7 @@ def _read(notebook: NotebookNode, *, own: bool) -> _Work:
         if cell.cell_type != "code" or (own and is_given(cell)):
             continue
         source = code_of(cell.source[:left])
-        left -= len(source)
+        left = max(0, left - len(source))
         sources.append((name_of(cell), source))
     chosen = _chosen_names([source for _, source in sources])
     for name, source in sources:

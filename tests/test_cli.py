@@ -13,8 +13,11 @@ import psutil
 import pytest
 from course import LAB, ROOT, TestCourse
 
+from autograder.batch import fill_gradebook
 from autograder.bridge import choose_sandbox, is_bundled
-from autograder.course import CourseError
+from autograder.course import Course, CourseError
+from autograder.intake import Submission
+from autograder.run import Settings
 from autograder.sandbox import probe_support
 from autograder.zoo import write_class
 
@@ -89,6 +92,37 @@ def test_records_go_to_standard_output_whatever_may_be_written_here(course):
     options = ["handed_in/empty", "--lab", LAB, "--no-gradebook", "--json", "-"]
     done = course.run("-m", "autograder", "grade", *options, deadline_s=120)
     assert len(json.loads(done.stdout)) == 1
+
+
+def test_a_terminal_that_lacks_our_signs_stops_nothing(course, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    options = ["handed_in/empty", "--lab", LAB, "--no-gradebook"]
+    assert "empty" in course.run("-m", "autograder", "grade", *options, deadline_s=120).stdout
+
+
+def test_a_file_in_place_that_nbgrader_cannot_read_is_left_out(course, monkeypatch, capsys):
+    """Both lie where nbgrader has them; it would stop at the one, and the other had no feedback."""
+    submissions = []
+    for student, content in (("good", MASTER.read_bytes()), ("odd", b"{ no notebook")):
+        path = course.root / "build" / "nbgrader" / "submitted" / student / LAB / f"{LAB}.ipynb"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+        submissions.append(Submission(student, path))
+    calls = []
+    monkeypatch.setattr("autograder.batch._nbgrader", lambda _, *words: calls.append(words))
+    fill_gradebook(submissions, [{}, {}], Settings(Course(course.root), LAB, 3, True))
+    assert "not in the gradebook" in capsys.readouterr().err
+    autograde, feedback = (call for call in calls if call[0] != "generate_assignment")
+    for call in (autograde, feedback):
+        [left_out] = [word for word in call if "student_id_exclude" in word]
+        assert "odd" in left_out.rpartition("=")[2].split(",")
+        assert "good" not in left_out.rpartition("=")[2].split(",")
+
+
+def test_a_record_can_be_found_again_from_elsewhere(course):
+    """`--student`, the report's advice and a regrade read the file once more."""
+    record = course.grade("handed_in/empty", "--no-gradebook")["empty"]
+    assert record["submission"] == str(course.root / "handed_in" / "empty" / f"{LAB}.ipynb")
 
 
 def test_the_key_is_private_and_kept(course):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import nbformat
 import pytest
 from attack_corpus import load_attacks
 from course import ROOT
@@ -11,6 +12,7 @@ from course import ROOT
 from autograder.build import build_notebook
 from autograder.criteria import lab_names
 from autograder.intake import read_submission
+from autograder.similar import find_similar
 from autograder.suspicious import evidence_in_record, find_evidence, rows
 from autograder.zoo import load_zoo
 
@@ -67,8 +69,6 @@ def test_looking_around_is_shown(title, what):
 
 
 def _as_read(attack):
-    import nbformat
-
     return nbformat.from_dict(json.loads(json.dumps(attack.notebook)))
 
 
@@ -93,7 +93,22 @@ def test_ranks_that_ended_are_shown_where_there_are_points():
 def test_code_that_is_no_python_is_passed_over():
     import nbformat
 
-    odd = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(source) for source in ("def (", "(" * 5000, "\0", "x = 1")]
-    )
+    sources = ("def (", "(" * 5000, "\0", "x = 1", "%%x\n" * 3000, "%a\n" * 495, "\n" * 99_999)
+    odd = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
     assert find_evidence("ada", odd, nbformat.v4.new_notebook()) == []
+    assert find_similar({"ada": odd, "bea": odd}, nbformat.v4.new_notebook()) == []
+
+
+def test_magics_hide_nothing_and_move_no_line():
+    cell = nbformat.v4.new_code_cell(
+        "%%rank 0\n\n%matplotlib inline\n!cat /proc/1/maps\nimport ctypes"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    found = find_evidence("ada", notebook, nbformat.v4.new_notebook())
+    assert [(e.line, e.what) for e in found] == [(4, "names /proc"), (5, "uses ctypes")]
+
+
+def test_more_code_than_is_looked_at_is_worth_a_look():
+    cells = [nbformat.v4.new_code_cell(f"x = '{'y' * 99_000}'") for _ in range(5)]
+    found = find_evidence("ada", nbformat.v4.new_notebook(cells=cells), nbformat.v4.new_notebook())
+    assert ["more that was not looked at" in e.what for e in found] == [True]
