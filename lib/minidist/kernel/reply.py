@@ -24,13 +24,25 @@ def ok(reply: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+MAX_DEPTH = 50  # of lists and objects in a part of a reply; the reader may have less room than we
+
+
 def _can_be_sent(value: Any) -> bool:
-    """Whether a part of a rank's reply can go into a message: no lone surrogates, no nan."""
+    """Whether a part of a rank's reply can go into a message: no surrogates, no nan, not deep."""
+    if not _is_shallow(value, MAX_DEPTH):
+        return False
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _is_shallow(value: Any, left: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return left > 0 and all(_is_shallow(part, left - 1) for part in parts)
 
 
 def error(kind: str, ename: str, text: str, states: list[dict[str, Any]]) -> dict[str, Any]:
