@@ -38,7 +38,8 @@ from minidist.kernel.cell import printable
 HELLO_DEADLINE_S = 20.0
 ANSWER_DEADLINE_S = 60.0
 MAX_MESSAGE_CHARS = 6000
-# What one rank may send through the emulated cluster; honest work takes a tenth of it.
+# What a rank may send through the emulated cluster at once, and all of them in a check. It is kept
+# until the check is judged, up to five times. Honest work takes an eighth of it on three ranks.
 MAX_PAYLOAD_BYTES = 1 << 26
 MAX_SESSION_BYTES = 1 << 28
 MAX_SESSION_EVENTS = 5_000  # replaying takes longer than in proportion to them

@@ -56,7 +56,7 @@ class Broker:
         keep_payloads: keep what was sent and what came out in `Trace.collectives`.
         deadline_s: seconds that a rank may wait for the others in one collective.
         max_payload_bytes: largest payload of one collective on one rank.
-        max_session_bytes: most that one rank may send in one session.
+        max_session_bytes: most that the ranks may send in one session, all together.
         max_session_events: most charges, calls and waits of one rank in one session.
     """
 

@@ -32,7 +32,7 @@ class Session:
     Args:
         number: what frames have to carry to belong to this session.
         reply: sends a reply to a rank; must not block or raise.
-        max_bytes: payload bytes that one rank may send in the session.
+        max_bytes: payload bytes that the ranks may send in the session, all together.
         max_events: charges, calls and waits of one rank in the session; replaying a trace takes
             longer than in proportion to them.
     """
@@ -66,7 +66,7 @@ class Session:
         self._groups: dict[str, tuple[int, ...]] = {}
         self._counts: dict[tuple[str, int], int] = {}
         self._message_counts: dict[tuple[str, int], int] = {}
-        self._bytes = [0] * world_size
+        self._bytes = 0
         self._last: dict[int, str] = {}
 
     # ------------------------------------------------------------------ frames
@@ -75,9 +75,9 @@ class Session:
         """One frame of `rank`, already known to belong to this session."""
         kind = header.get("t")
         self._ledger.check_room(rank)
-        self._bytes[rank] += payload.nbytes
-        if self._bytes[rank] > self._max_bytes:
-            raise ProtocolError(f"sent more than {self._max_bytes} bytes in one session")
+        self._bytes += payload.nbytes
+        if self._bytes > self._max_bytes:
+            raise ProtocolError(f"the ranks sent more than {self._max_bytes} bytes in one session")
         if kind == "issue":
             self._issue(rank, header, payload)
             return
