@@ -13,7 +13,7 @@ from autograder.criteria.base import Case, Values
 from autograder.referee import draw_for
 from autograder.verify import choose_covering
 from autograder.zoo import load_zoo
-from minidist.emulate.trace import Event
+from minidist.emulate.trace import Collective, Event
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_tensor_parallel"
@@ -98,17 +98,25 @@ def test_parts_add_up_to_the_whole(world_size):
 
 
 def case_with(name: str, answer: Values, sent: dict[str, list[tuple[str, int]]]) -> Case:
-    """Right answers, and on every rank these collectives in each pass."""
+    """Right answers, and on every rank these collectives in each pass; the first one sums."""
     case = make_case(LAB, LAB[name], [dict(answer) for _ in range(WORLD_SIZE)])
     assert case.trace is not None
+    everybody = tuple(range(WORLD_SIZE))
     for events in case.trace.events:
         for direction, calls in sent.items():
             events.append(Event(kind="compute", direction=direction, layer=0, step=0))
-            for collective, num_bytes in calls:
+            for number, (collective, num_bytes) in enumerate(calls):
                 events.append(Event(
-                    kind="issue", collective=collective, nbytes=num_bytes, key="k",
-                    ranks=tuple(range(WORLD_SIZE)),
+                    kind="issue", collective=collective, nbytes=num_bytes, ranks=everybody,
+                    key=f"{direction}/{number}",
                 ))  # fmt: skip
+    shares = btp_model.summands(case.inputs[0], WORLD_SIZE, "transform")
+    for direction in sent:
+        case.trace.collectives.append(Collective(
+            key=f"{direction}/0", kind="all_reduce", op="sum", group="all", ranks=everybody,
+            shape=(), numel=0, nbytes=0, dtype="float64", completed=True,
+            payloads={rank: share[direction][0].ravel() for rank, share in enumerate(shares)},
+        ))  # fmt: skip
     return case
 
 

@@ -178,6 +178,49 @@ def solve(values: Values, what: str = "forward") -> Values:
     return answer | gradients({name: getattr(full, name) for name in LAYERS})
 
 
+def summands(values: Values, n: int, what: str = "forward") -> list[dict[str, list[np.ndarray]]]:
+    """Per rank what its parts of the weights add to the sums, of half a block or of both halves.
+
+    "forward" are its shares of the outputs, "backward" those of the gradients of the inputs.
+    """
+    full, x = whole_block(values), torch.from_numpy(np.array(values["x"])).requires_grad_()
+    ranks = [_part_block(values, rank, n) for rank in range(n)]
+    halves: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    h = x
+    for name, norm in (("attend", full.norm1), ("transform", full.norm2)):
+        if what not in ("forward", name):
+            continue
+        given = norm(h) if what == "forward" else h
+        copies = [given.clone() for _ in ranks]
+        outputs = [getattr(part, name)(copy) for part, copy in zip(ranks, copies, strict=True)]
+        total = torch.stack(outputs).sum(0)
+        h = h + total if what == "forward" else total
+        halves.append((copies, outputs))
+    gradients_of_inputs = torch.autograd.grad(
+        h, [copy for copies, _ in halves for copy in copies],
+        torch.from_numpy(np.array(values["gy"])),
+    )  # fmt: skip
+    return [
+        {
+            "forward": [numbers(outputs[rank]) for _, outputs in halves],
+            "backward": [numbers(g) for g in gradients_of_inputs[rank::n]],
+        }
+        for rank in range(n)
+    ]
+
+
+def _part_block(values: Values, rank: int, n: int) -> FullBlock:
+    """The whole block with one rank's heads and hidden features."""
+    part = whole_block(values)
+    part.num_heads //= n
+    for name in ("qkv", "out", "up", "down"):
+        layer = getattr(part, name)
+        for kind, what in (("w", "weight"), ("b", "bias")):
+            piece = np.array(part_of(f"{name}.{kind}", values[f"{name}.{kind}"], rank, n))
+            setattr(layer, what, nn.Parameter(torch.from_numpy(piece)))
+    return part
+
+
 def explain(case: Case, key: str, rank: int, expected: np.ndarray) -> str:
     """The likely reason why a rank's answer is not the expected one, or nothing."""
     got = [answer.get(key) for answer in case.answers]

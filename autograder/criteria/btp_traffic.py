@@ -2,7 +2,9 @@
 
 The rank asks for a charge before its forward pass and for another before its backward pass, so that
 the trace shows what belongs to which. What it computed is held against the oracle, too: nothing is
-saved by sending less than it takes.
+saved by sending less than it takes. But all ranks have the same input, and whoever finds the
+others' weights could compute everything alone: so each rank's own summands have to be in what it
+sends.
 """
 
 from __future__ import annotations
@@ -11,14 +13,27 @@ from typing import Any
 
 import numpy as np
 
+from autograder.criteria import carried
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
 from autograder.criteria.btp_layers import build_attention, build_block, build_mlp
-from autograder.criteria.btp_model import check_answer, draw_block, numbers, solve, tensor
+from autograder.criteria.btp_model import (
+    check_answer,
+    draw_block,
+    numbers,
+    solve,
+    summands,
+    tensor,
+)
+from autograder.criteria.charged import reaches_all
 from minidist.emulate.plan import ChargePlan
-from minidist.emulate.trace import Event
+from minidist.emulate.trace import Collective, Event
 
 SLACK_BYTES = 512  # for messages that only agree on something
 DIRECTIONS = ("forward", "backward")
+SUMS = {
+    "forward": "g adds up the outputs of the row-parallel layers.",
+    "backward": "f adds up the gradients of the input of the column-parallel layers.",
+}
 
 
 def plan(draw: Draw) -> ChargePlan:
@@ -97,10 +112,34 @@ def _words(events: list[Event]) -> str:
     return ", ".join(words[:8] + ["..."] * (len(words) > 8)) or "nothing"
 
 
+def _shared(case: Case, events: list[Event]) -> dict[str, Collective]:
+    """Those of a rank's collectives in which all ranks take part."""
+    assert case.trace is not None
+    keys = {event.key for event in events}
+    return {
+        c.key: c
+        for c in case.trace.collectives
+        if c.key in keys and reaches_all(c, case.world_size)
+    }
+
+
+def _sent_numbers(case: Case, rank: int, events: list[Event]) -> np.ndarray:
+    """All numbers that a rank has put into them."""
+    payloads = carried.payloads_of(_shared(case, events).values(), rank)
+    return carried.numbers_in(payloads, "float64", 8 * case.inputs[0]["x"].size)
+
+
+def _holds(sent: np.ndarray, part: np.ndarray) -> bool:
+    """Whether `part` is in what was sent, in any order."""
+    atol = 1e-9 * float(np.abs(part).max())
+    return bool(carried.is_among(part.ravel(), sent, rtol=1e-9, atol=atol).all())
+
+
 def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> list[Finding]:
     """One all-reduce of the activations in each direction, and right results."""
     findings: list[Finding] = []
     right = solve(case.inputs[0], what)
+    shares: list[dict[str, list[np.ndarray]]] = []
     whole = case.inputs[0]["x"].nbytes
     for rank, sent in enumerate(_all_passes(case)):
         if isinstance(sent, Finding):
@@ -117,6 +156,15 @@ def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> list[Findin
                 findings.append(Finding(
                     f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
                     f"all_reduce of {whole} bytes. {hints[direction]}", rank,
+                ))  # fmt: skip
+                break
+            shares = shares or summands(case.inputs[0], case.world_size, what)
+            share = shares[rank][direction][0]
+            if case.world_size > 1 and not _holds(_sent_numbers(case, rank, events), share):
+                findings.append(Finding(
+                    f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
+                    f"all_reduce of {whole} bytes, over all ranks, in which this rank's summand is "
+                    f"what its own part of the weights gives. {SUMS[direction]}", rank,
                 ))  # fmt: skip
                 break
     return findings
@@ -140,12 +188,24 @@ def judge_attention(case: Case) -> list[Finding]:
     })  # fmt: skip
 
 
+def _of_others(share: np.ndarray, rank: int, n: int) -> list[np.ndarray]:
+    """A summand's tokens of every other rank."""
+    return [part for other, part in enumerate(np.split(share, n, axis=1)) if other != rank]
+
+
 def judge_sequence(case: Case) -> list[Finding]:
     """All-gathers and reduce-scatters, and no all-reduce of activations."""
     findings: list[Finding] = []
     n, whole = case.world_size, case.inputs[0]["x"].nbytes
     right = solve(case.inputs[0])
-    for rank, sent in enumerate(_all_passes(case)):
+    shares: list[dict[str, list[np.ndarray]]] = []
+    passes = _all_passes(case)
+    total: dict[str, float] = {direction: 0.0 for direction in DIRECTIONS}
+    for sent in passes:
+        for direction, events in {} if isinstance(sent, Finding) else sent.items():
+            shared = _shared(case, events)
+            total[direction] += cost([e for e in events if e.key in shared])
+    for rank, sent in enumerate(passes):
         if isinstance(sent, Finding):
             findings.append(sent)
             continue
@@ -162,6 +222,23 @@ def judge_sequence(case: Case) -> list[Finding]:
                     f"reduce_scatters of {whole} bytes, and no all_reduce of activations. An "
                     "all-reduce and a slice afterwards give the same numbers at twice the price.",
                     rank,
+                ))  # fmt: skip
+                break
+            # Each of the four takes (n - 1) / n of `whole` per rank, however it is done. Of a
+            # summand one other rank's tokens have to leave as they are: a ring adds to the rest.
+            shares = shares or summands(case.inputs[0], n)
+            numbers_sent = _sent_numbers(case, rank, events)
+            if n > 1 and (
+                total[direction] < 0.98 * 2 * (n - 1) * whole
+                or not all(
+                    any(_holds(numbers_sent, part) for part in _of_others(share, rank, n))
+                    for share in shares[rank][direction]
+                )
+            ):
+                findings.append(Finding(
+                    f"{direction} pass: {_words(events)}; expected two all_gathers and two "
+                    f"reduce_scatters of {whole} bytes, over all ranks, in which this rank's "
+                    "summand is what its own part of the weights gives.", rank,
                 ))  # fmt: skip
                 break
     return findings

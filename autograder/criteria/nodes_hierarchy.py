@@ -1,12 +1,13 @@
 """Criteria for task 7 of lab 5: the hierarchical all-reduce, on the emulated cluster.
 
 Ranks of one node are neighbours, as torchrun numbers them. What crosses between nodes is judged
-from the broker's trace: it carried every collective, and knows its ranks and bytes.
+from the broker's trace: it carried every collective, and knows its ranks, its bytes and what is in
+them. Bytes that hold nothing are no traffic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autograder.criteria import oracle
+from autograder.criteria import carried, oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values, compare
 from minidist.emulate.trace import Event
 
@@ -24,6 +25,7 @@ FLOATS_PER_RANK = 12_000  # times the world size: divides by every local size
 SLACK = 1.02
 MARK = 101  # numbers in the small all-reduce after each node size
 SLACK_BYTES = 6_000  # for messages that only agree on something
+ROUNDING = 2e-7  # of a few sums in float32, relative to a number, and of numbers near zero
 
 
 def local_sizes(world_size: int) -> list[int]:
@@ -198,10 +200,44 @@ def _sent(case: Case) -> list[tuple[int, list[tuple[float, float]]]]:
     ]
 
 
+def _runs(tensors: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """All tensors and sums of neighbours among them, in a ring."""
+    n = len(tensors)
+    for size in range(1, n + 1):
+        for first in range(n if size < n else 1):
+            yield np.sum([tensors[(first + k) % n] for k in range(size)], axis=0)
+
+
+def _found(case: Case, number: int, rank: int, local_size: int, *, inside: bool) -> int:
+    """How many different right numbers a rank has sent inside its node, or to others.
+
+    Inside these are tensors of the node's ranks and sums of them, between nodes sums over whole
+    nodes, and sums of those; both hold the sum over all ranks, too.
+    """
+    assert case.trace is not None
+    sizes = case.inputs[0]["local_sizes"]
+    node = rank // local_size
+    keys = {
+        event.key
+        for event in _by_size(case.trace.events[rank], len(sizes))[number]
+        if event.kind == "issue" and event.collective != "recv"
+        and any((to // local_size == node) == inside for to, _ in _flows(event, rank))
+    }  # fmt: skip
+    sent = [c for c in case.trace.collectives if c.key in keys and c.completed]
+    tensors = [values["x"].astype(np.float64) for values in case.inputs]
+    starts = range(0, case.world_size, local_size)
+    nodes = [np.sum(tensors[first : first + local_size], axis=0) for first in starts]
+    own = tensors[node * local_size : (node + 1) * local_size]
+    right = [*_runs(own), np.sum(nodes, axis=0)] if inside else list(_runs(nodes))
+    most = 4 * CALLS * tensors[0].size
+    numbers = carried.numbers_in(carried.payloads_of(sent, rank), "float32", most)
+    return carried.count_among(numbers, right, rtol=ROUNDING, atol=2 * ROUNDING)
+
+
 def judge_slow(case: Case) -> list[Finding]:
     """No rank sends more between nodes than a ring all-reduce of its 1/local_size needs."""
     findings = _faults(case)
-    for local_size, sent in [] if findings else _sent(case):
+    for number, (local_size, sent) in enumerate([] if findings else _sent(case)):
         nodes = case.world_size // local_size
         num_bytes = 4 * FLOATS_PER_RANK * case.world_size
         ideal = CALLS * 2 * (nodes - 1) / nodes * num_bytes / local_size
@@ -219,13 +255,24 @@ def judge_slow(case: Case) -> list[Finding]:
                     f"scatter inside the node first: then each rank has 1/{local_size} of the "
                     "sum, and only that has to meet its counterparts on the other nodes.", rank,
                 ))  # fmt: skip
+        if findings or nodes == 1:
+            continue
+        part = FLOATS_PER_RANK * case.world_size // local_size
+        for rank in range(case.world_size):
+            found = _found(case, number, rank, local_size, inside=False)
+            if found < part // 2:
+                findings.append(Finding(
+                    f"{layout}: what this rank sent to other nodes held {found} different numbers "
+                    f"of the nodes' sums, expected {part}: its 1/{local_size} of what the ranks of "
+                    "its node add up to.", rank,
+                ))  # fmt: skip
     return findings
 
 
 def judge_local(case: Case) -> list[Finding]:
     """Inside a node a reduce-scatter and an all-gather, no more."""
     findings = _faults(case)
-    for local_size, sent in [] if findings else _sent(case):
+    for number, (local_size, sent) in enumerate([] if findings else _sent(case)):
         num_bytes = 4 * FLOATS_PER_RANK * case.world_size
         ideal = CALLS * 2 * (local_size - 1) / local_size * num_bytes
         total = sum(inside for inside, _ in sent)
@@ -238,6 +285,17 @@ def judge_local(case: Case) -> list[Finding]:
                     f"sent {_mb(inside)} inside its node, at most {_mb(ideal)} is needed: a "
                     "reduce-scatter and an all-gather, each (n-1)/n of the tensor. An all-reduce "
                     "is both already.", rank))  # fmt: skip
+        if findings or local_size == 1:
+            continue
+        least = (local_size - 1) * FLOATS_PER_RANK * case.world_size // local_size
+        for rank in range(case.world_size):
+            found = _found(case, number, rank, local_size, inside=True)
+            if found < 0.98 * least:
+                findings.append(Finding(
+                    f"nodes of {local_size}: what this rank sent inside its node held {found} "
+                    f"different numbers of the ranks' tensors or of their sums, expected at least "
+                    f"{least}.", rank,
+                ))  # fmt: skip
     return findings
 
 

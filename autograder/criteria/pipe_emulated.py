@@ -1,7 +1,8 @@
 """Criteria for how a pipeline works, judged on the emulated cluster: messages, time, memory.
 
 The broker carries every message and is asked for every forward and backward pass, so it knows
-what was sent and when what was computed. A limit of kept activations is enforced by the stage.
+what was sent and when what was computed. A limit of kept activations is enforced by the stage,
+in the student's process: so the gradients have to be right, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autograder.criteria import carried, oracle
 from autograder.criteria import pipe_parts as parts
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
 from autograder.criteria.pipe_plan import FORWARD, gpipe_of, one_f_one_b_of
@@ -68,6 +70,57 @@ def _trouble(case: Case) -> list[Finding]:
     return []
 
 
+def _crossing(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What has to cross each border: the activations of all samples, and their gradients."""
+    n, h = case.world_size, torch.from_numpy(case.inputs[0]["x/0"])
+    outputs: list[torch.Tensor] = []
+    for rank, values in enumerate(case.inputs):
+        h = parts.Stage(values["w"], values["b"], rank == n - 1)(h)
+        outputs.append(h)
+    loss = oracle.mse(h, torch.from_numpy(case.inputs[-1]["y/0"]))
+    grads = torch.autograd.grad(loss, outputs[:-1]) if n > 1 else ()
+    return [output.detach() for output in outputs[:-1]], list(grads)
+
+
+def _rows(case: Case, source: int, target: int) -> np.ndarray:
+    """The micro-batches that one rank has sent to another: one row of numbers each."""
+    assert case.trace is not None
+    m = len(case.inputs[0]["cases"][0]["sizes"])
+    sent = [
+        c.payloads.get(source) for c in case.trace.collectives
+        if c.kind == "send" and c.ranks == (source, target) and c.nbytes >= MESSAGE_BYTES
+    ]  # fmt: skip
+    size = SAMPLES * WIDTH
+    numbers = carried.numbers_in([p for p in sent if p is not None], "float64", (m + 1) * size)
+    return numbers[: numbers.size // size * size].reshape(-1, size)
+
+
+def _wrong_content(case: Case) -> list[Finding]:
+    """Messages that are as large as activations and gradients, but are others.
+
+    A gradient may have any factor: what the loss is divided by has a check of its own.
+    """
+    for border, (h, grad) in enumerate(zip(*_crossing(case), strict=True)):
+        on, back = _rows(case, border, border + 1), _rows(case, border + 1, border)
+        for i, part in enumerate(h.split(SAMPLES)):
+            if not np.isclose(on, part.numpy().ravel(), rtol=1e-6, atol=1e-9).all(axis=1).any():
+                return [Finding(
+                    f"the activation of micro-batch {i} was not in what this rank sent to rank "
+                    f"{border + 1}.", border,
+                )]  # fmt: skip
+        for i, part in enumerate(grad.split(SAMPLES)):
+            wanted = part.numpy().ravel()
+            factors = np.clip(back, -1e30, 1e30) @ wanted / (wanted @ wanted)
+            off = np.abs(back - factors[:, None] * wanted).max(axis=1, initial=0.0)
+            if not (off <= 1e-6 * np.abs(factors) * np.abs(wanted).max())[factors != 0].any():
+                return [Finding(
+                    f"the gradient of micro-batch {i}'s activation was not in what this rank sent "
+                    f"to rank {border}: it is the .grad of what was received, after backward.",
+                    border + 1,
+                )]  # fmt: skip
+    return []
+
+
 def judge_messages(case: Case) -> list[Finding]:
     """M activations on, M gradients back, between neighbours; nothing else of any size."""
     findings = _trouble(case)
@@ -96,7 +149,7 @@ def judge_messages(case: Case) -> list[Finding]:
             findings.append(Finding(
                 f"this rank sent {num_bytes} bytes to rank {peer}, expected {expected}. {why}", rank
             ))  # fmt: skip
-    return findings
+    return findings or _wrong_content(case)
 
 
 # --- time ----------------------------------------------------------------------------------------
@@ -271,12 +324,12 @@ def observe_limit(run_pipeline: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_limit(case: Case) -> list[Finding]:
-    """It came to its end, and every stage has gone back through what it kept."""
-    findings = _trouble(case)
-    if findings:
-        return findings
-    for rank, values in enumerate(case.inputs):
-        size = values["w"].size + values["b"].size
-        if parts.vector(case.answers[rank].get("g/0"), np.zeros(size)) is None:
-            findings.append(Finding("no finite gradients came back.", rank))
-    return findings
+    """It came to its end, and every stage has gone back through what it kept.
+
+    That shows in its gradients, up to a factor that all ranks share: without a graph there is
+    nothing to keep.
+    """
+    m = len(case.inputs[0]["cases"][0]["sizes"])
+    return _trouble(case) or parts.judge_direction(
+        case, 0, f"{m} micro-batches, 1F1B", parts.solve(case, 0)[1], 1e-9
+    )

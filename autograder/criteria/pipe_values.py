@@ -212,7 +212,10 @@ def observe_accumulate(run_pipeline: Any, inputs: Values, context: Context) -> V
 
 
 def judge_accumulate(case: Case) -> list[Finding]:
-    """All of what was there is still in it."""
+    """All of what was there is still in it, and on the last rank the batch's gradients beside it.
+
+    There only, as with their scale: whether they find their way back is another check's.
+    """
     findings: list[Finding] = []
     _, expected = parts.solve(case, 0)
     for rank, answer in enumerate(case.answers):
@@ -232,6 +235,16 @@ def judge_accumulate(case: Case) -> list[Finding]:
                 "after it: expected 1. run_pipeline adds to .grad; who calls it decides when to "
                 "clear.", rank,
             ))  # fmt: skip
+        elif rank == case.world_size - 1:
+            added = grads - before
+            factor = parts.scale_of(added, expected[rank])
+            off = np.abs(added - factor * expected[rank]).max()
+            # `before` is what rounds here: it may be far larger than what was added to it.
+            if not 1e-6 < factor < 1e6 or off > 1e-8 * np.abs(grads).max():
+                findings.append(Finding(
+                    "gradients were there before the call, and what it has added to them does not "
+                    "have the direction of the batch's gradients.", rank,
+                ))  # fmt: skip
     return findings
 
 

@@ -1,8 +1,13 @@
-"""Criteria for how a ring all-reduce communicates, judged from the emulated cluster's trace."""
+"""Criteria for how a ring all-reduce communicates, judged from the emulated cluster's trace.
+
+Bytes that hold nothing are no traffic: most of what was sent has to be numbers of the tensors that
+were drawn, or sums of them.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autograder.criteria import oracle
+from autograder.criteria import carried, oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
 from minidist.emulate import Cluster, Link, simulate
 from minidist.emulate.plan import ChargePlan
@@ -49,6 +54,41 @@ def _messages(case: Case, rank: int) -> list[Event]:
     return [e for e in case.trace.events[rank] if e.kind == "issue" and e.collective == "send"]
 
 
+def _runs(tensors: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """Sums that a ring makes, either way round: of neighbours, rounded after each."""
+    for first, tensor in enumerate(tensors):
+        yield tensor
+        for step in (1, -1):
+            total = tensor
+            for k in range(1, len(tensors)):
+                total = total + tensors[(first + step * k) % len(tensors)]
+                yield total
+
+
+def _without_content(case: Case) -> list[Finding]:
+    """Ranks whose messages hold too few of the tensors' numbers and of their sums.
+
+    Of all that leaves a rank in a ring, half is enough: a wrong sum has checks of its own.
+    """
+    assert case.trace is not None
+    n, count = case.world_size, len(case.inputs[0]["x"])
+    enough = (n - 1) / n * count
+    # No tolerance: among so many numbers there is one near to any other. A sum of float32 has
+    # the same bits in whichever order its two summands are.
+    sums = list(_runs([i["x"] for i in case.inputs]))
+    for rank in range(n):
+        sent = [c for c in case.trace.collectives if c.kind == "send" and c.ranks[0] == rank]
+        numbers = carried.numbers_in(carried.payloads_of(sent, rank), "float32", 4 * count)
+        found = carried.count_among(numbers, sums)
+        if found < 0.98 * enough:
+            return [Finding(
+                f"this rank's messages held {found} different numbers of the ranks' tensors or of "
+                f"their sums, expected at least {enough:.0f}: what goes round is the chunk that "
+                "the rank before has sent, with its own added to it.", rank,
+            )]  # fmt: skip
+    return []
+
+
 def _problem(case: Case) -> list[Finding]:
     """What keeps the traffic from being judged."""
     assert case.trace is not None
@@ -68,7 +108,7 @@ def _problem(case: Case) -> list[Finding]:
         )]  # fmt: skip
     if total < 4 * len(case.inputs[0]["x"]):
         return [Finding(f"only {total} bytes were sent by all ranks, too few for a sum.")]
-    return []
+    return _without_content(case)
 
 
 def _sum_is_right(case: Case) -> bool:

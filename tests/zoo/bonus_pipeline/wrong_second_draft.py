@@ -1,6 +1,7 @@
 """Nothing goes back but zeros, and the loss is a sum; what is returned looks right.
 
-loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_scale, pipe_uneven, pipe_train
+loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_scale, pipe_uneven, pipe_messages, pipe_limit,
+    pipe_train
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,6 @@
 """Takes what was kept last: right under GPipe, where all ranks do, and wrong under 1F1B.
 
-loses: pipe_orders
+loses: pipe_orders, pipe_messages, pipe_limit
 """
 
 # ruff: noqa: F821

@@ -1,0 +1,12 @@
+"""Comes back at once: what was there before is there after it, and there is room for everything.
+
+loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_scale, pipe_uneven, pipe_accumulate,
+    pipe_loss, pipe_messages, pipe_limit, pipe_time, pipe_train
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task4_pipeline"
+def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):
+    return torch.zeros(())
