@@ -253,8 +253,12 @@ def judge_backward(case: Case) -> list[Finding]:
     for call in _last_calls(case):
         if isinstance(call, Finding):
             findings.append(call)
-        elif problem := _too_many_bytes(
-            call, "This wrapper decides in backward, as FSDP does: is that inside no_sync() too?"
+        elif problem := (
+            _too_many_bytes(
+                call,
+                "This wrapper decides in backward, as FSDP does: is that inside no_sync() too?",
+            )
+            or call.missing(case)
         ):
             findings.append(problem)
     return findings

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autograder.criteria.amp_formats import DTYPES
 from autograder.criteria.amp_scaler import same
 from autograder.criteria.base import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.charged import reaches_all
 from minidist.emulate.plan import ChargePlan
 
 SHAPES = ((40, 30), (500,), (25, 16))
@@ -146,11 +147,12 @@ def judge_bytes(case: Case) -> list[Finding]:
                 f"{name}: expected one all-reduce of {name} per bucket, saw {what}.", rank
             ))  # fmt: skip
             continue
+        reduced = [c for c in reduced if reaches_all(c, case.world_size)]
         sent = sum(c.nbytes for c in reduced)
         if not 0.9 * STEPS * NUMEL * 2 <= sent <= 1.1 * STEPS * NUMEL * 2:
             findings.append(Finding(
-                f"{name}: {sent} bytes of gradients were all-reduced in {STEPS} steps, expected "
-                f"{STEPS * NUMEL * 2}.", rank,
+                f"{name}: {sent} bytes of gradients were all-reduced over all ranks in {STEPS} "
+                f"steps, expected {STEPS * NUMEL * 2}.", rank,
             ))  # fmt: skip
         elif not _carries(reduced, rank, inputs, name):
             findings.append(Finding(

@@ -195,7 +195,8 @@ def compare(
 ) -> bool:
     """True if `got` is a finite array of `expected`'s shape and values, else adds a finding.
 
-    The message names the first place where they differ; `hint` is the likely reason.
+    Nothing agrees with an `expected` or a tolerance that is not finite. The message names the
+    first place where they differ; `hint` is the likely reason.
     """
     problem = _difference(got, np.asarray(expected, dtype=np.float64), rtol, atol)
     if problem:
@@ -213,7 +214,12 @@ def _difference(got: Any, expected: np.ndarray, rtol: float, atol: float) -> str
     value = got.astype(np.float64)
     if not np.isfinite(value).all():
         return "has values that are not finite (nan or inf)."
-    wrong = np.abs(value - expected) > atol + rtol * np.abs(expected)
+    with np.errstate(invalid="ignore"):
+        allowed = atol + rtol * np.abs(expected)
+    if not np.isfinite(allowed).all():
+        # Where it comes out of another answer: nothing is further from nan or inf than allowed.
+        return "what it is compared with has values that are not finite (nan or inf)."
+    wrong = np.abs(value - expected) > allowed
     if not wrong.any():
         return None
     place = tuple(int(i) for i in np.argwhere(wrong)[0])

@@ -112,7 +112,7 @@ def _words(events: list[Event]) -> str:
     return ", ".join(words[:8] + ["..."] * (len(words) > 8)) or "nothing"
 
 
-def _shared(case: Case, events: list[Event]) -> dict[str, Collective]:
+def shared(case: Case, events: list[Event]) -> dict[str, Collective]:
     """Those of a rank's collectives in which all ranks take part."""
     assert case.trace is not None
     keys = {event.key for event in events}
@@ -125,7 +125,7 @@ def _shared(case: Case, events: list[Event]) -> dict[str, Collective]:
 
 def _sent_numbers(case: Case, rank: int, events: list[Event]) -> np.ndarray:
     """All numbers that a rank has put into them."""
-    payloads = carried.payloads_of(_shared(case, events).values(), rank)
+    payloads = carried.payloads_of(shared(case, events).values(), rank)
     return carried.numbers_in(payloads, "float64", 8 * case.inputs[0]["x"].size)
 
 
@@ -203,8 +203,8 @@ def judge_sequence(case: Case) -> list[Finding]:
     total: dict[str, float] = {direction: 0.0 for direction in DIRECTIONS}
     for sent in passes:
         for direction, events in {} if isinstance(sent, Finding) else sent.items():
-            shared = _shared(case, events)
-            total[direction] += cost([e for e in events if e.key in shared])
+            to_all = shared(case, events)
+            total[direction] += cost([e for e in events if e.key in to_all])
     for rank, sent in enumerate(passes):
         if isinstance(sent, Finding):
             findings.append(sent)

@@ -12,7 +12,7 @@ from torch import nn
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
 from autograder.criteria.btp_model import check_answer, fill, numbers, tensor
-from autograder.criteria.btp_traffic import SLACK_BYTES, cost, passes_of
+from autograder.criteria.btp_traffic import SLACK_BYTES, cost, passes_of, shared
 
 WIDTH, PER_RANK = 5, 6
 LARGE = 1_000.0  # its exponential overflows float64
@@ -228,7 +228,15 @@ def judge_traffic(case: Case) -> list[Finding]:
             continue
         if not check_answer(findings, case, "loss", rank, "loss", loss):
             continue
-        num_bytes = cost(sent["forward"] + sent["backward"])
+        events = sent["forward"] + sent["backward"]
+        to_all = shared(case, events)
+        if case.world_size > 1 and cost([e for e in events if e.key in to_all]) < 4 * tokens:
+            findings.append(Finding(
+                "hardly a number per token was sent to all ranks, and none of them can know the "
+                "others' logits: at least the sums of exponentials have to meet.", rank,
+            ))  # fmt: skip
+            continue
+        num_bytes = cost(events)
         if num_bytes > 8 * NUMBERS * tokens + SLACK_BYTES:
             findings.append(Finding(
                 f"{num_bytes / 8 / tokens:.1f} numbers were reduced per token of a vocabulary of "

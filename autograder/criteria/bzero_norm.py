@@ -18,6 +18,7 @@ KINDS = (("all", 0.3), ("all", 1.5), ("not on rank 0", 0.5), ("one rank", 0.7), 
          ("large", 1e-3), ("equal", 0.9))  # fmt: skip
 FLOATS = ("float32", "float64")
 MOST_NUMBERS = 4
+NEAR = 1e-3  # relative: whether a number is a norm or its square, not whether it is a good one
 
 
 def plan(draw: Draw) -> ChargePlan:
@@ -139,6 +140,7 @@ def judge_cost(case: Case) -> list[Finding]:
         return [Finding(fault) for fault in case.trace.faults]
     calls, findings = len(case.inputs[0]["limits"]), []
     whole = {c.key: reaches_all(c, case.world_size) for c in case.trace.collectives}
+    payloads = {c.key: c.payloads for c in case.trace.collectives}
     for rank, events in enumerate(case.trace.events):
         if not isinstance(case.answers[rank].get("norms"), list):
             findings.append(Finding("no norms were returned.", rank))
@@ -157,4 +159,29 @@ def judge_cost(case: Case) -> list[Finding]:
                 f"{len(mine)} collectives for {calls} calls, expected one each, over all "
                 f"{case.world_size} ranks.", rank,
             ))  # fmt: skip
+        elif case.world_size > 1:
+            for number, event in enumerate(mine):
+                if not _says_norm(case, rank, number, payloads[event.key].get(rank)):
+                    findings.append(Finding(
+                        f"call {number}: what travelled has nothing to do with this rank's shares, "
+                        "and the norm that was returned is not that of all shares. The number that "
+                        "travels is the sum of squares.", rank,
+                    ))  # fmt: skip
+                    break
     return findings
+
+
+def _says_norm(case: Case, rank: int, number: int, sent: Any) -> bool:
+    """Whether the right norm was returned, or the rank at least sent what is known of its own.
+
+    What is made of it is `judge`'s to say. A norm cannot be right without the others' shares.
+    """
+    norms = case.answers[rank]["norms"]
+    got, norm = norms[number] if number < len(norms) else None, _norm(case, number)
+    if not isinstance(got, float) or not math.isfinite(got):
+        return False
+    if abs(got - norm) <= NEAR * norm:
+        return True
+    square = _square(case.inputs[rank], number)
+    total = float(np.sum(np.asarray(sent, dtype=np.float64))) if sent is not None else math.nan
+    return any(abs(total - own) <= NEAR * own for own in (square, math.sqrt(square)))

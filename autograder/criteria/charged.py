@@ -30,7 +30,9 @@ def find_ahead(events: Iterable[Event], rank: int, passes: int = 1) -> Finding |
 
 
 def reaches_all(collective: Collective, world_size: int) -> bool:
-    """Whether all ranks take part, or it is a message to another one."""
+    """Whether all ranks have taken part, or it is a message that another one has taken."""
+    if not collective.completed:
+        return False  # the others never came: a group that only this rank knows, say
     if collective.kind == "send":
         return len(set(collective.ranks)) == 2
     return len(collective.ranks) == world_size

@@ -17,7 +17,7 @@ from torch import nn
 
 from autograder.criteria import oracle
 from autograder.criteria.accum_weights import told
-from autograder.criteria.base import Case, Context, Draw, Finding, Values
+from autograder.criteria.base import Case, Context, Draw, Finding, Values, compare
 
 FEATURES, CLASSES = 5, 4
 LR = 0.3
@@ -129,7 +129,8 @@ def observe(train: Any, inputs: Values, context: Context) -> Values:
 
 # --- judge ---------------------------------------------------------------------------------------
 
-NAMES = ("classify.0.weight", "classify.0.bias")
+SHAPES = {"classify.0.weight": (CLASSES, FEATURES), "classify.0.bias": (CLASSES,)}
+NAMES = tuple(SHAPES)
 
 
 def _descend(inputs: Values, x: torch.Tensor, y: torch.Tensor, steps: int) -> dict[str, np.ndarray]:
@@ -290,10 +291,20 @@ def judge_saved(case: Case) -> list[Finding]:
         ))  # fmt: skip
     for name in NAMES if not findings else ():
         trained = answer.get(name)
-        if not isinstance(trained, np.ndarray) or trained.dtype.kind != "f":
-            findings.append(Finding(f"{name}: the model has no values.", 0))
+        if (
+            not isinstance(trained, np.ndarray)
+            or trained.dtype.kind != "f"
+            or trained.shape != SHAPES[name]
+        ):
+            findings.append(Finding(
+                f"{name}: expected a trained model with values of shape {list(SHAPES[name])}.", 0
+            ))  # fmt: skip
             break
         what = f"{name} in the file, compared with the trained model"
-        if not oracle.close(findings, 0, what, answer.get(f"saved {name}"), trained):
+        # Number by number: how large the largest one is, is the rank's to say.
+        if not compare(
+            findings, 0, what, answer.get(f"saved {name}"), trained,
+            rtol=oracle.RTOL["float32"], atol=1e-6,
+        ):  # fmt: skip
             break
     return findings

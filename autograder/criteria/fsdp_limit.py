@@ -48,6 +48,7 @@ _NO_MEMORY = re.compile(
     r"failed to create.*thread|can't start new thread",
     re.IGNORECASE,
 )
+_TEXT = 5000  # characters of a message that are looked at, from its beginning and its end
 
 
 def allowance_bytes(world_size: int, copies: int) -> int:
@@ -261,24 +262,30 @@ def judge_function(case: Case) -> list[Finding]:
 
 def _judge(case: Case, copies: int, hint: str) -> list[Finding]:
     results = case.answers[0].get("results")
-    if not isinstance(results, list) or not results or not isinstance(results[0], dict):
+    if (
+        not isinstance(results, list)
+        or len(results) not in (1, case.world_size)
+        or not all(isinstance(result, dict) for result in results)
+    ):
         return [Finding("the training left no result.")]
     budget = (
         f"{allowance_bytes(case.world_size, copies) / MEGABYTE:.0f} MB per rank (whole, the "
         f"training state is {copies * PARAMETER_BYTES / MEGABYTE:.0f} MB)"
     )
-    out_of_memory = [r for r in results if isinstance(r, dict) and is_out_of_memory(r)]
+    out_of_memory = [r for r in results if is_out_of_memory(r)]
     if out_of_memory:
-        where = str(out_of_memory[0].get("where") or "")
+        where = str(out_of_memory[0].get("where") or "")[:100]
         return [Finding(
             f"out of memory: the budget is {budget}, and it was used up"
             f"{f' (in {where})' if where else ''}. {hint}"
         )]  # fmt: skip
+    if len(results) != case.world_size:
+        return [Finding(f"a process of the training failed: {str(results[0].get('text'))[-600:]}")]
     expected = np.array(_oracle_losses(case, with_adamw=copies == _FUNCTION_COPIES))
     findings: list[Finding] = []
     for rank, result in enumerate(results):
-        if not isinstance(result, dict) or result.get("status") != "ok":
-            text = str(result.get("text") if isinstance(result, dict) else result)[-600:]
+        if result.get("status") != "ok":
+            text = str(result.get("text"))[-600:]
             findings.append(Finding(f"a process of the training failed: {text}", rank))
             continue
         losses = result.get("losses")
@@ -301,6 +308,8 @@ def _judge(case: Case, copies: int, hint: str) -> list[Finding]:
 def is_out_of_memory(result: dict[str, Any]) -> bool:
     """Whether a process ended for want of memory; some of torch's threads can only abort then."""
     text = str(result.get("text"))
+    if len(text) > 2 * _TEXT:
+        text = text[:_TEXT] + text[-_TEXT:]  # the search may take its length squared
     aborted = any(s.name in text for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS))
     return (
         result.get("status") == "memory"

@@ -115,9 +115,16 @@ def find(sorted_values: np.ndarray, order: np.ndarray, wanted: np.ndarray) -> np
     return np.where(sorted_values[place] == wanted, order[place], -1)
 
 
-def finite_floats(value: Any) -> np.ndarray | None:
-    """A flat float64 copy of an answer that is an array of finite floats, else None."""
+def finite_floats(value: Any, num_values: int) -> np.ndarray | None:
+    """A flat float64 copy of an answer that is an array of finite floats, else None.
+
+    Args:
+        num_values: of the whole model. What has more than twice as many is no shard of it, however
+            it is padded, and would be many times as large in float64.
+    """
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+        return None
+    if value.size > 2 * num_values:
         return None
     flat = value.astype(np.float64).ravel()
     return flat if np.isfinite(flat).all() else None

@@ -98,9 +98,12 @@ def judge_shards(case: Case) -> list[Finding]:
     held = np.zeros(len(values), dtype=bool)
     for rank, answer in enumerate(case.answers):
         for key in (k for k in answer if k[0] == "s" and k[1:].isdigit()):
-            shard = parts.finite_floats(answer[key])
+            shard = parts.finite_floats(answer[key], held.size)
             if shard is None:
-                findings.append(Finding("local_parameters: not finite fp32 numbers.", rank))
+                findings.append(Finding(
+                    "local_parameters: not finite fp32 numbers, or more of them than the model "
+                    "has.", rank,
+                ))  # fmt: skip
                 break
             places = parts.find(values, order, shard)
             held[places[places >= 0]] = True
@@ -225,12 +228,13 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
 def judge_accumulate(case: Case) -> list[Finding]:
     """Both together are the sum of each alone, shard by shard."""
     findings: list[Finding] = []
+    size = sum(v.size for v in oracle.parameters_of(case.inputs[0]))
     for rank, answer in enumerate(case.answers):
         keys = [k.removeprefix("both/") for k in answer if k.startswith("both/")]
         if not any(np.size(answer[f"both/{key}"]) for key in keys):
             findings.append(Finding("the shards have no gradients.", rank))
         for key in keys:
-            first, second = (parts.finite_floats(answer.get(f"{n}/{key}")) for n in _ALONE)
+            first, second = (parts.finite_floats(answer.get(f"{n}/{key}"), size) for n in _ALONE)
             if first is None or second is None or first.shape != second.shape:
                 findings.append(Finding(
                     "after zero_grad() and a backward a shard has no gradient, or one that is not "
@@ -240,7 +244,7 @@ def judge_accumulate(case: Case) -> list[Finding]:
             if first.size and (not first.any() or np.array_equal(first, second)):
                 findings.append(Finding("other data gave the same gradient, or none.", rank))
                 break
-            got = parts.finite_floats(answer[f"both/{key}"])
+            got = parts.finite_floats(answer[f"both/{key}"], size)
             scale = max(np.abs(first).max(initial=0), np.abs(second).max(initial=0))
             if got is None or got.shape != first.shape:
                 findings.append(Finding("after two backward passes: not finite numbers.", rank))
@@ -278,8 +282,8 @@ def _judge_gradients(
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for key in (k for k in answer if k.startswith("s")):
-            shard = parts.finite_floats(answer[key])
-            grad = parts.finite_floats(answer.get("g" + key[1:]))
+            shard = parts.finite_floats(answer[key], flat.size)
+            grad = parts.finite_floats(answer.get("g" + key[1:]), flat.size)
             if shard is None or grad is None or grad.shape != shard.shape:
                 findings.append(Finding(
                     "a shard has no gradient of its own shape, or one that is not finite.",

@@ -106,7 +106,7 @@ LAB = Lab(
         Criterion(
             name="accum_token_traffic", title="gradients travel once, not k times", points=2,
             task=_TOKENS, world="emulated", plan=traffic.plan, deadline_s=40.0,
-            draw=traffic.draw_tokens, observe=traffic.observe_tokens, judge=traffic.judge,
+            draw=traffic.draw_tokens, observe=traffic.observe_tokens, judge=traffic.judge_tokens,
         ),
         _amp(
             name="accum_amp_update", title="one step in half precision", points=4,
@@ -123,7 +123,7 @@ LAB = Lab(
         Criterion(
             name="accum_amp_traffic", title="gradients travel once, not k times", points=2,
             task=_AMP, world="emulated", plan=traffic.plan, deadline_s=40.0,
-            draw=traffic.draw_amp, observe=traffic.observe_amp, judge=traffic.judge,
+            draw=traffic.draw_amp, observe=traffic.observe_amp, judge=traffic.judge_amp,
         ),
         Criterion(
             name="accum_batch_size", title="batch size and learning rate", task=_BATCH, points=5,

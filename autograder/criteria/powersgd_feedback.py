@@ -24,6 +24,7 @@ from autograder.criteria.powersgd_model import (
 )
 
 observe = observe_steps
+NOTHING = 1e-6  # of the largest true value: as good as no gradient at all
 FLAT = tuple(shape for shape in SHAPES if len(shape) < 3)
 
 
@@ -62,9 +63,8 @@ def judge_telescope(case: Case) -> list[Finding]:
             if error is None:
                 return [Finding(f"error_of({i}): expected finite numbers of shape {shape}.", rank)]
             left.append(error)
-        true = np.sum(
-            [oracle.mean([v[f"g{s}/{i}"] for v in case.inputs]) for s in range(steps)], axis=0
-        )
+        means = [oracle.mean([v[f"g{s}/{i}"] for v in case.inputs]) for s in range(steps)]
+        true = np.sum(means, axis=0)
         late = oracle.mean(left)
         for rank, answer in enumerate(case.answers):
             parts = [_array(answer, f"a{s}/{i}", shape) for s in range(steps)]
@@ -73,16 +73,28 @@ def judge_telescope(case: Case) -> list[Finding]:
             hint = "Every rank adds its error to its gradient once, before the step."
             if not any(error.any() for error in left):
                 hint = "All errors are zero: what was not sent is lost."
+            if _is_nothing(applied, true):
+                findings.append(Finding(
+                    f"parameter {i}: the gradients after {steps} steps are all zero. Nothing was "
+                    "applied, so all of it is late.", rank,
+                ))  # fmt: skip
+                break
+            # The tolerance comes from the true means: what was applied is the rank's to say.
             if not oracle.close(
                 findings, rank,
                 f"parameter {i}: the sum of {steps} applied gradients + the mean error, held "
                 "against the sum of the true means",
-                total, true, dtype="float32", hint=hint, terms=applied,
+                total, true, dtype="float32", hint=hint, terms=means,
             ):  # fmt: skip
                 break
         if findings:
             break
     return findings
+
+
+def _is_nothing(applied: list[np.ndarray], true: np.ndarray) -> bool:
+    largest = max((float(np.abs(part).max()) for part in applied), default=0.0)
+    return bool(applied) and largest < NOTHING * float(np.abs(true).max())
 
 
 def judge_errors(case: Case) -> list[Finding]:
@@ -98,7 +110,12 @@ def judge_errors(case: Case) -> list[Finding]:
                     Finding(f"the gradient of parameter {i}, {shape}, is not finite.", rank)
                 )
                 return findings
-            expected = own - applied if compressed else np.zeros(shape)
+            if compressed and _is_nothing([applied], own):
+                findings.append(Finding(
+                    f"the gradient of parameter {i}, {shape}, is zero after the first step: "
+                    "nothing was applied.", rank,
+                ))  # fmt: skip
+                return findings
             got = answer.get(f"e0/{i}")
             hint = "" if compressed else "It is not compressed, so nothing is left of it."
             if compressed and isinstance(got, np.ndarray) and got.shape == tuple(shape):
@@ -110,6 +127,12 @@ def judge_errors(case: Case) -> list[Finding]:
                 else:
                     hint = "It is what this rank wanted to send minus the mean's approximation."
             what = f"error_of({i}), shape {shape}, after the first step"
+            expected = np.zeros(shape)
+            if compressed:
+                # Both sides plus what was applied: so the tolerance comes from the gradient.
+                what += ", + the gradient that was applied, held against this rank's own gradient"
+                error, expected = _array(answer, f"e0/{i}", shape), own
+                got = None if error is None else error + applied
             if not oracle.close(findings, rank, what, got, expected, dtype="float32", hint=hint):
                 return findings
     return findings
@@ -182,9 +205,14 @@ def _go_on(reducer: Any, parameters: Any, inputs: Values, answer: Values, name: 
 
 
 def judge_resume(case: Case) -> list[Finding]:
-    """The reducer that was loaded does what the other one did."""
+    """The reducer that was loaded does what the other one did, which is something."""
     findings: list[Finding] = []
     for step in range(BEFORE, BEFORE + AFTER):
+        for rank, answer in enumerate(case.answers):
+            numbers = range(len(case.inputs[0]["shapes"]))
+            applied = [a for i in numbers if (a := answer.get(f"on{step}/{i}")) is not None]
+            if not any(isinstance(a, np.ndarray) and a.any() for a in applied):
+                return [Finding("after a step all gradients are zero: nothing was applied.", rank)]
         for i, shape in enumerate(case.inputs[0]["shapes"]):
             for rank, answer in enumerate(case.answers):
                 on = _array(answer, f"on{step}/{i}", shape)

@@ -12,6 +12,8 @@ from autograder.criteria.base import Case, Context, Draw, Finding, Values
 from autograder.criteria.powersgd_columns import columns_problem
 
 TOLERANCE = 1e-3
+# Orthonormal columns are `judge_basis`'s. But with P = 0 the product is 0 whatever M is.
+LEAST_STRETCH, MOST_STRETCH = 1e-3, 1e6
 
 
 def draw_steps(draw: Draw) -> list[Values]:
@@ -95,8 +97,8 @@ def judge_factor(case: Case) -> list[Finding]:
         bad = [rank for rank, p in enumerate(ps) if not _usable(p, shape)]
         if bad:
             findings.append(Finding(
-                f"P of matrix {i}: expected {list(shape)} finite numbers, so Q cannot be judged.",
-                bad[0],
+                f"P of matrix {i}: expected {list(shape)} finite numbers in columns that are "
+                "independent and of length 1, so Q cannot be judged.", bad[0],
             ))  # fmt: skip
             continue
         local = [
@@ -124,5 +126,6 @@ def _usable(p: Any, shape: tuple[int, int]) -> bool:
         and p.dtype.kind == "f"
         and p.shape == shape
         and bool(np.isfinite(p).all())
-        and float(np.abs(p).max(initial=0.0)) < 1e6
+        and float(np.abs(p).max(initial=0.0)) < MOST_STRETCH
+        and float(np.linalg.svd(p.astype(np.float64), compute_uv=False)[-1]) > LEAST_STRETCH
     )

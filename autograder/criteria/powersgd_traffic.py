@@ -8,18 +8,24 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
+from autograder.criteria.charged import reaches_all
 from autograder.criteria.powersgd_columns import expected_shape
 from autograder.criteria.powersgd_model import draw_gradients, parameters_for, run_step
 from minidist.emulate.plan import ChargePlan
 from minidist.emulate.trace import Event
 
 LAYERS, STEPS, RANK = 6, 3, 2
+SAME_DIRECTION = 1e-5  # 1 - cosine; 16 bits leave about 1e-6
 SLACK_BYTES = 200  # for a message that only agrees on something
 MOST_CALLS = 3
+MAX_NUMBERS = 100_000  # more in one payload were made to waste our time
+# Of the numbers that have to travel: a P, a Q or vectors that were forgotten are other criteria's.
+LEAST_SHARE = 0.5
 
 
 def plan(draw: Draw) -> ChargePlan:
@@ -58,9 +64,50 @@ def _steps(case: Case, rank: int) -> list[list[Event]] | Finding:
             steps[-1].append(event)
     if len(steps) != STEPS:
         return Finding(f"{len(steps)} steps were begun, expected {STEPS}.", rank)
-    if case.world_size > 1 and not all(steps):
-        return Finding("a step sent nothing at all.", rank)
+    if case.world_size > 1:
+        for number, step in enumerate(steps):
+            if problem := _too_little(case, rank, step):
+                return Finding(f"step {number}: {problem}", rank)
     return steps
+
+
+def _too_little(case: Case, rank: int, step: list[Event]) -> str | None:
+    """What shows that a step cannot have made means over all ranks out of gradients."""
+    payloads = _payloads(case, rank, step)
+    if len(payloads) < len(step):
+        event = next(event for event in step if event.key not in payloads)
+        return (
+            f"{event.collective} among ranks {list(event.ranks)}; a mean takes all "
+            f"{case.world_size} of them."
+        )
+    sent = sum(int(np.count_nonzero(payload)) for payload in payloads.values())
+    least = _least_numbers(case)
+    if sent < LEAST_SHARE * least:
+        return (
+            f"{sent} numbers other than zero were sent, expected {least}: all P, all Q, and all "
+            "that is not compressed."
+        )
+    return None
+
+
+def _payloads(case: Case, rank: int, step: list[Event]) -> dict[str, np.ndarray]:
+    """What this rank brought into the collectives of a step that all ranks took part in."""
+    assert case.trace is not None
+    keys = {event.key for event in step}
+    nothing = np.zeros(0)
+    return {
+        c.key: np.asarray(c.payloads.get(rank, nothing)) for c in case.trace.collectives
+        if c.key in keys and reaches_all(c, case.world_size)
+    }  # fmt: skip
+
+
+def _least_numbers(case: Case) -> int:
+    """How many numbers a step has to send: r (n + m) per matrix, and the others as they are."""
+    total, rank_r = 0, case.inputs[0]["rank"]
+    for shape in case.inputs[0]["shapes"]:
+        pair = expected_shape(shape, rank_r)
+        total += rank_r * sum(pair) if pair else math.prod(shape)
+    return total
 
 
 def _all_steps(case: Case) -> list[list[list[Event]]] | list[Finding]:
@@ -91,12 +138,11 @@ def judge_calls(case: Case) -> list[Finding]:
 
 
 def judge_bytes(case: Case) -> list[Finding]:
-    """No step sends more than the thin matrices and what is not compressed."""
+    """A step sends no more than the thin matrices and all that is not compressed."""
     findings: list[Finding] = []
     shapes, rank_r = case.inputs[0]["shapes"], case.inputs[0]["rank"]
     whole = 4 * sum(math.prod(shape) for shape in shapes)
-    pairs = [(shape, expected_shape(shape, rank_r)) for shape in shapes]
-    least = 4 * sum(rank_r * sum(nm) if nm else math.prod(shape) for shape, nm in pairs)
+    least = 4 * _least_numbers(case)
     for rank, steps in enumerate(_all_steps(case)):
         if isinstance(steps, Finding):
             findings.append(steps)
@@ -114,4 +160,36 @@ def judge_bytes(case: Case) -> list[Finding]:
                 f"a step sent {sent:.0f} bytes, expected {least}: {rank_r} (n + m) numbers for "
                 f"each matrix that is worth it, and the others as they are. {hint}", rank,
             ))  # fmt: skip
+            continue
+        for number, step in enumerate(steps):
+            missing = _missing_vector(case, rank, number, step)
+            if case.world_size > 1 and missing is not None:
+                findings.append(Finding(
+                    f"step {number}: the gradient of parameter {missing}, shape "
+                    f"{shapes[missing]}, is in nothing that this rank sent. It is not compressed, "
+                    "so it has to travel as it is.", rank,
+                ))  # fmt: skip
+                break
     return findings
+
+
+def _missing_vector(case: Case, rank: int, number: int, step: list[Event]) -> int | None:
+    """A parameter that is not compressed and whose gradient was not sent, if there is one."""
+    found = _payloads(case, rank, step).values()
+    payloads = [p.astype(np.float64).ravel() for p in found if p.size <= MAX_NUMBERS]
+    for i, shape in enumerate(case.inputs[0]["shapes"]):
+        own = case.inputs[rank][f"g{number}/{i}"].astype(np.float64).ravel()
+        if expected_shape(shape, case.inputs[0]["rank"]) is None and not any(
+            _contains(payload, own) for payload in payloads
+        ):
+            return i
+    return None
+
+
+def _contains(payload: np.ndarray, wanted: np.ndarray) -> bool:
+    """Whether `wanted`, times whatever number, is a run of `payload`."""
+    if len(payload) < len(wanted) or not np.isfinite(payload).all():
+        return False
+    runs = np.lib.stride_tricks.sliding_window_view(payload, len(wanted))
+    along = np.abs(runs @ wanted) / np.linalg.norm(wanted)
+    return bool((along > (1 - SAME_DIRECTION) * np.linalg.norm(runs, axis=1)).any())

@@ -1,6 +1,6 @@
 """Reduces matrices only: biases keep this rank's own gradient.
 
-loses: powersgd_vectors, powersgd_steps, powersgd_converges
+loses: powersgd_vectors, powersgd_bytes, powersgd_steps, powersgd_converges
 """
 
 # ruff: noqa: F821

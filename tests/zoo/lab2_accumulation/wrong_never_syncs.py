@@ -1,6 +1,6 @@
 """no_sync() around all micro-batches, the last one too: every rank keeps its own gradient.
 
-loses: accum_ddp_gradients, accum_ddp_collectives, accum_ddp_time
+loses: accum_ddp_gradients, accum_ddp_collectives, accum_ddp_backward, accum_ddp_time
 """
 
 # ruff: noqa: F821

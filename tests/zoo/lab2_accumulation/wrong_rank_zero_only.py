@@ -1,6 +1,7 @@
 """Rank 0 hands its own accumulated gradient to all others, and its own loss.
 
-loses: accum_ddp_gradients, accum_ddp_loss, accum_ddp_collectives, accum_ddp_time
+loses: accum_ddp_gradients, accum_ddp_loss, accum_ddp_collectives, accum_ddp_backward,
+    accum_ddp_time
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,6 @@
 """i % k != 0 under no_sync: the first micro-batch is synchronised, the others never are.
 
-loses: accum_ddp_gradients, accum_ddp_collectives, accum_ddp_time
+loses: accum_ddp_gradients, accum_ddp_collectives, accum_ddp_backward, accum_ddp_time
 """
 
 # ruff: noqa: F821

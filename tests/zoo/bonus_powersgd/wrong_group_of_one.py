@@ -1,0 +1,19 @@
+"""Takes the mean in a group that each rank has for itself.
+
+loses: powersgd_mean, powersgd_basis, powersgd_factor, powersgd_first, powersgd_vectors,
+    powersgd_warm, powersgd_revive, powersgd_calls, powersgd_bytes, powersgd_telescope,
+    powersgd_steps, powersgd_converges
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task2_packed_mean"
+def packed_mean(tensors):
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    dist.all_reduce(flat, group=alone)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]

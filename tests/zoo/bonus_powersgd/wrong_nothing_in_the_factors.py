@@ -1,0 +1,14 @@
+"""P and Q have their shapes, and nothing in them: nothing but the vectors ever travels.
+
+loses: powersgd_basis, powersgd_factor, powersgd_first, powersgd_warm, powersgd_revive,
+    powersgd_calls, powersgd_bytes, powersgd_telescope, powersgd_errors, powersgd_steps,
+    powersgd_converges
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task3_power_step"
+def power_step(matrices, qs):
+    ps = [torch.zeros(m.shape[0], q.shape[1], dtype=m.dtype) for m, q in zip(matrices, qs)]
+    return ps, [torch.zeros_like(q) for q in qs]
