@@ -300,7 +300,7 @@ def _submissions(options: argparse.Namespace, course: Course) -> list[Submission
     if not options.paths and not options.example and not options.student:
         raise ValueError("name a notebook or a folder, or say --example")
     if options.student and not options.paths and not options.example:
-        options.paths = handed_in_before(read_history(course), options.lab, options.student)
+        return handed_in_before(read_history(course), options.lab, options.student)
     found = find_submissions(options.paths, options.lab) if options.paths else []
     if options.example:
         from autograder.zoo import write_class

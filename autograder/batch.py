@@ -73,28 +73,46 @@ def grade_class(
             progress.update(bar, advance=1, description=f"graded {record['student']}")
 
         for index, submission in enumerate(submissions):
-            if known := known_record(submission, settings):
+            if known := known_record(submission, settings, keep=True):
                 done(index, known)
         announcer = Announcer(settings.course.journal_path)
         announcer.begin(
             [s.student for s in submissions], [r["student"] for r in records.values()],
             lab=settings.lab, world_size=settings.world_size, jobs=jobs, again=settings.again,
         )  # fmt: skip
-        # A worker that is killed takes the pool with it; the others' work is tried again.
-        for _ in range(POOL_TRIES):
-            todo = {i: s for i, s in enumerate(submissions) if i not in records}
-            if not todo:
-                break
+        tries: Counter[int] = Counter()
+        while todo := {i: s for i, s in enumerate(submissions) if i not in records}:
             with contextlib.suppress(BrokenProcessPool):
                 (runner or _run_pool)(todo, settings, min(jobs, len(todo)), done)
+                break
+            # A worker that is killed takes the pool with it. Those that were being graded are
+            # tried again each in a pool of its own: one of them may be the reason.
             remove_abandoned()
-    reason = f"a worker process of the grader was killed {POOL_TRIES} times"
-    for index, submission in enumerate(submissions):
-        if index not in records:
-            records[index] = not_graded(submission, settings, reason)
-            announcer.done(records[index])
+            for index in _begun(todo, records, settings) or todo:
+                while index not in records and tries[index] < POOL_TRIES:
+                    tries[index] += 1
+                    with contextlib.suppress(BrokenProcessPool):
+                        (runner or _run_pool)({index: todo[index]}, settings, 1, done)
+                    remove_abandoned()
+                if index not in records:
+                    reason = f"a worker process of the grader was killed {POOL_TRIES} times"
+                    done(index, not_graded(todo[index], settings, reason))
+        remove_abandoned()
     announcer.end(settings.lab)
     return [records[index] for index in range(len(submissions))]
+
+
+def _begun(
+    todo: dict[int, Submission], records: dict[int, Record], settings: Settings
+) -> list[int]:
+    """Those of `todo` of which the journal says that they were begun, and not what came of it."""
+    students: set[str] = set()
+    for entry in Journal(settings.course.journal_path).iter_records():
+        if entry.get("kind") == "batch":
+            students.clear()
+        elif entry.get("kind") == "attempt" and entry.get("lab") == settings.lab:
+            students.add(str(entry.get("student")))
+    return [i for i, s in todo.items() if i not in records and s.student in students]
 
 
 def _run_pool(
@@ -149,6 +167,7 @@ def fill_gradebook(
                       file=sys.stderr)  # fmt: skip
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
+        _copy_time(submission.path, target)
         intake = read_submission(submission.path, course.master(lab))
         # nbgrader would stop, for the whole class, at a file that it cannot read.
         if intake.notebook is None or not _is_readable(submission.path):
@@ -178,6 +197,13 @@ def fill_gradebook(
     if ours:
         _nbgrader(course, "generate_feedback", lab, "--force", only(ours))
     return made / "feedback"
+
+
+def _copy_time(path: Path, target: Path) -> None:
+    """nbgrader's note of when a notebook was handed in, by which it counts late penalties."""
+    handed_in = path.with_name("timestamp.txt")
+    if handed_in.is_file() and not handed_in.is_symlink():
+        shutil.copy2(handed_in, target.with_name("timestamp.txt"))
 
 
 def _is_readable(path: Path) -> bool:

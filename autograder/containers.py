@@ -72,8 +72,9 @@ class Container:
 def remove_left(folder: Path) -> None:
     """Ends the containers of a killed grader that worked in this folder."""
     for file in folder.glob(f"*/.box/{_FILE}"):
-        engine, name = file.read_text().splitlines()
-        Container(engine, name).kill()
+        lines = file.read_text().splitlines()
+        if len(lines) == 2:  # else its grader was killed before there was a container
+            Container(*lines).kill()
 
 
 class ContainerMounts:

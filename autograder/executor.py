@@ -11,7 +11,6 @@ over, its jobs are cancelled, and what the journal has is not graded again.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -83,15 +82,21 @@ class JobRunner:
         for folder in abandoned_batches(course.build, self.kind):
             if self.kind == "slurm" and not cancel_by_name(folder.name):
                 continue  # the next grader tries it again
+            kept = False
             for path in sorted(folder.results.glob("*.json")):
-                with contextlib.suppress(ValueError, OSError):
+                try:
                     result = Result.read(path)
                     if result.record is None or infra_reason(result.record):
                         continue  # our own failure is no verdict: it is tried again
                     if Journal(course.journal_path).finished(result.key) is None:
                         file_result(course, path, result, result.record)
                         taken += 1
-            shutil.rmtree(folder.path, ignore_errors=True)
+                except ValueError:
+                    continue  # half a file
+                except OSError:
+                    kept = True  # a full disk, say: the next grader finds it here
+            if not kept:
+                shutil.rmtree(folder.path, ignore_errors=True)
         if taken:
             self.console.print(f"{taken} results were there already, of a grader that was killed")
         return taken

@@ -45,13 +45,18 @@ class Grading:
 def read_history(course: Course) -> list[Grading]:
     """Every grading that was finished, oldest first."""
     found: list[Grading] = []
-    ran: dict[str, tuple[str, str]] = {}  # key -> seed_id and grader_version
+    # key -> seed_id -> grader_version; the same bytes may have been graded for two at once
+    ran: dict[str, dict[str, str]] = {}
     for entry in Journal(course.journal_path).iter_records():
         key = str(entry.get("key", ""))
         if entry.get("kind") == "verdict":
-            ran[key] = (str(entry.get("seed_id", "")), str(entry.get("grader_version", "")))
+            of = ran.setdefault(key, {})
+            of[str(entry.get("seed_id", ""))] = str(entry.get("grader_version", ""))
         elif entry.get("kind") == "submission" and _is_record(entry.get("record")):
-            grading = Grading(key, entry["record"], *ran.get(key, ()))
+            seeds = ran.get(key, {"": ""})
+            own = [seed for seed in seeds if seed.startswith(f"{entry['record']['student']}:")]
+            seed = own[-1] if own else list(seeds)[-1]
+            grading = Grading(key, entry["record"], seed, seeds[seed])
             if not grading.seed_id:  # filed a second time, under the key of its stand-in
                 same = (g for g in reversed(found) if g.record == grading.record and g.seed_id)
                 if twin := next(same, None):
@@ -123,8 +128,10 @@ def choose(submissions: Sequence[Submission], students: Sequence[str]) -> list[S
     return [s for s in submissions if s.student in students]
 
 
-def handed_in_before(history: Sequence[Grading], lab: str, students: Sequence[str]) -> list[Path]:
-    """Where the last graded submissions of these students lie.
+def handed_in_before(
+    history: Sequence[Grading], lab: str, students: Sequence[str]
+) -> list[Submission]:
+    """The last graded submissions of these students, whatever their files are called.
 
     Raises:
         ValueError: one of them was never graded.
@@ -132,7 +139,10 @@ def handed_in_before(history: Sequence[Grading], lab: str, students: Sequence[st
     paths: dict[str, Any] = {g.student: g.record["submission"] for g in history if g.lab == lab}
     if unknown := [name for name in students if name not in paths]:
         raise ValueError(f"no record of {', '.join(unknown)} in {lab}: name the notebook's path")
-    return [Path(paths[name]) for name in dict.fromkeys(students)]
+    found = [Submission(name, Path(paths[name])) for name in dict.fromkeys(students)]
+    if gone := [submission.path for submission in found if not submission.path.exists()]:
+        raise ValueError(f"there is no file or folder {gone[0]}: name the notebook's path")
+    return found
 
 
 def _is_record(value: object) -> bool:

@@ -68,8 +68,7 @@ def grade(submission: Submission, settings: Settings) -> Record:
     if intake.notebook is None:
         verdicts = _all(lab, Status.INVALID, intake.invalid or "not a notebook")
         record = _record(submission, settings, verdicts, began, sandboxed=False)
-        journal.append({"kind": "submission", "key": key, "record": record})
-        return record
+        return _filed(submission, settings, journal, key, record)
     reason, seed_id = "", f"{submission.student}:{intake.sha256}"
     entry = {"key": key, "seed_id": seed_id, "grader_version": grader_version()}
 
@@ -91,8 +90,7 @@ def grade(submission: Submission, settings: Settings) -> Record:
             reason = traceback.format_exc(limit=-3)
         else:
             record = _record(submission, settings, verdicts, began, settings.sandboxed)
-            journal.append({"kind": "submission", "key": key, "record": record})
-            return record
+            return _filed(submission, settings, journal, key, record)
         with contextlib.suppress(OSError):  # on a full disk the record alone says it
             journal.append(about | {"kind": "infra", "time": time.time(), "message": reason})
     return not_graded(
@@ -100,8 +98,26 @@ def grade(submission: Submission, settings: Settings) -> Record:
     )
 
 
-def known_record(submission: Submission, settings: Settings) -> Record | None:
-    """The journal's record of the same bytes, lab, world size and grader, if there is one."""
+def _filed(
+    submission: Submission, settings: Settings, journal: Journal, key: str, record: Record
+) -> Record:
+    """The record, which is in the journal now; on a full disk our failure, and graded again."""
+    try:
+        journal.append({"kind": "submission", "key": key, "record": record})
+    except OSError as error:
+        return not_graded(submission, settings, f"The record could not be kept: {error}")
+    return record
+
+
+def known_record(
+    submission: Submission, settings: Settings, *, keep: bool = False
+) -> Record | None:
+    """The journal's record of the same bytes, lab, world size and grader, if there is one.
+
+    Args:
+        keep: note in the journal that this is the student's record now, where its last one of him
+            is another: the same bytes may be somebody else's, or those of an earlier version.
+    """
     if settings.again:
         return None
     sha256 = read_submission(submission.path, settings.course.master(settings.lab)).sha256
@@ -119,8 +135,11 @@ def known_record(submission: Submission, settings: Settings) -> Record | None:
     # The same notebook may have been handed in by somebody else, and points may be others now.
     found = known | {"submission": str(submission.path.absolute()), "student": submission.student}
     found = _with_points(found, settings.course.lab(settings.lab))
-    if found["criteria"] != known["criteria"]:
-        journal.append({"kind": "submission", "key": key, "record": found})
+    last = journal.last_of(submission.student, settings.lab, settings.world_size) if keep else None
+    is_last = last is not None and last[0] == key and last[1]["criteria"] == found["criteria"]
+    if found["criteria"] != known["criteria"] or (keep and not is_last):
+        with contextlib.suppress(OSError):  # on a full disk it is noted the next time
+            journal.append({"kind": "submission", "key": key, "record": found})
     return found
 
 

@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 import time
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from course import LAB
@@ -17,9 +18,11 @@ from autograder.__main__ import main
 from autograder.course import Course
 from autograder.criteria import get_lab
 from autograder.gradebook import open_gradebook
-from autograder.history import Grading, latest, read_history
+from autograder.history import Grading, find_grading, latest, read_history
 from autograder.intake import Submission, find_submissions
+from autograder.journal import Journal
 from autograder.regrade import changes_table, find_changes, find_settled, summary
+from autograder.run import grade as grade_one
 
 CRITERIA = get_lab(LAB).criteria
 
@@ -220,3 +223,110 @@ def test_who_is_not_there_is_exit_code_2(course, capsys, monkeypatch):
     assert "no submission by eve; there are: ada" in capsys.readouterr().err
     assert main(grade) == 2
     assert "no record of eve" in capsys.readouterr().err
+
+
+# --- whose record it is -------------------------------------------------------------------------
+
+
+def table(course):
+    """Student -> score, as the class's CSV has it."""
+    lines = (course.build / "grades.csv").read_text().splitlines()
+    return {line.split(",")[0]: float(line.split(",")[4]) for line in lines[1:]}
+
+
+def test_who_hands_in_the_same_bytes_is_in_the_class_too(course, monkeypatch):
+    """An untouched lab, or a copy: it is run once, and both have a record of their own."""
+    stub = stub_grading(monkeypatch)
+    for student in ("ada", "bob", "cy"):
+        hand_in(course, student, text="same = 1" if student != "cy" else "")
+    grade = ["grade", "--lab", LAB, "--no-gradebook", str(course.root / "handed_in")]
+    assert main(grade) == 0
+    assert main(grade) == 0  # bob's is known by now
+    file = course.journal_path
+    size = file.stat().st_size
+    assert main(grade) == 0
+    assert file.stat().st_size - size < 2000  # a batch, and nothing of the three
+    assert main([*grade, "--student", "cy"]) == 0
+    assert set(table(course)) == {"ada", "bob", "cy"}
+    history = read_history(course)
+    assert find_grading(history, "bob").record["student"] == "bob"
+    assert {g.seed_id.split(":")[0] for g in history if g.student == "ada"} == {"ada"}
+    assert main([*grade[:-1], "--student", "bob"]) == 0  # without a path
+    assert stub.asked[-1] == "bob"
+
+
+def test_who_goes_back_to_an_earlier_version_has_its_points(course, monkeypatch):
+    stub = stub_grading(monkeypatch)
+    hand_in(course, "eve")
+    grade = ["grade", "--lab", LAB, "--no-gradebook", str(course.root / "handed_in")]
+    stub.lost = {"dave": {"*": "WRONG"}}
+    for text, lost in (("v = 1", {"*": "WRONG"}), ("v = 2", {}), ("v = 1", {})):
+        hand_in(course, "dave", text=text)
+        stub.lost["dave"] = lost
+        assert main(grade) == 0
+    assert table(course)["dave"] == 0  # known, and not run again
+    assert main([*grade, "--student", "eve"]) == 0
+    assert table(course)["dave"] == 0
+
+
+def test_a_file_of_another_name_is_found_again(course, monkeypatch):
+    stub = stub_grading(monkeypatch)
+    path = hand_in(course, "erin")
+    path = path.rename(path.with_name("my solution.ipynb"))
+    grade = ["grade", "--lab", LAB, "--no-gradebook"]
+    assert main([*grade, str(course.root / "handed_in")]) == 0
+    assert main([*grade, "--student", "erin"]) == 0
+    assert stub.asked == ["erin", "erin"]
+
+
+def test_when_it_was_handed_in_goes_along(course, monkeypatch):
+    """nbgrader counts late penalties by it."""
+    monkeypatch.setattr(batch, "_nbgrader", lambda *_: None)
+    path = hand_in(course, "ada")
+    path.with_name("timestamp.txt").write_text("2026-11-23 10:00:00 UTC")
+    record = made_record("ada", path=path)
+    batch.fill_gradebook([Submission("ada", path)], [record], stub_grading.settings(course))
+    taken = course.build / "nbgrader" / "submitted" / "ada" / LAB / "timestamp.txt"
+    assert taken.read_text() == "2026-11-23 10:00:00 UTC"
+
+
+# --- one that kills its worker ------------------------------------------------------------------
+
+
+def test_who_kills_a_worker_is_alone_with_it(course, monkeypatch, capsys):
+    """The others are graded, whoever comes first in each round."""
+    stub = stub_grading(monkeypatch)
+    rounds = []
+
+    def pool(todo, settings, jobs, done):
+        rounds.append([s.student for s in todo.values()])
+        for submission in list(todo.values())[:jobs]:
+            entry = {"kind": "attempt", "lab": settings.lab, "student": submission.student}
+            Journal(course.journal_path).append(entry)
+        if "aaron" in rounds[-1]:
+            raise BrokenProcessPool
+        stub._run_pool(todo, settings, jobs, done)
+
+    monkeypatch.setattr(batch, "_run_pool", pool)
+    for student in ("aaron", "bea", "cy", "dan"):
+        hand_in(course, student)
+    grade = ["grade", "--lab", LAB, "--no-gradebook", "--jobs", "2"]
+    assert main([*grade, str(course.root / "handed_in")]) == 1
+    assert sorted(stub.asked) == ["bea", "cy", "dan"]
+    assert rounds.count(["aaron"]) == batch.POOL_TRIES
+    assert "aaron was not graded: a worker process" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_at_the_last_line_is_told(course, monkeypatch):
+    """Of a file that is no notebook; what was graded before it is not lost."""
+    path = course.root / "handed_in" / "odd" / f"{LAB}.ipynb"
+    path.parent.mkdir(parents=True)
+    path.write_text("no notebook")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Journal, "append", full)
+    record = grade_one(Submission("odd", path), stub_grading.settings(course))
+    assert {c["status"] for c in record["criteria"]} == {"INFRA"}
+    assert "No space left" in record["criteria"][0]["message"]

@@ -209,10 +209,15 @@ def judge_resume(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for step in range(BEFORE, BEFORE + AFTER):
         for rank, answer in enumerate(case.answers):
-            numbers = range(len(case.inputs[0]["shapes"]))
-            applied = [a for i in numbers if (a := answer.get(f"on{step}/{i}")) is not None]
+            applied = [
+                answer.get(f"on{step}/{i}") for i, shape in enumerate(case.inputs[0]["shapes"])
+                if expected_shape(shape, case.inputs[0]["rank"]) is not None
+            ]  # fmt: skip
             if not any(isinstance(a, np.ndarray) and a.any() for a in applied):
-                return [Finding("after a step all gradients are zero: nothing was applied.", rank)]
+                return [Finding(
+                    "after a step all gradients that are compressed are zero: nothing was applied.",
+                    rank,
+                )]  # fmt: skip
         for i, shape in enumerate(case.inputs[0]["shapes"]):
             for rank, answer in enumerate(case.answers):
                 on = _array(answer, f"on{step}/{i}", shape)

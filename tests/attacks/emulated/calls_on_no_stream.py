@@ -2,7 +2,6 @@
 
 base: reference
 passes: everything but ddp_buckets, ddp_overlap, ddp_scaling
-ci: yes
 """
 
 # %% put="after task7_ddp"

@@ -4,7 +4,6 @@ There is none; the broker, which belongs to the referee, must survive the questi
 
 base: reference
 passes: everything but ddp_buckets, ddp_overlap, ddp_scaling
-ci: yes
 """
 
 # %% put="after task7_ddp"

@@ -1,7 +1,6 @@
 """Signs output that a notebook client cannot take apart: twice the same, odd dates and versions.
 
 passes: nothing
-ci: yes
 """
 
 # %% put="before setup"

