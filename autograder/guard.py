@@ -137,9 +137,11 @@ class Guard:
                     f"the submission had {used // MIB} MiB in {folder}, at most {size // MIB} MiB "
                     "are allowed"
                 )
-        if sum(process.resident_bytes for process in inside) <= self.limits.box_memory_bytes:
+        files = memory_files_of([process.pid for process in inside])
+        most = self.limits.box_memory_bytes - files
+        if sum(process.resident_bytes for process in inside) <= most:
             return ""  # the dearer ways to count come to no more
-        used = memory_of([process.pid for process in inside], self.limits.box_memory_bytes)
+        used = files + memory_of([process.pid for process in inside], max(0, most))
         if used > self.limits.box_memory_bytes:
             return (
                 f"the submission used {used // MIB} MiB of memory, at most "
@@ -204,6 +206,20 @@ def memory_of(pids: list[int], enough: int) -> int:
         return used
     shared = [_fields(pid, "smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) for pid in pids]
     return sum(shared) or used
+
+
+def memory_files_of(pids: list[int]) -> int:
+    """Bytes in open files that are nowhere but in memory, each file once; mapped or not."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended since
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    path = f"/proc/{pid}/fd/{name}"
+                    if os.readlink(path).startswith("/memfd:"):
+                        file = os.stat(path)
+                        sizes[file.st_dev, file.st_ino] = 512 * file.st_blocks
+    return sum(sizes.values())
 
 
 def used_of(folder: str, pids: list[int]) -> int:

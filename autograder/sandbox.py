@@ -37,7 +37,7 @@ from autograder import apptainer, bubblewrap, containers
 from autograder.apptainer import ApptainerMounts
 from autograder.bubblewrap import Mounts
 from autograder.containers import Container, ContainerMounts
-from autograder.environment import environment, limit_command
+from autograder.environment import environment, keyring_command, limit_command
 from autograder.limits import Limits
 
 # Of this package only what runs beside student code; everything else is trusted.
@@ -241,10 +241,11 @@ def _assemble(
     container, sizes = None, {}
     if isinstance(mounts, ApptainerMounts):
         prefix, sizes = apptainer.command(program, mounts, env), mounts.sizes
+        prefix = [*keyring_command(), *prefix]
     elif isinstance(mounts, ContainerMounts):
         prefix, container = containers.command(program, mounts, own, limits, env)
     else:
-        prefix = bubblewrap.command(program, mounts, env, work)
+        prefix = [*keyring_command(), *bubblewrap.command(program, mounts, env, work)]
     prefix += limit_command(limits, with_gpu=bool(_cuda_devices()))
     return Box(
         prefix=prefix, env=env, cwd=work, sandboxed=True, container=container, sizes=sizes

@@ -43,6 +43,13 @@ os.fork()
 mine = b"x" * (80 << 20)
 time.sleep(60)
 """
+FILES = """
+import os, time
+files = [os.memfd_create(str(number)) for number in range(4)]
+for file in files:
+    os.write(file, b"x" * (40 << 20))
+time.sleep(60)
+"""
 SHARED = """
 import os, time
 everybodys = b"x" * (80 << 20)
@@ -93,6 +100,13 @@ def test_memory_is_added_up_over_processes(start):
     assert front.stdout.readline().strip() == "-9"
     assert "MiB of memory, at most 120 MiB are allowed for all its ranks" in guard.take_reason()
     assert guard.take_reason() == ""
+    guard.stop()
+
+
+def test_files_in_memory_count_though_nobody_has_mapped_them(start):
+    front, guard = start(FILES, box_memory_bytes=120 * MIB)
+    assert front.stdout.readline().strip() == "-9"
+    assert "MiB of memory, at most 120 MiB are allowed" in guard.take_reason()
     guard.stop()
 
 
