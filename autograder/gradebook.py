@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ def open_gradebook(course: Course, *, create: bool = False) -> Iterator[Gradeboo
         ) from error
 
 
+def same_name(name: str) -> str:
+    """Equal for two spellings of a name: capitals, and accents as file names of macOS have them."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One graded cell of one submission."""
@@ -88,7 +94,7 @@ class Grade:
 
     def names(self) -> set[str]:
         """All that can stand for this student in a class list."""
-        return {name.casefold() for name in (self.student, self.email, self.lms_id) if name}
+        return {same_name(name) for name in (self.student, self.email, self.lms_id) if name}
 
 
 def graded_labs(book: Gradebook) -> list[str]:

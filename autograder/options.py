@@ -76,7 +76,7 @@ def read_options(root: Path) -> Options:
     """
     path = root / NAME
     try:
-        found = tomllib.loads(path.read_text("utf-8"))
+        found = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         return Options()
     except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,6 +227,10 @@ def _columns(
         columns.append(
             Column(lab=lab, name=known or new[-1], max_score=points, out_of=options.out_of)
         )
+    for name, number in Counter(_plain(column.name) for column in columns).items():
+        if number > 1:
+            labs = ", ".join(c.lab for c in columns if _plain(c.name) == name)
+            raise ValueError(f"one column for {labs}: name another with --column LAB=COLUMN")
     return columns, tuple(new)
 
 
@@ -249,6 +254,8 @@ def _gradescope(course: Course, lines: Sequence[Line], column: Column) -> Made:
             made.left_out[person.id] = "no submission"
         elif not person.email:
             made.left_out[person.id] = "no email address"
+        elif person.email in results:
+            raise ValueError(f"two students have the address {person.email}: each needs their own")
         else:
             grading = graded.get(grade.student)
             criteria = grading.record["criteria"] if grading else []

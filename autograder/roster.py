@@ -20,7 +20,7 @@ from pathlib import Path
 from nbgrader.api import Student
 
 from autograder.course import Course
-from autograder.gradebook import open_gradebook
+from autograder.gradebook import open_gradebook, same_name
 
 _COLUMNS = {
     "id": ("studentid", "username", "sisloginid", "loginid", "login", "netid", "sid", "id"),
@@ -60,7 +60,7 @@ class Person:
     def names(self) -> set[str]:
         """All that can stand for this person in a gradebook."""
         all_ = (self.id, self.email, self.lms_id, self.sis_user_id, self.sis_login_id)
-        return {name.casefold() for name in all_ if name}
+        return {same_name(name) for name in all_ if name}
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ def _rows(path: Path) -> list[tuple[int, list[str]]]:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise RosterError(f"{path}: line {line}: not UTF-8 text; save it as UTF-8 CSV") from None
+    text = re.sub(r"\Asep=.\r?\n", "", text)  # Excel's word for the separator
     first = next((line for line in text.splitlines() if line.strip()), "")
     separator = max(",;\t", key=first.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)

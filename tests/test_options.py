@@ -44,6 +44,13 @@ def test_without_a_file_a_lab_stays_as_it_is(tmp_path):
     assert Options().apply(get_lab(LAB)) is get_lab(LAB)
 
 
+def test_a_byte_order_mark_is_none_of_it(tmp_path):
+    (tmp_path / NAME).write_text(POINTS)
+    plain = read_options(tmp_path)
+    (tmp_path / NAME).write_text(POINTS, encoding="utf-8-sig")
+    assert read_options(tmp_path) == plain != Options()
+
+
 def test_the_courses_own_file_changes_nothing():
     assert read_options(ROOT) == Options()
 

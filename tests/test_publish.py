@@ -19,7 +19,7 @@ from autograder.__main__ import main
 from autograder.gradebook import open_gradebook
 from autograder.history import latest, read_history
 from autograder.lms import Column, file_name, number, safe
-from autograder.publish import Options, publish
+from autograder.publish import Options, _columns, publish
 from autograder.roster import read_roster
 
 ROSTER = """Student,ID,SIS User ID,SIS Login ID,Section,Lab one (77),Final Score
@@ -98,6 +98,25 @@ def test_a_lab_that_the_roster_does_not_have_is_said_to_be_new(course, roster):
     assert rows(done.made.data)[0][-1] == LAB
     done = of(course, "canvas", roster, columns={LAB: "=Lab 7"})
     assert rows(done.made.data)[0][-1] == "'=Lab 7"
+
+
+def test_two_labs_in_one_column_stop_everything():
+    options = Options(roster=None, columns={LAB: "HW", "lab2_accumulation": "hw (12)"})
+    with pytest.raises(ValueError, match=f"one column for {LAB}, lab2_accumulation"):
+        _columns({LAB: [], "lab2_accumulation": []}, options)
+
+
+def test_two_students_with_one_address_stop_everything(course):
+    with open_gradebook(course) as book:
+        book.find_student("kim").email = "ada@x.org"
+        book.db.commit()
+    try:
+        with pytest.raises(ValueError, match=r"two students have the address ada@x\.org"):
+            of(course, "gradescope")
+    finally:
+        with open_gradebook(course) as book:
+            book.find_student("kim").email = "kim@x.org"
+            book.db.commit()
 
 
 def test_who_could_be_two_stops_everything(course, roster):

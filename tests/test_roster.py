@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import unicodedata
 
 import pytest
 from made_records import make_course
 
 from autograder.__main__ import main
 from autograder.course import CourseError
-from autograder.gradebook import gradebook_path, open_gradebook
+from autograder.gradebook import gradebook_path, open_gradebook, same_name
 from autograder.roster import Person, RosterError, import_roster, read_roster
 
 CANVAS = """Student,ID,SIS User ID,SIS Login ID,Section,Lab 1 (77),Final Score
@@ -66,6 +67,12 @@ def test_byte_order_marks_tabs_quotes_and_blank_lines(read):
     ada, kim = read(text).people
     assert (ada.id, ada.last_name) == ("ada", "Lovelace")
     assert (kim.line, kim.first_name) == (6, "Kim")
+
+
+def test_what_excel_and_macos_make_of_it(read):
+    [ada] = read("sep=;\nid;email\nAdé;a@x.org\n").people
+    assert ada.id == "Adé"
+    assert same_name(unicodedata.normalize("NFD", "ADÉ")) in ada.names()
 
 
 def test_every_wrong_line_is_named(read):

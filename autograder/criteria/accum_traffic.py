@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria import accum_amp, oracle
+from autograder.criteria import accum_amp, carried, oracle
 from autograder.criteria.accum_ddp import (
     IGNORED,
     VOCABULARY,
@@ -102,21 +102,6 @@ def _contributed(events: Iterable[Event]) -> float:
     return total
 
 
-def _is_sent(payloads: list[np.ndarray], gradients: list[np.ndarray], rest: float) -> bool:
-    """Whether a run of a payload is a sum of these gradients, with whatever weights."""
-    basis, _ = np.linalg.qr(np.stack([g.ravel() for g in gradients], axis=1))
-    for payload in payloads:
-        if len(payload) < len(basis):
-            continue
-        runs = np.lib.stride_tricks.sliding_window_view(payload, len(basis))
-        sizes = np.linalg.norm(runs, axis=1)
-        along = np.linalg.norm(runs @ basis, axis=1)
-        off = np.sqrt(np.maximum(sizes**2 - along**2, 0.0))
-        if ((sizes > 0) & (off <= rest * sizes)).any():
-            return True
-    return False
-
-
 def _missing(case: Case, rank: int, gradients: Gradients, rest: float) -> Finding | None:
     """A parameter whose gradient this rank did not send in the first step, if there is one."""
     assert case.trace is not None
@@ -138,7 +123,7 @@ def _missing(case: Case, rank: int, gradients: Gradients, rest: float) -> Findin
         gradients(inputs, x, y) for x, y in zip(inputs["x"][0], inputs["y"][0], strict=True)
     ]
     for number, each in enumerate(zip(*per_batch, strict=True)):
-        if not _is_sent(payloads, list(each), rest):
+        if not any(carried.holds_sum(payload, list(each), rest) for payload in payloads):
             return Finding(
                 f"the gradient of parameter {number} in the first step, a sum over "
                 f"{MICRO_BATCHES} micro-batches, is in nothing that this rank sent to all others.",

@@ -6,7 +6,7 @@ bounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,3 +60,19 @@ def count_among(
     for right in rights:
         left = left[~is_among(left, right, rtol=rtol, atol=atol)]
     return before - left.size
+
+
+def holds_sum(payload: np.ndarray, vectors: Sequence[np.ndarray], rest: float) -> bool:
+    """Whether a run of `payload`, flat and finite, is a sum of `vectors` with whatever weights.
+
+    Args:
+        rest: how much of it may be no such sum, relative to its length.
+    """
+    basis, _ = np.linalg.qr(np.stack([vector.ravel() for vector in vectors], axis=1))
+    if len(payload) < len(basis):
+        return False
+    runs = np.lib.stride_tricks.sliding_window_view(payload, len(basis))
+    sizes = np.linalg.norm(runs, axis=1)
+    along = np.linalg.norm(runs @ basis, axis=1)
+    off = np.sqrt(np.maximum(sizes**2 - along**2, 0.0))
+    return bool(((sizes > 0) & (off <= rest * sizes)).any())
