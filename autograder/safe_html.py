@@ -40,23 +40,7 @@ MAX_CODE_CHARS = 300_000
 MAX_RICH_CHARS = 3_000_000
 _CUT = "[…] The rest is left out here; it is in the file that was handed in."
 _TAG = re.compile(r"<(/?)([a-z][a-z0-9]*)")
-_VOID = frozenset(
-    [
-        "area",
-        "base",
-        "br",
-        "col",
-        "embed",
-        "hr",
-        "img",
-        "input",
-        "link",
-        "meta",
-        "source",
-        "track",
-        "wbr",
-    ]
-)
+_VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "wbr"}
 _RICH = ("text/html", "text/markdown", "text/latex", "image/svg+xml")
 
 
