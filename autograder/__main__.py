@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
+        # A terminal that has no ✓ is no reason to stop.
         with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that has no ✓ is no reason to stop
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     console = Console(stderr=options.command == "grade" and options.json == Path("-"))
     try:
         return options.run(options, console)

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autograder import workers
 from autograder.bridge import refused
 from autograder.course import Course, CourseError
+from autograder.history import latest, read_history
 from autograder.intake import Submission, read_submission
 from autograder.journal import Journal
 from autograder.run import (
@@ -72,8 +73,9 @@ def grade_class(
                 announcer.done(record)
             progress.update(bar, advance=1, description=f"graded {record['student']}")
 
+        last = latest(read_history(settings.course), settings.lab, settings.world_size)
         for index, submission in enumerate(submissions):
-            if known := known_record(submission, settings, keep=True):
+            if known := known_record(submission, settings, last):
                 done(index, known)
         announcer = Announcer(settings.course.journal_path)
         announcer.begin(

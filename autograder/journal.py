@@ -112,18 +112,6 @@ class Journal:
         """All complete records, oldest first; `problems` then tells of lines that were skipped."""
         yield from self._parsed(b"")
 
-    def last_of(self, student: str, lab: str, world_size: int) -> tuple[str, Record] | None:
-        """Key and record of a student's last grading in a lab on so many ranks."""
-        last = None
-        for entry in self._parsed(b'"student":' + json.dumps(student).encode()):
-            record = entry.get("record")
-            if entry.get("kind") != "submission" or not isinstance(record, dict):
-                continue
-            where = (record.get("student"), record.get("lab"), record.get("world_size"))
-            if where == (student, lab, world_size):
-                last = str(entry.get("key")), record
-        return last
-
     def finished(self, key: str) -> Record | None:
         """The last verdict on a submission, if it was graded to the end.
 

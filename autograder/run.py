@@ -7,7 +7,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from autograder.cgroup import make_group
 from autograder.course import Course
 from autograder.criteria.base import Criterion, Draw, Lab, Status, Verdict
 from autograder.engine import InfrastructureError, Session
+from autograder.history import Grading
 from autograder.intake import Submission, read_submission
 from autograder.journal import Journal, grader_version, submission_key
 from autograder.referee import Referee, draw_for
@@ -110,13 +111,14 @@ def _filed(
 
 
 def known_record(
-    submission: Submission, settings: Settings, *, keep: bool = False
+    submission: Submission, settings: Settings, last: Mapping[str, Grading] | None = None
 ) -> Record | None:
     """The journal's record of the same bytes, lab, world size and grader, if there is one.
 
     Args:
-        keep: note in the journal that this is the student's record now, where its last one of him
-            is another: the same bytes may be somebody else's, or those of an earlier version.
+        last: student -> last grading, as `history.latest` has it; where the student's is another
+            one, the journal gets this as his. The same bytes may be somebody else's, or those of
+            an earlier version.
     """
     if settings.again:
         return None
@@ -135,9 +137,9 @@ def known_record(
     # The same notebook may have been handed in by somebody else, and points may be others now.
     found = known | {"submission": str(submission.path.absolute()), "student": submission.student}
     found = _with_points(found, settings.course.lab(settings.lab))
-    last = journal.last_of(submission.student, settings.lab, settings.world_size) if keep else None
-    is_last = last is not None and last[0] == key and last[1]["criteria"] == found["criteria"]
-    if found["criteria"] != known["criteria"] or (keep and not is_last):
+    own = last.get(submission.student) if last is not None else None
+    is_last = own is not None and (own.key, own.record["criteria"]) == (key, found["criteria"])
+    if found["criteria"] != known["criteria"] or (last is not None and not is_last):
         with contextlib.suppress(OSError):  # on a full disk it is noted the next time
             journal.append({"kind": "submission", "key": key, "record": found})
     return found

@@ -153,9 +153,8 @@ class Session:
         if integer(header, "k", 0, 1 << 40) != number:
             raise ProtocolError(f"called its collective number {number} of group {group!r} another")
         key = f"{group}/{number}"
-        slot = self._slots.get(key) or Slot.of(
-            key, f"#{number} of {group}", group, members, call, call.kind
-        )
+        name = f"#{number} of {group}"
+        slot = self._slots.get(key) or Slot.of(key, name, group, members, call)
         self._add(slot, call, header)
         self._match(slot)
 
@@ -173,7 +172,7 @@ class Session:
         self._message_counts[side] = number + 1
         key = f"{path}/{number}"
         name = f"#{number} {ends[0]} -> {ends[1]} of {group}"
-        slot = self._slots.get(key) or Slot.of(key, name, group, ends, call, "send")
+        slot = self._slots.get(key) or Slot.of(key, name, group, ends, call)
         self._add(slot, call, header)
         if len(slot.calls) == 2 and not slot.complete(keep=self._keep):
             self.fail("mismatch", slot.disagreement())

@@ -32,19 +32,11 @@ class Slot:
     ready: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(
-        cls,
-        key: str,
-        number: str,
-        group: str,
-        members: tuple[int, ...],
-        call: Call,
-        kind: str,
-    ) -> Slot:
+    def of(cls, key: str, number: str, group: str, members: tuple[int, ...], call: Call) -> Slot:
         """A slot whose first call is `call`; it has yet to be added."""
         record = Collective(
             key=key,
-            kind=kind,
+            kind="send" if call.kind == "recv" else call.kind,
             op=call.op,
             group=group,
             ranks=members,
