@@ -36,23 +36,25 @@ _MORE = (
     "files/utf_16", "hooks/cell_events", "hooks/display_hook", "hooks/input_transformer",
     "hooks/observe_replaced", "importing/compiled_leftovers", "importing/the_oracle",
     "importing/zoo_and_solutions", "kernel/asks_for_input", "kernel/deep_output",
-    "kernel/forged_replies", "kernel/line_to_the_front", "kernel/number_that_is_none",
-    "kernel/numbers_of_cells", "kernel/output_that_is_no_json",
-    "kernel/reply_that_cannot_be_sent", "kernel/restart_with_five", "kernel/source_too_deep",
-    "kernel/text_that_no_file_holds", "lingering/background_processes",
+    "kernel/forged_replies", "kernel/frames_no_client_reads", "kernel/line_to_the_front",
+    "kernel/number_that_is_none", "kernel/numbers_of_cells", "kernel/output_that_is_no_json",
+    "kernel/reply_that_cannot_be_sent", "kernel/reply_that_is_too_deep", "kernel/restart_with_five",
+    "kernel/source_too_deep", "kernel/text_that_no_file_holds", "lingering/background_processes",
     "metadata/check_before_its_work", "metadata/checks_as_solutions", "metadata/checks_as_text",
     "metadata/exit_in_solutions", "metadata/outputs_of_full_marks", "metadata/points_of_its_own",
     "output/formulas", "output/own_tracebacks", "output/script_in_html",
     "output/script_in_markdown", "output/terminal_sequences", "patching/clocks",
     "patching/numpy_conversion", "pickles/collectives_of_objects", "searching/garbage_collector",
     "searching/open_files", "searching/own_gradients", "searching/proc", "shadowing/environment",
-    "signals/segfault", "stealing/leaves_for_the_next",
+    "shadowing/startup_that_ends_ranks", "signals/segfault", "stealing/leaves_for_the_next",
 )  # fmt: skip
 ALLOWED = frozenset(name for name in (*SAMPLE, *_MORE) if not name.startswith(
     ("bombs/", "network/", "messages/")))  # fmt: skip
 
 _ELSEWHERE = {
     "messages": "it speaks to the referee's socket",
+    "emulated/calls_on_no_stream": "it speaks to the referee's broker",
+    "emulated/fetches_what_it_has_sent": "it speaks to the referee's broker",
     "emulated/frames_of_other_sessions": "it speaks to the referee's broker",
     "hooks/verdict_shown": "it forges the referee's reply",
     "lingering/answering_thread": "it answers the referee",
@@ -71,6 +73,7 @@ _HARMFUL = {
     "files/too_big": "it uses up memory",
     "files/too_many_cells": "it takes very long",
     "files/too_many_parts": "it uses up memory",
+    "lingering/tmp_without_rights": "it takes everybody's rights from /tmp",
     "pickles/script_saves_a_bomb": "it asks for a terabyte of memory",
     "shadowing/installed_files": "it writes into what is installed",
     "shadowing/site_files": "it writes into what is installed",
