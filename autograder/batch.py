@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autograder import workers
 from autograder.bridge import refused
 from autograder.course import Course, CourseError
+from autograder.gradebook import note_lateness
 from autograder.history import latest, read_history
 from autograder.intake import Submission, read_submission
 from autograder.journal import Journal
@@ -196,6 +197,7 @@ def fill_gradebook(
     trusted = f"--GradeWithReferee.trusted={not settings.sandboxed}"
     if new := ours - set(settled):
         _nbgrader(course, "autograde", lab, "--force", only(new), trusted)
+        note_lateness(course, lab, new)
     if ours:
         _nbgrader(course, "generate_feedback", lab, "--force", only(ours))
     return made / "feedback"

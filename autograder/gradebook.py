@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from nbgrader.api import Gradebook, MissingEntry
 from sqlalchemy.exc import DatabaseError
 
 from autograder.course import Course, CourseError
+from autograder.files import write_whole
 
 
 def gradebook_path(course: Course) -> Path:
@@ -95,6 +97,32 @@ class Grade:
     def names(self) -> set[str]:
         """All that can stand for this student in a class list."""
         return {same_name(name) for name in (self.student, self.email, self.lms_id) if name}
+
+
+def seconds_late(book: Gradebook, lab: str) -> dict[str, float]:
+    """By how much each student is late as things are now: due dates and extensions may change."""
+    late = {str(s.student_id): s.total_seconds_late for s in book.assignment_submissions(lab)}
+    return {student: float(seconds) for student, seconds in late.items()}
+
+
+def note_lateness(course: Course, lab: str, students: Collection[str]) -> None:
+    """Notes by how much these students are late, for which nbgrader has just taken points off."""
+    with open_gradebook(course) as book:
+        late = seconds_late(book, lab)
+    noted = noted_lateness(course, lab) | {name: late.get(name, 0.0) for name in students}
+    write_whole(_lateness_path(course, lab), json.dumps(noted).encode())
+
+
+def noted_lateness(course: Course, lab: str) -> dict[str, float]:
+    """By how much each student was late when nbgrader last took the submission in."""
+    try:
+        return json.loads(_lateness_path(course, lab).read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _lateness_path(course: Course, lab: str) -> Path:
+    return gradebook_path(course).with_name(f"{lab}.seconds_late.json")
 
 
 def graded_labs(book: Gradebook) -> list[str]:

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autograder.job_files import Result, Task, write_whole
+from autograder.files import write_whole
+from autograder.job_files import Result, Task
 from autograder.scratch import remove_abandoned, scratch_folder
 
 # torch and nbgrader are for the child alone: it may be killed, and its memory is freed at once.

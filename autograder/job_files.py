@@ -20,13 +20,14 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from autograder.files import write_whole
 
 JOBS = "jobs"  # in the course's build folder
 KEEP_LOGS_S = 7 * 24 * 3600
@@ -104,17 +105,6 @@ class Result:
         write_whole(path, json.dumps(dataclasses.asdict(self), allow_nan=False).encode())
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """A file that nobody sees before all of it is there, and on disk."""
-    # Two nodes may have a process of the same number.
-    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-
-
 class BatchFolder:
     """The folder of one grader's jobs."""
 
@@ -159,10 +149,11 @@ def new_batch(build: Path, kind: str) -> Iterator[BatchFolder]:
     batch = BatchFolder(build / JOBS / secrets.token_hex(6))
     for name in ("tasks", "results", "submitit"):
         (batch.path / name).mkdir(parents=True, mode=0o700)
-    (batch.path / _KIND).write_text(kind)
     lock = os.open(batch.path / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # Last: who looks for folders without a grader passes by those that do not say their kind.
+        write_whole(batch.path / _KIND, kind.encode())
         yield batch
     finally:
         os.close(lock)

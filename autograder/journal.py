@@ -35,6 +35,7 @@ _NOT_GRADING = frozenset(
         "commands",
         "doctor",
         "executor",
+        "files",
         "gradebook",
         "history",
         "job",

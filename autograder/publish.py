@@ -8,9 +8,7 @@ for two of them, nothing is written.
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
+from autograder.files import write_whole
 from autograder.gradebook import Grade, graded_labs, open_gradebook, read_grades
 from autograder.history import latest, read_history
 from autograder.lms import (
@@ -138,15 +137,7 @@ def save(path: Path, data: bytes, *, force: bool = False) -> None:
     """
     if path.exists() and not force:
         raise ValueError(f"{path} exists already: say --force to replace it, or --out FILE")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise
+    write_whole(path, data)
 
 
 # --- who is who ---------------------------------------------------------------------------------

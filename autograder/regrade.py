@@ -17,7 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from autograder.course import Course
-from autograder.gradebook import gradebook_path, open_gradebook
+from autograder.gradebook import (
+    gradebook_path,
+    noted_lateness,
+    open_gradebook,
+    seconds_late,
+)
 from autograder.history import Grading, Record, last_class, latest, read_history
 from autograder.intake import Submission
 from autograder.report import MARKS, clean
@@ -172,8 +177,8 @@ def find_settled(
 ) -> set[str]:
     """Students of whom nbgrader has this very submission with these very verdicts already.
 
-    Not counted is who was taken in before `nbgrader_config.py`, the lab's solution or a
-    `timestamp.txt` changed: late penalties, say, may be others now.
+    Not counted is who was taken in before `nbgrader_config.py`, the lab's solution, a
+    `timestamp.txt`, the due date or an extension changed: late penalties, say, may be others now.
 
     Args:
         before: the gradings that nbgrader may have taken in.
@@ -184,7 +189,9 @@ def find_settled(
     settled = set()
     solutions = (course.root / "solutions" / lab).glob("*.ipynb")
     config = [course.root / "nbgrader_config.py", *solutions]
+    noted = noted_lateness(course, lab)
     with open_gradebook(course) as book:
+        late = seconds_late(book, lab)
         for submission, record in zip(submissions, records, strict=True):
             student = submission.student
             taken = made / "submitted" / student / lab / f"{lab}.ipynb"
@@ -196,6 +203,7 @@ def find_settled(
                 and graded.is_file()
                 and _same_file(submission.path, taken)
                 and all(_time(path) <= _time(graded) for path in newer)
+                and late.get(student, 0.0) == noted.get(student, 0.0)
                 and _scores(book, lab, student) == _points(record)
             ):
                 settled.add(student)

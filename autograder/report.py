@@ -7,9 +7,8 @@ submissions, so nothing of them reaches a terminal, a spreadsheet or a browser a
 from __future__ import annotations
 
 import csv
-import os
+import io
 import re
-import tempfile
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 from rich.text import Text
+
+from autograder.files import write_whole
 
 Record = dict[str, Any]
 
@@ -119,17 +120,18 @@ def write_csv(records: Sequence[Record], path: Path) -> None:
     names = criteria_of(records)
     head = ["student", "submission", "lab", "world_size", "score", "max_score", "seconds"]
     head += ["sandboxed", "reason", *names, *(f"{name} status" for name in names)]
-    with Replacing(path) as file:
-        writer = csv.writer(file)
-        writer.writerow(map(spreadsheet, head))
-        for record in records:
-            by_name = {c["name"]: c for c in record["criteria"]}
-            row = [spreadsheet(clean(record[key])) for key in ("student", "submission", "lab")]
-            row += [record[key] for key in ("world_size", "score", "max_score", "seconds")]
-            row += [str(bool(record["sandboxed"])).lower(), spreadsheet(reason(record))]
-            for key in ("points", "status"):
-                row += [by_name[name][key] if name in by_name else "" for name in names]
-            writer.writerow(row)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(map(spreadsheet, head))
+    for record in records:
+        by_name = {c["name"]: c for c in record["criteria"]}
+        row = [spreadsheet(clean(record[key])) for key in ("student", "submission", "lab")]
+        row += [record[key] for key in ("world_size", "score", "max_score", "seconds")]
+        row += [str(bool(record["sandboxed"])).lower(), spreadsheet(reason(record))]
+        for key in ("points", "status"):
+            row += [by_name[name][key] if name in by_name else "" for name in names]
+        writer.writerow(row)
+    write_whole(path, text.getvalue().encode(), mode=0o644)
 
 
 def spreadsheet(text: str) -> str:
@@ -180,24 +182,3 @@ def unsandboxed(records: Sequence[Record]) -> str:
         f"UNSANDBOXED: {number} of {len(records)} submissions ran with the grader's own rights. "
         "Their scores hold only if their authors are trusted."
     )
-
-
-class Replacing:
-    """A text file that appears under its name only when it is complete."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Any:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, self._name = tempfile.mkstemp(dir=self._path.parent, prefix=".writing-")
-        self._file = open(descriptor, "w", encoding="utf-8", newline="")
-        return self._file
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._file.close()
-        if kind is None:
-            os.chmod(self._name, 0o644)
-            os.replace(self._name, self._path)
-        else:
-            os.unlink(self._name)

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from autograder.files import write_whole
 from autograder.report import (
     MARKS,
     UNKNOWN,
     Record,
-    Replacing,
     clean,
     criteria_of,
     is_missed,
@@ -60,14 +60,9 @@ def write_html(
         *(_details(record, number) for number, record in enumerate(records)),
         "</section>",
     ]
-    with Replacing(path) as file:
-        file.write(
-            _PAGE.format(
-                title=_esc(labs),
-                style=Path(__file__).with_suffix(".css").read_text("utf-8"),
-                body="\n".join(parts),
-            )
-        )
+    style = Path(__file__).with_suffix(".css").read_text("utf-8")
+    page = _PAGE.format(title=_esc(labs), style=style, body="\n".join(parts))
+    write_whole(path, page.encode(), mode=0o644)
 
 
 def _tiles(records: Sequence[Record]) -> str:

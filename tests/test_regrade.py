@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from concurrent.futures.process import BrokenProcessPool
+from datetime import datetime, timedelta
 
 import pytest
 from course import LAB
@@ -17,7 +18,7 @@ from autograder import batch
 from autograder.__main__ import main
 from autograder.course import Course
 from autograder.criteria import get_lab
-from autograder.gradebook import open_gradebook
+from autograder.gradebook import note_lateness, open_gradebook
 from autograder.history import Grading, find_grading, latest, read_history
 from autograder.intake import Submission, find_submissions
 from autograder.journal import Journal
@@ -162,6 +163,20 @@ def test_what_changes_late_penalties_has_nbgrader_look_again(taken, settled, nam
     assert settled() == (set() if name == "nbgrader_config.py" else {"kim"})
 
 
+def test_another_due_date_has_nbgrader_look_again(taken, settled):
+    handed_in = datetime(2026, 3, 2)
+    with open_gradebook(taken) as book:
+        for student in ("ada", "kim"):
+            book.update_or_create_submission(LAB, student, timestamp=handed_in)
+        book.update_or_create_assignment(LAB, duedate=handed_in - timedelta(hours=1))
+    assert settled() == set()
+    note_lateness(taken, LAB, {"ada", "kim"})  # nbgrader has taken the points off
+    assert settled() == {"ada", "kim"}
+    with open_gradebook(taken) as book:
+        book.grant_extension(LAB, "ada", hours=2)
+    assert settled() == {"kim"}
+
+
 def test_a_score_that_is_not_in_the_gradebook_is_put_there(taken, settled):
     with open_gradebook(taken) as book:
         book.find_grade("ddp_unused", LAB, LAB, "kim").auto_score = 4.0
@@ -281,6 +296,8 @@ def test_a_file_of_another_name_is_found_again(course, monkeypatch):
 
 def test_when_it_was_handed_in_goes_along(course, monkeypatch):
     """nbgrader counts late penalties by it."""
+    with open_gradebook(course, create=True) as book:
+        book.add_assignment(LAB)
     monkeypatch.setattr(batch, "_nbgrader", lambda *_: None)
     path = hand_in(course, "ada")
     path.with_name("timestamp.txt").write_text("2026-11-23 10:00:00 UTC")
