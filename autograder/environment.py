@@ -46,25 +46,6 @@ def environment(home: str, tmp: str, path: str) -> dict[str, str]:
     return env
 
 
-_KEYCTL = {"x86_64": 250, "aarch64": 219}  # number of the system call
-_JOIN_SESSION_KEYRING = 1
-
-
-def keyring_command() -> list[str]:
-    """What starts a box with a session keyring of its own.
-
-    Else all boxes would share the one that the grader was given at its login, which outlives them:
-    a place to leave something for the next submission, and perhaps to find keys of the grader's.
-    """
-    number = _KEYCTL.get(platform.machine())
-    if sys.platform != "linux" or number is None:
-        return []
-    # Where the kernel has no keyrings, or no more of them, the box is started all the same.
-    call = f"ctypes.CDLL(None).syscall({number}, {_JOIN_SESSION_KEYRING}, None)"
-    code = f"import ctypes, os, sys; {call}; os.execvp(sys.argv[1], sys.argv[1:])"
-    return [sys.executable, "-I", "-S", "-c", code]
-
-
 def limit_command(limits: Limits, *, with_gpu: bool) -> list[str]:
     """What starts a program with its limits; inside the box, where its processes are counted."""
     wanted = {

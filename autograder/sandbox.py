@@ -1,8 +1,9 @@
 """One submission's box: what student code can see, use and reach while it is graded.
 
 `build_box` gives the start of a command line. Whatever is appended to it runs with its own
-users, processes, network (only ``lo``), hostname and IPC, on a read-only file system made of an
-allow-list of mounts, with a sized /tmp and /dev/shm as the only places to write:
+users, processes, network (only ``lo``), hostname and IPC, under a filter of system calls
+(`syscalls`), on a read-only file system made of an allow-list of mounts, with a sized /tmp and
+/dev/shm as the only places to write:
 
     box = build_box(run_dir=run_dir, withheld=("minidist.parallel",), limits=Limits())
     process = subprocess.Popen([*box.prefix, sys.executable, "script.py"], env=box.env)
@@ -37,8 +38,9 @@ from autograder import apptainer, bubblewrap, containers
 from autograder.apptainer import ApptainerMounts
 from autograder.bubblewrap import Mounts
 from autograder.containers import Container, ContainerMounts
-from autograder.environment import environment, keyring_command, limit_command
+from autograder.environment import environment, limit_command
 from autograder.limits import Limits
+from autograder.syscalls import filter_command, start_command, write_filter
 
 # Of this package only what runs beside student code; everything else is trusted.
 _INSIDE = frozenset({"__init__", "py", "probe", "wire", "criteria", "limits"})
@@ -238,15 +240,17 @@ def _assemble(
     mounts.seal()
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
     env = environment(home, "/tmp", path) | dict(env_extra)
-    container, sizes = None, {}
+    container, sizes, with_gpu = None, {}, bool(_cuda_devices())
+    seccomp = write_filter(own, with_gpu=with_gpu)
     if isinstance(mounts, ApptainerMounts):
         prefix, sizes = apptainer.command(program, mounts, env), mounts.sizes
-        prefix = [*keyring_command(), *prefix]
+        prefix = [*start_command(), *prefix, *filter_command(seccomp)]
     elif isinstance(mounts, ContainerMounts):
         prefix, container = containers.command(program, mounts, own, limits, env)
+        prefix += filter_command(seccomp)
     else:
-        prefix = [*keyring_command(), *bubblewrap.command(program, mounts, env, work)]
-    prefix += limit_command(limits, with_gpu=bool(_cuda_devices()))
+        prefix = [*start_command(seccomp), *bubblewrap.command(program, mounts, env, work)]
+    prefix += limit_command(limits, with_gpu=with_gpu)
     return Box(
         prefix=prefix, env=env, cwd=work, sandboxed=True, container=container, sizes=sizes
     )  # fmt: skip

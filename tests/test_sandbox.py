@@ -515,6 +515,22 @@ def find(name):
         own["syscall"](own["keyctl"], 9, key, -3)  # out of the keyring again
 
 
+@needs_box
+def test_there_is_no_socket_to_the_host_of_a_virtual_machine(run_dir: Path):
+    """It would not be in the box's network, but in all of the machine's at once."""
+    code = """
+import socket
+for family in ("AF_UNIX", "AF_INET", "AF_INET6", "AF_VSOCK"):
+    try:
+        socket.socket(getattr(socket, family), socket.SOCK_STREAM).close()
+    except OSError:
+        continue
+    print(family)
+"""
+    made = _python(build_box(run_dir=run_dir), code).split()
+    assert made in (["AF_UNIX", "AF_INET"], ["AF_UNIX", "AF_INET", "AF_INET6"])
+
+
 @pytest.mark.parametrize(("program", "uid"), [("bwrap", "1000"), ("apptainer", "65534")])
 def test_as_an_ordinary_user(program: str, uid: str):
     """The same box when the grader is not root, on the system's Python, which all can read."""
@@ -535,7 +551,7 @@ def test_as_an_ordinary_user(program: str, uid: str):
         shutil.copytree(source[1].parent, site / "minidist")
         (site / "autograder").mkdir()
         (site / "autograder/__init__.py").write_text("")
-        parts = ("apptainer", "bubblewrap", "containers", "environment", "limits")
+        parts = ("apptainer", "bubblewrap", "containers", "environment", "limits", "syscalls")
         names = [f"{part}.py" for part in parts]
         for file in (source[0], *map(source[0].with_name, names)):
             shutil.copy(file, site / "autograder")

@@ -1,0 +1,151 @@
+"""System calls around a box: the ones that a submission may not make, and the one that starts it.
+
+What `guard` cannot count from outside, and parts of the Linux kernel that nobody needs to train a
+model but that have let programs out of boxes before, are not there: such a call fails with ENOSYS,
+as on a kernel that was built without it, and who has another way takes that. Sockets are those that
+the box's network of its own holds in; one to a virtual machine's host, say, would lead out.
+
+The filter is a program of classic BPF for seccomp(2).
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import socket
+import struct
+import sys
+from pathlib import Path
+
+_MACHINES = ("x86_64", "aarch64")
+_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of linux/audit.h
+# Name -> its number on each of the machines above.
+_UNCOUNTED = {  # memory that belongs to no process
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+}
+_KERNEL = {
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+}
+DENIED = _UNCOUNTED | _KERNEL
+_FOR_A_GPU = frozenset({"memfd_create"})  # CUDA shares memory by it; `guard` counts most of it
+
+_SOCKET = (41, 198)
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, lists networks
+
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # of linux/bpf_common.h
+_NUMBER_AT, _ARCH_AT, _ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; both are little-endian
+_STEP = "HBBI"
+_ERRNO = 0x00050000
+_ENDS = {
+    "allow": 0x7FFF0000,
+    "absent": _ERRNO | errno.ENOSYS,
+    "family": _ERRNO | errno.EAFNOSUPPORT,
+}
+_X32 = 0x40000000  # another set of numbers for the same calls, on x86_64
+_JOIN_SESSION_KEYRING = 1
+_SET_SECCOMP, _SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2  # of linux/prctl.h and linux/seccomp.h
+
+
+def seccomp_filter(machine: str, *, with_gpu: bool = False) -> bytes:
+    """The filter as ``struct sock_filter[]``, for ``bwrap --seccomp``.
+
+    Args:
+        machine: as `platform.machine` says it; one of those whose numbers are known.
+    """
+    column = _MACHINES.index(machine)
+    denied = [DENIED[name][column] for name in DENIED if not (with_gpu and name in _FOR_A_GPU)]
+    # (operation, value, where to go if it is true, where if not); "" is the next step.
+    steps = [(_LOAD, _ARCH_AT, "", ""), (_EQUAL, _ARCH[machine], "", "absent")]
+    steps += [(_LOAD, _NUMBER_AT, "", "")]
+    if machine == "x86_64":
+        steps += [(_AT_LEAST, _X32, "absent", "")]
+    steps += [(_EQUAL, number, "absent", "") for number in denied]
+    steps += [(_EQUAL, _SOCKET[column], "", "allow"), (_LOAD, _ARGUMENT_AT, "", "")]
+    steps += [(_EQUAL, int(family), "allow", "") for family in _FAMILIES[:-1]]
+    steps += [(_EQUAL, int(_FAMILIES[-1]), "allow", "family")]
+    ends = {name: len(steps) + index for index, name in enumerate(_ENDS)}
+    program = [
+        struct.pack(_STEP, operation, *(ends[to] - place - 1 if to else 0 for to in where), value)
+        for place, (operation, value, *where) in enumerate(steps)
+    ]
+    program += [struct.pack(_STEP, _RETURN, 0, 0, value) for value in _ENDS.values()]
+    return b"".join(program)
+
+
+def write_filter(folder: Path, *, with_gpu: bool) -> Path | None:
+    """The filter of this machine as a file in `folder`; None where there can be none."""
+    if platform.machine() not in _MACHINES or not _has_seccomp():
+        return None
+    path = folder / "seccomp"
+    path.write_bytes(seccomp_filter(platform.machine(), with_gpu=with_gpu))
+    return path
+
+
+def _has_seccomp() -> bool:
+    try:
+        return "\nSeccomp:" in Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+
+
+def start_command(filter_file: Path | None = None) -> list[str]:
+    """What starts the program that makes a box: with a session keyring of its own, and a filter.
+
+    Without that keyring all boxes would share the one that the grader was given at its login, which
+    outlives them: a place to leave something for the next submission, and perhaps to find keys of
+    the grader's.
+
+    Args:
+        filter_file: given to the program open, as its first option ``--seccomp FD``.
+    """
+    if sys.platform != "linux" or platform.machine() not in _MACHINES:
+        return []
+    number = DENIED["keyctl"][_MACHINES.index(platform.machine())]
+    # Where the kernel has no keyrings, or no more of them, the box is started all the same.
+    lines = [
+        "import ctypes, os, sys",
+        f"ctypes.CDLL(None).syscall({number}, {_JOIN_SESSION_KEYRING}, None)",
+        "_, program, *options = sys.argv",
+    ]
+    if filter_file is not None:
+        lines += [
+            f"file = os.open({str(filter_file)!r}, os.O_RDONLY)",
+            "os.set_inheritable(file, True)",
+            "options[:0] = ['--seccomp', str(file)]",
+        ]
+    lines.append("os.execvp(program, [program, *options])")
+    return [sys.executable, "-I", "-S", "-c", "; ".join(lines)]
+
+
+def filter_command(filter_file: Path | None) -> list[str]:
+    """What starts a program under the filter from within the box, on top of an engine's own.
+
+    The file has to be there at its path outside. Bubblewrap's first process, which stays, has to be
+    under the filter as well, so there `start_command` hands it over.
+    """
+    if filter_file is None:
+        return []
+    lines = [
+        "import ctypes, os, sys",
+        f"steps = open({str(filter_file)!r}, 'rb').read()",
+        # struct sock_fprog, as the machine aligns it
+        "Program = type('Program', (ctypes.Structure,), {'_fields_': "
+        "[('len', ctypes.c_ushort), ('filter', ctypes.c_char_p)]})",
+        "prctl = ctypes.CDLL(None, use_errno=True).prctl",
+        f"program = Program(len(steps) // {struct.calcsize(_STEP)}, steps)",
+        f"prctl({_SET_NO_NEW_PRIVS}, 1, 0, 0, 0) == 0 == "
+        f"prctl({_SET_SECCOMP}, {_FILTER}, ctypes.byref(program), 0, 0) "
+        "or sys.exit(f'no filter of system calls: {os.strerror(ctypes.get_errno())}')",
+        "os.execvp(sys.argv[1], sys.argv[1:])",
+    ]
+    return [sys.executable, "-I", "-S", "-c", "; ".join(lines)]
