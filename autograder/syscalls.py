@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import platform
-import socket
 import struct
 import sys
 from pathlib import Path
@@ -36,13 +35,19 @@ _KERNEL = {
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
 }
-DENIED = _UNCOUNTED | _KERNEL
+_NAMESPACES = {  # in one of its own, a program has capabilities again, over memory that none counts
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "clone3": (435, 435),  # its flags are out of a filter's sight; libraries then call clone
+}
+DENIED = _UNCOUNTED | _KERNEL | _NAMESPACES
 _FOR_A_GPU = frozenset({"memfd_create"})  # CUDA shares memory by it; `guard` counts most of it
 
+_CLONE, _NEW_NAMESPACES = (56, 220), 0x7E020000  # CLONE_NEW* of linux/sched.h
 _SOCKET = (41, 198)
-_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, lists networks
+_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6; AF_NETLINK lists networks
 
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # of linux/bpf_common.h
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of linux/bpf_common.h
 _NUMBER_AT, _ARCH_AT, _ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; both are little-endian
 _STEP = "HBBI"
 _ERRNO = 0x00050000
@@ -64,22 +69,30 @@ def seccomp_filter(machine: str, *, with_gpu: bool = False) -> bytes:
     """
     column = _MACHINES.index(machine)
     denied = [DENIED[name][column] for name in DENIED if not (with_gpu and name in _FOR_A_GPU)]
-    # (operation, value, where to go if it is true, where if not); "" is the next step.
-    steps = [(_LOAD, _ARCH_AT, "", ""), (_EQUAL, _ARCH[machine], "", "absent")]
-    steps += [(_LOAD, _NUMBER_AT, "", "")]
-    if machine == "x86_64":
-        steps += [(_AT_LEAST, _X32, "absent", "")]
-    steps += [(_EQUAL, number, "absent", "") for number in denied]
-    steps += [(_EQUAL, _SOCKET[column], "", "allow"), (_LOAD, _ARGUMENT_AT, "", "")]
-    steps += [(_EQUAL, int(family), "allow", "") for family in _FAMILIES[:-1]]
-    steps += [(_EQUAL, int(_FAMILIES[-1]), "allow", "family")]
-    ends = {name: len(steps) + index for index, name in enumerate(_ENDS)}
-    program = [
-        struct.pack(_STEP, operation, *(ends[to] - place - 1 if to else 0 for to in where), value)
-        for place, (operation, value, *where) in enumerate(steps)
+    # (operation, value, steps to skip if it is true, and if not); a name is one of the ends.
+    steps: list[tuple[int, int, str | int, str | int]] = [
+        (_LOAD, _ARCH_AT, 0, 0),
+        (_EQUAL, _ARCH[machine], 0, "absent"),
+        (_LOAD, _NUMBER_AT, 0, 0),
     ]
-    program += [struct.pack(_STEP, _RETURN, 0, 0, value) for value in _ENDS.values()]
-    return b"".join(program)
+    if machine == "x86_64":
+        steps.append((_AT_LEAST, _X32, "absent", 0))
+    steps += [(_EQUAL, number, "absent", 0) for number in denied]
+    steps += [
+        (_EQUAL, _CLONE[column], 0, 2),
+        (_LOAD, _ARGUMENT_AT, 0, 0),
+        (_ANY_BIT, _NEW_NAMESPACES, "absent", "allow"),
+        (_EQUAL, _SOCKET[column], 0, "allow"),
+        (_LOAD, _ARGUMENT_AT, 0, 0),
+        *((_EQUAL, family, "allow", 0) for family in _FAMILIES[:-1]),
+        (_EQUAL, _FAMILIES[-1], "allow", "family"),
+    ]
+    ends = {name: len(steps) + index for index, name in enumerate(_ENDS)}
+    program = b""
+    for place, (operation, value, *where) in enumerate(steps):
+        skips = (to if isinstance(to, int) else ends[to] - place - 1 for to in where)
+        program += struct.pack(_STEP, operation, *skips, value)
+    return program + b"".join(struct.pack(_STEP, _RETURN, 0, 0, end) for end in _ENDS.values())
 
 
 def write_filter(folder: Path, *, with_gpu: bool) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import platform
+import signal
 import socket
 import struct
 import subprocess
@@ -16,8 +17,9 @@ from autograder.syscalls import DENIED, filter_command, seccomp_filter, write_fi
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 I386 = 0x40000003
 ALLOWED = 0x7FFF0000
-# read, mmap, clone, socket, unshare
-FINE = {"x86_64": (0, 9, 56, 41, 272), "aarch64": (63, 222, 220, 198, 97)}
+# read, mmap, clone, socket
+FINE = {"x86_64": (0, 9, 56, 41), "aarch64": (63, 222, 220, 198)}
+NEW_USER, NEW_NET, THREAD = 0x10000000, 0x40000000, 0x3D0F00
 
 
 def judge(program: bytes, number: int, arch: int, argument: int = 0) -> int:
@@ -30,10 +32,9 @@ def judge(program: bytes, number: int, arch: int, argument: int = 0) -> int:
         place += 1
         if code == 0x20:
             value = struct.unpack_from("<I", data, operand)[0]
-        elif code in (0x15, 0x35):
-            place += (
-                if_true if (value == operand if code == 0x15 else value >= operand) else if_false
-            )
+        elif code in (0x15, 0x35, 0x45):
+            holds = {0x15: value == operand, 0x35: value >= operand, 0x45: value & operand}
+            place += if_true if holds[code] else if_false
         else:
             assert code == 0x06
             return 0 if operand == ALLOWED else operand & 0xFFFF
@@ -67,6 +68,15 @@ def test_sockets_are_those_of_the_own_network(machine):
     assert families == sorted([socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK])
     # The kernel looks at the lower half of the argument only.
     assert judge(program, number, ARCH[machine], 1 << 32 | 40) == errno.EAFNOSUPPORT
+
+
+@pytest.mark.parametrize("machine", ARCH)
+def test_processes_and_threads_are_made_but_no_namespaces(machine):
+    program, number = seccomp_filter(machine), FINE[machine][2]
+    for fine in (signal.SIGCHLD, THREAD):
+        assert judge(program, number, ARCH[machine], fine) == 0
+        for flag in (NEW_USER, NEW_NET):
+            assert judge(program, number, ARCH[machine], fine | flag) == errno.ENOSYS
 
 
 def test_with_a_gpu_cuda_may_share_memory():
