@@ -40,7 +40,7 @@ from autograder.bubblewrap import Mounts
 from autograder.containers import Container, ContainerMounts
 from autograder.environment import environment, limit_command
 from autograder.limits import Limits
-from autograder.syscalls import filter_command, start_command, write_filter
+from autograder.syscalls import can_filter, filter_command, start_command, write_filter
 
 # Of this package only what runs beside student code; everything else is trusted.
 _INSIDE = frozenset({"__init__", "py", "probe", "wire", "criteria", "limits"})
@@ -141,17 +141,15 @@ def _probe(program: str) -> Support:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         return Support(program, False, f"{name} could not be tried: {error}")
     said = _said(done)
+    without = "" if can_filter() else ", without a filter of system calls"
     if name != "bwrap":
         works = done.returncode == 0
-        how = "works: a container per submission" if works else f"does not work: {said}"
+        how = f"works: a container per submission{without}" if works else f"does not work: {said}"
         return Support(program, works, f"{program if works else name} {how}")
     if done.returncode == 0:
-        old = (
-            ""
-            if bubblewrap.disables_userns(program)
-            else ", without --disable-userns (needs bwrap 0.8)"
-        )
-        return Support(program, True, f"{program} works{old}")
+        if not bubblewrap.disables_userns(program):
+            without += ", without --disable-userns (needs bwrap 0.8)"
+        return Support(program, True, f"{program} works{without}")
     hint = "Python or the package is not readable in the box"
     if said.startswith("bwrap:"):
         hint = "user namespaces are not allowed here"

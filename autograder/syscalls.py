@@ -97,16 +97,20 @@ def seccomp_filter(machine: str, *, with_gpu: bool = False) -> bytes:
 
 def write_filter(folder: Path, *, with_gpu: bool) -> Path | None:
     """The filter of this machine as a file in `folder`; None where there can be none."""
-    if platform.machine() not in _MACHINES or not _has_seccomp():
+    if not can_filter():
         return None
     path = folder / "seccomp"
     path.write_bytes(seccomp_filter(platform.machine(), with_gpu=with_gpu))
     return path
 
 
-def _has_seccomp() -> bool:
+def can_filter() -> bool:
+    """Whether the numbers of this machine's calls are known and its kernel has filters."""
     try:
-        return "\nSeccomp:" in Path("/proc/self/status").read_text()
+        return (
+            platform.machine() in _MACHINES
+            and "\nSeccomp:" in Path("/proc/self/status").read_text()
+        )
     except OSError:
         return False
 

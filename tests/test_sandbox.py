@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -527,6 +528,15 @@ for family in ("AF_UNIX", "AF_INET", "AF_INET6", "AF_VSOCK"):
 """
     made = _python(build_box(run_dir=run_dir), code).split()
     assert made in (["AF_UNIX", "AF_INET"], ["AF_UNIX", "AF_INET", "AF_INET6"])
+
+
+@needs_box
+def test_a_processor_whose_calls_have_other_numbers_has_no_filter(run_dir: Path, monkeypatch):
+    """`autograder doctor` says so; all else holds."""
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    probe_support.cache_clear()
+    assert "without a filter of system calls" in probe_support().reason
+    assert _python(build_box(run_dir=run_dir), "print(1)") == "1"
 
 
 @pytest.mark.parametrize(("program", "uid"), [("bwrap", "1000"), ("apptainer", "65534")])
