@@ -25,22 +25,24 @@ from autograder.limits import MIB, Limits
 PROC = Path("/proc")
 EVERY_S = 0.5
 GPU_EVERY = 4  # looks: asking the driver takes longer
-PAGE = os.sysconf("SC_PAGE_SIZE")
+MAX_FILES = 1 << 15  # of a whole box: looking at each takes a while
 _RSS = (b"RssAnon:", b"RssShmem:")  # files of libraries are everybody's
+_TABLES = (b"VmPTE:",)
 
 
 @dataclass(frozen=True)
 class Process:
     """One line of the process table; `born` tells it from a later one with the same pid.
 
-    `resident_bytes` has everything in it, also what it shares with all others.
+    In one that is `headless` the first thread has ended and others have not: it is about to end, or
+    hides, since the kernel says of the first thread only what a process uses.
     """
 
     pid: int
     parent: int
     num_threads: int
     born: int
-    resident_bytes: int
+    headless: bool
 
 
 class Wall(Protocol):
@@ -111,6 +113,9 @@ class Guard:
         while not self._stopped.wait(self.every_s):
             inside = descendants(self.root)
             self._seen |= {process.pid: process.born for process in inside}
+            for process in inside:
+                if process.headless:
+                    _kill(process.pid)
             reason, look = self._excess(inside), look + 1
             if look % GPU_EVERY == 0:
                 reason = reason or self._gpu_excess(inside)
@@ -137,11 +142,12 @@ class Guard:
                     f"the submission had {used // MIB} MiB in {folder}, at most {size // MIB} MiB "
                     "are allowed"
                 )
-        files = memory_files_of([process.pid for process in inside])
-        most = self.limits.box_memory_bytes - files
-        if sum(process.resident_bytes for process in inside) <= most:
-            return ""  # the dearer ways to count come to no more
-        used = files + memory_of([process.pid for process in inside], max(0, most))
+        pids = [process.pid for process in inside]
+        open_files = open_files_of(pids)
+        if len(open_files) > MAX_FILES:
+            return f"the submission had over {MAX_FILES} files open at once"
+        files = memory_files_of(open_files)
+        used = files + memory_of(pids, max(0, self.limits.box_memory_bytes - files))
         if used > self.limits.box_memory_bytes:
             return (
                 f"the submission used {used // MIB} MiB of memory, at most "
@@ -177,9 +183,10 @@ def processes() -> Iterator[Process]:
             continue
         # Its name, in brackets, may hold anything.
         fields = text[text.rindex(b")") + 2 :].split()
-        if fields[0] not in (b"Z", b"X"):
-            parent, num_threads, born, pages = (int(fields[i]) for i in (1, 17, 19, 21))
-            yield Process(int(name), parent, num_threads, born, pages * PAGE)
+        parent, num_threads, born = (int(fields[i]) for i in (1, 17, 19))
+        headless = fields[0] in (b"Z", b"X")
+        if num_threads > 1 or not headless:
+            yield Process(int(name), parent, num_threads, born, headless)
 
 
 def descendants(root: int) -> list[Process]:
@@ -201,24 +208,32 @@ def memory_of(pids: list[int], enough: int) -> int:
     Pages that several of them share count once where the sum with all of them is above `enough`;
     telling them apart takes the kernel a while.
     """
-    used = sum(_fields(pid, "status", _RSS) for pid in pids)
+    used = sum(_fields(pid, "status", _RSS + _TABLES) for pid in pids)
     if used <= enough:
         return used
-    shared = [_fields(pid, "smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) for pid in pids]
-    return sum(shared) or used
+    shared = sum(_fields(pid, "smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) for pid in pids)
+    return shared + sum(_fields(pid, "status", _TABLES) for pid in pids) if shared else used
 
 
-def memory_files_of(pids: list[int]) -> int:
-    """Bytes in open files that are nowhere but in memory, each file once; mapped or not."""
-    sizes: dict[tuple[int, int], int] = {}
+def open_files_of(pids: list[int]) -> list[str]:
+    """All that these processes have open, as paths in /proc; not much more than `MAX_FILES`."""
+    found: list[str] = []
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended since
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    path = f"/proc/{pid}/fd/{name}"
-                    if os.readlink(path).startswith("/memfd:"):
-                        file = os.stat(path)
-                        sizes[file.st_dev, file.st_ino] = 512 * file.st_blocks
+            found += [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+        if len(found) > MAX_FILES:
+            break
+    return found
+
+
+def memory_files_of(open_files: list[str]) -> int:
+    """Bytes in files of these that are nowhere but in memory, each file once; mapped or not."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path in open_files:
+        with contextlib.suppress(OSError):  # it has ended, or is closed since
+            if os.readlink(path).startswith("/memfd:"):
+                file = os.stat(path)
+                sizes[file.st_dev, file.st_ino] = 512 * file.st_blocks
     return sum(sizes.values())
 
 

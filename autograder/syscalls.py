@@ -44,7 +44,7 @@ DENIED = _UNCOUNTED | _KERNEL | _NAMESPACES
 _FOR_A_GPU = frozenset({"memfd_create"})  # CUDA shares memory by it; `guard` counts most of it
 
 _CLONE, _NEW_NAMESPACES = (56, 220), 0x7E020000  # CLONE_NEW* of linux/sched.h
-_SOCKET = (41, 198)
+_SOCKET, _SOCKETPAIR = (41, 198), (53, 199)
 _FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6; AF_NETLINK lists networks
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of linux/bpf_common.h
@@ -82,7 +82,8 @@ def seccomp_filter(machine: str, *, with_gpu: bool = False) -> bytes:
         (_EQUAL, _CLONE[column], 0, 2),
         (_LOAD, _ARGUMENT_AT, 0, 0),
         (_ANY_BIT, _NEW_NAMESPACES, "absent", "allow"),
-        (_EQUAL, _SOCKET[column], 0, "allow"),
+        (_EQUAL, _SOCKET[column], 1, 0),
+        (_EQUAL, _SOCKETPAIR[column], 0, "allow"),
         (_LOAD, _ARGUMENT_AT, 0, 0),
         *((_EQUAL, family, "allow", 0) for family in _FAMILIES[:-1]),
         (_EQUAL, _FAMILIES[-1], "allow", "family"),

@@ -50,6 +50,35 @@ for file in files:
     os.write(file, b"x" * (40 << 20))
 time.sleep(60)
 """
+TABLES = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+size, huge_pages_off = 80 << 30, 15
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+start = libc.mmap(None, size, 1, 0x4022, -1, 0)  # to be read, and never counted
+libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), huge_pages_off)
+for place in range(start, start + size, 2 << 20):
+    ctypes.c_char.from_address(place).value
+time.sleep(60)
+"""
+OPEN_FILES = """
+import os, time
+for _ in range(2):
+    os.fork()
+for _ in range(600):
+    os.dup(0)
+time.sleep(60)
+"""
+HEADLESS = """
+import ctypes, platform, subprocess, threading, time
+def work():
+    time.sleep(0.5)
+    held = b"x" * (200 << 20)
+    subprocess.run(["sleep", "60"])
+threading.Thread(target=work).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
 SHARED = """
 import os, time
 everybodys = b"x" * (80 << 20)
@@ -107,6 +136,29 @@ def test_files_in_memory_count_though_nobody_has_mapped_them(start):
     front, guard = start(FILES, box_memory_bytes=120 * MIB)
     assert front.stdout.readline().strip() == "-9"
     assert "MiB of memory, at most 120 MiB are allowed" in guard.take_reason()
+    guard.stop()
+
+
+def test_tables_that_say_where_memory_is_are_memory(start):
+    front, guard = start(TABLES, box_memory_bytes=120 * MIB)
+    assert front.stdout.readline().strip() == "-9"
+    assert "MiB of memory, at most 120 MiB are allowed" in guard.take_reason()
+    guard.stop()
+
+
+def test_open_files_of_a_box_are_bounded(start, monkeypatch):
+    monkeypatch.setattr("autograder.guard.MAX_FILES", 2000)
+    front, guard = start(OPEN_FILES)
+    assert front.stdout.readline().strip() == "-9"
+    assert guard.take_reason() == "the submission had over 2000 files open at once"
+    guard.stop()
+
+
+def test_nobody_hides_behind_a_first_thread_that_has_ended(start):
+    """Of such a process the kernel says that it has ended; what it has started lives on."""
+    front, guard = start(HEADLESS, box_memory_bytes=120 * MIB)
+    assert front.stdout.readline().strip() == "-9"
+    assert guard.take_reason() == ""
     guard.stop()
 
 

@@ -71,6 +71,13 @@ def test_sockets_are_those_of_the_own_network(machine):
 
 
 @pytest.mark.parametrize("machine", ARCH)
+def test_pairs_of_sockets_are_no_way_around(machine):
+    program, number = seccomp_filter(machine), {"x86_64": 53, "aarch64": 199}[machine]
+    assert judge(program, number, ARCH[machine], socket.AF_UNIX) == 0
+    assert judge(program, number, ARCH[machine], 30) == errno.EAFNOSUPPORT  # AF_TIPC
+
+
+@pytest.mark.parametrize("machine", ARCH)
 def test_processes_and_threads_are_made_but_no_namespaces(machine):
     program, number = seccomp_filter(machine), FINE[machine][2]
     for fine in (signal.SIGCHLD, THREAD):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -64,6 +65,21 @@ def _families() -> dict[int, list[int]]:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry.name))
     return children
+
+
+def count_open_files() -> int:
+    """Files and sockets that this process has open; 0 where that cannot be told."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
+
+
+def allow_more_files() -> None:
+    """Let this process open as many files as the administrator lets it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS says a number that it does not accept
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def kill_descendants(root: int, *, deadline_s: float = 3.0) -> None:

@@ -30,6 +30,7 @@ from minidist.kernel.stream import BoundedStream
 from minidist.kernel.wire import Link, socket_name
 from minidist.lifetime import die_with_parent
 
+_CONNECT_MS = 20_000
 _CHANNELS = {1: "shell", 2: "stdin", 3: "control"}
 
 
@@ -109,7 +110,7 @@ class RankApp(IPKernelApp):
         return f"ipc://{self.run_dir}/{socket_name(self.generation, channel, self.rank)}"
 
     def _bind_socket(self, s: Any, port: int) -> int:
-        s.connect(self._address(_CHANNELS[port]))
+        _connect(s, self._address(_CHANNELS[port]))
         return port
 
     def init_control(self, context: Any) -> None:
@@ -123,7 +124,7 @@ class RankApp(IPKernelApp):
         # PUSH, not PUB: it waits where a PUB would drop, so no line of output is lost.
         self.iopub_socket = context.socket(zmq.PUSH)
         self.iopub_socket.linger = 1000
-        self.iopub_socket.connect(self._address("iopub"))
+        _connect(self.iopub_socket, self._address("iopub"))
         self.configure_tornado_logger()
         self.iopub_thread = IOPubThread(self.iopub_socket, pipe=True, session=self.session)
         self.iopub_thread.start()
@@ -143,6 +144,21 @@ class RankApp(IPKernelApp):
 
     def log_connection_info(self) -> None:
         pass
+
+
+def _connect(sock: zmq.Socket[bytes], address: str) -> None:
+    """Connects, and waits until that is done: the front takes the addresses away afterwards.
+
+    Raises:
+        ConnectionError: nobody has accepted it in time.
+    """
+    events = sock.get_monitor_socket(zmq.EVENT_CONNECTED)
+    try:
+        sock.connect(address)
+        if not events.poll(_CONNECT_MS):
+            raise ConnectionError(f"no connection to {address} within {_CONNECT_MS // 1000} s")
+    finally:
+        sock.disable_monitor()
 
 
 def _make_app(config: dict[str, Any], rank: int) -> RankApp:

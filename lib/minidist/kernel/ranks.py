@@ -18,7 +18,13 @@ from minidist.kernel.job import Share
 from minidist.kernel.launcher_process import LauncherProcess
 from minidist.kernel.options import Options
 from minidist.kernel.outputs import label
-from minidist.kernel.process import descendants, describe_exit, reap
+from minidist.kernel.process import (
+    allow_more_files,
+    count_open_files,
+    descendants,
+    describe_exit,
+    reap,
+)
 from minidist.kernel.wire import LINK_NAME, MAX_LINE_BYTES, decode, encode, socket_name, token
 
 START_DEADLINE_S = 60.0
@@ -30,7 +36,12 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # Messages of a rank that wait to be read; more wait on the rank's side. zmq counts messages, not
 # bytes, so its own thousand would be 60 GiB of the front's memory.
 MAX_WAITING = {"iopub": 16, "shell": 4, "control": 4, "stdin": 4}
+MAX_NAMELESS = 32  # lines on which nobody has said who it is
+# zmq ends the whole process when it can accept no further connection, so before that the ranks end.
+MAX_FILES, FILES_PER_RANK = 512, 32
 CHANNELS = {"shell": zmq.DEALER, "control": zmq.DEALER, "stdin": zmq.DEALER, "iopub": zmq.PULL}
+
+_CROWDED = "the ranks were ended: their processes had opened hundreds of connections to the kernel"
 
 
 class Ranks:
@@ -73,6 +84,7 @@ class Ranks:
         self._changed = asyncio.Event()
         self._closed = False
         self._running = False  # whether the present generation is wanted
+        self._nameless = 0
         self._server: asyncio.Server | None = None
 
     # -- start -----------------------------------------------------------------------------------
@@ -110,6 +122,7 @@ class Ranks:
             order = {"do": "start", "ranks": len(self._here), "generation": generation}
             self._send_link("launcher", order | ({"share": asdict(share)} if share else {}))
             await self._until(self._complete, end)
+            self._unlink()
         except BaseException:
             self.close()
             raise
@@ -149,6 +162,8 @@ class Ranks:
         path = f"{self._run_dir}/{LINK_NAME}"
         with contextlib.suppress(OSError):
             os.unlink(path)
+        if self._options.run_dir is not None:
+            allow_more_files()
         self._server = await asyncio.start_unix_server(self._serve_link, path, limit=MAX_LINE_BYTES)
         if self._options.run_dir is not None:
             os.chmod(path, 0o666)
@@ -201,7 +216,10 @@ class Ranks:
 
     async def _serve_link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         who = ""
+        self._nameless += 1
         try:
+            if self._nameless > MAX_NAMELESS:
+                return
             hello = decode(await asyncio.wait_for(reader.readline(), 10))
             name = str(hello.get("hello"))
             known = {"launcher", *map(str, self._here)}
@@ -211,6 +229,7 @@ class Ranks:
             if name not in known or name in self._writers or not genuine or self._closed:
                 return
             who = name
+            self._nameless -= 1
             self._writers[who] = writer
             self._changed.set()
             while line := await reader.readline():
@@ -220,6 +239,7 @@ class Ranks:
             pass  # ValueError: a line beyond the limit; cancelled: the front itself ends
         finally:
             writer.close()
+            self._nameless -= not who
             if who and self._writers.get(who) is writer:
                 del self._writers[who]
                 self._changed.set()
@@ -311,6 +331,11 @@ class Ranks:
         while (how := self._launcher.exit()) is None:
             await asyncio.sleep(0.1)
             reap([p for p in descendants_to_reap() if p != self._launcher.pid])
+            if count_open_files() > MAX_FILES + FILES_PER_RANK * len(self._here):
+                self._launcher.end()
+                self._start_error = f"{_CROWDED} while the ranks started"
+                self._tell_lost(None, _CROWDED)
+                return
         await asyncio.sleep(0.3)  # a rank's own end, if that was the cause, comes first
         self._tell_lost(None, f"the launcher of the ranks ended with {how}")
 
@@ -344,13 +369,18 @@ class Ranks:
         for task in self._readers:
             task.cancel()
         self._readers.clear()
-        for (channel, rank), sock in self._sockets.items():
+        self._unlink()
+        for sock in self._sockets.values():
             sock.close(0)
-            with contextlib.suppress(OSError):
-                os.unlink(f"{self._run_dir}/{socket_name(self.generation, channel, rank)}")
         self._sockets.clear()
         for who in [who for who in self._writers if who != "launcher"]:
             self._writers.pop(who).close()
+
+    def _unlink(self) -> None:
+        """Take the sockets' names away: who is not connected by now has nothing to say."""
+        for channel, rank in self._sockets:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self._run_dir}/{socket_name(self.generation, channel, rank)}")
 
     def close(self) -> None:
         """End launcher and ranks now and free their sockets; harmless when called again."""
