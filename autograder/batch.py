@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autograder import workers
 from autograder.bridge import refused
 from autograder.course import Course, CourseError
-from autograder.gradebook import note_lateness
+from autograder.gradebook import TIMESTAMP, handed_in_at, note_lateness
 from autograder.history import latest, read_history
 from autograder.intake import Submission, read_submission
 from autograder.journal import Journal
@@ -164,9 +164,9 @@ def fill_gradebook(
     for submission, record in zip(submissions, records, strict=True):
         target = made / "submitted" / submission.student / lab / f"{lab}.ipynb"
         if submission.path.resolve() == target.resolve():
-            if not _is_readable(target):  # not ours to change
+            if what := _unreadable(target):  # not ours to change
                 ours.remove(submission.student)
-                print(f"autograder: not in the gradebook, as nbgrader cannot read it: {target}",
+                print(f"autograder: not in the gradebook, as nbgrader cannot read it: {what}",
                       file=sys.stderr)  # fmt: skip
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -195,19 +195,35 @@ def fill_gradebook(
     elsewhere = f"--CourseDirectory.release_directory={made / 'release'}"
     _nbgrader(course, "generate_assignment", lab, "--force", elsewhere)
     trusted = f"--GradeWithReferee.trusted={not settings.sandboxed}"
+    failed: CourseError | None = None
     if new := ours - set(settled):
-        _nbgrader(course, "autograde", lab, "--force", only(new), trusted)
+        try:
+            _nbgrader(course, "autograde", lab, "--force", only(new), trusted)
+        except CourseError as error:  # of one; nbgrader goes on with the others
+            failed = error
         note_lateness(course, lab, new)
     if ours:
         _nbgrader(course, "generate_feedback", lab, "--force", only(ours))
+    if failed is not None:
+        raise failed
     return made / "feedback"
 
 
 def _copy_time(path: Path, target: Path) -> None:
-    """nbgrader's note of when a notebook was handed in, by which it counts late penalties."""
-    handed_in = path.with_name("timestamp.txt")
-    if handed_in.is_file() and not handed_in.is_symlink():
-        shutil.copy2(handed_in, target.with_name("timestamp.txt"))
+    """nbgrader's note of when a notebook was handed in, by which it counts late penalties.
+
+    nbgrader would stop, for the whole class, at one that it cannot read.
+    """
+    copy = target.with_name(TIMESTAMP)
+    try:
+        text = handed_in_at(path)
+    except ValueError as error:
+        text = ""
+        print(f"autograder: {error}: taken as if it was not there", file=sys.stderr)
+    if not text:
+        copy.unlink(missing_ok=True)
+    elif not copy.is_file() or copy.read_text("utf-8") != text:
+        copy.write_text(text, "utf-8")
 
 
 def _is_readable(path: Path) -> bool:
@@ -218,6 +234,17 @@ def _is_readable(path: Path) -> bool:
     except Exception:
         return False
     return True
+
+
+def _unreadable(path: Path) -> str:
+    """What of a submission in nbgrader's own folder it cannot read; empty if nothing."""
+    if not _is_readable(path):
+        return str(path)
+    try:
+        handed_in_at(path)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _nbgrader(course: Course, command: str, *arguments: str) -> None:

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from nbgrader.api import Gradebook, MissingEntry
+from nbgrader.utils import parse_utc
 from sqlalchemy.exc import DatabaseError
 
 from autograder.course import Course, CourseError
 from autograder.files import write_whole
+
+TIMESTAMP = "timestamp.txt"  # nbgrader's, beside a notebook: when it was handed in
+_MAX_TIME_CHARS = 100
 
 
 def gradebook_path(course: Course) -> Path:
@@ -97,6 +101,25 @@ class Grade:
     def names(self) -> set[str]:
         """All that can stand for this student in a class list."""
         return {same_name(name) for name in (self.student, self.email, self.lms_id) if name}
+
+
+def handed_in_at(notebook: Path) -> str:
+    """What `timestamp.txt` beside a notebook says, in nbgrader's form; empty without one.
+
+    Raises:
+        ValueError: it is no time, or cannot be read.
+    """
+    path = notebook.with_name(TIMESTAMP)
+    if not path.is_file() or path.is_symlink():
+        return ""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_TIME_CHARS + 1).decode("utf-8")
+        if len(text) > _MAX_TIME_CHARS:
+            raise ValueError(f"over {_MAX_TIME_CHARS} characters")
+        return f"{parse_utc(text.strip()).isoformat(' ')} UTC" if text.strip() else ""
+    except Exception as error:  # a student may have written it, and dateutil raises many kinds
+        raise ValueError(f"{path}: expected a time, got {error}") from None
 
 
 def seconds_late(book: Gradebook, lab: str) -> dict[str, float]:

@@ -69,9 +69,10 @@ class JobBatch:
         self.answered_at = time.monotonic()
         self.asked_at = self.refused_until = 0.0
         self.lost = False
-        # Where jobs came to nothing. A broken node is done at once with what it gets, so it would
-        # be given job after job, and spoil a class.
-        self.bad_nodes: set[str] = set()
+        # Node -> submissions that came to nothing there. A broken node is done at once with what it
+        # gets, so it would be given job after job, and spoil a class. One submission alone may be
+        # to blame itself, so that only its own next job goes elsewhere.
+        self.failed_on: dict[str, set[int]] = {}
 
     def grade(self, todo: Mapping[int, Submission]) -> None:
         self.work = {index: _Work(index, each) for index, each in todo.items()}
@@ -112,7 +113,7 @@ class JobBatch:
                 continue
             infra = infra_reason(result.record)
             if result.failure or infra:
-                self._blame(result.host)
+                self._blame(work, result.host)
             if result.failure or result.record is None or infra:
                 self._failed(work, infra or result.failure)
             elif result.key != work.key:
@@ -143,11 +144,18 @@ class JobBatch:
                 f"job {job}: {reason} (log: {self.folder.submitit})",
             )  # fmt: skip
 
-    def _blame(self, node: str) -> None:
+    def _blame(self, work: _Work, node: str) -> None:
         """The next jobs go elsewhere, as long as there are other nodes."""
-        if node and node not in self.bad_nodes:
-            self.bad_nodes.add(node)
-            self._say(f"jobs came to nothing on {node}: the next ones go to other nodes")
+        failed = self.failed_on.setdefault(node, set())
+        if node and work.index not in failed:
+            failed.add(work.index)
+            if len(failed) == 2:
+                self._say(f"jobs came to nothing on {node}: the next ones go to other nodes")
+
+    def _bad_nodes(self, due: Sequence[_Work]) -> set[str]:
+        """Where these must not go."""
+        again = {work.index for work in due}
+        return {node for node, by in self.failed_on.items() if len(by) > 1 or by & again}
 
     def _say(self, line: str) -> None:
         self.console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
@@ -168,12 +176,12 @@ class JobBatch:
         if not due or (room < len(due) and 2 * room < self.chunk):
             return  # few large arrays, rather than one for every job that ends
         due = due[: min(self.chunk, room)]
-        tasks = [self._write_task(each) for each in due]
+        tasks, bad_nodes = [self._write_task(each) for each in due], self._bad_nodes(due)
         try:
-            ids = self.backend.submit(tasks, self.bad_nodes)
+            ids = self.backend.submit(tasks, bad_nodes)
         except Refused as error:
-            if self.bad_nodes and not error.away and not error.too_many:
-                self.bad_nodes.clear()  # there are no others: these may have recovered
+            if bad_nodes and not error.away and not error.too_many:
+                self.failed_on.clear()  # there are no others: these may have recovered
                 return
             self._refused(error, active, len(due))
             return
@@ -246,7 +254,7 @@ class JobBatch:
             self._harvest()
             if work.index in self.work and work.job:
                 if seen.may_be_its_node:
-                    self._blame(seen.node)
+                    self._blame(work, seen.node)
                 self._failed(work, seen.tell(), again=seen.may_try_again)
 
     def _is_late(self, work: _Work, now: float) -> bool:

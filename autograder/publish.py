@@ -241,18 +241,19 @@ def _gradescope(course: Course, lines: Sequence[Line], column: Column) -> Made:
     made, results = Made(b""), {}
     for line in lines:
         person, grade = line.person, line.grades.get(lab.name)
+        address = person.email.strip().lower()
         if grade is None or not grade.submitted:
             made.left_out[person.id] = "no submission"
-        elif not person.email:
+        elif not address:
             made.left_out[person.id] = "no email address"
-        elif person.email in results:
-            raise ValueError(f"two students have the address {person.email}: each needs their own")
+        elif address in results:
+            raise ValueError(f"two students have the address {address}: each needs their own")
         else:
             grading = graded.get(grade.student)
             criteria = grading.record["criteria"] if grading else []
             messages = {c["name"]: c["message"] for c in criteria if c["status"] != "PASS"}
             sha256 = grading.seed_id.rpartition(":")[2] if grading else ""
-            results[person.email] = gradescope_result(grade, column, titles, messages, sha256)
+            results[address] = gradescope_result(grade, column, titles, messages, sha256)
             made.written.append(person.id)
     made.data = write_gradescope(results)
     return made

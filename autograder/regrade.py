@@ -18,7 +18,9 @@ from rich.text import Text
 
 from autograder.course import Course
 from autograder.gradebook import (
+    TIMESTAMP,
     gradebook_path,
+    handed_in_at,
     noted_lateness,
     open_gradebook,
     seconds_late,
@@ -196,12 +198,13 @@ def find_settled(
             student = submission.student
             taken = made / "submitted" / student / lab / f"{lab}.ipynb"
             graded = made / "autograded" / student / lab / f"{lab}.ipynb"
-            newer = [*config, taken.with_name("timestamp.txt")]
+            newer = [*config, taken.with_name(TIMESTAMP)]
             if (
                 student in before
                 and _said(before[student].record) == _said(record)
                 and graded.is_file()
                 and _same_file(submission.path, taken)
+                and _same_time(submission.path, taken)
                 and all(_time(path) <= _time(graded) for path in newer)
                 and late.get(student, 0.0) == noted.get(student, 0.0)
                 and _scores(book, lab, student) == _points(record)
@@ -240,6 +243,13 @@ def _same_file(one: Path, other: Path) -> bool:
         return one.samefile(other) or one.read_bytes() == other.read_bytes()
     except OSError:
         return False
+
+
+def _same_time(one: Path, other: Path) -> bool:
+    try:
+        return handed_in_at(one) == handed_in_at(other)
+    except ValueError:
+        return not other.with_name(TIMESTAMP).exists()  # it was left out
 
 
 def _time(path: Path) -> float:

@@ -23,7 +23,7 @@ from autograder.limits import GIB, MIB, Limits
 _SIZE = re.compile(r"([1-9]\d{0,5}) ?([MG])iB")
 # A margin for Slurm, which ends a job at a whole minute: by then the job has ended itself.
 TIME_MARGIN_S = 120
-_STARTING_S = 300  # for imports, the box and fresh ranks, beyond the time of the notebook
+_STARTING_S = 600  # for imports, the box, fresh ranks and a last check, beyond the notebook's time
 _OVERHEAD_BYTES = 2 * GIB  # of the grader beside the box
 
 
@@ -35,9 +35,9 @@ class SlurmOptions:
         partition, account, qos, constraint, reservation, nodelist, exclude, gres: as sbatch's.
         gpus: GPUs of a job.
         cpus: processors of a job; 0 for one a rank.
-        memory: bytes of a job; 0 for what the lab's box may use, and 2 GiB more.
+        memory: bytes of a job; 0 for what the lab's box may use with /tmp and /dev/shm, and 2 GiB.
         exclusive: whether a job has its node for itself.
-        time_s: time for one submission; 0 for the time of the lab's notebook and 5 minutes more.
+        time_s: time for one submission; 0 for the time of the lab's notebook and 10 minutes more.
         array_size: submissions in one array at most; 1 for a job of its own each.
         array_parallelism: jobs of an array that run at once.
         tries: jobs for one submission at most.
@@ -82,7 +82,8 @@ class SlurmOptions:
 
     def megabytes(self, limits: Limits) -> int:
         """The memory of a job, in Slurm's unit."""
-        return -(-(self.memory or limits.box_memory_bytes + _OVERHEAD_BYTES) // MIB)
+        box_bytes = limits.box_memory_bytes + limits.tmp_bytes + limits.shm_bytes
+        return -(-(self.memory or box_bytes + _OVERHEAD_BYTES) // MIB)
 
 
 def read_slurm(entries: dict[str, Any], where: str) -> SlurmOptions:

@@ -119,6 +119,8 @@ def can_filter() -> bool:
 def start_command(filter_file: Path | None = None) -> list[str]:
     """What starts the program that makes a box: with a session keyring of its own, and a filter.
 
+    Where the machine runs out of memory, what is in a box ends first, and not the grader.
+
     Without that keyring all boxes would share the one that the grader was given at its login, which
     outlives them: a place to leave something for the next submission, and perhaps to find keys of
     the grader's.
@@ -133,6 +135,9 @@ def start_command(filter_file: Path | None = None) -> list[str]:
     lines = [
         "import ctypes, os, sys",
         f"ctypes.CDLL(None).syscall({number}, {_JOIN_SESSION_KEYRING}, None)",
+        "try:",
+        "    open('/proc/self/oom_score_adj', 'w').write('1000')",
+        "except OSError: pass",
         "_, program, *options = sys.argv",
     ]
     if filter_file is not None:
@@ -142,7 +147,7 @@ def start_command(filter_file: Path | None = None) -> list[str]:
             "options[:0] = ['--seccomp', str(file)]",
         ]
     lines.append("os.execvp(program, [program, *options])")
-    return [sys.executable, "-I", "-S", "-c", "; ".join(lines)]
+    return [sys.executable, "-I", "-S", "-c", "\n".join(lines)]
 
 
 def filter_command(filter_file: Path | None) -> list[str]:

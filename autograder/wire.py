@@ -82,7 +82,7 @@ def receive(sock: socket.socket, *, max_array_bytes: int = MAX_ARRAY_BYTES) -> M
         raise ProtocolError(f"expected a message that begins with {_MAGIC!r}, got {magic!r}")
     if header_length > MAX_HEADER_BYTES or body_length > max_array_bytes:
         raise ProtocolError(f"message too large: {header_length} + {body_length} bytes")
-    header = _parse_header(_read(sock, header_length))
+    header = _parse_header(bytes(_read(sock, header_length)))
     body = _read(sock, body_length)
     return Message(header["kind"], header["fields"], _arrays(header["arrays"], body))
 
@@ -103,7 +103,7 @@ def _parse_header(raw: bytes) -> dict[str, Any]:
     return header
 
 
-def _arrays(described: list[Any], body: bytes) -> dict[str, np.ndarray]:
+def _arrays(described: list[Any], body: memoryview) -> dict[str, np.ndarray]:
     arrays, offset = {}, 0
     for item in described:
         if not isinstance(item, dict):
@@ -136,17 +136,17 @@ def _is_shape(shape: Any) -> bool:
     )
 
 
-def _read(sock: socket.socket, count: int) -> bytes:
-    parts, missing = [], count
-    while missing:
+def _read(sock: socket.socket, count: int) -> memoryview:
+    """`count` bytes; in one piece of memory, however small the pieces are in which they come."""
+    data, came = np.empty(count, np.uint8).data, 0
+    while came < count:
         try:
-            part = sock.recv(min(missing, 1 << 20))
+            length = sock.recv_into(data[came:])
         except TimeoutError:
-            raise DeadlineError(f"{missing} of {count} bytes did not come in time") from None
+            raise DeadlineError(f"{count - came} of {count} bytes did not come in time") from None
         except OSError as error:
             raise ProtocolError(f"connection lost: {error}") from None
-        if not part:
+        if not length:
             raise ProtocolError("the peer closed the connection")
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
+        came += length
+    return data

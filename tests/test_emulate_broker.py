@@ -394,6 +394,16 @@ def test_an_error_of_ours_ends_the_session_but_not_the_broker(monkeypatch):
         assert ranks.broker.end().faults == []
 
 
+def test_a_session_keeps_so_many_faults_and_no_more():
+    """A rank may connect again and send another broken frame for as long as a check lasts."""
+    session = Session(
+        1, 2, None, lambda *_: None, keep_payloads=True, deadline_s=1.0, max_bytes=1 << 20
+    )
+    for number in range(1000):
+        session.fail("protocol", f"broken frame {number}")
+    assert session.faults == [f"broken frame {number}" for number in range(100)]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_frame_breaks_a_session(seed):
     """Whatever frames say, they are obeyed or refused; the trace and the deadline can be had."""

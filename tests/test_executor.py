@@ -114,8 +114,8 @@ def test_what_is_asked_for_arrives_in_the_batch_script(tmp_path, monkeypatch):
     lines = (tmp_path / "script").read_text().splitlines()
     for line in (
         "--array=0-2%2", "--cpus-per-task=3", "--gpus-per-node=1", "--job-name=autograder-1",
-        "--mem=10240M", "--no-requeue", "--ntasks-per-node=1", "--partition=gpu",
-        "--reservation=exam", "--time=22", "--exclude=n7,n8,n9",
+        "--mem=11264M", "--no-requeue", "--ntasks-per-node=1", "--partition=gpu",
+        "--reservation=exam", "--time=27", "--exclude=n7,n8,n9",
     ):  # fmt: skip
         assert f"#SBATCH {line}" in lines
     assert "module load x" in lines
@@ -245,6 +245,26 @@ def test_a_node_where_jobs_come_to_nothing_is_avoided_while_there_are_others(
     records = run(course, script, "ada", monkeypatch=monkeypatch)
     assert script.nodes == ["n1", "n2", "n1"]  # both were bad, so any may be tried
     assert set(statuses(records["ada"]).values()) == {"PASS"}
+
+
+@pytest.mark.parametrize("how_many", [1, 2])
+def test_one_submission_alone_takes_no_node_from_the_others(course, monkeypatch, how_many):
+    """Its own fault may be what fails; with a second one it is the node's."""
+    students = ["ada", "kim"][:how_many]
+    script = Script({student: ["infra"] for student in students})
+    script.limit = 1
+    nodes = {}
+    submit = script.submit
+
+    def noting(tasks, avoid=()):
+        ids = submit(tasks, avoid)
+        nodes.setdefault(Task.read(tasks[0]).student, []).append(script.nodes[-1])
+        return ids
+
+    script.submit = noting
+    run(course, script, *students, "lea", monkeypatch=monkeypatch)
+    assert nodes["ada"] == ["n1", "n2"]
+    assert nodes["lea"] == [["n1"], ["n2"]][how_many - 1]
 
 
 @pytest.mark.parametrize("fate", ["PREEMPTED", "OUT_OF_MEMORY", "TIMEOUT"])

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from autograder import batch
 from autograder.__main__ import main
-from autograder.course import Course
+from autograder.course import Course, CourseError
 from autograder.criteria import get_lab
-from autograder.gradebook import note_lateness, open_gradebook
+from autograder.gradebook import TIMESTAMP, note_lateness, noted_lateness, open_gradebook
 from autograder.history import Grading, find_grading, latest, read_history
 from autograder.intake import Submission, find_submissions
 from autograder.journal import Journal
@@ -153,14 +153,64 @@ def test_another_notebook_is_taken_in(taken, settled):
     assert settled() == {"kim"}
 
 
-@pytest.mark.parametrize("name", ["nbgrader_config.py", "timestamp.txt"])
-def test_what_changes_late_penalties_has_nbgrader_look_again(taken, settled, name):
-    path = taken.root / name
-    if name == "timestamp.txt":
-        path = taken.build / "nbgrader" / "submitted" / "ada" / LAB / name
+def test_a_new_configuration_has_nbgrader_look_again(taken, settled):
+    path = taken.root / "nbgrader_config.py"
     path.write_text("# edited")
     os.utime(path, (time.time() + 10,) * 2)
-    assert settled() == (set() if name == "nbgrader_config.py" else {"kim"})
+    assert settled() == set()
+
+
+def test_another_time_of_handing_in_has_nbgrader_look_again(taken, settled, monkeypatch):
+    """However old the file is in which it stands, and also when it is taken away."""
+    monkeypatch.setattr(batch, "_nbgrader", lambda *_: None)
+    submissions = find_submissions([taken.root / "handed_in"], LAB)
+    records = [gradings(taken)[s.student].record for s in submissions]
+    stamp = next(s.path for s in submissions if s.student == "ada").with_name(TIMESTAMP)
+    copy = taken.build / "nbgrader" / "submitted" / "ada" / LAB / TIMESTAMP
+    for text in ("2026-11-23 10:00:00 UTC", "2026-11-24 11:00:00 Europe/Berlin", ""):
+        if text:
+            stamp.write_text(text)
+            os.utime(stamp, (1, 1))
+        else:
+            stamp.unlink()
+        assert settled() == {"kim"}
+        batch.fill_gradebook(submissions, records, stub_grading.settings(taken))
+        assert copy.is_file() == bool(text)
+        for student in ("ada", "kim"):  # as nbgrader does
+            graded = taken.build / "nbgrader" / "autograded" / student / LAB / f"{LAB}.ipynb"
+            os.utime(graded, (time.time() + 10,) * 2)
+        assert settled() == {"ada", "kim"}
+
+
+@pytest.mark.parametrize("said", [b"garbage", b"\xff\xfe", b"9" * 60, b"2026-01-01 " * 10**6])
+def test_a_time_that_is_none_is_told_and_stops_nobody(taken, settled, monkeypatch, capsys, said):
+    """nbgrader would end there, for the whole class."""
+    monkeypatch.setattr(batch, "_nbgrader", lambda *_: None)
+    submissions = find_submissions([taken.root / "handed_in"], LAB)
+    records = [gradings(taken)[s.student].record for s in submissions]
+    stamp = next(s.path for s in submissions if s.student == "ada").with_name(TIMESTAMP)
+    stamp.write_bytes(said)
+    batch.fill_gradebook(submissions, records, stub_grading.settings(taken))
+    assert f"{stamp}: expected a time, got" in capsys.readouterr().err
+    assert not (taken.build / "nbgrader" / "submitted" / "ada" / LAB / TIMESTAMP).exists()
+    assert settled() == {"ada", "kim"}
+
+
+def test_what_nbgrader_cannot_take_keeps_nobody_from_feedback(taken, monkeypatch):
+    asked = []
+
+    def nbgrader(_course, command, *_):
+        asked.append(command)
+        if command == "autograde":
+            raise CourseError("one of them")
+
+    monkeypatch.setattr(batch, "_nbgrader", nbgrader)
+    submissions = find_submissions([taken.root / "handed_in"], LAB)
+    records = [gradings(taken)[s.student].record for s in submissions]
+    with pytest.raises(CourseError, match="one of them"):
+        batch.fill_gradebook(submissions, records, stub_grading.settings(taken))
+    assert asked == ["generate_assignment", "autograde", "generate_feedback"]
+    assert noted_lateness(taken, LAB).keys() == {"ada", "kim"}
 
 
 def test_another_due_date_has_nbgrader_look_again(taken, settled):
@@ -300,10 +350,10 @@ def test_when_it_was_handed_in_goes_along(course, monkeypatch):
         book.add_assignment(LAB)
     monkeypatch.setattr(batch, "_nbgrader", lambda *_: None)
     path = hand_in(course, "ada")
-    path.with_name("timestamp.txt").write_text("2026-11-23 10:00:00 UTC")
+    path.with_name(TIMESTAMP).write_text("2026-11-23 10:00:00 UTC")
     record = made_record("ada", path=path)
     batch.fill_gradebook([Submission("ada", path)], [record], stub_grading.settings(course))
-    taken = course.build / "nbgrader" / "submitted" / "ada" / LAB / "timestamp.txt"
+    taken = course.build / "nbgrader" / "submitted" / "ada" / LAB / TIMESTAMP
     assert taken.read_text() == "2026-11-23 10:00:00 UTC"
 
 

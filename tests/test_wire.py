@@ -7,6 +7,8 @@ import json
 import random
 import socket
 import struct
+import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -112,6 +114,24 @@ def test_random_bytes_are_refused():
             a.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ProtocolError):
                 receive(b)  # what was hit may have been the payload, or a name
+
+
+def test_crumbs_take_no_more_memory_than_the_message(pair):
+    frame = _frame(_array(dtype="uint8", shape=[100_000]), bytes(100_000))
+
+    def crumble():
+        for place in range(0, len(frame), 2):
+            pair[0].sendall(frame[place : place + 2])
+
+    sender = threading.Thread(target=crumble)
+    tracemalloc.start()
+    try:
+        sender.start()
+        assert receive(pair[1]).arrays["x"].nbytes == 100_000
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+        sender.join()
 
 
 def test_silence_is_a_deadline(pair):

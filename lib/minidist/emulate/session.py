@@ -22,6 +22,7 @@ from minidist.errors import ProtocolError
 
 _MAX_EVENTS = 1_000_000
 _MAX_GROUPS = 4096
+_MAX_FAULTS = 100
 # Reply(rank, header, payload)
 Reply = Callable[[int, dict[str, Any], "np.ndarray | None"], None]
 
@@ -236,7 +237,8 @@ class Session:
 
     def fail(self, kind: str, text: str) -> None:
         """End the session: every fetch of a result that is not there gets this error."""
-        self.faults.append(text)
+        if len(self.faults) < _MAX_FAULTS:
+            self.faults.append(text)
         if self.failure is None:
             self.failure = (kind, text)
         for slot in list(self._waiting.values()):
