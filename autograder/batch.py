@@ -222,8 +222,8 @@ def _copy_time(path: Path, target: Path) -> None:
         print(f"autograder: {error}: taken as if it was not there", file=sys.stderr)
     if not text:
         copy.unlink(missing_ok=True)
-    elif not copy.is_file() or copy.read_text("utf-8") != text:
-        copy.write_text(text, "utf-8")
+    elif not copy.is_file() or copy.read_bytes() != text.encode():
+        copy.write_bytes(text.encode())
 
 
 def _is_readable(path: Path) -> bool:

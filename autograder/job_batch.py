@@ -146,11 +146,12 @@ class JobBatch:
 
     def _blame(self, work: _Work, node: str) -> None:
         """The next jobs go elsewhere, as long as there are other nodes."""
-        failed = self.failed_on.setdefault(node, set())
-        if node and work.index not in failed:
-            failed.add(work.index)
-            if len(failed) == 2:
-                self._say(f"jobs came to nothing on {node}: the next ones go to other nodes")
+        failed = self.failed_on.get(node, set())
+        if not node or work.index in failed:
+            return
+        self.failed_on[node] = failed | {work.index}
+        if len(self.failed_on[node]) == 2:
+            self._say(f"jobs came to nothing on {node}: the next ones go to other nodes")
 
     def _bad_nodes(self, due: Sequence[_Work]) -> set[str]:
         """Where these must not go."""
