@@ -1,7 +1,8 @@
 """Tensors whose NumPy form is made up when the answer is packed.
 
 base: reference
-passes: sampler_partition, sampler_tail, sampler_epoch, script
+passes: sampler_partition, sampler_tail, sampler_epoch, train_loss, ddp_buckets, ddp_overlap,
+    ddp_scaling, script
 """
 
 # %% put="before setup"
