@@ -30,9 +30,14 @@ CASES = {
     "large equal": "all ranks hold the same values near 1000",
     "coarse differs": "values differ by 0.5, and tol is 0.1",
     "fine equal": "all ranks hold the same gradients, and tol is 1e-12",
+    "nothing": "no parameter has a gradient on any rank",
+    "nothing on one": "no parameter has a gradient on the last rank; all have on the others",
     "zeros on all": "one parameter's gradient is zero on all ranks",
 }
-AGREE = ("equal", "tiny", "coarse", "none on all", "large equal", "fine equal", "zeros on all")
+AGREE = (
+    "equal", "tiny", "coarse", "none on all", "nothing", "large equal", "fine equal",
+    "zeros on all",
+)  # fmt: skip
 TOL = 1e-6
 OTHER_TOL = {"coarse": 0.1, "coarse differs": 0.1, "fine": 1e-12, "fine equal": 1e-12}
 
@@ -78,6 +83,8 @@ def _gradients_of(
         bias[2] += 1e-3
     if kind == "both ways":
         weight[2, 0] += 0.7 * TOL * (int(last) - int(last_but_one))
+    if kind == "nothing" or (kind == "nothing on one" and last):
+        return [None, None]
     missing = kind == "none on all" or (kind == "none on one" and last)
     return [weight, None if missing else bias]
 

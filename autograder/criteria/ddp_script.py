@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
-from autograder.criteria.launched import run_script
+from autograder.criteria.launched import ON_CPU, run_script
 
 SCRIPT_DEADLINE_S = 120.0  # it takes about 5; a busy machine is not the student's fault
 SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
@@ -23,7 +23,7 @@ def draw_script(draw: Draw) -> list[Values]:
     sizes = (int(rng.integers(3, 7)), int(rng.integers(4, 9)), 1)
     inputs = oracle.draw_parameters(rng, sizes)
     per_rank = SCRIPT_BATCH * int(rng.integers(2, 4)) + int(rng.integers(1, SCRIPT_BATCH))
-    inputs |= oracle.draw_batch(rng, draw.world_size * per_rank, sizes)
+    inputs |= oracle.draw_batch(rng, draw.world_size * per_rank - 1, sizes)  # the sampler pads
     return [inputs] + [{} for _ in range(draw.world_size - 1)]
 
 
@@ -35,13 +35,15 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
     if not script.is_file():
         raise FileNotFoundError(f"{script}: expected a script in {Path.cwd()}; run the cell above")
     with tempfile.TemporaryDirectory() as folder:
-        data, out, log = (Path(folder, name) for name in ("in.npz", "out.npz", "log.txt"))
+        data, out, log = (Path(folder, name) for name in ("in.npz", "0/out.npz", "log.txt"))
         np.savez(data, **inputs)
-        arguments = [f"--data={data}", f"--out={out}", f"--epochs={SCRIPT_EPOCHS}",
+        arguments = [f"--data={data}", "--out=./out.npz", f"--epochs={SCRIPT_EPOCHS}",
                      f"--batch-size={SCRIPT_BATCH}", f"--lr={SCRIPT_LR}"]  # fmt: skip
         failure = run_script(
-            script, arguments, log, context.world_size, deadline_s=SCRIPT_DEADLINE_S
-        )
+            script, arguments, log, context.world_size, deadline_s=SCRIPT_DEADLINE_S, env=ON_CPU,
+            folders=Path(folder),
+        )  # fmt: skip
+        writers = [path.parent.name for path in Path(folder).glob("*/out.npz")]
         # A rank that does not leave its group may die after it has done its work: what was saved
         # is judged, however the script ended.
         if not out.is_file():
@@ -53,13 +55,18 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
                 f"{said[-1500:]}"
             )
         with np.load(out, allow_pickle=False) as saved:
-            return {k: saved[k] for k in saved.files if k == "losses" or k in inputs}
+            found = {k: saved[k] for k in saved.files if k == "losses" or k in inputs}
+        return found | {"writers": writers}
 
 
 def judge_script(case: Case) -> list[Finding]:
     """Final parameters and losses equal those of one process that takes the ranks' batches."""
     findings: list[Finding] = []
     given = case.inputs[0]
+    if case.answers[0].get("writers") != ["0"]:
+        findings.append(Finding(
+            "a rank other than 0 wrote --out, too. (The last rank has LOCAL_RANK 0 here, as on a "
+            "second machine.)"))  # fmt: skip
     batches, sizes = _script_batches(case)
     parameters, losses = oracle.train(given, batches, SCRIPT_LR)
     mean = [
@@ -92,8 +99,8 @@ def _script_batches(
         DistributedSampler(rows, num_replicas=num_ranks, rank=rank)  # type: ignore[arg-type]
         for rank in range(num_ranks)
     ]
-    batches = []
-    starts = range(0, len(rows) // num_ranks, SCRIPT_BATCH)
+    batches, per_rank = [], -(-len(rows) // num_ranks)
+    starts = range(0, per_rank, SCRIPT_BATCH)
     for epoch in range(SCRIPT_EPOCHS):
         for sampler in samplers:
             sampler.set_epoch(epoch)
@@ -101,5 +108,4 @@ def _script_batches(
         for start in starts:
             own = [order[start : start + SCRIPT_BATCH] for order in orders]
             batches.append([(given["x"][rows], given["y"][rows]) for rows in own])
-    per_rank = len(rows) // num_ranks
     return batches, [min(SCRIPT_BATCH, per_rank - start) for start in starts]

@@ -16,6 +16,8 @@ from autograder.criteria.script_worker import work
 from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.launch import run
 
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the ranks of a check may be more than there are GPUs
+
 
 def run_script(
     script: Path,
@@ -25,17 +27,23 @@ def run_script(
     *,
     deadline_s: float,
     env: Mapping[str, str] | None = None,
+    folders: Path | None = None,
 ) -> str:
     """Runs the script to its end; what went wrong, in a few words, "" if nothing.
 
-    What it says goes into `log`.
+    What it says goes into `log`. With `folders` each rank works in a folder of its own in there,
+    called by its number: so it shows who writes what. And the last rank is alone on a second
+    machine then, as its environment says.
 
     Raises:
         TimeoutError: it ran longer than `deadline_s`.
     """
     log.touch()
     try:
-        run(_be_worker, nprocs, str(script), arguments, str(log), deadline_s=deadline_s, env=env)
+        run(
+            _be_worker, nprocs, str(script.resolve()), arguments, str(log), folders,
+            deadline_s=deadline_s, env=env,
+        )  # fmt: skip
     except LaunchDeadlineError:
         late = f"{script.name} was still running after {deadline_s:.0f} s"
         raise TimeoutError(late) from None
@@ -45,7 +53,7 @@ def run_script(
     return ""
 
 
-def _be_worker(script: str, arguments: list[str], log: str) -> None:
+def _be_worker(script: str, arguments: list[str], log: str, folders: Path | None) -> None:
     """What one of torchrun's workers does."""
     write_to(Path(log))
     for name in [name for name in os.environ if name.startswith("MINIDIST_")]:
@@ -56,6 +64,16 @@ def _be_worker(script: str, arguments: list[str], log: str) -> None:
         "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
+    if folders:
+        rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
+        place = folders / str(rank)
+        place.mkdir()
+        os.chdir(place)
+        if rank == last > 0:
+            os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
+        elif last > 0:
+            os.environ["LOCAL_WORLD_SIZE"] = str(last)
+        os.environ["GROUP_WORLD_SIZE"] = "2" if last > 0 else "1"
     work(script, arguments)
 
 

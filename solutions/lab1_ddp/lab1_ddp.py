@@ -701,7 +701,7 @@ if IS_RANK_ZERO:
 #   sampler the epoch. `--batch-size` is the batch of one rank.
 # - MSE loss and SGD, as before.
 # - Rank 0, and only rank 0, saves `p0 … p3` and `losses` (length: epochs) to `--out`. A loss is the
-#   mean over the samples of all ranks.
+#   mean over the samples of all ranks; one that the sampler gives to two ranks counts twice.
 # - It must run with any number of ranks, with or without GPUs.
 # - The file is written and closed when the program ends without an error on all ranks.
 #
