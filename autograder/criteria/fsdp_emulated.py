@@ -113,7 +113,10 @@ def observe_precision(shard_model: Any, inputs: Values, context: Context) -> Val
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return _observe_native(shard_model, inputs, context, {"mp_policy": policy})
+    asked: list[int] = []  # the default placement, and whose parameters it was asked for
+    options = {"mp_policy": policy, "shard_placement_fn": lambda p: asked.append(p.numel())}
+    answer = _observe_native(shard_model, inputs, context, options)
+    return answer | {"asked": sum(asked)}
 
 
 def _observe_native(
@@ -374,6 +377,10 @@ def judge_precision(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         dtypes = answer.get("dtypes")
+        if not isinstance(answer.get("asked"), int) or answer["asked"] < LAYERS * UNIT_NUMEL:
+            findings.append(Finding(
+                "shard_placement_fn, one of the options, did not reach every unit.", rank
+            ))  # fmt: skip
         if not isinstance(dtypes, list) or dtypes != ["float32"]:
             findings.append(Finding(
                 f"the sharded parameters are {answer.get('dtypes')}, expected float32: the policy "

@@ -112,7 +112,7 @@ def _explain_formula(got: Any, expected: list[int]) -> str:
 
 
 def draw_measured(draw: Draw) -> list[Values]:
-    """Widths that every number of ranks up to 8 divides, so that no padding is in question."""
+    """Widths that the number of ranks divides; one case has a row more."""
     rng = draw.shared()
     widths = [int(v) * 840 // 105 for v in rng.integers(2, 7, size=2)]
     n = draw.world_size
@@ -125,12 +125,14 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     a, b = widths
-    for name in ("before", "whole", "sharded", "momentum", "frozen"):
+    for name in _MEASURED:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(a, b), nn.Linear(b, a)).to(device)
+        dtype = torch.bfloat16 if name == "half" else torch.float32
+        inner = b + (name == "uneven")
+        model = nn.Sequential(nn.Linear(a, inner), nn.Linear(inner, a)).to(device, dtype)
         if name == "frozen":
             model[0].requires_grad_(False)
-        if name == "sharded":
+        if name in ("sharded", "uneven"):
             for module in [*model, model]:
                 fully_shard(module, mesh=mesh)
         params = list(model.parameters())
@@ -140,7 +142,7 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
         else:
             optimizer = torch.optim.AdamW(trained, lr=1e-3)
         if name != "before":
-            model(torch.ones(2, a, device=device)).square().mean().backward()
+            model(torch.ones(2, a, device=device, dtype=dtype)).square().mean().backward()
             optimizer.step()
         # One of them twice, as with tied weights.
         yield name, [*params, params[0]] if name == "whole" else params, optimizer
@@ -155,8 +157,13 @@ def observe_measured(local_bytes: Any, inputs: Values, context: Context) -> Valu
     return {"told": told}
 
 
-def _expected_bytes(widths: list[int], name: str, world_size: int) -> list[int]:
+def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) -> list[int]:
     a, b = widths
+    if name == "uneven":  # cut by rows, as torch.chunk does: the last ranks have fewer, or none
+        rows = -(-(b + 1) // world_size)
+        mine = max(0, min(rows, b + 1 - rank * rows))
+        local = 4 * (mine * (a + 1) + a // world_size * (b + 2))
+        return [local, local, 2 * local]
     first, second = 4 * (a * b + b), 4 * (a * b + a)
     total = first + second
     table = {
@@ -164,6 +171,7 @@ def _expected_bytes(widths: list[int], name: str, world_size: int) -> list[int]:
         "whole": [total, total, 2 * total],
         "sharded": [total // world_size, total // world_size, 2 * total // world_size],
         "momentum": [total, total, total],
+        "half": [total // 2, total // 2, total],
         "frozen": [total, second, 2 * second],
     }
     return table[name]
@@ -173,6 +181,8 @@ _MEASURED = {
     "before": "a whole model before its first step",
     "whole": "a whole model with AdamW, one parameter given twice",
     "sharded": "a model behind fully_shard",
+    "uneven": "a model behind fully_shard, with rows that the ranks do not divide",
+    "half": "a model in bf16",
     "momentum": "SGD with momentum",
     "frozen": "a model with a frozen layer (its gradients are None)",
 }
@@ -185,7 +195,7 @@ def judge_measured(case: Case) -> list[Finding]:
         told = answer.get("told")
         for name, what in _MEASURED.items():
             got = told.get(name) if isinstance(told, dict) else None
-            expected = _expected_bytes(case.inputs[rank]["widths"], name, case.world_size)
+            expected = _expected_bytes(case.inputs[rank]["widths"], name, case.world_size, rank)
             slack = [0, 0, 4 * 8]
             right = isinstance(got, list) and len(got) == 3 and all(
                 type(v) is int and 0 <= v - e <= s

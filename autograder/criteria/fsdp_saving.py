@@ -24,6 +24,7 @@ BATCH, LR = 4, 0.02
 # Far above the rounding of a gradient: with less, AdamW makes steps of noise where a gradient is 0.
 EPS = 1e-3
 BEFORE, AFTER = 3, 2
+DECAY = 0.8  # of the learning rate, after each step
 
 
 # --- policies ------------------------------------------------------------------------------------
@@ -128,6 +129,7 @@ def _sharded(values: Values, device: torch.device) -> tuple[nn.Module, torch.opt
 
     mesh = parts.make_mesh(device.type)
     model = oracle.mlp(values).to(device)
+    model.register_buffer("seen", torch.full((3,), values["p0"][0, 0].item(), device=device))
     for module in [*parts.linears(model), model]:
         fully_shard(module, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
@@ -142,6 +144,8 @@ def _train(
         oracle.mse(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= DECAY
+        model.seen += 1.0  # type: ignore[operator]  # as BatchNorm's buffers change
 
 
 def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Values:
@@ -213,17 +217,23 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
         if context.rank != 0:  # the others have another disk
             for file in Path(folder).iterdir():
                 file.unlink()
+        _train(model, optimizer, inputs, AFTER)
+        answer: Values = {f"on/{i}": value for i, value in enumerate(_whole(model))}
         other = {k.removeprefix("other/"): v for k, v in inputs.items() if k[:6] == "other/"}
         model, optimizer = _sharded(other, context.device)
         load_checkpoint(model, optimizer, path)
         dist.barrier()
-    answer: Values = {}
     for step in range(AFTER + 1):
         if step:
             _train(model, optimizer, inputs, 1)
-        for i, p in enumerate(model.parameters()):
-            answer[f"p{step}/{i}"] = p.full_tensor().detach().cpu().numpy()  # type: ignore[attr-defined]
+        answer |= {f"p{step}/{i}": value for i, value in enumerate(_whole(model))}
     return answer
+
+
+def _whole(model: nn.Module) -> list[np.ndarray]:
+    """Values of all parameters, then of the buffer. Collective."""
+    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    return [t.detach().cpu().numpy().copy() for t in (*whole, model.seen)]  # type: ignore[misc]
 
 
 def judge_resume(case: Case) -> list[Finding]:
@@ -231,10 +241,14 @@ def judge_resume(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     expected = [_oracle(case, BEFORE + step) for step in range(AFTER + 1)]
     for rank, answer in enumerate(case.answers):
+        for i, (name, value) in enumerate(zip(_names(), expected[-1], strict=True)):
+            what = f"{name} of the run that goes on after save_checkpoint"
+            if not oracle.close(findings, rank, what, answer.get(f"on/{i}"), value):
+                break
         for step, values in enumerate(expected):
             when = f"{step} steps after" if step else "after"
             hint = (
-                "The weights were right when they were loaded: is AdamW's state loaded, too?"
+                "What was loaded was right: is AdamW's state loaded, too, with its learning rate?"
                 if step
                 else "Does every rank get its shards of what rank 0 has read?"
             )
@@ -252,7 +266,8 @@ def judge_resume(case: Case) -> list[Finding]:
 
 
 def _names() -> list[str]:
-    return [f"{2 * i}.{kind}" for i in range(len(SIZES) - 1) for kind in ("weight", "bias")]
+    layers = range(0, 2 * (len(SIZES) - 1), 2)
+    return [*(f"{i}.{kind}" for i in layers for kind in ("weight", "bias")), "seen"]
 
 
 def _oracle(case: Case, num_steps: int) -> list[np.ndarray]:
@@ -265,4 +280,6 @@ def _oracle(case: Case, num_steps: int) -> list[np.ndarray]:
         optimizer.zero_grad()
         oracle.mse(model(x), y).backward()
         optimizer.step()
-    return [p.detach().numpy() for p in model.parameters()]
+        optimizer.param_groups[0]["lr"] *= DECAY
+    seen = np.full(3, case.inputs[0]["p0"][0, 0].item() + num_steps)
+    return [*(p.detach().numpy() for p in model.parameters()), seen]

@@ -29,13 +29,15 @@ def _everything(model, optimizer):
     names = [n for n, _ in model.named_parameters()]
     params = list(model.parameters())
     weights = {n: p.full_tensor().detach().cpu() for n, p in zip(names, params, strict=True)}
+    weights |= {n: b.cpu() for n, b in model.named_buffers()}
     moments = []
     for p in params:
         state = optimizer.state[p]
         moments.append(
             {k: v.full_tensor().cpu() if isinstance(v, DTensor) else v for k, v in state.items()}
         )
-    return {"model": weights, "optimizer": moments}
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return {"model": weights, "optimizer": {"moments": moments, "options": options}}
 
 
 def save_checkpoint(model, optimizer, path):
@@ -59,15 +61,15 @@ def load_checkpoint(model, optimizer, path):
     for name, p in model.named_parameters():
         p.to_local().data.copy_(cut(state["model"][name], p))
         p.grad = torch.zeros_like(p)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for name, buffer in model.named_buffers():
+        buffer.copy_(state["model"][name])
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
     optimizer.step()  # makes the state, and changes nothing
     optimizer.zero_grad()
-    for group, lr, decay in zip(optimizer.param_groups, rates, decays, strict=True):
-        group["lr"], group["weight_decay"] = lr, decay
-    for p, moments in zip(model.parameters(), state["optimizer"], strict=True):
+    for group, options in zip(optimizer.param_groups, state["optimizer"]["options"], strict=True):
+        group.update(options)
+    for p, moments in zip(model.parameters(), state["optimizer"]["moments"], strict=True):
         for key, value in moments.items():
             now = optimizer.state[p][key]
             if isinstance(now, DTensor):
