@@ -124,22 +124,31 @@ def draw_safe(draw: Draw) -> list[Values]:
                 grad = largest * own.uniform(-1, 1, shape) * 0.2
                 if rank == where and i == tensor:
                     grad.flat[int(own.integers(grad.size))] = largest * own.choice([-1.0, 1.0])
+                if number == 2 and rank != where:
+                    grad[:] = 0.0  # this rank's part of the gradient is zero
                 inputs[rank][f"g{number}/{i}"] = grad.astype(np.float32)
     return inputs
 
 
 def observe_safe(safe_scale: Any, inputs: Values, context: Context) -> Values:
     """The scale for every case."""
-    scales = []
+    scales, unchanged = [], True
     for number, name in enumerate(inputs["dtypes"]):
-        grads = [torch.from_numpy(inputs[f"g{number}/{i}"]).to(context.device) for i in range(3)]
+        arrays = [inputs[f"g{number}/{i}"] for i in range(3)]
+        grads = [torch.from_numpy(array.copy()).to(context.device) for array in arrays]
         scales.append(float(safe_scale(grads, DTYPES[name])))
-    return {"scales": scales}
+        unchanged &= all(
+            np.array_equal(g.cpu().numpy(), a) for g, a in zip(grads, arrays, strict=True)
+        )
+    return {"scales": scales, "unchanged": unchanged}
 
 
 def judge_safe(case: Case) -> list[Finding]:
     """The largest power of two with which no entry of any rank overflows, on every rank."""
     findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        if answer.get("unchanged") is not True:
+            findings.append(Finding("the gradients were changed.", rank))
     for number, name in enumerate(case.inputs[0]["dtypes"]):
         per_rank = [_largest(inputs, number) for inputs in case.inputs]
         expected = _power(name, max(per_rank))
@@ -149,7 +158,7 @@ def judge_safe(case: Case) -> list[Finding]:
             if isinstance(got, float) and math.isclose(got, expected, rel_tol=1e-6):
                 continue
             hint = ""
-            if got == _power(name, per_rank[rank]):
+            if per_rank[rank] > 0 and got == _power(name, per_rank[rank]):
                 hint = " That is right for this rank alone: take the largest entry of all ranks."
             elif isinstance(got, float) and got > expected:
                 hint = " With this scale an entry overflows. Did you look at absolute values?"

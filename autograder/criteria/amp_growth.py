@@ -156,15 +156,17 @@ def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values
     """Scales of a scaler that goes on, and of one that was loaded from its state in a file."""
     scaler = scaler_class(**inputs["settings"])
     run_steps(scaler, inputs, inputs["before"], context)
+    state, saved = scaler.state_dict(), float(scaler.get_scale())
+    goes_on = run_steps(scaler, inputs, inputs["after"], context)
     file = io.BytesIO()
-    torch.save(scaler.state_dict(), file)
+    torch.save(state, file)  # later steps have not changed it
     file.seek(0)
     restored = scaler_class()
     restored.load_state_dict(torch.load(file, weights_only=True))
     return {
-        "saved": float(scaler.get_scale()),
+        "saved": saved,
         "loaded": float(restored.get_scale()),
-        "goes_on": run_steps(scaler, inputs, inputs["after"], context),
+        "goes_on": goes_on,
         "restored": run_steps(restored, inputs, inputs["after"], context),
     }
 

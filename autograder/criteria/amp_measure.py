@@ -16,6 +16,7 @@ from autograder.criteria.base import Case, Context, Draw, Finding, Values, integ
 
 KEYS = ("parameters", "gradients", "optimizer", "saved")
 PRECISIONS = ("float32", "autocast", "bfloat16")
+LR = 0.1  # a step shows in bf16, too
 
 
 # --- memory_report -------------------------------------------------------------------------------
@@ -41,7 +42,7 @@ def draw_memory(draw: Draw) -> list[Values]:
 
 def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Values:
     """The report on each case."""
-    reports = []
+    reports, stepped = [], True
     for case in inputs["cases"]:
         a, b, c, d = case["sizes"]
         layers = (nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c), nn.Tanh(), nn.Linear(c, d))
@@ -53,9 +54,12 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
             model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
         trained = [p for p in model.parameters() if p.requires_grad]
         if case["optimizer"] == "AdamW":
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=1e-3, foreach=False)
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=LR, foreach=False)
         else:
-            optimizer = torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
+            optimizer = torch.optim.SGD(trained, lr=LR, momentum=0.9)
+        before = [p.detach().clone() for p in trained]
+        for p in trained:  # gradients that somebody left: a step with them is nan
+            p.grad = torch.full_like(p, torch.nan)
         autocast = torch.autocast(
             context.device.type, dtype=torch.bfloat16, enabled=case["precision"] == "autocast"
         )
@@ -68,7 +72,9 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
 
         report = memory_report(model, optimizer, compute_loss)
         reports.append({key: integer(report[key], f"report[{key!r}]") for key in KEYS})
-    return {"reports": reports}
+        stepped &= all(bool(torch.isfinite(p).all()) for p in trained)
+        stepped &= not all(torch.equal(p, b) for p, b in zip(trained, before, strict=True))
+    return {"reports": reports, "stepped": stepped}
 
 
 def expected_bytes(case: Values) -> dict[str, tuple[int, int]]:
@@ -110,6 +116,11 @@ def judge_memory(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         reports = answer.get("reports")
+        if answer.get("stepped") is not True:
+            findings.append(Finding(
+                "the parameters have not made one step with the gradients of compute_loss() alone: "
+                "were older ones cleared?", rank))  # fmt: skip
+            continue
         for number, net in enumerate(inputs["cases"]):
             report = reports[number] if isinstance(reports, list) and number < len(reports) else {}
             for key, (least, most) in expected_bytes(net).items():

@@ -43,8 +43,9 @@ def make_parameters(inputs: Values, context: Context) -> list[torch.nn.Parameter
 
 
 def make_optimizer(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Plain SGD with weight decay."""
-    return torch.optim.SGD(parameters, lr=LR, weight_decay=WEIGHT_DECAY)
+    """Plain SGD with weight decay, in two groups."""
+    groups = [{"params": list(parameters[:1])}, {"params": list(parameters[1:])}]
+    return torch.optim.SGD(groups, lr=LR, weight_decay=WEIGHT_DECAY)
 
 
 def set_gradients(
@@ -192,6 +193,7 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
             scaler.step(optimizer)
             scaler.update()
         set_gradients(parameters, inputs, kind, scaler)
+        held = [p.grad for p in parameters]  # as whoever has a view of DDP's buckets
         if kind != "implicit":
             scaler.unscale_(optimizer)
         if kind == "twice":
@@ -203,6 +205,9 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
         if kind != "implicit":
             for i, grad in enumerate(values_of([p.grad for p in parameters])):
                 answer[f"g/{kind}/{i}"] = grad
+            answer[f"in place/{kind}"] = all(
+                p.grad is grad for p, grad in zip(parameters, held, strict=True)
+            )
         scaler.step(optimizer)
         scaler.update()
         for i, value in enumerate(values_of(parameters)):
@@ -228,6 +233,11 @@ def judge_unscale(case: Case) -> list[Finding]:
             if kind == "twice" and not same(answer.get("second"), "RuntimeError"):
                 continue
             scale = inputs["scales"][kind]
+            if kind != "implicit" and answer.get(f"in place/{kind}") is not True:
+                findings.append(Finding(
+                    f"{what}: p.grad is another tensor than before. unscale_ works in place.", rank
+                ))  # fmt: skip
+                continue
             good = kind == "implicit" or all(
                 oracle.close(
                     findings, rank, f"{what} (scale {scale:g}): gradient {i} after unscale_",

@@ -170,7 +170,8 @@ if IS_RANK_ZERO:
 # - The largest power of two $2^k$ so that no entry of any tensor in the list `gradients` exceeds
 #   `torch.finfo(dtype).max` in absolute value when it is multiplied with $2^k$: on **any** rank.
 # - Every rank has other gradients and gets the same answer. A Python `float`, below 1 if an entry
-#   is too large as it is. Some entry is not 0.
+#   is too large as it is. Some entry of some rank is not 0; another rank may have zeros only.
+# - The gradients stay as they are.
 #
 # Why a power of two? Multiplying with it changes the exponent only. No digit is rounded away.
 #
@@ -280,8 +281,9 @@ check("amp_safe_scale", safe_scale)
 #   again as well.
 # - `get_scale()` returns the scale as a `float`. `step` is called once before each `update`, and
 #   there is one optimizer.
-# - `state_dict()` returns a dict of plain numbers; `load_state_dict(state)` makes a scaler go on
-#   exactly as the saved one would have, whatever arguments it was made with.
+# - `state_dict()` returns a new dict of plain numbers, which later steps do not change;
+#   `load_state_dict(state)` makes a scaler go on exactly as the saved one would have, whatever
+#   arguments it was made with.
 #
 # **All ranks together.** Behind DDP the gradients are means over all ranks, so an inf of one rank
 # is an inf on all. But you must not count on it: with sharded gradients (lab 3), each rank sees its

@@ -31,7 +31,7 @@ class LossScaler:
             for p in filter(lambda p: p.grad is not None, group["params"]):
                 # Times 0 is 0 for finite numbers and nan for all others.
                 self.bad |= not bool((p.grad * 0 == 0).all())
-                p.grad = p.grad / self.tensor.to(p.grad)
+                p.grad.div_(self.tensor.to(p.grad))
 
     def step(self, optimizer):
         if not self.unscaled:

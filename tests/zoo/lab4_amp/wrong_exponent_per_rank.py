@@ -1,0 +1,29 @@
+"""Each rank computes a scale of its own first, and fails where its gradients are all zero.
+
+loses: amp_safe_scale
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task1_formats"
+def lost_share(values: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> float:
+    """Share of the non-zero entries of `values` that are 0 as `dtype`, after scaling."""
+    ### BEGIN SOLUTION
+    alive = values[values != 0]
+    if alive.numel() == 0:
+        return 0.0
+    stored = (alive * scale).to(dtype)
+    return (stored == 0).double().mean().item()
+    ### END SOLUTION
+
+
+def safe_scale(gradients: list[torch.Tensor], dtype: torch.dtype) -> float:
+    """The largest power of two that takes no entry of any rank out of `dtype`'s range."""
+    ### BEGIN SOLUTION
+    largest = torch.stack([g.abs().max() for g in gradients]).max()
+    exponent = math.floor(math.log2(torch.finfo(dtype).max / largest.item()))
+    lowest = torch.tensor(float(exponent), device=largest.device)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    return 2.0 ** lowest.item()
+    ### END SOLUTION
