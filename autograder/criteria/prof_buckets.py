@@ -231,8 +231,9 @@ def draw_tuning(draw: Draw) -> list[Values]:
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
-        for number in range(4):
-            count = int(rng.integers(28, 36))
+        for number in range(5):
+            # The last has more gradients than there are measurements.
+            count = int(rng.integers(28, 36)) if number < 4 else int(rng.integers(90, 120))
             if number % 2:
                 network = draw_network(
                     rng, float(rng.uniform(2.7, 3.0)), float(rng.uniform(0.06, 0.1)), count
@@ -246,7 +247,7 @@ def draw_tuning(draw: Draw) -> list[Values]:
             network["sizes"] = [size * factor for size in network["sizes"]]
             network["s_per_byte"] /= factor
             cases.append(network)
-        inputs.append({"cases": [cases[i] for i in rng.permutation(4)]})
+        inputs.append({"cases": [cases[i] for i in rng.permutation(5)]})
     return inputs
 
 

@@ -56,10 +56,11 @@ def _draw_run(
     """Spans of all ranks, and the steps' windows; the first step is a warm-up.
 
     Args:
-        on_one_rank: a slow loader or copy is one rank's, not everybody's.
+        on_one_rank: a slow loader or copy is one rank's, not everybody's; logs are written in odd
+            steps.
         second: another loss, smaller than the first, on one rank.
     """
-    num_ranks, num_steps = int(rng.integers(3, 6)), int(rng.integers(4, 6))
+    num_ranks, num_steps = int(rng.integers(3, 6)), 2 * int(rng.integers(1, 3)) + 1
     busy = float(rng.uniform(0.02, 0.4))
     share = float(rng.uniform(0.22, 0.3))
     extra = busy * share / (1 - share)
@@ -73,7 +74,8 @@ def _draw_run(
             who = np.arange(num_ranks) == to_blame if on_one_rank else np.ones(num_ranks)
             lost[cause] = lost[cause] + extra * rng.uniform(0.95, 1.05, num_ranks) * who
         elif cause == "logging":
-            lost[cause][to_blame] += extra
+            # In every other step, and twice as long: one step does not tell what a run loses.
+            lost[cause][to_blame] += 2 * extra * (step % 2 == on_one_rank)
         elif cause == "straggler":
             factor[to_blame] += extra / (0.9 * busy)
         elif cause == NONE and step == 0:  # workers start, libraries choose their algorithms

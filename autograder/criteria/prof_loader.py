@@ -272,6 +272,8 @@ def draw_settings(draw: Draw) -> list[Values]:
         for number in range(6):
             step_s = float(rng.uniform(0.01, 0.2))
             workers, part = int(rng.integers(1, 7)), float(rng.uniform(0.1, 0.9))
+            if number > 3:  # loading takes a whole number of steps, without rounding
+                step_s, part = 2.0 ** -int(rng.integers(2, 7)), 0.0
             ranks = int(rng.integers(2, 9))
             # Cores beyond those of the last rank's share go to nobody.
             cores = ranks * int(rng.integers(7, 12)) + int(rng.integers(1, ranks))
@@ -281,7 +283,7 @@ def draw_settings(draw: Draw) -> list[Values]:
                 cores = int(rng.integers(1, ranks))
             cases.append({
                 "load_s": (workers - part) * step_s, "step_s": step_s, "cores": cores,
-                "ranks_per_node": ranks, "device": "cuda" if number % 2 else "cpu",
+                "ranks_per_node": ranks, "device": f"cuda:{number}" if number % 2 else "cpu",
             })  # fmt: skip
         inputs.append({"cases": cases})
     return inputs
@@ -323,7 +325,7 @@ def judge_settings(case: Case) -> list[Finding]:
 def _settings_problem(got: Values, drawn: Values) -> str | None:
     enough = math.ceil(drawn["load_s"] / drawn["step_s"])
     share = drawn["cores"] // drawn["ranks_per_node"]
-    workers, on_gpu = min(enough, share), drawn["device"] == "cuda"
+    workers, on_gpu = min(enough, share), drawn["device"] != "cpu"
     if got.get("num_workers") != workers:
         hint = "" if got.get("num_workers") != enough else " All ranks of a node share its cores."
         return (

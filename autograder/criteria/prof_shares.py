@@ -75,15 +75,19 @@ def draw_utilisation(draw: Draw) -> list[Values]:
 
 
 def draw_overlap(draw: Draw) -> list[Values]:
-    """Communication that hides fully, partly or not at all; in one case there is none."""
+    """Communication that hides fully, partly or not at all; in one case the window has none."""
 
     def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
         end = float(rng.uniform(0.05, 5.0))
-        spans = _row(rng, "compute", 0, 0.7 * end, 4 if number else 7)
+        spans = _row(rng, "compute", -0.2 * end, 0.7 * end, 4 if number else 7)
+        spans += _row(rng, "compute", -0.2 * end, 0.7 * end, 3)  # a second stream
         if number == CASES - 1:  # one long computation that hides all
             spans = [Span(0, "compute", draw_name(rng), 0.0, end)]
         if number != 1:
-            spans += _row(rng, "communication", 0.1 * end, end, 6)
+            spans += _row(rng, "communication", 0.1 * end, 1.3 * end, 6)
+            spans += _row(rng, "communication", 0.1 * end, 0.8 * end, 2)  # a second group of ranks
+        else:
+            spans += _row(rng, "communication", 1.1 * end, 1.3 * end, 2)  # not in the window
         for kind in ("copy", "loader", "host"):
             spans += _row(rng, kind, 0, end, 2)
         shift = float(rng.uniform(0, 50))
@@ -97,7 +101,11 @@ def draw_breakdown(draw: Draw) -> list[Values]:
 
     def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
         end = float(rng.uniform(0.05, 5.0))
-        spans = [span for kind in KINDS for span in _row(rng, kind, 0, 0.95 * end, 4)]
+        spans = [span for kind in KINDS for span in _row(rng, kind, 0.05 * end, 0.9 * end, 4)]
+        # Of every kind one that begins before the window, and one that is not in it at all.
+        for place, kind in enumerate(KINDS):
+            spans.append(Span(0, kind, draw_name(rng), -0.2 * end, 0.01 * (place + 1) * end))
+            spans.append(Span(0, kind, draw_name(rng), 1.1 * end, 1.2 * end))
         shift = float(rng.uniform(0, 50))
         return _moved(spans, shift), shift, shift + end
 

@@ -40,7 +40,11 @@ def tune_plan(sizes, measure):
     def even(k):
         return {round(len(order) * i / k) for i in range(1, k)}
 
-    tried = [(measure(build(even(k))), even(k)) for k in range(1, len(order) + 1)]
+    # Every number of buckets, where there are at most 36.
+    wanted = {round(len(order) ** (i / 35)) for i in range(36)}
+    if len(order) <= 36:
+        wanted = set(range(1, len(order) + 1))
+    tried = [(measure(build(even(k))), even(k)) for k in sorted(wanted)]
     best_s, cuts = min(tried, key=lambda pair: pair[0])
     left = 64 - len(tried)
     for cut in sorted(cuts, reverse=True):

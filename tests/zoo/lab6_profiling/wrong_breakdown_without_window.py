@@ -1,0 +1,51 @@
+"""The breakdown is of the whole trace, whatever the window.
+
+loses: prof_breakdown, prof_finds_nothing
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task2_shares"
+def covered(spans: list[Span], kinds: Iterable[str], start: float, end: float) -> float:
+    """Seconds of the window in which a span of at least one of the kinds is going on."""
+    ### BEGIN SOLUTION
+    chosen = [(max(s.start, start), min(s.end, end)) for s in spans if s.kind in kinds]
+    seconds, reached = 0.0, start
+    for a, b in sorted(chosen):
+        if b > max(a, reached):
+            seconds += b - max(a, reached)  # only what no earlier span has covered
+            reached = b
+    return seconds
+    ### END SOLUTION
+
+
+def utilisation(spans: list[Span], start: float, end: float) -> float:
+    """Share of the window in which something computes."""
+    ### BEGIN SOLUTION
+    return covered(spans, {"compute"}, start, end) / (end - start)
+    ### END SOLUTION
+
+
+def overlap(spans: list[Span], start: float, end: float) -> float:
+    """Share of the communication that has computation beside it; 1.0 without communication."""
+    ### BEGIN SOLUTION
+    communication = covered(spans, {"communication"}, start, end)
+    if communication == 0:
+        return 1.0
+    compute = covered(spans, {"compute"}, start, end)
+    either = covered(spans, {"compute", "communication"}, start, end)
+    return (compute + communication - either) / communication
+    ### END SOLUTION
+
+
+def breakdown(spans: list[Span], start: float, end: float) -> dict[str, float]:
+    """Seconds of all spans, also of what lies outside of the window."""
+    first, last = min(s.start for s in spans), max(s.end for s in spans)
+    parts, before = {}, 0.0
+    for number, kind in enumerate(KINDS):
+        now = covered(spans, KINDS[: number + 1], first, last)
+        parts[kind] = now - before
+        before = now
+    parts["idle"] = (end - start) - before
+    return parts
