@@ -7,12 +7,16 @@ import subprocess
 import sys
 
 import nbformat
+import numpy as np
 import pytest
 from course import LAB, ROOT
 from lab_helper import sizes
 from leftovers import assert_nothing_left, find_leftovers
 
 from autograder.criteria import get_lab
+from autograder.criteria.base import Case
+from autograder.criteria.training import _oracle_training
+from autograder.referee import draw_for
 
 pytestmark = pytest.mark.timeout(600)
 SOLUTION = ROOT / "solutions" / LAB / LAB
@@ -51,3 +55,30 @@ def test_papermill_runs_the_solution_on_two_ranks(tmp_path):
     pictures = [o for o in outputs if "image/png" in o.get("data", {})]
     assert len(pictures) >= 5
     assert_nothing_left(before)
+
+
+def test_a_trained_parameter_that_comes_out_near_zero_is_right():
+    """What float32 rounds is as large as the parameter was, not as what is left of it."""
+    criterion, world_size = get_lab(LAB)["train_steps"], 3
+    inputs = criterion.draw(draw_for(b"test", LAB, criterion.name, "one", world_size))
+
+    def trained(start):
+        for values in inputs:
+            values["p3"] = np.array([start], dtype=np.float32)
+        parameters, _ = _oracle_training(Case(world_size, inputs, []))
+        return parameters
+
+    low, high = -20.0, 20.0
+    assert trained(low)[3][0] < 0 < trained(high)[3][0]
+    while (middle := (low + high) / 2) not in (low, high) and high - low > 1e-6:
+        low, high = (low, middle) if trained(middle)[3][0] > 0 else (middle, high)
+    expected = trained(high)
+    assert abs(expected[3][0]) < 1e-5 < 1e-2 < abs(high)
+
+    def judged(error):
+        values = [*expected[:3], expected[3] + error * high]
+        answer = {f"p{i}": value.astype(np.float32) for i, value in enumerate(values)}
+        return criterion.judge(Case(world_size, inputs, [answer] * world_size))
+
+    assert judged(1e-6) == []
+    assert judged(1e-3) != []

@@ -79,8 +79,9 @@ def judge_script(case: Case) -> list[Finding]:
             "torch's DistributedSampler with its default settings, told each epoch from 0 on?"
         )
         if not oracle.close(
-            findings, 0, f"p{i} in --out", case.answers[0].get(f"p{i}"), expected, hint=hint
-        ):
+            findings, 0, f"p{i} in --out", case.answers[0].get(f"p{i}"), expected, hint=hint,
+            terms=[given[f"p{i}"]],
+        ):  # fmt: skip
             break
     oracle.close(
         findings, 0, "losses in --out", case.answers[0].get("losses"), np.array(mean),

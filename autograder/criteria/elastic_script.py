@@ -149,8 +149,9 @@ def _judge_training(findings: list[Finding], given: Values, answer: Values, hint
     for i, expected in enumerate(parameters):
         got = answer.get(f"p{i}")
         if not oracle.close(
-            findings, 0, f"p{i} in --out", got, expected, dtype="float64", hint=hint
-        ):
+            findings, 0, f"p{i} in --out", got, expected, dtype="float64", hint=hint,
+            terms=[given[f"p{i}"]],
+        ):  # fmt: skip
             return
 
 

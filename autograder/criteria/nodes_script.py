@@ -312,8 +312,9 @@ def _judge_training(findings: list[Finding], given: Values, answer: Values, hint
         return
     for i, expected in enumerate(parameters):
         if not oracle.close(
-            findings, 0, f"p{i} in --out", answer.get(f"p{i}"), expected, hint=hint
-        ):
+            findings, 0, f"p{i} in --out", answer.get(f"p{i}"), expected, hint=hint,
+            terms=[given[f"p{i}"]],
+        ):  # fmt: skip
             break
 
 

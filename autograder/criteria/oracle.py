@@ -90,8 +90,8 @@ def close(
     """`compare` at this dtype's tolerance, with an absolute part relative to the largest value.
 
     Args:
-        terms: what `expected` is a sum or mean of. Where a tensor of one number nearly cancels,
-            what was rounded is as large as these, not as the sum.
+        terms: what `expected` is a sum or mean of, or was before it was trained. Where a tensor of
+            one number nearly cancels, what was rounded is as large as these, not as the sum.
     """
     scale = max((float(np.abs(a).max()) for a in (expected, *terms) if np.size(a)), default=0.0)
     rtol = RTOL[dtype]

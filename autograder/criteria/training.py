@@ -224,8 +224,10 @@ def _judge_parameters(case: Case, hint: str) -> list[Finding]:
     expected, _ = _oracle_training(case)
     for rank, answer in enumerate(case.answers):
         for i, value in enumerate(expected):
-            what = f"parameter {i} after training"
-            if not oracle.close(findings, rank, what, answer.get(f"p{i}"), value, hint=hint):
+            if not oracle.close(
+                findings, rank, f"parameter {i} after training", answer.get(f"p{i}"), value,
+                hint=hint, terms=[case.inputs[0][f"p{i}"]],
+            ):  # fmt: skip
                 break
     return findings
 
