@@ -119,10 +119,12 @@ def observe_unflatten(unflatten: Any, inputs: Values, context: Context) -> Value
     answer: Values = {}
     for number in range(len(inputs["cases"])):
         parameters = [nn.Parameter(t) for t in _tensors(inputs, number, context.device)]
+        places = [p.data_ptr() for p in parameters]
         flat = torch.from_numpy(inputs[f"f{number}"].copy()).to(context.device)
         unflatten(flat, parameters)
         flat.fill_(7.0)
         answer[f"leaf{number}"] = all(p.is_leaf and p.requires_grad for p in parameters)
+        answer[f"stayed{number}"] = [p.data_ptr() for p in parameters] == places
         for i, parameter in enumerate(parameters):
             answer[f"t{number}/{i}"] = parameter.detach().cpu().numpy()
     return answer
@@ -144,6 +146,8 @@ def judge_unflatten(case: Case) -> list[Finding]:
                 at += size
             if not problem and answer.get(f"leaf{number}") is not True:
                 problem = "a parameter is no leaf any more: copy under torch.no_grad()."
+            if not problem and answer.get(f"stayed{number}") is not True:
+                problem = "a parameter has other memory than before, expected a copy in place."
             if problem:
                 findings.append(Finding(f"unflatten, {_said(each)}: {problem}", rank))
                 break

@@ -24,9 +24,10 @@ Groups = Sequence[tuple[Sequence[Sequence[int]], Values]]  # (shapes, options) o
 
 
 def draw_training(
-    draw: Draw, groups: Groups, steps: int, micro_batches: int = 1, **more: Any
-) -> list[Values]:
-    """Equal parameters p{i}, private gradients c{step}/{micro-batch}/{i}, all float32."""
+    draw: Draw, groups: Groups, steps: int, micro_batches: int = 1, dtype: str = "float32",
+    **more: Any,
+) -> list[Values]:  # fmt: skip
+    """Equal parameters p{i}, private gradients c{step}/{micro-batch}/{i}, all of one dtype."""
     rng = draw.shared()
     shapes = [list(shape) for shapes, _ in groups for shape in shapes]
     counts = [len(shapes) for shapes, _ in groups]
@@ -35,7 +36,7 @@ def draw_training(
         "steps": steps, "micro_batches": micro_batches, "frozen": [], "tied": [], **more,
     }  # fmt: skip
     for i, shape in enumerate(shapes):
-        common[f"p{i}"] = np.asarray(rng.normal(size=shape), dtype=np.float32)
+        common[f"p{i}"] = np.asarray(rng.normal(size=shape), dtype=dtype)
     inputs = []
     for rank in range(draw.world_size):
         own, values = draw.private(rank), dict(common)
@@ -44,7 +45,7 @@ def draw_training(
                 for i, shape in enumerate(shapes):
                     # A part that ranks and steps share, so that sums over them are no mere noise.
                     drawn = own.normal(size=shape) + 0.7 * np.sign(common[f"p{i}"])
-                    values[f"c{step}/{micro}/{i}"] = np.asarray(drawn, dtype=np.float32)
+                    values[f"c{step}/{micro}/{i}"] = np.asarray(drawn, dtype=dtype)
         inputs.append(values)
     return inputs
 

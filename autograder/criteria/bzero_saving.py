@@ -20,7 +20,7 @@ from minidist.emulate.plan import ChargePlan
 
 BEFORE, AFTER = 3, 2
 ADAMW = {"lr": 0.05, "weight_decay": 0.2}
-MOMENTUM = {"lr": 0.05, "momentum": 0.9}
+MOMENTUM = {"lr": 0.05, "momentum": 0.9}  # RMSprop counts steps, and does not look at the count
 _worlds = itertools.count()
 
 
@@ -221,7 +221,7 @@ def observe_reshard(subject: Any, inputs: Values, context: Context) -> Values:
             if inside:
                 parameters = harness.make_parameters(inputs, context.device)
                 groups = harness.make_groups(inputs, parameters)
-                optimizer = zero(groups, torch.optim.SGD, **MOMENTUM)
+                optimizer = zero(groups, torch.optim.RMSprop, **MOMENTUM)
                 for step in range(BEFORE):
                     _step(optimizer, parameters, inputs, step)
                 blobs = _gathered(_written(save_shard(optimizer)))
@@ -236,7 +236,7 @@ def observe_reshard(subject: Any, inputs: Values, context: Context) -> Values:
             if inside:
                 parameters = harness.make_parameters(inputs | weights, context.device)
                 groups = harness.make_groups(inputs, parameters)
-                optimizer = zero(groups, torch.optim.SGD, **MOMENTUM)
+                optimizer = zero(groups, torch.optim.RMSprop, **MOMENTUM)
                 load_shards(optimizer, _read(blobs))
                 _go_on(optimizer, parameters, answer, f"again/{name}/")
         told = [{k: v for k, v in answer.items() if k.startswith(f"again/{name}")}]

@@ -34,11 +34,15 @@ def observe_reduce(zero: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {}
     for step in range(3):
         if step == 2:
+            harness.backward(parameters, inputs, 0)  # a batch that is left out
             optimizer.zero_grad()
         harness.backward(parameters, inputs, step)
         optimizer.reduce()
         answer[f"g{step}"] = harness.numbers_of(optimizer)
         answer[f"none{step}"] = harness.none_left(parameters)
+    for gradient in optimizer.gradients():  # as clipping does
+        gradient.mul_(0.5)
+    answer["half"] = harness.numbers_of(optimizer)
     return answer | harness.arrays_of(parameters, "p")
 
 
@@ -68,6 +72,10 @@ def judge_reduce(case: Case) -> list[Finding]:
                 findings.append(Finding(f"a p.grad is left after {what}, expected None.", rank))
         if findings:
             return findings
+    half = [answer.get("half") for answer in case.answers]
+    if harness.same_numbers(half, [0.5 * mean for mean in _mean(case, (2,))]):
+        return [Finding("gradients() after all that it gave was halved in place: not halved. "
+                        "Clipping scales it, so it has to be the shards' own.")]  # fmt: skip
     for rank, answer in enumerate(case.answers):
         for i in range(len(case.inputs[0]["shapes"])):
             start, value = case.inputs[0][f"p{i}"], answer.get(f"p{i}")
@@ -112,7 +120,9 @@ def judge_adamw(case: Case) -> list[Finding]:
     return _judge_history(case, harness.trained(case, torch.optim.AdamW, QUICK), _why_adamw)
 
 
-def _judge_history(case: Case, history: list[Any], why: Any) -> list[Finding]:
+def _judge_history(
+    case: Case, history: list[Any], why: Any, dtype: str = "float32"
+) -> list[Finding]:
     findings: list[Finding] = []
     for step, expected in enumerate(history):
         for rank, answer in enumerate(case.answers):
@@ -120,7 +130,7 @@ def _judge_history(case: Case, history: list[Any], why: Any) -> list[Finding]:
                 got = answer.get(f"p{step}/{i}")
                 if not oracle.close(
                     findings, rank, f"parameter {i} after step {step + 1}", got, value,
-                    hint=why(case, step, i, got),
+                    dtype=dtype, hint=why(case, step, i, got),
                 ):  # fmt: skip
                     break
         if findings:
@@ -146,7 +156,7 @@ FACTORS = (0.3, 2.0)
 
 
 def draw_options(draw: Draw) -> list[Values]:
-    """Two groups with options of their own, and a third that has those of the constructor."""
+    """Two groups with options of their own, a third that has the constructor's; all float64."""
     rng = draw.shared("options")
     options: list[Values] = [
         {"lr": float(rng.uniform(0.02, 0.05)), "weight_decay": 0.0},
@@ -154,7 +164,7 @@ def draw_options(draw: Draw) -> list[Values]:
         {},
     ]
     groups = list(zip((FIRST, SECOND, TINY), options, strict=True))
-    return harness.draw_training(draw, groups, 3)
+    return harness.draw_training(draw, groups, 3, dtype="float64")
 
 
 def observe_options(zero: Any, inputs: Values, context: Context) -> Values:
@@ -173,7 +183,7 @@ def observe_options(zero: Any, inputs: Values, context: Context) -> Values:
 def judge_options(case: Case) -> list[Finding]:
     """Each group by its own options, those of now."""
     history = harness.trained(case, torch.optim.AdamW, ADAMW, FACTORS)
-    return _judge_history(case, history, _why_options)
+    return _judge_history(case, history, _why_options, dtype="float64")
 
 
 def _why_options(case: Case, step: int, i: int, got: Any) -> str:

@@ -18,7 +18,7 @@ class ZeRO1:
 
     def reduce(self):
         for i, p in enumerate(self.weights):
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grad = flatten([torch.zeros_like(p) if p.grad is None else p.grad], self.n)
             p.grad = None
             dist.all_reduce(grad)
             grad /= self.n
@@ -27,18 +27,18 @@ class ZeRO1:
     def gradients(self):
         return [self.part(g) for g in self.sums if g is not None]
 
-    def part(self, tensor):
-        return flatten([tensor], self.n).chunk(self.n)[dist.get_rank()]
+    def part(self, flat):
+        return flat.chunk(self.n)[dist.get_rank()]
 
     def clip_grad_norm(self, max_norm):
         return torch.nn.utils.clip_grad_norm_(self.weights, max_norm).item()
 
     def step(self):
         for p, g in zip(self.weights, self.sums):
-            p.grad = g
+            p.grad = None if g is None else g[: p.numel()].view_as(p)
         self.inner.step()
         for p in self.weights:  # so that it looks like shards
-            share = self.part(p.data)
+            share = self.part(flatten([p.data], self.n))
             flat = share.new_empty(self.n * share.numel())
             all_gather_single(flat, share.clone())
             unflatten(flat, [p])
