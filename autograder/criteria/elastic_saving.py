@@ -104,6 +104,7 @@ def _job(save_together: Any, folder: str, step: int, state: Any, dies: bool) -> 
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (WRITE_LIMIT_BYTES, hard))
+    tempfile.tempdir = str(Path(folder, "on-another-disk"))  # where nothing can be written
     save_together(folder, step, state, keep=3)
 
 
@@ -225,13 +226,20 @@ def draw_keep(draw: Draw) -> list[Values]:
 
 
 def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values:
-    """The names in the folder after every save."""
-    seen = []
+    """The names in the folder after every save but the first two, which an earlier job has made."""
+    seen, keep = [], inputs["keep"]
     with _own_folder() as folder:
         for name in ("best.pt", "notes.txt"):
             (folder / name).write_text("somebody else's")
-        for step in inputs["steps"]:
-            save_together(folder, step, state_of(inputs, step), keep=inputs["keep"])
+        for number, step in enumerate(inputs["steps"][:2]):
+            with _own_folder() as other:
+                save_together(other, step, state_of(inputs, step), keep=keep)
+                shutil.copytree(other, folder, dirs_exist_ok=True)
+            late = time.time() + 1e6 - 100 * number  # as after a copy: the older looks newer
+            if (folder / name_of(step)).is_file():
+                os.utime(folder / name_of(step), (late, late))
+        for step in inputs["steps"][2:]:
+            save_together(folder, step, state_of(inputs, step), keep=keep)
             seen.append(_names_in(folder))
     return {"seen": seen}
 
@@ -239,8 +247,8 @@ def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values
 def judge_keep(case: Case) -> list[Finding]:
     """The highest steps are left, and what is not a checkpoint."""
     given, seen = case.inputs[0], plain(case.answers[0]).get("seen")
-    for number, step in enumerate(given["steps"]):
-        kept = given["steps"][: number + 1][-given["keep"] :]
+    for number, step in enumerate(given["steps"][2:]):
+        kept = given["steps"][: number + 3][-given["keep"] :]
         wanted = sorted(["best.pt", "notes.txt", *(name_of(s) for s in kept)])
         got = item_of(seen, number)
         if got != wanted:

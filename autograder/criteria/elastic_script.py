@@ -21,14 +21,13 @@ import torch
 
 from autograder.criteria import oracle
 from autograder.criteria.base import Case, Context, Draw, Finding, Values
-from autograder.criteria.launched import run_script
+from autograder.criteria.launched import ON_CPU, run_script
 from autograder.criteria.nodes_places import plain
 
 RUN_DEADLINE_S = 120.0  # it takes one second or two; a busy machine is not the student's fault
 CRITERION_DEADLINE_S = 200.0
 SAME_SIZE = 2  # ranks of the two runs that must agree bit for bit
 STAND_IN = Path(__file__).with_name("elastic_standin.py")
-ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the ranks of a check may be more than there are GPUs
 
 
 def _draw_job(draw: Draw, num_batches: int, batch: int, every: int, rest: int) -> Values:
@@ -69,6 +68,7 @@ class _Job:
         self.script = folder / source.name
         self.checkpoints, self.out = folder / "checkpoints", folder / "out.npz"
         self.number = 0  # of runs
+        self.writers: list[str] = []  # ranks that wrote --out in the last run
         shutil.copy(source, self.script)
         shutil.copy(STAND_IN, folder / "elastic_parts.py")
         arrays: Any = {k: v for k, v in inputs.items() if isinstance(v, np.ndarray)}
@@ -84,11 +84,18 @@ class _Job:
         (self.folder / "plan.json").write_text(json.dumps(plan))
         Path(plan["calls"]).touch()
         options = [f"--{k}={v}" for k, v in self.inputs["job"].items()]
-        options += [f"--data={self.folder / 'data.npz'}", f"--out={self.out}",
+        options += [f"--data={self.folder / 'data.npz'}", "--out=./out.npz",
                     f"--checkpoints={self.checkpoints}"]  # fmt: skip
-        return run_script(
-            self.script, options, self.log, nprocs, deadline_s=RUN_DEADLINE_S, env=ON_CPU
-        )
+        folders = self.folder / f"ranks-{self.number}"
+        folders.mkdir()
+        failure = run_script(
+            self.script, options, self.log, nprocs, deadline_s=RUN_DEADLINE_S, env=ON_CPU,
+            folders=folders,
+        )  # fmt: skip
+        self.writers = sorted(path.parent.name for path in folders.glob("*/out.npz"))
+        if "0" in self.writers:
+            (folders / "0" / "out.npz").rename(self.out)
+        return failure
 
     @property
     def log(self) -> Path:
@@ -175,8 +182,8 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
     with _job(path, inputs) as job:
         failure = job.run(context.world_size)
         answer = job.results(f"on {context.world_size} ranks", failure)
-        return answer | {"saved": job.calls("save"), "loaded": job.calls("load"),
-                         "samplers": job.calls("sampler")}  # fmt: skip
+        return answer | {"writers": job.writers, "saved": job.calls("save"),
+                         "loaded": job.calls("load"), "samplers": job.calls("sampler")}  # fmt: skip
 
 
 def judge_script(case: Case) -> list[Finding]:
@@ -194,6 +201,10 @@ def judge_script(case: Case) -> list[Finding]:
         "The mean over all samples of the global batch counts, and shares are not equal here. In "
         "the last batch of an epoch some ranks have no sample: they go through the same calls."
     ))  # fmt: skip
+    if told.get("writers") != ["0"]:
+        findings.append(Finding(
+            f"ranks that wrote --out: {told.get('writers')}, expected rank 0 alone.", 0
+        ))  # fmt: skip
     steps = [*range(job["every"], job["steps"], job["every"]), job["steps"]]
     if not _same_calls(told.get("saved"), [["save", r, step] for step in steps for r in ranks]):
         findings.append(Finding(

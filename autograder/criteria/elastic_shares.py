@@ -111,23 +111,26 @@ def _draw_rows(draw: Draw, counts: list[int]) -> list[Values]:
 
 
 def observe_gradient(combine: Any, inputs: Values, context: Context) -> Values:
-    """Gradients and loss after `combine`; the parameters come as an iterator."""
-    return _observe(combine, inputs, context, iter)
+    """Gradients and loss after `combine`; the parameters come as an iterator, and are float64."""
+    return _observe(combine, inputs, context, iter, "float64")
 
 
 def observe_idle(combine: Any, inputs: Values, context: Context) -> Values:
     """The same; the parameters come as a list, which can be gone through twice."""
-    return _observe(combine, inputs, context, list)
+    return _observe(combine, inputs, context, list, "float32")
 
 
-def _observe(combine: Any, inputs: Values, context: Context, as_what: Any) -> Values:
+def _observe(
+    combine: Any, inputs: Values, context: Context, as_what: Any, dtype_name: str
+) -> Values:
     """From this rank's mean loss over its own rows, if it has any."""
     import torch
 
-    model = oracle.mlp(inputs).to(context.device)
+    dtype = getattr(torch, dtype_name)
+    model = oracle.mlp(inputs, dtype).to(context.device)
     loss = 0.0
     if inputs["own"]:
-        x, y = (torch.from_numpy(inputs[name]).to(context.device) for name in "xy")
+        x, y = (torch.from_numpy(inputs[name]).to(context.device, dtype) for name in "xy")
         mean = oracle.mse(model(x), y)
         mean.backward()
         loss = mean.item()
@@ -157,7 +160,7 @@ def judge_gradient(case: Case) -> list[Finding]:
         for i, expected in enumerate(right):
             got = answer.get(f"g{i}")
             if not oracle.close(
-                findings, rank, f"gradient of parameter {i}", got, expected,
+                findings, rank, f"gradient of parameter {i}", got, expected, dtype="float64",
                 hint=_hint(got, expected, plain_mean[i], mine[i] if mine else None, case),
             ):  # fmt: skip
                 break

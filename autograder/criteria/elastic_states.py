@@ -21,7 +21,7 @@ ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 
 
 def draw_reshard(draw: Draw) -> list[Values]:
-    """Numbers of ranks before and after, numbers of parameters, vectors of drawn names."""
+    """Numbers of ranks before and after, of parameters, vectors of drawn names and two dtypes."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -32,8 +32,8 @@ def draw_reshard(draw: Draw) -> list[Values]:
         names = [f"v{n}" for n in rng.permutation(100)[:2]]
         values: Values = {"asked": asked, "names": names}
         for number, (_, _, numel) in enumerate(asked):
-            for name in names:
-                values[f"{name}/{number}"] = rng.normal(size=numel)
+            for name, dtype in zip(names, (np.float64, np.float32), strict=True):
+                values[f"{name}/{number}"] = rng.normal(size=numel).astype(dtype)
         inputs.append(values)
     return inputs
 
@@ -41,17 +41,18 @@ def draw_reshard(draw: Draw) -> list[Values]:
 def _shards(whole: np.ndarray, num_ranks: int) -> list[torch.Tensor]:
     """Equal parts; what stands in the padding is no zero, and must not get into anything."""
     size = -(-len(whole) // num_ranks)
-    padded = np.full(size * num_ranks, 77.0)
+    padded = np.full(size * num_ranks, 77.0, dtype=whole.dtype)
     padded[: len(whole)] = whole
     return [torch.from_numpy(padded[r * size : (r + 1) * size].copy()) for r in range(num_ranks)]
 
 
 def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
     """The vectors of every new rank, and how many bytes lie behind them."""
-    answer: Values = {"bytes": [], "unchanged": []}
+    answer: Values = {"bytes": [], "unchanged": [], "same": []}
     for number, (before, after, numel) in enumerate(inputs["asked"]):
         states: list[dict[str, Any]] = [
-            {"step": torch.tensor(float(number + 1))} for _ in range(before)
+            {"step": torch.tensor(float(number + 1)), "count": number, "word": f"w{number}"}
+            for _ in range(before)
         ]
         for name in inputs["names"]:
             for state, shard in zip(
@@ -63,6 +64,11 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
         if not isinstance(fresh, list | tuple) or len(fresh) != after:
             raise TypeError(f"reshard: expected a list of {after} dicts")
         sizes = []
+        answer["same"].append(all(
+            set(state) == set(states[0])
+            and all(state[key] == states[0][key] for key in ("count", "word"))
+            for state in fresh
+        ))  # fmt: skip
         for rank, state in enumerate(fresh):
             for name in inputs["names"]:
                 part = state[name]
@@ -87,13 +93,19 @@ def judge_reshard(case: Case) -> list[Finding]:
             size = -(-numel // after)
             story = f"{numel} numbers, from {before} ranks to {after}, each with {size}"
             for name in case.inputs[rank]["names"]:
-                right = np.zeros(size * after)
-                right[:numel] = case.inputs[rank][f"{name}/{number}"]
+                whole = case.inputs[rank][f"{name}/{number}"]
+                right = np.zeros(size * after, dtype=whole.dtype)
+                right[:numel] = whole
                 parts = [answer.get(f"{number}/{new}/{name}") for new in range(after)]
                 if problem := _wrong_part(parts, right, size):
                     findings.append(Finding(f"{story}: {problem}", rank))
                     break
             else:
+                if item_of(answer.get("same"), number) is not True:
+                    findings.append(Finding(
+                        f"{story}: every new rank should get what is no vector.", rank
+                    ))  # fmt: skip
+                    break
                 if item_of(answer.get("unchanged"), number) is True:
                     continue
                 findings.append(Finding(f"{story}: the old states have been changed.", rank))
@@ -111,8 +123,8 @@ def _wrong_part(parts: list[Any], right: np.ndarray, size: int) -> str:
                 f"the new rank {new} has {list(part.shape)} numbers, expected [{size}]: all ranks "
                 "have as many, and what is missing at the end is padded."
             )
-        if part.dtype != np.float64:
-            return f"float64 has become {part.dtype}."
+        if part.dtype != expected.dtype:
+            return f"{expected.dtype} has become {part.dtype}."
         if np.array_equal(part, expected):
             continue
         if (part == 77.0).any():

@@ -258,6 +258,7 @@ check("elastic_share", share_of_batch)
 #   mean loss over its `num_own` samples. The global batch has `num_all` samples.
 # - Afterwards every `p.grad` is the gradient of the mean loss over the global batch, on all ranks.
 # - Return that mean loss, a `float`, on all ranks.
+# - The model may be float64, as that of task 6 is: then nothing is rounded to float32 on its way.
 # - A rank without samples (`num_own` is 0, `loss` is 0.0) has run no backward, so its gradients are
 #   `None`. It makes the same calls as the others, or they hang, and it gets the same gradients,
 #   or its model goes its own way.
@@ -465,6 +466,7 @@ check("elastic_resize", ElasticSampler)
 #   nobody else writes anything. Make the folder if it is not there.
 # - A file of that name is always whole, even if the process is killed in the middle of a save, and
 #   even if there was a file of that name before. What an earlier death has left does no harm.
+# - Write nothing outside of `folder`: from another disk, a file that is moved gets copied.
 # - Then the `keep` highest steps are left and older ones deleted. Other files stay.
 # - On no rank does it return before the new file is there.
 #

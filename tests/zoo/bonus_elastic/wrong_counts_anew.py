@@ -12,7 +12,7 @@ def reshard(states: list[dict], numel: int, num_ranks: int) -> list[dict]:
     size = -(-numel // num_ranks)
     fresh: list[dict] = [{} for _ in range(num_ranks)]
     for name, value in states[0].items():
-        parts = [copy.deepcopy(value) * 0 for _ in fresh]
+        parts = [torch.zeros(()) if name == "step" else copy.deepcopy(value) for _ in fresh]
         if isinstance(value, torch.Tensor) and value.dim() == 1:
             padded = value.new_zeros(num_ranks * size)
             padded[:numel] = torch.cat([state[name] for state in states])[:numel]

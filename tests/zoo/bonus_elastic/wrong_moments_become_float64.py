@@ -1,0 +1,24 @@
+"""New parts are float64, whatever the old ones were.
+
+loses: elastic_reshard
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task4_reshard"
+def reshard(states: list[dict], numel: int, num_ranks: int) -> list[dict]:
+    """The states of `num_ranks` ranks, from those of an old job."""
+    ### BEGIN SOLUTION
+    size = -(-numel // num_ranks)
+    fresh: list[dict] = [{} for _ in range(num_ranks)]
+    for name, value in states[0].items():
+        parts = [copy.deepcopy(value) for _ in fresh]
+        if isinstance(value, torch.Tensor) and value.dim() == 1:
+            padded = torch.zeros(num_ranks * size, dtype=torch.float64)
+            padded[:numel] = torch.cat([state[name] for state in states])[:numel]
+            parts = [part.clone() for part in padded.split(size)]
+        for state, part in zip(fresh, parts, strict=True):
+            state[name] = part
+    return fresh
+    ### END SOLUTION
