@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from autograder.criteria.base import Case, Context, Draw, Finding, Values, integer
 from autograder.criteria.nodes_files import (
     die_while_saving,
+    load_file,
     name_of,
     newest_in,
     rank_zero_only,
@@ -45,10 +48,7 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
         return {}
     with working_with(path) as (module, folder):
         place = folder / "deep" / "er"
-        answer: Values = {
-            "missing": repr(module.load_newest(place)),
-            "returned": [],
-        }
+        answer: Values = {"missing": repr(module.load_newest(place)), "returned": []}
         for step in inputs["steps"]:
             state = {
                 "model": {"weight": torch.from_numpy(inputs["weight"]) * step},
@@ -58,14 +58,20 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
                 "counts": torch.from_numpy(inputs["counts"]),
                 "losses": [1.5, step], "word": inputs["word"], "nothing": None,
             }  # fmt: skip
-            module.save_checkpoint(place, step, state, keep=3)
+            returned = module.save_checkpoint(place, step, state, keep=3)
+            right = (place / name_of(step)).resolve()
+            answer["returned"].append(Path(str(returned)).resolve() == right)
         now = time.time()
         for age, step in enumerate(inputs["steps"]):  # as after a copy: the newest looks oldest
             file = place / name_of(step)
             if file.is_file():
                 os.utime(file, (now - 100 * age, now - 100 * age))
         answer["files"] = sorted(p.name for p in place.iterdir() if p.name.endswith(".ckpt"))
-        found = module.load_newest(place)
+        elsewhere = folder / "elsewhere"  # a checkpoint is one file: nothing else is copied
+        elsewhere.mkdir()
+        for file in place.glob("step-*.ckpt"):
+            shutil.copy2(file, elsewhere)
+        found = module.load_newest(elsewhere)
         if found is None:
             return answer | {"step": -1}
         answer["step"], state = integer(found[0], "step from load_newest"), found[1]
@@ -93,6 +99,8 @@ def judge_roundtrip(case: Case) -> list[Finding]:
             f"load_newest of a folder that does not exist: expected None, "
             f"got {answer.get('missing')}."
         )
+    if answer.get("returned") != [True] * len(given["steps"]):
+        wrong("save_checkpoint: expected that it returns the path of its file.")
     names = [name_of(step) for step in given["steps"]]
     if answer.get("files") != names:
         wrong(f"files after three saves with keep=3: expected {names}, got {answer.get('files')}.")
@@ -228,6 +236,10 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
             (place / "best.ckpt").write_text("mine too")
             seen = []
             for step in inputs["steps"]:
+                module = load_file(path)  # in another job, which has the files and no memory
+                for age, file in enumerate(sorted(place.glob("step-*.ckpt"))):
+                    late = time.time() + 1e6 - 100 * age  # as after a copy: the oldest looks newest
+                    os.utime(file, (late, late))
                 module.save_checkpoint(place, step, state_of(inputs, step), keep=keep)
                 seen.append(sorted(p.name for p in place.glob("step-*.ckpt")))
             answer[f"keep{keep}"] = seen

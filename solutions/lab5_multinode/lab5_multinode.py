@@ -438,6 +438,7 @@ check("node_nccl", network_env)
 # - A file of that name is always complete, even if the process is killed in the middle of a
 #   save. That also holds if a checkpoint of the same step is there already: it stays until
 #   the new one is complete.
+# - Write nothing outside of `folder`: from another disk, a file that is moved gets copied.
 # - The data are on the disk (`os.fsync`) before the file gets its name.
 # - Afterwards the `keep` highest steps are left, and older ones are deleted, but none before the
 #   new one has its name. Files of other names are none of its business. What an earlier death

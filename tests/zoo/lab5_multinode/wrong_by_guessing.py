@@ -2,8 +2,8 @@
 replaced first, no fsync, parameters without buffers, a NumPy array in the state, gradients that
 are never averaged, the smallest message's time as the latency, and leaders that send everything.
 
-loses: node_command, ckpt_atomic, ckpt_durable, resume_training, resume_rng, node_script, node_lost,
-    link_measure, hier_slow_bytes, hier_local_bytes
+loses: node_command, ckpt_roundtrip, ckpt_atomic, ckpt_durable, resume_training, resume_rng,
+    node_script, node_lost, link_measure, hier_slow_bytes, hier_local_bytes
 status: resume_rng STUDENT_ERROR
 """
 
