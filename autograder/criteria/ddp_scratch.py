@@ -263,8 +263,12 @@ def judge_tied(case: Case) -> list[Finding]:
                 ):
                     break
         # The loss is float32, so the tolerance is, too; but the sums are float64's.
-        factor = np.asarray(answer.get("g0/factor", 0.0))
-        if np.array_equal(factor, factor.astype(np.float32)):
+        factor = answer.get("g0/factor")
+        if (
+            isinstance(factor, np.ndarray)
+            and factor.dtype.kind == "f"
+            and np.array_equal(factor, factor.astype(np.float32))
+        ):
             findings.append(Finding(
                 "gradient of factor: it is float64, but was rounded to float32. A bucket has the "
                 "dtype of its parameters.", rank))  # fmt: skip
