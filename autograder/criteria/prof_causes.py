@@ -74,8 +74,9 @@ def _draw_run(
             who = np.arange(num_ranks) == to_blame if on_one_rank else np.ones(num_ranks)
             lost[cause] = lost[cause] + extra * rng.uniform(0.95, 1.05, num_ranks) * who
         elif cause == "logging":
-            # In every other step, and twice as long: one step does not tell what a run loses.
-            lost[cause][to_blame] += 2 * extra * (step % 2 == on_one_rank)
+            # Alone it is in every other step, and twice as long: one step tells little of a run.
+            times = 1 if second else 2 * (step % 2 == on_one_rank)
+            lost[cause][to_blame] += extra * times
         elif cause == "straggler":
             factor[to_blame] += extra / (0.9 * busy)
         elif cause == NONE and step == 0:  # workers start, libraries choose their algorithms
