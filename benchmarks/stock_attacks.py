@@ -57,6 +57,7 @@ _ELSEWHERE = {
     "emulated/fetches_what_it_has_sent": "it speaks to the referee's broker",
     "emulated/frames_of_other_sessions": "it speaks to the referee's broker",
     "hooks/verdict_shown": "it forges the referee's reply",
+    "kernel/crowd_at_the_door": "it crowds the sockets of our kernel",
     "lingering/answering_thread": "it answers the referee",
     "metadata/metadata_of_the_grader": "it writes metadata of our intake",
     "searching/socket_folder": "it changes the referee's socket",

@@ -21,15 +21,24 @@ def sizes(*sizes: int) -> tuple[int, ...]:
     return (1, 2, 3, 4, 8) if os.environ.get("SIZES") == "all" else sizes
 
 
+# A rank whose process group outlives `destroy_process_group` (DDP keeps it) may be aborted by torch
+# at its very end: a gloo thread gives back a tensor while the interpreter goes (pytorch #190489).
+_ABORTED_BY_TORCH = "terminate called without an active exception"
+
+
 def run_solution(lab: str, num_ranks: int, folder: Path) -> str:
     """What the lab's solution prints under torchrun; it reaches all points and leaves nothing."""
     before = find_leftovers()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={num_ranks}", str(ROOT / "solutions" / lab / f"{lab}.py")],
-        cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    for is_last in (False, True):
+        done = subprocess.run(
+            [*command, f"--nproc-per-node={num_ranks}",
+             str(ROOT / "solutions" / lab / f"{lab}.py")],
+            cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        if is_last or done.returncode == 0 or _ABORTED_BY_TORCH not in done.stderr:
+            break
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-20000:]
     assert "(100 of 100 points so far)" in done.stdout
     assert_nothing_left(before)

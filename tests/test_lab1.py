@@ -10,7 +10,7 @@ import nbformat
 import numpy as np
 import pytest
 from course import LAB, ROOT
-from lab_helper import sizes
+from lab_helper import run_solution, sizes
 from leftovers import assert_nothing_left, find_leftovers
 
 from autograder.criteria import get_lab
@@ -22,30 +22,21 @@ pytestmark = pytest.mark.timeout(600)
 SOLUTION = ROOT / "solutions" / LAB / LAB
 
 
-def _run(command, folder):
-    env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=500,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-20000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize("num_ranks", sizes(3))
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
-    before = find_leftovers()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    out = _run([*torchrun, f"--nproc-per-node={num_ranks}", f"{SOLUTION}.py"], tmp_path)
-    assert "(100 of 100 points so far)" in out
-    assert_nothing_left(before)
+    run_solution(LAB, num_ranks, tmp_path)
 
 
 def test_papermill_runs_the_solution_on_two_ranks(tmp_path):
     before = find_leftovers()
     out = tmp_path / "out.ipynb"
     papermill = [sys.executable, "-m", "papermill", "-k", "torchrun-2", "--no-progress-bar"]
-    _run([*papermill, f"{SOLUTION}.ipynb", str(out)], tmp_path)
+    done = subprocess.run(
+        [*papermill, f"{SOLUTION}.ipynb", str(out)], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"},
+        stdin=subprocess.DEVNULL, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-20000:]
     notebook = nbformat.read(out, as_version=4)
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
     text = "".join(o.get("text", "") for o in outputs)
