@@ -276,8 +276,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 def _release(options: argparse.Namespace, console: Console) -> int:
     from autograder.release import write_release
 
-    labs = options.lab or ([] if options.over else lab_names())
-    made = write_release(Course.find(), options.folder, labs, options.over)
+    made = write_release(Course.find(), options.folder, options.lab or lab_names(), options.over)
     console.print(f"{made.folder}: {', '.join(made.labs)}", highlight=False, soft_wrap=True)
     for what, names in (("modules", made.withheld), ("lectures", made.lectures_withheld)):
         if names:

@@ -24,6 +24,7 @@ from autograder.gradebook import TIMESTAMP, handed_in_at, note_lateness
 from autograder.history import latest, read_history
 from autograder.intake import Submission, read_submission
 from autograder.journal import Journal
+from autograder.roster import may_be_id
 from autograder.run import (
     Record,
     Settings,
@@ -75,8 +76,9 @@ def grade_class(
             progress.update(bar, advance=1, description=f"graded {record['student']}")
 
         last = latest(read_history(settings.course), settings.lab, settings.world_size)
+        finished = Journal(settings.course.journal_path).all_finished()
         for index, submission in enumerate(submissions):
-            if known := known_record(submission, settings, last):
+            if known := known_record(submission, settings, last, finished):
                 done(index, known)
         announcer = Announcer(settings.course.journal_path)
         announcer.begin(
@@ -134,7 +136,7 @@ def check_names(submissions: Sequence[Submission]) -> None:
     for name, count in names.items():
         if count > 1:
             raise ValueError(f"{count} submissions are by {name!r}: grade them one by one")
-        if name in ("", ".", "..") or name.startswith(".") or set(name) & set(",/[]*?{}+"):
+        if not may_be_id(name):
             raise ValueError(
                 f"{name!r} cannot be a student's name in nbgrader: rename the folder, "
                 "or grade with --no-gradebook"

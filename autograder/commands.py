@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from autograder.course import Course
 from autograder.criteria import lab_names
+from autograder.report import clean
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -28,7 +29,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _add_replay(commands: Any) -> None:

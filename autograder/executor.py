@@ -54,8 +54,9 @@ class JobRunner:
         """Grades `todo` and tells `done` every record, INFRA included."""
         todo = dict(todo)
         if self._take_over(settings.course):
+            finished = Journal(settings.course.journal_path).all_finished()
             for index, submission in list(todo.items()):
-                if known := known_record(submission, settings):
+                if known := known_record(submission, settings, finished=finished):
                     done(index, known)
                     del todo[index]
         if not todo:

@@ -99,8 +99,9 @@ class Grade:
         return any(cell.needs_person for cell in self.cells)
 
     def names(self) -> set[str]:
-        """All that can stand for this student in a class list."""
-        return {same_name(name) for name in (self.student, self.email, self.lms_id) if name}
+        """All that can stand for this student in a class list; see `Person.names`."""
+        names = {same_name(name) for name in (self.student, self.email) if name}
+        return names | ({f"LMS {same_name(self.lms_id)}"} if self.lms_id else set())
 
 
 def handed_in_at(notebook: Path) -> str:

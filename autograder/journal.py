@@ -129,6 +129,14 @@ class Journal:
                 last = record if isinstance(record, dict) else last
         return last
 
+    def all_finished(self) -> dict[str, Record]:
+        """Key -> what `finished` says, of all keys in one reading."""
+        return {
+            str(entry.get("key")): entry["record"]
+            for entry in self._parsed(b'"submission"')
+            if entry.get("kind") == "submission" and isinstance(entry.get("record"), dict)
+        }
+
     def _parsed(self, needle: bytes) -> Iterator[Record]:
         """The records of the lines that hold `needle`; parsing is what takes time."""
         self.problems = []

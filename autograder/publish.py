@@ -8,8 +8,9 @@ for two of them, nothing is written.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,23 +207,41 @@ def _person(grade: Grade) -> Person:
 def _columns(
     grades: Mapping[str, Sequence[Grade]], options: Options
 ) -> tuple[list[Column], tuple[str, ...]]:
-    there = {_plain(name): name for name in options.roster.columns} if options.roster else {}
+    there = options.roster.columns if options.roster else ()
     columns, new = [], []
     for lab, all_ in grades.items():
         title = get_lab(lab).title if lab in lab_names() else lab
         wanted = [options.columns[lab]] if lab in options.columns else [lab, title]
-        known = next((there[_plain(name)] for name in wanted if _plain(name) in there), None)
+        known = next(filter(None, (_find_column(name, there) for name in wanted)), None)
         if known is None:
             new.append(wanted[-1] if lab in options.columns else lab)
         points = all_[0].max_score if all_ else 0.0
         columns.append(
             Column(lab=lab, name=known or new[-1], max_score=points, out_of=options.out_of)
         )
-    for name, number in Counter(_plain(column.name) for column in columns).items():
-        if number > 1:
-            labs = ", ".join(c.lab for c in columns if _plain(c.name) == name)
+    for plain in {_plain(column.name) for column in columns}:
+        same = [column for column in columns if _plain(column.name) == plain]
+        names = {column.name for column in same}
+        if len(same) > 1 and not (len(names) == len(same) and names <= set(there)):
+            labs = ", ".join(column.lab for column in same)
             raise ValueError(f"one column for {labs}: name another with --column LAB=COLUMN")
     return columns, tuple(new)
+
+
+def _find_column(name: str, there: Sequence[str]) -> str:
+    """The one column that is meant by a name; empty if there is none.
+
+    Raises:
+        ValueError: it could be several.
+    """
+    fitting = [column for column in there if column == name]
+    fitting = fitting or [column for column in there if _plain(column) == _plain(name)]
+    if len(fitting) > 1:  # Moodle: a grade as a number, a share and a letter
+        fitting = [c for c in fitting if c.endswith("(Real)")] or fitting
+    if len(fitting) > 1:
+        could_be = ", ".join(map(repr, fitting))
+        raise ValueError(f"{name!r} could be {could_be}: name one with --column LAB=COLUMN")
+    return fitting[0] if fitting else ""
 
 
 def _plain(name: str) -> str:
@@ -253,7 +272,15 @@ def _gradescope(course: Course, lines: Sequence[Line], column: Column) -> Made:
             criteria = grading.record["criteria"] if grading else []
             messages = {c["name"]: c["message"] for c in criteria if c["status"] != "PASS"}
             sha256 = grading.seed_id.rpartition(":")[2] if grading else ""
+            if grading and not sha256:  # INVALID: nothing of it ran
+                sha256 = _hash_of(Path(grading.record["submission"]))
             results[address] = gradescope_result(grade, column, titles, messages, sha256)
             made.written.append(person.id)
     made.data = write_gradescope(results)
     return made
+
+
+def _hash_of(notebook: Path) -> str:
+    with contextlib.suppress(OSError), notebook.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""

@@ -5,7 +5,8 @@
     notebooks/             lectures, without those that run what is withheld
     autograder/            checks give the same verdicts as the grader does, on practice data
 
-When a lab is over, releasing again with `--over LAB` brings what it had withheld, and its solution.
+When a lab is over, releasing again with `--over LAB` brings its solution, and what it had withheld
+as far as no other lab still does: a lab that has not been handed out yet withholds, too.
 Solutions, the class of wrong submissions and this course's tests are never part of it.
 """
 
@@ -15,12 +16,14 @@ import ast
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autograder.build import edited_by_hand
 from autograder.course import Course, CourseError
-from autograder.criteria import get_lab
+from autograder.criteria import get_lab, lab_names
 from autograder.options import NAME
 
 MARK = ".released-by-autograder"
@@ -51,22 +54,21 @@ def write_release(
         over: labs whose deadline is over; their solutions may be seen.
 
     Raises:
-        CourseError: the folder holds something else, or a notebook has not been built.
+        CourseError: the folder holds something else, or a notebook is not as it was built. Then
+            nothing has been written.
     """
+    handed_out = list(dict.fromkeys([*labs, *over]))
+    masters = [_master(course, lab) for lab in handed_out]
     _make_room(folder)
-    handed_out = [lab for lab in dict.fromkeys([*labs, *over])]
     library = course.root / "lib" / "minidist"
-    withheld = sorted({name for lab in labs if lab not in over for name in get_lab(lab).withheld})
-    missing = find_missing(library, withheld)
+    still_open = [get_lab(lab) for lab in lab_names() if lab not in over]
+    missing = find_missing(library, {name for lab in still_open for name in lab.withheld})
 
     shutil.copytree(course.root / "autograder", folder / "autograder", ignore=_IGNORE)
     shutil.copytree(library, folder / "lib" / "minidist", ignore=_IGNORE)
     for name in missing:
         _remove_module(folder / "lib", name)
-    for lab in handed_out:
-        master = course.root / "labs" / lab / f"{lab}.ipynb"
-        if not master.is_file():
-            raise CourseError(f"{master} is missing: run `make build`")
+    for lab, master in zip(handed_out, masters, strict=True):
         _copy(master, folder / "labs" / lab)
     for lab in over:
         _copy(course.root / "solutions" / lab / f"{lab}.ipynb", folder / "solutions" / lab)
@@ -76,8 +78,12 @@ def write_release(
             closed.append(lecture.stem)
         else:
             _copy(lecture, folder / "notebooks")
-    for name in (*_COPIED, *([NAME] if (course.root / NAME).is_file() else [])):
+    for name in _COPIED:
         _copy(course.root / name, folder)
+    if (course.root / NAME).is_file():
+        (folder / NAME).write_text(
+            _course_options((course.root / NAME).read_text("utf-8")), "utf-8"
+        )
     (folder / "Makefile").write_text(_makefile((course.root / "Makefile").read_text("utf-8")))
     (folder / "README.md").write_text(_readme(handed_out, missing, closed), "utf-8")
     return Release(
@@ -86,6 +92,19 @@ def write_release(
         withheld=tuple(missing),
         lectures_withheld=tuple(closed),
     )
+
+
+def _master(course: Course, lab: str) -> Path:
+    """The notebook to hand out, which is the one that was built: one filled in has answers."""
+    master = course.root / "labs" / lab / f"{lab}.ipynb"
+    if not master.is_file():
+        raise CourseError(f"{master} is missing: run `make build`")
+    if edited_by_hand(master, key="released") is not None:
+        raise CourseError(
+            f"{master} is not as it was built, and might hold answers: delete it and run "
+            "`make build`, or change its solution"
+        )
+    return master
 
 
 def _make_room(folder: Path) -> None:
@@ -185,6 +204,17 @@ def _makefile(text: str) -> str:
         if rule is None or rule[1] in _TARGETS:
             kept.append(block)
     return "\n\n".join(kept).rstrip("\n") + "\n"
+
+
+def _course_options(text: str) -> str:
+    """What checks read of the course's options; how the class is graded concerns nobody else."""
+    tables = tomllib.loads(text)
+    lines = ["# What the course sets: points of criteria, limits of a submission."]
+    for section in ("points", "limits"):
+        for lab, values in tables.get(section, {}).items():
+            lines += ["", f"[{section}.{lab}]"]
+            lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _readme(labs: Sequence[str], missing: Sequence[str], closed: Sequence[str]) -> str:

@@ -136,9 +136,15 @@ def write_csv(records: Sequence[Record], path: Path) -> None:
 
 def spreadsheet(text: str) -> str:
     """Text that a spreadsheet does not take for a formula."""
+    # Where ";" separates, it begins a cell in the midst of a text that is not quoted.
+    cells = re.split(r"([;\t\n]\s*)", text)
+    return "".join(f"'{cell}" if _is_formula(cell) else cell for cell in cells)
+
+
+def _is_formula(cell: str) -> bool:
     # Some spreadsheets take full-width signs for the usual ones.
-    plain = unicodedata.normalize("NFKC", text.lstrip()[:1])
-    return f"'{text}" if plain.startswith(("=", "+", "-", "@", "|", "%")) else text
+    plain = unicodedata.normalize("NFKC", cell.lstrip()[:1])
+    return plain.startswith(("=", "+", "-", "@", "|", "%"))
 
 
 # --- helpers ----------------------------------------------------------------------------------

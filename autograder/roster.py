@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +30,17 @@ _COLUMNS = {
     "name": ("student", "name", "fullname"),
     "email": ("email", "emailaddress", "mail"),
     "lms_id": ("lmsuserid", "lmsid", "canvasid", "canvasuserid", "idnumber"),
-    "sis_user_id": ("sisuserid",),
+    "sis_user_id": ("sisuserid", "idnumber"),
     "sis_login_id": ("sisloginid",),
     "section": ("section", "sections"),
+    "role": ("role",),
 }
+_STAFF = ("instructor", "ta", "reader")  # roles in a list of Gradescope
 _EMAIL = re.compile(r"[^\s@,;<>/\\\"']+@[^\s@,;<>/\\\"']+\.[^\s@,;<>/\\\"']+")
-_NOT_IN_ID = set(",/[]*?{}+")  # nbgrader takes them for patterns, or its folders cannot have them
+# nbgrader takes them for patterns, its folders cannot have them, or its pages would take them for
+# HTML: formgrader writes ids and names as they are.
+_NOT_IN_ID = set(',/[]*?{}+<>"&')
+_NOT_IN_NAMES = set("<>")
 MAX_CHARS = 128  # of nbgrader's columns
 MAX_SHOWN = 20
 
@@ -58,9 +64,14 @@ class Person:
     section: str = ""
 
     def names(self) -> set[str]:
-        """All that can stand for this person in a gradebook."""
-        all_ = (self.id, self.email, self.lms_id, self.sis_user_id, self.sis_login_id)
-        return {same_name(name) for name in all_ if name}
+        """All that can stand for this person in a gradebook.
+
+        The number that an LMS gives to a user is nobody's student number, though it may look like
+        somebody's; so it is marked (in capitals, as no other name is).
+        """
+        all_ = (self.id, self.email, self.sis_user_id, self.sis_login_id)
+        names = {same_name(name) for name in all_ if name}
+        return names | ({f"LMS {same_name(self.lms_id)}"} if self.lms_id else set())
 
 
 @dataclass(frozen=True)
@@ -85,11 +96,13 @@ def read_roster(path: Path, id_column: str | None = None) -> Roster:
     if not rows:
         raise RosterError(f"{path}: the file is empty")
     (_, header), *rows = rows
-    places = _places(path, header, id_column)
+    places = _places(path, header, rows, id_column)
     people: list[Person] = []
     problems: list[tuple[int, str]] = []
     for line, row in rows:
-        values = {name: row[place].strip() for name, place in places.items() if place < len(row)}
+        values = {
+            name: " ".join(row[place].split()) for name, place in places.items() if place < len(row)
+        }
         if not any(values.values()) or _is_no_person(values):
             continue
         if len(row) != len(header):
@@ -132,13 +145,20 @@ def _rows(path: Path) -> list[tuple[int, list[str]]]:
     return rows
 
 
-def _places(path: Path, header: Sequence[str], id_column: str | None) -> dict[str, int]:
-    """Which column is what."""
+def _places(
+    path: Path, header: Sequence[str], rows: Sequence[tuple[int, list[str]]], id_column: str | None
+) -> dict[str, int]:
+    """Which column is what. One that is empty on every line tells nothing."""
     plain = [re.sub(r"[^a-z0-9]", "", name.casefold()) for name in header]
+    used = [
+        name
+        for place, name in enumerate(plain)
+        if not rows or any(row[place : place + 1] and row[place].strip() for _, row in rows)
+    ]
     found = {
-        name: next(plain.index(alias) for alias in aliases if alias in plain)
+        name: next(plain.index(alias) for alias in aliases if alias in used)
         for name, aliases in _COLUMNS.items()
-        if any(alias in plain for alias in aliases)
+        if any(alias in used for alias in aliases)
     }
     if {"student", "id", "section"} <= set(plain):  # Canvas: its ID is Canvas's own
         found["lms_id"] = plain.index("id")
@@ -161,33 +181,49 @@ def _places(path: Path, header: Sequence[str], id_column: str | None) -> dict[st
 
 
 def _is_no_person(values: Mapping[str, str]) -> bool:
-    """Canvas's second line, its third one, and its test student."""
+    """Canvas's second line, its third one, its test student, and who teaches."""
     name = values.get("name", "")
     return (
         "Points Possible" in name
         or name == "Student, Test"
-        or not (values["id"] or name or values.get("email"))
+        or values.get("role", "").casefold() in _STAFF
+        or not (values["id"] or name or values.get("email") or values.get("lms_id"))
     )
 
 
 def _person(line: int, values: dict[str, str]) -> Person:
     name = values.pop("name", "")
+    values.pop("role", None)
     if name and not values.get("last_name"):
         last, comma, first = name.partition(",")
-        if not comma:
+        if not comma and (given := values.get("first_name", "")):  # "Name" is the rest, or both
+            first, last = given, name.removeprefix(f"{given} ")
+        elif not comma:
             first, _, last = name.rpartition(" ")
         values |= {"first_name": first.strip(), "last_name": last.strip()}
     return Person(line=line, **values)
+
+
+def may_be_id(name: str) -> bool:
+    """Whether nbgrader can have a student of this name, and show it."""
+    return not (
+        not name or name.startswith(".") or set(name) & _NOT_IN_ID or not name.isprintable()
+    )
 
 
 def _wrong(person: Person) -> list[str]:
     problems = []
     if not person.id:
         problems.append("no id")
-    elif person.id.startswith(".") or set(person.id) & _NOT_IN_ID or not person.id.isprintable():
+    elif not may_be_id(person.id):
         problems.append(f"{person.id!r} cannot be a student's id in nbgrader")
     if person.email and not _EMAIL.fullmatch(person.email):
         problems.append(f"{person.email!r} is not an email address")
+    for name, value in vars(person).items():
+        if name in ("line", "id", "email"):
+            continue
+        if set(value) & _NOT_IN_NAMES or any(unicodedata.category(c) == "Cc" for c in value):
+            problems.append(f"{name}: {value!r} has a sign that formgrader would take for HTML")
     problems += [
         f"{name} has {len(value)} characters, at most {MAX_CHARS} are kept"
         for name, value in vars(person).items()
@@ -201,10 +237,10 @@ def _doubled(people: Sequence[Person], what: str) -> list[tuple[int, str]]:
     problems = []
     for person in people:
         value = getattr(person, what)
-        if value and value.casefold() in first:
-            where = first[value.casefold()]
+        if value and same_name(value) in first:
+            where = first[same_name(value)]
             problems.append((person.line, f"{what} {value!r} is on line {where} too"))
-        first.setdefault(value.casefold(), person.line)
+        first.setdefault(same_name(value), person.line)
     return problems
 
 
@@ -231,7 +267,8 @@ def import_roster(course: Course, roster: Roster, *, dry: bool = False) -> Impor
     """
     done = Imported()
     with open_gradebook(course, create=True) as book:
-        known = {str(student.id): student for student in book.db.query(Student)}
+        students = {str(student.id): student for student in book.db.query(Student)}
+        known = {same_name(name): student for name, student in students.items()}
         for person in roster.people:
             wanted = {
                 "first_name": person.first_name,
@@ -240,22 +277,23 @@ def import_roster(course: Course, roster: Roster, *, dry: bool = False) -> Impor
                 "lms_user_id": person.lms_id,
             }
             wanted = {name: value for name, value in wanted.items() if value}
-            student = known.get(person.id)
+            student = students.get(person.id) or known.get(same_name(person.id))
             if student is None:
                 book.db.add(Student(id=person.id, **wanted))
                 done.added.append(person.id)
                 continue
             news = {n: v for n, v in wanted.items() if getattr(student, n) != v}
             if not news:
-                done.same.append(person.id)
+                done.same.append(str(student.id))
                 continue
-            done.changed[person.id] = [
+            done.changed[str(student.id)] = [
                 f"{name}: {getattr(student, name) or '(none)'} → {value}"
                 for name, value in news.items()
             ]
             for name, value in news.items():
                 setattr(student, name, value)
-        done.others = sorted(known.keys() - {person.id for person in roster.people})
+        listed = {same_name(person.id) for person in roster.people}
+        done.others = sorted(name for name in students if same_name(name) not in listed)
         if dry:
             book.db.rollback()
         else:

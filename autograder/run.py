@@ -111,21 +111,23 @@ def _filed(
 
 
 def known_record(
-    submission: Submission, settings: Settings, last: Mapping[str, Grading] | None = None
-) -> Record | None:
+    submission: Submission, settings: Settings, last: Mapping[str, Grading] | None = None,
+    finished: Mapping[str, Record] | None = None,
+) -> Record | None:  # fmt: skip
     """The journal's record of the same bytes, lab, world size and grader, if there is one.
 
     Args:
         last: student -> last grading, as `history.latest` has it; where the student's is another
             one, the journal gets this as his. The same bytes may be somebody else's, or those of
             an earlier version.
+        finished: `Journal.all_finished`, where many are asked for: the journal is long.
     """
     if settings.again:
         return None
     sha256 = read_submission(submission.path, settings.course.master(settings.lab)).sha256
     key = record_key(sha256, settings)
     journal = Journal(settings.course.journal_path)
-    known = journal.finished(key)
+    known = journal.finished(key) if finished is None else finished.get(key)
     if known is None:
         return None
     blocked = any(c["status"] == Status.BLOCKED for c in known["criteria"])

@@ -47,7 +47,7 @@ _RICH = ("text/html", "text/markdown", "text/latex", "image/svg+xml")
 def _allowed(tag: str, name: str, value: str) -> bool:
     if name == "src":  # a picture from elsewhere would tell its owner who opened the page, and when
         return tag == "img" and value.startswith(("data:image/png;", "data:image/jpeg;"))
-    if name == "href" and value.strip().lower().startswith("data:"):
+    if name == "href" and re.sub(r"[\x00-\x20\x7f-\xa0]", "", value).lower().startswith("data:"):
         return False
     return name in ATTRIBUTES["*"] or name in ATTRIBUTES.get(tag, ())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import statistics
@@ -59,7 +60,8 @@ class Announcer:
 def birth(pid: int) -> str:
     """When a process was started, in a form that only it has; empty if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else rest[18]  # one that nobody has waited for is no more
     except (OSError, IndexError):
         pass
     if Path("/proc/self/stat").exists():
@@ -110,6 +112,7 @@ class Run:
     student: str
     state: str = "waiting"  # waiting, queued (as a job), running, done, known, INFRA
     tries: int = 0
+    key: str = ""
     began: float = 0.0
     after: str = ""  # the criterion whose verdict came last
     message: str = ""  # of our last failure
@@ -151,6 +154,11 @@ class Batch:
             return None
         return bool(self.born) and birth(self.pid) == self.born
 
+    def is_repeated_by(self, later: Batch) -> bool:
+        """Whether somebody of it is graded again in a later one."""
+        same = (self.lab, self.world_size) == (later.lab, later.world_size)
+        return same and not self.runs.keys().isdisjoint(later.runs)
+
     def left_s(self, now: float) -> float | None:
         """Seconds until all are graded, as far as can be told."""
         if not self.usual or self.ended is not None or self.alive() is False:
@@ -175,13 +183,21 @@ class Progress:
         for entry in entries:
             take = getattr(self, f"_take_{entry.get('kind')}", None)
             if take is not None:
-                with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                with contextlib.suppress(
+                    KeyError, TypeError, ValueError, AttributeError, OverflowError
+                ):
                     take(entry)
 
     def shown(self, lab: str | None = None) -> list[Batch]:
         """The last batch, and every other one that is still being graded."""
         mine = [batch for batch in self.batches if lab in (None, batch.lab)]
-        busy = [b for b in mine[:-1] if b.ended is None and b.alive() is not False]
+        busy = [
+            batch
+            for place, batch in enumerate(mine[:-1], start=1)
+            if batch.ended is None
+            and batch.alive() is not False
+            and not (batch.alive() is None and any(map(batch.is_repeated_by, mine[place:])))
+        ]
         return busy + mine[-1:]
 
     def _take_batch(self, entry: Record) -> None:
@@ -195,7 +211,7 @@ class Progress:
                 born=str(entry["born"]),
                 host=str(entry["host"]),
                 jobs=int(entry["jobs"]),
-                began=float(entry["time"]),
+                began=_time(entry),
                 runs=runs,
                 usual=self._usual.setdefault(str(entry["lab"]), []),
             )
@@ -204,7 +220,7 @@ class Progress:
     def _take_batch_end(self, entry: Record) -> None:
         for batch in reversed(self.batches):
             if (batch.lab, batch.pid) == (entry["lab"], entry["pid"]) and batch.ended is None:
-                batch.ended = float(entry["time"])
+                batch.ended = _time(entry)
                 return
 
     def _take_queued(self, entry: Record) -> None:
@@ -215,12 +231,13 @@ class Progress:
     def _take_attempt(self, entry: Record) -> None:
         if run := self._run(entry["lab"], entry["student"]):
             run.state, run.tries, run.after = "running", int(entry["try"]), ""
-            run.began = float(entry["time"])
+            run.key, run.began = entry["key"], _time(entry)
 
     def _take_verdict(self, entry: Record) -> None:
         student = entry["seed_id"].rpartition(":")[0]
         for batch in reversed(self.batches):
-            if (run := batch.runs.get(student)) and run.state == "running":
+            run = batch.runs.get(student)
+            if run and run.state == "running" and run.key == entry["key"]:
                 run.after = str(entry["name"])
                 return
 
@@ -250,3 +267,10 @@ class Progress:
             if batch.lab == lab and student in batch.runs and batch.ended is None:
                 return batch.runs[student]
         return None
+
+
+def _time(entry: Record) -> float:
+    time_s = float(entry["time"])
+    if not math.isfinite(time_s):
+        raise ValueError(f"expected a time, got {time_s}")
+    return time_s

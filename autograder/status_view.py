@@ -153,7 +153,7 @@ def _table(batch: Batch, rows: Sequence[Run], now: float) -> Table:
         seconds = f"{now - run.began:.0f}" if run.state == "running" else ""
         at = run.at(batch.criteria)
         if run.message:
-            failed = clean(run.message).strip().splitlines()
+            failed = clean(run.message).strip().splitlines() or ["?"]
             at = f"{at} (before: {failed[-1]})" if at else failed[-1]
         style = "bold yellow" if run.state == "INFRA" else ""
         table.add_row(

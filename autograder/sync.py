@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from autograder.build import (
     cells_hash,
     edited_by_hand,
 )
+from autograder.files import write_whole
 from autograder.percent import (
     ACTIVE_IPYNB,
     BuildError,
@@ -80,6 +82,7 @@ def sync(py: Path) -> bool:
             f"{py} and {target} were both edited since the build; bring these cells together in "
             f"the .py and delete the .ipynb:\n{cell_diff(current, edited)}"
         )
+    source = py.read_bytes()
     new_text = _merge(py.read_text("utf-8"), current, edited, str(py))
     rebuilt = build_notebook(py, text=new_text)
     if cells_hash(rebuilt.cells) != cells_hash(edited.cells):
@@ -87,7 +90,14 @@ def sync(py: Path) -> bool:
             f"{py}: an edit in {target} cannot be written as source (points, for one, belong in "
             f"autograder/criteria):\n{cell_diff(rebuilt, edited)}"
         )
-    py.write_text(new_text, "utf-8")
+    if b"\r\n" in source:
+        new_text = new_text.replace("\n", "\r\n")
+    try:
+        data = new_text.encode()
+    except UnicodeEncodeError as error:
+        bad = new_text[error.start : error.end]
+        raise BuildError(f"{target}: a cell holds {bad!r}, which no file can") from None
+    write_whole(py, data, mode=py.stat().st_mode & 0o777)
     return True
 
 
@@ -136,6 +146,8 @@ def _marker(cell: Any) -> str:
         kind = "demo"
     type_part = "" if cell.cell_type == "code" else f" [{cell.cell_type}]"
     option = f' {kind}="{nbgrader["grade_id"]}"' if nbgrader else ""
+    if tags := cell.metadata.get("tags"):
+        option += f" tags={json.dumps(list(tags))}"
     return f"# %%{type_part}{option}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -310,6 +311,35 @@ def test_sync_follows_moved_and_deleted_cells(course):
     assert "only under torchrun" in text
     assert not sync.sync(py)
     assert build.build_course(course)[1] == []
+
+
+def test_sync_keeps_tags_line_ends_and_the_mode(course):
+    py, solution, _ = lab_paths(course)
+    py.write_bytes(LAB.replace("\n", "\r\n").encode())
+    py.chmod(0o640)
+    build.build_course(course)
+    notebook, cells = read(solution)
+    cells["imports"].source = "import sys"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("x = 1", metadata={"tags": ["parameters"]}))
+    save(notebook, solution)
+    assert sync.sync(py)
+    assert py.stat().st_mode & 0o777 == 0o640
+    data = py.read_bytes()
+    assert data.count(b"\n") == data.count(b"\r\n")
+    assert b'# %% tags=["parameters"]\r\nx = 1\r\n' in data
+    assert build.build_course(course)[1] == []
+    assert read(solution)[0].cells[0].metadata.tags == ["parameters"]
+
+
+def test_a_source_is_never_left_half_written(course, monkeypatch):
+    build.build_course(course)
+    py, solution, _ = lab_paths(course)
+    notebook, cells = read(solution)
+    cells["imports"].source = "import sys  # \ud83d"
+    solution.write_text(json.dumps(notebook))
+    with pytest.raises(build.BuildError, match=r"'\\ud83d', which no file can"):
+        sync.sync(py)
+    assert py.read_text() == LAB
 
 
 def test_edits_on_both_sides_are_refused(course):

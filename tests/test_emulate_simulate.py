@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from minidist.emulate import (
@@ -19,6 +20,7 @@ from minidist.emulate import (
     collective_seconds,
     simulate,
 )
+from minidist.emulate.session import Session
 from minidist.errors import ProtocolError
 
 BANDWIDTH, LATENCY = 1e9, 1e-3
@@ -359,3 +361,22 @@ def test_a_mark_that_is_never_reached_is_named():
     ]
     with pytest.raises(ProtocolError, match="rank 0 waits for 0/0, which nobody has issued"):
         replay([events], make_cluster(1))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_uneven_all_to_all_takes_what_its_largest_part_takes(order):
+    """Rank 0 has nothing to send, rank 1 a million numbers; who comes first changes nothing."""
+    send, recv = {0: [0, 0], 1: [1_000_000, 0]}, {0: [0, 1_000_000], 1: [0, 0]}
+    session = Session(
+        1, 2, None, lambda *_: None, keep_payloads=True, deadline_s=30, max_bytes=1 << 30
+    )
+    for rank in order:
+        call = {"t": "issue", "kind": "all_to_all", "g": "w", "r": [0, 1], "k": 0}
+        call |= {"dtype": "float32", "shape": [sum(send[rank])]}
+        call |= {"send": send[rank], "recv": recv[rank]}
+        session.handle(rank, call, np.zeros(4 * sum(send[rank]), np.uint8))
+    trace = session.trace()
+    [record] = trace.collectives
+    assert (record.completed, record.numel, record.nbytes) == (True, 1_000_000, 4_000_000)
+    one_s = 4_000_000 / BANDWIDTH
+    assert simulate(trace, make_cluster(2, latency_s=0.0)).makespan_s == pytest.approx(one_s / 2)

@@ -58,6 +58,7 @@ def test_finished_is_the_last_complete_verdict(journal: Journal):
     assert journal.finished("k") == {"score": 2}
     assert journal.finished("other") == {"score": 3, "about": "k"}
     assert journal.finished("none") is None
+    assert journal.all_finished() == {k: journal.finished(k) for k in ("k", "other")}
 
 
 def test_a_torn_line_is_reported_and_stays_alone(journal: Journal):

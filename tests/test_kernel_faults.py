@@ -49,6 +49,9 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+RUN_DIR = "import os; print(os.environ['MINIDIST_RUN_DIR'])"
+
+
 def test_late_news_of_the_last_ranks_does_not_end_the_next(monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("MINIDIST_PRELOAD", "late_exits")
@@ -185,6 +188,27 @@ def test_another_number_of_ranks(fresh: Kernel) -> None:
     text = fresh.ok(f"{JOIN}\n{ALL_REDUCE}\nprint(os.environ['MINIDIST_GENERATION'])").text()
     assert text == f"6.0\n{generation + 1}\n[ranks 1, 2: same output]\n"
     assert fresh.run("%%rank 1,2\nraise KeyError").reply["evalue"] == "[ranks 1, 2]"
+
+
+def test_a_folder_for_sockets_that_has_gone_is_made_again() -> None:
+    """As when somebody cleans /tmp."""
+    with new_kernel() as kernel:
+        run_dir = Path(kernel.ok(f"%%rank 0\n{RUN_DIR}").text().strip())
+        shutil.rmtree(run_dir)
+        assert kernel.ok("%restart_ranks\nprint(1)").text()
+        assert run_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_sockets_that_cannot_be_made_are_told() -> None:
+    """No cell waits for ranks that cannot be started."""
+    with new_kernel() as kernel:
+        run_dir = Path(kernel.ok(f"%%rank 0\n{RUN_DIR}").text().strip())
+        shutil.rmtree(run_dir)
+        run_dir.touch()
+        assert "sockets of 2 ranks cannot be made" in kernel.run("%restart_ranks").reply["evalue"]
+        assert "could not be started" in kernel.run("1").reply["evalue"]
+        run_dir.unlink()
+        kernel.ok("%restart_ranks\nprint(1)")
 
 
 def test_strangers_on_the_link_are_turned_away(fresh: Kernel) -> None:

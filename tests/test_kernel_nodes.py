@@ -339,6 +339,8 @@ def test_a_node_that_talks_nonsense() -> None:
                 frames = [rng.randbytes(rng.randrange(50)) for _ in range(rng.randrange(8))]
                 data.send_multipart([channel, rank, b"0", *frames])
                 data.send_multipart([channel, rank, b"0", b"<IDS|MSG>", *frames])
+        # What its ranks answer is theirs to say, and does not take their node away.
+        line.send(b'{"id": 0, "answer": {"leaving": true, "refused": "x"}}')
         assert "on node 1 (ababab" in (text := pair.kernel.run("1").reply["evalue"])
         assert "\nb" not in text.partition("Run %restart")[0]
         line.send(b'{"leaving": true}')

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 from course import LAB
@@ -104,6 +105,31 @@ def test_two_labs_in_one_column_stop_everything():
     options = Options(roster=None, columns={LAB: "HW", "lab2_accumulation": "hw (12)"})
     with pytest.raises(ValueError, match=f"one column for {LAB}, lab2_accumulation"):
         _columns({LAB: [], "lab2_accumulation": []}, options)
+
+
+def test_the_one_column_that_is_meant():
+    def column(names, chosen=None, lab=LAB):
+        roster = SimpleNamespace(columns=names)
+        options = Options(roster=roster, columns={lab: chosen} if chosen else {})
+        return _columns({lab: []}, options)[0][0].name
+
+    twice = ("Lab 1 (111)", "Lab 1 (222)")
+    assert [column(twice, name) for name in twice] == list(twice)
+    with pytest.raises(ValueError, match=r"'Lab 1' could be 'Lab 1 \(111\)', 'Lab 1 \(222\)'"):
+        column(twice, "Lab 1")
+    moodle = tuple(f"Assignment: {LAB} ({kind})" for kind in ("Real", "Percentage", "Letter"))
+    assert column(moodle) == moodle[0]
+    both = {LAB: twice[0], "lab2_accumulation": twice[1]}
+    options = Options(roster=SimpleNamespace(columns=twice), columns=both)
+    assert [c.name for c in _columns({lab: [] for lab in both}, options)[0]] == list(twice)
+
+
+def test_a_canvas_number_is_nobodys_student_number(course, roster):
+    """eve, who is not in the list, is called as a number of Canvas."""
+    roster.write_text(ROSTER.replace(",103,", ",eve,"))
+    done = of(course, "canvas", roster)
+    assert done.unknown == ("eve",)
+    assert [row[-1] for row in rows(done.made.data) if row[1] == "eve"] == [""]
 
 
 def test_two_students_with_one_address_stop_everything(course):
@@ -264,6 +290,8 @@ def test_without_a_gradebook_it_says_so(tmp_path, monkeypatch, capsys):
 def test_cells_are_safe_and_numbers_plain():
     for text in ("=1+1", " +x", "-x", "@x", "|x", "\t=x", "\x1b[2J=x", "\u202e=x"):
         assert safe(text).startswith("'"), text
+    assert safe("x;=cmd|'/C calc'!A0; +1") == "x;'=cmd|'/C calc'!A0; '+1"
+    assert safe("a - b; c") == "a - b; c"
     assert safe("Ng, K\nim") == "Ng, K im"
     assert [number(x) for x in (0.0, 10.0, 86.5, 99.999, 1 / 3)] == [
         "0",

@@ -6,16 +6,18 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
+import tomllib
 
 import pytest
 from course import ROOT
 
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
-from autograder.release import MARK, find_missing, write_release
+from autograder.release import MARK, _course_options, find_missing, write_release
 
 RUN = 12  # tokens in a row that count as an answer
 LABS = [name for name in lab_names() if (ROOT / "labs" / name / f"{name}.ipynb").is_file()]
@@ -83,10 +85,23 @@ def sources(folder):
 
 
 def test_no_run_of_an_answer_is_in_it(released):
-    wanted = {run: lab for lab in released.labs for run in answers(lab)}
+    assert_no_answer(released, released.labs)
+
+
+@pytest.mark.parametrize(("labs", "over"), [(["lab1_ddp"], []), (LABS, ["lab1_ddp"])])
+def test_a_lab_to_come_withholds_too(tmp_path, labs, over):
+    made = write_release(Course(ROOT), tmp_path, labs, over)
+    assert_no_answer(made, set(LABS) - set(over))
+    names = {"precision", "profile", "checkpoint", "elastic"}
+    assert not names & {path.stem for path in (tmp_path / "lib" / "minidist").iterdir()}
+
+
+def assert_no_answer(released, labs):
+    wanted = {run: lab for lab in labs for run in answers(lab)}
     hits = [
         f"{path.relative_to(released.folder)}: {' '.join(run)} ({wanted[run]})"
         for path, text in sources(released.folder)
+        if "solutions" not in path.parts  # of labs that are over: their idioms come again
         for run in sorted(runs(text) & set(wanted))
     ]
     assert not hits, "\n".join(hits)
@@ -143,10 +158,37 @@ check("accum_batch_size", (lambda *a: 0, lambda *a: 0, lambda *a: 0.0))
 
 
 def test_a_lab_that_is_over_brings_its_answers(tmp_path):
-    made = write_release(Course(ROOT), tmp_path, [], over=["lab1_ddp"])
+    made = write_release(Course(ROOT), tmp_path, [], over=LABS)
     assert made.withheld == ()
     assert (tmp_path / "solutions" / "lab1_ddp" / "lab1_ddp.ipynb").is_file()
     assert (tmp_path / "lib" / "minidist" / "parallel").is_dir()
+
+
+def test_a_notebook_that_was_filled_in_is_not_handed_out(tmp_path):
+    course, lab = Course(tmp_path / "course"), "lab1_ddp"
+    master = course.root / "labs" / lab / f"{lab}.ipynb"
+    master.parent.mkdir(parents=True)
+    folder = tmp_path / "students"
+    folder.mkdir()
+    (folder / MARK).touch()
+    (folder / "earlier").touch()
+    with pytest.raises(CourseError, match="is missing: run `make build`"):
+        write_release(course, folder, [lab])
+    shutil.copy(ROOT / "solutions" / lab / f"{lab}.ipynb", master)
+    with pytest.raises(CourseError, match="is not as it was built"):
+        write_release(course, folder, [lab])
+    assert (folder / "earlier").is_file()  # nothing was written, and nothing taken away
+
+
+def test_what_the_grader_is_told_is_not_handed_out():
+    text = '[points.lab1_ddp]\nsetup = 7\n[slurm]\nsetup = ["export TOKEN=x"]\n'
+    text += '[limits.lab1_ddp]\nbox_memory_bytes = "12 GiB"  # of ours\n'
+    given = _course_options(text)
+    assert tomllib.loads(given) == {
+        "points": {"lab1_ddp": {"setup": 7}},
+        "limits": {"lab1_ddp": {"box_memory_bytes": "12 GiB"}},
+    }
+    assert "TOKEN" not in given
 
 
 def test_nothing_of_anybody_else_is_replaced(tmp_path):

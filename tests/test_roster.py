@@ -46,7 +46,7 @@ def test_what_canvas_exports(read):
     )  # fmt: skip
     assert (kim.first_name, kim.last_name) == ("", "Kim")
     assert "Lab 1 (77)" in roster.columns
-    assert ada.names() == {"ada", "101", "s-1"}
+    assert ada.names() == {"ada", "LMS 101", "s-1"}
     without_login = CANVAS.replace("SIS Login ID", "Nickname")
     assert [p.id for p in read(without_login).people] == ["s-1", "s-2"]
 
@@ -73,6 +73,29 @@ def test_what_excel_and_macos_make_of_it(read):
     [ada] = read("sep=;\nid;email\nAdé;a@x.org\n").people
     assert ada.id == "Adé"
     assert same_name(unicodedata.normalize("NFD", "ADÉ")) in ada.names()
+
+
+def test_names_that_would_be_html_or_commands_are_refused(read):
+    text = 'id,first_name,last_name,section\n<img src=x>,A,B,\na"b,A,B,\n'
+    text += "eve,Eve,<script src=//x></script>,\nmax,M\x1b]0;x,Max,\nlea,L,M,<b>\n"
+    text += "ada,Ada\xa0Augusta,O'Brien-Müller,A & B\n"
+    with pytest.raises(RosterError) as caught:
+        read(text)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == [f"line {n}" for n in range(2, 7)]
+    [ada] = read("\n".join([text.splitlines()[0], text.splitlines()[-1]])).people
+    assert (ada.first_name, ada.last_name) == ("Ada Augusta", "O'Brien-Müller")
+
+
+def test_names_in_columns_of_their_own_staff_and_empty_columns(read):
+    ada, kim = read("id,First name,Name\nada,Ada,van Rossum\nkim,Kim,Kim Ng\n").people
+    assert (ada.first_name, ada.last_name) == ("Ada", "van Rossum")
+    assert (kim.first_name, kim.last_name) == ("Kim", "Ng")
+    assert [p.id for p in read(GRADESCOPE + "Boss,boss,b@x.org,Instructor\n").people] == ["ada"]
+    without = MOODLE.replace("0101", "").replace("0102", "")
+    assert [p.id for p in read(without).people] == ["ada@x.org", "kim@x.org"]
+    with pytest.raises(RosterError, match="line 3: no id"):
+        read("id,email,lms_user_id\nada,a@x.org,101\n,,102\n")
 
 
 def test_every_wrong_line_is_named(read):
@@ -146,6 +169,13 @@ def test_importing_twice_changes_nothing_and_removes_nobody(course, read, monkey
     assert students(course)["ada"] == ("Ada", "Lovelace", "new@x.org", "101")  # no cell, no change
     assert import_roster(course, read("id\nlea\n")).others == ["ada", "kim"]
     assert students(course).keys() == {"ada", "kim", "lea"}
+
+
+def test_capitals_and_accents_make_nobody_new(course, read):
+    import_roster(course, read("id\nadé\n"))
+    done = import_roster(course, read(f"id,last_name\n{unicodedata.normalize('NFD', 'ADÉ')},A\n"))
+    assert (done.added, list(done.changed)) == ([], ["adé"])
+    assert "adé" not in done.others
 
 
 def test_a_gradebook_that_somebody_else_writes_to_is_left_alone(course, read):

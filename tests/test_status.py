@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 
@@ -156,6 +158,35 @@ def test_entries_of_another_version_do_no_harm():
     progress.feed([{"kind": kind, **more} for kind in kinds for more in ({}, {"record": 3})])
     progress.feed([{}, {"kind": None}, {"kind": "batch", "known": 3, "students": None}])
     assert progress.shown() == []
+
+
+def test_entries_that_are_no_times_or_numbers_do_no_harm(course, batch):
+    entry = {"kind": "batch", "students": ["ada"], "known": [], "lab": LAB, "world_size": 3}
+    entry |= {"born": "1", "host": "elsewhere", "jobs": 1, "pid": 1, "time": NOW}
+    progress = Progress()
+    progress.feed([entry | {"time": math.nan}, entry | {"pid": math.inf}])
+    assert progress.batches == []
+    announcer = Announcer(course.journal_path)
+    infra = {"name": "setup", "status": "INFRA", "message": " \x1b[2J "}
+    announcer.done(made_record("lea") | {"criteria": [infra]})
+    assert "lea INFRA 2 ?" in re.sub(" +", " ", text(Status(course)))
+
+
+def test_a_lost_grader_elsewhere_is_forgotten_once_its_class_is_graded_again():
+    entry = {"kind": "batch", "students": ["ada"], "known": [], "lab": LAB, "world_size": 3}
+    entry |= {"born": "1", "host": "elsewhere", "jobs": 1, "pid": 1, "time": NOW}
+    progress = Progress()
+    progress.feed([entry, entry | {"students": ["kim"]}])
+    assert len(progress.shown()) == 2
+    progress.feed([entry | {"pid": 2}, {"kind": "batch_end", "lab": LAB, "pid": 2, "time": NOW}])
+    assert [batch.runs.keys() for batch in progress.shown()] == [{"kim"}, {"ada"}]
+
+
+def test_a_process_that_nobody_has_waited_for_is_no_more():
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert birth(child.pid) == ""
+    child.wait()
 
 
 def test_two_that_handed_in_the_same_are_both_done(course):

@@ -255,7 +255,8 @@ class _Replay:
             if pending.span is not None:
                 self.times[rank][index] = pending.span
             return
-        if event.collective == "send":
+        # Of an uneven all_to_all the largest part tells, whoever is first.
+        if event.collective == "send" or event.nbytes > pending.first.nbytes:
             pending.first = event
         pending.issued.append((rank, index, now_s))
         there = [t for r, i, t in pending.issued if self.events[r][i].collective != "recv"]

@@ -91,6 +91,7 @@ class Slot:
             return False
         self.ready.add(wanted.rank)
         self.results[wanted.rank] = sent.payload
+        sent.payload = np.empty(0, np.uint8)  # once it is fetched, nobody keeps it
         return True
 
     def _combine(self, keep: bool) -> bool:
@@ -98,6 +99,10 @@ class Slot:
         first = calls[0]
         if not agree(calls) or (first.kind == "all_to_all" and not splits_agree(calls)):
             return False
+        if first.kind == "all_to_all":  # ranks may send more or less: the largest part tells
+            largest = max(calls, key=lambda call: call.numel)
+            self.record.shape, self.record.numel = largest.shape, largest.numel
+            self.record.nbytes = num_bytes(largest, len(self.members))
         self.results = results(self.members, calls)
         self.ready = set(self.members)
         if keep and first.kind in ("all_reduce", "reduce", "broadcast", "all_gather"):

@@ -126,7 +126,13 @@ class Cluster(Ranks):
 
     def node_says(self, node: int, message: dict[str, Any]) -> None:
         share = self._share(node)
-        if share is None or self._is_answer({f"node {node}", *map(str, share.ranks)}, message):
+        if share is None:
+            return
+        who = {f"node {node}", *map(str, share.ranks)}
+        if isinstance(answer := message.get("answer"), dict):  # a rank's
+            self._is_answer(who, {**answer, "id": message.get("id")})
+            return
+        if self._is_answer(who, message):
             return
         if message.get("generation") != self.generation:
             return

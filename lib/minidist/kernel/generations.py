@@ -85,7 +85,7 @@ class Generations:
             self.number += 1
             self.failure = ""
             ranks = self.ranks
-            if ranks is None or not await self._stopped():
+            if ranks is None or not await self._stopped() or not ranks.has_link():
                 if ranks is not None:
                     ranks.close()
                 ranks = self.ranks = self._new_ranks()

@@ -130,6 +130,11 @@ class Keys:
         self.front, self.node = (_key(text, who) for who in ("front", "node"))
         self.front_public, self.node_public = map(zmq.curve_public, (self.front, self.node))
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the secret's file was made here."""
+        return bool(self._created)
+
     def forget(self) -> None:
         """Remove the secret's file, if it was made here."""
         if self._created:

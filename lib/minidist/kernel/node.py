@@ -173,7 +173,8 @@ class Agent:
         if ranks is not None:
             answer = await ranks.ask(message["rank"], message["do"], ASK_WITHIN_S)
             if answer is not None:
-                self._tell({**answer, "id": message["id"]})
+                # A rank's own words, which the front must not take for this agent's.
+                self._tell({"id": message["id"], "answer": answer})
 
     # -- ranks -----------------------------------------------------------------------------------
 
@@ -262,14 +263,6 @@ def _say(job: Job, text: str) -> None:
     print(f"minidist.kernel.node: {job!r} {text}", file=sys.stderr, flush=True)
 
 
-def _serve(job: Job, wait_s: float | None) -> int:
-    keys = Keys(job)
-    try:
-        return asyncio.run(_run(job, keys, wait_s))
-    finally:
-        keys.forget()
-
-
 async def _run(job: Job, keys: Keys, wait_s: float | None) -> int:
     return await Agent(job, keys).run(wait_s)
 
@@ -294,10 +287,17 @@ def main(argv: list[str]) -> int:
                 raise ValueError("on node 0, expected the command to run there after --")
             os.execvp(known.command[0], known.command)
         adopt_orphans()
-        code = _serve(job, None if known.stay else known.wait)
-        while known.stay and code < 128:
-            time.sleep(1.0)  # where it was refused, it may be again
-            code = _serve(job, None)
+        # A secret that was made here stays until the end: the next front may have read it already.
+        made = keys = Keys(job)
+        try:
+            code = asyncio.run(_run(job, keys, None if known.stay else known.wait))
+            while known.stay and code < 128:
+                time.sleep(1.0)  # where it was refused, it may be again
+                keys = Keys(job)
+                made = keys if keys.is_ours else made
+                code = asyncio.run(_run(job, keys, None))
+        finally:
+            made.forget()
         return code
     except (ValueError, OSError) as error:
         print(f"minidist.kernel.node: {error}", file=sys.stderr)

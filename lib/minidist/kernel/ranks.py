@@ -138,9 +138,21 @@ class Ranks:
             self._changed.clear()
 
     def _bind(self) -> None:
+        """Raises RuntimeError where a socket cannot be made."""
+        try:
+            self._bind_all()
+        except zmq.ZMQError as error:  # which is no OSError
+            raise RuntimeError(
+                f"The sockets of {len(self._here)} ranks cannot be made in {self._run_dir}: {error}"
+            ) from None
+
+    def _bind_all(self) -> None:
         # In a directory that the caller chose, its mode is the guard: a sandbox may run as
         # another user, who must be able to write to the sockets.
         shared = self._options.run_dir is not None
+        if not shared:  # somebody may have cleaned /tmp
+            with contextlib.suppress(OSError):
+                os.mkdir(self._run_dir, 0o700)
         for rank in self._here:
             for channel, kind in CHANNELS.items():
                 sock = self._context.socket(kind)
@@ -157,6 +169,10 @@ class Ranks:
                 self._sockets[channel, rank] = sock
                 if channel != "control" or rank == 0:
                     self._readers.append(asyncio.create_task(self._read(channel, rank, sock)))
+
+    def has_link(self) -> bool:
+        """Whether new ranks would find their way here; its folder may have been cleaned away."""
+        return os.path.exists(f"{self._run_dir}/{LINK_NAME}")
 
     async def _open_link(self) -> None:
         path = f"{self._run_dir}/{LINK_NAME}"
