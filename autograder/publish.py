@@ -8,8 +8,6 @@ for two of them, nothing is written.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from autograder.criteria import get_lab, lab_names
 from autograder.files import write_whole
 from autograder.gradebook import Grade, graded_labs, open_gradebook, read_grades
 from autograder.history import latest, read_history
+from autograder.intake import read_submission
 from autograder.lms import (
     Column,
     Line,
@@ -273,14 +272,9 @@ def _gradescope(course: Course, lines: Sequence[Line], column: Column) -> Made:
             messages = {c["name"]: c["message"] for c in criteria if c["status"] != "PASS"}
             sha256 = grading.seed_id.rpartition(":")[2] if grading else ""
             if grading and not sha256:  # INVALID: nothing of it ran
-                sha256 = _hash_of(Path(grading.record["submission"]))
+                notebook = Path(grading.record["submission"])
+                sha256 = read_submission(notebook, course.master(lab.name)).sha256
             results[address] = gradescope_result(grade, column, titles, messages, sha256)
             made.written.append(person.id)
     made.data = write_gradescope(results)
     return made
-
-
-def _hash_of(notebook: Path) -> str:
-    with contextlib.suppress(OSError), notebook.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-    return ""

@@ -223,7 +223,7 @@ def _wrong(person: Person) -> list[str]:
         if name in ("line", "id", "email"):
             continue
         if set(value) & _NOT_IN_NAMES or any(unicodedata.category(c) == "Cc" for c in value):
-            problems.append(f"{name}: {value!r} has a sign that formgrader would take for HTML")
+            problems.append(f"{name}: {value!r} has a sign that a page or a terminal would act on")
     problems += [
         f"{name} has {len(value)} characters, at most {MAX_CHARS} are kept"
         for name, value in vars(person).items()

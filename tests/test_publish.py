@@ -14,14 +14,16 @@ from types import SimpleNamespace
 
 import pytest
 from course import LAB
-from made_records import file_record, made_record, make_course, take_in
+from made_records import file_record, hand_in, made_record, make_course, take_in
 
 from autograder.__main__ import main
+from autograder.criteria import get_lab
 from autograder.gradebook import open_gradebook
 from autograder.history import latest, read_history
 from autograder.lms import Column, file_name, number, safe
 from autograder.publish import Options, _columns, publish
 from autograder.roster import read_roster
+from autograder.run import Settings, Submission, grade
 
 ROSTER = """Student,ID,SIS User ID,SIS Login ID,Section,Lab one (77),Final Score
     Points Possible,,,,,102,(read only)
@@ -195,6 +197,21 @@ def test_a_plain_table(course):
     assert (table["lea"]["submitted"], table["lea"]["score"]) == ("no", "")
 
 
+def gradescope_runs(root, email, content):
+    """What Gradescope does with a notebook: the process, and results.json if there is one."""
+    users = [{"email": email, "id": 1, "name": "K"}]
+    (root / "submission_metadata.json").write_text(json.dumps({"users": users}))
+    (root / "submission").mkdir(exist_ok=True)
+    (root / "submission" / "any.ipynb").write_bytes(content)
+    result = root / "results" / "results.json"
+    result.unlink(missing_ok=True)
+    ran = subprocess.run(
+        [sys.executable, str(root / "source" / "run_autograder")], timeout=60, text=True,
+        capture_output=True, env=os.environ | {"AUTOGRADER_ROOT": str(root)},
+    )  # fmt: skip
+    return ran, json.loads(result.read_text()) if result.exists() else None
+
+
 def test_gradescope_runs_an_autograder_that_hands_out_what_was_graded(course, tmp_path):
     done = of(course, "gradescope")
     assert done.made.data == of(course, "gradescope").made.data
@@ -205,21 +222,7 @@ def test_gradescope_runs_an_autograder_that_hands_out_what_was_graded(course, tm
         assert archive.getinfo("run_autograder").external_attr >> 16 == 0o100755
         archive.extractall(root / "source")
     handed_in = course.root / "handed_in" / "kim" / f"{LAB}.ipynb"
-
-    def run(email, content):
-        users = [{"email": email, "id": 1, "name": "K"}]
-        (root / "submission_metadata.json").write_text(json.dumps({"users": users}))
-        (root / "submission").mkdir(exist_ok=True)
-        (root / "submission" / "any.ipynb").write_bytes(content)
-        result = root / "results" / "results.json"
-        result.unlink(missing_ok=True)
-        ran = subprocess.run(
-            [sys.executable, str(root / "source" / "run_autograder")], timeout=60, text=True,
-            capture_output=True, env=os.environ | {"AUTOGRADER_ROOT": str(root)},
-        )  # fmt: skip
-        return ran, json.loads(result.read_text()) if result.exists() else None
-
-    _, result = run("KIM@x.org", handed_in.read_bytes())
+    _, result = gradescope_runs(root, "KIM@x.org", handed_in.read_bytes())
     assert result["score"] == 86
     assert "10 taken off for handing in late" in result["output"]
     tests = {test["name"].partition(":")[0]: test for test in result["tests"]}
@@ -232,12 +235,33 @@ def test_gradescope_runs_an_autograder_that_hands_out_what_was_graded(course, tm
     assert set(result) <= known | {"visibility", "stdout_visibility", "execution_time"}
     sha256 = hashlib.sha256(handed_in.read_bytes()).hexdigest()
     assert result["extra_data"]["sha256"] == sha256
-    ran, result = run("kim@x.org", b"{}")
+    ran, result = gradescope_runs(root, "kim@x.org", b"{}")
     assert (ran.returncode, result) == (1, None)
     assert "another notebook than was graded" in ran.stderr
-    ran, result = run("nobody@x.org", b"{}")
+    ran, result = gradescope_runs(root, "nobody@x.org", b"{}")
     assert (ran.returncode, result) == (1, None)
     assert "No result for nobody@x.org" in ran.stderr
+
+
+def test_the_zero_of_what_is_no_notebook_is_for_that_file_alone(tmp_path):
+    """Nothing of it ran, so there is no seed to tell the file by."""
+    course = make_course(tmp_path / "course")
+    path = hand_in(course, "lea")
+    path.write_text("{}")
+    settings = Settings(course, LAB, get_lab(LAB).grading_world_size, True)
+    record = grade(Submission("lea", path), settings)
+    assert {c["status"] for c in record["criteria"]} == {"INVALID"}
+    take_in(course, record)
+    with open_gradebook(course) as book:
+        book.find_student("lea").email = "lea@x.org"
+        book.db.commit()
+    with zipfile.ZipFile(io.BytesIO(of(course, "gradescope").made.data)) as archive:
+        archive.extractall(tmp_path / "source")
+    _, result = gradescope_runs(tmp_path, "lea@x.org", b"{}")
+    assert result["score"] == 0
+    ran, result = gradescope_runs(tmp_path, "lea@x.org", hand_in(course, "lea").read_bytes())
+    assert (ran.returncode, result) == (1, None)
+    assert "another notebook than was graded" in ran.stderr
 
 
 def test_nothing_is_overwritten_unless_forced(course, tmp_path, capsys):
