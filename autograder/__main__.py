@@ -69,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     grade.add_argument("--lab", required=True, choices=lab_names())
     grade.add_argument("--ranks", type=_positive, help="number of ranks (default: the lab's)")
-    grade.add_argument("--jobs", type=_positive, help="submissions at once")
+    grade.add_argument(
+        "--jobs", type=_positive,
+        help="submissions at once (default: what cores and GPUs are enough for)",
+    )  # fmt: skip
     grade.add_argument(
         "--executor", choices=("pool", "slurm", "local"), default="pool",
         help="processes of this one (default), jobs of a Slurm cluster ([slurm] in course.toml), "
@@ -180,7 +183,7 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     )  # fmt: skip
     if not settings.sandboxed:
         console.print("[bold red]UNSANDBOXED[/]: nothing holds these submissions back")
-    jobs = options.jobs or default_jobs(settings.world_size)
+    jobs = options.jobs or default_jobs(settings.world_size, lab)
     regrading = Regrading.begin(settings)
     runner = None
     if options.executor != "pool":

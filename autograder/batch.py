@@ -20,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autograder import workers
 from autograder.bridge import refused
 from autograder.course import Course, CourseError
+from autograder.criteria.base import Lab
+from autograder.gpus import divide, most_jobs, visible_gpus
 from autograder.gradebook import TIMESTAMP, handed_in_at, note_lateness
 from autograder.history import latest, read_history
 from autograder.intake import Submission, read_submission
@@ -28,6 +30,7 @@ from autograder.roster import may_be_id
 from autograder.run import (
     Record,
     Settings,
+    back_off,
     executed_path,
     grade,
     known_record,
@@ -44,9 +47,18 @@ Runner = Callable[
 ]  # how what is left is run
 
 
-def default_jobs(world_size: int) -> int:
-    """As many submissions at once as the cores allow; two, as much of a run is waiting."""
-    return max(2, (os.cpu_count() or 2) // world_size)
+def default_jobs(world_size: int, lab: Lab | None = None) -> int:
+    """As many submissions at once as the cores allow; two, as much of a run is waiting.
+
+    And as the GPUs do, where ranks or criteria of the lab use them. Without a lab: of any lab.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 2
+    jobs, gpus = max(2, cores // world_size), len(visible_gpus())
+    measured = lab is None or any(criterion.extra for criterion in lab.criteria)
+    if gpus >= world_size or (gpus and measured):
+        return min(jobs, most_jobs(gpus, world_size))
+    return jobs
 
 
 def grade_class(
@@ -95,6 +107,8 @@ def grade_class(
             remove_abandoned()
             for index in _begun(todo, records, settings) or todo:
                 while index not in records and tries[index] < POOL_TRIES:
+                    if tries[index]:
+                        back_off(tries[index])
                     tries[index] += 1
                     with contextlib.suppress(BrokenProcessPool):
                         (runner or _run_pool)({index: todo[index]}, settings, 1, done)
@@ -127,7 +141,8 @@ def _run_pool(
     done: Callable[[int, Record], None],
 ) -> None:
     workers.begin(settings.lab)
-    workers.run_pool(partial(grade, settings=settings), todo, jobs, done)
+    places = divide(visible_gpus(), jobs)
+    workers.run_pool(partial(grade, settings=settings), todo, places, done)
 
 
 def check_names(submissions: Sequence[Submission]) -> None:

@@ -22,6 +22,7 @@ from autograder.cgroup import make_group
 from autograder.course import Course
 from autograder.criteria.base import Criterion, Draw, Lab, Status, Verdict
 from autograder.engine import InfrastructureError, Session
+from autograder.gpus import num_gpus
 from autograder.history import Grading
 from autograder.intake import Submission, read_submission
 from autograder.journal import Journal, grader_version, submission_key
@@ -30,6 +31,7 @@ from autograder.sandbox import Box, build_box, build_open
 from autograder.scratch import scratch_folder
 
 INFRA_TRIES = 3
+INFRA_BACKOFF_S = 2.0  # the wait after a first failure of ours; it doubles
 Record = dict[str, Any]
 
 
@@ -94,9 +96,16 @@ def grade(submission: Submission, settings: Settings) -> Record:
             return _filed(submission, settings, journal, key, record)
         with contextlib.suppress(OSError):  # on a full disk the record alone says it
             journal.append(about | {"kind": "infra", "time": time.time(), "message": reason})
+        if number < INFRA_TRIES:
+            back_off(number)
     return not_graded(
         submission, settings, f"The grader failed {INFRA_TRIES} times: {reason}", began
     )
+
+
+def back_off(failures: int) -> None:
+    """Waits after that many failures of ours in a row: what was short may be there again."""
+    time.sleep(INFRA_BACKOFF_S * 2 ** (failures - 1))
 
 
 def _filed(
@@ -131,7 +140,7 @@ def known_record(
     if known is None:
         return None
     blocked = any(c["status"] == Status.BLOCKED for c in known["criteria"])
-    if blocked and torch.cuda.device_count() > known.get("num_gpus", 0):
+    if blocked and num_gpus() > known.get("num_gpus", 0):
         return None  # graded where something was missing that may be here
     invalid = all(c["status"] == Status.INVALID for c in known["criteria"])
     if not invalid and not executed_path(settings.course, settings.lab, key).is_file():
@@ -334,7 +343,7 @@ def _record(
         **_scores(criteria),
         "seconds": round(time.monotonic() - began, 2),
         "sandboxed": sandboxed,
-        "num_gpus": torch.cuda.device_count(),
+        "num_gpus": num_gpus(),
         "criteria": criteria,
     }
 

@@ -8,11 +8,11 @@ One `squeue`, and one `sacct` for jobs that it no longer knows, tell of all jobs
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from autograder.gpus import ALL, VISIBLE, divide, visible_gpus
 from autograder.job import run_task
 from autograder.limits import Limits
 from autograder.slurm_options import SlurmOptions
@@ -212,16 +213,29 @@ class LocalJobs:
         self.folder, self._time_s = folder, time_s
         self.array_size, self.capacity = 1, jobs
         self._jobs: dict[str, Any] = {}
+        # submitit knows GPUs by number only, and lets its jobs see none but those they are given.
+        gpus = [name for name in visible_gpus() if name.isdecimal()]
+        shares = divide(gpus, jobs)
+        os.environ.update({ALL: shares[0][ALL]} if gpus else {})  # of this grader; its jobs inherit
+        self._shares = [[int(n) for n in s.get(VISIBLE, "").split(",") if n] for s in shares]
+        self._share_of: dict[str, int] = {}
 
     def submit(self, tasks: Sequence[Path], avoid: Collection[str] = ()) -> list[str]:
-        gpus = _local_gpus()
+        return [self._submit(task) for task in tasks]
+
+    def _submit(self, task: Path) -> str:
+        for name in [name for name in self._share_of if self._jobs[name].done()]:
+            del self._share_of[name]
+        taken = Counter(self._share_of.values())
+        share = min(range(len(self._shares)), key=lambda index: taken[index])
+        gpus = self._shares[share]
         executor = submitit.LocalExecutor(folder=self.folder)
         executor.update_parameters(
             timeout_min=self._time_s / 60 + 2, gpus_per_node=len(gpus), visible_gpus=gpus
         )
-        made = [executor.submit(run_task, str(task)) for task in tasks]
-        self._jobs |= {job.job_id: job for job in made}
-        return [job.job_id for job in made]
+        job = executor.submit(run_task, str(task))
+        self._jobs[job.job_id], self._share_of[job.job_id] = job, share
+        return job.job_id
 
     def look(self, ids: Collection[str]) -> Mapping[str, Seen] | None:
         states = {"FINISHED": Seen(ENDED, "COMPLETED"), "INTERRUPTED": Seen(ENDED, "INTERRUPTED")}
@@ -287,11 +301,3 @@ def _max_array_size() -> int:
 def _last_words(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if "sbatch:" in line]
     return " ".join(lines) or " ".join(message.split())[-500:]
-
-
-def _local_gpus() -> list[int]:
-    """The GPUs of this machine; submitit's local jobs see none but those that they are given."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return list(range(len(glob.glob("/dev/nvidia[0-9]*"))))
-    return [int(name) for name in visible.split(",") if name.strip().isdecimal()]

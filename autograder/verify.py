@@ -125,9 +125,8 @@ def verify_lab(
         def rows_of(some: Sequence[ZooEntry]) -> list[Row]:
             paths = write_class(name, course.root / "class", root=checkout, entries=some)
             submissions = [Submission(e.name, path) for e, path in zip(some, paths, strict=True)]
-            records = grade_class(
-                submissions, settings, jobs or default_jobs(settings.world_size), console
-            )
+            at_once = jobs or default_jobs(settings.world_size, lab)
+            records = grade_class(submissions, settings, at_once, console)
             return [_row(lab, entry, r) for entry, r in zip(some, records, strict=True)]
 
         if alone:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import forkserver
 from typing import Any
@@ -34,15 +34,25 @@ def begin(*labs: str) -> None:
 
 
 def run_pool(
-    work: Callable[[Any], Any], todo: Mapping[int, Any], jobs: int, done: Callable[[int, Any], None]
+    work: Callable[[Any], Any],
+    todo: Mapping[int, Any],
+    places: Sequence[Mapping[str, str]],
+    done: Callable[[int, Any], None],
 ) -> None:
-    """Calls `work` for each task, `jobs` at once, and `done` with its number and what came of it.
+    """Calls `work` for each task, as many at once as there are places, and `done` with its number
+    and what came of it.
+
+    Args:
+        places: for each worker what its environment has more than this process's.
 
     Raises:
         BrokenProcessPool: a worker was killed; tasks without a result may be tried again.
         KeyboardInterrupt: after all workers were told to end.
     """
-    with ProcessPoolExecutor(jobs, _CONTEXT, initializer=_prepare) as pool:
+    queue = _CONTEXT.SimpleQueue()
+    for place in places:
+        queue.put(dict(place))
+    with ProcessPoolExecutor(len(places), _CONTEXT, _prepare, (queue,)) as pool:
         futures = {pool.submit(_run, work, todo[number]): number for number in todo}
         try:
             for future in as_completed(futures):
@@ -54,8 +64,11 @@ def run_pool(
             raise
 
 
-def _prepare() -> None:
-    """Leaves Ctrl-C to the grader; ends on SIGTERM by way of `finally`, or with who has made it."""
+def _prepare(places: Any) -> None:
+    """Leaves Ctrl-C to the grader; ends on SIGTERM by way of `finally`, or with who has made it.
+
+    Takes a place that no other worker has.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, _end)
@@ -63,6 +76,7 @@ def _prepare() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    os.environ.update(places.get())
 
 
 def _end(*_: Any) -> None:

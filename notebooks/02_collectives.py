@@ -1255,7 +1255,7 @@ def attempt(fn, run=launch.run, *args, deadline_s=60.0):
         print("result per rank:", run(fn, 2, *args, deadline_s=deadline_s))
     except LaunchError as failure:
         lines = [line for line in str(failure).splitlines() if not line.startswith(" ")]
-        told = re.compile(r"[\w.]*(Error|Mismatch)\b|also|.*(ended|had not)")
+        told = re.compile(r"[\w.]*(Error|Mismatch)\b|also|.*(ended|had not|stood)")
         errors = [line for line in lines if told.match(line)]
         print("\n".join(line[:400] for line in errors))
         return str(failure)

@@ -120,6 +120,10 @@ class Wire:
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)
 
+    def cut_newest(self) -> None:
+        """One connection only."""
+        self._ends[-1].shutdown(socket.SHUT_RDWR)
+
     def cut(self) -> None:
         """As if a cable were pulled, except that both ends see it at once."""
         self._listener.close()

@@ -124,8 +124,8 @@ def test_one_that_never_ends_is_ended(observe, monkeypatch):
         observe("import time\nsave([1.0])\nif rank == 1:\n    time.sleep(600)")
 
 
-def test_a_group_outlives_what_the_script_destroys(observe):
-    """Else the last owner, DDP's reducer, joins gloo's thread with the GIL held: a rare hang."""
+def test_a_backend_outlives_what_the_script_destroys(observe):
+    """Else its last owner, DDP's reducer, joins gloo's thread with the GIL held: a rare hang."""
     saved = observe(
         """
         import weakref, torch, torch.distributed as dist
@@ -133,10 +133,10 @@ def test_a_group_outlives_what_the_script_destroys(observe):
             dist.init_process_group("gloo")
             ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
             ddp(torch.ones(3, 2)).sum().backward()
-            group = weakref.ref(dist.group.WORLD)
+            backend = dist.group.WORLD._get_backend(torch.device("cpu"))
             dist.destroy_process_group()
             assert not dist.is_initialized()
-            return group
+            return weakref.ref(backend)
         save([train()() is not None])
         """
     )

@@ -322,7 +322,7 @@ def test_a_rank_holds_its_shards_and_a_few_units():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp_gpu, "WIDTH", 32)
         case = make_case(lab, criterion, [{}, {}, {}])
-        model = fsdp_gpu.build(case.inputs[0]["network"], width=32)
+        model = fsdp_gpu.build(case.inputs[0]["network"], width=32, num_blocks=fsdp_gpu.BLOCKS)
         losses = []
         for values in case.inputs:
             x, y = fsdp_gpu.data(values["data"])

@@ -26,8 +26,9 @@ LAYERS = BASE | COMMUNICATION | PARTS | TOOLS | {"parallel"}
 MAY_IMPORT: dict[str, set[str]] = {
     **{part: set() for part in BASE},
     "lifetime": set(),
+    "stacks": set(),
     "fork_server": {"lifetime"},
-    "launch": {"errors", "config", "fork_server"},
+    "launch": {"errors", "config", "fork_server", "lifetime", "stacks"},
     "device": {"errors", "config"},
     "mesh": {"errors", "config", "device"},
     "collectives": {"errors", "config", "device"},

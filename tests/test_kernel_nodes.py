@@ -219,6 +219,16 @@ def test_the_other_node_ends_with_the_front(who: str) -> None:
         assert [Path(path).exists() for path in (folder, run_dir.strip())] == [False, False]
 
 
+def test_a_good_bye_counts_though_a_connection_was_closed_before_it() -> None:
+    port = free_port()
+    wire = Wire(port)
+    with two_nodes(agent_port=wire.port, port=port) as pair:
+        pair.kernel.ok("1")
+        wire.cut_newest()
+        pair.kernel.close()
+        assert pair.agent.wait(10) == 0
+
+
 def test_an_agent_may_stay_for_the_next_kernel() -> None:
     with two_nodes("--stay") as pair:
         pair.kernel.ok("1")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -100,6 +102,50 @@ def test_the_deadline_names_who_had_not_finished_and_kills(tmp_path):
     pid = int((tmp_path / "1").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def wait_for_nobody():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 2:
+        dist.all_reduce(torch.ones(1))
+    elif dist.get_rank() == 1:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        time.sleep(600)
+
+
+def test_the_deadline_says_where_ranks_stood():
+    with pytest.raises(LaunchDeadlineError) as caught:
+        run(wait_for_nobody, 3, deadline_s=20)
+    lines = str(caught.value).splitlines()
+    assert "ranks 1, 2 had not finished after 20 s (of 3 ranks)" in lines[0]
+    [where] = lines[1:]  # rank 1 does not answer
+    begin, _, code = where.partition(": ")
+    line = wait_for_nobody.__code__.co_firstlineno + 6
+    expected = f"all_reduce, called by wait_for_nobody, test_launch.py line {line}"
+    assert begin == f"rank 2 stood in {expected}"
+    assert code == "dist.all_reduce(torch.ones(1))"
+
+
+def destroys_its_group():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    gone, backend = weakref.ref(group), group._get_backend(torch.device("cpu"))
+    del group
+    before = sys.getrefcount(backend)
+    dist.destroy_process_group()
+    gc.collect()
+    return gone() is None, sys.getrefcount(backend) > before
+
+
+def test_a_destroyed_group_goes_and_its_backend_stays():
+    """What is bound to the group ends with it; no destructor joins the backend's threads."""
+    assert run(destroys_its_group, 2) == [(True, True)] * 2
 
 
 def unpicklable_result():

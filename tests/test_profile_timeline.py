@@ -269,6 +269,12 @@ def test_gpu_traces_count_kernels_and_not_their_launches(tmp_path):
     # The step lasts until the next one starts: what the GPU waits for in between is its own.
     assert us == [100, 40, 40, 20, 20, 10, 30]
     assert second.utilization == 1.0
+    # A collective that outlasts the last annotation belongs to the last step.
+    late = event("kernel", "ncclDevKernel_AllReduce", 190, 60, tid=20, stream=20)
+    longer = GPU_TRACE | {"traceEvents": [*GPU_TRACE["traceEvents"], late]}
+    _, second = step_shares(from_chrome_trace(longer))
+    assert second.step_s == pytest.approx(100e-6)
+    assert second.exposed_s == pytest.approx(50e-6)
     (collective,) = timeline.of(0, "communication")
     assert collective.name.startswith("ncclDevKernel_AllReduce")
 

@@ -18,6 +18,8 @@ from autograder import batch
 from autograder.__main__ import main
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab
+from autograder.criteria.base import Status, Verdict
+from autograder.engine import InfrastructureError
 from autograder.gradebook import TIMESTAMP, note_lateness, noted_lateness, open_gradebook
 from autograder.history import Grading, find_grading, latest, read_history
 from autograder.intake import Submission, find_submissions
@@ -375,13 +377,41 @@ def test_who_kills_a_worker_is_alone_with_it(course, monkeypatch, capsys):
         stub._run_pool(todo, settings, jobs, done)
 
     monkeypatch.setattr(batch, "_run_pool", pool)
+    waits = []
+    monkeypatch.setattr("autograder.run.time.sleep", waits.append)
     for student in ("aaron", "bea", "cy", "dan"):
         hand_in(course, student)
     grade = ["grade", "--lab", LAB, "--no-gradebook", "--jobs", "2"]
     assert main([*grade, str(course.root / "handed_in")]) == 1
     assert sorted(stub.asked) == ["bea", "cy", "dan"]
     assert rounds.count(["aaron"]) == batch.POOL_TRIES
+    assert waits == [2.0, 4.0]
     assert "aaron was not graded: a worker process" in capsys.readouterr().err
+
+
+def test_the_grader_waits_longer_after_each_failure_of_its_own(course, monkeypatch):
+    """What it was short of may be there again, and then nothing is lost."""
+    happened = []
+
+    def run_once(*_):
+        happened.append("tried")
+        if len(happened) < 5:
+            raise InfrastructureError("no more processes")
+        return [Verdict(c.name, Status.PASS, c.points, c.points, "") for c in CRITERIA]
+
+    monkeypatch.setattr("autograder.run.run_once", run_once)
+    monkeypatch.setattr("autograder.run.time.sleep", happened.append)
+    handed_in = Submission("ada", hand_in(course, "ada"))
+    record = grade_one(handed_in, stub_grading.settings(course))
+    assert happened == ["tried", 2.0, "tried", 4.0, "tried"]
+    assert record["score"] == sum(c.points for c in CRITERIA)
+
+    happened.clear()
+    monkeypatch.setattr("autograder.run.INFRA_TRIES", 2)
+    record = grade_one(Submission("kim", hand_in(course, "kim")), stub_grading.settings(course))
+    assert happened == ["tried", 2.0, "tried"]
+    assert {c["status"] for c in record["criteria"]} == {"INFRA"}
+    assert "failed 2 times: no more processes" in record["criteria"][0]["message"]
 
 
 def test_a_disk_that_is_full_at_the_last_line_is_told(course, monkeypatch):

@@ -230,6 +230,21 @@ def test_row_parallel_bias_counts_once_on_every_rank():
     ranks(3, check_bias)
 
 
+def check_bias_under_autocast():
+    """As nn.Linear: what leaves a layer under autocast is of the low dtype, bias and all."""
+    full = nn.Linear(8, 6)
+    layer = RowParallelLinear(full, TensorParallel())
+    x = part(draw(5, 8).float(), -1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_row_parallel_bias_does_not_undo_autocast(n):
+    ranks(n, check_bias_under_autocast)
+
+
 # ------------------------------------------------------------------------------------- layers
 
 

@@ -12,9 +12,9 @@ import torch
 
 from autograder.criteria import gpu_meter, oracle
 from autograder.criteria.base import Case, Context, Finding, Values
-from autograder.criteria.fsdp_limit import BLOCKS, build
+from autograder.criteria.fsdp_limit import build
 
-WIDTH, SAMPLES, STEPS, LR = 1536, 4, 3, 1e-4
+WIDTH, BLOCKS, SAMPLES, STEPS, LR = 1536, 24, 4, 3, 1e-4
 PARAMETER_BYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
 COPIES = 4  # parameters, gradients and AdamW's two states
 # Beyond the shards: two or three units gathered, one being reduced, and the activations. A form
@@ -43,7 +43,7 @@ def observe(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     x, y = (tensor.to(device) for tensor in data(inputs["data"]))
     gpu_meter.warm_up(device)
     before = torch.cuda.memory_allocated(device)
-    model = build(inputs["network"], width=WIDTH).to(device)
+    model = build(inputs["network"], width=WIDTH, num_blocks=BLOCKS).to(device)
     fsdp = fsdp_class(model, list(model))
     # Fused: the default on a GPU makes a copy of all shards in every step.
     optimizer = torch.optim.AdamW(fsdp.local_parameters(), lr=LR, fused=True)
@@ -65,7 +65,7 @@ def judge(case: Case) -> list[Finding]:
     """The peak is within the budget, and the first loss is the whole model's."""
     findings: list[Finding] = []
     budget = budget_bytes(case.world_size)
-    model = build(case.inputs[0]["network"], torch.float64, WIDTH)
+    model = build(case.inputs[0]["network"], torch.float64, WIDTH, BLOCKS)
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         x, y = (tensor.double() for tensor in data(inputs["data"]))
         with torch.no_grad():

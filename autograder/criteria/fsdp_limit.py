@@ -72,11 +72,13 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def build(seed: int, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> nn.Sequential:
+def build(
+    seed: int, dtype: torch.dtype = torch.float32, width: int = WIDTH, num_blocks: int = BLOCKS
+) -> nn.Sequential:
     """The large model; the same float32 values in any dtype."""
     generator = torch.Generator().manual_seed(seed)
     blocks = []
-    for _ in range(BLOCKS):
+    for _ in range(num_blocks):
         block = Block(width, dtype)
         with torch.no_grad():
             for p in block.parameters():
@@ -177,7 +179,10 @@ def _tidy_allocator() -> None:
 
 
 def _warm_up() -> None:
-    """Joins the group, and trains a tiny model with what a submission may use."""
+    """Joins the group, and trains two layers of the model with what a submission may use.
+
+    Of the size that comes: what libraries keep for a product depends on its size and the processor.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -185,11 +190,12 @@ def _warm_up() -> None:
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    batch = torch.ones(SAMPLES, WIDTH)
     for sharded in (False, True):
-        tiny = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        tiny = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         model: Any = fully_shard(tiny, mesh=mesh) if sharded else DistributedDataParallel(tiny)
         optimizer = torch.optim.AdamW(model.parameters())
-        nn.functional.mse_loss(model(torch.ones(2, 64)), torch.zeros(2, 64)).backward()
+        nn.functional.mse_loss(model(batch), batch).backward()
         optimizer.step()
 
 

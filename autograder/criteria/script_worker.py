@@ -1,12 +1,11 @@
 """Runs a student's script as one rank of a job.
 
 The script runs as `__main__`, with its own arguments and its own folder on the path. A traceback
-shows its lines only. It is kept from a hang that is not its fault, see `keep_groups`.
+shows its lines only.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
 import sys
@@ -14,8 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from minidist.lifetime import keep_backends
 
 
 class ScriptError(Exception):
@@ -32,7 +30,7 @@ def work(script: str, arguments: Sequence[str]) -> None:
     Raises:
         ScriptError: it raised, or it exited with a code other than 0.
     """
-    keep_groups()
+    keep_backends()
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
@@ -51,21 +49,3 @@ def work(script: str, arguments: Sequence[str]) -> None:
         text = "".join(traceback.format_exception(error.with_traceback(of_script)))
         print(f"rank {os.environ.get('RANK')}: {text}", file=sys.stderr)
         raise ScriptError(f"{type(error).__name__}: {error}") from None
-
-
-def keep_groups() -> None:
-    """Lets every process group live as long as its process, though the script destroys it.
-
-    The last owner of a gloo group may be DDP's reducer. Its destructor joins gloo's thread and
-    holds the GIL meanwhile, for which that thread may wait to drop the last all-reduce: on a busy
-    machine a right script hung at its end.
-    """
-    destroy = distributed_c10d.destroy_process_group
-
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        for each in distributed_c10d._world.pg_map:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # also through Python's own end
-        destroy(group)
-
-    dist.destroy_process_group = destroy_process_group
-    distributed_c10d.destroy_process_group = destroy_process_group

@@ -189,7 +189,7 @@ def ddp_on_minidist(recorder: Recorder, sizes: Sizes, name: str) -> None:
 
 
 def ddp_gradients(backend: str, kind: str, config: GPTConfig) -> list[Tensor]:
-    """On every rank: the mean gradients of one step, in full fp32."""
+    """Of rank 0: the mean gradients of one step, in full fp32; the others need not send theirs."""
     if backend == "minidist":
         ours.register()
     device = start_rank(backend, kind)
@@ -200,7 +200,9 @@ def ddp_gradients(backend: str, kind: str, config: GPTConfig) -> list[Tensor]:
     torch.manual_seed(1 + dist.get_rank())
     tokens_BT = torch.randint(config.vocab_size, (2, config.context + 1)).to(device)
     lm_loss(ddp(tokens_BT[:, :-1]), tokens_BT[:, 1:]).backward()
-    found = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    found = []
+    if dist.get_rank() == 0:
+        found = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
     del ddp, model
     end_rank()
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -93,18 +92,7 @@ def known_gpu(device: torch.device) -> cost.GPU | None:
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    return find_gpu(properties.name, properties.total_memory)
-
-
-def find_gpu(name: str, memory_bytes: float) -> cost.GPU | None:
-    """The cost model's figures for a device of this name, as CUDA gives it.
-
-    >>> find_gpu("NVIDIA A100-SXM4-40GB", 42e9).name, find_gpu("NVIDIA GH200 480GB", 102e9)
-    ('A100 SXM 40 GB', None)
-    """
-    found = [gpu for gpu in cost.GPUS.values() if re.search(rf"\b{gpu.name.split()[0]}\b", name)]
-    # "A100" is one with 40 GB and one with 80.
-    return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
+    return cost.find_gpu(properties.name, properties.total_memory)
 
 
 def count_ranks(n: int) -> str:

@@ -54,7 +54,9 @@ def measure(recorder: Recorder, sizes: Sizes, labs: tuple[str, ...] = LABS) -> N
     with tempfile.TemporaryDirectory(prefix="labs-") as folder:
         course = Path(folder)
         for lab in labs:
-            recorder.measure(lab, functools.partial(grade, recorder, course, lab, gpus))
+            measured = functools.partial(grade, recorder, course, lab, gpus)
+            # Cut off in the middle it would look like a grader that hangs.
+            recorder.measure(lab, measured, needs_s=GOAL_S / 2)
 
 
 def grade(recorder: Recorder, course: Path, lab: str, gpus: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def choose_backend(local_world_size: int | None = None) -> str:
@@ -71,3 +73,15 @@ def _renamed(new: str, old: str) -> Any:
 def ignore_renaming_warnings() -> None:
     """Keep torch 2.13 from warning about the names that torch 2.11 needs."""
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*_single.*")
+
+
+def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Sort tensors into lists of one dtype and device each; order is kept inside a list.
+
+    What may be joined into one message, or given to one of torch's `_foreach_` operators: a few
+    kernels for all of them, where a kernel for each takes a GPU longer to start than to run.
+    """
+    lists: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(lists.values())

@@ -33,6 +33,8 @@ import cloudpickle
 
 from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.fork_server import Child, fork
+from minidist.lifetime import keep_backends
+from minidist.stacks import ask, tell_when_asked
 
 # After a rank has failed, the others get this long to fail by themselves (their tracebacks help).
 _GRACE_S = 1.0
@@ -65,7 +67,8 @@ def run(
     Raises:
         LaunchError: a rank raised or died; every other rank has been killed by then. `rank` of the
             error is the first one that failed.
-        LaunchDeadlineError: a LaunchError; a rank had not finished by then, and none had failed.
+        LaunchDeadlineError: a LaunchError; a rank had not finished by then, and none had failed. It
+            says where each of those stood.
     """
     if nprocs < 1:
         raise ValueError(f"run: nprocs must be at least 1, got {nprocs}")
@@ -153,7 +156,8 @@ def _collect(ranks: list[_Rank], end_s: float, deadline_s: float) -> None:
                     end_s = min(end_s, time.monotonic() + _GRACE_S)
         if not ready and time.monotonic() >= end_s:
             break
-    late = [each.rank for each in ranks if not each.done]
+    unfinished = [each for each in ranks if not each.done]
+    late = [each.rank for each in unfinished]
     if first is not None:
         others = [each for each in ranks if each.error is not None and each is not first]
         text = f"failed in run(): {first.error}"
@@ -164,9 +168,12 @@ def _collect(ranks: list[_Rank], end_s: float, deadline_s: float) -> None:
             text += f"\nkilled while still running: {_names(late)}"
         raise LaunchError(text, rank=first.rank)
     if late:
+        told = ask({each.process.pid: each.process.pipe.fileno() for each in unfinished})
+        stood = [(each.rank, told.get(each.process.pid)) for each in unfinished]
         raise LaunchDeadlineError(
             f"run(): {_names(late)} had not finished after {deadline_s:g} s "
-            f"(of {len(ranks)} ranks); all were killed",
+            f"(of {len(ranks)} ranks); all were killed"
+            + "".join(f"\nrank {rank} stood {where}" for rank, where in stood if where),
             rank=late[0] if len(late) == 1 else None,
         )
 
@@ -178,9 +185,11 @@ def _names(ranks: list[int]) -> str:
 def _rank_main(pipe: connection.Connection, job: bytes) -> None:
     """What a rank's process runs: calls the function, sends one message."""
     try:
+        tell_when_asked(pipe.fileno())
         import torch
 
         torch.set_num_threads(1)
+        keep_backends()
         fn, args = pickle.loads(job)
         message = cloudpickle.dumps(("ok", fn(*args)))
     except BaseException:

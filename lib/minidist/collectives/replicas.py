@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minidist.device import by_dtype_and_device
 from minidist.errors import MismatchError
 
 
@@ -60,13 +61,10 @@ def broadcast_tensors(
         tensors: of the same shapes, dtypes and order on every rank.
         source: rank in `group`, not in the world.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for (dtype, _), members in kinds.items():
+    for members in by_dtype_and_device(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in members])
         # gloo does not broadcast bool.
-        wire = flat.view(torch.uint8) if dtype == torch.bool else flat
+        wire = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
         dist.broadcast(wire, src=global_rank(group, source), group=group)
         if dist.get_rank(group) == source:
             continue

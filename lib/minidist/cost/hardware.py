@@ -23,6 +23,7 @@ latencies: NCCL's tuning model (src/graph/tuning.cc, ring, Simple protocol).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 GB = 1e9
@@ -211,6 +212,24 @@ B200 = GPU(
     matmul_efficiency=0.5,
 )
 GPUS = {gpu.name: gpu for gpu in (V100, A100_40GB, A100, H100, H200, B200)}
+
+
+def find_gpu(name: str, memory_bytes: float) -> GPU | None:
+    """The figures for a device of this name, as CUDA gives it; None if there are none.
+
+    Boards for PCIe slots have the name of a chip, but not the speed of its SXM module.
+
+    >>> find_gpu("NVIDIA A100-SXM4-40GB", 42e9).name
+    'A100 SXM 40 GB'
+    >>> find_gpu("NVIDIA GH200 480GB", 102e9), find_gpu("NVIDIA H100 PCIe", 85e9)
+    (None, None)
+    """
+    if re.search(r"PCIe|NVL\b", name, re.IGNORECASE):
+        return None
+    found = [gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.name.split()[0]}\b", name)]
+    # "A100" is one with 40 GB and one with 80.
+    return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
+
 
 # ----------------------------------------------------------------------------------------- links
 

@@ -120,10 +120,10 @@ class Generations:
         self.bury()
 
     def close(self) -> None:
+        if self._hub is not None:
+            self._hub.close()  # first: who shuts a kernel down may not wait for its ranks' end
         if self.ranks is not None:
             self.ranks.close()
-        if self._hub is not None:
-            self._hub.close()
 
     def states(self) -> list[dict[str, Any]]:
         """Per rank: `rank`, its process id `pid` as it says itself or None, whether it is `alive`.

@@ -119,9 +119,9 @@ class Hub:
             self.tell(node, {"do": "bye"})
         if self._authenticator is not None:
             self._authenticator.stop()
-        if self._socket is not None:
-            self._socket.close(500)
-            self._socket = None
+        if self._context is not None:
+            self._context.destroy(500)  # the process may end now, and nothing said is lost
+            self._context = self._socket = None
 
     # -- nodes -----------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from minidist.kernel.wire import decode, encode
 from minidist.lifetime import adopt_orphans
 
 JOIN_WITHIN_S = 600.0
+GOOD_BYE_WITHIN_S = 2.0  # it may still be on its way on the other connection
 ASK_WITHIN_S = 6.0  # the front itself waits for at most 5 s
 _FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -138,6 +139,7 @@ class Agent:
                 self._told_refusal = True
                 _say(self._job, "is not let in; has node 0 the same secret?")
             elif event == zmq.EVENT_DISCONNECTED and self._welcomed.is_set():
+                await asyncio.sleep(GOOD_BYE_WITHIN_S)
                 self._end("the notebook's kernel has gone", 1)
 
     def _tell(self, message: dict[str, Any]) -> None:

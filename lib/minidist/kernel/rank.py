@@ -28,7 +28,7 @@ from minidist.kernel.companion import Companion
 from minidist.kernel.diagnose import collectives_started
 from minidist.kernel.stream import BoundedStream
 from minidist.kernel.wire import Link, socket_name
-from minidist.lifetime import die_with_parent
+from minidist.lifetime import die_with_parent, keep_backends
 
 _CONNECT_MS = 20_000
 _CHANNELS = {1: "shell", 2: "stdin", 3: "control"}
@@ -205,6 +205,7 @@ def main(config: dict[str, Any], launcher: int) -> None:
     try:
         app = _make_app(config, rank)
         recover.install_fresh_store_keys()
+        keep_backends()
         _run_hook()
         app.iopub_thread.schedule(lambda: None)  # type: ignore[union-attr]
     except BaseException:

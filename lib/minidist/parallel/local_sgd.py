@@ -45,6 +45,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from minidist.device import by_dtype_and_device
+
 
 @torch.no_grad()
 def average_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> int:
@@ -57,12 +59,9 @@ def average_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | 
         Bytes that this rank sends in ring all-reduces, 2 (n-1)/n of the tensors.
     """
     n = dist.get_world_size(group)
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
     sent_bytes = 0
-    for dtype, some in by_dtype.items():
-        wide = torch.promote_types(dtype, torch.float32)
+    for some in by_dtype_and_device(tensors):
+        wide = torch.promote_types(some[0].dtype, torch.float32)
         flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in some])
         dist.all_reduce(flat, group=group)
         flat /= n

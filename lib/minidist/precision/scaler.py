@@ -44,6 +44,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minidist.device import by_dtype_and_device
+
 
 class Stage(Enum):
     """Where an optimiser is between two calls of `update`."""
@@ -104,7 +106,8 @@ class GradScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale."""
-        return loss * self._scale.to(loss.device) if self._enabled else loss
+        # A number on the CPU may be multiplied by on any device, without a copy that waits.
+        return loss * self._scale if self._enabled else loss
 
     # --- 2. unscale ---------------------------------------------------------------------------
 
@@ -168,13 +171,12 @@ class GradScaler:
         device = gradients[0].device if gradients else self._any_device()
         found = torch.zeros((), device=device)
         # The reciprocal in fp64, then fp32, as torch takes it.
-        inverse = self._scale.double().reciprocal().float()
-        # A few kernels for all gradients alike, not a few for each: a GPU hardly notices them.
-        for alike in _alike(gradients):
+        inverse = self._scale.double().reciprocal().float().item()
+        for alike in by_dtype_and_device(g for g in gradients if g.numel()):
             extremes = _extremes(alike)
             bad = torch.logical_not(torch.isfinite(extremes).all())
             found = torch.maximum(found, bad.to(found))
-            torch._foreach_mul_(alike, inverse.to(extremes.device))
+            torch._foreach_mul_(alike, inverse)
         return torch.stack([found, torch.full_like(found, bool(gradients))])
 
     def _any_device(self) -> torch.device:
@@ -294,15 +296,6 @@ def _local_gradients(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
         gradient: Any = parameter.grad
         if gradient is not None:
             yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
-
-
-def _alike(gradients: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The gradients that have elements, those of one device and dtype together."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient.numel():
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return list(groups.values())
 
 
 def _extremes(alike: list[torch.Tensor]) -> torch.Tensor:

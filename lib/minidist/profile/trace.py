@@ -191,7 +191,14 @@ def _steps(
     # A GPU repeats an annotation on each of its streams: what overlaps is one step.
     windows = sorted((*each, label) for label, spans in found.items() for each in merge(spans))
     if category == "gpu_user_annotation":
-        following = [start for start, _, _ in windows[1:]] + [w[1] for w in windows[-1:]]
+        # Nothing follows the last one, and its annotation ends with its stream: others may go on.
+        ends = [
+            start - origin + _ns(event["dur"])
+            for event, start in zip(events, starts, strict=True)
+            if event.get("cat") in _DEVICE
+        ]
+        last = [max(end, *ends) for _, end, _ in windows[-1:]]
+        following = [start for start, _, _ in windows[1:]] + last
         windows = [
             (s, after, label) for (s, _, label), after in zip(windows, following, strict=True)
         ]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from minidist.cost.hardware import GPUS
+from minidist.cost.hardware import find_gpu
 from minidist.cost.transformer import Transformer
 
 
@@ -33,12 +33,10 @@ def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype) -> float 
     """Peak of one device for matrix products of a dtype, in FLOP/s; None if it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
+    properties = torch.cuda.get_device_properties(device)
+    gpu = find_gpu(properties.name, properties.total_memory)
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(compute_dtype)
-    for gpu in GPUS.values():
-        if gpu.name.split()[0] in name and kind in gpu.peak_flops_per_s:
-            return gpu.peak(str(kind))
-    return None
+    return None if gpu is None else gpu.peak_flops_per_s.get(str(kind))
 
 
 class Report:

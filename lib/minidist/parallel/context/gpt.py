@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minidist.device import all_gather_single
+from minidist.device import all_gather_single, by_dtype_and_device
 from minidist.errors import MismatchError
 from minidist.mesh import Mesh
 from minidist.parallel.context.layout import Layout, positions
@@ -124,7 +124,7 @@ class ContextParallelGPT(nn.Module):
                 f"{tokens_BT.shape[1]} tokens = {num_tokens}, but the context is "
                 f"{self.config.context}"
             )
-        own_T = positions(num_tokens, rank, size, self.layout).to(tokens_BT.device)
+        own_T = positions(num_tokens, rank, size, self.layout, tokens_BT.device)
         return self.token_embedding(tokens_BT) + self.position_embedding(own_T)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -190,13 +190,13 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> 
     Something that averages over these ranks (DDP over data and context parallelism) needs the loss
     multiplied by the group's size instead.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    held: list[Tensor] = []
     for parameter in module.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
-    for grads in by_dtype.values():
+            held.append(parameter.grad)
+    for grads in by_dtype_and_device(held):
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=group)
         for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

@@ -39,7 +39,13 @@ def chunks_of(rank: int, size: int, layout: Layout) -> tuple[int, ...]:
     return (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
 
 
-def positions(num_tokens: int, rank: int, size: int, layout: Layout = "zigzag") -> Tensor:
+def positions(
+    num_tokens: int,
+    rank: int,
+    size: int,
+    layout: Layout = "zigzag",
+    device: torch.device | None = None,
+) -> Tensor:
     """Position in the sequence of each token that `rank` holds, int64 (num_tokens / size,).
 
     Raises:
@@ -56,7 +62,7 @@ def positions(num_tokens: int, rank: int, size: int, layout: Layout = "zigzag") 
             f"{num_tokens % num_chunks}); pad to {-(-num_tokens // num_chunks) * num_chunks}"
         )
     length = num_tokens // num_chunks
-    return torch.cat([torch.arange(length) + chunk * length for chunk in chunks])
+    return torch.cat([torch.arange(length, device=device) + chunk * length for chunk in chunks])
 
 
 def shard_sequence(

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minidist.device import by_dtype_and_device
 from minidist.errors import MinidistError, named_rank
 
 
@@ -68,8 +69,8 @@ def clip_grad_norm(
     # The small constant keeps a norm of 0 from dividing; min() on the device saves a round trip
     # from GPU to CPU that `if norm > max_norm` would cost.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in grads:
-        grad.mul_(factor.to(device=grad.device, dtype=grad.dtype))
+    for alike in by_dtype_and_device(grads):
+        torch._foreach_mul_(alike, factor.to(alike[0]))
     return norm
 
 
@@ -79,8 +80,10 @@ def _norm(grads: list[Tensor], norm_type: float, shard_group: dist.ProcessGroup 
     wide = shard_group is not None or any(grad.dtype == torch.float64 for grad in grads)
     dtype = torch.float64 if wide else torch.float32
     device = grads[0].device if grads else _device(shard_group)
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(device) for g in grads]
-    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=device)
+    norms = [torch.zeros((), dtype=dtype, device=device)]
+    for alike in by_dtype_and_device(grads):
+        norms += [norm.to(device) for norm in torch._foreach_norm(alike, norm_type, dtype=dtype)]
+    stacked = torch.stack(norms)
     if math.isinf(norm_type):
         total = stacked.max()
         if shard_group is not None:

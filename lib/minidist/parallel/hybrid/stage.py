@@ -99,7 +99,7 @@ class HybridStage(GPTStage):
     def positions(self, tokens_BT: Tensor) -> Tensor:
         """Where this rank's tokens stand in their sequence; under cp, not in a row."""
         rank, size = self.cp
-        return positions(tokens_BT.shape[1] * size, rank, size).to(tokens_BT.device)
+        return positions(tokens_BT.shape[1] * size, rank, size, device=tokens_BT.device)
 
 
 def output_specs(

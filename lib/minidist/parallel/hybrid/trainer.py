@@ -48,6 +48,7 @@ from torch import Tensor, nn
 
 from minidist.cost.parallelism import ParallelismConfig
 from minidist.cost.transformer import Transformer
+from minidist.device import by_dtype_and_device
 from minidist.mesh import Mesh
 from minidist.parallel.context import shard_sequence
 from minidist.parallel.data import BucketedDDP, average_gradients_flat
@@ -269,15 +270,17 @@ class HybridTrainer(HybridState):
         """
         self.prepare_gradients()
         grads = [(held, held.tensor.grad) for held in self.held if held.tensor.grad is not None]
+        own = [grad for held, grad in grads if self.counts(held)]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for held, grad in grads:
-            if self.counts(held):
-                square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        # A few kernels for all gradients, not a few for each, which a GPU spends more time to start
+        # than to run.
+        if own:
+            square += torch.stack(torch._foreach_norm(own, dtype=torch.float64)).square().sum()
         dist.all_reduce(square)
         norm = square.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for _, grad in grads:
-            grad.mul_(factor.to(grad.dtype))
+        for alike in by_dtype_and_device(grad for _, grad in grads):
+            torch._foreach_mul_(alike, factor.to(alike[0]))
         return norm
 
     # 4. update ----------------------------------------------------------------------------------

@@ -122,7 +122,8 @@ class RowParallelLinear(ShardedModule):
             y = reduce_scatter_sequence(partial, 1, self.tp.group)
         else:
             y = reduce_from(partial, self.tp.group)
-        return y if self.bias is None else y + replicated(self.bias, self.tp)
+        # In y's dtype: under autocast it is a low one, and an fp32 bias would promote the sum.
+        return y if self.bias is None else y + replicated(self.bias, self.tp).to(y.dtype)
 
 
 class ParallelLayerNorm(nn.LayerNorm):

@@ -1,5 +1,6 @@
 """Buckets of parameters: what one collective of stage 1 or 2 carries.
 
+>>> import torch
 >>> params = [torch.zeros(3), torch.zeros(2), torch.zeros(4)]
 >>> [[p.numel() for p in bucket] for bucket in cut_into_buckets(params, bucket_bytes=16)]
 [[3, 2], [4]]
@@ -7,10 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from minidist.parallel.zero.exchange import GradientBucket
@@ -29,14 +29,6 @@ class Bucket:
     # What the wrapped optimiser updates: the same tensors, or master copies of them.
     owned: list[Tensor]
     gradients: GradientBucket
-
-
-def by_dtype_and_device(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Sort parameters into lists of one dtype and device each; order is kept inside a list."""
-    lists: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for param in params:
-        lists.setdefault((param.dtype, param.device), []).append(param)
-    return list(lists.values())
 
 
 def cut_into_buckets(

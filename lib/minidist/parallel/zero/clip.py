@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minidist.device import by_dtype_and_device
 from minidist.errors import named_rank
 
 
@@ -48,15 +49,14 @@ def clip_by_global_norm(
         device = torch.device("cuda", torch.cuda.current_device())
     infinite = norm_type == math.inf
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        if gradient.numel():
-            exact = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
-            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=exact).to(total)
-            total = torch.maximum(total, norm) if infinite else total + norm**norm_type
+    for alike in by_dtype_and_device(g for g in gradients if g.numel()):
+        exact = alike[0].dtype if alike[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=exact)).to(total)
+        total = torch.maximum(total, norms.max()) if infinite else total + (norms**norm_type).sum()
     dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     norm = total if infinite else total ** (1 / norm_type)
     # As torch does: no gradient grows, and the small number guards against a division by zero.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.device))
+    for alike in by_dtype_and_device(gradients):
+        torch._foreach_mul_(alike, scale.to(alike[0]))
     return norm

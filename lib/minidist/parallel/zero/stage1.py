@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.collectives.replicas import broadcast_tensors, check_same_tensors
+from minidist.device import by_dtype_and_device
 from minidist.parallel.zero.buckets import (
     Bucket,
-    by_dtype_and_device,
     cut_into_buckets,
     elements_of,
 )

@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minidist.device import by_dtype_and_device
 from minidist.parallel.zero.buckets import (
     Bucket,
-    by_dtype_and_device,
     cut_into_buckets,
     elements_of,
 )
