@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
@@ -42,9 +40,10 @@ from autograder.status import Announcer
 
 NBGRADER_DEADLINE_S = 1800.0
 POOL_TRIES = 3
+# Runs what is left; returns those that came to nothing, and why.
 Runner = Callable[
-    [dict[int, Submission], Settings, int, Callable[[int, Record], None]], None
-]  # how what is left is run
+    [dict[int, Submission], Settings, int, Callable[[int, Record], None]], dict[int, str]
+]
 
 
 def default_jobs(world_size: int, lab: Lab | None = None) -> int:
@@ -97,41 +96,23 @@ def grade_class(
             [s.student for s in submissions], [r["student"] for r in records.values()],
             lab=settings.lab, world_size=settings.world_size, jobs=jobs, again=settings.again,
         )  # fmt: skip
-        tries: Counter[int] = Counter()
-        while todo := {i: s for i, s in enumerate(submissions) if i not in records}:
-            with contextlib.suppress(BrokenProcessPool):
-                (runner or _run_pool)(todo, settings, min(jobs, len(todo)), done)
-                break
-            # A worker that is killed takes the pool with it. Those that were being graded are
-            # tried again each in a pool of its own: one of them may be the reason.
-            remove_abandoned()
-            for index in _begun(todo, records, settings) or todo:
-                while index not in records and tries[index] < POOL_TRIES:
-                    if tries[index]:
-                        back_off(tries[index])
-                    tries[index] += 1
-                    with contextlib.suppress(BrokenProcessPool):
-                        (runner or _run_pool)({index: todo[index]}, settings, 1, done)
-                    remove_abandoned()
-                if index not in records:
-                    reason = f"a worker process of the grader was killed {POOL_TRIES} times"
-                    done(index, not_graded(todo[index], settings, reason))
+        run = runner or _run_pool
+        todo = {i: s for i, s in enumerate(submissions) if i not in records}
+        lost = run(todo, settings, min(jobs, len(todo)), done) if todo else {}
         remove_abandoned()
+        for index in lost:  # alone: one of them may have killed the others' workers
+            for failures in range(POOL_TRIES):
+                if failures:
+                    back_off(failures)
+                again = run({index: todo[index]}, settings, 1, done)
+                remove_abandoned()
+                if not again:
+                    break
+            else:
+                reason = f"{again[index]}, {POOL_TRIES} times in a row"
+                done(index, not_graded(todo[index], settings, reason))
     announcer.end(settings.lab)
     return [records[index] for index in range(len(submissions))]
-
-
-def _begun(
-    todo: dict[int, Submission], records: dict[int, Record], settings: Settings
-) -> list[int]:
-    """Those of `todo` of which the journal says that they were begun, and not what came of it."""
-    students: set[str] = set()
-    for entry in Journal(settings.course.journal_path).iter_records():
-        if entry.get("kind") == "batch":
-            students.clear()
-        elif entry.get("kind") == "attempt" and entry.get("lab") == settings.lab:
-            students.add(str(entry.get("student")))
-    return [i for i, s in todo.items() if i not in records and s.student in students]
 
 
 def _run_pool(
@@ -139,10 +120,10 @@ def _run_pool(
     settings: Settings,
     jobs: int,
     done: Callable[[int, Record], None],
-) -> None:
+) -> dict[int, str]:
     workers.begin(settings.lab)
     places = divide(visible_gpus(), jobs)
-    workers.run_pool(partial(grade, settings=settings), todo, places, done)
+    return workers.run_pool(partial(grade, settings=settings), todo, places, done)
 
 
 def check_names(submissions: Sequence[Submission]) -> None:

@@ -19,11 +19,7 @@ NO_GPU = "needs a CUDA device"
 # Every process that a test starts inherits this one.
 MARK = f"TESTS_OF_PROCESS={os.getpid()}"
 os.environ.update([MARK.split("=")])
-HELPERS = (
-    "minidist.fork_server",
-    "multiprocessing.forkserver",
-    "multiprocessing.resource_tracker",
-)  # end with pytest
+HELPERS = ("minidist.fork_server", "multiprocessing")  # end with pytest
 
 _skipped: dict[str, str] = {}  # test -> reason
 

@@ -219,7 +219,7 @@ def of_kind(processes: list[psutil.Process], kind: str) -> list[psutil.Process]:
 def _forks_workers(process: psutil.Process) -> bool:
     """What workers are forked from, or one of them; they share a command line."""
     try:
-        return "multiprocessing.forkserver" in " ".join(process.cmdline())
+        return "autograder.run" in process.cmdline()
     except psutil.Error:
         return False
 

@@ -138,7 +138,7 @@ class stub_grading:
     def settings(course: Course, lab: str = LAB) -> Settings:
         return Settings(course, lab, get_lab(lab).grading_world_size, True)
 
-    def _run_pool(self, todo: Any, settings: Settings, jobs: int, done: Any) -> None:
+    def _run_pool(self, todo: Any, settings: Settings, jobs: int, done: Any) -> dict[int, str]:
         self.again.append(settings.again)
         for index, submission in todo.items():
             self.asked.append(submission.student)
@@ -148,3 +148,4 @@ class stub_grading:
             )  # fmt: skip
             keep(settings, submission, record)
             done(index, record)
+        return {}

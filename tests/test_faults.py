@@ -119,11 +119,8 @@ def test_a_worker_that_is_told_to_end_many_times_ends_once():
     """By who made it, by the pool, by the grader: a signal must not wait for the one before it."""
     code = """
 import time
-from multiprocessing import SimpleQueue
 from autograder import workers
-places = SimpleQueue()
-places.put({})
-workers._prepare(places)
+workers._prepare()
 try:
     print("ready", flush=True)
     while True:

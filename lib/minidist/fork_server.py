@@ -102,6 +102,7 @@ def fork(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     new_session: bool = False,
+    server: Server | None = None,
 ) -> Child:
     """Calls `fn(pipe, *args)` in a new process that has torch already.
 
@@ -113,6 +114,7 @@ def fork(
         env: its whole environment; default: this process's.
         cwd: its working folder; default: this process's.
         new_session: give it a session and a process group of its own.
+        server: what forks it; default: the launcher's where it was inherited, else this process's.
 
     Raises:
         OSError: no process could be started.
@@ -121,7 +123,7 @@ def fork(
              "argv": list(sys.argv), "cwd": os.fspath(cwd or os.getcwd()),
              "new_session": new_session}  # fmt: skip
     job = cloudpickle.dumps((fn, args))
-    child = _ask_inherited() or _ask_own()
+    child = server.ask() if server else _ask_inherited() or _OWN.ask()
     with contextlib.suppress(OSError):  # it has died: its exit code says so
         child.pipe.send(place)
         child.pipe.send_bytes(job)
@@ -158,52 +160,78 @@ def _ask_inherited() -> Child | None:
     return None
 
 
-class _Own:
-    """The server that this process has started."""
+class Server:
+    """A server of this process; where it has died, it is started anew when it is needed.
 
-    def __init__(self) -> None:
-        self.pid = os.getpid()  # after a fork it is the parent's
-        self.requests, theirs = socket.socketpair()
-        with theirs:
-            code = f"from minidist.fork_server import main; main({theirs.fileno()})"
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+    Args:
+        preload: modules that it imports as soon as it is started; default: PRELOAD, when it is
+            first asked to fork.
+    """
 
-    def lives(self) -> bool:
-        return self.pid == os.getpid() and self.process.poll() is None
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = tuple(preload)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+        self._owner = 0  # the process that has started it: after a fork, not this one
+
+    def start(self) -> None:
+        """Starts it, unless it runs; returns at once."""
+        with self._lock:
+            self._ensure()
+
+    def ask(self) -> Child:
+        """A child of it that waits for what to do.
+
+        Raises:
+            OSError: it could not be started, or it died twice while it forked.
+        """
+        with self._lock:
+            with contextlib.suppress(OSError):  # it has just been killed
+                return _ask(self._ensure())
+            self._end()
+            return _ask(self._ensure())
 
     def end(self) -> None:
-        if self.pid == os.getpid():
-            self.requests.close()
-            self.process.kill()
-            self.process.wait()
+        """Ends it and what it has forked."""
+        with self._lock:
+            self._end()
+
+    def _ensure(self) -> socket.socket:
+        if self._requests is not None and self._owner == os.getpid():
+            if self._process is not None and self._process.poll() is None:
+                return self._requests
+            self._end()
+        requests, theirs = socket.socketpair()
+        with theirs:
+            code = "import sys; from minidist.fork_server import main; main(*sys.argv[1:])"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno()), *self._preload],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        if not self._owner:
+            atexit.register(self.end)
+        self._requests, self._owner = requests, os.getpid()
+        return requests
+
+    def _end(self) -> None:
+        if self._requests is not None and self._process is not None and self._owner == os.getpid():
+            self._requests.close()
+            self._process.kill()
+            self._process.wait()
+            self._requests = self._process = None
 
 
-_own: _Own | None = None
-_lock = threading.Lock()
-
-
-def _ask_own() -> Child:
-    """A child of this process's own server, which is started if there is none that lives."""
-    global _own
-    with _lock:
-        if _own is not None and _own.lives():
-            try:
-                return _ask(_own.requests)
-            except OSError:  # it has just been killed
-                _own.end()
-        _own = _Own()
-        atexit.register(_own.end)
-        return _ask(_own.requests)
+_OWN = Server()
 
 
 # -- the server -----------------------------------------------------------------------------------
 
 
-def main(fd: int) -> None:
+def main(fd: str, *preload: str) -> None:
     """A server that is a program of its own."""
-    serve(socket.socket(fileno=fd))
+    import_for_good(preload)
+    serve(socket.socket(fileno=int(fd)), preload or PRELOAD)
     os._exit(0)  # and what it has forked ends with it
 
 
@@ -228,7 +256,7 @@ def reseed_numpy() -> None:
         numpy.random.seed()
 
 
-def serve(requests: socket.socket) -> None:
+def serve(requests: socket.socket, preload: Sequence[str] = PRELOAD) -> None:
     """Forks for those who hold the other end of `requests`, until nobody does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who ask
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -253,8 +281,8 @@ def serve(requests: socket.socket) -> None:
                 return
             if len(fds) < 4:  # not from `fork`
                 continue
-            if "torch._dynamo" not in sys.modules:
-                import_for_good(PRELOAD)
+            if not sys.modules.keys() >= set(preload):
+                import_for_good(preload)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
