@@ -11,7 +11,9 @@ BIN := $(CURDIR)/$(VENV)/bin
 LAB ?= lab1_ddp
 JOBS ?=
 LAB_ARGS ?=
+PART ?=
 PYTEST_ARGS ?=
+FLAKE_ARGS ?=
 SOAK_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
@@ -24,12 +26,17 @@ export PATH := $(BIN):$(PATH)
 # The environment of another project must not leak into ours.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help grade lab test verify soak nightly claims bench gpu book build lint clean install
+# Half of what tests do is waiting: one process more than there are cores.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+IN_PART := $(addprefix tests/,$(PART))
+
+.PHONY: help grade lab test test-all test-rest flake verify soak nightly claims bench gpu book build lint clean install
 
 help: ## list the commands
 	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
-	@sed -n 's/^\([a-z]*\):.*## /  \1|/p' Makefile | column -t -s '|' 2>/dev/null \
-	  || sed -n 's/^\([a-z]*\):.*## /  \1   /p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  \1|/p' Makefile | column -t -s '|' 2>/dev/null \
+	  || sed -n 's/^\([a-z-]*\):.*## /  \1   /p' Makefile
 
 grade: $(VENV)/.installed ## grade the bundled example class of lab 1 (LAB=..., JOBS=...)
 	@[ -e build/course.key ] || $(BIN)/python -m autograder init
@@ -44,19 +51,29 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	@args="$(LAB_ARGS)"; [ "$$(id -u)" != 0 ] || args="--allow-root $$args"; \
 	  cd work && exec $(BIN)/jupyter lab $$args
 
-test: $(VENV)/.installed-dev lint ## check style, types and generated files, and run every test
+test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 10 minutes (PART=kernel)
 	@$(BIN)/python -m autograder.build --check
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
+
+test-all: test test-rest ## run every test, in 35 minutes (PART=kernel)
+
+test-rest: $(VENV)/.installed-dev # what 'make test' leaves out; a folder may have nothing of it
+	@$(PYTEST) -m slow $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
+
+flake: $(VENV)/.installed-dev ## run tests 30 times on a busy machine, in the background, and write a table (PART=kernel)
+	@mkdir -p build/flake
+	@nohup $(BIN)/python tests/helpers/flake.py $(FLAKE_ARGS) $(IN_PART) $(PYTEST_ARGS) >build/flake/log.txt 2>&1 & \
+	  echo "in the background, process $$!; the table after each round: build/flake/table.md"
 
 verify: $(VENV)/.installed-dev ## prove every lab's tests with right and wrong submissions (LAB=... for one)
 	@$(BIN)/python -m autograder verify $(if $(filter command line environment,$(origin LAB)),--lab $(LAB)) --json build/verify.json
 
 soak: $(VENV)/.installed-dev ## grade every right submission ten times with all cores busy (SOAK_ARGS=...)
-	@$(BIN)/python tests/soak.py $(SOAK_ARGS)
+	@$(BIN)/python tests/helpers/soak.py $(SOAK_ARGS)
 
 nightly: $(VENV)/.installed-dev ## what takes long: 50 kills in a class of 200, every attack, the proof one by one, solutions at 1 to 4 and 8 ranks, 1,000 submissions through Slurm, every benchmark once (FAULTS=...)
-	@$(BIN)/python tests/faults.py $(FAULTS)
-	@ATTACKS=all $(BIN)/python -m pytest tests/test_attacks.py
+	@$(BIN)/python tests/helpers/faults.py $(FAULTS)
+	@ATTACKS=all $(BIN)/python -m pytest tests/attacks/test_attacks.py
 	@$(BIN)/python -m autograder verify --alone
 	@SIZES=all $(BIN)/python -m pytest tests -k "runs_as_a_script or tiny_jobs"
 	@$(BIN)/python benchmarks --quick

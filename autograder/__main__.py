@@ -21,7 +21,7 @@ from autograder.commands import add_commands
 from autograder.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
 from autograder.history import choose, handed_in_before, read_history
-from autograder.intake import Submission, find_submissions
+from autograder.intake import Found, find_submissions
 
 if TYPE_CHECKING:
     from autograder.similar import Pair
@@ -158,14 +158,15 @@ def _init(options: argparse.Namespace, console: Console) -> int:
 def _grade(options: argparse.Namespace, console: Console) -> int:
     course = Course.find()
     course.key()
-    submissions = _submissions(options, course)
+    found = _submissions(options, course)
+    submissions = found.submissions
     if options.executor == "pool":
         workers.begin(options.lab)
     from autograder.batch import check_names, default_jobs, fill_gradebook, grade_class
     from autograder.bridge import choose_sandbox
     from autograder.criteria.base import Status
     from autograder.regrade import Regrading
-    from autograder.report import clean, rich_table, write_csv
+    from autograder.report import clean, left_out_of, rich_table, write_csv
     from autograder.report_page import write_html
     from autograder.run import Settings
     from autograder.similar import rows
@@ -194,16 +195,21 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
         jobs = runner.parallel(jobs)
     records = grade_class(submissions, settings, jobs, console, runner)
     console.print(rich_table(records))
+    left_out = left_out_of(found.left_out, lab.name)
+    if left_out:
+        names = ", ".join(each["student"] for each in left_out)
+        say = f"not graded, {len(left_out)} folders without {lab.name}.ipynb: {clean(names)}"
+        console.print(say, markup=False, highlight=False, soft_wrap=True)
     regrading.show(records, console)
     left = [course.build / "report.html", course.build / "grades.csv"]
     shown = regrading.whole_class(records) if options.student else records
     pairs, evidence = [], []
     if not options.example:  # whose submissions are all variants of one
         pairs, evidence = _worth_a_look(course, lab.name, shown)
-    write_html(shown, left[0], rows(pairs), evidence_rows(evidence))
+    write_html(shown, left[0], rows(pairs), evidence_rows(evidence), left_out)
     write_csv(shown, left[1])
     if options.json is not None:
-        text = json.dumps(records, indent=1)
+        text = json.dumps([*records, *left_out], indent=1)
         if options.json == Path("-"):
             print(text)
         else:
@@ -299,20 +305,20 @@ def _doctor(options: argparse.Namespace, console: Console) -> int:
     return EXIT_FAILED if any(each.state == "missing" for each in findings) else 0
 
 
-def _submissions(options: argparse.Namespace, course: Course) -> list[Submission]:
+def _submissions(options: argparse.Namespace, course: Course) -> Found:
     if not options.paths and not options.example and not options.student:
         raise ValueError("name a notebook or a folder, or say --example")
     if options.student and not options.paths and not options.example:
-        return handed_in_before(read_history(course), options.lab, options.student)
-    found = find_submissions(options.paths, options.lab) if options.paths else []
+        return Found(handed_in_before(read_history(course), options.lab, options.student), {})
+    found = find_submissions(options.paths, options.lab) if options.paths else Found([], {})
     if options.example:
         from autograder.zoo import write_class
 
         folder = course.build / "class"
         shutil.rmtree(folder, ignore_errors=True)  # of an older version, perhaps
         write_class(options.lab, folder, only_example=True)
-        found += find_submissions([folder], options.lab)
-    return choose(found, options.student) if options.student else found
+        found.submissions.extend(find_submissions([folder], options.lab).submissions)
+    return Found(choose(found.submissions, options.student), {}) if options.student else found
 
 
 if __name__ == "__main__":

@@ -100,16 +100,17 @@ def grade_class(
         todo = {i: s for i, s in enumerate(submissions) if i not in records}
         lost = run(todo, settings, min(jobs, len(todo)), done) if todo else {}
         remove_abandoned()
-        for index in lost:  # alone: one of them may have killed the others' workers
+        for index, reason in lost.items():  # alone: one of them may have killed the others' workers
             for failures in range(POOL_TRIES):
                 if failures:
                     back_off(failures)
                 again = run({index: todo[index]}, settings, 1, done)
                 remove_abandoned()
-                if not again:
+                if index not in again:
                     break
+                reason = again[index]
             else:
-                reason = f"{again[index]}, {POOL_TRIES} times in a row"
+                reason += f", {POOL_TRIES} times in a row"
                 done(index, not_graded(todo[index], settings, reason))
     announcer.end(settings.lab)
     return [records[index] for index in range(len(submissions))]

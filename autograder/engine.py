@@ -128,6 +128,7 @@ class _Run:
         self.ends_at = time.monotonic() + session.lab.limits.wall_s
         self.outcome: dict[str, Any] = {}
         self.broken = False
+        self.last: NotebookNode | None = None
         self.client = _Client(
             nb_man.nb, kernel_name=kernel_name, allow_errors=True, timeout_func=self._timeout,
             startup_timeout=int(START_TIMEOUT_S),
@@ -169,8 +170,11 @@ class _Run:
         if time.monotonic() > self.ends_at:
             return  # what is left stays NOT_RUN
         self.nb_man.cell_start(cell, index)
-        # Ranks that died after the last cell had ended are not this cell's fault.
-        if (self.broken or await self._are_lost()) and not await self._fresh_ranks():
+        # Ranks that died after the last cell had ended are not this cell's fault, and would die of
+        # that one again.
+        if lost := not self.broken and await self._are_lost():
+            self._shorten_last()
+        if (self.broken or lost) and not await self._fresh_ranks():
             self.ends_at = 0.0
             return
         began = time.monotonic()
@@ -187,8 +191,14 @@ class _Run:
         if check is None and meta.replay:
             source = definitions(cell.source) if kind in BROKEN else cell.source
             self.session.worked.append((source, cell.execution_count or 0))
-        self.broken = kind in BROKEN
+        self.broken, self.last = kind in BROKEN, cell
         self.nb_man.cell_complete(cell, index)
+
+    def _shorten_last(self) -> None:
+        """Of the cell that was run last, keeps definitions only, if it would be run again."""
+        worked, cell = self.session.worked, self.last
+        if cell is not None and worked and worked[-1][0] == cell.source:
+            worked[-1] = (definitions(cell.source), worked[-1][1])
 
     async def _execute(self, cell: NotebookNode, index: int, deadline_s: float) -> None:
         self.deadline_s = deadline_s

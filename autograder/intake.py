@@ -80,6 +80,14 @@ class Submission:
     path: Path
 
 
+@dataclass(frozen=True)
+class Found:
+    """What there is to grade, and the folders of a class that hold nothing: folder -> why not."""
+
+    submissions: list[Submission]
+    left_out: dict[Path, str]
+
+
 class _Invalid(Exception):
     """The submission cannot be graded; the message is for the student."""
 
@@ -341,7 +349,7 @@ def _is_locked(cell: NotebookNode) -> bool:
 # --- a class ----------------------------------------------------------------------------------
 
 
-def find_submissions(paths: Sequence[Path], lab: str) -> list[Submission]:
+def find_submissions(paths: Sequence[Path], lab: str) -> Found:
     """The notebooks of one lab in files and folders, sorted by student.
 
     A path is a notebook, the folder of one student (``lab.ipynb`` or ``lab/lab.ipynb`` in it), or
@@ -350,14 +358,16 @@ def find_submissions(paths: Sequence[Path], lab: str) -> list[Submission]:
     followed.
 
     Raises:
-        ValueError: a path does not exist, cannot be listed, or holds no submission.
+        ValueError: a path does not exist, cannot be listed, holds no submission, or may be the
+            folder of one student as well as that of a class.
     """
     found: dict[Path, Submission] = {}
+    left_out: dict[Path, str] = {}
     for path in map(Path, paths):
         if not os.path.lexists(path):
             raise ValueError(f"there is no file or folder {path}")
         try:
-            here = list(_submissions(path, lab))
+            here = list(_submissions(path, lab, left_out))
         except OSError as error:
             raise ValueError(f"{path} cannot be listed: {error.strerror}") from None
         if not here:
@@ -366,7 +376,7 @@ def find_submissions(paths: Sequence[Path], lab: str) -> list[Submission]:
                 f"or STUDENT/{lab}/{lab}.ipynb in it"
             )
         found |= {submission.path: submission for submission in here}
-    return sorted(found.values())
+    return Found(sorted(found.values()), dict(sorted(left_out.items())))
 
 
 def display_name(name: str) -> str:
@@ -374,13 +384,21 @@ def display_name(name: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
-def _submissions(path: Path, lab: str) -> Iterator[Submission]:
+def _submissions(path: Path, lab: str, left_out: dict[Path, str]) -> Iterator[Submission]:
     absolute = Path(os.path.abspath(path))
     if not path.is_dir():
         folder = absolute.parent
         student = folder.parent.name if folder.name == lab else folder.name
         yield Submission(display_name(student if absolute.stem == lab else absolute.stem), path)
     elif alone := _of_student(path, lab):
+        others = [f for f in path.iterdir() if f != alone.parent and _is_students(f, lab)]
+        if alone.parent == path and others:
+            names = ", ".join(sorted(display_name(folder.name) for folder in others))
+            raise ValueError(
+                f"{path} holds {lab}.ipynb, as the folder of one student does, and folders that "
+                f"hold one, as that of a class does ({names}): move the one or the others away, "
+                "or name the notebooks that are to be graded"
+            )
         student = absolute.parent.name if absolute.name == lab else absolute.name
         yield Submission(display_name(student), alone)
     else:
@@ -388,6 +406,7 @@ def _submissions(path: Path, lab: str) -> Iterator[Submission]:
             if child.name.startswith(".") or not child.is_dir():
                 continue
             if child.is_symlink() and not child.resolve().is_relative_to(path.resolve()):
+                left_out[child] = "a link that leads out of the class's folder"
                 continue
             try:
                 notebook = _of_student(child, lab) or _only_notebook(child, lab)
@@ -395,6 +414,15 @@ def _submissions(path: Path, lab: str) -> Iterator[Submission]:
                 notebook = child / f"{lab}.ipynb"
             if notebook:
                 yield Submission(display_name(child.name), notebook)
+            else:
+                left_out[child] = f"there is no {lab}.ipynb and no other notebook in it"
+
+
+def _is_students(folder: Path, lab: str) -> bool:
+    """Whether it holds a submission under the lab's very name."""
+    if folder.name.startswith(".") or not folder.is_dir():
+        return False
+    return any(os.path.lexists(folder / name) for name in (f"{lab}.ipynb", f"{lab}/{lab}.ipynb"))
 
 
 def _of_student(folder: Path, lab: str) -> Path | None:

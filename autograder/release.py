@@ -6,7 +6,8 @@
     autograder/            checks give the same verdicts as the grader does, on practice data
 
 When a lab is over, releasing again with `--over LAB` brings its solution, and what it had withheld
-as far as no other lab still does: a lab that has not been handed out yet withholds, too.
+as far as no other lab does that is handed out and not over. A lab to come withholds nothing yet:
+lectures that come before it need what it will withhold.
 Solutions, the class of wrong submissions and this course's tests are never part of it.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from autograder.build import edited_by_hand
 from autograder.course import Course, CourseError
-from autograder.criteria import get_lab, lab_names
+from autograder.criteria import get_lab
 from autograder.options import NAME
 
 MARK = ".released-by-autograder"
@@ -61,7 +62,7 @@ def write_release(
     masters = [_master(course, lab) for lab in handed_out]
     _make_room(folder)
     library = course.root / "lib" / "minidist"
-    still_open = [get_lab(lab) for lab in lab_names() if lab not in over]
+    still_open = [get_lab(lab) for lab in labs if lab not in over]
     missing = find_missing(library, {name for lab in still_open for name in lab.withheld})
 
     shutil.copytree(course.root / "autograder", folder / "autograder", ignore=_IGNORE)

@@ -10,7 +10,7 @@ import csv
 import io
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +61,19 @@ def clean(text: object, limit: int = _MESSAGE_CHARS) -> str:
         c for c in plain if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs")
     )
     return plain if len(plain) <= limit else plain[:limit] + " […]"
+
+
+def left_out_of(folders: Mapping[Path, str], lab: str) -> list[Record]:
+    """A record without score and criteria for each folder of a class that holds nothing to grade.
+
+    Args:
+        folders: folder -> why.
+    """
+    return [
+        {"submission": str(folder), "student": clean(folder.name), "lab": lab, "score": None,
+         "max_score": None, "criteria": [], "left_out": clean(why)}
+        for folder, why in folders.items()
+    ]  # fmt: skip
 
 
 def reason(record: Record) -> str:
@@ -156,12 +169,14 @@ def criteria_of(records: Sequence[Record]) -> list[str]:
 
 
 def share_of(record: Record) -> float:
-    """Score over what can be had; above 1 with extra points."""
-    return record["score"] / record["max_score"] if record["max_score"] else 0.0
+    """Score over what can be had; above 1 with extra points, 0 where there is no score."""
+    return (record["score"] or 0.0) / record["max_score"] if record["max_score"] else 0.0
 
 
 def score_of(record: Record) -> str:
-    return f"{record['score']:g} / {record['max_score']:g}"
+    """Whom the grader has failed has no score."""
+    score = "–" if record["score"] is None else f"{record['score']:g}"
+    return f"{score} / {record['max_score']:g}"
 
 
 def is_missed(criterion: Record) -> bool:

@@ -33,12 +33,14 @@ def write_html(
     path: Path,
     similar: Sequence[Sequence[str]] = (),
     suspicious: Sequence[Sequence[str]] = (),
+    left_out: Sequence[Record] = (),
 ) -> None:
     """One page without scripts or external assets: summary, matrix, and messages per student.
 
     Args:
         similar: rows of `similar.rows`.
         suspicious: rows of `suspicious.rows`.
+        left_out: records of `report.left_out_of`.
     """
     labs = ", ".join(sorted({clean(r["lab"]) for r in records})) or "no submissions"
     ranks = ", ".join(sorted({str(r["world_size"]) for r in records}))
@@ -54,6 +56,7 @@ def write_html(
         _slowest(records),
         "</div>",
         _matrix(records),
+        _left_out(left_out),
         _suspicious(suspicious),
         _similar(similar),
         "<section><h2>What went wrong, student by student</h2>",
@@ -144,6 +147,22 @@ def _matrix(records: Sequence[Record]) -> str:
         f"<thead><tr><th scope=col>student</th><th scope=col class=num>score</th>{head}"
         f"<th scope=col class=num>seconds</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
         f"</div><ul class=legend>{legend}</ul></section>"
+    )
+
+
+def _left_out(records: Sequence[Record]) -> str:
+    """Folders of the class in which there is nothing to grade."""
+    if not records:
+        return ""
+    body = "".join(
+        f"<tr><th scope=row>{_esc(r['student'])}</th><td>{_esc(r['left_out'])}</td></tr>"
+        for r in records
+    )
+    return (
+        "<section><h2>Not graded</h2><p class=sub>Folders of the class in which there is nothing "
+        "to grade. They have no score, here and in the gradebook.</p><div class=scroll>"
+        "<table class=findings><thead><tr><th scope=col>student</th><th scope=col>why</th></tr>"
+        f"</thead><tbody>{body}</tbody></table></div></section>"
     )
 
 
@@ -250,7 +269,8 @@ def _esc(text: object) -> str:
 
 def _points(criterion: Record) -> str:
     extra = " extra" if criterion.get("extra") else ""
-    return f"{criterion['points']:g} of {criterion['max_points']:g}{extra}"
+    points = "–" if criterion["points"] is None else f"{criterion['points']:g}"
+    return f"{points} of {criterion['max_points']:g}{extra}"
 
 
 _PAGE = """<!doctype html>

@@ -170,10 +170,12 @@ def _with_points(record: Record, lab: Lab) -> Record:
 def not_graded(
     submission: Submission, settings: Settings, reason: str, began: float | None = None
 ) -> Record:
-    """A record of our own failure; not journalled, so that it is tried again."""
+    """A record of our own failure, without points; not journalled, so that it is tried again."""
     verdicts = _all(settings.course.lab(settings.lab), Status.INFRA, reason)
     began = time.monotonic() if began is None else began
-    return _record(submission, settings, verdicts, began, settings.sandboxed)
+    record = _record(submission, settings, verdicts, began, settings.sandboxed)
+    criteria = [criterion | {"points": None} for criterion in record["criteria"]]
+    return record | {"score": None, "criteria": criteria}
 
 
 def record_key(sha256: str, settings: Settings) -> str:

@@ -1,4 +1,4 @@
-"""The folder in /tmp that one attempt works in, and what becomes of it when the grader is killed.
+"""The temporary folder that one attempt works in, and what becomes of it when the grader is killed.
 
 A control group of the same name, or a container, goes with it (`cgroup`, `containers`).
 
@@ -19,15 +19,21 @@ from pathlib import Path
 from autograder.cgroup import remove_group
 from autograder.containers import remove_left
 
-PLACE = Path("/tmp")  # short, because a unix socket's path has at most 107 bytes
+MAX_PLACE_BYTES = 30  # a unix socket's path has at most 107
 PREFIX = "md-"
 _OWNER = "owner"
+
+
+def place() -> Path:
+    """Where these folders are: $TMPDIR, or /tmp where sockets in it would have too long a path."""
+    folder = os.path.realpath(tempfile.gettempdir())
+    return Path(folder if len(os.fsencode(folder)) <= MAX_PLACE_BYTES else "/tmp")
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A folder of this process's own, gone at the end."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place()))
     try:
         # Locked before it has its name: nobody may find it free in between.
         unnamed = folder / f"{_OWNER}.new"
@@ -45,7 +51,7 @@ def scratch_folder() -> Iterator[Path]:
 def remove_abandoned() -> list[Path]:
     """Takes away this user's folders whose owners are dead; returns them."""
     removed = []
-    for folder in PLACE.glob(f"{PREFIX}*"):
+    for folder in place().glob(f"{PREFIX}*"):
         with suppress(OSError):  # it went by itself, or is not ours to read
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue

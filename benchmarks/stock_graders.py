@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from attack_corpus import LAB, Attack, bases, load_attacks  # noqa: E402
 from attack_grader import AttackCourse, reference  # noqa: E402
@@ -111,7 +111,7 @@ class _Blocked:
 
 
 class _Ours:
-    """Our grader, in the course of tests/attack_grader.py."""
+    """Our grader, in the course of tests/helpers/attack_grader.py."""
 
     def __init__(self, folder: Path) -> None:
         self.course = AttackCourse.make(folder)

@@ -1,14 +1,18 @@
-"""What all tests share: tests that need a GPU, and no test that is skipped in CI unseen."""
+"""What all tests share: places of their own, what runs beside what, and no skip unseen in CI."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +23,13 @@ NO_GPU = "needs a CUDA device"
 # Every process that a test starts inherits this one.
 MARK = f"TESTS_OF_PROCESS={os.getpid()}"
 os.environ.update([MARK.split("=")])
+# Tests run side by side, and each looks at what its own have left: files and sockets of one pytest
+# process are in a folder of its own. The path is short, because that of a socket has to be.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+PLACE = tempfile.mkdtemp(prefix="t-", dir="/tmp")
+OF_RUN = os.environ.setdefault("TESTS_OF_RUN", PLACE)  # of the process that starts the others
+os.environ.update(TMPDIR=PLACE, XDG_RUNTIME_DIR=PLACE)
+tempfile.tempdir = PLACE
 HELPERS = ("minidist.fork_server", "multiprocessing")  # end with pytest
 
 _skipped: dict[str, str] = {}  # test -> reason
@@ -56,7 +67,14 @@ def _started_by_tests() -> dict[int, str]:
     return found
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Says which tests stay together, and puts those that run alone at the end."""
+    for item in items:
+        shared = [name for name, (fixture, *_) in _fixtures(item) if fixture.scope == "module"]
+        if len(shared) > 1:  # besides `nothing_runs_on`: made once, so by one process
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -66,6 +84,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def _fixtures(item: pytest.Item) -> Any:
+    return item._fixtureinfo.name2fixturedefs.items() if isinstance(item, pytest.Function) else ()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Beside a test that is marked `alone` no other one runs; its time-out begins after that."""
+    if not hasattr(item.config, "workerinput"):  # not one of several processes of pytest-xdist
+        return (yield)
+    alone = item.get_closest_marker("alone") is not None
+    with open(f"{OF_RUN}/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -80,7 +113,8 @@ def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
     if not report.skipped or hasattr(report, "wasxfail"):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    _skipped[report.nodeid] = reason.removeprefix("Skipped: ")
+    test = report.nodeid.partition("@")[0]  # without the group of pytest-xdist
+    _skipped[test] = reason.removeprefix("Skipped: ")
 
 
 def _forbidden_skips() -> list[str]:
@@ -101,6 +135,7 @@ def _forbidden_skips() -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    shutil.rmtree(PLACE, ignore_errors=True)
     if _forbidden_skips() and exitstatus in (
         pytest.ExitCode.OK,
         pytest.ExitCode.NO_TESTS_COLLECTED,

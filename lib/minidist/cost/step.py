@@ -13,8 +13,8 @@ exposed messages per micro-batch. Gradients are reduced over dp behind backward 
 enough of it to hide them; the optimiser reads and writes its states once.
 
 Two numbers are fitted: `GPU.matmul_efficiency` (0.7 of peak on A100, 0.5 on H100) and `launch_s`
-(0.9 ms, eager Megatron). tests/test_cost_published.py compares with published measurements and says
-how far off this is: 5 to 15 % on average, and up to a factor of two for single runs in which
+(0.9 ms, eager Megatron). tests/cost/test_cost_published.py compares with published measurements and
+says how far off this is: 5 to 15 % on average, and up to a factor of two for single runs in which
 something else went on than the model knows. Kernels, NCCL and clocks differ.
 
 Example: GPT-3 on 1,024 A100s, close to the 34 days of arXiv 2104.04473.

@@ -177,8 +177,17 @@ def _make_app(config: dict[str, Any], rank: int) -> RankApp:
     app.session.key = config["key"]
     app.session.signature_scheme = config["signature_scheme"]
     app.initialize([])
+    app.shell.ask_exit = _refuse_exit
     app.log.setLevel(logging.WARNING)  # what is below goes nowhere, and yet takes time to write
     return app
+
+
+def _refuse_exit() -> None:
+    """What `exit()` and `quit()` do in a cell."""
+    raise RuntimeError(
+        "exit() and quit() would end this rank some time after the cell; nothing was ended. "
+        "%restart_ranks starts fresh ranks"
+    )
 
 
 def _run_hook() -> None:
@@ -222,7 +231,5 @@ def main(config: dict[str, Any], launcher: int) -> None:
     ).start()
     link.send({"ready": True})
     app.start()
-    # A cell has called exit(). The threads of a kernel would keep the process, which no longer
-    # answers, so it ends here, once its last messages are on their way.
-    time.sleep(0.2)
-    os._exit(0)
+    time.sleep(0.2)  # its last messages are on their way
+    os._exit(0)  # else the threads of a kernel would keep a process that no longer answers

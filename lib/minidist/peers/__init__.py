@@ -9,9 +9,10 @@ raises a ValueError that names what that framework has no word for.
 | `megatron` | arguments of Megatron-LM's script; a rank's part of the model | built on a CPU |
 
 Optional: `pip install --no-build-isolation "minidist[peers]"` installs both. Their configurations
-are made, and tested, without them. tests/test_peers.py compares DeepSpeed's loss curve with that of
-`minidist.train` where it is installed. **BLOCKED**: Megatron-Core's forward pass allocates on a
-CUDA device, so without one it is built and its parameters are counted, and it is not trained.
+are made, and tested, without them. tests/parallel/test_peers.py compares DeepSpeed's loss curve
+with that of `minidist.train` where it is installed. **BLOCKED**: Megatron-Core's forward pass
+allocates on a CUDA device, so without one it is built and its parameters are counted, and it is not
+trained.
 """
 
 from minidist.peers.deepspeed import deepspeed_config, train_deepspeed

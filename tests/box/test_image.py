@@ -1,0 +1,67 @@
+"""The image definitions agree with each other and with what the course needs.
+
+Whether they build can only be tried where there is an engine and a network; how, says their head.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = ROOT / "autograder" / "image"
+DOCKERFILE = (IMAGE / "Dockerfile").read_text()
+APPTAINER = (IMAGE / "minidist.def").read_text()
+
+
+def _packages(text: str) -> list[str]:
+    found = re.search(r"--no-install-recommends \\\n\s+([a-z0-9 .+-]+)", text)
+    assert found is not None
+    return found[1].split()
+
+
+def test_both_install_the_same():
+    assert _packages(DOCKERFILE) == _packages(APPTAINER)
+    assert {"bubblewrap", "python3", "python3-venv"} <= set(_packages(DOCKERFILE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(each for each in project["dependencies"] if each.startswith("torch"))
+    assert f'"{torch}"' in DOCKERFILE
+    assert f'"{torch}"' in APPTAINER
+    assert "debian:bookworm-slim" in DOCKERFILE
+    assert "From: debian:bookworm-slim" in APPTAINER
+
+
+LEFT = [".git/config", ".venv/bin/python", "build/course.key", "gradebook.db", "work/lab.ipynb",
+        "handed_in/ada/lab.ipynb", "submitted/ada/lab/lab.ipynb"]  # fmt: skip
+
+
+def test_no_key_gradebook_or_submission_gets_into_an_image(tmp_path):
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {Path(file).parts[0] for file in LEFT} <= set(ignored)
+    checkout, image = tmp_path / "checkout", tmp_path / "image"
+    for file in [*LEFT, "README.md", "lib/minidist/build/kept.py"]:
+        (checkout / file).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / file).write_text("")
+    subprocess.run(
+        ["sh", "-euc", _section("setup")], cwd=checkout, check=True,
+        env={**os.environ, "APPTAINER_ROOTFS": str(image)},
+    )  # fmt: skip
+    course = image / "course"
+    files = {str(file.relative_to(course)) for file in course.rglob("*") if file.is_file()}
+    assert files == {"README.md", "lib/minidist/build/kept.py"}
+    assert (course / "build").is_dir()  # both are bound over
+    assert (course / "handed_in").is_dir()
+
+
+def test_the_definition_has_all_its_sections():
+    sections = re.findall(r"^%(\w+)", APPTAINER, re.MULTILINE)
+    assert sections == ["setup", "post", "environment", "runscript", "test"]
+
+
+def _section(name: str) -> str:
+    found = re.search(rf"^%{name}\n(.*?)^%", APPTAINER, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]

@@ -1,0 +1,225 @@
+"""What students get holds no answer, and works."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+import tomllib
+
+import pytest
+from course import ROOT
+
+from autograder.course import Course, CourseError
+from autograder.criteria import get_lab, lab_names
+from autograder.release import MARK, _course_options, find_missing, write_release
+
+RUN = 12  # tokens in a row that count as an answer
+LABS = [name for name in lab_names() if (ROOT / "labs" / name / f"{name}.ipynb").is_file()]
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("release") / "students"
+    (folder / ".git").mkdir(parents=True)
+    (folder / MARK).touch()
+    (folder / "old.py").touch()
+    return write_release(Course(ROOT), folder, LABS)
+
+
+def tokens(text):
+    """Words: names, numbers and strings. Signs are left out, for what idioms share is signs."""
+    found, words = [], {tokenize.NAME, tokenize.NUMBER, tokenize.STRING}
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type in words and not token.string.startswith(('"""', "'''")):
+                found.append(token.string)
+    except (tokenize.TokenError, SyntaxError, IndentationError):
+        pass  # a magic, or the end of a fragment: what came before counts
+    return found
+
+
+def runs(text):
+    found = tokens(text)
+    return {tuple(found[i : i + RUN]) for i in range(len(found) - RUN + 1)}
+
+
+# What a task shows, its single-process script for one, is no answer.
+SHOWN = set().union(
+    *(
+        runs("".join(cell["source"]))
+        for lab in LABS
+        for cell in json.loads((ROOT / "labs" / lab / f"{lab}.ipynb").read_text("utf-8"))["cells"]
+    )
+)
+
+
+def answers(lab):
+    """Runs of tokens between BEGIN and END SOLUTION, each region by itself."""
+    text = (ROOT / "solutions" / lab / f"{lab}.py").read_text("utf-8")
+    regions = re.findall(r"### BEGIN SOLUTION\n(.*?)\n[ #]*### END SOLUTION", text, re.DOTALL)
+    assert regions
+    return set().union(*(runs(_dedent(region)) for region in regions)) - SHOWN
+
+
+def _dedent(region):
+    lines = region.split("\n")
+    if all(line.startswith("#") for line in lines):  # a script that a cell writes
+        lines = [line[2:] for line in lines]
+    width = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
+    return "\n".join(line[width:] for line in lines)
+
+
+def sources(folder):
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".py":
+            yield path, path.read_text("utf-8")
+        elif path.suffix == ".ipynb":
+            for cell in json.loads(path.read_text("utf-8"))["cells"]:
+                yield path, "".join(cell["source"])
+
+
+def test_no_run_of_an_answer_is_in_it(released):
+    assert_no_answer(released, released.labs)
+
+
+@pytest.mark.parametrize(("labs", "over"), [(["lab1_ddp"], []), (LABS, ["lab1_ddp"])])
+def test_a_lab_withholds_from_when_it_is_handed_out_until_it_is_over(tmp_path, labs, over):
+    made = write_release(Course(ROOT), tmp_path, labs, over)
+    assert_no_answer(made, set(labs) - set(over))
+    names = {"precision", "profile", "checkpoint", "elastic"}
+    library = {path.stem for path in (tmp_path / "lib" / "minidist").iterdir()}
+    assert names & library == (set() if labs is LABS else names)
+
+
+def assert_no_answer(released, labs):
+    wanted = {run: lab for lab in labs for run in answers(lab)}
+    hits = [
+        f"{path.relative_to(released.folder)}: {' '.join(run)} ({wanted[run]})"
+        for path, text in sources(released.folder)
+        if "solutions" not in path.parts  # of labs that are over: their idioms come again
+        for run in sorted(runs(text) & set(wanted))
+    ]
+    assert not hits, "\n".join(hits)
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_an_answer_would_be_found(lab):
+    solution = json.loads((ROOT / "solutions" / lab / f"{lab}.ipynb").read_text("utf-8"))
+    found = set().union(*(runs("".join(cell["source"])) for cell in solution["cells"]))
+    assert len(found & answers(lab)) > 50
+
+
+def test_it_holds_what_students_need_and_no_more(released):
+    names = {path.name for path in released.folder.iterdir()}
+    assert {"labs", "notebooks", "lib", "autograder", "Makefile", "README.md", ".git"} <= names
+    assert not names & {"solutions", "tests", "benchmarks", "old.py"}
+    assert not list(released.folder.rglob("zoo/*"))
+    assert not list(released.folder.rglob("__pycache__"))
+    for lab in LABS:
+        for name in get_lab(lab).withheld:
+            path = released.folder.joinpath("lib", *name.split("."))
+            assert not path.exists()
+            assert not path.with_suffix(".py").exists()
+    lectures = {path.stem for path in (released.folder / "notebooks").iterdir()}
+    assert "00_start_here" in lectures
+    assert not lectures & set(released.lectures_withheld)
+    for name in (*released.withheld, *released.lectures_withheld):
+        assert name in (released.folder / "README.md").read_text("utf-8")
+    makefile = (released.folder / "Makefile").read_text("utf-8")
+    assert re.search("^lab:", makefile, re.MULTILINE)
+    assert not re.search("^(test|grade|verify|bench):", makefile, re.MULTILINE)
+
+
+def test_lectures_come_before_the_labs_that_withhold_what_they_need(tmp_path):
+    made = write_release(Course(ROOT), tmp_path / "students", ["lab1_ddp"])
+    lectures = {path.stem[:2] for path in (made.folder / "notebooks").iterdir()}
+    assert lectures >= {"00", "01", "02", "06", "10", "11"}
+    assert "03" not in lectures  # it runs lab 1's answer
+
+
+def test_all_that_is_left_can_be_imported_and_checks_work(released):
+    code = """
+import importlib, pkgutil, minidist, autograder
+assert minidist.__file__.startswith(ROOT), minidist.__file__
+for package in (minidist, autograder):
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+from autograder import check
+check("accum_batch_size", (lambda *a: 0, lambda *a: 0, lambda *a: 0.0))
+"""
+    lib, root = released.folder / "lib", released.folder
+    env = os.environ | {"PYTHONPATH": f"{lib}{os.pathsep}{root}", "MPLBACKEND": "agg"}
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"ROOT = {str(root)!r}\n{code}"],
+        cwd=root, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "accum_batch_size" in done.stdout + done.stderr, done.stderr[-3000:]
+    assert "ModuleNotFoundError" not in done.stderr, done.stderr[-3000:]
+
+
+def test_a_lab_that_is_over_brings_its_answers(tmp_path):
+    made = write_release(Course(ROOT), tmp_path, [], over=LABS)
+    assert made.withheld == ()
+    assert (tmp_path / "solutions" / "lab1_ddp" / "lab1_ddp.ipynb").is_file()
+    assert (tmp_path / "lib" / "minidist" / "parallel").is_dir()
+
+
+def test_a_notebook_that_was_filled_in_is_not_handed_out(tmp_path):
+    course, lab = Course(tmp_path / "course"), "lab1_ddp"
+    master = course.root / "labs" / lab / f"{lab}.ipynb"
+    master.parent.mkdir(parents=True)
+    folder = tmp_path / "students"
+    folder.mkdir()
+    (folder / MARK).touch()
+    (folder / "earlier").touch()
+    with pytest.raises(CourseError, match="is missing: run `make build`"):
+        write_release(course, folder, [lab])
+    shutil.copy(ROOT / "solutions" / lab / f"{lab}.ipynb", master)
+    with pytest.raises(CourseError, match="is not as it was built"):
+        write_release(course, folder, [lab])
+    assert (folder / "earlier").is_file()  # nothing was written, and nothing taken away
+
+
+def test_what_the_grader_is_told_is_not_handed_out():
+    text = '[points.lab1_ddp]\nsetup = 7\n[slurm]\nsetup = ["export TOKEN=x"]\n'
+    text += '[limits.lab1_ddp]\nbox_memory_bytes = "12 GiB"  # of ours\n'
+    given = _course_options(text)
+    assert tomllib.loads(given) == {
+        "points": {"lab1_ddp": {"setup": 7}},
+        "limits": {"lab1_ddp": {"box_memory_bytes": "12 GiB"}},
+    }
+    assert "TOKEN" not in given
+
+
+def test_nothing_of_anybody_else_is_replaced(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(CourseError, match="is not empty, and no earlier release"):
+        write_release(Course(ROOT), tmp_path, LABS)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_what_needs_a_withheld_module_goes_with_it(tmp_path):
+    library = tmp_path / "minidist"
+    for name, text in {
+        "__init__": "",
+        "a/__init__": "",
+        "a/b": "SECRET = 1",
+        "c": "from minidist.a import b",
+        "d": "from .c import b",
+        "e": "def late():\n    from minidist.a import b",
+        "f": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from minidist.a import b",
+        "g": "import minidist.a",
+    }.items():
+        path = library / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert find_missing(library, ["minidist.a.b"]) == ["minidist.a.b", "minidist.c", "minidist.d"]
+    assert find_missing(library, []) == []

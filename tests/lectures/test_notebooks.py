@@ -1,0 +1,119 @@
+"""Every lecture runs from top to bottom, as a student would run it, and what it claims is true.
+
+A lecture is run by papermill on its own kernel. MINIDIST_CLAIMS collects what it claimed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+
+from minidist import claims
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+LECTURES = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+MIN_FIGURES, MIN_WIDGETS, MIN_CLAIMS = 3, 2, 12
+WIDGET = "application/vnd.jupyter.widget-view+json"
+# A cell, a lecture, all lectures together; a slow lecture is given a second try, since the machine
+# may have been busy with something else.
+CELL_LIMIT_S, LECTURE_LIMIT_S, ALL_LIMIT_S = 60.0, 90.0, 900.0
+SECONDS: dict[str, float] = {}  # of the lectures that have run
+
+
+def run(path: Path, tmp_path: Path, monkeypatch) -> tuple[nbformat.NotebookNode, list, float]:
+    """The notebook with its outputs, the claims that it made, and the seconds it took."""
+    log = tmp_path / "claims.jsonl"
+    monkeypatch.setenv("MINIDIST_CLAIMS", str(log))
+    monkeypatch.setenv("MINIDIST_LECTURE", path.stem)
+    began = time.monotonic()
+    notebook = papermill.execute_notebook(
+        str(path), None, cwd=str(tmp_path), progress_bar=False, start_timeout=120,
+        execution_timeout=int(CELL_LIMIT_S),
+    )  # fmt: skip
+    return notebook, claims.load(log) if log.exists() else [], time.monotonic() - began
+
+
+def outputs_of(notebook) -> list:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
+@pytest.mark.timeout(600)
+def test_lecture(path, tmp_path, monkeypatch):
+    notebook, made, seconds = run(path, tmp_path, monkeypatch)
+    if seconds > LECTURE_LIMIT_S:
+        (tmp_path / "claims.jsonl").unlink(missing_ok=True)
+        notebook, made, seconds = run(path, tmp_path, monkeypatch)
+    SECONDS[path.stem] = seconds
+    outputs = outputs_of(notebook)
+    assert seconds < LECTURE_LIMIT_S
+    assert sum(SECONDS.values()) < ALL_LIMIT_S, SECONDS
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    widgets = [output for output in outputs if WIDGET in output.get("data", {})]
+    if path.stem == "00_start_here":
+        text = "".join(output.get("text", "") for output in outputs)
+        assert pictures
+        assert "[rank 1" in text, "the other ranks' output is missing"
+        return
+    assert all("image/png" in w["data"] for w in widgets), "a widget shows nothing on GitHub"
+    assert len(pictures) - len(widgets) >= MIN_FIGURES
+    assert len(widgets) >= MIN_WIDGETS
+    assert len({claim.text for claim in made}) >= MIN_CLAIMS
+    assert [str(claim) for claim in made if not claim.passed] == []
+    errors = [o for o in outputs if o.get("output_type") == "error"]
+    assert errors == []
+
+
+@pytest.mark.timeout(180)
+def test_a_lecture_that_fails_leaves_no_files(tmp_path, monkeypatch):
+    """Lecture 10 up to the place where it makes its folder, and then an error."""
+    notebook = nbformat.read(NOTEBOOKS / "10_many_nodes.ipynb", as_version=4)
+    end = next(i for i, cell in enumerate(notebook.cells) if "\nwork = " in cell.source)
+    code = "%%rank 0\n(work / 'there').touch()\nprint(work)\n1 / 0"
+    notebook.cells = [*notebook.cells[: end + 1], nbformat.v4.new_code_cell(code)]
+    nbformat.write(notebook, tmp_path / "fails.ipynb")
+    with pytest.raises(papermill.PapermillExecutionError, match="ZeroDivisionError"):
+        papermill.execute_notebook(
+            str(tmp_path / "fails.ipynb"), str(tmp_path / "out.ipynb"), cwd=str(tmp_path),
+            progress_bar=False, start_timeout=120,
+        )  # fmt: skip
+    ran = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    printed = "".join(output.get("text", "") for output in outputs_of(ran))
+    folder = next(line for line in printed.splitlines() if "lecture10-" in line)
+    ends_at = time.monotonic() + 30
+    while Path(folder).exists():
+        assert time.monotonic() < ends_at, f"{folder} is left"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
+def test_lecture_has_its_parts(path):
+    notebook = nbformat.read(path, as_version=4)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are committed"
+    if path.stem == "00_start_here":
+        return
+    assert "you can" in notebook.cells[0].source, "it does not say what one can do after it"
+    assert re.search(r"^## Summary$", text, re.M)
+    assert re.search(r"^## (What to read|Read)$", text, re.M)
+    assert text.count("<details>") >= 5, "questions without folded answers"
+    assert re.search(r"arXiv[: ]\d{4}\.\d{4,5}", text), "nothing to read"
+    assert re.search(r"lab[1-6]_\w+", text), "no lab is named"
+    assert any("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells)
+    assert len(json.dumps(notebook)) < 1_000_000
+
+
+@pytest.mark.parametrize("path", LECTURES[1:], ids=lambda path: path.stem)
+def test_lecture_uses_what_is_there_and_leaves_nothing(path):
+    """It asks for its device, and what it writes goes with its kernel, however that ends."""
+    code = "\n".join(c.source for c in nbformat.read(path, as_version=4).cells if "outputs" in c)
+    assert re.search(r"\bchoose_device\(", code)
+    assert re.search(r"\bchoose_backend\(", code)
+    for made in re.finditer(r"(with )?tempfile\.(mkdtemp|TemporaryDirectory)\(([^)]*)", code):
+        assert made[1] or "dir=" in made[3], made[0]
