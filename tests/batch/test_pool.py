@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -157,31 +158,31 @@ def slow_square(number: int) -> int:
     return number * number
 
 
-def test_whatever_dies_at_any_moment(server):
+@pytest.mark.parametrize("jobs", [1, 2, 3])
+def test_whatever_dies_at_any_moment(jobs):
     """Somebody kills what there is, at random; each task is done or lost, and the pool ends."""
-    rng = random.Random(0)
+    rng = random.Random(jobs)
     over = threading.Event()
     kills = []
 
     def storm():
-        while not over.wait(rng.uniform(0.0, 0.2)):
-            found = psutil.Process().children(recursive=True)
-            found = [p for p in found if "autograder.workers" in " ".join(p.cmdline())]
-            if found:
-                victim = rng.choice(found)
-                victim.kill()
-                kills.append(victim.pid)
+        while len(kills) < 10 and not over.wait(rng.uniform(0.0, 0.2)):
+            with contextlib.suppress(psutil.Error):  # it has just ended by itself
+                found = psutil.Process().children(recursive=True)
+                found = [p for p in found if "autograder.workers" in p.cmdline()]
+                if found:
+                    rng.choice(found).kill()
+                    kills.append(time.monotonic())
 
     storming = threading.Thread(target=storm)
     storming.start()
     try:
-        for jobs in (1, 2, 3):
-            lost = run(slow_square, dict(zip(range(60), range(60), strict=True)), jobs)
-            assert len(lost) < 60
+        lost = run(slow_square, dict(zip(range(60), range(60), strict=True)), jobs)
     finally:
         over.set()
         storming.join()
-    assert len(kills) >= 5
+    assert kills
+    assert len(lost) <= jobs * len(kills)
 
 
 def refuses(number: int) -> int:

@@ -157,7 +157,7 @@ def test_a_rank_that_dies_between_cells(fresh: Kernel) -> None:
 
 @pytest.mark.parametrize("code", ["exit()", "quit()", "def f():\n    quit()\nf()"])
 def test_exit_in_a_cell_is_an_error_and_ends_nobody(fresh: Kernel, code: str) -> None:
-    """A rank that ended by itself some time later would take a cell with it that is not to blame."""
+    """One that ended by itself some time later would take a cell that is not to blame."""
     before = fresh.request(action="status")["ranks"]
     result = fresh.run(f"%%rank 1\nprint('bye')\n{code}")
     assert result.text() == "bye\n"

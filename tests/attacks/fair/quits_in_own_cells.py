@@ -7,6 +7,7 @@ ci: yes
 # %% put="after imports"
 exit()
 
+
 # %% put="after task3_sampler"
 def done():
     quit()
