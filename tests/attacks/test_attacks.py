@@ -1,7 +1,8 @@
 """No submission of the attack corpus gets a point that it has not earned, or touches another's.
 
-CI grades the part that is marked `ci: yes`; ATTACKS=all grades all of it (about half an hour on
-two cores). `python tests/helpers/attack_grader.py FOLDER NAME` grades one and shows what is wrong.
+`make test` grades one of each group that is marked `ci: yes`, `make test-all` all that are, and
+ATTACKS=all the whole corpus (about half an hour on two cores). `python
+tests/helpers/attack_grader.py FOLDER NAME` grades one and shows what is wrong with it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 
 import pytest
 from attack_corpus import CRITERIA, bases, load_attacks
-from attack_grader import grade_all, reference
+from attack_grader import AttackCourse, reference
 from course import TestCourse
 from leftovers import assert_nothing_left, find_leftovers
 
@@ -29,30 +30,29 @@ RUN = [
     for title, attack in ATTACKS.items()
     if EVERYTHING or (attack.in_ci and not attack.same_as)
 ]
-pytestmark = pytest.mark.timeout(5400)
+FIRST = {ATTACKS[title].group: title for title in reversed(RUN)}
 needs_box = pytest.mark.skipif(not probe_support().works, reason="no sandbox")
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Every attack that is run, graded; then a right submission, after all of them."""
+@pytest.fixture(scope="session")
+def attacked(tmp_path_factory):
+    """A course for attacks, of each pytest process its own; last comes a right submission."""
     before = find_leftovers()
-    graded = grade_all(tmp_path_factory.mktemp("attacks") / "course", RUN, jobs=2)
-    assert_nothing_left(before)
-    return {outcome.attack.title: outcome for outcome in graded}
-
-
-@needs_box
-@pytest.mark.parametrize("title", RUN)
-def test_an_attack_comes_to_nothing(outcomes, title):
-    assert outcomes[title].problems == []
-
-
-@needs_box
-def test_the_next_submission_gets_what_it_has_earned(outcomes):
-    last = outcomes[reference().title]
-    assert last.problems == []
+    course = AttackCourse.make(tmp_path_factory.mktemp("attacks") / "course")
+    yield course
+    last = course.grade(reference())
+    assert last.problems + course.finish() == []
     assert last.record["score"] == 100
+    assert_nothing_left(before)
+
+
+@needs_box
+@pytest.mark.parametrize(
+    "title",
+    [pytest.param(t, marks=[pytest.mark.slow] * (t not in FIRST.values())) for t in RUN],
+)
+def test_an_attack_comes_to_nothing(attacked, title):
+    assert attacked.grade(ATTACKS[title]).problems == []
 
 
 @pytest.mark.parametrize("title", [t for t, a in ATTACKS.items() if a.invalid])
@@ -123,6 +123,7 @@ class _Page(html.parser.HTMLParser):
 
 
 @needs_box
+@pytest.mark.slow
 def test_pages_and_tables_are_safe_to_open(tmp_path_factory):
     course = TestCourse.make(tmp_path_factory.mktemp("course"))
     titles = [t for t, a in ATTACKS.items() if a.group == "output" and (EVERYTHING or a.in_ci)]

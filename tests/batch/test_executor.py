@@ -352,6 +352,7 @@ def test_what_is_not_a_result_is_said_to_be_none(tmp_path, text):
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_a_class_in_local_jobs(course, monkeypatch, tmp_path):
     """A notebook, and a file that is none; then nothing is left to do."""
     monkeypatch.setenv("AUTOGRADER_COURSE", str(course.root))
@@ -408,6 +409,7 @@ def test_a_job_that_cannot_grade_says_why(course, changes, expected, monkeypatch
     assert not course.journal_path.exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_jobs(course):
     hand_in(course, "ada")
     process = subprocess.Popen(

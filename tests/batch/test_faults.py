@@ -37,6 +37,7 @@ MASTER = ROOT / "labs" / LAB / f"{LAB}.ipynb"
 FULL_BYTES = 100_000  # of a file: a lab's notebook as it was run has more
 
 
+@pytest.mark.slow
 def test_every_part_is_killed_in_a_class_of_twenty(tmp_path):
     """Every part is killed once; each submission has one verdict, and the one it has earned."""
     course = TestCourse.make(tmp_path / "course")
@@ -82,7 +83,9 @@ def course(tmp_path):
     return made
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "its parent is killed"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("Ctrl-C", marks=pytest.mark.slow), "its parent is killed"]
+)
 def test_a_worker_that_is_told_to_end_does_not_begin_anew(course, how):
     notebook = nbformat.read(MASTER, as_version=4)
     nap = nbformat.v4.new_code_cell("import time; time.sleep(3)", id="nap")
@@ -157,6 +160,7 @@ def _grade(course: TestCourse, *options: str, **more) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_costs_nobody_a_point(course):
     """A limit on the size of files fails where a full disk does, and needs no disk to be full."""
 
@@ -171,6 +175,7 @@ def test_a_full_disk_is_told_and_costs_nobody_a_point(course):
     assert set(statuses(records["one"]).values()) <= {"STUDENT_ERROR", "NOT_RUN", "WRONG"}
 
 
+@pytest.mark.slow
 def test_a_locked_gradebook_loses_no_verdict(course):
     """Somebody has the database open: grading says so, and the next time only it is left to do."""
     folder = str(course.root / "handed_in")

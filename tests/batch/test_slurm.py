@@ -25,7 +25,6 @@ from autograder.slurm_options import SlurmOptions
 from autograder.zoo import load_zoo
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.skipif(not probe_support().works, reason="no sandbox"),
@@ -143,6 +142,7 @@ def was_graded(record: dict) -> bool:
     return record["sandboxed"] and set(statuses(record).values()) <= HONEST
 
 
+@pytest.mark.slow
 def test_a_class_on_two_nodes_gets_the_records_of_the_pool(course, cluster, tmp_path):
     (course.root / "course.toml").write_text(SLURM)
     hand_in(course, "ada", "kim")
@@ -184,6 +184,7 @@ def test_a_class_on_two_nodes_gets_the_records_of_the_pool(course, cluster, tmp_
     assert all_jobs(cluster) == before
 
 
+@pytest.mark.slow
 def test_more_gpus_than_a_node_has_are_refused(course, cluster):
     (course.root / "course.toml").write_text(OPTIONS + "gpus = 3\n")
     hand_in(course, "ann")
@@ -192,6 +193,7 @@ def test_more_gpus_than_a_node_has_are_refused(course, cluster):
         assert "Requested node configuration is not available" in grading.said
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_is_told_and_graded_the_next_time(course, cluster):
     hand_in(course, "ada", "kim")
     with Grading(course, cluster) as grading:
@@ -212,6 +214,7 @@ def test_a_cancelled_job_is_told_and_graded_the_next_time(course, cluster):
     assert verdicts(course) == {"ada": 1, "kim": 1}
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_costs_nobody_a_point(course, cluster):
     hand_in(course, "ada", "kim")
     with Grading(course, cluster) as grading:
@@ -232,6 +235,7 @@ def test_a_node_that_dies_costs_nobody_a_point(course, cluster):
     assert verdicts(course) == {"ada": 1, "kim": 1}
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_away_for_a_while_stops_nothing(course, cluster):
     hand_in(course, "ada", "kim")
     with Grading(course, cluster) as grading:
@@ -246,6 +250,7 @@ def test_a_controller_that_is_away_for_a_while_stops_nothing(course, cluster):
     assert verdicts(course) == {"ada": 1, "kim": 1}
 
 
+@pytest.mark.slow
 def test_a_job_that_has_to_make_room_is_submitted_again(course, cluster):
     hand_in(course, "ada")
     with Grading(course, cluster) as grading:
@@ -259,6 +264,7 @@ def test_a_job_that_has_to_make_room_is_submitted_again(course, cluster):
     assert verdicts(course) == {"ada": 1}
 
 
+@pytest.mark.slow
 def test_a_job_over_its_time_says_so_itself(course, cluster):
     hand_in(course, "ada")
     (course.root / "course.toml").write_text(f"{OPTIONS}time_s = 3\ntries = 2\n")
@@ -294,6 +300,7 @@ def ends(cluster):
 
 
 @pytest.mark.timeout(7200)  # of a thousand; of forty, WITHIN_S is the limit
+@pytest.mark.slow
 def test_tiny_jobs_are_one_array_and_few_questions(course, cluster, request, tmp_path, monkeypatch):
     """What the grader calls is counted on its way to the real command; the test calls others.
 
@@ -339,6 +346,7 @@ def test_tiny_jobs_are_one_array_and_few_questions(course, cluster, request, tmp
     assert {"n1 0", "n1 1"} <= set(gpus) <= {"n1 0", "n1 1", "n2 0", "n2 1"}
 
 
+@pytest.mark.slow
 def test_what_slurm_says_of_jobs_that_wrote_nothing(cluster, ends, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
     ids, jobs = ends, SlurmJobs(STATES, tmp_path, SlurmOptions())
@@ -352,6 +360,7 @@ def test_what_slurm_says_of_jobs_that_wrote_nothing(cluster, ends, tmp_path, mon
     cluster.say("scancel", other)
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_only_what_is_left_is_graded(course, cluster):
     hand_in(course, "ada", "kim", "lea")
     (course.root / "course.toml").write_text(f"{OPTIONS}array_parallelism = 1\n")
@@ -378,6 +387,7 @@ def test_after_ctrl_c_only_what_is_left_is_graded(course, cluster):
     assert not {e["student"] for e in again} & set(done)
 
 
+@pytest.mark.slow
 def test_a_grader_that_was_killed_leaves_its_results_to_the_next(course, cluster):
     hand_in(course, "ada", "kim")
     with Grading(course, cluster) as grading:
@@ -404,6 +414,7 @@ def script(name: str) -> str:
     return str(ROOT / "autograder" / "slurm" / name)
 
 
+@pytest.mark.slow
 def test_the_script_that_grades_a_class_cancels_its_jobs_and_goes_on(course, cluster, monkeypatch):
     hand_in(course, "ada", "kim")
     monkeypatch.chdir(course.root)

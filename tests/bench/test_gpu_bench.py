@@ -237,6 +237,7 @@ def two_parts(monkeypatch):
     monkeypatch.setattr(runner, "PARTS", parts)
 
 
+@pytest.mark.slow
 def test_a_second_run_does_what_the_first_one_could_not(tmp_path, two_parts, capsys):
     out = tmp_path / "r.json"
     arguments = ["--rehearse", "--out", str(out), "--commit", "mine"]

@@ -31,6 +31,7 @@ def test_generate_assignment_gives_what_is_committed(course):
     assert (released / f"{LAB}.ipynb").read_bytes() == committed.read_bytes()
 
 
+@pytest.mark.slow
 def test_autograde_gives_the_referees_scores(course):
     everyone = course.root / "everyone"
     write_class(LAB, everyone)
@@ -75,6 +76,7 @@ def answer(path, name, text):
     path.write_text(nbformat.writes(notebook), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_person_grades_the_reflections_and_grading_again_keeps_it(course):
     path = course.root / "build" / "nbgrader" / "gradebook.db"
 
@@ -93,6 +95,7 @@ def test_a_person_grades_the_reflections_and_grading_again_keeps_it(course):
     assert grades()["reflect_1"][1] == 1.5
 
 
+@pytest.mark.slow
 def test_validate_tells_a_student_what_is_missing(course):
     lab = f"labs/{LAB}/{LAB}.ipynb"
     done = course.run("-m", "nbgrader", "validate", lab, deadline_s=400, code=None)
@@ -101,6 +104,7 @@ def test_validate_tells_a_student_what_is_missing(course):
     assert "NotImplementedError" in said
 
 
+@pytest.mark.slow
 def test_validate_passes_the_solution(course):
     solution = f"solutions/{LAB}/{LAB}.ipynb"
     done = course.run("-m", "nbgrader", "validate", solution, deadline_s=400)

@@ -45,6 +45,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 def test_broken_notebooks_get_a_record_and_the_rest_is_graded(course):
     for student, (content, _) in BROKEN.items():
         course.submit(student, content)
@@ -124,6 +125,7 @@ def test_a_file_in_place_that_nbgrader_cannot_read_is_left_out(course, monkeypat
         assert "good" not in left_out.rpartition("=")[2].split(",")
 
 
+@pytest.mark.slow
 def test_a_record_can_be_found_again_from_elsewhere(course):
     """`--student`, the report's advice and a regrade read the file once more."""
     record = course.grade("handed_in/empty", "--no-gradebook")["empty"]
@@ -157,6 +159,7 @@ def no_bubblewrap(monkeypatch, tmp_path):
     probe_support.cache_clear()
 
 
+@pytest.mark.slow
 def test_without_a_sandbox_strangers_are_refused_unless_trusted(no_bubblewrap, tmp_path):
     course = TestCourse.make(tmp_path / "course")
     path = str(course.submit("starter", MASTER.read_bytes()))

@@ -143,6 +143,7 @@ def test_lectures_come_before_the_labs_that_withhold_what_they_need(tmp_path):
     assert "03" not in lectures  # it runs lab 1's answer
 
 
+@pytest.mark.slow
 def test_all_that_is_left_can_be_imported_and_checks_work(released):
     code = """
 import importlib, pkgutil, minidist, autograder

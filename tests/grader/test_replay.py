@@ -181,6 +181,7 @@ def test_wrong_usage_is_exit_code_2(course, capsys, tmp_path):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_real_grading_agrees_with_its_replay(tmp_path):
     course = TestCourse.make(tmp_path / "course")
     [entry] = [e for e in load_zoo(LAB) if e.name == "wrong_sum"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import resource
 import secrets
@@ -17,8 +16,7 @@ import shutil
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,13 +36,15 @@ MAX_RESIDENT_BYTES = 4 << 30  # of any process that grading has started
 QUICK_S = 20.0  # honest work takes a tenth; only attacks that hang wait for it
 
 
-def quick_lab(name: str) -> Lab:
-    """The lab with shorter deadlines, so that what hangs does not take minutes."""
-    lab = get_lab(name)
-    criteria = [
-        dataclasses.replace(c, deadline_s=min(c.deadline_s, 2 * QUICK_S)) for c in lab.criteria
-    ]
-    return dataclasses.replace(lab, criteria=tuple(criteria), cell_deadline_s=QUICK_S)
+class QuickCourse(Course):
+    """Its labs have shorter deadlines, so that what hangs does not take minutes."""
+
+    def lab(self, name: str) -> Lab:
+        lab = super().lab(name)
+        criteria = [
+            dataclasses.replace(c, deadline_s=min(c.deadline_s, 2 * QUICK_S)) for c in lab.criteria
+        ]
+        return dataclasses.replace(lab, criteria=tuple(criteria), cell_deadline_s=QUICK_S)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class AttackCourse:
     """A course in which the corpus is graded."""
 
     def __init__(self, root: Path) -> None:
-        self.course = Course(root)
+        self.course = QuickCourse(root)
         self.settings = Settings(self.course, LAB, get_lab(LAB).grading_world_size, True)
 
     @classmethod
@@ -109,12 +109,8 @@ class AttackCourse:
         student = attack.title.replace("/", "-")
         path = attack.write(self.course.root / "handed_in" / student)
         journal = self.course.journal_path.read_bytes()
-        autograder.run.get_lab = quick_lab
         began = time.monotonic()
-        try:
-            record = autograder.run.grade(Submission(student, path), self.settings)
-        finally:
-            autograder.run.get_lab = get_lab
+        record = autograder.run.grade(Submission(student, path), self.settings)
         outcome = Outcome(attack, record, time.monotonic() - began)
         outcome.problems += wrong_verdicts(attack, record)
         outcome.problems += self._leaks(attack, path, record)
@@ -188,25 +184,6 @@ def reference() -> Attack:
     return Attack(
         name="reference", group="after", docstring="", passes=frozenset(CRITERIA), notebook=notebook
     )
-
-
-def grade_all(root: Path, titles: Sequence[str], jobs: int) -> list[Outcome]:
-    """Grades attacks by their titles, several at once, the reference last."""
-    course = AttackCourse.make(root)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context) as pool:
-        futures = [pool.submit(_grade, str(root), title) for title in titles]
-        outcomes = [future.result() for future in as_completed(futures)]
-    outcomes.append(course.grade(reference()))
-    outcomes[-1].problems += course.finish()
-    return outcomes
-
-
-def _grade(root: str, title: str) -> Outcome:
-    attack = next(a for a in load_attacks() if a.title == title)
-    outcome = AttackCourse(Path(root)).grade(attack)
-    # Its notebook cannot travel between processes: a function may be in there.
-    return dataclasses.replace(outcome, attack=dataclasses.replace(attack, hand_in=None))
 
 
 def main() -> int:

@@ -151,6 +151,7 @@ def test_gradescope_shows_extra_points_as_what_they_are(score, said):
     assert test["status"] == ("failed" if said else "passed")
 
 
+@pytest.mark.slow
 def test_a_class_without_a_gpu_through_nbgrader(tmp_path):
     course = TestCourse.make(tmp_path / "course", "lab4_amp")
     [starter] = [e for e in load_zoo("lab4_amp") if e.name == "starter"]
@@ -242,6 +243,7 @@ def _observed(name, subject, draws):
 
 @pytest.mark.parametrize(("lab", "criterion"), EXTRA, ids=[c.name for _, c in EXTRA])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.slow
 def test_what_is_observed_reaches_the_judge(lab, criterion, num_ranks, monkeypatch):
     draws = criterion.draw(draw_for(b"t", lab.name, criterion.name, "one", num_ranks))
     answers = run(_observed, num_ranks, criterion.name, _subject(lab.name), draws)

@@ -27,6 +27,7 @@ def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(LAB, num_ranks, tmp_path)
 
 
+@pytest.mark.slow
 def test_papermill_runs_the_solution_on_two_ranks(tmp_path):
     before = find_leftovers()
     out = tmp_path / "out.ipynb"

@@ -37,6 +37,7 @@ def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
 
 
 @pytest.mark.parametrize("num_ranks", sizes(2))
+@pytest.mark.slow
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     assert "losses equal bit for bit: True" in run_solution(LAB, num_ranks, tmp_path)
 

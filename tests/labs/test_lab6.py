@@ -26,6 +26,7 @@ def _draw(criterion: str, world_size: int, attempt: str = "0") -> Draw:
 
 
 @pytest.mark.parametrize("num_ranks", sizes(3))
+@pytest.mark.slow
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(LAB, num_ranks, tmp_path)
 

@@ -30,6 +30,7 @@ def texts(folder, index):
     return folder
 
 
+@pytest.mark.slow
 def test_the_whole_course_can_be_written(tmp_path):
     lectures = {p.stem: p for p in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
     labs = {p.stem: p for p in sorted((ROOT / "labs").glob("*/*.ipynb"))}

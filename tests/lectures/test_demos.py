@@ -86,6 +86,7 @@ def run_without_errors(notebook: nbformat.NotebookNode, folder: Path) -> None:
 
 @pytest.mark.parametrize("lab", LABS)
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_demos_before_the_tasks_are_done(lab: str, tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "labs" / lab / f"{lab}.ipynb", as_version=4)
     notebook.cells = [
@@ -121,6 +122,7 @@ def solution_up_to(lab: str, demos: list[str]) -> nbformat.NotebookNode:
 
 @pytest.mark.parametrize(("lab", "missing", "demos"), MISSED_ELSEWHERE)
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_demo_that_lacks_one_task(lab: str, missing: str, demos: list[str], tmp_path) -> None:
     notebook = solution_up_to(lab, demos)
     starter = nbformat.read(ROOT / "labs" / lab / f"{lab}.ipynb", as_version=4)

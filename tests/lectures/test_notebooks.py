@@ -43,7 +43,10 @@ def outputs_of(notebook) -> list:
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
-@pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p != LECTURES[1]), id=p.stem) for p in LECTURES],
+)
 @pytest.mark.timeout(600)
 def test_lecture(path, tmp_path, monkeypatch):
     notebook, made, seconds = run(path, tmp_path, monkeypatch)

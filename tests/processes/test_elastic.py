@@ -60,6 +60,7 @@ def losses(folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_time_and_nothing_else(tmp_path):
     """Bit for bit: dropout, AdamW's moments and the schedule go on where they stood."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -72,6 +73,7 @@ def test_a_killed_rank_costs_time_and_nothing_else(tmp_path):
     assert len(losses(whole)) == 12
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_to_end_saves_first_and_goes_on_later(tmp_path):
     whole, told = tmp_path / "whole", tmp_path / "told"
     whole.mkdir()
@@ -82,6 +84,7 @@ def test_a_job_that_is_told_to_end_saves_first_and_goes_on_later(tmp_path):
     assert losses(told) == losses(whole)
 
 
+@pytest.mark.slow
 def test_the_other_node_goes_on_when_one_is_lost(tmp_path):
     num_steps = 60
     port = free_port()

@@ -245,6 +245,7 @@ def test_options_of_the_command_line():
         parse_args(["--zero", "4"])
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

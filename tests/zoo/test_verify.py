@@ -23,6 +23,7 @@ LABS = [name for name in lab_names() if name != "lab1_ddp"]
 
 @pytest.mark.parametrize("name", LABS)
 @pytest.mark.timeout(1500)
+@pytest.mark.slow
 def test_each_submission_loses_exactly_what_it_breaks(name):
     proof = verify_lab(name, Console(quiet=True), covering=True, sandbox=probe_support().works)
     Console(width=140).print(matrix_table(proof))
