@@ -75,6 +75,7 @@ _GRADING = (
     "launch",
     "lifetime",
     "model",
+    "ports",
     "stacks",
 )
 

@@ -30,7 +30,7 @@ from autograder.criteria.launched import write_to
 from autograder.criteria.script_worker import ScriptError, work
 from minidist.fork_server import Child, fork
 from minidist.kernel.process import descendants
-from minidist.launch import free_port
+from minidist.ports import free_port
 
 NODES = 2
 PER_NODE = 2  # processes that torchrun starts on each; a node that is killed has one

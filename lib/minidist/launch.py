@@ -20,7 +20,6 @@ import itertools
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -34,6 +33,7 @@ import cloudpickle
 from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.fork_server import Child, fork
 from minidist.lifetime import keep_backends
+from minidist.ports import free_port, let_go
 from minidist.stacks import ask, tell_when_asked
 
 # After a rank has failed, the others get this long to fail by themselves (their tracebacks help).
@@ -84,14 +84,8 @@ def run(
     finally:
         for each in ranks:
             each.close()
+        let_go(port)
     return [each.result for each in ranks]
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listened on a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _rank_env(rank: int, nprocs: int, port: int) -> dict[str, str]:

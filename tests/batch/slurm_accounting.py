@@ -12,7 +12,9 @@ import socket
 import subprocess
 from pathlib import Path
 
-from slurm_cluster import SlurmCluster, find, free_ports, wait_until
+from slurm_cluster import SlurmCluster, find, wait_until
+
+from minidist.ports import free_port
 
 NEEDED = ("slurmdbd", "sacctmgr", "sacct", "mariadbd", "mariadb-install-db", "my_print_defaults")
 CLUSTER = """
@@ -55,7 +57,7 @@ class AccountedCluster(SlurmCluster):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._port, self._store = free_ports(2)
+        self._port, self._store = free_port(), free_port()
         password = secrets.token_hex(16)
         self._write("allowed.sql", ALLOWED.format(password=password))
         self._write(

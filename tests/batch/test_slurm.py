@@ -14,7 +14,6 @@ from collections import Counter
 import nbformat
 import pytest
 from course import LAB, ROOT, TestCourse, statuses
-from nodes_helper import free_port
 from slurm_cluster import SlurmCluster, heed_ctrl_c, job_states, running, wait_until, why_not
 
 from autograder.course import Course
@@ -23,6 +22,7 @@ from autograder.sandbox import probe_support
 from autograder.slurm_jobs import SlurmJobs
 from autograder.slurm_options import SlurmOptions
 from autograder.zoo import load_zoo
+from minidist.ports import free_port
 
 pytestmark = [
     pytest.mark.timeout(1200),

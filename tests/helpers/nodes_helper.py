@@ -17,15 +17,10 @@ from kernel_helper import Kernel
 from kernel_helper import kernel as new_kernel
 
 from minidist.kernel.process import descendants
+from minidist.ports import free_port
 
 AGENT = [sys.executable, "-m", "minidist.kernel.node"]
 SECRET = "two nodes of one test share this text"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def environment(node: int, port: int, **more: str) -> dict[str, str]:

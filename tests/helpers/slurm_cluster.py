@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from autograder.slurm_jobs import SlurmJobs
+from minidist.ports import free_port
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
 NODES = ("n1", "n2")
@@ -88,7 +89,7 @@ class SlurmCluster:
         (folder / "munge.key").write_bytes(secrets.token_bytes(1024))
         (folder / "munge.key").chmod(0o400)
         host = socket.gethostname().partition(".")[0]
-        text = CONFIG.format(folder=folder, host=host, ports=free_ports(3))
+        text = CONFIG.format(folder=folder, host=host, ports=[free_port() for _ in range(3)])
         (folder / "slurm.conf").write_text(text)
         (folder / "gres.conf").write_text(GPUS.format(nodes=",".join(NODES), folder=folder))
         for number in range(2):
@@ -229,18 +230,6 @@ def job_states(jobs: SlurmJobs, ids: Mapping[str, str]) -> dict[str, str]:
 def find(name: str) -> str | None:
     """Where a program is, daemons included."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/local/sbin")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens at."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 @contextlib.contextmanager

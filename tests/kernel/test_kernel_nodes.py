@@ -25,7 +25,6 @@ from nodes_helper import (
     Pair,
     Wire,
     environment,
-    free_port,
     may_make_networks,
     networks,
     two_nodes,
@@ -35,6 +34,7 @@ from nodes_helper import (
 from minidist import __version__
 from minidist.kernel.job import Job, Keys
 from minidist.kernel.process import descendants
+from minidist.ports import free_port
 
 LOCAL = Job(num_nodes=2, node=0, host="127.0.0.1", port=1, secret=SECRET)
 

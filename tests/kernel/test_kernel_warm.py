@@ -330,7 +330,7 @@ def test_one_is_enough(parent: int) -> None:
 @ROOT_ONLY
 def test_another_user_is_not_served(parent: int) -> None:
     path = Path(warm.socket_path())
-    places = [path, *list(path.parents)[:4]]
+    places = [path, *(place for place in path.parents if len(place.parts) > 2)]  # not /tmp
     modes = [place.stat().st_mode for place in places]
     code = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "

@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from minidist.checkpoint import CheckpointError
 from minidist.data import make_tokens
-from minidist.launch import free_port, run
+from minidist.launch import run
 from minidist.lr import lr_at
 from minidist.model import GPT, lm_loss
+from minidist.ports import free_port
 from minidist.train import TrainConfig, parse_args, train
 
 CONFIG = TrainConfig(

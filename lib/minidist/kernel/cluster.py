@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +16,7 @@ from minidist.kernel.cell import printable
 from minidist.kernel.hub import Hub
 from minidist.kernel.job import Share, divide
 from minidist.kernel.ranks import CHANNELS, Ranks
+from minidist.ports import free_port
 
 STOP_DEADLINE_S = 10.0
 
@@ -44,7 +44,8 @@ class Cluster(Ranks):
             self._hub.listener = self
             self._shares = []  # until all are there, nobody speaks for a rank
             await self._hub.all_joined()
-            self._shares = divide(self._hub.job, count, _free_port())
+            # For torch's rendezvous on this node; all must know it before any of them starts.
+            self._shares = divide(self._hub.job, count, free_port())
             order = {
                 "do": "start",
                 "count": count,
@@ -164,10 +165,3 @@ class Cluster(Ranks):
 
     def _share(self, node: int) -> Share | None:
         return self._shares[node] if 0 < node < len(self._shares) else None
-
-
-def _free_port() -> int:
-    """For torch's rendezvous on this node; all nodes must know it before any of them starts."""
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return sock.getsockname()[1]

@@ -30,6 +30,7 @@ from minidist.kernel.process import (
 )
 from minidist.kernel.wire import Link, endpoint
 from minidist.lifetime import adopt_orphans
+from minidist.ports import free_port
 
 # How soon the launcher looks again for ranks that its agent has forked.
 _LOOK_AGAIN_S = 0.2
@@ -117,12 +118,6 @@ def _exit_code(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def _launch(config: dict[str, Any]) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -134,7 +129,7 @@ def _launch(config: dict[str, Any]) -> None:
     # Several nodes must agree on one, so the front has drawn it.
     share = config.get("share")
     for attempt in range(1 if share else 5):
-        own = f"127.0.0.1:{_free_port()}"
+        own = f"127.0.0.1:{free_port()}"
         num_nodes, node = (share["num_nodes"], share["node"]) if share else (1, 0)
         launch = LaunchConfig(
             min_nodes=num_nodes,
