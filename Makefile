@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 VENV := .venv
-BIN := $(CURDIR)/$(VENV)/bin
+BIN := $(VENV)/bin
 LAB ?= lab1_ddp
 JOBS ?=
 LAB_ARGS ?=
@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED_FROM := pyproject.toml $(wildcard lib/minidist/kernel/kernelspecs/*/kernel.json)
 
 # nbgrader calls its tools by name.
-export PATH := $(BIN):$(PATH)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 # The environment of another project must not leak into ours.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
@@ -49,7 +49,7 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	  elif ! cmp -s "$$file" "$$copy"; then echo "kept  $$copy (delete it to get $$file afresh)"; fi; \
 	done
 	@args="$(LAB_ARGS)"; [ "$$(id -u)" != 0 ] || args="--allow-root $$args"; \
-	  cd work && exec $(BIN)/jupyter lab $$args
+	  cd work && exec "$(CURDIR)/$(BIN)/jupyter" lab $$args
 
 test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 10 minutes (PART=kernel)
 	@$(BIN)/python -m autograder.build --check

@@ -201,7 +201,7 @@ def _makefile(text: str) -> str:
     """The course's Makefile without the targets that need what students do not have."""
     kept = []
     for block in text.split("\n\n"):
-        rule = re.match(r"(?:#[^\n]*\n)*([a-z]+):", block)
+        rule = re.match(r"(?:#[^\n]*\n)*([a-z-]+):", block)
         if rule is None or rule[1] in _TARGETS:
             kept.append(block)
     return "\n\n".join(kept).rstrip("\n") + "\n"
