@@ -24,7 +24,7 @@ from autograder.run import Record, Settings, executed_path, not_graded, record_k
 from autograder.slurm_jobs import ENDED, QUEUED, RUNNING, Backend, Refused, Seen
 from autograder.slurm_options import TIME_MARGIN_S, SlurmOptions
 
-HARVEST_S = 1.0  # between two looks at the results' folder
+HARVEST_S = 0.2  # between two looks at the results' folder
 LATE_S = 600.0  # a job that is this much over Slurm's own time limit will not end by itself
 Done = Callable[[int, Record], None]
 

@@ -202,7 +202,7 @@ class SlurmJobs:
             said = _run(["squeue", "--noheader", f"--name={self.name}", "--format=%i"])
             if said is not None and not said.strip():
                 return True
-            time.sleep(1.0)
+            time.sleep(0.2)
         return False
 
 

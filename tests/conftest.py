@@ -12,10 +12,11 @@ import time
 from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+
+from minidist import fork_server
 
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 NO_GPU = "needs a CUDA device"
@@ -30,6 +31,13 @@ PLACE = tempfile.mkdtemp(prefix="t-", dir="/tmp")
 OF_RUN = os.environ.setdefault("TESTS_OF_RUN", PLACE)  # of the process that starts the others
 os.environ.update(TMPDIR=PLACE, XDG_RUNTIME_DIR=PLACE)
 tempfile.tempdir = PLACE
+# What tests import is there already in the ranks that they start: half of what a rank costs else.
+fork_server.use(
+    *("pytest", "hypothesis.extra.numpy", "numpy.testing", "torch.utils.flop_counter"),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+    *("torch.distributed.tensor.parallel", "minidist.checkpoint", "minidist.emulate"),
+    *("minidist.parallel.hybrid", "minidist.profile", "minidist.train"),
+)
 HELPERS = ("minidist.fork_server", "multiprocessing")  # end with pytest
 
 _skipped: dict[str, str] = {}  # test -> reason
@@ -67,13 +75,15 @@ def _started_by_tests() -> dict[int, str]:
     return found
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keeps tests in one process that share a fixture of their module, `nothing_runs_on` aside."""
+    fixtures = getattr(item, "_fixtureinfo", None)
+    scopes = [each[-1].scope for each in fixtures.name2fixturedefs.values()] if fixtures else []
+    if scopes.count("module") > 1:
+        item.add_marker(pytest.mark.xdist_group(item.location[0]))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says which tests stay together, and puts those that run alone at the end."""
-    for item in items:
-        shared = [name for name, (fixture, *_) in _fixtures(item) if fixture.scope == "module"]
-        if len(shared) > 1:  # besides `nothing_runs_on`: made once, so by one process
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
@@ -86,8 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
-def _fixtures(item: pytest.Item) -> Any:
-    return item._fixtureinfo.name2fixturedefs.items() if isinstance(item, pytest.Function) else ()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A pytest-xdist that does not know groups would make a module's fixture in every process."""
+    if hasattr(session.config, "workerinput") and session.config.getoption("loadgroup"):
+        groups = [item for item in session.items if item.get_closest_marker("xdist_group")]
+        assert all("@" in item.nodeid for item in groups), "this pytest breaks --dist loadgroup"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

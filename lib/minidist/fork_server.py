@@ -225,6 +225,13 @@ class Server:
 _OWN = Server()
 
 
+def use(*preload: str) -> None:
+    """Has this process's server import more than PRELOAD, from its next start on."""
+    global _OWN
+    _OWN.end()
+    _OWN = Server([*PRELOAD, *preload])
+
+
 # -- the server -----------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ def run(
     Args:
         fn: what each rank calls.
         nprocs: number of ranks.
-        deadline_s: seconds for everything, from start to the last result.
+        deadline_s: seconds from when all ranks have been forked to the last result.
         env: extra environment variables of the ranks.
 
     Raises:
@@ -74,13 +74,12 @@ def run(
         raise ValueError(f"run: nprocs must be at least 1, got {nprocs}")
     job = cloudpickle.dumps((fn, args))
     port = free_port()
-    end_s = time.monotonic() + deadline_s
     ranks: list[_Rank] = []
     try:
         for rank in range(nprocs):
             variables = dict(os.environ) | dict(env or {}) | _rank_env(rank, nprocs, port)
             ranks.append(_Rank(rank, fork(_rank_main, job, env=variables)))
-        _collect(ranks, end_s, deadline_s)
+        _collect(ranks, time.monotonic() + deadline_s, deadline_s)
     finally:
         for each in ranks:
             each.close()
