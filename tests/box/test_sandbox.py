@@ -162,7 +162,12 @@ attempts = ["mount -o remount,rw /usr", "umount /tmp", "unshare -Ur true",
 for attempt in attempts:
     assert subprocess.run(attempt.split(), capture_output=True).returncode != 0, attempt
 """
-    assert _python(build_box(run_dir=run_dir), code) == ""
+    wrote = _python(build_box(run_dir=run_dir), code)
+    if backend != "bwrap" and PROJECT.is_relative_to("/tmp"):
+        # An engine makes folders that lead to a mount in the box's own /tmp, which is memory.
+        wrote = "\n".join(line for line in wrote.splitlines() if line != f"wrote into {PROJECT}")
+        assert not (PROJECT / "evil").exists()
+    assert wrote == ""
     assert (run_dir / "x").read_text() == "mine"
 
 
