@@ -7,7 +7,7 @@ import ast
 import numpy as np
 import pytest
 from course import ROOT
-from lab_helper import make_case, run_solution, sizes
+from lab_helper import SameUnderEveryKey, make_case, run_solution, sizes
 
 from autograder.criteria import elastic_script, get_lab
 from autograder.criteria.base import Case
@@ -41,8 +41,6 @@ HOSTILE = (
     np.full(8, 1e300),
     np.zeros(8, dtype=np.float32),
 )
-WORDS = """shares loss batches epochs touched calm first last ended kept2 kept3 new2 new3 files
-    there seen found bytes unchanged p said after through losses saved loaded samplers began runs"""
 
 
 @pytest.mark.parametrize("num_ranks", sizes())
@@ -53,22 +51,15 @@ def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     assert printed.count(f"all load ({step}, {{'value': {step}}})") == num_ranks
 
 
-def test_points():
-    assert LAB.max_score == 100
-    assert len(LAB.criteria) >= 12
-    assert LAB.practice_world_size != LAB.grading_world_size
+def test_few_submissions_lose_every_criterion():
     assert len(choose_covering(LAB, load_zoo(NAME))) <= 25
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
     assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
-    keys = set(WORDS.split()) | {"after error"}
-    keys |= {f"{prefix}{i}" for prefix in "gp" for i in range(8)}
-    keys |= {f"{run}/{key}" for run in ("whole", "resumed") for key in ("losses", "p0", "p1")}
-    keys |= {f"{i}/{new}/v{n}" for i in range(8) for new in range(5) for n in range(100)}
     for value in HOSTILE:
-        answers = [{key: value for key in keys} for _ in range(WORLD_SIZE)]
+        answers = [SameUnderEveryKey(value) for _ in range(WORLD_SIZE)]
         findings = criterion.judge(make_case(LAB, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)

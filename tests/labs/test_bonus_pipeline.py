@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from lab_helper import make_case, run_solution, sizes
+from lab_helper import SameUnderEveryKey, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab, pipe_plan
 from autograder.referee import draw_for
@@ -44,10 +44,7 @@ def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(NAME, num_ranks, tmp_path)
 
 
-def test_points():
-    assert LAB.max_score == 100
-    assert len(LAB.criteria) >= 10
-    assert LAB.practice_world_size != LAB.grading_world_size
+def test_few_submissions_lose_every_criterion():
     assert len(choose_covering(LAB, load_zoo(NAME))) <= 10
 
 
@@ -55,13 +52,9 @@ def test_points():
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
     empty = make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)])
     assert criterion.judge(empty)
-    keys = {"cuts", "peaks", "fraction", "seconds", "found", "pipeline", "data", "losses", "done"}
-    keys |= {f"{prefix}{i}" for prefix in ("g/", "p") for i in range(5)}
-    for stages, micro_batches in empty.inputs[0].get("pairs", []):
-        keys |= {f"{stages}/{micro_batches}/{rank}" for rank in range(stages)}
     for value in HOSTILE:
         findings = criterion.judge(
-            make_case(LAB, criterion, [dict.fromkeys(keys, value) for _ in range(WORLD_SIZE)])
+            make_case(LAB, criterion, [SameUnderEveryKey(value) for _ in range(WORLD_SIZE)])
         )
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lab_helper import make_case, run_solution, sizes
+from lab_helper import SameUnderEveryKey, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
 from autograder.criteria.base import Case
@@ -44,25 +44,15 @@ def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(NAME, num_ranks, tmp_path)
 
 
-def test_points():
-    assert LAB.max_score == 100
-    assert len(LAB.criteria) >= 10
-    assert LAB.practice_world_size != LAB.grading_world_size
+def test_few_submissions_lose_every_criterion():
     assert len(choose_covering(LAB, load_zoo(NAME))) <= 14
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
     assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
-    keys = {"none", "a count", "b count", "said", "moved", "sent", "ratio", "saved", "losses"}
-    for number in range(8):
-        keys |= {f"{letter}{number}" for letter in ("", "a", "b", "p", "q")}
-        keys |= {f"before/{letter}{number}" for letter in ("", "/", "a", "b", "m", "q")}
-        keys |= {f"before/{number}", f"q/{number}"}
-        for step in range(10):
-            keys |= {f"{name}{step}/{number}" for name in ("", "a", "e", "on", "again")}
     for value in HOSTILE:
-        answers = [{key: value for key in keys} for _ in range(WORLD_SIZE)]
+        answers = [SameUnderEveryKey(value) for _ in range(WORLD_SIZE)]
         findings = criterion.judge(make_case(LAB, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)

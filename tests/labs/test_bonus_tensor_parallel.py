@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from lab_helper import make_case, run_solution, sizes
+from lab_helper import SameUnderEveryKey, make_case, run_solution, sizes
 
 from autograder.criteria import btp_model, btp_traffic, get_lab
 from autograder.criteria.base import Case, Values
@@ -45,27 +45,16 @@ def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(NAME, num_ranks, tmp_path)
 
 
-def test_points():
-    assert LAB.max_score == 100
-    assert len(LAB.criteria) >= 10
-    assert LAB.practice_world_size != LAB.grading_world_size
+def test_few_submissions_lose_every_criterion():
     assert len(choose_covering(LAB, load_zoo(NAME))) <= 10
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
     assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
-    keys = {"y", "x", "gathered", "d part", "scattered", "d whole", "refused", "held", "grad"}
-    keys |= {"tokens", "loss", "low", "logits", "targets", "hidden", "eval", "first"}
-    keys |= {f"{name} {training}" for name in ("out", "down") for training in (False, True)}
-    keys |= {"second", "again", "other", "tensor", "data"}
-    for number in range(4):
-        keys |= {f"{name}{number}" for name in ("y", "d", "after x", "after g", "plain", "used")}
-    for layer in (*btp_model.LAYERS, "column", "row"):
-        keys |= {f"{layer}.w", f"{layer}.b", f"{layer} count", f"{layer} trains", f"{layer} bare"}
     for value in HOSTILE:
         findings = criterion.judge(
-            make_case(LAB, criterion, [dict.fromkeys(keys, value) for _ in range(WORLD_SIZE)])
+            make_case(LAB, criterion, [SameUnderEveryKey(value) for _ in range(WORLD_SIZE)])
         )
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lab_helper import make_case, run_solution, sizes
+from lab_helper import SameUnderEveryKey, make_case, run_solution, sizes
 
 from autograder.criteria import bzero_harness as harness
 from autograder.criteria import bzero_limit as limit
@@ -57,26 +57,15 @@ def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
             assert int(formula) <= int(measured) <= 1.05 * int(formula), line
 
 
-def test_points():
-    assert LAB.max_score == 100
-    assert len(LAB.criteria) >= 10
-    assert LAB.practice_world_size != LAB.grading_world_size
+def test_few_submissions_lose_every_criterion():
     assert len(choose_covering(LAB, load_zoo(NAME))) <= 16
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
     assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
-    keys = {"told", "unchanged", "norms", "results", "first", "later"}
-    for number in range(60):
-        keys |= {f"{letter}{number}" for letter in ("f", "leaf", "p", "g", "none")}
-        for step in range(5):
-            keys |= {f"{letter}{number}/{step}" for letter in ("t", "g", "none")}
-            keys |= {f"{name}{step}/{number}" for name in ("p", "on", "again")}
-        for way in ("less", "more"):
-            keys |= {f"{name}/{way}/{number}" for name in ("on", "again")}
     for value in HOSTILE:
-        answers = [{key: value for key in keys} for _ in range(WORLD_SIZE)]
+        answers = [SameUnderEveryKey(value) for _ in range(WORLD_SIZE)]
         findings = criterion.judge(make_case(LAB, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lab_helper import make_case, run_solution, sizes
+from lab_helper import SameUnderEveryKey, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
 from autograder.referee import draw_for
@@ -41,9 +41,7 @@ def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(NAME, num_ranks, tmp_path)
 
 
-def test_points_and_names():
-    assert LAB.max_score == 100
-    assert len(LAB.criteria) >= 10
+def test_names():
     assert all(criterion.name.startswith("accum_") for criterion in LAB.criteria)
 
 
@@ -51,24 +49,11 @@ def test_points_and_names():
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
     findings = criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
     assert {f.rank for f in findings} in ({None}, set(range(WORLD_SIZE)))
-    keys = _keys()
     for value in HOSTILE:
-        answers = [{key: value for key in keys} for _ in range(WORLD_SIZE)]
+        answers = [SameUnderEveryKey(value) for _ in range(WORLD_SIZE)]
         findings = criterion.judge(make_case(LAB, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)
-
-
-def _keys():
-    """Every key that some observation of this lab answers with."""
-    numbers = range(4)
-    keys = {"peak", "sizes", "steps", "rates", "done"}
-    for call in numbers:
-        keys |= {f"{name}/{call}" for name in ("loss", "steps", "schedule", "end", "returned")}
-        keys |= {f"{name}/{call}" for name in ("scale", "dtypes", "p0", "p1", "p2", "p3")}
-        keys |= {f"{name}{call}/{i}" for name in "gp" for i in numbers}
-        keys |= {f"g{call}/{step}/{i}" for step in range(12) for i in numbers}
-    return keys | {f"curve/{k}" for k in (1, 2, 4, 8)}
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)

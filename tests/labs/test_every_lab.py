@@ -1,0 +1,24 @@
+"""What holds for every lab, with what to edit where it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from autograder.criteria import get_lab, lab_names
+
+
+@pytest.mark.parametrize("name", lab_names())
+def test_points_add_up(name):
+    lab = get_lab(name)
+    points = {c.name: c.points for c in lab.criteria if not c.extra}
+    where = f"change `points` in autograder/criteria/{name}.py, where they are"
+    assert lab.max_score == sum(points.values()) == 100, f"{where} {points}"
+
+
+@pytest.mark.parametrize("name", lab_names())
+def test_grading_is_not_what_was_practised(name):
+    lab = get_lab(name)
+    assert len(lab.criteria) >= 10
+    assert lab.practice_world_size != lab.grading_world_size, (
+        f"autograder/criteria/{name}.py: a solution for {lab.practice_world_size} ranks would pass"
+    )
