@@ -25,6 +25,8 @@ INSTALLED_FROM := pyproject.toml $(wildcard lib/minidist/kernel/kernelspecs/*/ke
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # The environment of another project must not leak into ours.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# Without compiled files every kernel, rank and grader would compile the course anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Half of what tests do is waiting: one process more than there are cores.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))

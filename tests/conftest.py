@@ -76,11 +76,18 @@ def _started_by_tests() -> dict[int, str]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keeps tests in one process that share a fixture of their module, `nothing_runs_on` aside."""
+    """Keeps tests in one process that share a fixture of their module, besides `nothing_runs_on`.
+
+    And leaves those on four ranks to `make test-all`.
+    """
     fixtures = getattr(item, "_fixtureinfo", None)
     scopes = [each[-1].scope for each in fixtures.name2fixturedefs.values()] if fixtures else []
     if scopes.count("module") > 1:
         item.add_marker(pytest.mark.xdist_group(item.location[0]))
+    # 1, 2 and 3 ranks, which do not divide, say most of what 4 say, in a third of the time.
+    given = getattr(item, "callspec", None)
+    if given and 4 in [given.params.get(name) for name in ("world_size", "num_ranks", "n")]:
+        item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -147,7 +147,7 @@ def judge(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         for name in NAMES:
             got = [_flat(answer.get(f"p/{name}/{i}")) for i in range(2)]
-            dtypes = [answer.get(f"dtype/{name}/{i}") for i in range(2)]
+            dtypes = [str(answer.get(f"dtype/{name}/{i}")) for i in range(2)]
             if dtypes != ["float32"] * 2:
                 findings.append(Finding(
                     f"dtype={name}: the parameters are {dtypes[0]} and {dtypes[1]} after training. "

@@ -23,6 +23,7 @@ def course(tmp_path_factory):
     return TestCourse.make(tmp_path_factory.mktemp("course"))
 
 
+@pytest.mark.slow
 def test_generate_assignment_gives_what_is_committed(course):
     course.run("-m", "nbgrader", "generate_assignment", LAB, "--force", deadline_s=120)
     released = course.root / "labs" / LAB

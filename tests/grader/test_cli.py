@@ -16,6 +16,7 @@ from course import LAB, ROOT, TestCourse
 from autograder.batch import fill_gradebook
 from autograder.bridge import choose_sandbox, is_bundled
 from autograder.course import Course, CourseError
+from autograder.gradebook import open_gradebook
 from autograder.intake import Submission
 from autograder.run import Settings
 from autograder.sandbox import probe_support
@@ -27,7 +28,9 @@ MASTER = ROOT / "labs" / LAB / f"{LAB}.ipynb"
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
-    return TestCourse.make(tmp_path_factory.mktemp("course"))
+    made = TestCourse.make(tmp_path_factory.mktemp("course"))
+    made.submit("empty", b"")
+    return made
 
 
 def _changed(**changes):
@@ -72,7 +75,7 @@ def test_broken_notebooks_get_a_record_and_the_rest_is_graded(course):
     assert "could not be graded" in (feedback / "latin1" / LAB / f"{LAB}.html").read_text()
     again = ["handed_in", "--lab", LAB, "--no-gradebook", "--json", "a/new/folder.json"]
     course.run("-m", "autograder", "grade", *again, deadline_s=120)
-    assert len(json.loads((course.root / "a" / "new" / "folder.json").read_text())) == len(records)
+    assert len(json.loads((course.root / "a/new/folder.json").read_text())) == len(records) + 1
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,8 @@ def test_a_terminal_that_lacks_our_signs_stops_nothing(course, monkeypatch):
 
 def test_a_file_in_place_that_nbgrader_cannot_read_is_left_out(course, monkeypatch, capsys):
     """Both lie where nbgrader has them; it would stop at the one, and the other had no feedback."""
+    with open_gradebook(Course(course.root), create=True) as book:
+        book.update_or_create_assignment(LAB)
     submissions = []
     for student, content in (("good", MASTER.read_bytes()), ("odd", b"{ no notebook")):
         path = course.root / "build" / "nbgrader" / "submitted" / student / LAB / f"{LAB}.ipynb"

@@ -23,6 +23,7 @@ SOLUTION = ROOT / "solutions" / LAB / LAB
 
 
 @pytest.mark.parametrize("num_ranks", sizes(3))
+@pytest.mark.slow
 def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
     run_solution(LAB, num_ranks, tmp_path)
 

@@ -8,7 +8,7 @@ import torch
 from lab_helper import SameUnderEveryKey, make_case, run_solution, sizes
 from torch import nn
 
-from autograder.criteria import fsdp_limit, fsdp_memory, fsdp_parts, get_lab
+from autograder.criteria import fsdp_gpu, fsdp_limit, fsdp_memory, fsdp_parts, get_lab
 from autograder.criteria.base import Context
 from autograder.referee import draw_for
 
@@ -46,7 +46,8 @@ def test_names():
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
-def test_no_answer_passes_and_none_confuses_the_judge(criterion):
+def test_no_answer_passes_and_none_confuses_the_judge(criterion, monkeypatch):
+    monkeypatch.setattr(fsdp_gpu, "WIDTH", 32)  # its own is large for a judge on a CPU
     assert criterion.judge(make_case(LAB, criterion, [{}, {}, {}]))
     for value in HOSTILE:
         answers = [SameUnderEveryKey(value) for _ in range(3)]

@@ -432,6 +432,7 @@ def test_mistakes_in_a_zoo_file_are_named(course, old, new, message):
         zoo.load_zoo("lab9_small", root=course)
 
 
+@pytest.mark.slow
 def test_stock_nbgrader_releases_the_same_notebook_and_nothing_else(tmp_path):
     """With the course's nbgrader_config.py, from its root, with no activated environment."""
     shutil.copy(ROOT / "nbgrader_config.py", tmp_path)
@@ -450,6 +451,7 @@ def test_stock_nbgrader_releases_the_same_notebook_and_nothing_else(tmp_path):
     assert (tmp_path / "build" / "nbgrader" / "gradebook.db").exists()
 
 
+@pytest.mark.slow
 def test_generated_files_of_this_course_are_fresh():
     done = subprocess.run(
         [sys.executable, "-m", "autograder.build", "--check"],

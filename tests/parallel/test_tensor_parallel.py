@@ -766,12 +766,11 @@ def check_native(cases):
     return found
 
 
-def test_dtensor_gives_the_same():
-    for n in (1, 2, 3, 4):
-        cases = [(False, True, 10), (False, False, 1), (True, True, 10)]
-        found = ranks(n, check_native, cases)[0]
-        if n == 1:
-            continue
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_dtensor_gives_the_same(n):
+    cases = [(False, True, 10), (False, False, 1), (True, True, 10)]
+    found = ranks(n, check_native, cases)[0]
+    if n > 1:
         # Per block one for the attention's input and one for the MLP's; one for the head.
         assert found[False, True] == 2 * 2 + 1
         assert found[False, False] == 2 * 4 + 1  # query, key and value each

@@ -118,9 +118,9 @@ def wait_for_nobody():
 
 def test_the_deadline_says_where_ranks_stood():
     with pytest.raises(LaunchDeadlineError) as caught:
-        run(wait_for_nobody, 3, deadline_s=20)
+        run(wait_for_nobody, 3, deadline_s=10)
     lines = str(caught.value).splitlines()
-    assert "ranks 1, 2 had not finished after 20 s (of 3 ranks)" in lines[0]
+    assert "ranks 1, 2 had not finished after 10 s (of 3 ranks)" in lines[0]
     [where] = lines[1:]  # rank 1 does not answer
     begin, _, code = where.partition(": ")
     line = wait_for_nobody.__code__.co_firstlineno + 6
