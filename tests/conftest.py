@@ -91,7 +91,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+    # What stays in one process takes long, so it begins first; what runs alone comes last.
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("alone") is not None,
+            item.get_closest_marker("xdist_group") is None,
+        )
+    )
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
