@@ -29,8 +29,13 @@ _MAX_BYTES = 1 << 16
 _QUIET_S = 0.2
 _DECORATORS = ("wrapper", "decorate_context", "_fn", "inner")
 _NOT_OWN = (
-    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
-    f"{Path(__file__).parent}{os.sep}",
+    *(
+        f"{folder}{os.sep}".encode("ascii", "backslashreplace").decode()  # as faulthandler does
+        for folder in (
+            *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+            Path(__file__).parent,
+        )
+    ),
     "<frozen ",
 )
 

@@ -180,10 +180,11 @@ def test_what_is_shared_counts_once(start):
 def test_gpu_memory_is_added_up_as_the_driver_counts_it(start, tmp_path, monkeypatch):
     """With a program in the driver's place, which says that each process in here holds 600 MiB."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        f"#!{sys.executable}\nimport os, sys\nassert '--query-compute-apps' in sys.argv[1]\n"
+    (tmp_path / "smi.py").write_text(
+        "import os, sys\nassert '--query-compute-apps' in sys.argv[1]\n"
         "for pid in filter(str.isdigit, os.listdir('/proc')): print(f'{pid}, 600')\n"
     )
+    smi.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/smi.py" "$@"\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     front, guard = start(TWO_HALVES, gpu_memory_bytes=1000 * MIB)

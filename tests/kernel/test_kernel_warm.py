@@ -91,7 +91,8 @@ def seen():
             "Cpus_allowed_list")
     blas = open("/proc/self/maps").read().count("openblas") and [
         getattr(__import__("ctypes").CDLL(path), name)()
-        for path in {w for w in open("/proc/self/maps").read().split() if "openblas" in w}
+        for path in {w.split(None, 5)[5].strip()
+                     for w in open("/proc/self/maps") if "openblas" in w}
         for name in ("scipy_openblas_get_num_threads64_",)]
     return {
         "environment": {k: v for k, v in sorted(os.environ.items()) if k not in no},
