@@ -57,7 +57,7 @@ test: $(VENV)/.installed-dev lint ## check style, types and built files, and run
 	@$(BIN)/python -m autograder.build --check
 	@$(PYTEST) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
 
-test-all: test test-rest ## run every test, in 35 minutes (PART=kernel)
+test-all: test test-rest ## run every test, in about 40 minutes (PART=kernel)
 
 test-rest: $(VENV)/.installed-dev # what 'make test' leaves out; a folder may have nothing of it
 	@$(PYTEST) -m slow $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]

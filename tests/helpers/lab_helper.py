@@ -72,3 +72,14 @@ def make_case(
     trace = Trace(world_size=world_size, events=[[] for _ in range(world_size)])
     plan = criterion.plan(draw) if criterion.plan else None
     return Case(world_size, criterion.draw(draw), answers, trace, plan)
+
+
+def assert_none_confuses(
+    lab: Lab, criterion: Criterion, values: Sequence[Any], world_size: int
+) -> None:
+    """Fails if a criterion passes for ranks with one of these for every answer, or says nothing."""
+    for value in values:
+        answers = [SameUnderEveryKey(value) for _ in range(world_size)]
+        findings = criterion.judge(make_case(lab, criterion, answers))
+        assert findings, f"{value!r} for every answer passed"
+        assert all(f.message for f in findings)
