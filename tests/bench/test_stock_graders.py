@@ -152,7 +152,8 @@ def test_points_that_were_not_earned():
 
 
 def test_what_counts_as_a_secret():
-    said = json.dumps(["LEAKED: /course gradebook.db\nmore", f"LEAKED: {ROOT}/lib/minidist/x"])
+    lines = ["LEAKED: /course gradebook.db\nmore", f"LEAKED: {ROOT}/lib/minidist/x"]
+    said = json.dumps(lines, ensure_ascii=False)  # as a notebook is written
     assert stock_graders.leaks(said, "searching") == ["LEAKED: /course gradebook.db"]
     assert stock_graders.leaks(said, "importing") == []
     assert stock_graders.leaks("nothing", "searching") == []
