@@ -54,7 +54,7 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	  cd work && exec "$(CURDIR)/$(BIN)/jupyter" lab $$args
 
 test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 10 minutes (PART=kernel)
-	@$(BIN)/python -m autograder.build --check
+	@$(BIN)/python -m autograder.authoring --check
 	@$(PYTEST) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
 
 test-all: test test-rest ## run every test, in about 40 minutes (PART=kernel)
@@ -102,7 +102,7 @@ book: $(VENV)/.installed-dev ## run every lecture and write the course as a stat
 	@$(BIN)/python book $(BOOK_ARGS)
 
 build: $(VENV)/.installed ## write the notebooks anew from their .py sources
-	@$(BIN)/python -m autograder.build
+	@$(BIN)/python -m autograder.authoring
 
 lint: $(VENV)/.installed-dev ## check style and types
 	@$(BIN)/ruff format --check --quiet || { echo "run: $(VENV)/bin/ruff format"; exit 1; }

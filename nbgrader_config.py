@@ -28,8 +28,8 @@ c.CourseDirectory.db_url = f"sqlite:///{made / 'gradebook.db'}"
 # What a student wrote or displayed must not run where an instructor or another student opens it.
 c.HTMLExporter.sanitize_html = True
 c.HTMLExporter.filters = {
-    "clean_html": "autograder.safe_html.clean",
-    "markdown2html": "autograder.safe_html.markdown",
+    "clean_html": "autograder.report.safe_html.clean",
+    "markdown2html": "autograder.report.safe_html.markdown",
 }
 
 # Students get notebooks only: the sources beside them in solutions/ hold the answers.
@@ -37,7 +37,7 @@ c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedb
 
 # nbgrader's own list, after our intake: a copied or damaged cell must not stop the class.
 c.Autograde.sanitize_preprocessors = [
-    "autograder.bridge.ReadWithIntake",
+    "autograder.gradebook.preprocessors.ReadWithIntake",
     "nbgrader.preprocessors.ClearOutput",
     "nbgrader.preprocessors.DeduplicateIds",
     "nbgrader.preprocessors.OverwriteKernelspec",
@@ -47,12 +47,13 @@ c.Autograde.sanitize_preprocessors = [
 
 # nbgrader's own list, but a submission is run by our grader and judged from outside of it.
 c.Autograde.autograde_preprocessors = [
-    "autograder.bridge.GradeWithReferee",  # in place of nbgrader.preprocessors.Execute
+    # In place of nbgrader.preprocessors.Execute.
+    "autograder.gradebook.preprocessors.GradeWithReferee",
     "nbgrader.preprocessors.IgnorePattern",
     "nbconvert.preprocessors.ClearMetadataPreprocessor",
     "nbgrader.preprocessors.LimitOutput",
     "nbgrader.preprocessors.SaveAutoGrades",
-    "autograder.bridge.SaveExtraPoints",
+    "autograder.gradebook.preprocessors.SaveExtraPoints",
     "nbgrader.preprocessors.AssignLatePenalties",
     "nbgrader.preprocessors.CheckCellMetadata",
 ]

@@ -1,5 +1,5 @@
 """Grades distributed-training labs: the only code of the course that is trusted with a grade."""
 
-from autograder.probe import check
+from autograder.inside.probe import check
 
 __all__ = ["check"]

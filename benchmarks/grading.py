@@ -49,12 +49,12 @@ from grading_peers import (
 from harness import RESULTS, Row, row, write
 from kernel import PEER_TRIES, in_turn, timed
 
-from autograder.batch import default_jobs
-from autograder.course import Course
+from autograder.batch.grade_class import default_jobs
+from autograder.box.sandbox import probe_support
+from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.intake import Submission
-from autograder.run import Settings, grade
-from autograder.sandbox import probe_support
+from autograder.submission.attempt import Settings, grade
+from autograder.submission.intake import Submission
 
 LAB = "lab1_ddp"
 # For the memory of a long run: the bundled lab whose submissions take the shortest time. It is

@@ -28,9 +28,9 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from autograder.build import to_bytes
+from autograder.authoring.notebooks import to_bytes
 from autograder.criteria import get_lab
-from autograder.zoo import ZooEntry, load_zoo
+from autograder.proof.zoo import ZooEntry, load_zoo
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 1800.0

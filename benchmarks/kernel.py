@@ -27,7 +27,7 @@ import nbformat
 from harness import Row, main_arguments, row, write
 from jupyter_client.manager import KernelManager
 
-from minidist.kernel.process import descendants
+from minidist.processes.tree import descendants
 
 DEADLINE_S = 300.0
 PEER_TRIES = 3
@@ -126,7 +126,7 @@ def warm_parent() -> Iterator[dict[str, str]]:
     """A warm parent of our own, and the environment for kernels that it is to start."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {"XDG_RUNTIME_DIR": folder, "MINIDIST_WARM": "1"}
-        command = [sys.executable, "-m", "minidist.kernel.warm"]
+        command = [sys.executable, "-m", "minidist.kernel.warm.client"]
         everything = {**os.environ, **environment}
         subprocess.run([*command, "start"], env=everything, stdout=sys.stderr, check=True)
         try:

@@ -23,10 +23,10 @@ def check(name, subject):
     from datetime import timedelta
     from typing import Any
 
-    from autograder import probe
     from autograder.criteria import find_criterion
-    from autograder.criteria.base import Case, Context
-    from autograder.referee import draw_for
+    from autograder.criteria.criterion import Case, Context
+    from autograder.inside import probe
+    from autograder.referee.referee import draw_for
 
     # Draw: rank 0 makes a secret, so all ranks draw the same; each keeps to its own inputs.
     lab, criterion = find_criterion(name)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minidist import fork_server
+from minidist.processes import fork_server
 
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 NO_GPU = "needs a CUDA device"
@@ -38,7 +38,7 @@ fork_server.use(
     *("torch.distributed.tensor.parallel", "minidist.checkpoint", "minidist.emulate"),
     *("minidist.parallel.hybrid", "minidist.profile", "minidist.train"),
 )
-HELPERS = ("minidist.fork_server", "multiprocessing")  # end with pytest
+HELPERS = ("minidist.processes.fork_server", "multiprocessing")  # end with pytest
 
 _skipped: dict[str, str] = {}  # test -> reason
 

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from functools import cache
 
-from autograder.criteria.base import Criterion, Lab
+from autograder.criteria.criterion import Criterion, Lab
 
 __all__ = ["find_criterion", "get_lab", "lab_names"]
 

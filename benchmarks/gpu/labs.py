@@ -37,10 +37,10 @@ PACKAGES = (
 GRADE_OPENLY = """
 import json, sys
 from pathlib import Path
-from autograder.course import Course
+from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.intake import Submission
-from autograder.run import Settings, grade
+from autograder.submission.intake import Submission
+from autograder.submission.attempt import Settings, grade
 root, lab, notebook, out = sys.argv[1:]
 settings = Settings(Course(Path(root)), lab, get_lab(lab).grading_world_size, sandboxed=False)
 record = grade(Submission("solution", Path(notebook)), settings)

@@ -31,10 +31,10 @@ from typing import Any
 import cloudpickle
 
 from minidist.errors import LaunchDeadlineError, LaunchError
-from minidist.fork_server import Child, fork
-from minidist.lifetime import keep_backends
-from minidist.ports import free_port, let_go
-from minidist.stacks import ask, tell_when_asked
+from minidist.processes.fork_server import Child, fork
+from minidist.processes.lifetime import keep_backends
+from minidist.processes.ports import free_port, let_go
+from minidist.processes.stacks import ask, tell_when_asked
 
 # After a rank has failed, the others get this long to fail by themselves (their tracebacks help).
 _GRACE_S = 1.0

@@ -69,8 +69,8 @@ from torch import nn
 
 from autograder import check
 from minidist.device import choose_backend, choose_device
-from minidist.kernel.process import descendants
 from minidist.launch import run
+from minidist.processes.tree import descendants
 
 # %% tags=["script-only"]
 # isort: split

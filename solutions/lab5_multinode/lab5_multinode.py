@@ -101,8 +101,8 @@ from minidist.device import (
     ignore_renaming_warnings,
     reduce_scatter_single,
 )
-from minidist.kernel.process import descendants
 from minidist.launch import free_port
+from minidist.processes.tree import descendants
 
 # %% tags=["script-only"]
 # isort: split

@@ -18,9 +18,9 @@ from attack_grader import AttackCourse, reference
 from course import TestCourse
 from leftovers import assert_nothing_left, find_leftovers
 
-from autograder.intake import read_submission
-from autograder.sandbox import probe_support
-from autograder.tidy import MAX_DEPTH, Tidier
+from autograder.box.sandbox import probe_support
+from autograder.submission.intake import read_submission
+from autograder.submission.outputs import MAX_DEPTH, Tidier
 from minidist.kernel import magics
 
 ATTACKS = {attack.title: attack for attack in load_attacks()}

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from autograder.criteria import ddp_emulated as emulated
-from autograder.criteria import oracle
-from autograder.criteria.base import Case, Draw
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Draw
+from autograder.criteria.lab1_ddp import emulated
 from minidist.emulate.plan import PlanChannel
 from minidist.emulate.session import Session
 

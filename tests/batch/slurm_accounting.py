@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slurm_cluster import SlurmCluster, find, wait_until
 
-from minidist.ports import free_port
+from minidist.processes.ports import free_port
 
 NEEDED = ("slurmdbd", "sacctmgr", "sacct", "mariadbd", "mariadb-install-db", "my_print_defaults")
 CLUSTER = """

@@ -17,19 +17,25 @@ from rich.console import Console
 from slurm_cluster import heed_ctrl_c, wait_until
 
 from autograder.__main__ import main
-from autograder.course import Course, CourseError
-from autograder.executor import JobRunner
-from autograder.intake import Submission, read_submission
-from autograder.job import run_task
-from autograder.job_files import BatchFolder, Result, Task, abandoned_batches, new_batch
-from autograder.journal import Journal
-from autograder.limits import GIB, Limits
-from autograder.options import NAME, OptionsError, read_options
-from autograder.run import Settings, record_key
-from autograder.sandbox import probe_support
-from autograder.slurm_jobs import ENDED, QUEUED, RUNNING, Refused, Seen, SlurmJobs, _read
-from autograder.slurm_options import SlurmOptions
-from autograder.status import Progress
+from autograder.batch.slurm.backend import ENDED, QUEUED, RUNNING, Refused, Seen, SlurmJobs, _read
+from autograder.batch.slurm.exchange_folder import (
+    BatchFolder,
+    Result,
+    Task,
+    abandoned_batches,
+    new_batch,
+)
+from autograder.batch.slurm.on_node import run_task
+from autograder.batch.slurm.runner import JobRunner
+from autograder.box.sandbox import probe_support
+from autograder.course.course import Course, CourseError
+from autograder.course.course_toml import NAME, OptionsError, read_options
+from autograder.course.slurm_options import SlurmOptions
+from autograder.criteria.limits import GIB, Limits
+from autograder.records.journal import Journal
+from autograder.records.progress import Progress
+from autograder.submission.attempt import Settings, record_key
+from autograder.submission.intake import Submission, read_submission
 
 needs_sandbox = pytest.mark.skipif(not probe_support().works, reason="no sandbox")
 

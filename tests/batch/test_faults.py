@@ -20,14 +20,14 @@ from course import LAB, ROOT, TestCourse, statuses
 from faults import KINDS, FaultyClass, count_entries, of_kind
 from slurm_cluster import heed_ctrl_c, wait_until
 
-import autograder.run
-from autograder.course import Course
+import autograder.submission.attempt
+from autograder.box.sandbox import probe_support
+from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.intake import Submission
-from autograder.journal import Journal
-from autograder.run import Settings
-from autograder.sandbox import probe_support
-from autograder.scratch import remove_abandoned
+from autograder.records.journal import Journal
+from autograder.submission.attempt import Settings
+from autograder.submission.intake import Submission
+from autograder.submission.scratch import remove_abandoned
 
 pytestmark = [
     pytest.mark.timeout(1500),
@@ -55,7 +55,7 @@ def test_every_part_is_killed_in_a_class_of_twenty(tmp_path):
 
 def test_folders_of_the_dead_are_taken_away_and_those_of_the_living_are_not():
     held = "with scratch_folder() as f: print(f, flush=True); input()"
-    code = f"from autograder.scratch import scratch_folder\n{held}"
+    code = f"from autograder.submission.scratch import scratch_folder\n{held}"
     owners = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                          stdout=subprocess.PIPE, text=True)
@@ -122,8 +122,8 @@ def test_a_worker_that_is_told_to_end_many_times_ends_once():
     """By who made it, by the pool, by the grader: a signal must not wait for the one before it."""
     code = """
 import time
-from autograder import workers
-workers._prepare()
+from autograder.batch import pool
+pool._prepare()
 try:
     print("ready", flush=True)
     while True:
@@ -202,5 +202,5 @@ def test_a_clock_that_jumps_changes_nothing(course, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: clock() + next(jumps))
     settings = Settings(Course(course.root), LAB, get_lab(LAB).grading_world_size, True)
     path = course.root / "handed_in" / "one" / f"{LAB}.ipynb"
-    record = autograder.run.grade(Submission("one", path), settings)
+    record = autograder.submission.attempt.grade(Submission("one", path), settings)
     assert set(statuses(record).values()) <= {"STUDENT_ERROR", "NOT_RUN", "WRONG"}

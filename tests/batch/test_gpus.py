@@ -10,12 +10,13 @@ import pytest
 import torch
 from made_records import hand_in, keep, made_record, make_course, stub_grading
 
-from autograder import batch, slurm_jobs, workers
-from autograder.batch import default_jobs
+from autograder.batch import grade_class, pool
+from autograder.batch.grade_class import default_jobs
+from autograder.batch.slurm import backend as slurm_jobs
+from autograder.box.gpus import ALL, VISIBLE, divide, most_jobs, num_gpus, visible_gpus
 from autograder.criteria import get_lab
-from autograder.gpus import ALL, VISIBLE, divide, most_jobs, num_gpus, visible_gpus
-from autograder.intake import Submission
-from autograder.run import known_record
+from autograder.submission.attempt import known_record
+from autograder.submission.intake import Submission
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def seen(folder: str) -> tuple[int, str | None, int]:
 def test_workers_take_different_places(tmp_path):
     results = {}
     todo = dict.fromkeys(range(4), str(tmp_path))
-    workers.run_pool(seen, todo, divide(["4", "7", "9"], 2), results.__setitem__)
+    pool.run_pool(seen, todo, divide(["4", "7", "9"], 2), results.__setitem__)
     assert {gpus for _, gpus, _ in results.values()} == {"4,7", "9"}
     assert len({(pid, gpus) for pid, gpus, _ in results.values()}) == 2
     assert {count for *_, count in results.values()} == {3}
@@ -98,9 +99,9 @@ def test_workers_take_different_places(tmp_path):
 def test_the_pool_is_given_what_the_machine_has(machine, monkeypatch, tmp_path):
     machine(4)
     given = []
-    monkeypatch.setattr(workers, "begin", lambda *_: None)
-    monkeypatch.setattr(workers, "run_pool", lambda work, todo, places, done: given.append(places))
-    batch._run_pool({}, stub_grading.settings(make_course(tmp_path)), 2, print)
+    monkeypatch.setattr(pool, "begin", lambda *_: None)
+    monkeypatch.setattr(pool, "run_pool", lambda work, todo, places, done: given.append(places))
+    grade_class._run_pool({}, stub_grading.settings(make_course(tmp_path)), 2, print)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in given[0]] == ["0,1", "2,3"]
 
 

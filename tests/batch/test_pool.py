@@ -12,9 +12,9 @@ import time
 import psutil
 import pytest
 
-from autograder import workers
-from minidist import fork_server
-from minidist.fork_server import Server
+from autograder.batch import pool
+from minidist.processes import fork_server
+from minidist.processes.fork_server import Server
 
 TASKS = {number: number for number in range(6)}
 TIMES = 5
@@ -23,8 +23,8 @@ TIMES = 5
 @pytest.fixture(autouse=True)
 def server(monkeypatch):
     """One that imports next to nothing, so that it may die often."""
-    made = Server(["autograder.workers"])
-    monkeypatch.setattr(workers, "_server", made)
+    made = Server(["autograder.batch.pool"])
+    monkeypatch.setattr(pool, "_server", made)
     yield made
     made.end()
 
@@ -40,7 +40,7 @@ def run(work, todo=TASKS, jobs=2):
         assert number not in results
         results[number] = result
 
-    lost = workers.run_pool(work, todo, [{}] * jobs, done)
+    lost = pool.run_pool(work, todo, [{}] * jobs, done)
     assert results.keys() | lost.keys() == todo.keys()
     assert not results.keys() & lost.keys()
     assert {n: r for n, r in results.items() if r != todo[n] ** 2} == {}
@@ -140,7 +140,7 @@ def test_the_server_dies_while_a_worker_is_replaced(server, monkeypatch):
 
 def test_an_idle_worker_dies(monkeypatch):
     """Its next task goes to another one, and nothing is lost."""
-    begin = workers._Worker.begin
+    begin = pool._Worker.begin
 
     def begin_later(self, number, task):
         if number in doomed:
@@ -148,7 +148,7 @@ def test_an_idle_worker_dies(monkeypatch):
             kill(self.child.pid)
         return begin(self, number, task)
 
-    monkeypatch.setattr(workers._Worker, "begin", begin_later)
+    monkeypatch.setattr(pool._Worker, "begin", begin_later)
     for _ in range(TIMES):
         doomed = {0, 3, 4}
         assert run(square, jobs=1) == {}
@@ -170,7 +170,7 @@ def test_whatever_dies_at_any_moment(jobs):
         while len(kills) < 10 and not over.wait(rng.uniform(0.0, 0.2)):
             with contextlib.suppress(psutil.Error):  # it has just ended by itself
                 found = psutil.Process().children(recursive=True)
-                found = [p for p in found if "autograder.workers" in p.cmdline()]
+                found = [p for p in found if "autograder.batch.pool" in p.cmdline()]
                 if found:
                     rng.choice(found).kill()
                     kills.append(time.monotonic())

@@ -16,13 +16,13 @@ import pytest
 from course import LAB, ROOT, TestCourse, statuses
 from slurm_cluster import SlurmCluster, heed_ctrl_c, job_states, running, wait_until, why_not
 
-from autograder.course import Course
-from autograder.journal import Journal
-from autograder.sandbox import probe_support
-from autograder.slurm_jobs import SlurmJobs
-from autograder.slurm_options import SlurmOptions
-from autograder.zoo import load_zoo
-from minidist.ports import free_port
+from autograder.batch.slurm.backend import SlurmJobs
+from autograder.box.sandbox import probe_support
+from autograder.course.course import Course
+from autograder.course.slurm_options import SlurmOptions
+from autograder.proof.zoo import load_zoo
+from autograder.records.journal import Journal
+from minidist.processes.ports import free_port
 
 pytestmark = [
     pytest.mark.timeout(1200),

@@ -9,10 +9,10 @@ from course import TestCourse, statuses
 from slurm_accounting import AccountedCluster, why_no_accounting
 from slurm_cluster import job_states, running, wait_until, why_not
 
-from autograder.limits import Limits
-from autograder.sandbox import probe_support
-from autograder.slurm_jobs import Refused, SlurmJobs
-from autograder.slurm_options import SlurmOptions
+from autograder.batch.slurm.backend import Refused, SlurmJobs
+from autograder.box.sandbox import probe_support
+from autograder.course.slurm_options import SlurmOptions
+from autograder.criteria.limits import Limits
 
 WHY_NOT = why_not() or why_no_accounting()
 pytestmark = [

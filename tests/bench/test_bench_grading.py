@@ -11,9 +11,9 @@ import grading_peers as peers
 import pytest
 from nbformat.v4 import new_code_cell, new_output
 
-from autograder.course import Course
+from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.intake import read_submission
+from autograder.submission.intake import read_submission
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,7 +112,7 @@ def test_memory_and_progress_are_read_off_a_running_grader(tmp_path):
     assert grading.peak_bytes(2**22 + 1) == {}
     journal = tmp_path / "journal.jsonl"
     assert grading.num_graded(journal) == 0
-    from autograder.journal import Journal
+    from autograder.records.journal import Journal
 
     Journal(journal).append({"kind": "verdict", "key": "a"})
     Journal(journal).append({"kind": "submission", "key": "a", "record": {}})

@@ -15,11 +15,12 @@ import pytest
 from course import TestCourse
 from kernel_helper import wait_gone
 
-from autograder import cgroup, scratch
-from autograder.cgroup import Group, find_place, make_group
-from autograder.limits import MIB, Limits
-from autograder.sandbox import probe_support
-from autograder.zoo import load_zoo
+from autograder.box import cgroup
+from autograder.box.cgroup import Group, find_place, make_group
+from autograder.box.sandbox import probe_support
+from autograder.criteria.limits import MIB, Limits
+from autograder.proof.zoo import load_zoo
+from autograder.submission import scratch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
 
@@ -35,7 +36,7 @@ os._exit(0)
 """
 # What the process finds that was started in a group that is marked as systemd marks one.
 FINDS = """
-from autograder.cgroup import find_place
+from autograder.box.cgroup import find_place
 place = find_place()
 print(place.root, open("/proc/self/cgroup").read().split("0::")[1].strip())
 """
@@ -135,8 +136,10 @@ def test_the_group_of_a_killed_grader_goes_with_its_folder(
 ) -> None:
     monkeypatch.setattr(scratch, "place", lambda: tmp_path)
     code = (
-        "import os, subprocess, sys; from pathlib import Path; from autograder import scratch\n"
-        "from autograder.cgroup import make_group; from autograder.limits import Limits\n"
+        "import os, subprocess, sys; from pathlib import Path\n"
+        "from autograder.submission import scratch\n"
+        "from autograder.box.cgroup import make_group\n"
+        "from autograder.criteria.limits import Limits\n"
         f"scratch.place = lambda: Path({str(tmp_path)!r})\n"
         "with scratch.scratch_folder() as folder:\n"
         "    group = make_group(folder.name, Limits())\n"

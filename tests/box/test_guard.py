@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from autograder.guard import Guard, descendants, memory_of
-from autograder.limits import MIB, Limits
+from autograder.box.guard import Guard, descendants, memory_of
+from autograder.criteria.limits import MIB, Limits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -147,7 +147,7 @@ def test_tables_that_say_where_memory_is_are_memory(start):
 
 
 def test_open_files_of_a_box_are_bounded(start, monkeypatch):
-    monkeypatch.setattr("autograder.guard.MAX_FILES", 2000)
+    monkeypatch.setattr("autograder.box.guard.MAX_FILES", 2000)
     front, guard = start(OPEN_FILES)
     assert front.stdout.readline().strip() == "-9"
     assert guard.take_reason() == "the submission had over 2000 files open at once"

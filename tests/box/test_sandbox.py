@@ -21,13 +21,14 @@ import pytest
 
 import autograder
 import minidist
-from autograder import sandbox
-from autograder.guard import Guard
-from autograder.limits import MIB
-from autograder.sandbox import SANDBOXES, Box, Limits, build_box, build_open, probe_support
+from autograder.box import sandbox
+from autograder.box.guard import Guard
+from autograder.box.sandbox import SANDBOXES, Box, Limits, build_box, build_open, probe_support
+from autograder.criteria import limits
+from autograder.criteria.limits import MIB
 
 PROJECT = Path(autograder.__file__).parent.parent
-INSIDE = {"__init__.py", "limits.py", "probe.py", "wire.py", "criteria", "py.typed"}
+INSIDE = {"__init__.py", "criteria", "inside", "py.typed"}
 needs_box = pytest.mark.usefixtures("backend")
 
 
@@ -232,7 +233,7 @@ for act in (lambda: os.unlink(run_dir + "/s"), lambda: os.rename(run_dir, "/tmp/
 
 @needs_box
 def test_what_imports_and_what_does_not(run_dir: Path):
-    withheld = ["minidist.errors", "minidist.kernel.launcher", "minidist.no_such_module"]
+    withheld = ["minidist.errors", "minidist.kernel.inside.launcher", "minidist.no_such_module"]
     box = build_box(run_dir=run_dir, withheld=withheld)
     code = """
 import importlib, os, sys
@@ -249,11 +250,12 @@ for root in (os.path.dirname(minidist.__file__),):
     for folder, _, files in os.walk(root):
         assert not [f for f in files if f.startswith(("errors.", "launcher."))], (folder, files)
 """
-    trusted = ["intake", "sandbox", "journal", "report", "referee", "run", "bridge", "build", "zoo"]
-    names = [f"autograder.{name}" for name in trusted]
-    names += ["minidist.errors", "minidist.no_such_module"]
     package = Path(autograder.__file__).parent
-    assert (package / "sandbox.py").exists()
+    trusted = {path.stem for path in package.iterdir() if path.name not in INSIDE}
+    trusted.discard("__pycache__")
+    assert {"box", "referee", "records", "submission", "files"} <= trusted
+    names = [f"autograder.{name}" for name in sorted(trusted)]
+    names += ["minidist.errors", "minidist.no_such_module"]
     # A stand-in for autograder/__init__.py, which imports what the test withholds.
     code = f"""
 import sys, types
@@ -272,13 +274,8 @@ print(*sorted(p.name for p in pathlib.Path({str(package)!r}).iterdir() if p.name
 
 @needs_box
 def test_what_the_ranks_need_imports(run_dir: Path):
-    modules = ["minidist", "minidist.errors", "torch", "autograder.wire", "autograder.criteria"]
-    for name, module in (("kernel", "minidist.kernel"), ("probe", "autograder.probe")):
-        folder = (
-            Path(minidist.__file__).parent if name == "kernel" else Path(autograder.__file__).parent
-        )
-        if (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists():
-            modules.append(module)
+    modules = ["minidist.errors", "minidist.kernel", "torch"]
+    modules += ["autograder.inside.wire", "autograder.inside.probe", "autograder.criteria"]
     _python(build_box(run_dir=run_dir), "import " + ", ".join(modules))
 
 
@@ -305,7 +302,7 @@ def test_packages_as_installed_in_site_packages_or_below_tmp(
     other.mkdir()
     monkeypatch.setattr(sys, "prefix", str(prefix))
     monkeypatch.setattr(minidist, "__file__", str(site / "minidist/__init__.py"))
-    monkeypatch.setattr(sandbox, "__file__", str(site / "autograder/sandbox.py"))
+    monkeypatch.setattr(sandbox, "_PACKAGE", site / "autograder")
     box = build_box(run_dir=other, withheld=["minidist.errors"], hide=[site / "torchlike.py"])
     code = f"""
 import os
@@ -562,15 +559,14 @@ def test_as_an_ordinary_user(program: str, uid: str):
         subprocess.run([python, "-m", "venv", "--without-pip", f"{folder}/venv"], check=True)
         site = next(Path(folder).glob("venv/lib/python3*/site-packages"))
         shutil.copytree(source[1].parent, site / "minidist")
-        (site / "autograder").mkdir()
-        (site / "autograder/__init__.py").write_text("")
-        parts = ("apptainer", "bubblewrap", "containers", "environment", "limits", "syscalls")
-        names = [f"{part}.py" for part in parts]
-        for file in (source[0], *map(source[0].with_name, names)):
-            shutil.copy(file, site / "autograder")
+        (site / "autograder/criteria").mkdir(parents=True)
+        for package in ("autograder", "autograder/criteria"):
+            (site / package / "__init__.py").write_text("")
+        shutil.copytree(source[0].parent, site / "autograder/box")
+        shutil.copy(limits.__file__, site / "autograder/criteria")
         code = """
 import pathlib, subprocess, sys, tempfile
-from autograder.sandbox import build_box, probe_support
+from autograder.box.sandbox import build_box, probe_support
 assert probe_support().works, probe_support()
 with tempfile.TemporaryDirectory() as folder:
     box = build_box(run_dir=pathlib.Path(folder))

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from autograder.syscalls import DENIED, filter_command, seccomp_filter, write_filter
+from autograder.box.syscalls import DENIED, filter_command, seccomp_filter, write_filter
 
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 I386 = 0x40000003

@@ -23,13 +23,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minidist import collectives as c
-from minidist.collectives import direct, hooks
-from minidist.collectives.schedule import Schedule, Transfer
-from minidist.collectives.steps import (
+from minidist.collectives import ddp_hooks, direct
+from minidist.collectives.algorithms import (
     direct_all_gather_steps,
     direct_reduce_scatter_steps,
     tree_parents,
 )
+from minidist.collectives.schedule import Schedule, Transfer
 from minidist.emulate import Cluster, Link
 from minidist.emulate import run as run_emulated
 from minidist.errors import DeadlineError, MismatchError
@@ -848,13 +848,13 @@ def ddp_with_hooks():
         local, cross = c.node_groups(2 if n % 2 == 0 else 1)
         cases = {
             "plain": None,
-            "ring": (None, hooks.ring_hook),
-            "tree": (None, hooks.tree_hook),
-            "double tree": (dist.group.WORLD, hooks.double_tree_hook),
-            "halving-doubling": (None, hooks.halving_doubling_hook),
-            "direct": (None, hooks.direct_hook),
-            "hierarchical": ((local, cross), hooks.hierarchical_hook),
-            "segments": (None, hooks.make_hook(c.ring_all_reduce, num_segments=2)),
+            "ring": (None, ddp_hooks.ring_hook),
+            "tree": (None, ddp_hooks.tree_hook),
+            "double tree": (dist.group.WORLD, ddp_hooks.double_tree_hook),
+            "halving-doubling": (None, ddp_hooks.halving_doubling_hook),
+            "direct": (None, ddp_hooks.direct_hook),
+            "hierarchical": ((local, cross), ddp_hooks.hierarchical_hook),
+            "segments": (None, ddp_hooks.make_hook(c.ring_all_reduce, num_segments=2)),
         }
         results = {}
         for name, hook in cases.items():

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from minidist.collectives import shared_algorithms, shared_memory
-from minidist.collectives.shared import (
+from minidist.collectives.shared import algorithms, memory
+from minidist.collectives.shared.group import (
     SharedMemoryError,
     SharedMemoryGroup,
     shared_memory_hook,
@@ -322,7 +322,7 @@ def slow_reader():
     shared = SharedMemoryGroup()
     rank, n = shared.rank, shared.num_ranks
     if rank == 1:  # reads the others' buffers late
-        for where, name in ((shared_algorithms, "_reduce"), (shared._space, "places")):
+        for where, name in ((algorithms, "_reduce"), (shared._space, "places")):
             real = getattr(where, name)
             setattr(where, name, lambda *args, real=real: (time.sleep(0.1), real(*args))[1])
     buffer, part, whole = shared.buffer(300 * n), torch.zeros(300), torch.zeros(300 * n)
@@ -378,7 +378,7 @@ def test_a_part_of_the_ranks():
 def test_slices_cover_everything_once():
     for numel in (0, 1, 15, 16, 17, 1000):
         for num_ranks in (1, 2, 3, 7):
-            bounds = shared_algorithms.slice_bounds(numel, torch.float32, num_ranks)
+            bounds = algorithms.slice_bounds(numel, torch.float32, num_ranks)
             covered = [i for low, high in bounds for i in range(low, high)]
             assert covered == list(range(numel))
 
@@ -602,7 +602,7 @@ def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing_behind(in_place):
 def cannot_map(trouble):
     dist.init_process_group("gloo")
     if trouble == "memory" and dist.get_rank() == 0:
-        shared_memory.available_bytes = lambda: 1000
+        memory.available_bytes = lambda: 1000
     if trouble == "host" and dist.get_rank() == 1:
         os.readlink = lambda path: "/dev/null"  # what the same path may be on another machine
     try:

@@ -10,9 +10,9 @@ import pytest
 from course import LAB, ROOT, TestCourse
 from nbgrader.api import Gradebook
 
-from autograder.build import REFLECT_POINTS
+from autograder.authoring.notebooks import REFLECT_POINTS
 from autograder.criteria import get_lab
-from autograder.zoo import load_zoo, write_class
+from autograder.proof.zoo import load_zoo, write_class
 
 pytestmark = pytest.mark.timeout(900)
 STUDENTS = ("starter", "wrong_sum", "wrong_rank1_exits")

@@ -18,12 +18,12 @@ from made_records import file_record, hand_in, made_record, make_course, take_in
 
 from autograder.__main__ import main
 from autograder.criteria import get_lab
-from autograder.gradebook import open_gradebook
-from autograder.history import latest, read_history
-from autograder.lms import Column, file_name, number, safe
-from autograder.publish import Options, _columns, publish
-from autograder.roster import read_roster
-from autograder.run import Settings, Submission, grade
+from autograder.gradebook.database import open_gradebook
+from autograder.gradebook.lms_files import Column, file_name, number, safe
+from autograder.gradebook.publish import Options, _columns, publish
+from autograder.gradebook.roster import read_roster
+from autograder.regrading.history import latest, read_history
+from autograder.submission.attempt import Settings, Submission, grade
 
 ROSTER = """Student,ID,SIS User ID,SIS Login ID,Section,Lab one (77),Final Score
     Points Possible,,,,,102,(read only)

@@ -13,14 +13,15 @@ import psutil
 import pytest
 from course import LAB, ROOT, TestCourse
 
-from autograder.batch import fill_gradebook
-from autograder.bridge import choose_sandbox, is_bundled
-from autograder.course import Course, CourseError
-from autograder.gradebook import open_gradebook
-from autograder.intake import Submission
-from autograder.run import Settings
-from autograder.sandbox import probe_support
-from autograder.zoo import write_class
+from autograder.box.sandbox import probe_support
+from autograder.course.course import Course, CourseError
+from autograder.gradebook.database import open_gradebook
+from autograder.gradebook.fill import fill_gradebook
+from autograder.proof.bundled import is_bundled
+from autograder.proof.zoo import write_class
+from autograder.submission.attempt import Settings
+from autograder.submission.choose_box import choose_sandbox
+from autograder.submission.intake import Submission
 
 pytestmark = pytest.mark.timeout(600)
 MASTER = ROOT / "labs" / LAB / f"{LAB}.ipynb"
@@ -120,7 +121,9 @@ def test_a_file_in_place_that_nbgrader_cannot_read_is_left_out(course, monkeypat
         path.write_bytes(content)
         submissions.append(Submission(student, path))
     calls = []
-    monkeypatch.setattr("autograder.batch._nbgrader", lambda _, *words: calls.append(words))
+    monkeypatch.setattr(
+        "autograder.gradebook.fill._nbgrader", lambda _, *words: calls.append(words)
+    )
     fill_gradebook(submissions, [{}, {}], Settings(Course(course.root), LAB, 3, True))
     assert "not in the gradebook" in capsys.readouterr().err
     autograde, feedback = (call for call in calls if call[0] != "generate_assignment")

@@ -9,9 +9,9 @@ import pytest
 from course import ROOT
 from rich.console import Console
 
-from autograder import doctor
-from autograder.course import Course
-from autograder.sandbox import Support
+from autograder.box.sandbox import Support
+from autograder.cli import doctor
+from autograder.course.course import Course
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from jupyter_client.session import Session
 from nbformat.v4 import new_code_cell, new_notebook
 
-from autograder.engine import _Client
+from autograder.submission.engine import _Client
 
 KEY = b"k" * 32
 CELL = "cell"  # id of the request

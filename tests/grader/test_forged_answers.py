@@ -13,20 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from autograder.criteria import (
-    accum_emulated,
-    accum_traffic,
-    fsdp_parts,
-    get_lab,
-    oracle,
-    powersgd_model,
-    prof_gpu,
-)
-from autograder.criteria.amp_formats import DTYPES
-from autograder.criteria.base import Case, Finding, Values, compare
-from autograder.criteria.powersgd_columns import expected_shape
-from autograder.judging import judge
-from autograder.referee import draw_for
+from autograder.criteria import get_lab
+from autograder.criteria.bonus_powersgd import model as powersgd_model
+from autograder.criteria.bonus_powersgd.columns import expected_shape
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Finding, Values, compare
+from autograder.criteria.lab2_accumulation import emulated, traffic
+from autograder.criteria.lab3_fsdp import parts as fsdp_parts
+from autograder.criteria.lab4_amp.formats import DTYPES
+from autograder.criteria.lab6_profiling import gpu
+from autograder.referee.judging import judge
+from autograder.referee.referee import draw_for
 from minidist.emulate.plan import ChargePlan
 from minidist.emulate.session import Session
 from minidist.emulate.trace import Trace
@@ -248,13 +245,13 @@ def test_vectors_are_in_what_travels():
 def test_the_accumulated_gradient_has_to_travel():
     played = Played("lab2_accumulation", "accum_ddp_backward")
     case = Case(N, played.inputs, [], None, played.plan)
-    own = [accum_emulated._local_gradients(case, rank) for rank in range(N)]
+    own = [emulated._local_gradients(case, rank) for rank in range(N)]
 
     def send(what: Callable[[int, np.ndarray], Frame] | None) -> Program:
         def program(rank: int, values: Values) -> Iterator[Frame]:
-            layers = range(accum_emulated.LAYERS)
-            for _ in range(accum_emulated.CALLS):
-                for _ in range(accum_emulated.MICRO_BATCHES):
+            layers = range(emulated.LAYERS)
+            for _ in range(emulated.CALLS):
+                for _ in range(emulated.MICRO_BATCHES):
                     yield from (charge(layer, "forward") for layer in layers)
                     yield from (charge(layer, "backward") for layer in reversed(layers))
                 for gradient in own[rank] if what else ():
@@ -270,7 +267,7 @@ def test_the_accumulated_gradient_has_to_travel():
 
 def accumulated(name: str, values: Values, call: int) -> np.ndarray:
     """The sum of a rank's gradients of one call, at the weights that it began with."""
-    find = accum_traffic._token_gradients if "token" in name else oracle.gradients
+    find = traffic._token_gradients if "token" in name else oracle.gradients
     pairs = zip(values["x"][call], values["y"][call], strict=True)
     sums = [sum(each) for each in zip(*(find(values, x, y) for x, y in pairs), strict=True)]
     return np.concatenate([np.asarray(each).ravel() for each in sums]).astype(np.float32)
@@ -280,7 +277,7 @@ def accumulated(name: str, values: Values, call: int) -> np.ndarray:
 def test_gradients_are_in_what_travels(name):
     played = Played("lab2_accumulation", name)
     own = [
-        [accumulated(name, values, call) for call in range(accum_traffic.CALLS)]
+        [accumulated(name, values, call) for call in range(traffic.CALLS)]
         for values in played.inputs
     ]
 
@@ -395,14 +392,14 @@ def test_a_file_is_held_against_a_model_that_is_one():
 
 def test_a_gradient_without_communication_is_one():
     rng = np.random.default_rng(0)
-    own = [rng.normal(size=prof_gpu.WIDTH).astype(np.float32) * 1e-4 for _ in range(N)]
+    own = [rng.normal(size=gpu.WIDTH).astype(np.float32) * 1e-4 for _ in range(N)]
 
     def findings(alone: list[np.ndarray], together: np.ndarray) -> list[Finding]:
-        times = {f"{name}/seconds": np.ones(prof_gpu.ROUNDS) for name in ("alone", "together")}
+        times = {f"{name}/seconds": np.ones(gpu.ROUNDS) for name in ("alone", "together")}
         answers = [times | {"alone/gradient": g, "together/gradient": together} for g in alone]
-        return prof_gpu.judge(Case(N, [{}] * N, answers))
+        return gpu.judge(Case(N, [{}] * N, answers))
 
-    zeros = np.zeros(prof_gpu.WIDTH, np.float32)
+    zeros = np.zeros(gpu.WIDTH, np.float32)
     assert findings(own, oracle.mean(own)) == []
     assert findings(own, zeros)
     for bad in (np.nan, np.inf, 1e30, 0.0):

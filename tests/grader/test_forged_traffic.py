@@ -14,10 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autograder.criteria import btp_model, find_criterion, pipe_emulated, pipe_parts, ring_traffic
-from autograder.criteria import nodes_hierarchy as hierarchy
-from autograder.criteria.base import Case, Draw, Finding, Values
-from autograder.judging import judge
+from autograder.criteria import find_criterion
+from autograder.criteria.bonus_pipeline import emulated
+from autograder.criteria.bonus_pipeline import parts as pipe_parts
+from autograder.criteria.bonus_ring_all_reduce import traffic
+from autograder.criteria.bonus_tensor_parallel import model
+from autograder.criteria.criterion import Case, Draw, Finding, Values
+from autograder.criteria.lab5_multinode import hierarchy
+from autograder.referee.judging import judge
 from minidist.emulate.session import Session
 
 N = 4
@@ -125,13 +129,13 @@ def test_room_that_nothing_was_kept_in():
 def test_messages_with_nothing_in_them():
     name = "pipe_messages"
     inputs = handed_out(name)
-    on, back = pipe_emulated._crossing(Case(N, inputs, [{}] * N))
+    on, back = emulated._crossing(Case(N, inputs, [{}] * N))
     m = len(inputs[0]["cases"][0]["sizes"])
 
     def judged(factor_on: Sequence[float], factor_back: Sequence[float]) -> list[Finding]:
         def program(rank: int) -> Iterator[Action]:
             for i in range(m):
-                rows = slice(i * pipe_emulated.SAMPLES, (i + 1) * pipe_emulated.SAMPLES)
+                rows = slice(i * emulated.SAMPLES, (i + 1) * emulated.SAMPLES)
                 if rank < N - 1:
                     yield message("send", factor_on[rank] * on[rank][rows].numpy(), rank + 1)
                     yield message("recv", back[rank][rows].numpy(), rank + 1)
@@ -162,7 +166,7 @@ HALVES = {"btp_mlp_traffic": "transform", "btp_attention_traffic": "attend"}
 @pytest.mark.parametrize("name", HALVES)
 def test_a_half_of_the_layer_that_every_rank_computes_alone(name):
     values, what = handed_out(name)[0], HALVES[name]
-    right, shares = btp_model.solve(values, what), btp_model.summands(values, N, what)
+    right, shares = model.solve(values, what), model.summands(values, N, what)
     whole = {"forward": right["y"], "backward": right["x"]}
     for direction, total in whole.items():
         assert np.allclose(np.sum([share[direction][0] for share in shares], axis=0), total)
@@ -195,7 +199,7 @@ def test_a_half_of_the_layer_that_every_rank_computes_alone(name):
 def test_a_layer_on_a_part_of_the_tokens_that_every_rank_computes_alone():
     name = "btp_sequence_traffic"
     values = handed_out(name)[0]
-    right, shares = btp_model.solve(values)["y"], btp_model.summands(values, N)
+    right, shares = model.solve(values)["y"], model.summands(values, N)
     answers = [{"y": part} for part in np.split(right, N, axis=1)]
 
     def judged(calls: Callable[[int, np.ndarray], list[Action]]) -> list[Finding]:
@@ -247,7 +251,7 @@ def ring_payloads(tensors: list[np.ndarray]) -> tuple[list[list[np.ndarray]], np
 def test_a_ring_that_carries_nothing(name):
     inputs = handed_out(name)
     sent, total = ring_payloads([values["x"] for values in inputs])
-    right = total[:: ring_traffic.NUMEL // 7]
+    right = total[:: traffic.NUMEL // 7]
 
     def judged(change: Callable[[int, np.ndarray], np.ndarray]) -> list[Finding]:
         def program(rank: int) -> Iterator[Action]:

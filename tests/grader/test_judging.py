@@ -7,8 +7,8 @@ import threading
 import time
 from types import SimpleNamespace
 
-from autograder.criteria.base import Case, Finding
-from autograder.judging import judge
+from autograder.criteria.criterion import Case, Finding
+from autograder.referee.judging import judge
 
 CASE = Case(1, [{}], [{}])
 

@@ -10,16 +10,16 @@ import pytest
 from course import LAB, ROOT
 from made_records import file_record, hand_in, keep, made_record, make_course, stub_grading
 
-from autograder import build
 from autograder.__main__ import main
-from autograder.course import Course, CourseError
+from autograder.authoring import notebooks
+from autograder.course.course import Course, CourseError
+from autograder.course.course_toml import NAME, Options, OptionsError, read_options
 from autograder.criteria import get_lab
-from autograder.intake import Submission
-from autograder.journal import Journal
-from autograder.limits import GIB, Limits
-from autograder.options import NAME, Options, OptionsError, read_options
-from autograder.practice import lab_of
-from autograder.run import Settings, known_record, record_key
+from autograder.criteria.limits import GIB, Limits
+from autograder.records.journal import Journal
+from autograder.referee.practice import lab_of
+from autograder.submission.attempt import Settings, known_record, record_key
+from autograder.submission.intake import Submission
 
 POINTS = f"[points.{LAB}]\nddp_scaling = 10\nwrap_model = 0\n"
 
@@ -29,13 +29,13 @@ def course(tmp_path, monkeypatch):
     """A course whose notebooks were built after its points were changed."""
     made = make_course(tmp_path / "course")
     monkeypatch.setenv("AUTOGRADER_COURSE", str(made.root))
-    monkeypatch.setattr("autograder.bridge.choose_sandbox", lambda *_, **__: True)
+    monkeypatch.setattr("autograder.submission.choose_box.choose_sandbox", lambda *_, **__: True)
     return made
 
 
 def set_points(course: Course, text: str = POINTS) -> Course:
     (course.root / NAME).write_text(text)
-    assert build.build_course(course.root)[1] == []
+    assert notebooks.build_course(course.root)[1] == []
     return Course(course.root)
 
 
@@ -120,7 +120,7 @@ def test_practice_counts_the_same_points(course):
 
 
 def test_students_get_the_points(course, tmp_path):
-    from autograder.release import write_release
+    from autograder.authoring.release import write_release
 
     set_points(course)
     for name in ("pyproject.toml", "environment.yml", "LICENSE", "Makefile"):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from autograder.criteria import get_lab
-from autograder.criteria.base import Status
-from autograder.practice import PracticeReferee
-from autograder.referee import Referee, draw_for
-from autograder.wire import Message, receive, send
+from autograder.criteria.criterion import Status
+from autograder.inside.wire import Message, receive, send
+from autograder.referee.practice import PracticeReferee
+from autograder.referee.referee import Referee, draw_for
 from minidist.emulate.client import Client
 from minidist.errors import DeadlineError, ProtocolError
 

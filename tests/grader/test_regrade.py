@@ -13,18 +13,21 @@ from course import LAB
 from made_records import file_record, hand_in, made_record, make_course, stub_grading, take_in
 from rich.console import Console
 
-from autograder import batch
 from autograder.__main__ import main
-from autograder.course import Course, CourseError
+from autograder.batch import grade_class
+from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab
-from autograder.criteria.base import Status, Verdict
-from autograder.engine import InfrastructureError
-from autograder.gradebook import TIMESTAMP, note_lateness, noted_lateness, open_gradebook
-from autograder.history import Grading, find_grading, latest, read_history
-from autograder.intake import Submission, find_submissions
-from autograder.journal import Journal
-from autograder.regrade import changes_table, find_changes, find_settled, summary
-from autograder.run import grade as grade_one
+from autograder.criteria.criterion import Status, Verdict
+from autograder.gradebook import fill
+from autograder.gradebook.database import TIMESTAMP, note_lateness, noted_lateness, open_gradebook
+from autograder.gradebook.settled import find_settled
+from autograder.records.journal import Journal
+from autograder.regrading.changes import changes_table, find_changes, summary
+from autograder.records.grading import Grading
+from autograder.regrading.history import find_grading, latest, read_history
+from autograder.submission.attempt import grade as grade_one
+from autograder.submission.engine import InfrastructureError
+from autograder.submission.intake import Submission, find_submissions
 
 CRITERIA = get_lab(LAB).criteria
 
@@ -163,7 +166,7 @@ def test_a_new_configuration_has_nbgrader_look_again(taken, settled):
 
 def test_another_time_of_handing_in_has_nbgrader_look_again(taken, settled, monkeypatch):
     """However old the file is in which it stands, and also when it is taken away."""
-    monkeypatch.setattr(batch, "_nbgrader", lambda *_: None)
+    monkeypatch.setattr(fill, "_nbgrader", lambda *_: None)
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
     stamp = next(s.path for s in submissions if s.student == "ada").with_name(TIMESTAMP)
@@ -175,7 +178,7 @@ def test_another_time_of_handing_in_has_nbgrader_look_again(taken, settled, monk
         else:
             stamp.unlink()
         assert settled() == {"kim"}
-        batch.fill_gradebook(submissions, records, stub_grading.settings(taken))
+        fill.fill_gradebook(submissions, records, stub_grading.settings(taken))
         assert copy.is_file() == bool(text)
         for student in ("ada", "kim"):  # as nbgrader does
             graded = taken.build / "nbgrader" / "autograded" / student / LAB / f"{LAB}.ipynb"
@@ -186,12 +189,12 @@ def test_another_time_of_handing_in_has_nbgrader_look_again(taken, settled, monk
 @pytest.mark.parametrize("said", [b"garbage", b"\xff\xfe", b"9" * 60, b"2026-01-01 " * 10**6])
 def test_a_time_that_is_none_is_told_and_stops_nobody(taken, settled, monkeypatch, capsys, said):
     """nbgrader would end there, for the whole class."""
-    monkeypatch.setattr(batch, "_nbgrader", lambda *_: None)
+    monkeypatch.setattr(fill, "_nbgrader", lambda *_: None)
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
     stamp = next(s.path for s in submissions if s.student == "ada").with_name(TIMESTAMP)
     stamp.write_bytes(said)
-    batch.fill_gradebook(submissions, records, stub_grading.settings(taken))
+    fill.fill_gradebook(submissions, records, stub_grading.settings(taken))
     assert f"{stamp}: expected a time, got" in capsys.readouterr().err
     assert not (taken.build / "nbgrader" / "submitted" / "ada" / LAB / TIMESTAMP).exists()
     assert settled() == {"ada", "kim"}
@@ -205,11 +208,11 @@ def test_what_nbgrader_cannot_take_keeps_nobody_from_feedback(taken, monkeypatch
         if command == "autograde":
             raise CourseError("one of them")
 
-    monkeypatch.setattr(batch, "_nbgrader", nbgrader)
+    monkeypatch.setattr(fill, "_nbgrader", nbgrader)
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
     with pytest.raises(CourseError, match="one of them"):
-        batch.fill_gradebook(submissions, records, stub_grading.settings(taken))
+        fill.fill_gradebook(submissions, records, stub_grading.settings(taken))
     assert asked == ["generate_assignment", "autograde", "generate_feedback"]
     assert noted_lateness(taken, LAB).keys() == {"ada", "kim"}
 
@@ -237,11 +240,11 @@ def test_a_score_that_is_not_in_the_gradebook_is_put_there(taken, settled):
 
 def test_nbgrader_is_asked_for_the_others_only(taken, settled, monkeypatch):
     asked = []
-    monkeypatch.setattr(batch, "_nbgrader", lambda _, *arguments: asked.append(arguments))
+    monkeypatch.setattr(fill, "_nbgrader", lambda _, *arguments: asked.append(arguments))
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
     settings = stub_grading.settings(taken)
-    batch.fill_gradebook(submissions, records, settings, settled={"kim"})
+    fill.fill_gradebook(submissions, records, settings, settled={"kim"})
     exclude = "--CourseDirectory.student_id_exclude="
     assert [command for command, *_ in asked] == [
         "generate_assignment", "autograde", "generate_feedback"
@@ -249,7 +252,7 @@ def test_nbgrader_is_asked_for_the_others_only(taken, settled, monkeypatch):
     assert f"{exclude}kim" in asked[1]
     assert exclude in asked[2]
     asked.clear()
-    batch.fill_gradebook(submissions, records, settings, settled={"ada", "kim"})
+    fill.fill_gradebook(submissions, records, settings, settled={"ada", "kim"})
     assert [command for command, *_ in asked] == ["generate_assignment", "generate_feedback"]
 
 
@@ -349,11 +352,11 @@ def test_when_it_was_handed_in_goes_along(course, monkeypatch):
     """nbgrader counts late penalties by it."""
     with open_gradebook(course, create=True) as book:
         book.add_assignment(LAB)
-    monkeypatch.setattr(batch, "_nbgrader", lambda *_: None)
+    monkeypatch.setattr(fill, "_nbgrader", lambda *_: None)
     path = hand_in(course, "ada")
     path.with_name(TIMESTAMP).write_text("2026-11-23 10:00:00 UTC")
     record = made_record("ada", path=path)
-    batch.fill_gradebook([Submission("ada", path)], [record], stub_grading.settings(course))
+    fill.fill_gradebook([Submission("ada", path)], [record], stub_grading.settings(course))
     taken = course.build / "nbgrader" / "submitted" / "ada" / LAB / TIMESTAMP
     assert taken.read_text() == "2026-11-23 10:00:00 UTC"
 
@@ -374,15 +377,15 @@ def test_who_kills_a_worker_is_tried_again_alone(course, monkeypatch, capsys):
         stub._run_pool({i: s for i, s in todo.items() if i not in falls}, settings, jobs, done)
         return dict.fromkeys(falls, "a worker was killed")
 
-    monkeypatch.setattr(batch, "_run_pool", pool)
+    monkeypatch.setattr(grade_class, "_run_pool", pool)
     waits = []
-    monkeypatch.setattr("autograder.run.time.sleep", waits.append)
+    monkeypatch.setattr("autograder.submission.attempt.time.sleep", waits.append)
     for student in ("aaron", "bea", "cy", "dan"):
         hand_in(course, student)
     grade = ["grade", "--lab", LAB, "--no-gradebook", "--jobs", "2"]
     assert main([*grade, str(course.root / "handed_in")]) == 1
     assert sorted(stub.asked) == ["bea", "cy", "dan"]
-    assert rounds == [["aaron", "bea", "cy", "dan"], *[["aaron"]] * batch.POOL_TRIES, ["bea"]]
+    assert rounds == [["aaron", "bea", "cy", "dan"], *[["aaron"]] * grade_class.POOL_TRIES, ["bea"]]
     assert waits == [2.0, 4.0]
     assert "aaron was not graded: a worker was killed, 3 times in a row" in capsys.readouterr().err
 
@@ -397,15 +400,15 @@ def test_the_grader_waits_longer_after_each_failure_of_its_own(course, monkeypat
             raise InfrastructureError("no more processes")
         return [Verdict(c.name, Status.PASS, c.points, c.points, "") for c in CRITERIA]
 
-    monkeypatch.setattr("autograder.run.run_once", run_once)
-    monkeypatch.setattr("autograder.run.time.sleep", happened.append)
+    monkeypatch.setattr("autograder.submission.attempt.run_once", run_once)
+    monkeypatch.setattr("autograder.submission.attempt.time.sleep", happened.append)
     handed_in = Submission("ada", hand_in(course, "ada"))
     record = grade_one(handed_in, stub_grading.settings(course))
     assert happened == ["tried", 2.0, "tried", 4.0, "tried"]
     assert record["score"] == sum(c.points for c in CRITERIA)
 
     happened.clear()
-    monkeypatch.setattr("autograder.run.INFRA_TRIES", 2)
+    monkeypatch.setattr("autograder.submission.attempt.INFRA_TRIES", 2)
     record = grade_one(Submission("kim", hand_in(course, "kim")), stub_grading.settings(course))
     assert happened == ["tried", 2.0, "tried"]
     assert {c["status"] for c in record["criteria"]} == {"INFRA"}

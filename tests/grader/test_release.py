@@ -15,9 +15,9 @@ import tomllib
 import pytest
 from course import ROOT
 
-from autograder.course import Course, CourseError
+from autograder.authoring.release import MARK, _course_options, find_missing, write_release
+from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
-from autograder.release import MARK, _course_options, find_missing, write_release
 
 RUN = 12  # tokens in a row that count as an answer
 LABS = [name for name in lab_names() if (ROOT / "labs" / name / f"{name}.ipynb").is_file()]

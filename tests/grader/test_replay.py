@@ -10,15 +10,15 @@ import pytest
 from course import LAB, TestCourse, statuses
 from made_records import file_record, made_record, make_course
 
-from autograder import replay as module
 from autograder.__main__ import main
-from autograder.course import CourseError
+from autograder.course.course import CourseError
 from autograder.criteria import get_lab
-from autograder.criteria.base import Status, Verdict
-from autograder.history import find_grading, latest, read_history
-from autograder.journal import Journal
-from autograder.replay import NOTHING, explain, replay
-from autograder.zoo import load_zoo
+from autograder.criteria.criterion import Status, Verdict
+from autograder.proof.zoo import load_zoo
+from autograder.records.journal import Journal
+from autograder.regrading import replay as module
+from autograder.regrading.history import find_grading, latest, read_history
+from autograder.regrading.replay import NOTHING, explain, replay
 
 CRITERIA = get_lab(LAB).criteria
 

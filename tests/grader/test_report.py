@@ -13,10 +13,11 @@ import pytest
 from made_records import make_course, stub_grading
 from rich.console import Console
 
-from autograder.intake import Submission
-from autograder.report import MARKS, clean, reason, rich_table, write_csv
-from autograder.report_page import write_html
-from autograder.run import not_graded
+from autograder.plain_text import MARKS, clean
+from autograder.report.page import write_html
+from autograder.report.terminal import reason, rich_table, write_csv
+from autograder.submission.attempt import not_graded
+from autograder.submission.intake import Submission
 
 POINTS = {
     "setup": 5, "wrap_model": 5, "sampler_partition": 7, "sampler_tail": 6, "sampler_epoch": 5,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from autograder.safe_html import (
+from autograder.report.safe_html import (
     MAX_CELL_CHARS,
     MAX_CODE_CHARS,
     MAX_DEPTH,

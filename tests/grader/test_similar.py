@@ -11,10 +11,11 @@ from made_records import hand_in, made_record, make_course, stub_grading
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from autograder.__main__ import main
-from autograder.authored import read_class
-from autograder.course import Course
-from autograder.report_page import write_html
-from autograder.similar import (
+from autograder.course.course import Course
+from autograder.proof.zoo import load_zoo
+from autograder.report.authored import read_class
+from autograder.report.page import write_html
+from autograder.report.similar import (
     COMMON,
     MAX_ROWS,
     MIN_RUNS,
@@ -24,7 +25,6 @@ from autograder.similar import (
     rows,
     similar_in_class,
 )
-from autograder.zoo import load_zoo
 
 GIVEN = "import torch\nimport torch.distributed as dist\n"
 STUB = "def average(model):\n    raise NotImplementedError('not written yet')\n"

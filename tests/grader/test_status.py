@@ -16,11 +16,11 @@ from course import LAB
 from made_records import hand_in, made_record, make_course, stub_grading
 from rich.console import Console
 
-from autograder import status as module
 from autograder.__main__ import main
-from autograder.journal import Journal
-from autograder.status import Announcer, Progress, Tail, birth
-from autograder.status_view import Status, to_json, watch
+from autograder.records import progress as module
+from autograder.records.journal import Journal
+from autograder.records.progress import Announcer, Progress, Tail, birth
+from autograder.records.progress_view import Status, to_json, watch
 
 NOW = 1_000_000.0
 
@@ -97,7 +97,7 @@ def test_the_end_and_what_the_grader_could_not_do(course, batch):
 
 def test_a_grader_that_was_killed_is_said_to_be_gone(course):
     code = (
-        "import sys; from autograder.status import Announcer; from pathlib import Path\n"
+        "import sys; from autograder.records.progress import Announcer; from pathlib import Path\n"
         f"Announcer(Path({str(course.journal_path)!r})).begin(['ada'], [], lab={LAB!r}, "
         "world_size=3, jobs=1, again=False)"
     )
@@ -219,7 +219,7 @@ def test_watching_ends_when_nobody_grades(course, batch, monkeypatch):
         if len(turns) == 4:  # nbgrader has it all
             monkeypatch.setattr(module, "birth", lambda pid: "")
 
-    monkeypatch.setattr("autograder.status_view.time.sleep", sleep)
+    monkeypatch.setattr("autograder.records.progress_view.time.sleep", sleep)
     console = Console(width=110, file=io.StringIO(), record=True)
     watch(Status(course), console, 2.0, lambda: NOW)
     assert turns == [2.0] * 4

@@ -9,12 +9,12 @@ import pytest
 from attack_corpus import load_attacks
 from course import ROOT
 
-from autograder.build import build_notebook
+from autograder.authoring.notebooks import build_notebook
 from autograder.criteria import lab_names
-from autograder.intake import read_submission
-from autograder.similar import find_similar
-from autograder.suspicious import evidence_in_record, find_evidence, rows
-from autograder.zoo import load_zoo
+from autograder.proof.zoo import load_zoo
+from autograder.report.similar import find_similar
+from autograder.report.suspicious import evidence_in_record, find_evidence, rows
+from autograder.submission.intake import read_submission
 
 READY_MADE = {
     ("lab1_ddp", "right_torch_ddp"): ("task7_ddp", "DistributedDataParallel"),

@@ -13,8 +13,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from autograder import wire
-from autograder.wire import Message, receive, send
+from autograder.inside import wire
+from autograder.inside.wire import Message, receive, send
 from minidist.errors import DeadlineError, ProtocolError
 
 

@@ -43,9 +43,9 @@ from typing import Any
 
 from nbformat import NotebookNode
 
+from autograder.authoring.percent import read_cells
 from autograder.criteria import get_lab
-from autograder.percent import read_cells
-from autograder.zoo import load_zoo
+from autograder.proof.zoo import load_zoo
 
 ROOT = Path(__file__).resolve().parents[2]
 LAB = "lab1_ddp"

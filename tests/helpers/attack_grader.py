@@ -22,13 +22,13 @@ from pathlib import Path
 
 from attack_corpus import CRITERIA, LAB, ROOT, Attack, bases, load_attacks
 
-import autograder.run
-from autograder.bridge import choose_sandbox
-from autograder.course import Course
+import autograder.submission.attempt
+from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.criteria.base import Lab
-from autograder.intake import Submission
-from autograder.run import Record, Settings, executed_path, record_key
+from autograder.criteria.criterion import Lab
+from autograder.submission.attempt import Record, Settings, executed_path, record_key
+from autograder.submission.choose_box import choose_sandbox
+from autograder.submission.intake import Submission
 
 CANARY = f"canary-{secrets.token_hex(8)}"
 MAX_EXECUTED_BYTES = 80 << 20
@@ -110,7 +110,7 @@ class AttackCourse:
         path = attack.write(self.course.root / "handed_in" / student)
         journal = self.course.journal_path.read_bytes()
         began = time.monotonic()
-        record = autograder.run.grade(Submission(student, path), self.settings)
+        record = autograder.submission.attempt.grade(Submission(student, path), self.settings)
         outcome = Outcome(attack, record, time.monotonic() - began)
         outcome.problems += wrong_verdicts(attack, record)
         outcome.problems += self._leaks(attack, path, record)
@@ -127,7 +127,9 @@ class AttackCourse:
         executed = ""
         graded = {c["status"] for c in record["criteria"]} & {"INFRA", "INVALID"} == set()
         if graded:
-            sha256 = autograder.run.read_submission(path, self.course.master(LAB)).sha256
+            sha256 = autograder.submission.attempt.read_submission(
+                path, self.course.master(LAB)
+            ).sha256
             file = executed_path(self.course, LAB, record_key(sha256, self.settings))
             if file.stat().st_size > MAX_EXECUTED_BYTES:
                 yield f"the notebook as it was run has {file.stat().st_size >> 20} MiB"

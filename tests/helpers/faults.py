@@ -25,9 +25,9 @@ import psutil
 from course import LAB, TestCourse
 from leftovers import find_leftovers
 
-from autograder.course import Course
-from autograder.journal import Journal
-from autograder.zoo import ZooEntry, load_zoo
+from autograder.course.course import Course
+from autograder.proof.zoo import ZooEntry, load_zoo
+from autograder.records.journal import Journal
 
 KINDS = ("grader", "forks workers", "worker", "front", "launcher", "rank")
 # Three starters cost as much as one reference; what matters is that scores differ.
@@ -219,7 +219,7 @@ def of_kind(processes: list[psutil.Process], kind: str) -> list[psutil.Process]:
 def _forks_workers(process: psutil.Process) -> bool:
     """What workers are forked from, or one of them; they share a command line."""
     try:
-        return "autograder.run" in process.cmdline()
+        return "autograder.submission.attempt" in process.cmdline()
     except psutil.Error:
         return False
 
@@ -230,7 +230,7 @@ def _is_launcher(process: psutil.Process) -> bool:
         words = process.cmdline()
     except psutil.Error:
         return False
-    return "minidist.kernel.launcher" in words and "bwrap" not in words[0]
+    return "minidist.kernel.inside.launcher" in words and "bwrap" not in words[0]
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jupyter_client.manager import KernelManager
 
-from minidist.kernel.process import descendants
+from minidist.processes.tree import descendants
 
 SETUP = "import os, sys, time, torch, torch.distributed as dist\nrank = int(os.environ['RANK'])"
 JOIN = SETUP + "\ndist.init_process_group('gloo')"

@@ -12,8 +12,8 @@ from typing import Any
 from course import ROOT
 from leftovers import assert_nothing_left, find_leftovers
 
-from autograder.criteria.base import Case, Criterion, Lab, Values
-from autograder.referee import draw_for
+from autograder.criteria.criterion import Case, Criterion, Lab, Values
+from autograder.referee.referee import draw_for
 from minidist.emulate.trace import Trace
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-OURS = ("minidist.kernel", "autograder.practice", "bwrap")
+OURS = ("minidist.kernel", "autograder.referee.practice", "bwrap")
 FILES = ("md-", "minidist-")
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import nbformat
 from course import LAB, ROOT
 
-from autograder.course import Course
+from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.gradebook import open_gradebook
-from autograder.intake import Submission, read_submission
-from autograder.journal import Journal, grader_version
-from autograder.run import Settings, executed_path, record_key
+from autograder.gradebook.database import open_gradebook
+from autograder.records.journal import Journal
+from autograder.records.version import grader_version
+from autograder.submission.attempt import Settings, executed_path, record_key
+from autograder.submission.intake import Submission, read_submission
 
 
 def make_course(root: Path, lab: str = LAB) -> Course:
@@ -87,7 +88,7 @@ def keep(settings: Settings, submission: Submission, record: Mapping[str, Any]) 
     key, journal = record_key(intake.sha256, settings), Journal(course.journal_path)
     entry = {"kind": "verdict", "key": key, "seed_id": f"{submission.student}:{intake.sha256}"}
     for criterion in record["criteria"]:
-        journal.append(entry | {"grader_version": grader_version(), "seconds": 0.5} | criterion)
+        journal.append(entry | {"grader_version": grader_version(lab), "seconds": 0.5} | criterion)
     journal.append({"kind": "submission", "key": key, "record": record})
     executed = executed_path(course, lab, key)
     executed.parent.mkdir(parents=True, exist_ok=True)
@@ -131,8 +132,10 @@ class stub_grading:
         self.lost: dict[str, Mapping[str, str]] = {}
         self.asked: list[str] = []
         self.again: list[bool] = []
-        monkeypatch.setattr("autograder.batch._run_pool", self._run_pool)
-        monkeypatch.setattr("autograder.bridge.choose_sandbox", lambda *_, **__: True)
+        monkeypatch.setattr("autograder.batch.grade_class._run_pool", self._run_pool)
+        monkeypatch.setattr(
+            "autograder.submission.choose_box.choose_sandbox", lambda *_, **__: True
+        )
 
     @staticmethod
     def settings(course: Course, lab: str = LAB) -> Settings:

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from kernel_helper import Kernel
 from kernel_helper import kernel as new_kernel
 
-from minidist.kernel.process import descendants
-from minidist.ports import free_port
+from minidist.processes.ports import free_port
+from minidist.processes.tree import descendants
 
-AGENT = [sys.executable, "-m", "minidist.kernel.node"]
+AGENT = [sys.executable, "-m", "minidist.kernel.nodes.agent"]
 SECRET = "two nodes of one test share this text"
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from autograder.slurm_jobs import SlurmJobs
-from minidist.ports import free_port
+from autograder.batch.slurm.backend import SlurmJobs
+from minidist.processes.ports import free_port
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
 NODES = ("n1", "n2")

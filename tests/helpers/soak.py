@@ -18,8 +18,8 @@ import nbformat
 from course import TestCourse, statuses
 
 from autograder.criteria import lab_names
-from autograder.report import score_of
-from autograder.zoo import ZooEntry, combine, load_zoo
+from autograder.proof.zoo import ZooEntry, combine, load_zoo
+from autograder.report.terminal import score_of
 
 
 def main() -> int:

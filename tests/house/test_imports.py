@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autograder import journal
+from autograder.records import version
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT / "lib" / "minidist"
@@ -162,7 +162,7 @@ def test_what_runs_while_grading_is_part_of_the_grader_s_version():
         paths = [LIB / f"{part}.py"] if (LIB / f"{part}.py").exists() else files(LIB / part)
         found = {part_of(name) for path in paths for _, name in imports(path)}
         todo |= {below for below in found if below is not None and below not in needed}
-    assert needed <= set(journal._GRADING), "a part that the grader imports"
+    assert needed <= set(version._GRADING), "a part that the grader imports"
 
 
 def test_what_runs_in_the_box_needs_nothing_trusted():

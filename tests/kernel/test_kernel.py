@@ -18,9 +18,10 @@ import zmq.asyncio
 from kernel_helper import ALL_REDUCE, JOIN, Kernel
 from kernel_helper import kernel as new_kernel
 
-from minidist.kernel import auto, magics, options, verdict
+from minidist.kernel import hang as verdict
+from minidist.kernel import magics, options, rank_count
 from minidist.kernel.client import Client
-from minidist.kernel.verdict import Place
+from minidist.kernel.hang import Place
 
 
 @pytest.fixture(scope="module")
@@ -297,14 +298,14 @@ def test_options_are_checked(tmp_path: Path) -> None:
 def test_ranks_from_the_environment(
     environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto.glob, "glob", lambda _: [])  # as on a machine without GPUs
-    assert auto.count_ranks(environment) == count
+    monkeypatch.setattr(rank_count.glob, "glob", lambda _: [])  # as on a machine without GPUs
+    assert rank_count.count_ranks(environment) == count
 
 
 def test_gpus_of_the_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto.glob, "glob", lambda _: ["/dev/nvidia0", "/dev/nvidia1"] * 2)
-    assert auto.count_ranks({"SLURM_TASKS_PER_NODE": "8"}) == 4
-    assert auto.count_ranks({"CUDA_VISIBLE_DEVICES": ""}) == 2
+    monkeypatch.setattr(rank_count.glob, "glob", lambda _: ["/dev/nvidia0", "/dev/nvidia1"] * 2)
+    assert rank_count.count_ranks({"SLURM_TASKS_PER_NODE": "8"}) == 4
+    assert rank_count.count_ranks({"CUDA_VISIBLE_DEVICES": ""}) == 2
 
 
 @pytest.mark.parametrize(
@@ -312,11 +313,11 @@ def test_gpus_of_the_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_environment_that_makes_no_sense_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(environment))}"):
-        auto.count_ranks(environment)
+        rank_count.count_ranks(environment)
 
 
 def test_the_kernel_takes_its_ranks_from_the_environment() -> None:
-    spec = Path(auto.__file__).parent / "kernelspecs" / "torchrun-auto" / "kernel.json"
+    spec = Path(rank_count.__file__).parent / "kernelspecs" / "torchrun-auto" / "kernel.json"
     arguments = json.loads(spec.read_text())["argv"][3:5]
     with new_kernel(*arguments, env={**os.environ, "MINIDIST_RANKS": "3"}) as it:
         assert it.ok("import os; os.environ['WORLD_SIZE']").text().endswith("same output]\n")

@@ -22,7 +22,7 @@ from kernel_helper import ALL_REDUCE, JOIN, SETUP, Kernel, shared_memory, wait_g
 from kernel_helper import kernel as new_kernel
 
 import minidist
-from minidist.kernel.process import descendants
+from minidist.processes.tree import descendants
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch.distributed.distributed_c10d as c10d
 from kernel_helper import SETUP, Kernel, Result
 from kernel_helper import kernel as new_kernel
 
-from minidist.kernel import recover
+from minidist.kernel.inside import recover
 
 NUM_ROUNDS = 50
 # Each blocks at least one rank for ever in what SIGINT alone does not break off.

@@ -32,9 +32,9 @@ from nodes_helper import (
 )
 
 from minidist import __version__
-from minidist.kernel.job import Job, Keys
-from minidist.kernel.process import descendants
-from minidist.ports import free_port
+from minidist.kernel.membership import Job, Keys
+from minidist.processes.ports import free_port
+from minidist.processes.tree import descendants
 
 LOCAL = Job(num_nodes=2, node=0, host="127.0.0.1", port=1, secret=SECRET)
 

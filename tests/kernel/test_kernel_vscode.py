@@ -27,7 +27,7 @@ from jupyter_client.connect import write_connection_file
 from jupyter_client.kernelspec import KernelSpecManager
 from kernel_helper import ALL_REDUCE, JOIN, wait_gone
 
-from minidist.kernel.process import descendants
+from minidist.processes.tree import descendants
 
 # Of this kind is what fills the list of variables and the pages of a table: it prints JSON.
 VARIABLES = """

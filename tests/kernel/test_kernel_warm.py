@@ -17,8 +17,8 @@ import pytest
 from kernel_helper import ALL_REDUCE, JOIN, SETUP, Kernel, alive, wait_gone
 from kernel_helper import kernel as new_kernel
 
-from minidist.kernel import surroundings, warm
-from minidist.kernel.process import descendants
+from minidist.kernel.warm import client, surroundings
+from minidist.processes.tree import descendants
 
 _CAN_BE_ANOTHER = os.geteuid() == 0 and os.path.exists("/usr/bin/python3")
 ROOT_ONLY = pytest.mark.skipif(not _CAN_BE_ANOTHER, reason="needs root to act as another user")
@@ -26,9 +26,9 @@ OTHER_USER = 65534
 
 
 def tell(*words: str, **env: str) -> tuple[int, str]:
-    """Exit status and output of `python -m minidist.kernel.warm`."""
+    """Exit status and output of `python -m minidist.kernel.warm.client`."""
     done = subprocess.run(
-        [sys.executable, "-m", "minidist.kernel.warm", *words],
+        [sys.executable, "-m", "minidist.kernel.warm.client", *words],
         capture_output=True, text=True, timeout=100, env={**os.environ, **env},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
@@ -36,10 +36,10 @@ def tell(*words: str, **env: str) -> tuple[int, str]:
 
 def parent_pid() -> int:
     """The warm parent's process, from the operating system."""
-    sock = warm.connect(warm.socket_path())
+    sock = client.connect(client.socket_path())
     assert sock is not None
     with sock:
-        return warm.peer(sock)[0]
+        return client.peer(sock)[0]
 
 
 @pytest.fixture
@@ -274,14 +274,14 @@ def test_another_control_group_is_entered_or_refused() -> None:
 def test_a_folder_that_is_gone_starts_cold(parent: int, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     # Of a fresh process: other tests have changed this one's path and environment.
-    code = "import json\nfrom minidist.kernel import surroundings\nprint(json.dumps("
+    code = "import json\nfrom minidist.kernel.warm import surroundings\nprint(json.dumps("
     code += "surroundings.describe(cwd='/')))"
     told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60)
     wanted = {**json.loads(told.stdout), "cwd": str(gone)}
-    sock = warm.connect(warm.socket_path())
+    sock = client.connect(client.socket_path())
     assert sock is not None
     with sock:
-        answer = warm.ask(sock, {"do": "status", **wanted}, [])
+        answer = client.ask(sock, {"do": "status", **wanted}, [])
     assert "No such file or directory" in answer["refuses"]
 
 
@@ -309,7 +309,7 @@ def test_what_cannot_be_taken_over(tmp_path: Path) -> None:
 def test_a_silent_or_senseless_client_holds_nobody_up(parent: int) -> None:
     socks = []
     for data in (b"", b"\0", b"\0{", b"\0[]\n", b"\0" + b"\xff" * 5000 + b"\n", b"\0{}\n"):
-        sock = warm.connect(warm.socket_path())
+        sock = client.connect(client.socket_path())
         assert sock is not None
         sock.send(data)
         socks.append(sock)
@@ -324,13 +324,13 @@ def test_a_silent_or_senseless_client_holds_nobody_up(parent: int) -> None:
 def test_one_is_enough(parent: int) -> None:
     code, text = tell("start")
     assert (code, f"warm parent {parent} of" in text) == (0, True), text
-    assert stat.S_IMODE(os.stat(warm.socket_path()).st_mode) == 0o600
-    assert stat.S_IMODE(os.stat(os.path.dirname(warm.socket_path())).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(client.socket_path()).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(os.path.dirname(client.socket_path())).st_mode) == 0o700
 
 
 @ROOT_ONLY
 def test_another_user_is_not_served(parent: int) -> None:
-    path = Path(warm.socket_path())
+    path = Path(client.socket_path())
     places = [path, *(place for place in path.parents if len(place.parts) > 2)]  # not /tmp
     modes = [place.stat().st_mode for place in places]
     code = (
@@ -389,25 +389,25 @@ def test_it_ends_when_idle_or_changed(runtime: Path, tmp_path: Path, monkeypatch
 
 
 def test_sockets_of_others_and_of_the_dead_are_left_alone(runtime: Path) -> None:
-    path = Path(warm.socket_path())
+    path = Path(client.socket_path())
     path.parent.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
-    assert warm.launch({}, None, None) is None
+    assert client.launch({}, None, None) is None
     assert list(runtime.iterdir()) == []  # nobody listened there
     path.parent.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
         sock.listen()
         path.parent.chmod(0o755)
-        assert warm.launch({}, None, None) is None
+        assert client.launch({}, None, None) is None
         code, text = tell("start")
         assert code == 1
         assert "mode 0700" in text
         assert "Traceback" not in text
         path.parent.chmod(0o700)
         began = time.monotonic()
-        assert warm.launch({}, None, None) is None  # it does not answer
+        assert client.launch({}, None, None) is None  # it does not answer
         assert time.monotonic() - began < 30
     path.unlink()
     path.parent.rmdir()
@@ -415,7 +415,7 @@ def test_sockets_of_others_and_of_the_dead_are_left_alone(runtime: Path) -> None
 
 @ROOT_ONLY
 def test_a_listener_of_another_user_is_refused(runtime: Path, tmp_path: Path) -> None:
-    path, elsewhere = Path(warm.socket_path()), Path("/tmp") / f"warm-{os.getpid()}"
+    path, elsewhere = Path(client.socket_path()), Path("/tmp") / f"warm-{os.getpid()}"
     path.parent.mkdir(mode=0o700)
     code = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); "
@@ -429,7 +429,7 @@ def test_a_listener_of_another_user_is_refused(runtime: Path, tmp_path: Path) ->
         assert process.stdout is not None
         process.stdout.readline()
         elsewhere.rename(path)
-        assert warm.launch({}, None, None) is None
+        assert client.launch({}, None, None) is None
         assert "another user listens there" in tell("status")[1]
         process.kill()
     path.unlink()

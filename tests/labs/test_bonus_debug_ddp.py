@@ -7,9 +7,9 @@ import pytest
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
-from autograder.referee import draw_for
-from autograder.verify import choose_covering
-from autograder.zoo import load_zoo
+from autograder.proof.verify import choose_covering
+from autograder.proof.zoo import load_zoo
+from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_debug_ddp"

@@ -9,11 +9,12 @@ import pytest
 from course import ROOT
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
-from autograder.criteria import elastic_script, get_lab
-from autograder.criteria.base import Case
-from autograder.referee import draw_for
-from autograder.verify import choose_covering
-from autograder.zoo import load_zoo
+from autograder.criteria import get_lab
+from autograder.criteria.bonus_elastic import script as elastic_script
+from autograder.criteria.criterion import Case
+from autograder.proof.verify import choose_covering
+from autograder.proof.zoo import load_zoo
+from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_elastic"

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
-from autograder.criteria import get_lab, pipe_plan
-from autograder.referee import draw_for
-from autograder.verify import choose_covering
-from autograder.zoo import load_zoo
+from autograder.criteria import get_lab
+from autograder.criteria.bonus_pipeline import plan
+from autograder.proof.verify import choose_covering
+from autograder.proof.zoo import load_zoo
+from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_pipeline"
@@ -80,7 +81,7 @@ def test_the_cheapest_cut_is_that_of_all_cuts():
             max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *cuts, len(costs)]))
             for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
         )
-        assert pipe_plan.least_cost(costs, stages) == min(ways)
+        assert plan.least_cost(costs, stages) == min(ways)
 
 
 def test_1f1b_is_the_library_s():
@@ -93,7 +94,7 @@ def test_1f1b_is_the_library_s():
                 [(names[a.kind], a.micro_batch) for a in build(stages, micro_batches).actions[rank]]
                 for build in (one_f_one_b, gpipe)
             )
-            ours = pipe_plan.one_f_one_b_of(rank, stages, micro_batches)
+            ours = plan.one_f_one_b_of(rank, stages, micro_batches)
             assert ours == theirs
-            assert pipe_plan.gpipe_of(micro_batches) == theirs_gpipe
-            assert pipe_plan.most_kept(ours) == min(stages - rank, micro_batches)
+            assert plan.gpipe_of(micro_batches) == theirs_gpipe
+            assert plan.most_kept(ours) == min(stages - rank, micro_batches)

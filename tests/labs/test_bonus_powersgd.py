@@ -7,11 +7,11 @@ import pytest
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
-from autograder.criteria.base import Case
-from autograder.criteria.powersgd_columns import MEAN_SHAPES, columns_problem
-from autograder.referee import draw_for
-from autograder.verify import choose_covering
-from autograder.zoo import load_zoo
+from autograder.criteria.bonus_powersgd.columns import MEAN_SHAPES, columns_problem
+from autograder.criteria.criterion import Case
+from autograder.proof.verify import choose_covering
+from autograder.proof.zoo import load_zoo
+from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "bonus_powersgd"

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
-from autograder.criteria import btp_model, btp_traffic, get_lab
-from autograder.criteria.base import Case, Values
-from autograder.referee import draw_for
-from autograder.verify import choose_covering
-from autograder.zoo import load_zoo
+from autograder.criteria import get_lab
+from autograder.criteria.bonus_tensor_parallel import model, traffic
+from autograder.criteria.criterion import Case, Values
+from autograder.proof.verify import choose_covering
+from autograder.proof.zoo import load_zoo
+from autograder.referee.referee import draw_for
 from minidist.emulate.trace import Collective, Event
 
 pytestmark = pytest.mark.timeout(300)
@@ -69,13 +70,13 @@ def test_draws_are_fresh_and_serve_every_world_size(criterion, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_parts_add_up_to_the_whole(world_size):
     draw = draw_for(b"test", NAME, "btp_block", "test", world_size)
-    values = btp_model.draw_block(draw)[0]
+    values = model.draw_block(draw)[0]
     for name in ("qkv.w", "qkv.b", "up.w", "up.b", "down.w", "out.w"):
-        parts = [btp_model.part_of(name, values[name], r, world_size) for r in range(world_size)]
+        parts = [model.part_of(name, values[name], r, world_size) for r in range(world_size)]
         assert sum(part.size for part in parts) == values[name].size
         assert sorted(np.concatenate([p.ravel() for p in parts])) == sorted(values[name].ravel())
     for name in ("out.b", "down.b", "norm1.w"):
-        assert btp_model.part_of(name, values[name], 0, world_size) is values[name]
+        assert model.part_of(name, values[name], 0, world_size) is values[name]
 
 
 # --- traces --------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def case_with(name: str, answer: Values, sent: dict[str, list[tuple[str, int]]])
                     kind="issue", collective=collective, nbytes=num_bytes, ranks=everybody,
                     key=f"{direction}/{number}",
                 ))  # fmt: skip
-    shares = btp_model.summands(case.inputs[0], WORLD_SIZE, "transform")
+    shares = model.summands(case.inputs[0], WORLD_SIZE, "transform")
     for direction in sent:
         case.trace.collectives.append(Collective(
             key=f"{direction}/0", kind="all_reduce", op="sum", group="all", ranks=everybody,
@@ -106,16 +107,16 @@ def case_with(name: str, answer: Values, sent: dict[str, list[tuple[str, int]]])
 
 def mlp_case(forward: list[tuple[str, int]], backward: list[tuple[str, int]]) -> Case:
     inputs = make_case(LAB, LAB["btp_mlp_traffic"], [{}] * WORLD_SIZE).inputs
-    right = btp_model.solve(inputs[0], "transform")
+    right = model.solve(inputs[0], "transform")
     answer = {"y": right["y"], "x": right["x"]}
     return case_with("btp_mlp_traffic", answer, {"forward": forward, "backward": backward})
 
 
 def test_traffic_is_counted():
     draw = draw_for(b"test", NAME, "btp_mlp_traffic", "test", WORLD_SIZE)
-    whole = btp_traffic.draw(draw)[0]["x"].nbytes
+    whole = traffic.draw(draw)[0]["x"].nbytes
     once = [("all_reduce", whole)]
-    judge = btp_traffic.judge_mlp
+    judge = traffic.judge_mlp
     assert not judge(mlp_case(once, once))
     assert not judge(mlp_case([*once, ("barrier", 0), ("all_gather", 64)], once))
     for forward, backward in (
@@ -131,11 +132,11 @@ def test_traffic_is_counted():
 
 def test_missing_passes_and_wrong_numbers_are_told():
     draw = draw_for(b"test", NAME, "btp_mlp_traffic", "test", WORLD_SIZE)
-    once = [("all_reduce", btp_traffic.draw(draw)[0]["x"].nbytes)]
+    once = [("all_reduce", traffic.draw(draw)[0]["x"].nbytes)]
     case = mlp_case(once, once)
     shares = [dict(answer, x=answer["x"] / WORLD_SIZE) for answer in case.answers]
-    found = btp_traffic.judge_mlp(dataclasses.replace(case, answers=shares))
+    found = traffic.judge_mlp(dataclasses.replace(case, answers=shares))
     assert "an all-reduce is missing" in found[0].message
     assert case.trace is not None
     case.trace.events[2].clear()
-    assert [f.rank for f in btp_traffic.judge_mlp(case)] == [2]
+    assert [f.rank for f in traffic.judge_mlp(case)] == [2]

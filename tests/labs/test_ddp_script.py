@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from autograder.criteria import ddp_script
-from autograder.criteria.base import Context, Draw
-from autograder.criteria.nodes_script import be_rank
-from minidist.fork_server import fork
+from autograder.criteria.criterion import Context, Draw
+from autograder.criteria.lab1_ddp import script
+from autograder.criteria.lab5_multinode.script import be_rank
+from minidist.processes.fork_server import fork
 
 SAVE = """
     import argparse, os, sys
@@ -35,9 +35,9 @@ def observe(tmp_path, monkeypatch):
 
     def run(lines: str, world_size: int = 2):
         (tmp_path / "s.py").write_text(textwrap.dedent(SAVE) + textwrap.dedent(lines))
-        inputs = ddp_script.draw_script(Draw(world_size, seed=len))[0]
+        inputs = script.draw_script(Draw(world_size, seed=len))[0]
         context = Context(0, world_size, torch.device("cpu"))
-        return ddp_script.observe_script("s.py", inputs, context)
+        return script.observe_script("s.py", inputs, context)
 
     return run
 
@@ -119,7 +119,7 @@ def test_not_written_yet(observe):
 
 
 def test_one_that_never_ends_is_ended(observe, monkeypatch):
-    monkeypatch.setattr(ddp_script, "SCRIPT_DEADLINE_S", 8.0)
+    monkeypatch.setattr(script, "SCRIPT_DEADLINE_S", 8.0)
     with pytest.raises(TimeoutError, match=r"s\.py was still running after 8 s"):
         observe("import time\nsave([1.0])\nif rank == 1:\n    time.sleep(600)")
 

@@ -19,16 +19,20 @@ from course import ROOT, TestCourse, statuses
 from lab_helper import make_case
 from nbgrader.api import Gradebook
 
-import autograder.probe as probe
-from autograder.bridge import SaveExtraPoints, verdict_output
-from autograder.criteria import amp_gpu, fsdp_gpu, get_lab, gpu_meter, lab_names, prof_gpu
-from autograder.criteria.base import Case, Context, HardwareMissingError, Status
-from autograder.gradebook import Cell, Grade
-from autograder.lms import Column, gradescope_result
-from autograder.referee import Referee, draw_for
-from autograder.report import reason, rich_table
-from autograder.run import _scores
-from autograder.zoo import load_zoo
+import autograder.inside.probe as probe
+from autograder.criteria import get_lab, lab_names
+from autograder.criteria.common import gpu_meter
+from autograder.criteria.criterion import Case, Context, HardwareMissingError, Status
+from autograder.criteria.lab3_fsdp import gpu as fsdp_gpu
+from autograder.criteria.lab4_amp import gpu
+from autograder.criteria.lab6_profiling import gpu as prof_gpu
+from autograder.gradebook.database import Cell, Grade
+from autograder.gradebook.lms_files import Column, gradescope_result
+from autograder.gradebook.preprocessors import SaveExtraPoints, verdict_output
+from autograder.proof.zoo import load_zoo
+from autograder.referee.referee import Referee, draw_for
+from autograder.report.terminal import reason, rich_table
+from autograder.submission.attempt import _scores
 from minidist.launch import run
 
 pytestmark = pytest.mark.timeout(300)
@@ -198,10 +202,10 @@ def _small(full_bytes: int = 1000, mixed_bytes: int = 600):
         patch.setattr(gpu_meter, "half_dtype", lambda device: torch.bfloat16)
         patch.setattr(gpu_meter, "warm_up", lambda device: None)
         patch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-        for module in (amp_gpu, fsdp_gpu, prof_gpu):
+        for module in (gpu, fsdp_gpu, prof_gpu):
             patch.setattr(module, "WIDTH", 32)
-        patch.setattr(amp_gpu, "FEWEST_SAMPLES", 16)
-        patch.setattr(amp_gpu, "BYTES_PER_SAMPLE", 1 << 18)
+        patch.setattr(gpu, "FEWEST_SAMPLES", 16)
+        patch.setattr(gpu, "BYTES_PER_SAMPLE", 1 << 18)
         patch.setattr(prof_gpu, "MOST_SAMPLES", 512)
         yield
 
@@ -250,9 +254,9 @@ def test_what_is_observed_reaches_the_judge(lab, criterion, num_ranks, monkeypat
     with _small():
         for answer in answers:  # times of a GPU, made up
             if "full/seconds" in answer:
-                assert len(answer["mixed/seconds"]) == amp_gpu.ROUNDS
-                answer["full/seconds"] = 3.0 * np.arange(1.0, 1 + amp_gpu.ROUNDS)
-                answer["mixed/seconds"] = np.arange(1.0, 1 + amp_gpu.ROUNDS)
+                assert len(answer["mixed/seconds"]) == gpu.ROUNDS
+                answer["full/seconds"] = 3.0 * np.arange(1.0, 1 + gpu.ROUNDS)
+                answer["mixed/seconds"] = np.arange(1.0, 1 + gpu.ROUNDS)
             if "alone/seconds" in answer:
                 answer["together/seconds"] = answer["alone/seconds"] / 0.95
         assert criterion.judge(Case(num_ranks, draws, answers)) == []
@@ -292,7 +296,7 @@ def test_a_gpu_tells_right_from_wrong(lab, criterion, num_ranks, wrong):
 
 
 def _amp(speedup=4.0, share=0.6, mixed_loss=1.01):
-    times = np.linspace(0.1, 0.2, amp_gpu.ROUNDS)
+    times = np.linspace(0.1, 0.2, gpu.ROUNDS)
     return {
         "full/seconds": times, "mixed/seconds": times / speedup, "full/bytes": 1000,
         "mixed/bytes": int(1000 * share), "full/loss": 1.0, "mixed/loss": mixed_loss,

@@ -14,9 +14,9 @@ from lab_helper import run_solution, sizes
 from leftovers import assert_nothing_left, find_leftovers
 
 from autograder.criteria import get_lab
-from autograder.criteria.base import Case
-from autograder.criteria.training import _oracle_training
-from autograder.referee import draw_for
+from autograder.criteria.criterion import Case
+from autograder.criteria.lab1_ddp.training import _oracle_training
+from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(600)
 SOLUTION = ROOT / "solutions" / LAB / LAB

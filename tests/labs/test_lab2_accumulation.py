@@ -7,7 +7,7 @@ import pytest
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
-from autograder.referee import draw_for
+from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "lab2_accumulation"

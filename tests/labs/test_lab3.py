@@ -8,9 +8,11 @@ import torch
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 from torch import nn
 
-from autograder.criteria import fsdp_gpu, fsdp_limit, fsdp_memory, fsdp_parts, get_lab
-from autograder.criteria.base import Context
-from autograder.referee import draw_for
+from autograder.criteria import get_lab
+from autograder.criteria.common import memory_limit
+from autograder.criteria.criterion import Context
+from autograder.criteria.lab3_fsdp import gpu, memory, parts
+from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "lab3_fsdp"
@@ -47,7 +49,7 @@ def test_names():
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion, monkeypatch):
-    monkeypatch.setattr(fsdp_gpu, "WIDTH", 32)  # its own is large for a judge on a CPU
+    monkeypatch.setattr(gpu, "WIDTH", 32)  # its own is large for a judge on a CPU
     assert criterion.judge(make_case(LAB, criterion, [{}, {}, {}]))
     assert_none_confuses(LAB, criterion, HOSTILE, 3)
 
@@ -63,7 +65,7 @@ def test_draws_are_private_or_fresh(criterion):
 
 
 def test_every_value_of_a_drawn_model_occurs_once():
-    values = fsdp_parts.draw_mlp(np.random.default_rng(1), (84,) * 7)
+    values = parts.draw_mlp(np.random.default_rng(1), (84,) * 7)
     flat = np.concatenate([v.ravel() for v in values.values()])
     assert len(np.unique(flat)) == len(flat)
     assert (flat != 0).all()
@@ -72,8 +74,8 @@ def test_every_value_of_a_drawn_model_occurs_once():
 def test_the_formula_has_the_numbers_of_the_zero_paper():
     # 7.5 billion parameters on 64 ranks: figure 1 of arXiv 1910.02054.
     totals = [
-        sum(fsdp_memory.state_bytes(7_500_000_000, 64, strategy, True)) / 1e9
-        for strategy in fsdp_memory.STRATEGIES
+        sum(memory.state_bytes(7_500_000_000, 64, strategy, True)) / 1e9
+        for strategy in memory.STRATEGIES
     ]
     assert totals == pytest.approx([120, 31.4, 16.6, 1.9], rel=0.02)
 
@@ -99,17 +101,17 @@ def test_a_whole_training_state_does_not_fit():
     criterion = LAB["fsdp_budget"]
     inputs = criterion.draw(draw_for(b"test", NAME, criterion.name, "test", 3))
     context = Context(0, 3, torch.device("cpu"))
-    answer = fsdp_limit.observe_function(whole_model, inputs[0], context)
+    answer = memory_limit.observe_function(whole_model, inputs[0], context)
     findings = criterion.judge(make_case(LAB, criterion, [answer, {}, {}]))
     assert "out of memory" in findings[0].message
     assert not any(result["status"] == "ok" for result in answer["results"])
 
 
 def test_the_allowance_lies_between_what_is_sharded_and_what_is_not():
-    unit = 1 / fsdp_limit.BLOCKS
+    unit = 1 / memory_limit.BLOCKS
     for copies in (2, 4):
         for num_ranks in range(2, 9):
-            allowed = fsdp_limit.allowance_bytes(num_ranks, copies) / fsdp_limit.PARAMETER_BYTES
+            allowed = memory_limit.allowance_bytes(num_ranks, copies) / memory_limit.PARAMETER_BYTES
             assert allowed > copies / num_ranks + 15 * unit  # shards; gathered and reduced units
             assert allowed > 1 + 2 * unit  # the model as it is built, a unit and its shards
             assert allowed < copies / num_ranks + 1  # all units whole at once

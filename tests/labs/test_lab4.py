@@ -7,9 +7,10 @@ import pytest
 import torch
 from lab_helper import SameUnderEveryKey, run_solution, sizes
 
-from autograder.criteria import amp_autocast, amp_growth, amp_measure, get_lab
-from autograder.criteria.base import Case, Draw
-from autograder.referee import draw_for
+from autograder.criteria import get_lab
+from autograder.criteria.criterion import Case, Draw
+from autograder.criteria.lab4_amp import autocast, growth, measure
+from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(300)
 LAB = "lab4_amp"
@@ -42,7 +43,7 @@ def test_a_judge_survives_rubbish(criterion, world_size):
 
 def test_the_scale_follows_torch():
     for attempt in range(5):
-        values = amp_growth.draw_grows(_draw("amp_scaler_grows", 1, str(attempt)))[0]
+        values = growth.draw_grows(_draw("amp_scaler_grows", 1, str(attempt)))[0]
         settings, steps = values["settings"], values["steps"]
         scaler = torch.amp.GradScaler("cpu", **settings)
         parameter = torch.nn.Parameter(torch.zeros(1))
@@ -54,18 +55,18 @@ def test_the_scale_follows_torch():
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
-        assert scales == pytest.approx(amp_growth.scales_of(settings, steps), rel=1e-5)
-        for rule in amp_growth.GROWTH_MISTAKES:
-            assert amp_growth.scales_of(settings, steps, rule) != scales
+        assert scales == pytest.approx(growth.scales_of(settings, steps), rel=1e-5)
+        for rule in growth.GROWTH_MISTAKES:
+            assert growth.scales_of(settings, steps, rule) != scales
 
 
 def test_every_mistake_with_autocast_changes_a_weight():
     for attempt in range(5):
-        inputs = amp_autocast.draw(_draw("amp_loop_autocast", 3, str(attempt)))
-        for name in amp_autocast.NAMES:
-            right = amp_autocast._gradients(inputs, name, (True, True, False))
-            for places in amp_autocast.MISTAKES:
-                assert amp_autocast._differ(right, amp_autocast._gradients(inputs, name, places))
+        inputs = autocast.draw(_draw("amp_loop_autocast", 3, str(attempt)))
+        for name in autocast.NAMES:
+            right = autocast._gradients(inputs, name, (True, True, False))
+            for places in autocast.MISTAKES:
+                assert autocast._differ(right, autocast._gradients(inputs, name, places))
 
 
 def test_bytes_of_autocast_are_less_only_for_large_batches():
@@ -73,7 +74,7 @@ def test_bytes_of_autocast_are_less_only_for_large_batches():
 
     def saved(precision, batch):
         net = case | {"precision": precision, "batch": batch}
-        return amp_measure.expected_bytes(net)["saved"][0]
+        return measure.expected_bytes(net)["saved"][0]
 
     assert saved("autocast", 8) > saved("float32", 8)
     assert saved("autocast", 1024) < 0.7 * saved("float32", 1024)

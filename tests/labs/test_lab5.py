@@ -11,19 +11,15 @@ import numpy as np
 import pytest
 from lab_helper import SameUnderEveryKey, run_solution, sizes
 
-from autograder.criteria import (
-    get_lab,
-    nodes_files,
-    nodes_hierarchy,
-    nodes_network,
-    nodes_places,
-)
-from autograder.criteria.base import Case, Draw
-from autograder.criteria.nodes_script import kill_trees
-from autograder.referee import draw_for
+from autograder.criteria import get_lab
+from autograder.criteria.common import checkpoint_files
+from autograder.criteria.criterion import Case, Draw
+from autograder.criteria.lab5_multinode import hierarchy, network, places
+from autograder.criteria.lab5_multinode.script import kill_trees
+from autograder.referee.referee import draw_for
 from minidist.emulate import Cluster, Link, Trace, simulate
 from minidist.emulate.trace import Event
-from minidist.kernel.process import descendants
+from minidist.processes.tree import descendants
 
 pytestmark = pytest.mark.timeout(300)
 LAB = "lab5_multinode"
@@ -76,7 +72,7 @@ def test_commands_are_read_as_torchrun_reads_them(command, says, capsys):
     job = {"num_nodes": 2, "local_size": 3, "head": "10.0.0.1", "port": 5, "run_id": "r",
            "max_restarts": 0, "script": ["x.py"]}  # fmt: skip
     case = Case(1, [job], [{"commands": [command, command]}])
-    findings = nodes_places.judge_command(case)
+    findings = places.judge_command(case)
     assert len(findings) == 1
     assert says in findings[0].message
 
@@ -95,16 +91,16 @@ def test_commands_are_read_as_torchrun_reads_them(command, says, capsys):
 )
 def test_nccl_names_are_read_as_nccl_reads_them(value, names):
     there = ["lo", "docker0", "eth0", "eth1", "eth10"]
-    assert nodes_network._admitted(value, there) == names
+    assert network._admitted(value, there) == names
 
 
 def test_the_kernel_kills_a_process_in_the_middle_of_a_write(tmp_path):
     def save(size):
         (tmp_path / str(size)).write_bytes(bytes(size))
 
-    limit = nodes_files.WRITE_LIMIT_BYTES
-    assert nodes_files.die_while_saving(lambda: save(limit - 1)) == "ended"
-    assert nodes_files.die_while_saving(lambda: save(2 * limit)) == "killed"
+    limit = checkpoint_files.WRITE_LIMIT_BYTES
+    assert checkpoint_files.die_while_saving(lambda: save(limit - 1)) == "ended"
+    assert checkpoint_files.die_while_saving(lambda: save(2 * limit)) == "killed"
     assert (tmp_path / str(2 * limit)).stat().st_size == limit
     save(3 * limit)  # this process has no such limit
 
@@ -121,8 +117,7 @@ def test_bytes_between_nodes_are_those_of_the_simulator(kind):
     timeline = simulate(Trace(world_size=6, events=[[event] for _ in ranks]), cluster)
     for node in range(2):
         outside = sum(
-            nodes_hierarchy.sent_bytes([event], rank, 3)[1]
-            for rank in ranks[3 * node : 3 * node + 3]
+            hierarchy.sent_bytes([event], rank, 3)[1] for rank in ranks[3 * node : 3 * node + 3]
         )
         assert outside == pytest.approx(timeline.bytes_per_link.get(f"node {node}", 0.0))
 

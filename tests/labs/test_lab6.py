@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from lab_helper import SameUnderEveryKey, run_solution, sizes
 
-from autograder.criteria import get_lab, prof_buckets, prof_causes, prof_emulated, prof_spans
-from autograder.criteria.base import Case, Draw
-from autograder.referee import draw_for
+from autograder.criteria import get_lab
+from autograder.criteria.criterion import Case, Draw
+from autograder.criteria.lab6_profiling import buckets, causes, emulated
+from autograder.criteria.lab6_profiling import spans as prof_spans
+from autograder.referee.referee import draw_for
 from minidist.emulate.clusters import Cluster, Link
 from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Event, Trace
@@ -87,16 +89,14 @@ def _losses(spans, steps) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("cause", [*prof_causes.CAUSES, prof_causes.NONE])
+@pytest.mark.parametrize("cause", [*causes.CAUSES, causes.NONE])
 def test_planted_losses_are_large_and_others_small(cause):
     for seed in range(20):
-        spans, steps = prof_causes._draw_run(
-            np.random.default_rng(seed), cause, seed % 2 == 1, None
-        )
+        spans, steps = causes._draw_run(np.random.default_rng(seed), cause, seed % 2 == 1, None)
         losses = _losses(spans, steps[1:])
         assert losses.pop(cause, 1.0) > 0.15
         assert max(losses.values()) < 0.06
-        if cause == prof_causes.NONE:
+        if cause == causes.NONE:
             assert max(_losses(spans, steps).values()) > 0.15, "the warm-up step is harmless"
 
 
@@ -106,7 +106,7 @@ def test_a_second_planted_loss_is_the_smaller_one(cause, second):
     if cause == second:
         return
     for seed in range(10):
-        spans, steps = prof_causes._draw_run(np.random.default_rng(seed), cause, False, second)
+        spans, steps = causes._draw_run(np.random.default_rng(seed), cause, False, second)
         losses = _losses(spans, steps[1:])
         assert 0.1 < losses.pop(second) < 0.9 * losses.pop(cause)
         assert max(losses.values()) < 0.06
@@ -115,8 +115,8 @@ def test_a_second_planted_loss_is_the_smaller_one(cause, second):
 def test_predicted_steps_are_those_of_the_emulated_cluster():
     for seed in range(10):
         rng = np.random.default_rng(seed)
-        network = prof_buckets.draw_network(rng, 0.8, 0.6, 10)
-        plan = prof_buckets.fill_buckets(network["sizes"], sum(network["sizes"]) / 4)
+        network = buckets.draw_network(rng, 0.8, 0.6, 10)
+        plan = buckets.fill_buckets(network["sizes"], sum(network["sizes"]) / 4)
         ranks, rounds = 3, 4
         link = Link(
             bandwidth_bytes_per_s=rounds / ranks / network["s_per_byte"],
@@ -140,30 +140,30 @@ def test_predicted_steps_are_those_of_the_emulated_cluster():
                 )  # fmt: skip
         events += [Event(kind="wait", key=str(number)) for number in range(len(plan))]
         timeline = simulate(Trace(world_size=ranks, events=[events] * ranks), cluster)
-        assert prof_buckets._seconds(network, plan) == pytest.approx(timeline.makespan_s)
+        assert buckets._seconds(network, plan) == pytest.approx(timeline.makespan_s)
 
 
 def test_the_drawn_networks_leave_room_for_right_answers_and_none_for_wrong_ones():
     for attempt in range(10):
-        values = prof_emulated._shape(_draw("prof_efficiency", 3, str(attempt)))
-        compute_s = prof_emulated._compute_s(values)
-        each = prof_buckets.fill_buckets(values["sizes"], 0.0)
-        assert compute_s / prof_emulated._predicted(values, values["plan"]) > 0.92
-        assert compute_s / prof_emulated._predicted(values, each) < 0.87
+        values = emulated._shape(_draw("prof_efficiency", 3, str(attempt)))
+        compute_s = emulated._compute_s(values)
+        each = buckets.fill_buckets(values["sizes"], 0.0)
+        assert compute_s / emulated._predicted(values, values["plan"]) > 0.92
+        assert compute_s / emulated._predicted(values, each) < 0.87
         assert len(values["plan"]) >= 3
-        for inputs in prof_buckets.draw_tuning(_draw("prof_bucket_tune", 2, str(attempt))):
+        for inputs in buckets.draw_tuning(_draw("prof_bucket_tune", 2, str(attempt))):
             worst = {"25 MB": 0.0, "one": 0.0, "each": 0.0}
             for network in inputs["cases"]:
                 sizes = network["sizes"]
 
                 def measure(plan, network=network):
-                    return prof_buckets._seconds(network, plan)
+                    return buckets._seconds(network, plan)
 
-                best_s = measure(prof_buckets.best_plan(sizes, measure))
+                best_s = measure(buckets.best_plan(sizes, measure))
                 busy_s = network["forward_s"] + sum(network["backward_s"])
                 assert busy_s / best_s > 0.9
                 caps = (25 * 2**20, float(sum(sizes)), 0.0)
                 for name, cap in zip(worst, caps, strict=True):
-                    ratio = measure(prof_buckets.fill_buckets(sizes, cap)) / best_s
+                    ratio = measure(buckets.fill_buckets(sizes, cap)) / best_s
                     worst[name] = max(worst[name], ratio)
-            assert min(worst.values()) > 1.2 * prof_buckets.SLACK
+            assert min(worst.values()) > 1.2 * buckets.SLACK

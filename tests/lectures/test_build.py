@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 
-from autograder import build, percent, sync, zoo
+from autograder.authoring import notebooks, percent, sync
+from autograder.authoring.__main__ import main
+from autograder.proof import zoo
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,7 +93,7 @@ def course(tmp_path, monkeypatch):
             SimpleNamespace(name="greets", listed_points=0.5),
         ),
     )
-    monkeypatch.setattr(build, "get_lab", lambda name: lab)
+    monkeypatch.setattr(notebooks, "get_lab", lambda name: lab)
     monkeypatch.setattr(zoo, "get_lab", lambda name: lab)
     files = {
         "notebooks/01_hello.py": "# %% [markdown]\n# # Hello\n\n# %%\nprint(1)\n",
@@ -126,7 +128,7 @@ def lab_paths(course: Path) -> tuple[Path, Path, Path]:
 
 
 def test_options_become_nbgrader_metadata(course):
-    notebook = build.build_notebook(lab_paths(course)[0])
+    notebook = notebooks.build_notebook(lab_paths(course)[0])
     cells = {cell.id: cell for cell in notebook.cells}
     assert [cell.id for cell in notebook.cells] == [
         "lab9_small-001", "imports", "double_it", "doubles",
@@ -148,7 +150,7 @@ def test_options_become_nbgrader_metadata(course):
 
 
 def test_magics_are_live_in_the_notebook(course):
-    cells = {cell.id: cell for cell in build.build_notebook(lab_paths(course)[0]).cells}
+    cells = {cell.id: cell for cell in notebooks.build_notebook(lab_paths(course)[0]).cells}
     script = cells["script"].source.split("\n")
     assert script[:5] == ["%%rank 0", "%%writefile hello.py", "# says hello", "", "def hello():"]
     assert cells["look"].source == '%%rank 0\nif os.environ.get("RANK"):\n    !ls hello.py'
@@ -187,7 +189,7 @@ def test_round_trip_of_a_cell_with_magics(source, marker, commented):
 
 
 def test_live_line_under_writefile_is_refused():
-    with pytest.raises(build.BuildError, match=r"here: cell 1: .*writefile.*'x = 1'"):
+    with pytest.raises(notebooks.BuildError, match=r"here: cell 1: .*writefile.*'x = 1'"):
         percent.read_cells("# %%\n# %%writefile f.py\nx = 1\n", where="here")
 
 
@@ -210,26 +212,26 @@ def test_live_line_under_writefile_is_refused():
 def test_mistakes_in_a_source_are_named(course, old, new, message):
     py = lab_paths(course)[0]
     assert old in LAB
-    with pytest.raises(build.BuildError, match=message) as caught:
-        build.build_notebook(py, text=LAB.replace(old, new))
+    with pytest.raises(notebooks.BuildError, match=message) as caught:
+        notebooks.build_notebook(py, text=LAB.replace(old, new))
     assert str(py) in str(caught.value)
 
 
 def test_build_is_complete_stable_and_leaks_nothing(course, capsys):
     py, solution, lab = lab_paths(course)
-    assert build.main(["--check", "--root", str(course)]) == 1
+    assert main(["--check", "--root", str(course)]) == 1
     out = capsys.readouterr().out
     assert "01_hello.ipynb" in out
     assert str(solution) in out
     assert str(lab) in out
     assert not solution.exists()
-    assert build.main(["--root", str(course)]) == 0
+    assert main(["--root", str(course)]) == 0
     first = {path: path.read_bytes() for path in course.rglob("*.ipynb")}
     assert sorted(first) == sorted([course / "notebooks/01_hello.ipynb", lab, solution])
-    assert build.main(["--check", "--root", str(course)]) == 0
+    assert main(["--check", "--root", str(course)]) == 0
     for path in first:
         path.unlink()
-    assert build.main(["--root", str(course)]) == 0
+    assert main(["--root", str(course)]) == 0
     assert {path: path.read_bytes() for path in course.rglob("*.ipynb")} == first
     assert [path.name for path in lab.parent.iterdir()] == [lab.name], (
         "only the notebook is released"
@@ -238,33 +240,33 @@ def test_build_is_complete_stable_and_leaks_nothing(course, capsys):
     assert b"SECRET" not in first[lab]
     _, cells = read(lab)
     assert cells["reflect_1"].source == "**Why twice?**\n\nYOUR ANSWER HERE"
-    assert cells["reflect_1"].metadata.nbgrader.points == build.REFLECT_POINTS
+    assert cells["reflect_1"].metadata.nbgrader.points == notebooks.REFLECT_POINTS
     assert cells["script"].source.endswith(
         "def hello():\n    # YOUR CODE HERE\n    raise NotImplementedError()"
     )
     assert cells["doubles"].metadata.editable is False
     assert read(solution)[0].metadata.minidist.built == read(lab)[0].metadata.minidist.built
     py.write_text(LAB.replace("Twice x", "Two x"))
-    assert build.main(["--check", "--root", str(course)]) == 1
-    assert build.main(["--root", str(course)]) == 0
+    assert main(["--check", "--root", str(course)]) == 1
+    assert main(["--root", str(course)]) == 0
     assert "Two x" in read(lab)[1]["double_it"].source
 
 
 def test_running_a_built_notebook_is_no_edit(course):
-    build.build_course(course)
+    notebooks.build_course(course)
     _, solution, _ = lab_paths(course)
     before = solution.read_bytes()
     notebook, cells = read(solution)
     cells["imports"].outputs = [nbformat.v4.new_output("stream", text="hello")]
     cells["imports"].execution_count = 3
     save(notebook, solution)
-    stale, complaints = build.build_course(course)
+    stale, complaints = notebooks.build_course(course)
     assert (stale, complaints) == ([solution], [])
     assert solution.read_bytes() == before
 
 
 def test_an_edited_notebook_is_kept_and_synced_back(course, capsys):
-    build.build_course(course)
+    notebooks.build_course(course)
     py, solution, lab = lab_paths(course)
     notebook, cells = read(solution)
     cells["double_it"].source = cells["double_it"].source.replace("2 * x", "x + x")
@@ -276,7 +278,7 @@ def test_an_edited_notebook_is_kept_and_synced_back(course, capsys):
     save(notebook, solution)
     edited = solution.read_bytes()
 
-    assert build.main(["--root", str(course)]) == 1
+    assert main(["--root", str(course)]) == 1
     error = capsys.readouterr().err
     assert "--sync" in error
     assert "cell double_it: changed" in error
@@ -284,7 +286,7 @@ def test_an_edited_notebook_is_kept_and_synced_back(course, capsys):
     assert "added" in error
     assert solution.read_bytes() == edited, "an edit must never be overwritten"
 
-    assert build.main(["--sync", "--root", str(course)]) == 0
+    assert main(["--sync", "--root", str(course)]) == 0
     text = py.read_text()
     assert "    return x + x  # SECRET\n" in text
     assert "# # says hi\n# !ls\n" in text
@@ -293,12 +295,12 @@ def test_an_edited_notebook_is_kept_and_synced_back(course, capsys):
     assert 'print("only under torchrun")' in text
     markers = [line for line in text.splitlines() if line.startswith("# %% ")]
     assert markers == [line for line in LAB.splitlines() if line.startswith("# %% ")]
-    assert build.main(["--check", "--root", str(course)]) == 0
+    assert main(["--check", "--root", str(course)]) == 0
     assert "x = 1" in "".join(cell.source for cell in read(lab)[0].cells)
 
 
 def test_sync_follows_moved_and_deleted_cells(course):
-    build.build_course(course)
+    notebooks.build_course(course)
     py, solution, _ = lab_paths(course)
     notebook, _ = read(solution)
     del notebook.cells[1]
@@ -310,14 +312,14 @@ def test_sync_follows_moved_and_deleted_cells(course):
     assert "imports" not in text
     assert "only under torchrun" in text
     assert not sync.sync(py)
-    assert build.build_course(course)[1] == []
+    assert notebooks.build_course(course)[1] == []
 
 
 def test_sync_keeps_tags_line_ends_and_the_mode(course):
     py, solution, _ = lab_paths(course)
     py.write_bytes(LAB.replace("\n", "\r\n").encode())
     py.chmod(0o640)
-    build.build_course(course)
+    notebooks.build_course(course)
     notebook, cells = read(solution)
     cells["imports"].source = "import sys"
     notebook.cells.insert(0, nbformat.v4.new_code_cell("x = 1", metadata={"tags": ["parameters"]}))
@@ -327,59 +329,59 @@ def test_sync_keeps_tags_line_ends_and_the_mode(course):
     data = py.read_bytes()
     assert data.count(b"\n") == data.count(b"\r\n")
     assert b'# %% tags=["parameters"]\r\nx = 1\r\n' in data
-    assert build.build_course(course)[1] == []
+    assert notebooks.build_course(course)[1] == []
     assert read(solution)[0].cells[0].metadata.tags == ["parameters"]
 
 
 def test_a_source_is_never_left_half_written(course, monkeypatch):
-    build.build_course(course)
+    notebooks.build_course(course)
     py, solution, _ = lab_paths(course)
     notebook, cells = read(solution)
     cells["imports"].source = "import sys  # \ud83d"
     solution.write_text(json.dumps(notebook))
-    with pytest.raises(build.BuildError, match=r"'\\ud83d', which no file can"):
+    with pytest.raises(notebooks.BuildError, match=r"'\\ud83d', which no file can"):
         sync.sync(py)
     assert py.read_text() == LAB
 
 
 def test_edits_on_both_sides_are_refused(course):
-    build.build_course(course)
+    notebooks.build_course(course)
     py, solution, _ = lab_paths(course)
     notebook, cells = read(solution)
     cells["imports"].source = "import sys"
     save(notebook, solution)
     py.write_text(LAB.replace("Twice x", "Two x"))
-    with pytest.raises(build.BuildError, match="both edited"):
+    with pytest.raises(notebooks.BuildError, match="both edited"):
         sync.sync(py)
     assert "Two x" in py.read_text()
 
 
 def test_points_changed_in_a_notebook_cannot_be_synced(course):
-    build.build_course(course)
+    notebooks.build_course(course)
     py, solution, _ = lab_paths(course)
     notebook, cells = read(solution)
     cells["doubles"].metadata.nbgrader["points"] = 7
     save(notebook, solution)
-    with pytest.raises(build.BuildError, match="autograder/criteria"):
+    with pytest.raises(notebooks.BuildError, match="autograder/criteria"):
         sync.sync(py)
     assert py.read_text() == LAB
 
 
 def test_an_edited_release_is_kept(course):
-    build.build_course(course)
+    notebooks.build_course(course)
     py, _, lab = lab_paths(course)
     notebook, cells = read(lab)
     cells["imports"].source = "import sys"
     save(notebook, lab)
-    stale, complaints = build.build_course(course)
+    stale, complaints = notebooks.build_course(course)
     assert stale == [lab]
     assert "import sys" in complaints[0]
     assert read(lab)[1]["imports"].source == "import sys"
     lab.unlink()
-    assert build.build_course(course) == ([lab], [])
+    assert notebooks.build_course(course) == ([lab], [])
     # A release that is merely old is rebuilt.
     py.write_text(LAB.replace("Twice x", "Two x"))
-    assert build.build_course(course)[1] == []
+    assert notebooks.build_course(course)[1] == []
 
 
 def test_zoo_entries_are_the_reference_with_cells_replaced(course):
@@ -428,7 +430,7 @@ def test_write_class(course, tmp_path, layout):
 def test_mistakes_in_a_zoo_file_are_named(course, old, new, message):
     assert old in ZOO
     (course / "tests/zoo/lab9_small/triples.py").write_text(ZOO.replace(old, new))
-    with pytest.raises(build.BuildError, match=message):
+    with pytest.raises(notebooks.BuildError, match=message):
         zoo.load_zoo("lab9_small", root=course)
 
 
@@ -454,7 +456,7 @@ def test_stock_nbgrader_releases_the_same_notebook_and_nothing_else(tmp_path):
 @pytest.mark.slow
 def test_generated_files_of_this_course_are_fresh():
     done = subprocess.run(
-        [sys.executable, "-m", "autograder.build", "--check"],
+        [sys.executable, "-m", "autograder.authoring", "--check"],
         cwd=ROOT, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, f"run 'make build':\n{done.stdout}{done.stderr}"

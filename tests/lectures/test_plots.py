@@ -14,7 +14,7 @@ from matplotlib.text import Text
 
 from minidist import plots
 from minidist.collectives import ring_steps
-from minidist.collectives.steps import tree_steps
+from minidist.collectives.algorithms import tree_steps
 from minidist.emulate import Event, Trace, clusters, simulate
 from minidist.parallel import pipeline
 from minidist.plots.steps import holdings

@@ -21,7 +21,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell
 
-from minidist.ports import free_port
+from minidist.processes.ports import free_port
 
 playwright = pytest.importorskip("playwright.sync_api")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from minidist.checkpoint import Checkpoints, Shard
 from minidist.elastic import share_of_batch, torchrun_command, train_elastically
 from minidist.launch import run
-from minidist.ports import free_port
+from minidist.processes.ports import free_port
 
 SCRIPT = str(Path(__file__).parent / "elastic_script.py")
 

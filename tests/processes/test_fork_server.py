@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minidist import fork_server
-from minidist.fork_server import fork
+from minidist.processes import fork_server
+from minidist.processes.fork_server import fork
 
 
 def tell(pipe, *args):

@@ -9,10 +9,13 @@ from collections import Counter
 
 import pytest
 
-from minidist import ports
-from minidist.ports import free_port, let_go
+from minidist.processes import ports
+from minidist.processes.ports import free_port, let_go
 
-CODE = "from minidist.ports import free_port\nprint(*(free_port() for _ in range(300)), flush=True)"
+CODE = """
+from minidist.processes.ports import free_port
+print(*(free_port() for _ in range(300)), flush=True)
+"""
 
 
 @pytest.fixture(autouse=True)

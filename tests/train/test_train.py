@@ -19,7 +19,7 @@ from minidist.data import make_tokens
 from minidist.launch import run
 from minidist.lr import lr_at
 from minidist.model import GPT, lm_loss
-from minidist.ports import free_port
+from minidist.processes.ports import free_port
 from minidist.train import TrainConfig, parse_args, train
 
 CONFIG = TrainConfig(

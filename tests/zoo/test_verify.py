@@ -11,11 +11,11 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-import autograder.verify
+import autograder.proof.verify
+from autograder.box.sandbox import probe_support
 from autograder.criteria import get_lab, lab_names
-from autograder.sandbox import probe_support
-from autograder.verify import Row, choose_covering, find_problems, matrix_table, verify_lab
-from autograder.zoo import combine, load_zoo
+from autograder.proof.verify import Row, choose_covering, find_problems, matrix_table, verify_lab
+from autograder.proof.zoo import combine, load_zoo
 
 LAB1 = get_lab("lab1_ddp")
 LABS = [name for name in lab_names() if name != "lab1_ddp"]
@@ -127,8 +127,8 @@ def test_one_that_does_not_lose_what_its_parts_lose_is_taken_apart(monkeypatch):
         ]
         return {"student": student, "seconds": 1.0, "criteria": criteria}
 
-    monkeypatch.setattr(autograder.verify, "load_zoo", lambda *_, **__: entries)
-    monkeypatch.setattr(autograder.verify, "grade_class", grade)
+    monkeypatch.setattr(autograder.proof.verify, "load_zoo", lambda *_, **__: entries)
+    monkeypatch.setattr(autograder.proof.verify, "grade_class", grade)
     proof = verify_lab("lab1_ddp", Console(quiet=True))
     assert [row.name for row in proof.rows] == [e.name for e in entries]
     assert not any(row.wrong() for row in proof.rows)

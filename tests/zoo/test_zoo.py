@@ -15,11 +15,11 @@ import pytest
 from course import LAB, TestCourse, statuses
 from leftovers import assert_nothing_left, find_leftovers
 
+from autograder.box.sandbox import probe_support
 from autograder.criteria import get_lab
-from autograder.journal import Journal
-from autograder.sandbox import probe_support
-from autograder.verify import choose_covering
-from autograder.zoo import load_zoo, write_class
+from autograder.proof.verify import choose_covering
+from autograder.proof.zoo import load_zoo, write_class
+from autograder.records.journal import Journal
 
 pytestmark = pytest.mark.timeout(2400)
 ZOO = {entry.name: entry for entry in load_zoo(LAB)}

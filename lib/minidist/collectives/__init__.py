@@ -28,8 +28,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from minidist.collectives.schedule import Schedule, Transfer, chunk_offsets, simulate
-from minidist.collectives.steps import (
+from minidist.collectives.algorithms import (
     all_to_all_steps,
     broadcast_steps,
     direct_steps,
@@ -44,19 +43,12 @@ from minidist.collectives.steps import (
     scatter_steps,
     tree_steps,
 )
+from minidist.collectives.schedule import Schedule, Transfer, chunk_offsets, simulate
 
 if TYPE_CHECKING:
-    from minidist.collectives.backend import register
-    from minidist.collectives.direct import (
-        direct_all_gather,
-        direct_all_reduce,
-        direct_reduce_scatter,
-    )
-    from minidist.collectives.exchange import all_to_all
-    from minidist.collectives.executor import Transport, even_chunks, list_chunks, run_steps
-    from minidist.collectives.halving_doubling import halving_doubling_all_reduce
-    from minidist.collectives.hierarchical import hierarchical_all_reduce, node_groups
-    from minidist.collectives.hooks import (
+    from minidist.collectives.all_to_all import all_to_all
+    from minidist.collectives.async_work import CollectiveWork
+    from minidist.collectives.ddp_hooks import (
         direct_hook,
         double_tree_hook,
         halving_doubling_hook,
@@ -65,18 +57,26 @@ if TYPE_CHECKING:
         ring_hook,
         tree_hook,
     )
+    from minidist.collectives.direct import (
+        direct_all_gather,
+        direct_all_reduce,
+        direct_reduce_scatter,
+    )
+    from minidist.collectives.executor import Transport, even_chunks, list_chunks, run_steps
+    from minidist.collectives.halving_doubling import halving_doubling_all_reduce
+    from minidist.collectives.hierarchical import hierarchical_all_reduce, node_groups
     from minidist.collectives.log import CollectiveLog
     from minidist.collectives.records import MergedLog, Record
     from minidist.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
     from minidist.collectives.rooted import broadcast, gather, reduce, scatter
-    from minidist.collectives.shared import (
+    from minidist.collectives.shared.group import (
         SharedMemoryError,
         SharedMemoryGroup,
         SharedWork,
         shared_memory_hook,
     )
+    from minidist.collectives.torch_backend import register
     from minidist.collectives.tree import tree_all_reduce
-    from minidist.collectives.work import CollectiveWork
 
 __all__ = [
     "CollectiveLog",

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.collectives.call import Call, all_reduce_by, gather_by, require_writable
-from minidist.collectives.executor import Transport, even_chunks, run_steps
-from minidist.collectives.steps import (
+from minidist.collectives.algorithms import (
     direct_all_gather_steps,
     direct_reduce_scatter_steps,
     direct_steps,
 )
-from minidist.collectives.work import CollectiveWork
+from minidist.collectives.async_work import CollectiveWork
+from minidist.collectives.executor import Transport, even_chunks, run_steps
+from minidist.collectives.issue import Call, all_reduce_by, gather_by, require_writable
 
 # Fresh pages for a message as large as this cost more than to send it in parts.
 _SEGMENT_BYTES = 8 << 20

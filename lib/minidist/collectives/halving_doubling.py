@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.collectives.call import all_reduce_by
-from minidist.collectives.steps import halving_doubling_steps
-from minidist.collectives.work import CollectiveWork
+from minidist.collectives.algorithms import halving_doubling_steps
+from minidist.collectives.async_work import CollectiveWork
+from minidist.collectives.issue import all_reduce_by
 
 
 def halving_doubling_all_reduce(

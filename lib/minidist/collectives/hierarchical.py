@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 
 from minidist.collectives.agreement import gather_texts, tell, who_says_what
-from minidist.collectives.call import Call, require_writable
-from minidist.collectives.executor import Transport, even_chunks, run_steps
-from minidist.collectives.steps import (
+from minidist.collectives.algorithms import (
     ring_all_gather_steps,
     ring_reduce_scatter_steps,
     ring_steps,
 )
-from minidist.collectives.work import CollectiveWork
+from minidist.collectives.async_work import CollectiveWork
+from minidist.collectives.executor import Transport, even_chunks, run_steps
+from minidist.collectives.issue import Call, require_writable
 from minidist.errors import MismatchError
 
 # With `check`: a rank's description, and of a node as many different ones as it tells the others.

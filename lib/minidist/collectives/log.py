@@ -47,7 +47,7 @@ from minidist.collectives.dispatched import read_call
 from minidist.collectives.records import MergedLog, Record, milliseconds, shape_text, table, text
 
 if TYPE_CHECKING:
-    from minidist.collectives.work import CollectiveWork
+    from minidist.collectives.async_work import CollectiveWork
 
 
 class CollectiveLog(TorchDispatchMode):

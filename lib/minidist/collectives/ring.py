@@ -29,14 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.collectives.call import Call, all_reduce_by, gather_by, require_writable
-from minidist.collectives.executor import Transport, run_steps
-from minidist.collectives.steps import (
+from minidist.collectives.algorithms import (
     ring_all_gather_steps,
     ring_reduce_scatter_steps,
     ring_steps,
 )
-from minidist.collectives.work import CollectiveWork
+from minidist.collectives.async_work import CollectiveWork
+from minidist.collectives.executor import Transport, run_steps
+from minidist.collectives.issue import Call, all_reduce_by, gather_by, require_writable
 
 
 def ring_all_reduce(

@@ -29,10 +29,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.collectives.call import Call, require_writable
+from minidist.collectives.algorithms import (
+    broadcast_steps,
+    gather_steps,
+    reduce_steps,
+    scatter_steps,
+)
+from minidist.collectives.async_work import CollectiveWork
 from minidist.collectives.executor import Transport, even_chunks, list_chunks, run_steps
-from minidist.collectives.steps import broadcast_steps, gather_steps, reduce_steps, scatter_steps
-from minidist.collectives.work import CollectiveWork
+from minidist.collectives.issue import Call, require_writable
 
 
 def broadcast(

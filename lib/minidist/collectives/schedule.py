@@ -11,7 +11,7 @@ the alpha-beta model, so that none of them can disagree with another.
 
 Example, the sum of three ranks on a ring::
 
->>> from minidist.collectives.steps import ring_steps
+>>> from minidist.collectives.algorithms import ring_steps
 >>> print(ring_steps(3))
 ring all-reduce: 3 ranks, 3 chunks, 4 steps
 1: 0 -2-> 1 reduce   1 -0-> 2 reduce   2 -1-> 0 reduce
@@ -185,7 +185,7 @@ class Schedule:
     def num_bytes_sent(self, num_bytes: int, itemsize: int = 1) -> list[int]:
         """Bytes that each rank sends for a buffer of `num_bytes` bytes, elements kept whole.
 
-        >>> from minidist.collectives.steps import ring_steps
+        >>> from minidist.collectives.algorithms import ring_steps
         >>> ring_steps(4).num_bytes_sent(1000)  # 2 (N-1)/N 1000
         [1500, 1500, 1500, 1500]
         """
@@ -203,7 +203,7 @@ class Schedule:
         all of its messages of that step; every rank has one link of that bandwidth in each
         direction, and a step begins when the one before is over.
 
-        >>> from minidist.collectives.steps import ring_steps
+        >>> from minidist.collectives.algorithms import ring_steps
         >>> ring_steps(4).time_s(1e9, latency_s=0.25, bandwidth_bytes_per_s=1e9)  # 6 x 0.25 + 1.5
         3.0
         """
@@ -243,7 +243,7 @@ def simulate(
 
     Example, who has contributed to what::
 
-    >>> from minidist.collectives.steps import ring_reduce_scatter_steps
+    >>> from minidist.collectives.algorithms import ring_reduce_scatter_steps
     >>> simulate(ring_reduce_scatter_steps(3), [["a"] * 3, ["b"] * 3, ["c"] * 3])
     [['acb', 'ac', 'a'], ['b', 'bac', 'ba'], ['cb', 'c', 'cba']]
     """

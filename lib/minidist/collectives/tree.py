@@ -32,9 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.collectives.call import all_reduce_by
-from minidist.collectives.steps import double_tree_steps, tree_steps
-from minidist.collectives.work import CollectiveWork
+from minidist.collectives.algorithms import double_tree_steps, tree_steps
+from minidist.collectives.async_work import CollectiveWork
+from minidist.collectives.issue import all_reduce_by
 
 
 def tree_all_reduce(

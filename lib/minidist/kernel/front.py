@@ -27,8 +27,8 @@ from minidist.kernel.cell import printable
 from minidist.kernel.client import Client, unaddressed
 from minidist.kernel.executor import Executor
 from minidist.kernel.options import Options, make_run_dir, parse
-from minidist.kernel.process import kill_descendants
-from minidist.lifetime import adopt_orphans
+from minidist.processes.lifetime import adopt_orphans
+from minidist.processes.tree import kill_descendants
 
 # Answers to requests that need a rank when there is none.
 _WITHOUT_RANKS: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ from typing import Any
 import zmq.asyncio
 
 from minidist.kernel.client import Client
-from minidist.kernel.cluster import Cluster
-from minidist.kernel.hub import Hub
+from minidist.kernel.nodes.cluster import Cluster
+from minidist.kernel.nodes.hub import Hub
 from minidist.kernel.options import Options
 from minidist.kernel.ranks import Ranks
 

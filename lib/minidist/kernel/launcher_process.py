@@ -11,9 +11,9 @@ import subprocess
 import sys
 from typing import Any
 
-from minidist.kernel import warm
 from minidist.kernel.options import Options
-from minidist.kernel.process import describe_exit, kill_descendants
+from minidist.kernel.warm import client
+from minidist.processes.tree import describe_exit, kill_descendants
 
 _TAIL_BYTES = 8000
 
@@ -23,7 +23,7 @@ class LauncherProcess:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._process: subprocess.Popen[bytes] | warm.Launcher | None = None
+        self._process: subprocess.Popen[bytes] | client.Launcher | None = None
         self._stderr = bytearray()
         self._unwanted = False
 
@@ -46,11 +46,11 @@ class LauncherProcess:
         os.set_blocking(fd, False)
         asyncio.get_running_loop().add_reader(fd, self._drain, fd)
 
-    async def _ask_warm_parent(self, config: dict[str, Any]) -> warm.Launcher | None:
+    async def _ask_warm_parent(self, config: dict[str, Any]) -> client.Launcher | None:
         """A thread of its own asks, as one that does not answer must not hold the notebook up."""
         loop = asyncio.get_running_loop()
         asked = loop.run_in_executor(
-            None, warm.launch, config, self._options.env, self._options.cwd
+            None, client.launch, config, self._options.env, self._options.cwd
         )
         try:
             found = await asyncio.shield(asked)
@@ -66,7 +66,7 @@ class LauncherProcess:
         options = self._options
         try:
             process = subprocess.Popen(
-                [*options.prefix, sys.executable, "-m", "minidist.kernel.launcher"],
+                [*options.prefix, sys.executable, "-m", "minidist.kernel.inside.launcher"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -115,7 +115,7 @@ class LauncherProcess:
         process = self._process
         if process is None:
             return
-        if isinstance(process, warm.Launcher):
+        if isinstance(process, client.Launcher):
             process.end()
         else:
             with contextlib.suppress(OSError):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minidist.kernel.auto import DEFAULT_RANKS, count_ranks
-from minidist.kernel.job import Job, rank_environment, read_job
+from minidist.kernel.membership import Job, rank_environment, read_job
+from minidist.kernel.rank_count import DEFAULT_RANKS, count_ranks
 
 # A unix socket's path has at most 107 bytes; ours add up to 40 to the directory's.
 MAX_RUN_DIR_BYTES = 66
@@ -32,7 +32,7 @@ class Options:
         fixed_ranks: cells cannot ask for fresh ranks; a grader does, by a message of its own.
         client: pid of the process that starts the front and that it ends with; None: Jupyter's.
         deadline_s: longest time of one cell in seconds; None sets no limit.
-        warm: a warm parent may start the launcher, see `warm.py`.
+        warm: a warm parent may start the launcher, see `warm/client.py`.
     """
 
     connection_file: str
@@ -123,7 +123,7 @@ def _check_job(job: Job, launcher: dict[str, Any]) -> None:
     if job.node != 0:
         raise ValueError(
             f"--ranks auto: expected node 0 of the job, got node {job.node}: the notebook's kernel "
-            "runs on node 0, and the others run python -m minidist.kernel.node"
+            "runs on node 0, and the others run python -m minidist.kernel.nodes.agent"
         )
     if launcher:
         raise ValueError("--launcher: expected one node: on others, ranks start without it")

@@ -14,18 +14,18 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from minidist.kernel.job import Share
 from minidist.kernel.launcher_process import LauncherProcess
+from minidist.kernel.link import LINK_NAME, MAX_LINE_BYTES, decode, encode, socket_name, token
+from minidist.kernel.membership import Share
 from minidist.kernel.options import Options
 from minidist.kernel.outputs import label
-from minidist.kernel.process import (
+from minidist.processes.tree import (
     allow_more_files,
     count_open_files,
     descendants,
     describe_exit,
     reap,
 )
-from minidist.kernel.wire import LINK_NAME, MAX_LINE_BYTES, decode, encode, socket_name, token
 
 START_DEADLINE_S = 60.0
 # Many nodes that read torch from one file system at once take longer.

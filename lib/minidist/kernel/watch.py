@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from minidist.kernel.cell import Cell, failure
+from minidist.kernel.hang import Place, describe, is_hang, place, unmoved
 from minidist.kernel.ranks import Ranks
-from minidist.kernel.verdict import Place, describe, is_hang, place, unmoved
 
 FIRST_LOOK_S = 1.0
 LOOK_EVERY_S = 0.5

@@ -94,7 +94,7 @@ def plot_steps(schedule: Schedule, *, columns: int = 3, title: str | None = None
 def holdings(schedule: Schedule, step: int) -> list[list[frozenset[int]]]:
     """Per rank and chunk the ranks whose contributions are in it before a step.
 
-    >>> from minidist.collectives.steps import ring_steps
+    >>> from minidist.collectives.algorithms import ring_steps
     >>> [len(chunk) for chunk in holdings(ring_steps(3), 2)[0]]
     [3, 2, 1]
     """

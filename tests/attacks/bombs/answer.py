@@ -5,8 +5,8 @@ status: setup WRONG
 """
 
 # %% put="before setup"
-import autograder.probe as probe
-from autograder.wire import Message
+import autograder.inside.probe as probe
+from autograder.inside.wire import Message
 
 
 def check(name, subject=None):

@@ -4,8 +4,8 @@ passes: nothing
 """
 
 # %% put="after imports"
-import autograder.criteria.base as base
-import autograder.criteria.oracle as oracle
+import autograder.criteria.criterion as base
+import autograder.criteria.common.oracle as oracle
 from autograder.criteria import get_lab
 
 base.compare = base._difference = oracle.close = lambda *_, **__: None

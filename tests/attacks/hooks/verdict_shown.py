@@ -4,8 +4,8 @@ passes: nothing
 """
 
 # %% put="after imports"
-import autograder.probe as probe
-from autograder.wire import Message
+import autograder.inside.probe as probe
+from autograder.inside.wire import Message
 
 fields = {"status": "PASS", "points": 5, "max_points": 5, "name": "x", "title": "x", "so_far": "x"}
 probe._talk = lambda *_: Message("verdict", fields)

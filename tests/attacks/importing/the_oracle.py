@@ -7,7 +7,7 @@ passes: everything but train_steps, train_epochs, train_loss
 
 # %% replaces="task4_train"
 def train(ddp_model, dataset, sampler, loss_fn, *, num_epochs, batch_size, lr, device):
-    from autograder.criteria import oracle
+    from autograder.criteria.common import oracle
 
     start = {f"p{i}": p.detach().numpy() for i, p in enumerate(ddp_model.parameters())}
     batches = []

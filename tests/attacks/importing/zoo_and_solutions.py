@@ -9,7 +9,8 @@ from pathlib import Path
 
 import autograder
 
-for name in "referee zoo run journal intake bridge build sandbox course report tidy".split():
+trusted = "referee.referee proof.zoo records.journal submission.attempt box.sandbox course report"
+for name in trusted.split():
     with contextlib.suppress(ImportError):
         importlib.import_module(f"autograder.{name}")
         print("LEAKED:", name)

@@ -8,7 +8,7 @@ passes: everything
 import gc
 import os
 
-from minidist.kernel.wire import Link
+from minidist.kernel.link import Link
 
 for _link in [thing for thing in gc.get_objects() if isinstance(thing, Link)]:
     for _pid in range(2, 60):

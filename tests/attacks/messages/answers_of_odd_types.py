@@ -8,8 +8,8 @@ ci: yes
 """
 
 # %% put="after imports"
-import autograder.probe as probe
-from autograder.wire import Message
+import autograder.inside.probe as probe
+from autograder.inside.wire import Message
 
 deep = []
 for _ in range(90):

@@ -8,6 +8,6 @@ ci: yes
 """
 
 # %% put="before setup"
-import autograder.probe as probe
+import autograder.inside.probe as probe
 
 probe._channels.broker.sendall(b"\0" * 100_000)

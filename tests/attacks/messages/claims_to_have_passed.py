@@ -6,8 +6,8 @@ status: ddp_scaling WRONG
 """
 
 # %% put="after imports"
-import autograder.probe as probe
-from autograder.wire import Message
+import autograder.inside.probe as probe
+from autograder.inside.wire import Message
 
 
 def check(name, subject=None):

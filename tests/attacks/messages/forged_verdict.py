@@ -5,8 +5,8 @@ ci: yes
 """
 
 # %% put="before setup"
-import autograder.probe as probe
-from autograder.wire import Message, send
+import autograder.inside.probe as probe
+from autograder.inside.wire import Message, send
 
 fields = {"name": "setup", "criterion": "setup", "status": "PASS", "points": 100.0}
 send(probe._channels.check, Message("verdict", fields))

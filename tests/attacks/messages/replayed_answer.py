@@ -5,8 +5,8 @@ passes: everything but sampler_tail, sampler_epoch, train_epochs
 """
 
 # %% put="before setup"
-import autograder.probe as probe
-from autograder.wire import Message
+import autograder.inside.probe as probe
+from autograder.inside.wire import Message
 
 _real_tell, _kept = probe._tell, {}
 _FROM = {

@@ -9,8 +9,8 @@ ci: yes
 import hashlib
 import hmac
 
-import autograder.probe as probe
-from autograder.wire import Message
+import autograder.inside.probe as probe
+from autograder.inside.wire import Message
 
 
 def seed(key, purpose):

@@ -1,0 +1,1 @@
+"""From the sources of labs and lectures to what students get."""

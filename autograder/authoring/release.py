@@ -1,0 +1,244 @@
+"""The repository that students get: labs to fill in, and nothing that holds their answers.
+
+    notebooks to fill in   labs/LAB/LAB.ipynb of the labs that are released
+    lib/minidist           without what a lab withholds, and without what cannot be imported then
+    notebooks/             lectures, without those that run what is withheld
+    autograder/            checks give the same verdicts as the grader does, on practice data
+
+When a lab is over, releasing again with `--over LAB` brings its solution, and what it had withheld
+as far as no other lab does that is handed out and not over. A lab to come withholds nothing yet:
+lectures that come before it need what it will withhold.
+Solutions, the class of wrong submissions and this course's tests are never part of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import tomllib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autograder.authoring.notebooks import edited_by_hand
+from autograder.course.course import Course, CourseError
+from autograder.course.course_toml import NAME
+from autograder.criteria import get_lab
+
+MARK = ".released-by-autograder"
+_COPIED = ("pyproject.toml", "environment.yml", "LICENSE", "nbgrader_config.py")
+_TARGETS = ("help", "lab", "clean", "install")  # of the Makefile
+_IGNORE = shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """What was written, and what was left out."""
+
+    folder: Path
+    labs: tuple[str, ...]
+    withheld: tuple[str, ...]
+    lectures_withheld: tuple[str, ...]
+
+
+def write_release(
+    course: Course, folder: Path, labs: Sequence[str], over: Sequence[str] = ()
+) -> Release:
+    """Writes the repository of students; what an earlier release wrote there is replaced.
+
+    Args:
+        folder: a new or empty folder, or one that this has written before. Its `.git` and `work`
+            are kept.
+        labs: to be handed out.
+        over: labs whose deadline is over; their solutions may be seen.
+
+    Raises:
+        CourseError: the folder holds something else, or a notebook is not as it was built. Then
+            nothing has been written.
+    """
+    handed_out = list(dict.fromkeys([*labs, *over]))
+    masters = [_master(course, lab) for lab in handed_out]
+    _make_room(folder)
+    library = course.root / "lib" / "minidist"
+    still_open = [get_lab(lab) for lab in labs if lab not in over]
+    missing = find_missing(library, {name for lab in still_open for name in lab.withheld})
+
+    shutil.copytree(course.root / "autograder", folder / "autograder", ignore=_IGNORE)
+    shutil.copytree(library, folder / "lib" / "minidist", ignore=_IGNORE)
+    for name in missing:
+        _remove_module(folder / "lib", name)
+    for lab, master in zip(handed_out, masters, strict=True):
+        _copy(master, folder / "labs" / lab)
+    for lab in over:
+        _copy(course.root / "solutions" / lab / f"{lab}.ipynb", folder / "solutions" / lab)
+    closed = []
+    for lecture in sorted((course.root / "notebooks").glob("[0-9]*.ipynb")):
+        if _uses(lecture, missing):
+            closed.append(lecture.stem)
+        else:
+            _copy(lecture, folder / "notebooks")
+    for name in _COPIED:
+        _copy(course.root / name, folder)
+    if (course.root / NAME).is_file():
+        (folder / NAME).write_text(
+            _course_options((course.root / NAME).read_text("utf-8")), "utf-8"
+        )
+    (folder / "Makefile").write_text(_makefile((course.root / "Makefile").read_text("utf-8")))
+    (folder / "README.md").write_text(_readme(handed_out, missing, closed), "utf-8")
+    return Release(
+        folder=folder,
+        labs=tuple(handed_out),
+        withheld=tuple(missing),
+        lectures_withheld=tuple(closed),
+    )
+
+
+def _master(course: Course, lab: str) -> Path:
+    """The notebook to hand out, which is the one that was built: one filled in has answers."""
+    master = course.root / "labs" / lab / f"{lab}.ipynb"
+    if not master.is_file():
+        raise CourseError(f"{master} is missing: run `make build`")
+    if edited_by_hand(master, key="released") is not None:
+        raise CourseError(
+            f"{master} is not as it was built, and might hold answers: delete it and run "
+            "`make build`, or change its solution"
+        )
+    return master
+
+
+def _make_room(folder: Path) -> None:
+    if not folder.exists():
+        folder.mkdir(parents=True)
+    elif not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARK).is_file()):
+        raise CourseError(f"{folder} is not empty, and no earlier release: name another folder")
+    for child in folder.iterdir():
+        if child.name in (".git", "work", ".venv", "build"):
+            continue
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
+    (folder / MARK).write_text("Written by `autograder release`; changes here are replaced.\n")
+
+
+def _copy(file: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, folder / file.name)
+
+
+# --- what goes with a withheld module -----------------------------------------------------------
+
+
+def find_missing(library: Path, withheld: Collection[str]) -> list[str]:
+    """`withheld`, and every module that could not be imported without; the topmost names only."""
+    modules = {_dotted(path, library): path for path in sorted(library.rglob("*.py"))}
+    needs = {name: set(_needs(path, name)) for name, path in modules.items()}
+    missing = set(withheld)
+    while more := {
+        name
+        for name, wanted in needs.items()
+        if not _is_in(name, missing) and any(_is_in(each, missing) for each in wanted)
+    }:
+        missing |= more
+    return sorted(name for name in missing if not _is_in(name.rpartition(".")[0], missing))
+
+
+def _is_in(name: str, packages: Collection[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in packages)
+
+
+def _dotted(path: Path, library: Path) -> str:
+    parts = path.relative_to(library.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _needs(path: Path, name: str) -> Iterator[str]:
+    """What a module imports when it is imported; a function's own imports come later, if at all."""
+    tree = ast.parse(path.read_text("utf-8"))
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            todo += ast.iter_child_nodes(node)
+
+
+def _remove_module(lib: Path, name: str) -> None:
+    path = lib.joinpath(*name.split("."))
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.with_suffix(".py").unlink(missing_ok=True)
+
+
+def _uses(notebook: Path, missing: Collection[str]) -> bool:
+    """Whether a cell of a notebook names a module that is not there."""
+    names = {name.removeprefix("minidist.") for name in missing}
+    dotted = re.compile(rf"\bminidist\.({'|'.join(map(re.escape, sorted(names)))})\b")
+    listed = re.compile(
+        rf"\bfrom minidist import [^\n]*\b({'|'.join(map(re.escape, sorted(names)))})\b"
+    )
+    cells = json.loads(notebook.read_text("utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    return bool(names) and bool(dotted.search(code) or listed.search(code))
+
+
+# --- written for students -----------------------------------------------------------------------
+
+
+def _makefile(text: str) -> str:
+    """The course's Makefile without the targets that need what students do not have."""
+    kept = []
+    for block in text.split("\n\n"):
+        rule = re.match(r"(?:#[^\n]*\n)*([a-z-]+):", block)
+        if rule is None or rule[1] in _TARGETS:
+            kept.append(block)
+    return "\n\n".join(kept).rstrip("\n") + "\n"
+
+
+def _course_options(text: str) -> str:
+    """What checks read of the course's options; how the class is graded concerns nobody else."""
+    tables = tomllib.loads(text)
+    lines = ["# What the course sets: points of criteria, limits of a submission."]
+    for section in ("points", "limits"):
+        for lab, values in tables.get(section, {}).items():
+            lines += ["", f"[{section}.{lab}]"]
+            lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _readme(labs: Sequence[str], missing: Sequence[str], closed: Sequence[str]) -> str:
+    rows = "\n".join(f"| `labs/{lab}/{lab}.ipynb` | {get_lab(lab).title} |" for lab in labs)
+    lines = [
+        "# Training over many GPUs: labs",
+        "",
+        "```bash",
+        "make lab   # installs what it needs into .venv, copies labs to work/, opens JupyterLab",
+        "```",
+        "",
+        "You need Linux, or WSL 2 on Windows, and Python 3.11 or newer. You need no GPU.",
+        "",
+        "| Notebook | Lab |",
+        "|---|---|",
+        rows,
+        "",
+        "Every cell of a notebook runs on several ranks. A cell with `check(…)` tests your work on",
+        "practice data and says what is missing; your grade comes from the same tests with other",
+        "data and another number of ranks. Hand in the notebook from `work/`.",
+    ]
+    if missing:
+        lines += ["", "Not here until the labs are over, since it would be the answer:", ""]
+        lines += [f"- `{name}`" for name in missing]
+        lines += [f"- lecture `{name}`" for name in closed]
+    return "\n".join(lines) + "\n"

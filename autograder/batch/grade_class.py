@@ -1,0 +1,114 @@
+"""A whole class: submissions in parallel, progress on the terminal, then nbgrader's gradebook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autograder.batch import pool
+from autograder.box.gpus import divide, most_jobs, visible_gpus
+from autograder.criteria.criterion import Lab
+from autograder.records.journal import Journal
+from autograder.records.progress import Announcer
+from autograder.regrading.history import latest, read_history
+from autograder.submission.attempt import (
+    Record,
+    Settings,
+    back_off,
+    grade,
+    known_record,
+    not_graded,
+)
+from autograder.submission.intake import Submission
+from autograder.submission.scratch import remove_abandoned
+
+POOL_TRIES = 3
+# Runs what is left; returns those that came to nothing, and why.
+Runner = Callable[
+    [dict[int, Submission], Settings, int, Callable[[int, Record], None]], dict[int, str]
+]
+
+
+def default_jobs(world_size: int, lab: Lab | None = None) -> int:
+    """As many submissions at once as the cores allow; two, as much of a run is waiting.
+
+    And as the GPUs do, where ranks or criteria of the lab use them. Without a lab: of any lab.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 2
+    jobs, gpus = max(2, cores // world_size), len(visible_gpus())
+    measured = lab is None or any(criterion.extra for criterion in lab.criteria)
+    if gpus >= world_size or (gpus and measured):
+        return min(jobs, most_jobs(gpus, world_size))
+    return jobs
+
+
+def grade_class(
+    submissions: Sequence[Submission],
+    settings: Settings,
+    jobs: int,
+    console: Console,
+    runner: Runner | None = None,
+) -> list[Record]:
+    """One record per submission, in their order; what is in the journal is not run again.
+
+    Args:
+        runner: what runs them; default: a pool of processes.
+    """
+    records: dict[int, Record] = {}
+    announcer: Announcer | None = None
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(f"grading {settings.lab}", total=len(submissions))
+
+        def done(index: int, record: Record) -> None:
+            records[index] = record
+            if announcer:
+                announcer.done(record)
+            progress.update(bar, advance=1, description=f"graded {record['student']}")
+
+        last = latest(read_history(settings.course), settings.lab, settings.world_size)
+        finished = Journal(settings.course.journal_path).all_finished()
+        for index, submission in enumerate(submissions):
+            if known := known_record(submission, settings, last, finished):
+                done(index, known)
+        announcer = Announcer(settings.course.journal_path)
+        announcer.begin(
+            [s.student for s in submissions], [r["student"] for r in records.values()],
+            lab=settings.lab, world_size=settings.world_size, jobs=jobs, again=settings.again,
+        )  # fmt: skip
+        run = runner or _run_pool
+        todo = {i: s for i, s in enumerate(submissions) if i not in records}
+        lost = run(todo, settings, min(jobs, len(todo)), done) if todo else {}
+        remove_abandoned()
+        for index, reason in lost.items():  # alone: one of them may have killed the others' workers
+            for failures in range(POOL_TRIES):
+                if failures:
+                    back_off(failures)
+                again = run({index: todo[index]}, settings, 1, done)
+                remove_abandoned()
+                if index not in again:
+                    break
+                reason = again[index]
+            else:
+                reason += f", {POOL_TRIES} times in a row"
+                done(index, not_graded(todo[index], settings, reason))
+    announcer.end(settings.lab)
+    return [records[index] for index in range(len(submissions))]
+
+
+def _run_pool(
+    todo: dict[int, Submission],
+    settings: Settings,
+    jobs: int,
+    done: Callable[[int, Record], None],
+) -> dict[int, str]:
+    pool.begin(settings.lab)
+    places = divide(visible_gpus(), jobs)
+    return pool.run_pool(partial(grade, settings=settings), todo, places, done)

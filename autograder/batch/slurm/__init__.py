@@ -1,0 +1,1 @@
+"""A class graded by jobs of a Slurm cluster."""

@@ -1,0 +1,312 @@
+"""One batch of jobs: submits them, sees what comes of them, and submits again what was lost."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from autograder.batch.slurm.backend import ENDED, QUEUED, RUNNING, Backend, Refused, Seen
+from autograder.batch.slurm.exchange_folder import BatchFolder, Result, Task
+from autograder.course.course import Course, CourseError
+from autograder.course.slurm_options import TIME_MARGIN_S, SlurmOptions
+from autograder.criteria.criterion import Status
+from autograder.plain_text import clean
+from autograder.records.journal import Journal
+from autograder.submission.attempt import Record, Settings, executed_path, not_graded, record_key
+from autograder.submission.intake import Submission, read_submission
+
+HARVEST_S = 0.2  # between two looks at the results' folder
+LATE_S = 600.0  # a job that is this much over Slurm's own time limit will not end by itself
+Done = Callable[[int, Record], None]
+
+
+@dataclass
+class _Work:
+    """One submission on its way.
+
+    Attributes:
+        tries: jobs that were submitted for it.
+        due_at: not to be submitted before.
+        job: number of its job; empty while it has none.
+        since: when its job came into `phase`.
+        seen: its job, as it was seen last.
+    """
+
+    index: int
+    submission: Submission
+    sha256: str = ""
+    key: str = ""
+    tries: int = 0
+    due_at: float = 0.0
+    job: str = ""
+    phase: str = ""
+    since: float = 0.0
+    seen: Seen | None = None
+
+
+class JobBatch:
+    """Submissions on their way, until each has a record."""
+
+    def __init__(
+        self, backend: Backend, settings: Settings, folder: BatchFolder, options: SlurmOptions,
+        console: Console, done: Done, trusted: bool,
+    ) -> None:  # fmt: skip
+        self.backend, self.settings, self.folder, self.options = backend, settings, folder, options
+        self.console, self._done, self.trusted = console, done, trusted
+        self.journal = Journal(settings.course.journal_path)
+        self.limits = settings.course.lab(settings.lab).limits
+        self.work: dict[int, _Work] = {}
+        self.chunk = backend.array_size
+        self.answered_at = time.monotonic()
+        self.asked_at = self.refused_until = 0.0
+        self.lost = False
+        # Node -> submissions that came to nothing there. A broken node is done at once with what it
+        # gets, so it would be given job after job, and spoil a class. One submission alone may be
+        # to blame itself, so that only its own next job goes elsewhere.
+        self.failed_on: dict[str, set[int]] = {}
+
+    def grade(self, todo: Mapping[int, Submission]) -> None:
+        self.work = {index: _Work(index, each) for index, each in todo.items()}
+        try:
+            while self.work:
+                self._harvest()
+                self._submit()
+                self._look()
+                time.sleep(min(HARVEST_S, self.options.poll_s) if self.work else 0)
+        except BaseException:
+            with no_interrupt():  # a second Ctrl-C must not leave jobs behind
+                cancelled = self.backend.cancel()
+                self._harvest()
+                if cancelled:
+                    self.folder.close()
+                else:  # the next grader tries it again
+                    self._say(f"jobs may still be there: scancel --name={self.folder.name}")
+            raise
+        self.folder.close()
+        if self.lost:
+            self.backend.cancel()  # a job whose number never reached us, say
+        else:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+
+    # --- results --------------------------------------------------------------------------------
+
+    def _harvest(self) -> None:
+        """Takes in what jobs have written."""
+        there = {path.name for path in self.folder.results.iterdir()}
+        for work in [each for each in self.work.values() if each.job]:
+            path = self.folder.result_path(work.index, work.tries)
+            if path.name not in there:
+                continue
+            try:
+                result = Result.read(path)
+            except (ValueError, OSError) as error:
+                self._failed(work, str(error))
+                continue
+            infra = infra_reason(result.record)
+            if result.failure or infra:
+                self._blame(work, result.host)
+            if result.failure or result.record is None or infra:
+                self._failed(work, infra or result.failure)
+            elif result.key != work.key:
+                self._failed(work, f"{path}: expected key {work.key}, got {result.key}")
+            else:
+                file_result(self.settings.course, path, result, result.record)
+                del self.work[work.index]
+                self._done(work.index, result.record)
+
+    def _failed(self, work: _Work, reason: str, *, again: bool = True) -> None:
+        """A job came to nothing: another one after a while, or INFRA."""
+        self.lost = True
+        student, job = work.submission.student, work.job
+        again = again and work.tries < self.options.tries
+        wait_s = self.options.backoff_s * 2 ** (work.tries - 1)
+        then = f"again in {wait_s} s" if again else "not tried again"
+        entry = {"kind": "infra", "key": work.key, "lab": self.settings.lab, "student": student}
+        entry |= {"try": work.tries, "time": time.time(), "message": f"job {job}: {reason}"}
+        with contextlib.suppress(OSError):
+            self.journal.append(entry | ({"state": "waiting"} if again else {}))
+        self._say(f"{student}: job {job}: {reason}; {then}")
+        work.job, work.phase, work.seen = "", "", None
+        work.due_at = time.monotonic() + wait_s
+        if not again:
+            self._give_up(
+                work, f"{work.tries} jobs came to nothing; the last, {job}: {reason} (logs: "
+                f"{self.folder.submitit})" if work.tries > 1 else
+                f"job {job}: {reason} (log: {self.folder.submitit})",
+            )  # fmt: skip
+
+    def _blame(self, work: _Work, node: str) -> None:
+        """The next jobs go elsewhere, as long as there are other nodes."""
+        failed = self.failed_on.get(node, set())
+        if not node or work.index in failed:
+            return
+        self.failed_on[node] = failed | {work.index}
+        if len(self.failed_on[node]) == 2:
+            self._say(f"jobs came to nothing on {node}: the next ones go to other nodes")
+
+    def _bad_nodes(self, due: Sequence[_Work]) -> set[str]:
+        """Where these must not go."""
+        again = {work.index for work in due}
+        return {node for node, by in self.failed_on.items() if len(by) > 1 or by & again}
+
+    def _say(self, line: str) -> None:
+        self.console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
+
+    def _give_up(self, work: _Work, reason: str) -> None:
+        del self.work[work.index]
+        self._done(work.index, not_graded(work.submission, self.settings, reason))
+
+    # --- jobs -----------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        now = time.monotonic()
+        if now < self.refused_until:
+            return
+        active = sum(bool(each.job) for each in self.work.values())
+        due = [each for each in self.work.values() if not each.job and each.due_at <= now]
+        room = self.backend.capacity - active
+        if not due or (room < len(due) and 2 * room < self.chunk):
+            return  # few large arrays, rather than one for every job that ends
+        due = due[: min(self.chunk, room)]
+        tasks, bad_nodes = [self._write_task(each) for each in due], self._bad_nodes(due)
+        try:
+            ids = self.backend.submit(tasks, bad_nodes)
+        except Refused as error:
+            if bad_nodes and not error.away and not error.too_many:
+                self.failed_on.clear()  # there are no others: these may have recovered
+                return
+            self._refused(error, active, len(due))
+            return
+        for work, job in zip(due, ids, strict=True):
+            work.tries += 1
+            work.job, work.phase, work.since = job, QUEUED, time.monotonic()
+            work.seen = Seen(QUEUED, "PENDING")
+        jobs = {each.submission.student: each.job for each in due}
+        self._note("queued", jobs=jobs)
+        self.answered_at = time.monotonic()
+
+    def _refused(self, error: Refused, active: int, number: int) -> None:
+        """Later, or fewer at once, or not at all."""
+        self.lost = True
+        self.refused_until = time.monotonic() + self.options.poll_s
+        if error.away:
+            self._check_silence(str(error))
+        elif error.too_many and number > 1:
+            self.chunk = number // 2
+        elif not active:
+            raise CourseError(f"Slurm does not take the jobs: {error} (see [slurm] in course.toml)")
+
+    def _write_task(self, work: _Work) -> Path:
+        """Read anew for each try: the file may have been replaced meanwhile."""
+        settings, submission = self.settings, work.submission
+        master = settings.course.master(settings.lab)
+        work.sha256 = read_submission(submission.path, master).sha256
+        work.key = record_key(work.sha256, settings)
+        path = self.folder.task_path(work.index, work.tries + 1)
+        Task(
+            root=str(settings.course.root.resolve()), lab=settings.lab,
+            world_size=settings.world_size, student=submission.student,
+            path=str(submission.path.absolute()), sha256=work.sha256, key=work.key,
+            trusted=self.trusted, time_s=self.options.seconds(self.limits),
+            result=str(self.folder.result_path(work.index, work.tries + 1)),
+        ).write(path)  # fmt: skip
+        return path
+
+    def _look(self) -> None:
+        """Asks once about all jobs, and acts on those that will bring nothing."""
+        now = time.monotonic()
+        active = {each.job: each for each in self.work.values() if each.job}
+        if not active or now - self.asked_at < self.options.poll_s:
+            return
+        self.asked_at = now
+        seen = self.backend.look(active.keys())
+        if seen is None:
+            self._check_silence("squeue fails")
+            return
+        self.answered_at = now
+        for job, work in active.items():
+            self._take_in(work, seen.get(job, Seen(ENDED, "LOST")), now)
+        late = [each for each in active.values() if each.job and self._is_late(each, now)]
+        if late:
+            self.backend.cancel([each.job for each in late])
+        for work in late:
+            what = "waited for its turn" if work.phase == QUEUED else "was running"
+            note = f" ({work.seen.note})" if work.seen and work.seen.note else ""
+            self._failed(work, f"it {what} for {now - work.since:.0f} s{note} and was cancelled")
+
+    def _take_in(self, work: _Work, seen: Seen, now: float) -> None:
+        if seen.phase != work.phase:
+            work.phase, work.since = seen.phase, now
+            if seen.phase == RUNNING:
+                self._note("attempt", key=work.key, student=work.submission.student, pid=0,
+                           job=work.job, node=seen.node, **{"try": work.tries})  # fmt: skip
+        work.seen = seen
+        # On a shared file system the result may be seen later than the job's end.
+        if seen.phase == ENDED and now - work.since >= self.options.settle_s:
+            self._harvest()
+            if work.index in self.work and work.job:
+                if seen.may_be_its_node:
+                    self._blame(work, seen.node)
+                self._failed(work, seen.tell(), again=seen.may_try_again)
+
+    def _is_late(self, work: _Work, now: float) -> bool:
+        if work.phase == QUEUED:
+            return now - work.since > self.options.pending_s
+        most_s = self.options.minutes(self.limits) * 60 + TIME_MARGIN_S + LATE_S
+        return work.phase == RUNNING and now - work.since > most_s
+
+    def _check_silence(self, what: str) -> None:
+        """Results still come while the controller is away; but not for ever."""
+        silent_s = time.monotonic() - self.answered_at
+        if silent_s <= self.options.silent_s:
+            return
+        for work in list(self.work.values()):
+            self._give_up(work, f"Slurm's controller did not answer for {silent_s:.0f} s: {what}")
+
+    def _note(self, kind: str, **about: object) -> None:
+        """For `autograder status`; a journal that cannot be written stops nothing."""
+        with contextlib.suppress(OSError):
+            self.journal.append(
+                {"kind": kind, "lab": self.settings.lab, "time": time.time(), **about}
+            )
+
+
+def file_result(course: Course, path: Path, result: Result, record: Record) -> None:
+    """A result into `build/executed` and the journal, in this order: the record stands for both."""
+    notebook = path.with_suffix(".ipynb")
+    if notebook.exists():
+        target = executed_path(course, record["lab"], result.key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        notebook.replace(target)
+    journal = Journal(course.journal_path)
+    for entry in result.entries:
+        journal.append(entry)
+    journal.append({"kind": "submission", "key": result.key, "record": record})
+
+
+def infra_reason(record: Record | None) -> str:
+    """Why the grader failed in a job, if it did."""
+    criteria: Sequence[Mapping[str, str]] = record["criteria"] if record else ()
+    return next((c["message"] for c in criteria if c["status"] == Status.INFRA), "")
+
+
+@contextmanager
+def no_interrupt() -> Iterator[None]:
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            before[number] = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

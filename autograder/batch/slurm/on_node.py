@@ -1,0 +1,206 @@
+"""What runs on a node: one submission, in the job that was submitted for it.
+
+    run_task("tasks/0007.1.json")     the job: keeps the time and writes the result
+    python -m autograder.batch.slurm.on_node TASK FOLDER
+                                      its child: grades, in a folder of the node's own disk
+
+Two processes, so that a grader that hangs, is killed or runs out of memory still gets a result that
+says so. A job that is told to end (cancelled, preempted) writes none: why, only Slurm knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autograder.batch.slurm.exchange_folder import Result, Task
+from autograder.files import write_whole
+from autograder.submission.scratch import remove_abandoned, scratch_folder
+
+# torch and nbgrader are for the child alone: it may be killed, and its memory is freed at once.
+
+STOP_WITHIN_S = 15.0  # a box and its kernel are gone much sooner
+_ANSWER, _EXECUTED = "answer.json", "executed.ipynb"
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+_TELLING = ("verdict", "infra")  # entries that the grader takes over
+
+
+def run_task(path: str) -> None:
+    """Grades what the task says and writes its result; returns nothing that could be pickled.
+
+    Raises:
+        SystemExit: it was told to end.
+    """
+    task = Task.read(Path(path))
+    began = time.monotonic()
+    remove_abandoned()  # a job that was killed here before could not tidy up
+    with _told_to_end() as told, scratch_folder() as folder:
+        failure = _grade_in_child(task, path, folder, told)
+        if failure is None:
+            raise SystemExit(128 + signal.SIGTERM)
+        about: dict[str, Any] = {"key": task.key, "failure": failure}
+        if not failure:
+            about = json.loads((folder / _ANSWER).read_text("utf-8"))
+            if (folder / _EXECUTED).exists():
+                notebook = Path(task.result).with_suffix(".ipynb")
+                write_whole(notebook, (folder / _EXECUTED).read_bytes())
+        seconds = round(time.monotonic() - began, 2)
+        Result(host=_node(), seconds=seconds, **about).write(Path(task.result))
+
+
+def _node() -> str:
+    """This node, as Slurm calls it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+@contextmanager
+def _told_to_end() -> Iterator[list[int]]:
+    """Notes signals instead of ending; submitit's own handlers would have the job run again."""
+    told: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, lambda which, _: told.append(which))
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _grade_in_child(task: Task, path: str, folder: Path, told: list[int]) -> str | None:
+    """Empty if there is an answer; else why there is none, or None if the job shall end."""
+    ends_at = time.monotonic() + task.time_s
+    child = subprocess.Popen(
+        [sys.executable, "-m", "autograder.batch.slurm.on_node", path, str(folder)],
+        stdin=subprocess.PIPE,  # closed by the system when this process dies; see _end_with_job
+        env=os.environ | {"AUTOGRADER_COURSE": task.root},
+    )
+    try:
+        while not told and time.monotonic() < ends_at:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(timeout=0.5)
+                if told or code in _STOPPED:  # a signal reaches all processes of a job
+                    return None
+                there = (folder / _ANSWER).exists()
+                return "" if code == 0 and there else f"the grader ended with {_name(code)}"
+    finally:
+        _stop(child)
+    if told:
+        return None
+    return (
+        f"the job was over its time of {task.time_s} s; `time_s` of [slurm] in course.toml, or the "
+        f"lab's wall_s, sets it"
+    )
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    for end in (child.terminate, child.kill):
+        if child.poll() is None:
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=STOP_WITHIN_S)
+    if child.stdin is not None:
+        child.stdin.close()
+
+
+def _name(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"signal {names.get(-code, -code)}"
+
+
+# --- the child ----------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    """Grades and leaves an answer in the folder, or a reason why there is no record."""
+    path, folder = map(Path, arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job tells it when to end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    threading.Thread(target=_end_with_job, daemon=True).start()
+    answer = _grade(Task.read(path), folder)
+    write_whole(folder / _ANSWER, json.dumps(answer, allow_nan=False).encode())
+    return 0
+
+
+def _end_with_job() -> None:
+    """Nobody writes to our standard input; it ends when the job's own process does."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _grade(task: Task, folder: Path) -> dict[str, Any]:
+    from autograder.box.sandbox import probe_support
+    from autograder.course.course import Course, CourseError
+    from autograder.records.journal import Journal
+    from autograder.submission.attempt import Settings, executed_path, grade, record_key
+    from autograder.submission.intake import Submission, read_submission
+
+    @dataclass(frozen=True)
+    class JobCourse(Course):
+        """The course, but what grading leaves goes to the job's own folder.
+
+        So the journal has one writer, and a slow shared file system is in nobody's way.
+        """
+
+        folder: Path
+
+        @property
+        def build(self) -> Path:
+            return self.folder
+
+        @property
+        def key_path(self) -> Path:
+            return Course(self.root).key_path
+
+    def failed(reason: str) -> dict[str, Any]:
+        return {"key": task.key, "failure": reason}
+
+    host = _node()
+    course = JobCourse(Path(task.root), folder / "build")
+    support = probe_support()
+    if not support.works and not task.trusted:
+        return failed(f"{host}: no sandbox on this node: {support.reason}")
+    settings = Settings(course, task.lab, task.world_size, sandboxed=support.works)
+    try:
+        submission = Submission(task.student, Path(task.path))
+        found = read_submission(submission.path, course.master(task.lab)).sha256
+        key = record_key(found, settings)
+    except CourseError as error:
+        return failed(f"{host}: {error}")
+    if found != task.sha256:
+        return failed(
+            f"{host}: {task.path} is not the file that was to be graded: it has changed since, or "
+            "this node does not see it; expected a folder that all nodes share"
+        )
+    if key != task.key:
+        return failed(
+            f"{host}: this node has another version of the grader, the lab, Python or torch than "
+            f"the login node: expected {task.key}, got {key}"
+        )
+    record = grade(submission, settings)
+    entries = list(Journal(course.journal_path).iter_records())
+    executed = executed_path(course, task.lab, key)
+    if executed.is_file():
+        shutil.move(executed, folder / _EXECUTED)
+    return {"key": key, "record": record, "entries": [e for e in entries if e["kind"] in _TELLING]}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What student code runs in: nothing to read, nothing to reach, limits on everything."""

@@ -1,0 +1,215 @@
+"""A control group (cgroup v2) of its own for every box, on machines that let the grader make them.
+
+What `guard` counts twice a second, the kernel then bounds at every moment: memory with everything
+that lies in /tmp and /dev/shm, and the number of processes and threads. Processors are shared out
+by submission, not by process. And a box is ended as a whole, whatever it has started.
+
+The grader makes groups only where it was given a part of the tree to itself: below the group named
+by $AUTOGRADER_CGROUP, or below its own if that was delegated to it, as with
+
+    systemd-run --user --scope -p Delegate=yes autograder grade …
+
+Anywhere else the tree belongs to systemd, Slurm or a container engine, and `guard` works alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autograder.criteria.limits import MIB, Limits
+
+ROOT_VARIABLE = "AUTOGRADER_CGROUP"
+_CONTROLLERS = ("memory", "pids", "cpu")
+_OWN = "grader"  # where the grader itself goes: only groups without processes hand on controllers
+_GONE_WITHIN_S = 10.0
+# The rule is `guard`'s, so that a submission gets the same on every machine. What is refused here
+# lies above it: a burst between two of its looks.
+_SPARE_PROCESSES = 64
+_ENTER = 'echo 0 >"$0/cgroup.procs" && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where groups can be made.
+
+    Attributes:
+        root: folder of the group below which they are made; None where none can be.
+        controllers: of memory, pids and cpu, those that bound them.
+        reason: what is used, or why there is none.
+    """
+
+    root: Path | None
+    controllers: tuple[str, ...]
+    reason: str
+
+
+@dataclass
+class Group:
+    """One submission's group; `remove` it at the end.
+
+    Attributes:
+        path: its folder.
+        prefix: start of a command line; what is appended runs in the group.
+    """
+
+    path: Path
+    prefix: list[str] = field(init=False)
+    _killed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix = ["/bin/sh", "-c", _ENTER, str(self.path)]
+
+    def take_reason(self) -> str:
+        """What the kernel killed in it since this was last asked, and why; empty if nothing."""
+        killed = _events(self.path / "memory.events").get("oom_kill", 0)
+        if killed <= self._killed:
+            return ""
+        self._killed = killed
+        most = int((self.path / "memory.max").read_text())
+        return (
+            f"the submission used more than the {most // MIB} MiB of memory that all its ranks, "
+            "/tmp and /dev/shm may have together"
+        )
+
+    def kill(self) -> None:
+        """Ends every process in it, at once."""
+        with contextlib.suppress(OSError):  # it is gone
+            (self.path / "cgroup.kill").write_text("1")
+
+    def remove(self) -> bool:
+        """Ends every process in it and takes it away; False if that takes too long."""
+        ends_at = time.monotonic() + _GONE_WITHIN_S
+        while self.path.is_dir():
+            self.kill()
+            with contextlib.suppress(OSError):  # processes are on their way out
+                self.path.rmdir()
+                break
+            if time.monotonic() > ends_at:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+def make_group(name: str, limits: Limits) -> Group | None:
+    """A new group with these limits; None where this machine lets us make none."""
+    place = find_place()
+    if place.root is None:
+        return None
+    group = Group(place.root / name)
+    group.path.mkdir()
+    if "memory" in place.controllers:
+        most = limits.box_memory_bytes + limits.tmp_bytes + limits.shm_bytes
+        (group.path / "memory.max").write_text(str(most))
+        (group.path / "memory.oom.group").write_text("1")
+        with contextlib.suppress(OSError):  # there is none without swap
+            (group.path / "memory.swap.max").write_text("0")
+    if "pids" in place.controllers:
+        (group.path / "pids.max").write_text(str(limits.num_processes + _SPARE_PROCESSES))
+    return group
+
+
+def remove_group(name: str) -> None:
+    """Takes away what a killed grader has left under this name, with all that runs in it."""
+    place = find_place()
+    if place.root is not None:
+        Group(place.root / name).remove()
+
+
+@functools.cache
+def find_place() -> Place:
+    """Looks for a part of the tree that is ours, and tries it once (cached)."""
+    mount = _mount()
+    if mount is None:
+        return Place(None, (), "no cgroup v2 file system is mounted")
+    if chosen := os.environ.get(ROOT_VARIABLE):
+        root = Path(chosen)
+        if not (root / "cgroup.procs").is_file():
+            return Place(None, (), f"{ROOT_VARIABLE}: {chosen} is not a cgroup v2 folder")
+    else:
+        own = _own_group(mount)
+        ours = [] if own is None else [own] if own.name != _OWN else [own, own.parent]
+        root = next(filter(_is_delegated, ours), None)
+        if root is None:
+            how = "systemd-run --user --scope -p Delegate=yes autograder grade … delegates one"
+            return Place(None, (), f"this process's cgroup is not delegated to it: {how}")
+    try:
+        controllers = _prepare(root)
+        trial = Group(root / f"md-trial-{os.getpid()}")
+        trial.path.mkdir()
+        try:
+            subprocess.run(
+                [*trial.prefix, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=30,
+                check=True,
+            )  # fmt: skip
+        finally:
+            trial.remove()
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        return Place(None, (), f"{root}: no process can be moved there: {(lines or ['?'])[-1]}")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Place(None, (), f"{root}: {error}")
+    bounded = ", ".join(controllers) or "no controller is available, processes are only ended there"
+    return Place(root, controllers, f"{root}: {bounded}")
+
+
+def _prepare(root: Path) -> tuple[str, ...]:
+    """Has the groups below `root` bounded by as many controllers as there are; returns them."""
+    there = (root / "cgroup.controllers").read_text().split()
+    wanted = [name for name in _CONTROLLERS if name in there]
+    switch = root / "cgroup.subtree_control"
+    if set(wanted) <= set(switch.read_text().split()):
+        return tuple(wanted)
+    # Hidden below `root`: the processes that are in it now, our own among them.
+    if (root / "cgroup.type").exists():  # not the tree's own root, which may have both
+        own = root / _OWN
+        own.mkdir(exist_ok=True)
+        for pid in (root / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                (own / "cgroup.procs").write_text(pid)
+    switch.write_text(" ".join(f"+{name}" for name in wanted))
+    return tuple(wanted)
+
+
+def _mount() -> Path | None:
+    """Where the cgroup v2 tree is mounted, writable."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if rest.startswith("cgroup2 ") and "rw" in fields.split()[5].split(","):
+            return Path(fields.split()[4])
+    return None
+
+
+def _own_group(mount: Path) -> Path | None:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            folder = mount / line[3:].lstrip("/")
+            return folder if (folder / "cgroup.procs").is_file() else None
+    return None
+
+
+def _is_delegated(folder: Path) -> bool:
+    """Whether systemd has handed this part of its tree over (its mark for that)."""
+    for name in ("user.delegate", "trusted.delegate"):
+        with contextlib.suppress(OSError):
+            if os.getxattr(folder, name) == b"1":
+                return True
+    return False
+
+
+def _events(path: Path) -> dict[str, int]:
+    """Lines ``name number`` of a file of the kernel's; empty where it is not there."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: int(number) for name, number in (line.split() for line in lines)}

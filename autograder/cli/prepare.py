@@ -1,0 +1,115 @@
+"""Commands before a class is graded: init, verify, release and doctor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from autograder.batch import pool
+from autograder.cli.arguments import EXIT_FAILED, positive, writable
+from autograder.course.course import Course, CourseError
+from autograder.criteria import lab_names
+
+
+def add_commands(commands: Any) -> None:
+    """Adds them to the parser's subcommands."""
+    init = commands.add_parser("init", help="make the course's secret key")
+    init.set_defaults(run=_init)
+    _add_verify(commands)
+    _add_release(commands)
+    doctor = commands.add_parser("doctor", help="say what this machine can do, and what to mend")
+    doctor.set_defaults(run=_doctor)
+
+
+def _init(options: argparse.Namespace, console: Console) -> int:
+    course = Course.find()
+    made = course.make_key()
+    console.print(f"{'made' if made else 'kept'} {course.key_path}", highlight=False)
+    return 0
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify", help="prove the labs' tests with the bundled right and wrong submissions"
+    )
+    verify.add_argument("--lab", action="append", choices=lab_names(), help="default: every lab")
+    verify.add_argument("--jobs", type=positive, help="submissions at once")
+    verify.add_argument(
+        "--json", type=writable, metavar="FILE", help="write the kill matrices as JSON"
+    )
+    verify.add_argument(
+        "--covering", action="store_true", help="only submissions that lose every criterion once"
+    )
+    verify.add_argument(
+        "--alone", action="store_true",
+        help="grade each by itself; else those with different bugs are graded as one, and one by "
+        "one where that one does not lose what all of them lose",
+    )  # fmt: skip
+    verify.set_defaults(run=_verify)
+
+
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    labs = options.lab or lab_names()
+    pool.begin(*labs)
+    from autograder.box.sandbox import probe_support
+    from autograder.proof.verify import matrix_table, verify_lab
+
+    proofs = []
+    for name in labs:
+        proof = verify_lab(
+            name, console, jobs=options.jobs, covering=options.covering,
+            alone=options.alone, sandbox=probe_support().works,
+        )  # fmt: skip
+        proofs.append(proof)
+        console.print(matrix_table(proof))
+        for problem in proof.problems:
+            console.print(f"[bold red]✗[/] {escape(problem)}", highlight=False, soft_wrap=True)
+        verdict = "[bold red]NOT PROVEN[/]" if proof.problems else "[bold green]proven[/]"
+        console.print(
+            f"{name}: {verdict}, {proof.num_entries} submissions in {proof.seconds:.0f} s\n"
+        )
+    if options.json is not None:
+        text = json.dumps([proof.record() for proof in proofs], indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return EXIT_FAILED if any(proof.problems for proof in proofs) else 0
+
+
+def _add_release(commands: Any) -> None:
+    release = commands.add_parser("release", help="write the repository that students get")
+    release.add_argument("folder", type=Path, help="new, empty, or written by this before")
+    release.add_argument(
+        "--lab", action="append", choices=lab_names(), help="to hand out (default: every lab)"
+    )
+    release.add_argument(
+        "--over", action="append", default=[], choices=lab_names(),
+        help="a lab whose deadline is over: with its solution, and what it withholds",
+    )  # fmt: skip
+    release.set_defaults(run=_release)
+
+
+def _release(options: argparse.Namespace, console: Console) -> int:
+    from autograder.authoring.release import write_release
+
+    made = write_release(Course.find(), options.folder, options.lab or lab_names(), options.over)
+    console.print(f"{made.folder}: {', '.join(made.labs)}", highlight=False, soft_wrap=True)
+    for what, names in (("modules", made.withheld), ("lectures", made.lectures_withheld)):
+        if names:
+            console.print(f"  left out, {what}: {', '.join(names)}", highlight=False)
+    return 0
+
+
+def _doctor(options: argparse.Namespace, console: Console) -> int:
+    from autograder.cli.doctor import doctor_table, examine
+
+    try:
+        course = Course.find()
+    except CourseError:
+        course = None
+    findings = examine(course)
+    console.print(doctor_table(findings))
+    return EXIT_FAILED if any(each.state == "missing" for each in findings) else 0

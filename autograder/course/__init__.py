@@ -1,0 +1,1 @@
+"""What an instructor sets, in course.toml and on the command line."""

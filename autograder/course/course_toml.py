@@ -1,0 +1,142 @@
+"""What an instructor sets for a course, in one file: `course.toml` in the course's folder.
+
+    [points.lab1_ddp]        what a criterion is worth; those not named keep their lab's points
+    ddp_scaling = 10
+    wrap_model = 0           checked and shown, and worth nothing
+
+    [limits.lab5_multinode]  what one submission may use; those not named keep their lab's limits
+    wall_s = 1200            all names: `Limits` in autograder/criteria/limits.py
+    box_memory_bytes = "12 GiB"
+
+    [slurm]                  for `grade --executor slurm`; see autograder/course/slurm_options.py
+    partition = "gpu"
+
+After a change of points, `make build` writes them into the notebooks, and grading again runs no
+submission a second time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autograder.course.slurm_options import SlurmOptions, read_slurm
+from autograder.criteria import get_lab, lab_names
+from autograder.criteria.criterion import Lab
+from autograder.criteria.limits import GIB, MIB, Limits
+
+NAME = "course.toml"
+_SECTIONS = ("points", "limits", "slurm")
+_SIZE = re.compile(r"([1-9]\d{0,5}) ?([MG])iB")
+
+
+class OptionsError(ValueError):
+    """The file says something that cannot be; the message names file, table, key and value."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `course.toml` says.
+
+    Attributes:
+        points: lab -> criterion -> points.
+        limits: lab -> name of a limit -> value.
+        slurm: what jobs ask Slurm for.
+    """
+
+    points: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+
+    def apply(self, lab: Lab) -> Lab:
+        """The lab with the course's points and limits."""
+        points, limits = self.points.get(lab.name, {}), self.limits.get(lab.name, {})
+        if not points and not limits:
+            return lab
+        criteria = tuple(
+            dataclasses.replace(c, points=points[c.name]) if c.name in points else c
+            for c in lab.criteria
+        )
+        changed = dataclasses.replace(lab.limits, **limits)
+        return dataclasses.replace(lab, criteria=criteria, limits=changed)
+
+
+def read_options(root: Path) -> Options:
+    """What the file in the folder `root` says; nothing where there is none.
+
+    Raises:
+        OptionsError: it is not TOML, or names a lab, criterion or limit that there is not, or a
+            value is not a number that it can be.
+    """
+    path = root / NAME
+    try:
+        found = tomllib.loads(path.read_text("utf-8-sig"))
+    except FileNotFoundError:
+        return Options()
+    except (OSError, ValueError) as error:
+        raise OptionsError(f"{path}: cannot be read: {error}") from None
+    if unknown := sorted(set(found) - set(_SECTIONS)):
+        raise OptionsError(
+            f"{path}: expected tables [points.LAB], [limits.LAB], [slurm]; got {unknown[0]!r}"
+        )
+    points: dict[str, dict[str, float]] = {}
+    limits: dict[str, dict[str, int]] = {}
+    try:
+        slurm = read_slurm(_table(found.pop("slurm", {}), f"{path}: slurm"), f"{path}: [slurm]")
+    except ValueError as error:
+        raise OptionsError(str(error)) from None
+    for section in found:
+        for name, table in _table(found[section], f"{path}: {section}").items():
+            where = f"{path}: [{section}.{name}]"
+            if name not in lab_names():
+                raise OptionsError(f"{where}: no such lab; there are: {', '.join(lab_names())}")
+            entries = _table(table, where)
+            if section == "points":
+                points[name] = _points(entries, get_lab(name), where)
+            else:
+                limits[name] = _limits(entries, where)
+    return Options(points, limits, slurm)
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise OptionsError(f"{where}: expected a table, got {value!r}")
+    return value
+
+
+def _points(entries: dict[str, Any], lab: Lab, where: str) -> dict[str, float]:
+    names = [criterion.name for criterion in lab.criteria]
+    for name, value in entries.items():
+        if name not in names:
+            raise OptionsError(f"{where}: {name}: no such criterion; there are: {', '.join(names)}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and math.isfinite(value) and value >= 0):
+            raise OptionsError(f"{where}: {name}: expected points from 0 up, got {value!r}")
+    if sum(entries.get(c.name, c.points) for c in lab.criteria if not c.extra) <= 0:
+        raise OptionsError(f"{where}: with these points nothing in {lab.name} is worth anything")
+    return {name: float(value) for name, value in entries.items()}
+
+
+def _limits(entries: dict[str, Any], where: str) -> dict[str, int]:
+    names = [each.name for each in dataclasses.fields(Limits)]
+    found = {}
+    for name, value in entries.items():
+        if name not in names:
+            raise OptionsError(f"{where}: {name}: no such limit; there are: {', '.join(names)}")
+        size = (
+            _SIZE.fullmatch(value) if name.endswith("_bytes") and isinstance(value, str) else None
+        )
+        number = int(size[1]) * (GIB if size[2] == "G" else MIB) if size else value
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            or_size = ' or a size such as "512 MiB" or "2 GiB"' if name.endswith("_bytes") else ""
+            raise OptionsError(
+                f"{where}: {name}: expected a whole number from 1 up{or_size}, got {value!r}"
+            )
+        found[name] = number
+    return found

@@ -1,0 +1,251 @@
+"""Criteria for where ranks meet: evaluation, doing something once, and metrics.
+
+What would hang on real ranks fails at once on the emulated cluster: it knows who will never come.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from minidist.emulate.plan import ChargePlan
+from minidist.emulate.trace import Event
+
+SIZES = (3, 5, 2)
+
+# --- evaluation ----------------------------------------------------------------------------------
+
+
+def _draw_dataset(draw: Draw, settings: list[tuple[int, int]]) -> list[Values]:
+    """The same model and datasets on every rank, one per (number of samples, batch size)."""
+    rng = draw.shared()
+    values = oracle.draw_parameters(rng, SIZES) | {"settings": [list(s) for s in settings]}
+    for number, (n, _) in enumerate(settings):
+        batch = oracle.draw_batch(rng, n, SIZES)
+        # Samples weigh differently, so that one too many or too few shows.
+        batch["y"] *= np.exp(rng.normal(size=(n, 1))).astype(np.float32)
+        values |= {f"{name}/{number}": batch[name] for name in "xy"}
+    return [dict(values) for _ in range(draw.world_size)]
+
+
+def draw_tail(draw: Draw) -> list[Values]:
+    """Numbers of samples that the ranks cannot share evenly, one smaller than their number."""
+    rng, w = draw.shared("sizes"), draw.world_size
+    rest = int(rng.integers(1, w)) if w > 1 else 0
+    return _draw_dataset(draw, [(int(rng.integers(3, 6)) * w + rest, 1), (max(1, w - 1), 1)])
+
+
+def draw_batches(draw: Draw) -> list[Values]:
+    """Even shares, whose last batch is smaller."""
+    rng, w = draw.shared("sizes"), draw.world_size
+    size = int(rng.integers(4, 8))
+    return _draw_dataset(draw, [(w * (2 * size + 1), size), (w * (size - 1), size)])
+
+
+class _Counted(nn.Module):
+    """Counts the samples that go through a model."""
+
+    def __init__(self, inputs: Values) -> None:
+        super().__init__()
+        self.net = oracle.mlp(inputs)
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += len(x)
+        return self.net(x)
+
+
+def observe_evaluate(evaluate: Any, inputs: Values, context: Context) -> Values:
+    """The loss that is reported, and how many samples this rank has looked at."""
+    answer: Values = {}
+    for number, (_, batch_size) in enumerate(inputs["settings"]):
+        model = _Counted(inputs).to(context.device)
+        dataset = TensorDataset(*(torch.from_numpy(inputs[f"{n}/{number}"]) for n in "xy"))
+        loss = evaluate(model, dataset, oracle.mse, batch_size)
+        answer[f"loss/{number}"] = np.array(float(loss))
+        answer[f"count/{number}"] = model.count
+    return answer
+
+
+def judge_evaluate(case: Case) -> list[Finding]:
+    """The mean over all samples, each looked at once, by one rank."""
+    inputs = case.inputs[0]
+    model = oracle.mlp(inputs, torch.float64)
+    findings: list[Finding] = []
+    for number, (n, batch_size) in enumerate(inputs["settings"]):
+        x, y = (torch.from_numpy(inputs[f"{name}/{number}"]).double() for name in "xy")
+        expected = np.array(oracle.mse(model(x), y).item())
+        where = f"{n} samples on {case.world_size} ranks, batch_size={batch_size}"
+        counts = [told(answer, f"count/{number}") for answer in case.answers]
+        if not all(type(c) is int for c in counts) or sum(counts) != n:
+            findings.append(Finding(
+                f"{where}: the ranks looked at {counts} samples, together they should at {n}. "
+                "Whatever makes all shares equally long doubles samples or drops some."
+            ))  # fmt: skip
+            break
+        for rank, answer in enumerate(case.answers):
+            oracle.close(
+                findings, rank, f"{where}: loss", answer.get(f"loss/{number}"), expected,
+                hint="Every sample has the same weight: sum over samples, then divide, once.",
+            )  # fmt: skip
+        if findings:
+            break
+    return findings
+
+
+def judge_tail(case: Case) -> list[Finding]:
+    """As `judge_evaluate`, and no rank looks at two samples more than another."""
+    findings = judge_evaluate(case)
+    for number, (n, _) in enumerate(case.inputs[0]["settings"]) if not findings else ():
+        counts = [told(answer, f"count/{number}") for answer in case.answers]
+        if max(counts) - min(counts) > 1:
+            findings.append(Finding(
+                f"{n} samples on {case.world_size} ranks: they looked at {counts} samples, which "
+                "is not as even as it can be. The slowest rank is what the others wait for."
+            ))  # fmt: skip
+    return findings
+
+
+# --- once ----------------------------------------------------------------------------------------
+
+BUILD, LOAD = 0, 1  # layers of the charge plan
+
+
+def draw_once(draw: Draw) -> list[Values]:
+    """What each rank loads."""
+    return [{"token": int(draw.private(r).integers(1 << 30))} for r in range(draw.world_size)]
+
+
+def plan(source: Draw) -> ChargePlan:
+    """What building and loading cost."""
+    return ChargePlan((1e-1, 1e-3), (0.0, 0.0), source.seed("charges").to_bytes(16, "big"))
+
+
+def observe_once(prepare_once: Any, inputs: Values, context: Context) -> Values:
+    """Building and loading are charged, so the broker sees when which rank did it."""
+
+    def build() -> None:
+        context.broker.charge(BUILD, "forward")
+
+    def load() -> int:
+        context.broker.charge(LOAD, "forward")
+        return inputs["token"]
+
+    loaded = prepare_once(build, load)
+    return {"loaded": loaded if isinstance(loaded, int) else repr(loaded)[:80]}
+
+
+def judge_once(case: Case) -> list[Finding]:
+    """Rank 0 builds, then they meet, then each loads once."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    findings: list[Finding] = []
+    events = case.trace.events
+    built = [_computed(own, BUILD) for own in events]
+    loaded = [_computed(own, LOAD) for own in events]
+    for rank in range(case.world_size):
+        if len(built[rank]) != (rank == 0):
+            findings.append(Finding(
+                f"build() was called {len(built[rank])} times, expected {int(rank == 0)}.", rank
+            ))  # fmt: skip
+        elif len(loaded[rank]) != 1:
+            findings.append(Finding(
+                f"load() was called {len(loaded[rank])} times, expected 1.", rank
+            ))  # fmt: skip
+        elif told(case.answers[rank], "loaded") != case.inputs[rank]["token"]:
+            findings.append(Finding("what load() gave was not returned.", rank))
+    if findings:
+        return findings
+    # Collectives that rank 0 joined when it had built.
+    after = {e.key for e in events[0][built[0][0] :] if e.kind == "issue"}
+    for rank in range(case.world_size):
+        waited = {e.key for e in events[rank][: loaded[rank][0]] if e.kind == "wait"}
+        if rank and not after & waited:
+            findings.append(Finding(
+                "load() began before it was certain that rank 0's build() had ended. All ranks "
+                "have to meet between the two.", rank,
+            ))  # fmt: skip
+        if rank == 0 and loaded[0][0] < built[0][0]:
+            findings.append(Finding("load() was called before build().", 0))
+    return findings
+
+
+def _computed(events: list[Event], layer: int) -> list[int]:
+    return [i for i, e in enumerate(events) if e.kind == "compute" and e.layer == layer]
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+NAMES = ("loss", "accuracy", "tokens", "grad_norm", "lr")
+
+
+def draw_order(draw: Draw) -> list[Values]:
+    """The same metrics on every rank, noted in another order on each."""
+    inputs = []
+    shift = int(draw.shared().integers(len(NAMES)))
+    for rank in range(draw.world_size):
+        start = (shift + rank) % len(NAMES)  # neighbours differ for certain
+        names = NAMES[start:] + NAMES[:start]
+        values = draw.private(rank).uniform(1, 100, len(names))
+        inputs.append({"metrics": {n: float(v) for n, v in zip(names, values, strict=True)}})
+    return inputs
+
+
+def draw_missing(draw: Draw) -> list[Values]:
+    """The same order on every rank, but rank 0 lacks other metrics than the ranks after it."""
+    inputs = []
+    for rank in range(draw.world_size):
+        left_out = "tokens" if rank == 0 else "accuracy"
+        if rank == 1:
+            left_out = "accuracy lr loss"
+        values = draw.private(rank).uniform(1, 100, len(NAMES))
+        pairs = zip(sorted(NAMES), values, strict=True)
+        inputs.append({"metrics": {n: float(v) for n, v in pairs if n not in left_out.split()}})
+    return inputs
+
+
+def observe_metrics(reduce_metrics: Any, inputs: Values, context: Context) -> Values:
+    """What the function gives, as numbers."""
+    reduced = reduce_metrics(dict(inputs["metrics"]))
+    return {"names": sorted(map(str, reduced))} | {
+        f"value {name}": np.array(float(value)) for name, value in reduced.items()
+    }
+
+
+def judge_metrics(case: Case) -> list[Finding]:
+    """Each metric is its mean over the ranks that have it, on every rank."""
+    if case.trace is not None and case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    findings: list[Finding] = []
+    everyone = [inputs["metrics"] for inputs in case.inputs]
+    names = sorted(set().union(*everyone))
+    for rank, answer in enumerate(case.answers):
+        if told(answer, "names") != names:
+            findings.append(Finding(
+                f"expected the metrics {names}, got {answer.get('names')}. A metric that some rank "
+                "has is reported by all.", rank,
+            ))  # fmt: skip
+            continue
+        for name in names:
+            values = [metrics[name] for metrics in everyone if name in metrics]
+            what = f"{name} (known to {len(values)} of {case.world_size} ranks)"
+            expected = np.array(math.fsum(values) / len(values))
+            got = answer.get(f"value {name}")
+            hint = "The first all-reduce of a rank meets the first of the others, whatever they "
+            hint += "meant by it."
+            if len(values) < case.world_size and oracle.close(
+                [], rank, what, got, expected * len(values) / case.world_size
+            ):
+                hint = "A rank that does not have it counts as zero."
+            if not oracle.close(findings, rank, what, got, expected, hint=hint):
+                break
+    return findings

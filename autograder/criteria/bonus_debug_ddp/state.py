@@ -1,0 +1,316 @@
+"""Criteria for state: what all ranks must share, what each has for itself, and what is saved."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare, integer
+
+SHAPE = (3, 4)
+
+# --- the same start ------------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Trainable and frozen parameters, and buffers: floats, integers, and one that is not saved."""
+
+    def __init__(self, inputs: Values) -> None:
+        super().__init__()
+        for name in inputs["names"]:
+            value = torch.from_numpy(np.array(inputs[name]))
+            if name.startswith("buffer"):
+                self.register_buffer(name, value, persistent=name != "buffer_mask")
+            else:
+                trains = not name.startswith("frozen")
+                self.register_parameter(name, nn.Parameter(value, requires_grad=trains))
+
+
+def _draw_state(draw: Draw, extra: tuple[str, ...]) -> list[Values]:
+    names = ["weight", *extra, "bias"]
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        values: Values = {"names": names}
+        for name in names:
+            is_count = name.endswith("count")
+            values[name] = (
+                rng.integers(1, 1000, size=()) if is_count
+                else rng.normal(size=SHAPE).astype(np.float32)
+            )  # fmt: skip
+        inputs.append(values)
+    return inputs
+
+
+def draw_buffers(draw: Draw) -> list[Values]:
+    """Parameters that all train, and buffers."""
+    return _draw_state(draw, ("buffer_mean", "buffer_count", "buffer_mask"))
+
+
+def draw_frozen(draw: Draw) -> list[Values]:
+    """Parameters, two of which are frozen, and no buffers."""
+    return _draw_state(draw, ("frozen_embedding", "frozen_scale"))
+
+
+def observe_broadcast(broadcast_model: Any, inputs: Values, context: Context) -> Values:
+    """Parameters and buffers after the call."""
+    model = Stateful(inputs).to(context.device)
+    broadcast_model(model)
+    values = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: value.detach().cpu().numpy().copy() for name, value in values.items()}
+
+
+def judge_broadcast(case: Case) -> list[Finding]:
+    """Everything is rank 0's."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for name in case.inputs[0]["names"]:
+            what, hint = "parameter", "Every rank has to begin with rank 0's."
+            if name.startswith("buffer"):
+                what = "buffer"
+                hint = "It enters the forward pass like a weight, and no gradient will repair it."
+            if name.startswith("frozen"):
+                hint = "It is not trained, but it is used: frozen at another value on each rank."
+            if not compare(
+                findings, rank, f"{what} {name}", answer.get(name), case.inputs[0][name],
+                rtol=1e-6, atol=1e-6, hint=hint,
+            ):  # fmt: skip
+                break
+    return findings
+
+
+# --- a checkpoint --------------------------------------------------------------------------------
+
+SIZES, SAMPLES = (4, 6, 2), 5
+
+
+def draw_resume(draw: Draw) -> list[Values]:
+    """One training run, the same on all ranks: so many steps before the checkpoint and after it."""
+    rng = draw.shared()
+    before, after = (int(n) for n in rng.integers(3, 6, size=2))
+    values = oracle.draw_parameters(rng, SIZES) | {"before": before, "after": after}
+    values["use"] = str(rng.choice(["adam", "momentum"]))
+    batch = oracle.draw_batch(rng, (before + after) * SAMPLES, SIZES)
+    values |= {n: batch[n].reshape(before + after, SAMPLES, -1) for n in "xy"}
+    return [dict(values) for _ in range(draw.world_size)]
+
+
+def draw_random(draw: Draw) -> list[Values]:
+    """Another seed on each rank, and how many numbers are drawn before the checkpoint."""
+    start = oracle.draw_parameters(draw.shared(), SIZES)
+    return [
+        start | {"seed": int(draw.private(r).integers(1 << 30)), "before": 3 + 2 * r}
+        for r in range(draw.world_size)
+    ]
+
+
+def _shared_folder(context: Context) -> Path:
+    """A folder that all ranks see. It goes with the box, the kernel or the script that it is in."""
+    folder = [""]
+    if context.rank == 0:
+        in_box = "MINIDIST_REFEREE" in os.environ
+        where = None if in_box else os.environ.get("MINIDIST_RUN_DIR")
+        folder = [tempfile.mkdtemp(prefix="minidist-resume-", dir=where)]
+        atexit.register(shutil.rmtree, folder[0], ignore_errors=True)
+    dist.broadcast_object_list(folder, src=0, device=context.device)
+    return Path(folder[0])
+
+
+def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "adam":
+        return torch.optim.Adam(model.parameters(), lr=0.05)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Values, steps: range, device: Any
+) -> None:
+    for step in steps:
+        x, y = (torch.from_numpy(inputs[n][step]).double().to(device) for n in "xy")
+        optimizer.zero_grad()
+        oracle.mse(model(x), y).backward()
+        optimizer.step()
+
+
+def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
+    """Trains, saves, loads into a new model and a new optimizer, and trains on."""
+    save_checkpoint, load_checkpoint = subject
+    folder = _shared_folder(context)
+    before, end = inputs["before"], inputs["before"] + inputs["after"]
+    model = oracle.mlp(inputs, torch.float64).to(context.device)
+    optimizer = _optimizer(inputs["use"], model)
+    _train(model, optimizer, inputs, range(before), context.device)
+    save_checkpoint(folder, model, optimizer, before)
+
+    model = oracle.mlp(inputs, torch.float64).to(context.device)
+    optimizer = _optimizer(inputs["use"], model)
+    step = integer(load_checkpoint(folder, model, optimizer), "load_checkpoint")
+    _train(model, optimizer, inputs, range(before, end), context.device)
+    answer: Values = {"step": step}
+    for i, p in enumerate(model.parameters()):
+        answer[f"p{i}"] = p.detach().cpu().numpy().copy()
+    return answer
+
+
+def judge_resume(case: Case) -> list[Finding]:
+    """The weights are those of a run that was never interrupted."""
+    inputs = case.inputs[0]
+    model = oracle.mlp(inputs, torch.float64)
+    steps = inputs["before"] + inputs["after"]
+    _train(model, _optimizer(inputs["use"], model), inputs, range(steps), "cpu")
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        if told(answer, "step") != inputs["before"]:
+            findings.append(Finding(
+                f"load_checkpoint returned {answer.get('step')}, saved was step "
+                f"{inputs['before']}.", rank,
+            ))  # fmt: skip
+            continue
+        for i, p in enumerate(model.parameters()):
+            what = f"parameter {i}, {inputs['after']} steps after the restart ({inputs['use']})"
+            if not oracle.close(
+                findings, rank, what, answer.get(f"p{i}"), p.detach().numpy(), dtype="float64",
+                hint="An uninterrupted run ends elsewhere. An optimizer with a memory that is "
+                "empty takes other steps.",
+            ):  # fmt: skip
+                break
+    return findings
+
+
+NUM_DRAWN = 6
+
+
+def observe_random(subject: Any, inputs: Values, context: Context) -> Values:
+    """The random numbers that this rank draws after a restart."""
+    save_checkpoint, load_checkpoint = subject
+    folder = _shared_folder(context)
+    model = oracle.mlp(inputs).to(context.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(inputs["seed"])
+        torch.rand(inputs["before"])
+        save_checkpoint(folder, model, optimizer, 1)
+        torch.manual_seed(0)  # a new process knows nothing of the old one's numbers
+        load_checkpoint(folder, model, optimizer)
+        return {"drawn": torch.rand(NUM_DRAWN).numpy()}
+
+
+def judge_random(case: Case) -> list[Finding]:
+    """Each rank goes on with its own random numbers."""
+    findings: list[Finding] = []
+    expected = []
+    for inputs in case.inputs:
+        generator = torch.Generator().manual_seed(inputs["seed"])
+        torch.rand(inputs["before"], generator=generator)
+        expected.append(torch.rand(NUM_DRAWN, generator=generator).numpy())
+    for rank, answer in enumerate(case.answers):
+        got = answer.get("drawn")
+        hint = "Dropout after the restart uses other masks than the uninterrupted run."
+        if rank and isinstance(got, np.ndarray) and compare(
+            [], 0, "", got, expected[0], rtol=1e-6, atol=1e-6
+        ):  # fmt: skip
+            hint = "That is how rank 0 goes on: every rank has a state of its own."
+        compare(
+            findings, rank, "random numbers after the restart", got, expected[rank],
+            rtol=1e-6, atol=1e-6, hint=hint,
+        )  # fmt: skip
+    return findings
+
+
+# --- seeds ---------------------------------------------------------------------------------------
+
+VIRTUAL_WORLDS = (2, 5)
+
+
+def draw_seeds(draw: Draw) -> list[Values]:
+    """Two seeds."""
+    seeds = [int(s) for s in draw.shared().choice(10_000, 2, replace=False)]
+    return [{"seeds": seeds} for _ in range(draw.world_size)]
+
+
+def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
+    """For several virtual ranks the weights of the model and what is drawn after it, twice."""
+    answer: Values = {}
+    with torch.random.fork_rng(devices=[]):
+        for number, (seed, world_size) in enumerate(
+            zip(inputs["seeds"], VIRTUAL_WORLDS, strict=True)
+        ):
+            for rank in range(context.rank, world_size, context.world_size):
+                for visit in range(2):
+                    model = build_model(lambda: nn.Linear(*SHAPE), seed, rank)
+                    answer[f"w{number}/{rank}/{visit}"] = model.weight.detach().cpu().numpy().copy()
+                    answer[f"r{number}/{rank}/{visit}"] = torch.rand(NUM_DRAWN).numpy()
+                    torch.rand(rank + 1)  # what others draw must not matter
+    return answer
+
+
+def _collect(case: Case, kind: str, shape: tuple[int, ...]) -> list[list[np.ndarray]] | Finding:
+    """Per seed the arrays of all virtual ranks, the second visit's after the first's."""
+    found = []
+    for number, world_size in enumerate(VIRTUAL_WORLDS):
+        arrays = []
+        for visit in range(2):
+            for rank in range(world_size):
+                real = rank % case.world_size
+                got = case.answers[real].get(f"{kind}{number}/{rank}/{visit}")
+                if (
+                    not isinstance(got, np.ndarray) or got.shape != shape or got.dtype.kind != "f"
+                    or not np.isfinite(got).all()
+                ):  # fmt: skip
+                    return Finding(f"rank={rank}: no model or no numbers came back.", real)
+                arrays.append(got)
+        found.append(arrays)
+    return found
+
+
+def judge_seed_weights(case: Case) -> list[Finding]:
+    """All ranks have the same weights, and another seed gives others."""
+    found = _collect(case, "w", SHAPE[::-1])
+    if isinstance(found, Finding):
+        return [found]
+    for number, arrays in enumerate(found):
+        if not all(np.allclose(a, arrays[0]) for a in arrays):
+            return [Finding(
+                f"seed={case.inputs[0]['seeds'][number]}: the weights are not the same on all "
+                f"{VIRTUAL_WORLDS[number]} ranks, whenever they are built. Initial weights may "
+                "depend on the seed alone."
+            )]  # fmt: skip
+    if np.allclose(found[0][0], found[1][0]):
+        return [Finding("two seeds gave the same weights.")]
+    return []
+
+
+def judge_seed_dropout(case: Case) -> list[Finding]:
+    """Each rank then draws numbers of its own, and the same ones again for the same seed."""
+    found = _collect(case, "r", (NUM_DRAWN,))
+    if isinstance(found, Finding):
+        return [found]
+    for number, arrays in enumerate(found):
+        seed, world_size = case.inputs[0]["seeds"][number], VIRTUAL_WORLDS[number]
+        first, again = arrays[:world_size], arrays[world_size:]
+        for a in range(world_size):
+            for b in range(a):
+                if np.allclose(first[a], first[b]):
+                    return [Finding(
+                        f"seed={seed}: ranks {b} and {a} draw the same numbers after the model is "
+                        "built, so they drop the same units: W ranks with one mask."
+                    )]  # fmt: skip
+            if not np.allclose(first[a], again[a]):
+                return [Finding(
+                    f"seed={seed}, rank={a}: a second call gave other random numbers. They must "
+                    "depend on seed and rank alone, or no run can be repeated."
+                )]  # fmt: skip
+    if np.allclose(found[0][0], found[1][0]):
+        return [Finding("two seeds gave the same random numbers after the model was built.")]
+    return []

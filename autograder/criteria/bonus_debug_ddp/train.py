@@ -1,0 +1,310 @@
+"""Criteria for the whole script: data, shares, epochs, old gradients, and what is saved.
+
+Each criterion draws data on which only its own bug can be seen. Equal rows hide who gets which
+sample, data that ignores the generator hides how it was seeded, one step hides old gradients.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+
+FEATURES, CLASSES = 5, 4
+LR = 0.3
+PER_RANK = 6  # samples of each rank
+
+
+class Recorded(nn.Module):
+    """A linear classifier; notes the first column of what goes through it in training.
+
+    And whether there was a file at `path` when it last computed.
+    """
+
+    def __init__(
+        self, inputs: Values, dtype: torch.dtype = torch.float32, path: Path | None = None
+    ) -> None:
+        super().__init__()
+        self.classify = oracle.mlp(inputs, dtype)
+        self.seen: list[float] = []
+        self.path, self.was_saved = path, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.seen += x[:, 0].detach().cpu().tolist()
+            self.was_saved = self.path is not None and self.path.exists()
+        return self.classify(x)
+
+
+# --- draw ----------------------------------------------------------------------------------------
+
+
+def _draw(draw: Draw, num_epochs: int, **options: Any) -> list[Values]:
+    """The same weights, seed and data on every rank."""
+    rng = draw.shared()
+    n = draw.world_size * PER_RANK
+    values = oracle.draw_parameters(rng, (FEATURES, CLASSES)) | options
+    values |= {"seed": int(rng.integers(10_000)), "num_epochs": num_epochs, "n": n}
+    values["x"] = rng.normal(size=(n, FEATURES)).astype(np.float32)
+    values["y"] = rng.integers(CLASSES, size=n)
+    if options["equal_rows"]:
+        values["x"][:], values["y"][:] = values["x"][0], values["y"][0]
+    else:
+        # Tells one sample from another.
+        values["x"][:, 0] = rng.permutation(n) / np.float32(n if options.get("small") else 1)
+    return [dict(values) for _ in range(draw.world_size)]
+
+
+def draw_data(draw: Draw) -> list[Values]:
+    """One step; all rows of a dataset are equal, and they depend on the generator."""
+    return _draw(draw, 1, equal_rows=True, generated=True, batch_size=draw.world_size * PER_RANK)
+
+
+def draw_shares(draw: Draw) -> list[Values]:
+    """One epoch over rows that can be told apart."""
+    return _draw(draw, 1, equal_rows=False, generated=False, batch_size=2)
+
+
+def draw_epochs(draw: Draw) -> list[Values]:
+    """Three epochs over such rows."""
+    return _draw(draw, 3, equal_rows=False, generated=False, batch_size=3)
+
+
+def draw_zero_grad(draw: Draw) -> list[Values]:
+    """Several steps per epoch, on rows that can be told apart."""
+    return _draw(draw, 2, equal_rows=False, generated=False, batch_size=3, small=True)
+
+
+def draw_saved(draw: Draw) -> list[Values]:
+    """Two epochs; what they train does not matter."""
+    return _draw(draw, 2, equal_rows=True, generated=False, batch_size=PER_RANK)
+
+
+def _dataset(inputs: Values, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `make_data` gives: equal rows out of the generator."""
+    x = torch.randn(1, FEATURES, generator=generator).repeat(inputs["n"], 1)
+    y = torch.randint(CLASSES, (1,), generator=generator).repeat(inputs["n"])
+    return x, y
+
+
+# --- observe -------------------------------------------------------------------------------------
+
+
+def observe(train: Any, inputs: Values, context: Context) -> Values:
+    """Trains once; the weights, the samples in their order, and the file."""
+
+    def make_data(generator: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if inputs["generated"]:
+            return _dataset(inputs, generator)
+        return torch.from_numpy(inputs["x"].copy()), torch.from_numpy(inputs["y"].copy())
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.pt")
+        model = Recorded(inputs, path=path).to(context.device)
+        train(
+            model, make_data, seed=inputs["seed"], num_epochs=inputs["num_epochs"],
+            batch_size=inputs["batch_size"], lr=LR, path=path,
+        )  # fmt: skip
+        answer: Values = {"seen": np.array(model.seen), "written": path.exists()}
+        answer["saved before"] = model.was_saved
+        if path.exists() and context.rank == 0:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            answer["keys"] = [str(key) for key in saved]
+            for key, value in saved.items():
+                if isinstance(value, torch.Tensor):
+                    answer[f"saved {key}"] = value.detach().numpy().copy()
+    for name, value in model.state_dict().items():
+        answer[name] = value.detach().cpu().numpy().copy()
+    return answer
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+SHAPES = {"classify.0.weight": (CLASSES, FEATURES), "classify.0.bias": (CLASSES,)}
+NAMES = tuple(SHAPES)
+
+
+def _descend(inputs: Values, x: torch.Tensor, y: torch.Tensor, steps: int) -> dict[str, np.ndarray]:
+    """Gradient descent on one batch, in float64."""
+    model = Recorded(inputs, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.double()), y).backward()
+        optimizer.step()
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def _judge_weights(case: Case, expected: dict[str, np.ndarray], hint: str) -> list[Finding]:
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for name in NAMES:
+            what = f"{name} after training"
+            if not oracle.close(findings, rank, what, answer.get(name), expected[name], hint=hint):
+                break
+    return findings
+
+
+def judge_data(case: Case) -> list[Finding]:
+    """All ranks train on the dataset of one seed."""
+    inputs = case.inputs[0]
+    x, y = _dataset(inputs, torch.Generator().manual_seed(inputs["seed"]))
+    return _judge_weights(
+        case, _descend(inputs, x, y, 1),
+        "Do all ranks share out one dataset, the one of `seed`? If each rank draws its own, no two "
+        "of them train on the same data.",
+    )  # fmt: skip
+
+
+def judge_zero_grad(case: Case) -> list[Finding]:
+    """Every step uses the mean gradient of the ranks' batches, and nothing else.
+
+    Which rank took which samples when is told by what went through its model: how they are dealt
+    out is other criteria's.
+    """
+    steps = _steps_seen(case)
+    if isinstance(steps, Finding):
+        return [steps]
+    inputs = case.inputs[0]
+    model = Recorded(inputs, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    x, y = torch.from_numpy(inputs["x"]).double(), torch.from_numpy(inputs["y"])
+    for step in steps:
+        optimizer.zero_grad()
+        losses = [F.cross_entropy(model(x[rows]), y[rows]) for rows in step]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return _judge_weights(
+        case, {name: value.numpy() for name, value in model.state_dict().items()},
+        f"Expected what {len(steps)} plain steps with the mean gradient of all ranks give: does a "
+        "step still hold the gradients of the steps before it? Is every rank's gradient in it?",
+    )  # fmt: skip
+
+
+def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
+    """Per step the rows that each rank took, or what keeps them from being told."""
+    inputs = case.inputs[0]
+    place = {round(float(v) * inputs["n"]): row for row, v in enumerate(inputs["x"][:, 0])}
+    batches = []
+    for rank, answer in enumerate(case.answers):
+        seen = answer.get("seen")
+        if not isinstance(seen, np.ndarray) or seen.ndim != 1 or seen.dtype.kind != "f":
+            return Finding("no samples went through the model.", rank)
+        numbers = [round(float(v) * inputs["n"]) if np.isfinite(v) else -1 for v in seen]
+        per_epoch, rest = divmod(len(numbers), inputs["num_epochs"])
+        if not numbers or rest or not set(numbers) <= set(place):
+            return Finding(
+                f"{len(numbers)} samples in {inputs['num_epochs']} epochs went through this rank's "
+                "model; expected those of the dataset, as many in each epoch.", rank,
+            )  # fmt: skip
+        rows = [place[number] for number in numbers]
+        size = inputs["batch_size"]
+        batches.append([
+            rows[epoch * per_epoch : (epoch + 1) * per_epoch][start : start + size]
+            for epoch in range(inputs["num_epochs"]) for start in range(0, per_epoch, size)
+        ])  # fmt: skip
+    if len({len(own) for own in batches}) > 1:
+        return Finding(f"the ranks took {[len(own) for own in batches]} steps.")
+    return [list(step) for step in zip(*batches, strict=True)]
+
+
+def _epochs(case: Case) -> list[np.ndarray] | Finding:
+    """Per epoch the sample numbers [rank, position], or what keeps them from being told."""
+    inputs = case.inputs[0]
+    expected = PER_RANK * inputs["num_epochs"]
+    rows = []
+    for rank, answer in enumerate(case.answers):
+        seen = answer.get("seen")
+        if not isinstance(seen, np.ndarray) or seen.ndim != 1 or seen.dtype.kind != "f":
+            return Finding("no samples went through the model.", rank)
+        if len(seen) != expected:
+            return Finding(
+                f"{len(seen)} samples went through this rank's model in {inputs['num_epochs']} "
+                f"epoch(s) over {inputs['n']} samples on {case.world_size} ranks, expected "
+                f"{expected}. A DistributedSampler gives each rank its share.", rank,
+            )  # fmt: skip
+        rows.append(seen.reshape(inputs["num_epochs"], PER_RANK))
+    return list(np.stack(rows, axis=1))
+
+
+def judge_shares(case: Case) -> list[Finding]:
+    """In an epoch every sample goes through exactly one rank."""
+    epochs = _epochs(case)
+    if isinstance(epochs, Finding):
+        return [epochs]
+    for number, epoch in enumerate(epochs):
+        numbers, counts = np.unique(epoch, return_counts=True)
+        expected = np.arange(case.inputs[0]["n"], dtype=np.float64)
+        if not np.array_equal(numbers, expected) or counts.max() > 1:
+            return [Finding(
+                f"epoch {number}: {len(numbers)} different samples in {epoch.size} places, "
+                f"expected {len(expected)}, each on one rank. A shuffled loader on every rank "
+                "deals the same samples out several times; ranks have to share one permutation."
+            )]  # fmt: skip
+    return []
+
+
+def judge_epochs(case: Case) -> list[Finding]:
+    """Every epoch has an order of its own."""
+    epochs = _epochs(case)
+    if isinstance(epochs, Finding):
+        return [epochs]
+    for a, b in ((0, 1), (1, 2), (0, 2)):
+        for rank in range(case.world_size):
+            if np.array_equal(epochs[a][rank], epochs[b][rank]):
+                return [Finding(
+                    f"epochs {a} and {b} have the same order: the sampler must be told the epoch "
+                    "before each of them.", rank,
+                )]  # fmt: skip
+    return []
+
+
+def judge_saved(case: Case) -> list[Finding]:
+    """Rank 0, and nobody else, has written the module's weights under the module's names."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        written = told(answer, "written")
+        if written is not (rank == 0):
+            findings.append(Finding(
+                f"a file at `path`: {written}, expected {rank == 0}. One rank writes.", rank
+            ))  # fmt: skip
+    answer = case.answers[0]
+    if not findings and told(answer, "saved before") is not True:
+        findings.append(Finding(
+            "there was no file yet in the last of two epochs: save after each epoch, or a job that "
+            "dies has nothing.", 0,
+        ))  # fmt: skip
+    keys = told(answer, "keys")
+    if not findings and (not isinstance(keys, list) or sorted(map(str, keys)) != sorted(NAMES)):
+        findings.append(Finding(
+            f"the file has the names {keys}, the model {sorted(NAMES)}. Whoever loads it has no "
+            "DDP around the model.", 0,
+        ))  # fmt: skip
+    for name in NAMES if not findings else ():
+        trained = answer.get(name)
+        if (
+            not isinstance(trained, np.ndarray)
+            or trained.dtype.kind != "f"
+            or trained.shape != SHAPES[name]
+        ):
+            findings.append(Finding(
+                f"{name}: expected a trained model with values of shape {list(SHAPES[name])}.", 0
+            ))  # fmt: skip
+            break
+        what = f"{name} in the file, compared with the trained model"
+        # Number by number: how large the largest one is, is the rank's to say.
+        if not compare(
+            findings, 0, what, answer.get(f"saved {name}"), trained,
+            rtol=oracle.RTOL["float32"], atol=1e-6,
+        ):  # fmt: skip
+            break
+    return findings

@@ -1,0 +1,343 @@
+"""Criteria for task 2 of bonus_elastic: an epoch that goes on with another number of ranks.
+
+Ranks are played one after the other in each process. What deals a batch out over ranks comes from
+here (`cut`, with uneven parts), so that a bug in task 1 does not count again. Before every call
+the process's random numbers are set to what the criterion wants, so that a sampler that uses them
+is found out by `elastic_order` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.common.answers import plain
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+
+Batches = list[list[list[int]]]  # per batch and rank the indices
+
+
+def cut(size: int, world_size: int, rank: int) -> slice:
+    """Uneven parts: the first ranks get the smaller ones, or nothing."""
+    begin, end = (int(size * (i / world_size) ** 1.5) for i in (rank, rank + 1))
+    return slice(begin, end)
+
+
+@contextlib.contextmanager
+def _random_numbers(seed: int) -> Iterator[list[Any]]:
+    """Sets the process's random numbers and gives `_states`; afterwards they are as before."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        yield _states()
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def _states() -> list[Any]:
+    """Of torch's, NumPy's and Python's random numbers, so that they can be compared."""
+    numpys: Any = np.random.get_state(legacy=False)
+    inside = numpys["state"]
+    return [torch.get_rng_state().tolist(), [*inside["key"].tolist(), inside["pos"]],
+            random.getstate()]  # fmt: skip
+
+
+def _make(sampler_class: Any, values: Values, seed: int | None = None) -> Any:
+    seed = values["seed"] if seed is None else seed
+    return sampler_class(values["num_samples"], values["batch"], seed=seed, share=cut)
+
+
+def _fresh(sampler_class: Any, values: Values, state: Any = None) -> Any:
+    """A sampler made, and loaded, under the same random numbers as all others."""
+    with _random_numbers(0):
+        sampler = _make(sampler_class, values)
+        if state is not None:
+            sampler.load_state_dict(_through_a_file(state))
+    return sampler
+
+
+def _deal(sampler: Any, rank: int, world_size: int, values: Values) -> list[int]:
+    """A rank's part of the next batch, and at the end the size of the batch."""
+    dealt = sampler.next_batch(rank, world_size)
+    if not isinstance(dealt, tuple | list) or len(dealt) != 2:
+        raise TypeError(f"next_batch: expected (indices, size), got {type(dealt).__name__}")
+    own = [integer(i, "an index from next_batch") for i in dealt[0]]
+    if len(own) > values["num_samples"]:
+        raise ValueError(f"next_batch: {len(own)} indices, more than there are samples")
+    return [*own, integer(dealt[1], "the size from next_batch")]
+
+
+def _deal_to_all(samplers: list[Any], values: Values, count: int) -> Batches:
+    """`count` batches on all ranks, each rank with its own sampler."""
+    return [
+        [_deal(sampler, rank, len(samplers), values) for rank, sampler in enumerate(samplers)]
+        for _ in range(count)
+    ]
+
+
+# --- what came, looked at ------------------------------------------------------------------------
+
+
+def _read(batches: Any, world_sizes: list[int], num_samples: int) -> list[list[int]] | str:
+    """The global batches, in order; or what is wrong with their form or their parts."""
+    if not isinstance(batches, list) or len(batches) != len(world_sizes):
+        return "no batches came back."
+    whole = []
+    for number, (parts, world_size) in enumerate(zip(batches, world_sizes, strict=True)):
+        right = isinstance(parts, list) and len(parts) == world_size
+        if not right or not all(isinstance(p, list) and p for p in parts):
+            return "no batches came back."
+        if any(type(i) is not int for p in parts for i in p):
+            return "indices are not all numbers."
+        sizes = {part[-1] for part in parts}
+        batch = [index for part in parts for index in part[:-1]]
+        if len(sizes) > 1:
+            return f"batch {number}: ranks were told different sizes: {sorted(sizes)}."
+        size = sizes.pop()
+        if not 0 < size <= num_samples:
+            return f"batch {number}: {size} cannot be the size of a batch."
+        parts_right = [cut(size, world_size, rank) for rank in range(world_size)]
+        wanted = [part.stop - part.start for part in parts_right]
+        got = [len(part) - 1 for part in parts]
+        if got != wanted:
+            return (
+                f"batch {number} of {size} samples: with the share that the check brings, the "
+                f"ranks take {wanted} of them, and took {got}: use `share`."
+            )
+        if not all(0 <= index < num_samples for index in batch):
+            return f"batch {number}: an index is not between 0 and {num_samples - 1}."
+        if len(set(batch)) != len(batch):
+            return f"batch {number}: an index is there twice: the ranks' parts overlap."
+        whole.append(batch)
+    return whole
+
+
+# --- elastic_epoch -------------------------------------------------------------------------------
+
+
+def draw_epoch(draw: Draw) -> list[Values]:
+    """A number of samples that the batch does not divide, a number of ranks."""
+    rng = draw.shared()
+    batch = int(rng.integers(5, 9))
+    num_samples = batch * int(rng.integers(3, 6)) + int(rng.integers(1, batch))
+    values = {"batch": batch, "num_samples": num_samples, "ranks": int(rng.integers(2, 5)),
+              "seed": int(rng.integers(1000))}  # fmt: skip
+    return [dict(values) for _ in range(draw.world_size)]
+
+
+def _per_epoch(values: Values) -> int:
+    return -(-values["num_samples"] // values["batch"])
+
+
+def observe_epoch(sampler_class: Any, inputs: Values, context: Context) -> Values:
+    """Two epochs on a fixed number of ranks."""
+    samplers = [_fresh(sampler_class, inputs) for _ in range(inputs["ranks"])]
+    batches: Batches = []
+    for _ in range(2 * _per_epoch(inputs)):
+        row = []
+        for rank, sampler in enumerate(samplers):
+            with _random_numbers(0):
+                row.append(_deal(sampler, rank, inputs["ranks"], inputs))
+        batches.append(row)
+    return {"batches": batches}
+
+
+def judge_epoch(case: Case) -> list[Finding]:
+    """Every sample once per epoch; full batches, and the rest at the end."""
+    given = case.inputs[0]
+    per_epoch = _per_epoch(given)
+    findings: list[Finding] = []
+    for rank, answer in enumerate(map(plain, case.answers)):
+        batches = _read(
+            answer.get("batches"), [given["ranks"]] * 2 * per_epoch, given["num_samples"]
+        )
+        if isinstance(batches, str):
+            findings.append(Finding(batches, rank))
+            continue
+        full, rest = divmod(given["num_samples"], given["batch"])
+        sizes = [len(batch) for batch in batches]
+        if sizes != 2 * [*[given["batch"]] * full, rest]:
+            findings.append(Finding(
+                f"{given['num_samples']} samples in batches of {given['batch']}: expected {full} "
+                f"full ones and one of {rest} in each epoch, got {sizes}. Samples that do not fill "
+                "a batch are the last batch of their epoch.", rank))  # fmt: skip
+            continue
+        for epoch in range(2):
+            part = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
+            if problem := _not_once(part, given["num_samples"]):
+                findings.append(Finding(f"epoch {epoch}: {problem}", rank))
+                break
+    return findings
+
+
+def _not_once(batches: list[list[int]], num_samples: int) -> str:
+    seen = [index for batch in batches for index in batch]
+    lost = sorted(set(range(num_samples)) - set(seen))
+    doubled = len(seen) - len(set(seen))
+    if not lost and not doubled:
+        return ""
+    return (
+        f"expected each of {num_samples} samples once; {len(lost)} are missing "
+        f"(such as {lost[:3]}) and {doubled} came again."
+    )
+
+
+# --- elastic_order -------------------------------------------------------------------------------
+
+
+def draw_order(draw: Draw) -> list[Values]:
+    """Two seeds, one of them the default, and states of random numbers that are no part of them."""
+    rng = draw.shared()
+    batch = int(rng.integers(5, 9))
+    values = {"batch": batch, "num_samples": 6 * batch, "seed": 0,
+              "other": int(rng.integers(2000, 9000)),
+              "noise": [int(n) for n in rng.integers(1, 2**31, 3)]}  # fmt: skip
+    return [dict(values) for _ in range(draw.world_size)]
+
+
+def observe_order(sampler_class: Any, inputs: Values, context: Context) -> Values:
+    """Two epochs under other random numbers, and under another seed; whether they were touched."""
+    answer: Values = {"epochs": [], "touched": False}
+    for seed, noise in zip(
+        [inputs["seed"], inputs["seed"], inputs["other"]], inputs["noise"], strict=True
+    ):
+        with _random_numbers(noise) as before:
+            sampler = _make(sampler_class, inputs, seed)
+            batches = _deal_to_all([sampler], inputs, 2 * _per_epoch(inputs))
+            answer["touched"] |= before != _states()
+        answer["epochs"].append(batches)
+    return answer
+
+
+def judge_order(case: Case) -> list[Finding]:
+    """The order depends on seed and epoch, and on nothing else."""
+    given = case.inputs[0]
+    per_epoch = _per_epoch(given)
+    findings: list[Finding] = []
+
+    def wrong(text: str, rank: int) -> None:
+        findings.append(Finding(text, rank))
+
+    first_rank: Any = None
+    for rank, answer in enumerate(map(plain, case.answers)):
+        runs = answer.get("epochs")
+        runs = runs if isinstance(runs, list) and len(runs) == 3 else [None] * 3
+        read = [_read(run, [1] * 2 * per_epoch, given["num_samples"]) for run in runs]
+        orders = [[i for batch in run for i in batch] for run in read if not isinstance(run, str)]
+        if len(orders) < 3:
+            wrong(next(run for run in read if isinstance(run, str)), rank)
+            continue
+        one, again, other = orders
+        half = len(one) // 2
+        if one != again:
+            wrong(
+                "two samplers with the same seed dealt in another order. Where does the order "
+                "come from? The process's random numbers differ from rank to rank, and after a "
+                "restart.", rank)  # fmt: skip
+        elif answer.get("touched") is not False:
+            wrong(
+                "the process's random numbers are not what they were before: dropout would change "
+                "with every restart. Use a generator of your own.", rank)  # fmt: skip
+        elif one[:half] == sorted(one[:half]):
+            wrong("the samples come in the order in which they lie: nothing is shuffled.", rank)
+        elif one[:half] == one[half:]:
+            wrong("the second epoch has the order of the first: the epoch has to enter.", rank)
+        elif one[:half] == other[:half] or one[half:] == other[half:]:
+            wrong("another seed gives the same order: the seed has to enter.", rank)
+        elif first_rank is not None and first_rank != orders:
+            wrong("this rank deals in another order than rank 0.", rank)
+        first_rank = first_rank or orders
+    return findings
+
+
+# --- elastic_resize ------------------------------------------------------------------------------
+
+
+def draw_resize(draw: Draw) -> list[Values]:
+    """Numbers of ranks, and after how many batches each is another one."""
+    rng = draw.shared()
+    batch = int(rng.integers(5, 9))
+    num_samples = 5 * batch + int(rng.integers(1, batch))  # the last batch is smaller
+    values = {"batch": batch, "num_samples": num_samples, "seed": int(rng.integers(1000))}
+    ranks = [int(r) for r in 1 + rng.permutation(5)[:4]]
+    first, second = int(rng.integers(2, 5)), int(rng.integers(1, 3))
+    # The third change comes exactly at the end of an epoch.
+    stays = [first, 6 - first + second, 6 - second, 2]
+    values |= {"ranks": ranks, "stays": stays, "saver": int(rng.integers(5))}
+    return [dict(values) for _ in range(draw.world_size)]
+
+
+def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Values:
+    """The same batches undisturbed, and with states that go through a file to other ranks."""
+    whole = _fresh(sampler_class, inputs)
+    calm: Batches = []
+    for _ in range(sum(inputs["stays"])):
+        with _random_numbers(0):
+            calm += _deal_to_all([whole], inputs, 1)
+    batches: Batches = []
+    state: Any = None
+    for world_size, stay in zip(inputs["ranks"], inputs["stays"], strict=True):
+        samplers = [_fresh(sampler_class, inputs, state) for _ in range(world_size)]
+        for _ in range(stay):
+            row = []
+            for rank, sampler in enumerate(samplers):
+                with _random_numbers(0):
+                    row.append(_deal(sampler, rank, world_size, inputs))
+            batches.append(row)
+        state = samplers[inputs["saver"] % world_size].state_dict()
+    return {"calm": calm, "batches": batches}
+
+
+def _through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    try:
+        return torch.load(file, weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            "state_dict must hold only numbers, text, lists, dicts and tensors, so that "
+            f"torch.load(…, weights_only=True) reads it: {str(error)[:200]}"
+        ) from None
+
+
+def judge_resize(case: Case) -> list[Finding]:
+    """The batches are those of a run without a change, for any numbers of ranks."""
+    given = case.inputs[0]
+    stays, ranks = given["stays"], given["ranks"]
+    world_sizes = [r for r, stay in zip(ranks, stays, strict=True) for _ in range(stay)]
+    starts = list(itertools.accumulate(stays))[:-1]
+    findings: list[Finding] = []
+    for rank, answer in enumerate(map(plain, case.answers)):
+        calm = _read(answer.get("calm"), [1] * sum(stays), given["num_samples"])
+        got = _read(answer.get("batches"), world_sizes, given["num_samples"])
+        if isinstance(calm, str) or isinstance(got, str):
+            findings.append(Finding(calm if isinstance(calm, str) else str(got), rank))
+            continue
+        story = f"({ranks} ranks, changed after batches {starts}; an epoch has 6 batches.)"
+        pairs = enumerate(zip(calm, got, strict=True))
+        other = [number for number, (one, two) in pairs if sorted(one) != sorted(two)]
+        if not other:
+            continue
+        for epoch in range(2):
+            if problem := _not_once(got[6 * epoch : 6 * epoch + 6], given["num_samples"]):
+                findings.append(Finding(
+                    f"{story} epoch {epoch}: {problem} The state must count the samples that *all* "
+                    "ranks have taken, and say the epoch.", rank))  # fmt: skip
+                break
+        else:
+            findings.append(Finding(
+                f"{story} batch {other[0]} has other samples than without a change: the order "
+                "must not depend on the number of ranks.", rank))  # fmt: skip
+    return findings

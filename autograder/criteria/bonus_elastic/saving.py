@@ -1,0 +1,415 @@
+"""Criteria for task 3 of bonus_elastic: one writer, whole files, and a step that all ranks have.
+
+Every rank works in a folder of its own, as on nodes whose disks or caches differ, so the ranks can
+be shown different files. A death is real: a process of its own saves under a limit on the size of
+its files, and the kernel kills it in the middle of a write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.checkpoint_files import is_state_of, rising_steps, state_of
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from minidist.errors import LaunchError
+from minidist.launch import run
+
+WRITE_LIMIT_BYTES = 100_000
+LARGE_NUMEL = 60_000  # 240 kB of float32
+SAVE_DEADLINE_S = 60.0
+HOLD_S = 2.0  # so long the writer is held back at most, to see who does not wait for it
+
+
+def name_of(step: int) -> str:
+    """The file of a step, as the lab's text fixes it."""
+    return f"step-{step:08d}.pt"
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
+        yield Path(folder)
+
+
+# --- elastic_atomic ------------------------------------------------------------------------------
+
+
+def draw_atomic(draw: Draw) -> list[Values]:
+    """Two steps and a large tensor, for rank 0."""
+    rng = draw.shared()
+    weight = rng.integers(-8000, 8000, LARGE_NUMEL).astype(np.float32)
+    inputs: Values = {"steps": rising_steps(rng, 2), "weight": weight}
+    return [inputs] + [{} for _ in range(draw.world_size - 1)]
+
+
+def observe_atomic(save_together: Any, inputs: Values, context: Context) -> Values:
+    """What is there after a death while saving a new step, and while saving one anew."""
+    if context.rank != 0:
+        return {}
+    one, two = inputs["steps"]
+    with _own_folder() as folder:
+        ended = [_save_alone(save_together, folder, inputs, one, number=1, dies=False)]
+        file = folder / name_of(one)
+        answer: Values = {"first": _names_in(folder)}
+        before = file.read_bytes() if file.is_file() else b""
+        for number, step in ((2, two), (3, one)):
+            ended.append(_save_alone(save_together, folder, inputs, step, number, dies=True))
+            answer[f"kept{number}"] = file.is_file() and file.read_bytes() == before
+            answer[f"new{number}"] = (folder / name_of(two)).exists()
+        ended.append(_save_alone(save_together, folder, inputs, two, number=4, dies=False))
+        return answer | {"last": _names_in(folder), "ended": ended}
+
+
+def _save_alone(
+    save_together: Any, folder: Path, inputs: Values, step: int, number: int, *, dies: bool
+) -> str:
+    """Saves on the one rank of a job of its own; "saved", or "killed" by the limit."""
+    state = state_of(inputs | {"weight": inputs["weight"] + number}, step)
+    try:
+        run(_job, 1, save_together, str(folder), step, state, dies, deadline_s=SAVE_DEADLINE_S)
+    except LaunchError as error:
+        text = str(error)
+        if "NotImplementedError" in text:
+            raise NotImplementedError from None
+        if "SIGXFSZ" in text:
+            return "killed"
+        last = text.strip().splitlines()[-1]
+        raise RuntimeError(f"save_together in a job of one rank: {last}") from None
+    return "saved"
+
+
+def _job(save_together: Any, folder: str, step: int, state: Any, dies: bool) -> None:
+    dist.init_process_group("gloo")
+    if dies:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (WRITE_LIMIT_BYTES, hard))
+    tempfile.tempdir = str(Path(folder, "on-another-disk"))  # where nothing can be written
+    save_together(folder, step, state, keep=3)
+
+
+def judge_atomic(case: Case) -> list[Finding]:
+    """A name is there with all of its file, or it is not there."""
+    given, answer = case.inputs[0], plain(case.answers[0])
+    one, two = (name_of(step) for step in given["steps"])
+    if answer.get("first") != [one]:
+        return [Finding(
+            f"after save_together of step {given['steps'][0]}: expected {[one]} and nothing else, "
+            f"got {answer.get('first')}.", 0)]  # fmt: skip
+    if answer.get("ended") != ["saved", "killed", "killed", "saved"]:
+        return [Finding(
+            "a process that may write 100 kB into a file should have been killed while it saved "
+            f"240 kB, twice; what happened: {answer.get('ended')}.", 0)]  # fmt: skip
+    findings: list[Finding] = []
+    if answer.get("new2") is not False or answer.get("new3") is not False:
+        findings.append(Finding(
+            f"the process was killed in the middle of a save, and {two} is there, cut off. Write "
+            "under another name, and os.replace when all of it is there.", 0))  # fmt: skip
+    if answer.get("kept2") is not True or answer.get("kept3") is not True:
+        findings.append(Finding(
+            f"{one} was whole before; after a death in the middle of another save it is damaged "
+            "or gone. After a restart a step is saved anew: the old file has to stay until the new "
+            "one is complete.", 0))  # fmt: skip
+    if not findings and (not isinstance(answer.get("last"), list) or two not in answer["last"]):
+        findings.append(Finding(
+            f"after the deaths a save should succeed, but there is no {two}: what a death leaves "
+            "behind must not get in the way.", 0))  # fmt: skip
+    return findings
+
+
+# --- elastic_writer ------------------------------------------------------------------------------
+
+
+def draw_writer(draw: Draw) -> list[Values]:
+    """Steps, and another state on every rank."""
+    rng = draw.shared()
+    steps = rising_steps(rng, 2)
+    return [
+        {"steps": steps, "weight": draw.private(rank).normal(size=50).astype(np.float32)}
+        for rank in range(draw.world_size)
+    ]
+
+
+def observe_writer(save_together: Any, inputs: Values, context: Context) -> Values:
+    """Who writes; and whether the file is there when `save_together` returns."""
+    one, two = inputs["steps"]
+    with _own_folder() as folder:
+        # 1. Every rank has a folder of its own: who writes is seen by where files are.
+        save_together(folder, one, state_of(inputs, one), keep=3)
+        answer: Values = {"files": _names_in(folder)}
+
+        # 2. One folder for all; the writer is held back until somebody has not waited for it.
+        shared: list[Any] = [str(folder)]
+        dist.broadcast_object_list(shared, src=0)
+        place = Path(shared[0])
+        dist.barrier()
+        hold = _held_back(place, context.world_size) if context.rank == 0 else None
+        with hold or contextlib.nullcontext():
+            save_together(place, two, state_of(inputs, two), keep=3)
+        answer["there"] = (place / name_of(two)).is_file()
+        (place / f"left-{context.rank}").touch()
+        dist.barrier()  # the folder is rank 0's
+    return answer
+
+
+@contextlib.contextmanager
+def _held_back(place: Path, world_size: int) -> Iterator[None]:
+    """Lets no file get its name before the other ranks have gone on, or some time is over."""
+
+    def wait() -> None:
+        end_s = time.monotonic() + HOLD_S
+        while time.monotonic() < end_s and len(list(place.glob("left-*"))) < world_size - 1:
+            time.sleep(0.02)
+
+    def slowly(function: Any) -> Any:
+        def rename(*args: Any, **options: Any) -> Any:
+            wait()
+            return function(*args, **options)
+
+        return rename
+
+    with (
+        mock.patch.object(os, "replace", slowly(os.replace)),
+        mock.patch.object(os, "rename", slowly(os.rename)),
+    ):
+        yield
+
+
+def judge_writer(case: Case) -> list[Finding]:
+    """Rank 0 alone writes, and nobody returns before the file is there."""
+    findings: list[Finding] = []
+    one, two = (name_of(step) for step in case.inputs[0]["steps"])
+    for rank, answer in enumerate(map(plain, case.answers)):
+        files = answer.get("files")
+        if rank == 0 and files != [one]:
+            findings.append(Finding(f"rank 0's folder: expected {[one]}, got {files}.", rank))
+        elif rank > 0 and files != []:
+            findings.append(Finding(
+                f"this rank wrote {files}: all ranks have the same state, so rank 0 writes it. "
+                "Two writers of one file spoil it.", rank))  # fmt: skip
+        elif answer.get("there") is not True:
+            findings.append(Finding(
+                f"save_together has returned and {two} is not there: a rank that goes on may end, "
+                "or look for it. All ranks wait until rank 0 has written.", rank))  # fmt: skip
+    return findings
+
+
+# --- elastic_keep --------------------------------------------------------------------------------
+
+
+def draw_keep(draw: Draw) -> list[Values]:
+    """Six steps; how many are kept."""
+    rng = draw.shared()
+    values = {"steps": rising_steps(rng, 6), "keep": int(rng.integers(2, 5)),
+              "weight": rng.normal(size=50).astype(np.float32)}  # fmt: skip
+    return [dict(values) for _ in range(draw.world_size)]
+
+
+def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values:
+    """The names in the folder after every save but the first two, which an earlier job has made."""
+    seen, keep = [], inputs["keep"]
+    with _own_folder() as folder:
+        for name in ("best.pt", "notes.txt"):
+            (folder / name).write_text("somebody else's")
+        for number, step in enumerate(inputs["steps"][:2]):
+            with _own_folder() as other:
+                save_together(other, step, state_of(inputs, step), keep=keep)
+                shutil.copytree(other, folder, dirs_exist_ok=True)
+            late = time.time() + 1e6 - 100 * number  # as after a copy: the older looks newer
+            if (folder / name_of(step)).is_file():
+                os.utime(folder / name_of(step), (late, late))
+        for step in inputs["steps"][2:]:
+            save_together(folder, step, state_of(inputs, step), keep=keep)
+            seen.append(_names_in(folder))
+    return {"seen": seen}
+
+
+def judge_keep(case: Case) -> list[Finding]:
+    """The highest steps are left, and what is not a checkpoint."""
+    given, seen = case.inputs[0], plain(case.answers[0]).get("seen")
+    for number, step in enumerate(given["steps"][2:]):
+        kept = given["steps"][: number + 3][-given["keep"] :]
+        wanted = sorted(["best.pt", "notes.txt", *(name_of(s) for s in kept)])
+        got = item_of(seen, number)
+        if got != wanted:
+            return [Finding(
+                f"after step {step}, keep={given['keep']}: expected {wanted}, got {got}.", 0
+            )]  # fmt: skip
+    return []
+
+
+# --- elastic_agree, elastic_damaged --------------------------------------------------------------
+
+
+def draw_agree(draw: Draw) -> list[Values]:
+    """Which steps each rank sees; in the last case one of them is damaged on one rank."""
+    rng = draw.shared()
+    steps = rising_steps(rng, 4)
+    last = draw.world_size - 1
+    lacks = int(rng.integers(1, draw.world_size)) if last else 0
+    cases = [
+        [[0, 1, 2, 3] for _ in range(draw.world_size)],
+        # One does not see the newest.
+        [[0, 1, 2] if rank == lacks else [0, 1, 2, 3] for rank in range(draw.world_size)],
+        # Rank 0 does not.
+        [[0, 1] if rank == 0 else [0, 1, 2, 3] for rank in range(draw.world_size)],
+        # The lowest of the newest is not there on the rank that has a newer one.
+        [[0, 1, 3] if rank == last else [0, 1, 2] for rank in range(draw.world_size)],
+        [[] if rank == lacks else [0, 1] for rank in range(draw.world_size)],
+        [[0, 1, 2, 3] for _ in range(draw.world_size)],
+    ]
+    spoil = [[""] * draw.world_size for _ in cases]
+    spoil[-1][lacks] = "3"
+    return _for_ranks(draw, steps, cases, spoil)
+
+
+def draw_damaged(draw: Draw) -> list[Values]:
+    """All ranks see the same files, and the newest of them are damaged."""
+    steps = rising_steps(draw.shared(), 4)
+    every = [[0, 1, 2, 3] for _ in range(draw.world_size)]
+    spoil = [[what] * draw.world_size for what in ("3", "32", "empty 3", "empty 32", "3210")]
+    return _for_ranks(draw, steps, [every] * len(spoil), spoil)
+
+
+def _for_ranks(
+    draw: Draw, steps: list[int], cases: list[list[list[int]]], spoil: list[list[str]]
+) -> list[Values]:
+    rng = draw.shared("weights")
+    uneven = [len(set(each)) > 1 for each in spoil]
+    values: Values = {
+        "steps": steps, "weight": rng.normal(size=500).astype(np.float32),
+        "cut": float(rng.uniform(0.1, 0.9)), "uneven": uneven, "_cases": cases, "_spoil": spoil,
+    }  # fmt: skip
+    return [
+        values | {"sees": [case[rank] for case in cases], "spoilt": [s[rank] for s in spoil]}
+        for rank in range(draw.world_size)
+    ]
+
+
+def observe_loads(functions: Any, inputs: Values, context: Context) -> Values:
+    """What every rank loads from a folder of its own."""
+    save_together, load_together = functions
+    found = []
+    with _own_folder() as saved:
+        for step in inputs["steps"]:
+            save_together(saved, step, state_of(inputs, step), keep=9)
+        source: list[Any] = [str(saved)]
+        dist.broadcast_object_list(source, src=0)
+        for sees, spoilt, uneven in zip(
+            inputs["sees"], inputs["spoilt"], inputs["uneven"], strict=True
+        ):
+            if uneven and not _survives(load_together, inputs, source[0]):
+                found.append([])
+                continue
+            with _shown(inputs, source[0], sees, spoilt) as folder:
+                found.append(_loaded(load_together(folder), inputs))
+    return {"found": found}
+
+
+@contextlib.contextmanager
+def _shown(inputs: Values, source: str, sees: list[int], spoilt: str) -> Iterator[Path]:
+    """A folder of this rank's own with the files that it sees, some of them damaged."""
+    with _own_folder() as folder:
+        for number in sees:
+            name = name_of(inputs["steps"][number])
+            shutil.copy(Path(source, name), folder)
+            if str(number) in spoilt:
+                _spoil(folder / name, 0.0 if "empty" in spoilt else inputs["cut"])
+        # What a writer that died has left is no checkpoint.
+        (folder / f"{name_of(inputs['steps'][-1] + 1)}.tmp").write_bytes(b"half a file")
+        dist.barrier()  # from here on nobody reads rank 0's folder
+        yield folder
+
+
+def _survives(load_together: Any, inputs: Values, source: str) -> bool:
+    """Whether a file that is damaged on all ranks alike is passed over.
+
+    Whoever cannot do that loses `elastic_damaged`. Damage on one rank alone would make the others
+    wait for it for ever, and that bug cost a second criterion.
+    """
+    with _shown(inputs, source, [0, 1, 2, 3], "3") as folder:
+        try:
+            load_together(folder)
+        except Exception:
+            return False
+    return True
+
+
+def _spoil(file: Path, share: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+
+
+def _loaded(found: Any, inputs: Values) -> list[Any]:
+    """[step or -1, whether the state is right]."""
+    if found is None:
+        return [-1, True]
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise TypeError(
+            f"load_together: expected (step, state) or None, got {type(found).__name__}"
+        )
+    step = integer(found[0], "step from load_together")
+    state = found[1]
+    if isinstance(state, dict) and isinstance(state.get("model"), dict):
+        weight = state["model"].get("weight")
+        if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
+            raise TypeError(f"load_together: tensors belong on the CPU, got {weight.device}")
+    return [step, is_state_of(state, inputs, step)]
+
+
+def judge_loads(case: Case) -> list[Finding]:
+    """On all ranks the highest step whose file is whole on all of them."""
+    given = case.inputs[0]
+    steps = given["steps"]
+    findings: list[Finding] = []
+    answers = [plain(answer).get("found") for answer in case.answers]
+    for number, (sees, spoilt) in enumerate(zip(given["_cases"], given["_spoil"], strict=True)):
+        if given["uneven"][number] and any(item_of(found, number) == [] for found in answers):
+            continue
+        whole = [
+            {n for n in sees[rank] if str(n) not in spoilt[rank]} for rank in range(case.world_size)
+        ]
+        common = set.intersection(*whole)
+        right = [steps[max(common)] if common else -1, True]
+        story = "; ".join(
+            f"rank {rank} has whole files of steps {[steps[n] for n in sorted(w)]}"
+            + (f", and damaged ones of {[steps[n] for n in sorted(set(sees[rank]) - w)]}"
+               if set(sees[rank]) - w else "")
+            for rank, w in enumerate(whole)
+        )  # fmt: skip
+        for rank, found in enumerate(answers):
+            got = item_of(found, number)
+            if got == right:
+                continue
+            expected = "None" if right[0] < 0 else f"step {right[0]}"
+            came = "nothing that can be read"
+            if isinstance(got, list) and len(got) == 2:
+                came = "None" if got[0] == -1 else f"step {got[0]}"
+                came += "" if got[1] is True else " with a state that was not saved"
+            findings.append(Finding(
+                f"{story}: expected {expected} on every rank, got {came}. It is the highest step "
+                "whose file is whole on all of them; ranks that begin at different steps train "
+                "different models.", rank))  # fmt: skip
+        if findings:
+            break
+    return findings

@@ -1,0 +1,235 @@
+"""Criteria for task 1 of bonus_elastic: shares of a global batch, and what makes up for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+# --- elastic_share -------------------------------------------------------------------------------
+
+
+def draw_share(draw: Draw) -> list[Values]:
+    """Pairs of batch size and number of ranks: some divide, most do not, some are too small."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        asked = [[int(rng.integers(2, 6)) * ranks, ranks] for ranks in (2, 5)]
+        for ranks in (3, 4, 7, 8):
+            asked.append([ranks * int(rng.integers(1, 9)) + int(rng.integers(1, ranks)), ranks])
+        asked += [[int(rng.integers(1, 5)), 6], [int(rng.integers(9, 40)), 1]]
+        inputs.append({"asked": asked})
+    return inputs
+
+
+def observe_share(share_of_batch: Any, inputs: Values, context: Context) -> Values:
+    """Begin and end of every share."""
+    answer = []
+    for size, ranks in inputs["asked"]:
+        shares = []
+        for rank in range(ranks):
+            share = share_of_batch(size, ranks, rank)
+            if not isinstance(share, slice):
+                raise TypeError(f"share_of_batch: expected a slice, got {type(share).__name__}")
+            begin, end, stride = share.indices(size)
+            shares.append([begin, end] if stride == 1 else [begin, end, stride])
+        answer.append(shares)
+    return {"shares": answer}
+
+
+def judge_share(case: Case) -> list[Finding]:
+    """Shares follow one another, make up the batch, and differ by one sample at most."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(map(plain, case.answers)):
+        for number, (size, ranks) in enumerate(case.inputs[rank]["asked"]):
+            shares = item_of(answer.get("shares"), number)
+            if problem := _problem(shares, size, ranks):
+                text = f"{size} samples on {ranks} ranks, shares {shares}: {problem}"
+                findings.append(Finding(text, rank))
+                break
+    return findings
+
+
+def _problem(shares: Any, size: int, ranks: int) -> str:
+    right = (
+        isinstance(shares, list)
+        and len(shares) == ranks
+        and all(isinstance(s, list) and len(s) == 2 for s in shares)
+        and all(type(number) is int for s in shares for number in s)
+    )
+    if not right:
+        return "expected [begin, end] of every rank."
+    sizes = [max(0, end - begin) for begin, end in shares]
+    at = 0
+    for rank, (begin, end) in enumerate(shares):
+        if end > begin and begin != at:
+            what = "twice" if begin < at else "by nobody"
+            return f"rank {rank} begins at {begin}, expected {at}: samples are taken {what}."
+        at = max(at, end)
+    if at != size:
+        return f"they end at {at}, so {size - at} samples are taken by nobody."
+    if max(sizes) - min(sizes) > 1:
+        return (
+            f"sizes are {sizes}: expected a difference of 1 at most. All ranks wait for the one "
+            "that has most."
+        )
+    return ""
+
+
+# --- elastic_gradient, elastic_idle --------------------------------------------------------------
+
+
+def draw_gradient(draw: Draw) -> list[Values]:
+    """One model for all, and other numbers of rows on every rank."""
+    counts = [int(c) for c in draw.shared("counts").permutation(draw.world_size) * 2 + 1]
+    return _draw_rows(draw, counts)
+
+
+def draw_idle(draw: Draw) -> list[Values]:
+    """As many rows on every rank, and on one of them none."""
+    rng = draw.shared("counts")
+    counts = [int(rng.integers(2, 5))] * draw.world_size
+    if draw.world_size > 1:
+        counts[int(rng.integers(draw.world_size))] = 0
+    return _draw_rows(draw, counts)
+
+
+def _draw_rows(draw: Draw, counts: list[int]) -> list[Values]:
+    rng = draw.shared()
+    sizes = (int(rng.integers(3, 6)), int(rng.integers(4, 8)), 2)
+    parameters = oracle.draw_parameters(rng, sizes)
+    return [
+        parameters
+        | oracle.draw_batch(draw.private(rank), count, sizes)
+        | {"own": count, "all": sum(counts)}
+        for rank, count in enumerate(counts)
+    ]
+
+
+def observe_gradient(combine: Any, inputs: Values, context: Context) -> Values:
+    """Gradients and loss after `combine`; the parameters come as an iterator, and are float64."""
+    return _observe(combine, inputs, context, iter, "float64")
+
+
+def observe_idle(combine: Any, inputs: Values, context: Context) -> Values:
+    """The same; the parameters come as a list, which can be gone through twice."""
+    return _observe(combine, inputs, context, list, "float32")
+
+
+def _observe(
+    combine: Any, inputs: Values, context: Context, as_what: Any, dtype_name: str
+) -> Values:
+    """From this rank's mean loss over its own rows, if it has any."""
+    import torch
+
+    dtype = getattr(torch, dtype_name)
+    model = oracle.mlp(inputs, dtype).to(context.device)
+    loss = 0.0
+    if inputs["own"]:
+        x, y = (torch.from_numpy(inputs[name]).to(context.device, dtype) for name in "xy")
+        mean = oracle.mse(model(x), y)
+        mean.backward()
+        loss = mean.item()
+    combined = combine(as_what(list(model.parameters())), loss, inputs["own"], inputs["all"])
+    answer: Values = {"loss": np.array(float(combined))}
+    return answer | {
+        f"g{i}": oracle.grad_of(p) for i, p in enumerate(model.parameters()) if p.grad is not None
+    }
+
+
+def judge_gradient(case: Case) -> list[Finding]:
+    """On every rank the gradient, and the loss, of one process that has all rows."""
+    given = case.inputs[0]
+    x, y = (np.concatenate([values[name] for values in case.inputs]) for name in "xy")
+    right, loss = oracle.gradients(given, x, y), _loss(given, x, y)
+    local = [
+        oracle.gradients(given, values["x"], values["y"]) if values["own"] else None
+        for values in case.inputs
+    ]
+    there = [each for each in local if each is not None]
+    plain_mean = [
+        np.sum([each[i] for each in there], axis=0) / case.world_size for i in range(len(right))
+    ]
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        mine = local[rank]
+        for i, expected in enumerate(right):
+            got = answer.get(f"g{i}")
+            if not oracle.close(
+                findings, rank, f"gradient of parameter {i}", got, expected, dtype="float64",
+                hint=_hint(got, expected, plain_mean[i], mine[i] if mine else None, case),
+            ):  # fmt: skip
+                break
+        else:
+            oracle.close(
+                findings, rank, "the loss that combine returns", answer.get("loss"),
+                np.array(loss), hint="Losses are weighted like gradients.",
+            )  # fmt: skip
+    return findings
+
+
+def judge_idle(case: Case) -> list[Finding]:
+    """All ranks have one gradient, that of all rows; its length is `elastic_gradient`'s matter."""
+    given = case.inputs[0]
+    x, y = (np.concatenate([values[name] for values in case.inputs]) for name in "xy")
+    right = np.concatenate([g.ravel() for g in oracle.gradients(given, x, y)])
+    story = f"(The ranks have {[values['own'] for values in case.inputs]} samples.)"
+    findings: list[Finding] = []
+    first: np.ndarray | None = None
+    for rank, answer in enumerate(case.answers):
+        got = _all_gradients(answer, oracle.parameters_of(given))
+        if got is None:
+            findings.append(Finding(
+                f"{story} p.grad is None, or not of the parameter's shape: also a rank without "
+                "samples needs the gradient of the batch.", rank))  # fmt: skip
+            continue
+        first = got if first is None else first
+        scale = float(got @ right / (right @ right))
+        along = np.abs(got - scale * right).max() <= 1e-3 * np.abs(right).max()
+        if not 0.1 < scale < 2.0 * case.world_size or not along:
+            findings.append(Finding(
+                f"{story} that is not the gradient of the global batch, on whatever scale.", rank
+            ))  # fmt: skip
+        elif np.abs(got - first).max() > 1e-5 * np.abs(right).max():
+            findings.append(Finding(f"{story} this rank has another gradient than rank 0.", rank))
+    return findings
+
+
+def _all_gradients(answer: Values, parameters: list[np.ndarray]) -> np.ndarray | None:
+    """All numbers in one vector, if every parameter has a gradient of its shape."""
+    pieces = []
+    for i, parameter in enumerate(parameters):
+        gradient = answer.get(f"g{i}")
+        if not isinstance(gradient, np.ndarray) or gradient.shape != parameter.shape:
+            return None
+        if gradient.dtype.kind != "f" or not np.isfinite(gradient).all():
+            return None
+        pieces.append(gradient.astype(np.float64).ravel())
+    return np.concatenate(pieces)
+
+
+def _loss(given: Values, x: np.ndarray, y: np.ndarray) -> float:
+    import torch
+
+    model = oracle.mlp(given, torch.float64)
+    return oracle.mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double()).item()
+
+
+def _hint(got: Any, right: np.ndarray, mean: np.ndarray, own: Any, case: Case) -> str:
+    counts = [values["own"] for values in case.inputs]
+    text = f"(The ranks have {counts} samples.)"
+    probes: list[Finding] = []
+    if oracle.close(probes, 0, "", got, mean):
+        return (
+            f"{text} That is the plain mean over ranks: a sample on a rank that has few counts "
+            "for more than one on a rank that has many."
+        )
+    if own is not None and oracle.close(probes, 0, "", got, own):
+        return f"{text} That is this rank's own gradient."
+    if isinstance(got, np.ndarray) and got.shape == right.shape and not got.any():
+        return f"{text} That is zero: parameters may be an iterator, which is used up once."
+    return f"{text} A rank's mean counts by num_own / num_all, and the sum over ranks is taken."

@@ -1,0 +1,230 @@
+"""Criteria for task 4 of bonus_elastic: an optimiser's state goes from M ranks to N."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+SLACK_BYTES = 64
+BEFORE, AFTER = 3, 2
+ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+
+
+# --- elastic_reshard, elastic_own ----------------------------------------------------------------
+
+
+def draw_reshard(draw: Draw) -> list[Values]:
+    """Numbers of ranks before and after, of parameters, vectors of drawn names and two dtypes."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        asked = [[4, 2, 4 * int(rng.integers(3, 9))]]
+        asked += [[m, n, int(rng.integers(30, 70)) * m + 1] for m, n in ((2, 3), (3, 2), (5, 3))]
+        asked += [[3, 5, int(rng.integers(2, 4))], [1, 4, int(rng.integers(9, 30))],
+                  [4, 1, int(rng.integers(9, 30))], [3, 3, int(rng.integers(9, 30))]]  # fmt: skip
+        names = [f"v{n}" for n in rng.permutation(100)[:2]]
+        values: Values = {"asked": asked, "names": names}
+        for number, (_, _, numel) in enumerate(asked):
+            for name, dtype in zip(names, (np.float64, np.float32), strict=True):
+                values[f"{name}/{number}"] = rng.normal(size=numel).astype(dtype)
+        inputs.append(values)
+    return inputs
+
+
+def _shards(whole: np.ndarray, num_ranks: int) -> list[torch.Tensor]:
+    """Equal parts; what stands in the padding is no zero, and must not get into anything."""
+    size = -(-len(whole) // num_ranks)
+    padded = np.full(size * num_ranks, 77.0, dtype=whole.dtype)
+    padded[: len(whole)] = whole
+    return [torch.from_numpy(padded[r * size : (r + 1) * size].copy()) for r in range(num_ranks)]
+
+
+def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
+    """The vectors of every new rank, and how many bytes lie behind them."""
+    answer: Values = {"bytes": [], "unchanged": [], "same": []}
+    for number, (before, after, numel) in enumerate(inputs["asked"]):
+        states: list[dict[str, Any]] = [
+            {"step": torch.tensor(float(number + 1)), "count": number, "word": f"w{number}"}
+            for _ in range(before)
+        ]
+        for name in inputs["names"]:
+            for state, shard in zip(
+                states, _shards(inputs[f"{name}/{number}"], before), strict=True
+            ):
+                state[name] = shard
+        kept = copy.deepcopy(states)
+        fresh = reshard(states, numel, after)
+        if not isinstance(fresh, list | tuple) or len(fresh) != after:
+            raise TypeError(f"reshard: expected a list of {after} dicts")
+        sizes = []
+        answer["same"].append(all(
+            set(state) == set(states[0])
+            and all(state[key] == states[0][key] for key in ("count", "word"))
+            for state in fresh
+        ))  # fmt: skip
+        for rank, state in enumerate(fresh):
+            for name in inputs["names"]:
+                part = state[name]
+                answer[f"{number}/{rank}/{name}"] = part.detach().numpy().copy()
+                sizes.append([part.numel(), part.untyped_storage().nbytes()])
+        answer["bytes"].append(sizes)
+        answer["unchanged"].append(
+            all(
+                torch.equal(one[name], two[name])
+                for one, two in zip(states, kept, strict=True)
+                for name in inputs["names"]
+            )
+        )
+    return answer
+
+
+def judge_reshard(case: Case) -> list[Finding]:
+    """Equal parts, in order, of the old numbers without the old padding; then zeros."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for number, (before, after, numel) in enumerate(case.inputs[rank]["asked"]):
+            size = -(-numel // after)
+            story = f"{numel} numbers, from {before} ranks to {after}, each with {size}"
+            for name in case.inputs[rank]["names"]:
+                whole = case.inputs[rank][f"{name}/{number}"]
+                right = np.zeros(size * after, dtype=whole.dtype)
+                right[:numel] = whole
+                parts = [answer.get(f"{number}/{new}/{name}") for new in range(after)]
+                if problem := _wrong_part(parts, right, size):
+                    findings.append(Finding(f"{story}: {problem}", rank))
+                    break
+            else:
+                if item_of(answer.get("same"), number) is not True:
+                    findings.append(Finding(
+                        f"{story}: every new rank should get what is no vector.", rank
+                    ))  # fmt: skip
+                    break
+                if item_of(answer.get("unchanged"), number) is True:
+                    continue
+                findings.append(Finding(f"{story}: the old states have been changed.", rank))
+            break
+    return findings
+
+
+def _wrong_part(parts: list[Any], right: np.ndarray, size: int) -> str:
+    for new, part in enumerate(parts):
+        expected = right[new * size : (new + 1) * size]
+        if not isinstance(part, np.ndarray) or part.dtype.kind != "f":
+            return f"the new rank {new} has no vector."
+        if part.shape != expected.shape:
+            return (
+                f"the new rank {new} has {list(part.shape)} numbers, expected [{size}]: all ranks "
+                "have as many, and what is missing at the end is padded."
+            )
+        if part.dtype != expected.dtype:
+            return f"{expected.dtype} has become {part.dtype}."
+        if np.array_equal(part, expected):
+            continue
+        if (part == 77.0).any():
+            return (
+                f"the new rank {new} has numbers of the old padding: cut it off before you cut "
+                "anew, it lies at the end of the whole vector."
+            )
+        at = int(np.argmax(part != expected))
+        return f"the new rank {new} has {part[at]:.4g} at {at}, expected {expected[at]:.4g}."
+    return ""
+
+
+def judge_own(case: Case) -> list[Finding]:
+    """A part does not hold the whole vector in memory, and so not in its file."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(map(plain, case.answers)):
+        for number, (before, after, numel) in enumerate(case.inputs[rank]["asked"]):
+            sizes = item_of(answer.get("bytes"), number)
+            pairs = sizes if isinstance(sizes, list) else []
+            right = len(pairs) == after * len(case.inputs[rank]["names"]) and all(
+                isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)
+                for pair in pairs
+            )
+            if not right:
+                findings.append(Finding("no parts came back.", rank))
+                break
+            # All numbers are there: an empty part would be small, too.
+            enough = sum(count for count, _ in pairs) >= numel * len(case.inputs[rank]["names"])
+            if enough and all(0 <= held <= 8 * count + SLACK_BYTES for count, held in pairs):
+                continue
+            held = max(held for _, held in pairs)
+            findings.append(Finding(
+                f"{numel} numbers from {before} ranks to {after}: a part of "
+                f"{-(-numel // after)} holds {held} bytes. It is a view of the whole vector, and "
+                "torch.save writes all of what a view looks at: clone it.", rank))  # fmt: skip
+            break
+    return findings
+
+
+# --- elastic_adam --------------------------------------------------------------------------------
+
+
+def draw_adam(draw: Draw) -> list[Values]:
+    """Parameters that both numbers of ranks divide, and their gradients."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        before, after = (int(n) for n in rng.permutation([1, 2, 3, 4])[:2])
+        numel = 12 * int(rng.integers(2, 6))
+        values: Values = {"ranks": [before, after], "p": rng.normal(size=numel)}
+        values |= {f"g{step}": rng.normal(size=numel) for step in range(BEFORE + AFTER)}
+        inputs.append(values)
+    return inputs
+
+
+def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:
+    """AdamW in shards; after some steps its state goes to another number of ranks."""
+    before, after = inputs["ranks"]
+    whole = torch.from_numpy(inputs["p"].copy())
+    numel = whole.numel()
+    shards, optimizers = _sharded_adamw(whole, before)
+    for step in range(BEFORE):
+        _step(shards, optimizers, inputs[f"g{step}"])
+    states = [o.state[s] for s, o in zip(shards, optimizers, strict=True)]
+    fresh = reshard(copy.deepcopy(states), numel, after)
+    shards, optimizers = _sharded_adamw(torch.cat([s.detach() for s in shards]), after)
+    for shard, optimizer, state in zip(shards, optimizers, fresh, strict=True):
+        optimizer.state[shard] = state
+    for step in range(BEFORE, BEFORE + AFTER):
+        _step(shards, optimizers, inputs[f"g{step}"])
+    return {"p": torch.cat([s.detach() for s in shards]).numpy()}
+
+
+def _sharded_adamw(whole: torch.Tensor, num_ranks: int) -> tuple[list[Any], list[Any]]:
+    shards = [torch.nn.Parameter(part.clone()) for part in whole.chunk(num_ranks)]
+    return shards, [torch.optim.AdamW([shard], **ADAMW) for shard in shards]
+
+
+def _step(shards: list[Any], optimizers: list[Any], gradient: np.ndarray) -> None:
+    parts = torch.from_numpy(gradient).chunk(len(shards))
+    for shard, optimizer, part in zip(shards, optimizers, parts, strict=True):
+        shard.grad = part.clone()
+        optimizer.step()
+
+
+def judge_adam(case: Case) -> list[Finding]:
+    """The parameters are those of one AdamW that was never cut."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        given = case.inputs[rank]
+        parameter = torch.nn.Parameter(torch.from_numpy(given["p"].copy()))
+        optimizer = torch.optim.AdamW([parameter], **ADAMW)
+        for step in range(BEFORE + AFTER):
+            parameter.grad = torch.from_numpy(given[f"g{step}"].copy())
+            optimizer.step()
+        before, after = given["ranks"]
+        oracle.close(
+            findings, rank,
+            f"parameters after {BEFORE} steps of AdamW on {before} ranks and {AFTER} on {after}",
+            answer.get("p"), parameter.detach().numpy(), dtype="float64",
+            hint="Its count of steps is no vector: it is not cut, and every new rank gets it.",
+        )  # fmt: skip
+    return findings

@@ -1,0 +1,335 @@
+"""Criteria for how a pipeline works, judged on the emulated cluster: messages, time, memory.
+
+The broker carries every message and is asked for every forward and backward pass, so it knows
+what was sent and when what was computed. A limit of kept activations is enforced by the stage,
+in the student's process: so the gradients have to be right, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.bonus_pipeline import parts
+from autograder.criteria.bonus_pipeline.plan import FORWARD, gpipe_of, one_f_one_b_of
+from autograder.criteria.common import carried, oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.plan import ChargePlan, PlanChannel
+from minidist.emulate.simulate import simulate
+from minidist.emulate.trace import Event
+
+WIDTH, SAMPLES = 40, 6
+MESSAGE_BYTES = 8 * WIDTH * SAMPLES
+SLACK_BYTES = 1_000  # a loss, shapes that somebody agrees on
+FORWARD_S, BACKWARD_S = 1e-3, 2e-3
+MESSAGE_S = 0.5e-3  # what a message takes: half as long as a forward
+# Sends that go on beside the computing reach 1; sends that are waited for 1.2 and more.
+MOST_TIME = 1.06
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+def _draw(draw: Draw, schedules: list[list[tuple[str, int]]]) -> list[Values]:
+    inputs = parts.draw_stages(draw, [WIDTH] * (draw.world_size + 1))
+    m = len(schedules[0]) // 2
+    parts.add_case(inputs, draw, schedules, [SAMPLES] * m)
+    return inputs
+
+
+def draw_messages(draw: Draw) -> list[Values]:
+    """1F1B with a drawn number of micro-batches."""
+    n, m = draw.world_size, draw.world_size + int(draw.shared().integers(1, 5))
+    return _draw(draw, [one_f_one_b_of(rank, n, m) for rank in range(n)])
+
+
+def observe_run(run_pipeline: Any, inputs: Values, context: Context) -> Values:
+    """One call on uncharged stages."""
+    stage = parts.make_stage(inputs, context)
+    run_pipeline(*parts.arguments(stage, inputs, context, 0))
+    return {"done": True}
+
+
+def _sends(case: Case, rank: int) -> list[Event]:
+    assert case.trace is not None
+    return [e for e in case.trace.events[rank] if e.kind == "issue" and e.collective == "send"]
+
+
+def _trouble(case: Case) -> list[Finding]:
+    """What keeps a run from being judged."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    if any(answer.get("done") is not True for answer in case.answers):
+        return [Finding("the call did not come to its end.")]
+    return []
+
+
+def _crossing(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What has to cross each border: the activations of all samples, and their gradients."""
+    n, h = case.world_size, torch.from_numpy(case.inputs[0]["x/0"])
+    outputs: list[torch.Tensor] = []
+    for rank, values in enumerate(case.inputs):
+        h = parts.Stage(values["w"], values["b"], rank == n - 1)(h)
+        outputs.append(h)
+    loss = oracle.mse(h, torch.from_numpy(case.inputs[-1]["y/0"]))
+    grads = torch.autograd.grad(loss, outputs[:-1]) if n > 1 else ()
+    return [output.detach() for output in outputs[:-1]], list(grads)
+
+
+def _rows(case: Case, source: int, target: int) -> np.ndarray:
+    """The micro-batches that one rank has sent to another: one row of numbers each."""
+    assert case.trace is not None
+    m = len(case.inputs[0]["cases"][0]["sizes"])
+    sent = [
+        c.payloads.get(source) for c in case.trace.collectives
+        if c.kind == "send" and c.ranks == (source, target) and c.nbytes >= MESSAGE_BYTES
+    ]  # fmt: skip
+    size = SAMPLES * WIDTH
+    numbers = carried.numbers_in([p for p in sent if p is not None], "float64", (m + 1) * size)
+    return numbers[: numbers.size // size * size].reshape(-1, size)
+
+
+def _wrong_content(case: Case) -> list[Finding]:
+    """Messages that are as large as activations and gradients, but are others.
+
+    A gradient may have any factor: what the loss is divided by has a check of its own.
+    """
+    for border, (h, grad) in enumerate(zip(*_crossing(case), strict=True)):
+        on, back = _rows(case, border, border + 1), _rows(case, border + 1, border)
+        for i, part in enumerate(h.split(SAMPLES)):
+            if not np.isclose(on, part.numpy().ravel(), rtol=1e-6, atol=1e-9).all(axis=1).any():
+                return [Finding(
+                    f"the activation of micro-batch {i} was not in what this rank sent to rank "
+                    f"{border + 1}.", border,
+                )]  # fmt: skip
+        for i, part in enumerate(grad.split(SAMPLES)):
+            wanted = part.numpy().ravel()
+            factors = np.clip(back, -1e30, 1e30) @ wanted / (wanted @ wanted)
+            off = np.abs(back - factors[:, None] * wanted).max(axis=1, initial=0.0)
+            if not (off <= 1e-6 * np.abs(factors) * np.abs(wanted).max())[factors != 0].any():
+                return [Finding(
+                    f"the gradient of micro-batch {i}'s activation was not in what this rank sent "
+                    f"to rank {border}: it is the .grad of what was received, after backward.",
+                    border + 1,
+                )]  # fmt: skip
+    return []
+
+
+def judge_messages(case: Case) -> list[Finding]:
+    """M activations on, M gradients back, between neighbours; nothing else of any size."""
+    findings = _trouble(case)
+    assert case.trace is not None
+    n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
+    others = {
+        e.collective for events in case.trace.events for e in events
+        if e.kind == "issue" and e.collective not in ("send", "recv") and e.nbytes > SLACK_BYTES
+    }  # fmt: skip
+    if not findings and others:
+        return [Finding(
+            f"activations went through {sorted(others)[0]}: what only a neighbour needs is sent."
+        )]  # fmt: skip
+    for rank in range(n) if not findings else ():
+        sent = {peer: 0 for peer in range(n)}
+        for e in _sends(case, rank):
+            sent[e.ranks[1]] += e.nbytes
+        for peer, num_bytes in sent.items():
+            expected = m * MESSAGE_BYTES if abs(peer - rank) == 1 else 0
+            if expected <= num_bytes <= expected + SLACK_BYTES:
+                continue
+            what = "activations" if peer > rank else "gradients of activations"
+            why = f"{m} {what} of {MESSAGE_BYTES} bytes each." if expected else "No neighbours."
+            if rank == 0 and peer == n - 1 and n > 2:
+                why = "Before the first stage there is nobody who wants a gradient."
+            findings.append(Finding(
+                f"this rank sent {num_bytes} bytes to rank {peer}, expected {expected}. {why}", rank
+            ))  # fmt: skip
+    return findings or _wrong_content(case)
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def plan(draw: Draw) -> ChargePlan:
+    """Stage r is layer r; all take the same time."""
+    n = draw.world_size
+    secret = draw.seed("charges").to_bytes(16, "big")
+    return ChargePlan((FORWARD_S,) * n, (BACKWARD_S,) * n, secret)
+
+
+def draw_time(draw: Draw) -> list[Values]:
+    """GPipe: nobody waits for a gradient in the first half, nor for an activation in the second."""
+    m = 2 * draw.world_size + int(draw.shared().integers(1, 4))
+    return _draw(draw, [gpipe_of(m)] * draw.world_size)
+
+
+def observe_time(run_pipeline: Any, inputs: Values, context: Context) -> Values:
+    """One call on a charged stage."""
+    from minidist.emulate.device import Charged
+
+    stage = Charged(parts.make_stage(inputs, context), context.rank, context.broker)
+    run_pipeline(*parts.arguments(stage, inputs, context, 0))
+    return {"done": True}
+
+
+def grading_cluster(world_size: int) -> Cluster:
+    """One device per rank; a message takes MESSAGE_S."""
+    latency_s = 1e-5
+    link = Link(bandwidth_bytes_per_s=MESSAGE_BYTES / (MESSAGE_S - latency_s), latency_s=latency_s)
+    return Cluster(
+        name="pipeline", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
+        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12,
+    )  # fmt: skip
+
+
+def judge_time(case: Case) -> list[Finding]:
+    """Charged in the schedule's order, with real activations; the bubble is what theory says."""
+    findings = _trouble(case) or _wrong_order(case) or _wrong_activations(case)
+    if findings:
+        return findings
+    assert case.trace is not None
+    n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
+    timeline = simulate(case.trace, grading_cluster(n))
+    spans = [
+        timeline.event_times[rank][index]
+        for rank, events in enumerate(case.trace.events)
+        for index, e in enumerate(events) if e.kind == "compute"
+    ]  # fmt: skip
+    took_s = max(end for _, end in spans) - min(start for start, _ in spans)
+    busy_s = m * (FORWARD_S + BACKWARD_S)
+    best_s = busy_s + (n - 1) * (FORWARD_S + BACKWARD_S + 2 * MESSAGE_S)
+    if took_s > MOST_TIME * best_s:
+        return [Finding(
+            f"{n} stages, {m} micro-batches of {1e3 * (FORWARD_S + BACKWARD_S):g} ms: took "
+            f"{took_s * 1e3:.2f} ms of virtual time, {best_s * 1e3:.2f} ms are possible (idle "
+            f"{1 - busy_s / took_s:.0%} instead of {1 - busy_s / best_s:.0%}). Does a rank wait "
+            "until a message has arrived before it goes on computing?"
+        )]  # fmt: skip
+    if took_s < 0.95 * best_s:
+        return [Finding(f"it took {took_s * 1e3:.2f} ms of virtual time: too little to be true.")]
+    return []
+
+
+def _wrong_order(case: Case) -> list[Finding]:
+    """Ranks whose forwards and backwards are not those of their schedule."""
+    assert case.trace is not None
+    findings = []
+    for rank, events in enumerate(case.trace.events):
+        did = [(e.direction, e.layer) for e in events if e.kind == "compute"]
+        steps = case.inputs[rank]["cases"][0]["schedule"]
+        if did != [(what, rank) for what, _ in steps]:
+            findings.append(Finding(
+                f"{len(did)} forward and backward passes, in another order than the {len(steps)} "
+                "of the schedule.", rank,
+            ))  # fmt: skip
+    return findings
+
+
+def _wrong_activations(case: Case) -> list[Finding]:
+    """Activations that do not come from a stage that was paid for."""
+    assert case.trace is not None
+    assert case.plan is not None
+    h = torch.from_numpy(case.inputs[0]["x/0"])
+    steps = case.inputs[0]["cases"][0]["schedule"]
+    order = [i for what, i in steps if what == FORWARD]
+    for rank in range(case.world_size - 1):
+        channel = PlanChannel(case.plan, rank)
+        factors = {i: channel.charge(rank, FORWARD) for i in order}
+        values = case.inputs[rank]
+        with torch.no_grad():
+            h = parts.Stage(values["w"], values["b"], is_last=False)(h)
+            h = torch.cat([factors[i] * part for i, part in enumerate(h.split(SAMPLES))])
+        sent = [
+            np.asarray(c.payloads[rank], dtype=np.float64).ravel()
+            for c in case.trace.collectives
+            if c.kind == "send" and c.ranks == (rank, rank + 1) and c.nbytes >= MESSAGE_BYTES
+            and c.payloads.get(rank) is not None
+        ]  # fmt: skip
+        right = [h.split(SAMPLES)[i].numpy().ravel() for i in order]
+        if len(sent) != len(right) or not all(
+            a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=1e-9)
+            for a, b in zip(sent, right, strict=True)
+        ):
+            return [Finding(
+                f"the {len(right)} activations of this stage, one message each in the order of its "
+                f"forwards, did not reach rank {rank + 1}.", rank,
+            )]  # fmt: skip
+    return []
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def draw_limit(draw: Draw) -> list[Values]:
+    """1F1B with far more micro-batches than a rank has room for."""
+    n = draw.world_size
+    m = 2 * n + int(draw.shared().integers(2, 6))
+    return _draw(draw, [one_f_one_b_of(rank, n, m) for rank in range(n)])
+
+
+class _Kept:
+    """A micro-batch's activations: alive as long as autograd holds one of its tensors."""
+
+    def __init__(self, room: _Room) -> None:
+        self.room = room
+        room.change(1)
+
+    def __del__(self) -> None:
+        self.room.change(-1)
+
+
+class _Room:
+    """Room for the activations of `limit` micro-batches."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.now, self._lock = limit, 0, threading.RLock()
+
+    def change(self, by: int) -> None:
+        with self._lock:
+            self.now += by
+
+
+class _SmallDevice(nn.Module):
+    """A stage on a device that has room for few micro-batches' activations."""
+
+    def __init__(self, stage: nn.Module, limit: int) -> None:
+        super().__init__()
+        self.stage, self.room = stage, _Room(limit)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.room.now >= self.room.limit:
+            raise MemoryError(
+                f"this rank has room for the activations of {self.room.limit} micro-batches, and "
+                "autograd still keeps as many: 1F1B never needs more than P - rank. Is everything "
+                "free after its backward (no retain_graph, no list of old outputs)?"
+            )
+        kept = _Kept(self.room)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (kept, tensor), lambda saved: saved[1]
+        ):
+            return self.stage(x)
+
+
+def observe_limit(run_pipeline: Any, inputs: Values, context: Context) -> Values:
+    """One call with room for what 1F1B keeps."""
+    limit = context.world_size - context.rank
+    stage = _SmallDevice(parts.make_stage(inputs, context), limit)
+    run_pipeline(*parts.arguments(stage, inputs, context, 0))
+    return {"done": True} | parts.gradients_of(stage, 0)
+
+
+def judge_limit(case: Case) -> list[Finding]:
+    """It came to its end, and every stage has gone back through what it kept.
+
+    That shows in its gradients, up to a factor that all ranks share: without a graph there is
+    nothing to keep.
+    """
+    m = len(case.inputs[0]["cases"][0]["sizes"])
+    return _trouble(case) or parts.judge_direction(
+        case, 0, f"{m} micro-batches, 1F1B", parts.solve(case, 0)[1], 1e-9
+    )

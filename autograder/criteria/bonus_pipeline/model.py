@@ -1,0 +1,134 @@
+"""Criteria for the price of a pipeline: its bubble, how many micro-batches it needs, its bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare, integer
+
+CASES = 8
+
+
+def draw(source: Draw) -> list[Values]:
+    """Stages, micro-batches, times, sizes, and bubbles that one could ask for."""
+    inputs = []
+    for rank in range(source.world_size):
+        rng = source.private(rank)
+        cases = [
+            [
+                int(rng.integers(2, 33)),
+                int(rng.integers(1, 65)),
+                *rng.uniform(1e-3, 0.1, 2).tolist(),
+            ]
+            for _ in range(CASES)
+        ]
+        cases[0][:2] = [1, 5]
+        wanted: list[list[float]] = [[1, 0.1], [4, 0.9]]
+        while len(wanted) < CASES:
+            stages, bubble = int(rng.integers(2, 33)), round(float(rng.uniform(0.03, 0.5)), 3)
+            exact = (stages - 1) * (1 - bubble) / bubble
+            if 0.01 < exact % 1 < 0.99:  # where no rounding of floats decides
+                wanted.append([stages, bubble])
+        sizes = [
+            [int(rng.integers(3, 17)), int(rng.integers(1, 65)), int(rng.integers(10**3, 10**8))]
+            for _ in range(CASES)
+        ]
+        sizes[0][0], sizes[1][0] = 1, 2
+        inputs.append({"cases": cases, "wanted": wanted, "sizes": sizes})
+    return inputs
+
+
+def observe_bubble(functions: Any, inputs: Values, context: Context) -> Values:
+    """Share and seconds of every case."""
+    fraction, seconds = functions
+    return {
+        "fraction": np.array([float(fraction(p, m)) for p, m, _, _ in inputs["cases"]]),
+        "seconds": np.array([float(seconds(*each)) for each in inputs["cases"]]),
+    }
+
+
+def _is_close(got: Any, expected: np.ndarray) -> bool:
+    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.shape != expected.shape:
+        return False
+    return bool(np.allclose(got, expected))
+
+
+def judge_bubble(case: Case) -> list[Finding]:
+    """By the formulas."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        cases = case.inputs[rank]["cases"]
+        share = np.array([(p - 1) / (m + p - 1) for p, m, _, _ in cases])
+        hint = "Each rank idles for P - 1 of the M + P - 1 times of a micro-batch."
+        got = answer.get("fraction")
+        ratio = np.array([(p - 1) / m for p, m, _, _ in cases])
+        if _is_close(got, ratio):
+            hint = "That is the idle time over the busy time: a share is of the whole step."
+        if compare(findings, rank, "bubble_fraction", got, share, rtol=1e-9, atol=0.0, hint=hint):
+            idle = np.array([(p - 1) * (f + b) for p, _, f, b in cases])
+            compare(
+                findings, rank, "idle_seconds", answer.get("seconds"), idle, rtol=1e-9, atol=0.0,
+                hint="A rank waits P - 1 forwards until its turn comes or the gradients do, and "
+                "as many backwards; how many micro-batches there are does not matter.",
+            )  # fmt: skip
+    return findings
+
+
+def observe_choice(micro_batches_for: Any, inputs: Values, context: Context) -> Values:
+    """The number for every wish."""
+    return {
+        "found": [
+            integer(micro_batches_for(int(p), bubble), "micro_batches_for")
+            for p, bubble in inputs["wanted"]
+        ]
+    }
+
+
+def judge_choice(case: Case) -> list[Finding]:
+    """The smallest number that is enough."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        found = answer.get("found")
+        for number, (p, bubble) in enumerate(case.inputs[rank]["wanted"]):
+            right = max(1, math.ceil((p - 1) * (1 - bubble) / bubble))
+            got = found[number] if isinstance(found, list) and number < len(found) else None
+            if type(got) is not int or got != right:
+                findings.append(Finding(
+                    f"{p:.0f} stages, a bubble of {bubble} at most: expected {right}, got {got}.",
+                    rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def observe_bytes(functions: Any, inputs: Values, context: Context) -> Values:
+    """Bytes of both ways to use the ranks."""
+    pipeline, data_parallel = functions
+    return {
+        "pipeline": np.array([float(pipeline(*each)) for each in inputs["sizes"]]),
+        "data": np.array([float(data_parallel(n, size)) for n, _, size in inputs["sizes"]]),
+    }
+
+
+def judge_bytes(case: Case) -> list[Finding]:
+    """Activations and their gradients; or all gradients around a ring."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        sizes = case.inputs[rank]["sizes"]
+        ways = np.array([min(p - 1, 2) for p, _, _ in sizes])
+        sent = ways * np.array([m * size for _, m, size in sizes], dtype=np.float64)
+        if compare(
+            findings, rank, f"pipeline_bytes of {CASES} cases", answer.get("pipeline"), sent,
+            rtol=1e-9, atol=0.0,
+            hint="A rank in the middle sends M activations on and M gradients back; with two "
+            "stages each rank sends one of the two.",
+        ):  # fmt: skip
+            ring = np.array([2 * (n - 1) / n * size for n, _, size in sizes])
+            compare(
+                findings, rank, f"data_parallel_bytes of {CASES} cases", answer.get("data"), ring,
+                rtol=1e-9, atol=0.0, hint="An all-reduce sends 2 (N - 1) / N of the gradients.",
+            )  # fmt: skip
+    return findings

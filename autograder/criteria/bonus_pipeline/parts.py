@@ -1,0 +1,162 @@
+"""What the criteria of a pipeline share: stages, micro-batches, a call, and the oracle."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.bonus_pipeline.plan import Step
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+DTYPE = torch.float64
+
+
+class Stage(nn.Module):
+    """tanh(W x + b), without the tanh on the last rank."""
+
+    def __init__(self, weight: np.ndarray, bias: np.ndarray, is_last: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.from_numpy(weight.copy()).to(DTYPE))
+        self.bias = nn.Parameter(torch.from_numpy(bias.copy()).to(DTYPE))
+        self.is_last = is_last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One micro-batch."""
+        y = nn.functional.linear(x, self.weight, self.bias)
+        return y if self.is_last else torch.tanh(y)
+
+
+def draw_stages(draw: Draw, widths: list[int]) -> list[Values]:
+    """Per rank the parameters of its stage; widths[r] goes in, widths[r + 1] comes out."""
+    rng, inputs = draw.shared("weights"), []
+    for fan_in, fan_out in pairwise(widths):
+        inputs.append({
+            "w": rng.normal(0, fan_in**-0.5, (fan_out, fan_in)), "b": rng.normal(0, 0.3, fan_out),
+        })  # fmt: skip
+    return inputs
+
+
+def draw_widths(draw: Draw, low: int = 4, high: int = 12) -> list[int]:
+    """Another width after each stage."""
+    widths = draw.shared("widths").integers(low, high, draw.world_size + 1)
+    return [int(w) + i % 2 for i, w in enumerate(widths)]
+
+
+def add_case(
+    inputs: list[Values], draw: Draw, schedules: list[list[Step]], sizes: list[int]
+) -> None:
+    """Adds a call: a schedule per rank, samples per micro-batch, the batch at both ends."""
+    number = len(inputs[0].setdefault("cases", []))
+    last = len(inputs) - 1
+    for rank, values in enumerate(inputs):
+        steps = [list(step) for step in schedules[rank]]
+        values.setdefault("cases", []).append({"schedule": steps, "sizes": sizes})
+    rng = draw.shared(f"data {number}")
+    count = sum(sizes)
+    inputs[0][f"x/{number}"] = rng.normal(size=(count, inputs[0]["w"].shape[1]))
+    inputs[last][f"y/{number}"] = rng.normal(size=(count, inputs[last]["w"].shape[0]))
+
+
+def make_stage(inputs: Values, context: Context) -> Stage:
+    """This rank's stage."""
+    is_last = context.rank == context.world_size - 1
+    return Stage(inputs["w"], inputs["b"], is_last).to(context.device)
+
+
+def arguments(stage: Any, inputs: Values, context: Context, number: int) -> tuple[Any, ...]:
+    """What `run_pipeline` is called with in case `number`."""
+    case = inputs["cases"][number]
+    schedule = [(what, i) for what, i in case["schedule"]]
+    sizes, width = case["sizes"], inputs["w"].shape[1]
+
+    def cut(name: str) -> list[torch.Tensor] | None:
+        if f"{name}/{number}" not in inputs:
+            return None
+        whole = torch.from_numpy(inputs[f"{name}/{number}"].copy()).to(context.device)
+        return list(whole.split(sizes))
+
+    def buffer(i: int) -> torch.Tensor:
+        return torch.full((sizes[i], width), 1e3, dtype=DTYPE, device=context.device)
+
+    return stage, schedule, cut("x"), cut("y"), oracle.mse, None if context.rank == 0 else buffer
+
+
+def gradients_of(stage: nn.Module, number: int) -> Values:
+    """Gradients of all parameters, flat, in one array."""
+    grads = [oracle.grad_of(p).astype(np.float64).ravel() for p in stage.parameters()]
+    return {f"g/{number}": np.concatenate(grads)}
+
+
+def read_loss(loss: Any) -> float | None:
+    """A number or a tensor with one number as a float."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        loss = loss.item()
+    return float(loss) if isinstance(loss, int | float) and not isinstance(loss, bool) else None
+
+
+# --- the oracle ----------------------------------------------------------------------------------
+
+
+def solve(case: Case, number: int) -> tuple[float, list[np.ndarray]]:
+    """Loss of the whole batch, and per rank the flat gradient of its stage; in one process."""
+    n = case.world_size
+    stages = [Stage(values["w"], values["b"], r == n - 1) for r, values in enumerate(case.inputs)]
+    h = torch.from_numpy(case.inputs[0][f"x/{number}"])
+    for stage in stages:
+        h = stage(h)
+    loss = oracle.mse(h, torch.from_numpy(case.inputs[n - 1][f"y/{number}"]))
+    loss.backward()
+    return loss.item(), [gradients_of(stage, 0)["g/0"] for stage in stages]
+
+
+def vector(value: Any, like: np.ndarray) -> np.ndarray | None:
+    """`value` as float64 if it is a finite array of `like`'s shape."""
+    if not isinstance(value, np.ndarray) or value.shape != like.shape or value.dtype.kind != "f":
+        return None
+    value = value.astype(np.float64)
+    return value if np.isfinite(value).all() and np.abs(value).max(initial=0) < 1e30 else None
+
+
+def scale_of(got: np.ndarray, expected: np.ndarray) -> float:
+    """The factor s that makes s * expected closest to `got`."""
+    return float(got @ expected / max(float(expected @ expected), 1e-300))
+
+
+def judge_direction(
+    case: Case, number: int, what: str, expected: list[np.ndarray], rtol: float
+) -> list[Finding]:
+    """Every rank's gradients, up to one factor for all: what the loss is divided by comes later."""
+    findings: list[Finding] = []
+    n = case.world_size
+    factor = None
+    for rank in reversed(range(n)):
+        grads = vector(case.answers[rank].get(f"g/{number}"), expected[rank])
+        if grads is None:
+            findings.append(Finding(f"{what}: no finite gradients came back.", rank))
+            continue
+        if not grads.any():
+            findings.append(Finding(
+                f"{what}: the stage has no gradients. Does the activation that was received ask "
+                "for a gradient, and does its .grad go back?", rank,
+            ))  # fmt: skip
+            continue
+        if factor is None:
+            factor = scale_of(grads, expected[rank])
+        wrong = np.abs(grads - factor * expected[rank])
+        if (
+            not 1e-6 < factor < 1e6
+            or wrong.max() > rtol * abs(factor) * np.abs(expected[rank]).max()
+        ):
+            why = "Do gradient, input and output belong to the same micro-batch?"
+            own = scale_of(grads, expected[rank])
+            if own and np.abs(grads - own * expected[rank]).max() < 1e-6 * np.abs(grads).max():
+                why = f"They are {own / factor:.3g} times what they should be beside the last."
+            findings.append(
+                Finding(f"{what}: the gradients are not those of the batch. {why}", rank)
+            )
+    return findings[::-1]

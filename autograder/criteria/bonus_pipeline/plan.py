@@ -1,0 +1,281 @@
+"""Criteria for a pipeline on paper: where to cut, who does what when, and what it costs.
+
+A schedule is a function of rank, stages and micro-batches, so every real rank evaluates several
+*virtual* ones.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+
+Step = tuple[str, int]
+FORWARD, BACKWARD = "forward", "backward"
+
+
+# --- cutting -------------------------------------------------------------------------------------
+
+
+def draw_cut(draw: Draw) -> list[Values]:
+    """Layers whose cost differs, so that equal counts are bad stages; and a few easy cases."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        cases: list[list[Any]] = [[[3, 1, 2], 1], [[5, 1, 1, 1], 4]]
+        while len(cases) < 8:
+            costs = [int(c) for c in rng.integers(1, 30, int(rng.integers(6, 13)))]
+            if rng.random() < 0.5:
+                costs[-1] *= 4  # a head with a large vocabulary
+            stages = int(rng.integers(2, 6))
+            counts = [len(costs) * s // stages for s in range(stages + 1)]
+            by_count = max(sum(costs[a:b]) for a, b in pairwise(counts))
+            if by_count > 1.15 * least_cost(costs, stages):
+                cases.append([costs, stages])
+        inputs.append({"cases": cases})
+    return inputs
+
+
+def least_cost(costs: list[int], stages: int) -> int:
+    """The cost of the dearest stage of the best cut, by dynamic programming."""
+    sums = np.concatenate([[0], np.cumsum(costs)])
+    best = [float(s) for s in sums]
+    for used in range(1, stages):
+        best = [
+            min(
+                (max(best[j], float(sums[i] - sums[j])) for j in range(used, i)),
+                default=float("inf"),
+            )
+            for i in range(len(sums))
+        ]  # fmt: skip
+    return int(best[-1])
+
+
+def observe_cut(cut_layers: Any, inputs: Values, context: Context) -> Values:
+    """Begin and end of every stage."""
+    return {
+        "cuts": [
+            [[integer(begin, "begin"), integer(end, "end")]
+             for begin, end in cut_layers(list(costs), stages)]
+            for costs, stages in inputs["cases"]
+        ]
+    }  # fmt: skip
+
+
+def judge_cut(case: Case) -> list[Finding]:
+    """Contiguous, complete, nothing empty, and no cut has a cheaper dearest stage."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        cuts = answer.get("cuts")
+        for number, (costs, stages) in enumerate(case.inputs[rank]["cases"]):
+            got = cuts[number] if isinstance(cuts, list) and number < len(cuts) else None
+            problem = _cut_problem(got, costs, stages)
+            if problem:
+                findings.append(Finding(f"cut_layers({costs}, {stages}): {problem}", rank))
+                break
+    return findings
+
+
+def _cut_problem(got: Any, costs: list[int], stages: int) -> str | None:
+    pairs = _pairs(got)
+    if pairs is None:
+        return "expected a list of pairs (begin, end)."
+    if len(pairs) != stages:
+        return f"expected {stages} stages, got {len(pairs)}."
+    at = 0
+    for begin, end in pairs:
+        if begin != at:
+            return f"expected a stage that begins at layer {at}, got ({begin}, {end})."
+        if end <= begin:
+            return f"stage ({begin}, {end}) is empty: its rank would have nothing to do."
+        at = end
+    if at != len(costs):
+        return f"the last stage ends at {at}, expected {len(costs)}."
+    sums = [sum(costs[a:b]) for a, b in pairs]
+    least = least_cost(costs, stages)
+    if max(sums) > least:
+        return (
+            f"the stages cost {sums}. The dearest sets the pace of all: {max(sums)} here, but "
+            f"{least} is possible."
+        )
+    return None
+
+
+def _pairs(values: Any) -> list[tuple[int, int]] | None:
+    if not isinstance(values, list):
+        return None
+    for pair in values:
+        if not isinstance(pair, list) or len(pair) != 2 or any(type(v) is not int for v in pair):
+            return None
+    return [(a, b) for a, b in values]
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+def gpipe_of(num_micro_batches: int) -> list[Step]:
+    """All forwards, then all backwards."""
+    return [(what, i) for what in (FORWARD, BACKWARD) for i in range(num_micro_batches)]
+
+
+def one_f_one_b_of(rank: int, num_stages: int, num_micro_batches: int) -> list[Step]:
+    """Warm-up, one forward and one backward in turn, the backwards that are left."""
+    warm_up = min(num_stages - 1 - rank, num_micro_batches)
+    steps = [(FORWARD, i) for i in range(warm_up)]
+    for i in range(num_micro_batches - warm_up):
+        steps += [(FORWARD, warm_up + i), (BACKWARD, i)]
+    return steps + [(BACKWARD, i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
+
+
+def most_kept(steps: list[Step]) -> int:
+    """How many micro-batches lie between their forward and their backward at once, at most."""
+    changes = [1 if what == FORWARD else -1 for what, _ in steps]
+    return max([0, *np.cumsum(changes).tolist()])
+
+
+def draw_schedules(draw: Draw) -> list[Values]:
+    """Stages and micro-batches: fewer, as many, more, one of either."""
+    rng = draw.shared()
+    pairs = [[1, 3], [2, 1], [4, 4], [3, 2], [2, 6]]
+    pairs += [[int(rng.integers(3, 8)), int(rng.integers(8, 14))] for _ in range(2)]
+    many = int(rng.integers(5, 9))
+    pairs.append([many, int(rng.integers(2, many - 1))])  # too few to warm all of them up
+    return [{"pairs": pairs} for _ in range(draw.world_size)]
+
+
+def observe_schedules(build: Any, inputs: Values, context: Context) -> Values:
+    """The schedules of the virtual ranks of this rank."""
+    answer: Values = {}
+    for stages, micro_batches in inputs["pairs"]:
+        for rank in range(context.rank, stages, context.world_size):
+            answer[f"{stages}/{micro_batches}/{rank}"] = [
+                [str(what)[:20], integer(i, "a micro-batch")]
+                for what, i in build(rank, stages, micro_batches)
+            ]
+    return answer
+
+
+def _schedules(case: Case) -> Any:
+    """(real rank, stages, micro-batches, virtual rank, schedule or None) of all that was asked."""
+    for stages, micro_batches in case.inputs[0]["pairs"]:
+        for rank in range(stages):
+            real = rank % case.world_size
+            got = case.answers[real].get(f"{stages}/{micro_batches}/{rank}")
+            yield real, stages, micro_batches, rank, _steps(got)
+
+
+def _steps(values: Any) -> list[Step] | None:
+    if not isinstance(values, list):
+        return None
+    for step in values:
+        if not isinstance(step, list) or len(step) != 2 or step[0] not in (FORWARD, BACKWARD):
+            return None
+        if type(step[1]) is not int:
+            return None
+    return [(what, i) for what, i in values]
+
+
+def _incomplete(steps: list[Step] | None, micro_batches: int) -> str | None:
+    if steps is None:
+        return 'expected a list of ("forward" or "backward", micro-batch).'
+    for what in (FORWARD, BACKWARD):
+        numbers = sorted(i for kind, i in steps if kind == what)
+        if numbers != list(range(micro_batches)):
+            return f"expected each of {micro_batches} micro-batches once in {what}, got {numbers}."
+    return None
+
+
+def judge_gpipe(case: Case) -> list[Finding]:
+    """All forwards in order, then all backwards, in the same order on all ranks."""
+    orders: dict[tuple[int, int], list[int]] = {}
+    for real, stages, m, rank, steps in _schedules(case):
+        where = f"rank {rank} of {stages}, {m} micro-batches"
+        problem = _incomplete(steps, m)
+        if not problem and [what for what, _ in steps] != [FORWARD] * m + [BACKWARD] * m:
+            problem = "expected all forwards, then all backwards."
+        if not problem and [i for _, i in steps[:m]] != list(range(m)):
+            problem = f"expected the forwards in order, got {[i for _, i in steps[:m]]}."
+        if not problem:
+            backwards = [i for _, i in steps[m:]]
+            if backwards != orders.setdefault((stages, m), backwards):
+                problem = "its backwards have another order than another rank's."
+            elif backwards not in (list(range(m)), list(range(m))[::-1]):
+                problem = f"expected the backwards in order (or reversed), got {backwards}."
+        if problem:
+            return [Finding(f"{where}: {problem}", real)]
+    return []
+
+
+def judge_1f1b(case: Case) -> list[Finding]:
+    """Exactly one schedule is 1F1B."""
+    for real, stages, m, rank, steps in _schedules(case):
+        where = f"rank {rank} of {stages}, {m} micro-batches"
+        problem = _incomplete(steps, m)
+        right = one_f_one_b_of(rank, stages, m)
+        if not problem and steps != right:
+            begins = next((k for k, (what, _) in enumerate(steps) if what == BACKWARD), m)
+            problem = (
+                f"{begins} forwards before the first backward, expected {min(stages - rank, m)}: "
+                "a warm-up, and the first of the pairs. "
+            )
+            if begins == min(stages - rank, m):
+                at = next(k for k, (a, b) in enumerate(zip(steps, right, strict=True)) if a != b)
+                problem = f"step {at} is {steps[at]}, expected {right[at]}. "
+            if most_kept(steps) > min(stages - rank, m):
+                problem += f"It keeps {most_kept(steps)} micro-batches at once."
+        if problem:
+            return [Finding(f"{where}: {problem.strip()}", real)]
+    return []
+
+
+# --- what a schedule keeps -----------------------------------------------------------------------
+
+
+def draw_kept(draw: Draw) -> list[Values]:
+    """Schedules of all kinds, and some that nobody would use."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, schedules = draw.private(rank), []
+        for _ in range(6):
+            m, stages = int(rng.integers(3, 9)), int(rng.integers(2, 7))
+            schedules.append(_at_random(rng, m))
+            schedules.append(one_f_one_b_of(int(rng.integers(stages)), stages, m))
+        schedules.append(gpipe_of(int(rng.integers(3, 9))))
+        inputs.append({"schedules": [[list(step) for step in steps] for steps in schedules]})
+    return inputs
+
+
+def _at_random(rng: np.random.Generator, m: int) -> list[Step]:
+    steps: list[Step] = []
+    waiting, kept = list(range(m)), []
+    while waiting or kept:
+        if waiting and (not kept or rng.random() < 0.5):
+            steps.append((FORWARD, waiting.pop(int(rng.integers(len(waiting))))))
+            kept.append(steps[-1][1])
+        else:
+            steps.append((BACKWARD, kept.pop(int(rng.integers(len(kept))))))
+    return steps
+
+
+def observe_kept(peak_kept: Any, inputs: Values, context: Context) -> Values:
+    """The peak of every schedule."""
+    schedules = [[(what, i) for what, i in steps] for steps in inputs["schedules"]]
+    return {"peaks": [integer(peak_kept(steps), "peak_kept") for steps in schedules]}
+
+
+def judge_kept(case: Case) -> list[Finding]:
+    """As many as are forward and not yet backward, at most."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        peaks = answer.get("peaks")
+        for number, steps in enumerate(case.inputs[rank]["schedules"]):
+            right = most_kept([(what, i) for what, i in steps])
+            got = peaks[number] if isinstance(peaks, list) and number < len(peaks) else None
+            if type(got) is not int or got != right:
+                text = " ".join(f"{what[0].upper()}{i}" for what, i in steps)
+                findings.append(Finding(f"{text}: expected {right}, got {got}.", rank))
+                break
+    return findings

@@ -1,0 +1,100 @@
+"""Bonus: gradient compression with PowerSGD. 100 points on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from autograder.criteria.bonus_powersgd import (
+    columns,
+    feedback,
+    model,
+    power,
+    start,
+    traffic,
+    training,
+)
+from autograder.criteria.criterion import Criterion, Lab
+
+_columns = partial(
+    Criterion, task="Task 1, orthonormal columns", world="none",
+    observe=columns.observe_columns, judge=columns.judge_columns,
+)  # fmt: skip
+_power = partial(
+    Criterion, task="Task 3, one step of the power iteration",
+    draw=power.draw_steps, observe=power.observe,
+)  # fmt: skip
+_model = partial(Criterion, task="Task 5, a whole model", observe=model.observe_steps)
+_traffic = partial(
+    Criterion, task="Task 5, a whole model", draw=traffic.draw, plan=traffic.plan,
+    observe=traffic.observe, world="emulated", deadline_s=40.0,
+)  # fmt: skip
+_feedback = partial(Criterion, task="Task 6, error feedback", observe=feedback.observe)
+_planning = partial(
+    Criterion, task="Task 8, bytes and seconds", draw=training.draw_planning, world="none"
+)
+_train = partial(Criterion, task="Task 9, train")
+
+LAB = Lab(
+    name="bonus_powersgd",
+    title="PowerSGD",
+    practice_world_size=2,
+    grading_world_size=3,
+    withheld=("minidist.parallel", "minidist.train"),
+    criteria=(
+        _columns(name="powersgd_columns", title="orthonormal columns", points=7,
+                 draw=columns.draw_columns),
+        _columns(name="powersgd_dependent", title="columns that depend on each other, and zeros",
+                 points=4, draw=columns.draw_dependent),
+        Criterion(
+            name="powersgd_mean", title="the means of many tensors", points=5,
+            task="Task 2, many tensors, one all-reduce", draw=columns.draw_mean,
+            observe=columns.observe_mean, judge=columns.judge_mean,
+        ),
+        _power(name="powersgd_basis", title="P, the same and orthonormal on all ranks", points=7,
+               judge=power.judge_basis),
+        _power(name="powersgd_factor", title="Q, the mean of the products", points=6,
+               judge=power.judge_factor),
+        Criterion(
+            name="powersgd_shapes", title="which parameters are worth it", points=6,
+            task="Task 4, is it worth it?", world="none", draw=columns.draw_shapes,
+            observe=columns.observe_shapes, judge=columns.judge_shapes,
+        ),
+        Criterion(
+            name="powersgd_seed", title="the same start on all ranks", points=5,
+            task="Task 5, a whole model", draw=start.draw_seed, observe=start.observe_seed,
+            judge=start.judge_seed,
+        ),
+        _model(name="powersgd_first", title="one step of a model", points=7,
+               draw=model.draw_first, judge=model.judge_first),
+        _model(name="powersgd_vectors", title="what is not compressed, exactly", points=5,
+               draw=model.draw_vectors, judge=model.judge_vectors),
+        _model(name="powersgd_warm", title="Q goes on from step to step", points=6,
+               draw=start.draw_warm, judge=start.judge_warm),
+        _model(name="powersgd_revive", title="zero does not stay zero", points=3,
+               draw=start.draw_revive, judge=start.judge_revive),
+        _traffic(name="powersgd_calls", title="three all-reduces per step", points=5,
+                 judge=traffic.judge_calls),
+        _traffic(name="powersgd_bytes", title="thin matrices and vectors, and nothing else",
+                 points=5, judge=traffic.judge_bytes),
+        _feedback(name="powersgd_telescope", title="nothing is lost, only late", points=7,
+                  draw=feedback.draw_telescope, judge=feedback.judge_telescope),
+        _feedback(name="powersgd_errors", title="each rank keeps its own error", points=4,
+                  draw=feedback.draw_errors, judge=feedback.judge_errors),
+        _feedback(name="powersgd_steps", title="five steps, as one process computes them",
+                  points=4, draw=feedback.draw_steps, judge=feedback.judge_steps),
+        Criterion(
+            name="powersgd_resume", title="a checkpoint has all of it", points=4,
+            task="Task 7, a checkpoint", draw=feedback.draw_resume,
+            observe=feedback.observe_resume, judge=feedback.judge_resume,
+        ),
+        _planning(name="powersgd_numbers", title="numbers sent, and the ratio", points=3,
+                  observe=training.observe_numbers, judge=training.judge_numbers),
+        _planning(name="powersgd_seconds", title="seconds saved", points=3,
+                  observe=training.observe_seconds, judge=training.judge_seconds),
+        _train(name="powersgd_train", title="the loop", points=2, draw=training.draw_train,
+               observe=training.observe_train, judge=training.judge_train),
+        _train(name="powersgd_converges", title="rank 1 reaches the loss", points=2,
+               draw=training.draw_converges, observe=training.observe_converges,
+               judge=training.judge_converges, deadline_s=60.0),
+    ),
+)  # fmt: skip

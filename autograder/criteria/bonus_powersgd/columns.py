@@ -1,0 +1,251 @@
+"""Criteria for the parts of PowerSGD: orthonormal columns, packed means, shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+
+TOLERANCE = {"float32": 2e-4, "float64": 1e-8}
+
+
+# --- orthonormal columns -------------------------------------------------------------------------
+
+
+def _matrices(draw: Draw, kinds: list[tuple[str, str]]) -> list[Values]:
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        values: Values = {"kinds": [[kind, dtype] for kind, dtype in kinds]}
+        for number, (kind, dtype) in enumerate(kinds):
+            values[str(number)] = _matrix(rng, kind).astype(dtype)
+        inputs.append(values)
+    return inputs
+
+
+def _matrix(rng: np.random.Generator, kind: str) -> np.ndarray:
+    n, r = int(rng.integers(9, 20)), int(rng.integers(3, 6))
+    full = rng.normal(size=(n, r))
+    if kind == "one column":
+        return full[:, :1] * 7
+    if kind == "square":
+        u, _ = np.linalg.qr(rng.normal(size=(r, r)))
+        return u @ (np.diag(rng.uniform(0.5, 2, r)) + 0.3 * np.triu(rng.normal(size=(r, r)), 1))
+    if kind == "tiny numbers":
+        return full * 1e-6
+    if kind == "columns of different length":
+        return full * 10.0 ** np.linspace(-3, 3, r)
+    if kind == "zeros":
+        return full * 0
+    if kind == "one column of zeros":
+        full[:, int(rng.integers(r))] = 0
+    if kind == "two equal columns":
+        full[:, -1] = full[:, 0]
+    if kind == "a matrix of rank 1":
+        return np.outer(rng.normal(size=n), rng.normal(size=r))
+    return full
+
+
+def draw_columns(draw: Draw) -> list[Values]:
+    """Matrices whose columns are independent."""
+    return _matrices(draw, [
+        ("random numbers", "float32"), ("random numbers", "float64"), ("one column", "float32"),
+        ("square", "float32"), ("tiny numbers", "float32"),
+        ("columns of different length", "float64"),
+    ])  # fmt: skip
+
+
+def draw_dependent(draw: Draw) -> list[Values]:
+    """Matrices whose columns are not."""
+    return _matrices(draw, [
+        ("zeros", "float32"), ("one column of zeros", "float32"), ("two equal columns", "float32"),
+        ("a matrix of rank 1", "float32"), ("a matrix of rank 1", "float64"),
+    ])  # fmt: skip
+
+
+def observe_columns(orthonormalise: Any, inputs: Values, context: Context) -> Values:
+    """The results, and the arguments afterwards."""
+    answer: Values = {}
+    for number in range(len(inputs["kinds"])):
+        matrix = torch.from_numpy(inputs[str(number)].copy()).to(context.device)
+        result = orthonormalise(matrix)
+        answer[str(number)] = result.detach().cpu().numpy()
+        answer[f"before/{number}"] = matrix.cpu().numpy()
+    return answer
+
+
+def judge_columns(case: Case) -> list[Finding]:
+    """Orthogonal to each other, of length 1 or 0, and nothing of the argument lost."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, (kind, dtype) in enumerate(inputs["kinds"]):
+            matrix = inputs[str(number)]
+            problem = columns_problem(answer.get(str(number)), matrix, TOLERANCE[dtype])
+            if problem is None and not np.array_equal(answer.get(f"before/{number}", ()), matrix):
+                problem = "the argument was changed; work on a copy."
+            if problem:
+                findings.append(Finding(
+                    f"orthonormalise of {kind}, {dtype} {list(matrix.shape)}: {problem}", rank
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def columns_problem(got: Any, matrix: np.ndarray, tolerance: float) -> str | None:
+    """What keeps `got` from being an orthonormal basis of the columns of `matrix`."""
+    if not isinstance(got, np.ndarray) or got.dtype.kind != "f":
+        return "expected a tensor of floating-point numbers."
+    if got.shape != matrix.shape:
+        return f"expected shape {list(matrix.shape)}, got {list(got.shape)}."
+    columns, wanted = got.astype(np.float64), matrix.astype(np.float64)
+    if not np.isfinite(columns).all():
+        return "has values that are not finite. Was a column divided by a length of zero?"
+    if np.abs(columns).max(initial=0.0) > 1e6:
+        return "has values above a million; columns have length 1 or 0."
+    gram = columns.T @ columns
+    lengths = np.diag(gram)
+    bad = np.minimum(np.abs(lengths - 1), np.abs(lengths)) > 10 * tolerance
+    if bad.any():
+        column = int(np.argmax(bad))
+        return f"column {column} has length {math.sqrt(lengths[column]):.4g}, expected 1 or 0."
+    product = np.abs(gram - np.diag(lengths))
+    if product.max(initial=0.0) > 10 * tolerance:
+        i, j = (int(k) for k in np.unravel_index(int(product.argmax()), product.shape))
+        return (
+            f"columns {min(i, j)} and {max(i, j)} are not orthogonal: their product is "
+            f"{product.max():.3g}. Where nothing but rounding is left of a column, its direction "
+            "means nothing."
+        )
+    norms = np.linalg.norm(wanted, axis=0)
+    lost = np.linalg.norm(wanted - columns @ (columns.T @ wanted), axis=0)
+    if (lost > 10 * tolerance * norms).any():
+        column = int(np.argmax(lost > 10 * tolerance * norms))
+        return (
+            f"column {column} of the argument is not in the span of the result: "
+            f"{lost[column] / norms[column]:.3g} of its length is missing."
+        )
+    return None
+
+
+# --- packed means --------------------------------------------------------------------------------
+
+MEAN_SHAPES = ((3, 4), (), (7,), (2, 3, 5), (1,), (0,), (6, 2))
+
+
+def draw_mean(draw: Draw) -> list[Values]:
+    """Private tensors of several shapes; then some of another dtype; then none."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, values = draw.private(rank), {}
+        for number, shape in enumerate(MEAN_SHAPES):
+            values[f"a{number}"] = np.asarray(rng.normal(size=shape), dtype=np.float32)
+        for number, shape in enumerate(MEAN_SHAPES[:3]):
+            values[f"b{number}"] = np.asarray(rng.normal(size=shape), dtype=np.float64)
+        inputs.append(values)
+    return inputs
+
+
+def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:
+    """All means, and the arguments afterwards."""
+    answer: Values = {"none": len(packed_mean([]))}
+    for letter, count in (("a", len(MEAN_SHAPES)), ("b", 3)):
+        tensors = [torch.from_numpy(np.array(inputs[f"{letter}{i}"])) for i in range(count)]
+        tensors = [tensor.to(context.device) for tensor in tensors]
+        means = list(packed_mean(tensors))
+        answer[f"{letter} count"] = len(means)
+        for i, (mean, tensor) in enumerate(zip(means, tensors, strict=False)):
+            answer[f"{letter}{i}"] = mean.cpu().numpy()
+            answer[f"before/{letter}{i}"] = tensor.cpu().numpy()
+    return answer
+
+
+def judge_mean(case: Case) -> list[Finding]:
+    """As many as came in, each the mean over ranks, in its own shape."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        if not _is_count(answer.get("none"), 0):
+            findings.append(Finding("packed_mean([]): expected an empty list.", rank))
+        for letter, count in (("a", len(MEAN_SHAPES)), ("b", 3)):
+            if not _is_count(answer.get(f"{letter} count"), count):
+                findings.append(Finding(f"expected a list of {count} tensors.", rank))
+                continue
+            for i in range(count):
+                name = f"{letter}{i}"
+                everyone = [values[name] for values in case.inputs]
+                own, mean = everyone[rank], oracle.mean(everyone)
+                got = answer.get(name)
+                hint = oracle.explain_gradient(got, mean, own, case.world_size)
+                if not oracle.close(
+                    findings, rank, f"mean of tensor {i}, shape {list(own.shape)}", got, mean,
+                    dtype="float32" if letter == "a" else "float64", hint=hint, terms=everyone,
+                ):  # fmt: skip
+                    break
+                if not np.array_equal(answer.get(f"before/{name}", ()), own):
+                    findings.append(Finding(f"tensor {i} of the arguments was changed.", rank))
+                    break
+    return findings
+
+
+def _is_count(value: Any, count: int) -> bool:
+    return isinstance(value, int) and value == count
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+
+def draw_shapes(draw: Draw) -> list[Values]:
+    """Shapes of every number of dimensions; some on the border, some beside it."""
+    rng = draw.shared()
+    cases: list[list[Any]] = [[[], 1], [[1], 1], [[4, 4], 2], [[2, 2], 1], [[1, 9], 1], [[6, 3], 2]]
+    for _ in range(3):
+        n, m, r = int(rng.integers(40, 90)), int(rng.integers(30, 60)), int(rng.integers(1, 5))
+        cases += [[[n, m], r], [[m, n], r], [[n], r], [[n, m], min(n, m)]]
+        cases += [[[n, int(rng.integers(3, 20)), 3, 3], r], [[r + 1, r * (r + 1)], r]]
+        cases += [[[r + 1, r * (r + 1) + 1], r], [[r + 1, r * (r + 1) - 1], r]]
+    return [{"cases": cases} for _ in range(draw.world_size)]
+
+
+def expected_shape(shape: list[int], rank: int) -> list[int] | None:
+    """[rows, columns], or None where nothing is saved."""
+    if len(shape) > 1:
+        rows, columns = shape[0], math.prod(shape) // shape[0]
+        if rows * columns > rank * (rows + columns):
+            return [rows, columns]
+    return None
+
+
+def observe_shapes(matrix_shape: Any, inputs: Values, context: Context) -> Values:
+    """The function's answer for every case."""
+    said = []
+    for shape, rank in inputs["cases"]:
+        found = matrix_shape(tuple(shape), rank)
+        said.append(None if found is None else [integer(k, "a number of rows") for k in found])
+    return {"said": said}
+
+
+def judge_shapes(case: Case) -> list[Finding]:
+    """Rows and columns where it pays, None elsewhere."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        said = answer.get("said")
+        for number, (shape, r) in enumerate(case.inputs[rank]["cases"]):
+            expected = expected_shape(shape, r)
+            got = said[number] if isinstance(said, list) and number < len(said) else "nothing"
+            if got != expected:
+                n, m = shape[0] if shape else 1, math.prod(shape[1:])
+                findings.append(Finding(
+                    f"matrix_shape({tuple(shape)}, {r}): expected {_pair(expected)}, got "
+                    f"{_pair(got)}. Compressed it has {r * (n + m)} numbers, as it is {n * m}.",
+                    rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def _pair(shape: Any) -> str:
+    return str(tuple(shape)) if isinstance(shape, list) else str(shape)[:40]

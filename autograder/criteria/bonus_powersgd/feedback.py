@@ -1,0 +1,238 @@
+"""Criteria for error feedback: what is kept, that nothing is lost, and that a checkpoint has it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.bonus_powersgd.columns import expected_shape
+from autograder.criteria.bonus_powersgd.model import (
+    SHAPES,
+    draw_gradients,
+    explain,
+    matrices_of,
+    observe_steps,
+    parameters_for,
+    power_step,
+    run_step,
+    start_of,
+)
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+observe = observe_steps
+NOTHING = 1e-6  # of the largest true value: as good as no gradient at all
+FLAT = tuple(shape for shape in SHAPES if len(shape) < 3)
+
+
+def draw_telescope(draw: Draw) -> list[Values]:
+    """Six steps of other gradients each."""
+    return draw_gradients(draw, SHAPES, 6, "float64", rank=1)
+
+
+def draw_errors(draw: Draw) -> list[Values]:
+    """One step."""
+    return draw_gradients(draw, FLAT, 1, "float64", rank=2)
+
+
+def draw_steps(draw: Draw) -> list[Values]:
+    """Five steps, the rank drawn too."""
+    return draw_gradients(draw, SHAPES, 5, "float64")
+
+
+def _array(answer: Values, name: str, shape: Any) -> np.ndarray | None:
+    got = answer.get(name)
+    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.shape != tuple(shape):
+        return None
+    return got.astype(np.float64) if np.isfinite(got).all() else None
+
+
+def judge_telescope(case: Case) -> list[Finding]:
+    """All that was applied, plus the mean of what is left, is the sum of the true means."""
+    findings: list[Finding] = []
+    steps = case.inputs[0]["steps"]
+    for i, shape in enumerate(case.inputs[0]["shapes"]):
+        if not expected_shape(shape, case.inputs[0]["rank"]):
+            continue
+        left: list[np.ndarray] = []
+        for rank, answer in enumerate(case.answers):
+            error = _array(answer, f"e{steps - 1}/{i}", shape)
+            if error is None:
+                return [Finding(f"error_of({i}): expected finite numbers of shape {shape}.", rank)]
+            left.append(error)
+        means = [oracle.mean([v[f"g{s}/{i}"] for v in case.inputs]) for s in range(steps)]
+        true = np.sum(means, axis=0)
+        late = oracle.mean(left)
+        for rank, answer in enumerate(case.answers):
+            parts = [_array(answer, f"a{s}/{i}", shape) for s in range(steps)]
+            applied = [part for part in parts if part is not None]
+            total = np.sum(applied, axis=0) + late if len(applied) == steps else None
+            hint = "Every rank adds its error to its gradient once, before the step."
+            if not any(error.any() for error in left):
+                hint = "All errors are zero: what was not sent is lost."
+            if _is_nothing(applied, true):
+                findings.append(Finding(
+                    f"parameter {i}: the gradients after {steps} steps are all zero. Nothing was "
+                    "applied, so all of it is late.", rank,
+                ))  # fmt: skip
+                break
+            # The tolerance comes from the true means: what was applied is the rank's to say.
+            if not oracle.close(
+                findings, rank,
+                f"parameter {i}: the sum of {steps} applied gradients + the mean error, held "
+                "against the sum of the true means",
+                total, true, dtype="float32", hint=hint, terms=means,
+            ):  # fmt: skip
+                break
+        if findings:
+            break
+    return findings
+
+
+def _is_nothing(applied: list[np.ndarray], true: np.ndarray) -> bool:
+    largest = max((float(np.abs(part).max()) for part in applied), default=0.0)
+    return bool(applied) and largest < NOTHING * float(np.abs(true).max())
+
+
+def judge_errors(case: Case) -> list[Finding]:
+    """After the first step: the rank's own gradient minus what came out for all."""
+    findings: list[Finding] = []
+    for i, shape in enumerate(case.inputs[0]["shapes"]):
+        compressed = expected_shape(shape, case.inputs[0]["rank"])
+        for rank, answer in enumerate(case.answers):
+            own = case.inputs[rank][f"g0/{i}"].astype(np.float64)
+            applied = _array(answer, f"a0/{i}", shape)
+            if applied is None:
+                findings.append(
+                    Finding(f"the gradient of parameter {i}, {shape}, is not finite.", rank)
+                )
+                return findings
+            if compressed and _is_nothing([applied], own):
+                findings.append(Finding(
+                    f"the gradient of parameter {i}, {shape}, is zero after the first step: "
+                    "nothing was applied.", rank,
+                ))  # fmt: skip
+                return findings
+            got = answer.get(f"e0/{i}")
+            hint = "" if compressed else "It is not compressed, so nothing is left of it."
+            if compressed and isinstance(got, np.ndarray) and got.shape == tuple(shape):
+                mean = oracle.mean([v[f"g0/{i}"] for v in case.inputs])
+                if oracle.close([], 0, "", got, mean - applied):
+                    hint = "That is the mean's error: each rank keeps its own."
+                elif not got.any():
+                    hint = "Nothing was kept. Or was the copy overwritten in place?"
+                else:
+                    hint = "It is what this rank wanted to send minus the mean's approximation."
+            what = f"error_of({i}), shape {shape}, after the first step"
+            expected = np.zeros(shape)
+            if compressed:
+                # Both sides plus what was applied: so the tolerance comes from the gradient.
+                what += ", + the gradient that was applied, held against this rank's own gradient"
+                error, expected = _array(answer, f"e0/{i}", shape), own
+                got = None if error is None else error + applied
+            if not oracle.close(findings, rank, what, got, expected, dtype="float32", hint=hint):
+                return findings
+    return findings
+
+
+def judge_steps(case: Case) -> list[Finding]:
+    """Every gradient of every step, as one process computes it from the student's first Q."""
+    findings: list[Finding] = []
+    r = case.inputs[0]["rank"]
+    for i, shape in enumerate(case.inputs[0]["shapes"]):
+        compressed = expected_shape(shape, r)
+        qs: Any = start_of(case, i, compressed[1]) if compressed else None
+        if isinstance(qs, Finding):
+            return [qs]
+        errors: list[Any] = [0.0] * case.world_size
+        for step in range(case.inputs[0]["steps"]):
+            mean = oracle.mean([v[f"g{step}/{i}"] for v in case.inputs])
+            expected = mean
+            if compressed:
+                totals = [m + e for m, e in zip(matrices_of(case, step, i), errors, strict=True)]
+                p, q = power_step(totals, qs)
+                qs, errors = [q] * case.world_size, [total - p @ q.T for total in totals]
+                expected = (p @ q.T).reshape(shape)
+            for rank, answer in enumerate(case.answers):
+                got, own = answer.get(f"a{step}/{i}"), case.inputs[rank][f"g{step}/{i}"]
+                what = f"step {step}, rank {r}: gradient of parameter {i}, shape {shape}"
+                hint = explain(got, expected, mean, own, case.world_size)
+                oracle.close(findings, rank, what, got, expected, dtype="float32", hint=hint)
+            if findings:
+                return findings
+    return findings
+
+
+# --- a checkpoint --------------------------------------------------------------------------------
+
+BEFORE, AFTER = 2, 3
+
+
+def draw_resume(draw: Draw) -> list[Values]:
+    """Steps before and after the checkpoint."""
+    return draw_gradients(draw, SHAPES, BEFORE + AFTER, "float64", rank=2)
+
+
+def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
+    """Gradients after the checkpoint: of a reducer that went on, and of one that was loaded."""
+    feedback, save_state, load_state = subject
+    dtype = getattr(torch, inputs["dtype"])
+    parameters = parameters_for(inputs["shapes"], dtype, context.device)
+    reducer = feedback(iter(parameters), inputs["rank"], seed=inputs["seed"])
+    for step in range(BEFORE):
+        run_step(reducer, parameters, inputs, step)
+    file = io.BytesIO()
+    torch.save(save_state(reducer), file)
+    answer: Values = {}
+    _go_on(reducer, parameters, inputs, answer, "on")
+    # The reducer of another job: nothing is shared with the first one, not even the seed.
+    others = parameters_for(inputs["shapes"], dtype, context.device)
+    loaded = feedback(iter(others), inputs["rank"], seed=inputs["seed"] + 1)
+    file.seek(0)
+    load_state(loaded, torch.load(file, weights_only=True))
+    _go_on(loaded, others, inputs, answer, "again")
+    return answer
+
+
+def _go_on(reducer: Any, parameters: Any, inputs: Values, answer: Values, name: str) -> None:
+    for step in range(BEFORE, BEFORE + AFTER):
+        run_step(reducer, parameters, inputs, step)
+        for i, parameter in enumerate(parameters):
+            answer[f"{name}{step}/{i}"] = oracle.grad_of(parameter).copy()
+
+
+def judge_resume(case: Case) -> list[Finding]:
+    """The reducer that was loaded does what the other one did, which is something."""
+    findings: list[Finding] = []
+    for step in range(BEFORE, BEFORE + AFTER):
+        for rank, answer in enumerate(case.answers):
+            applied = [
+                answer.get(f"on{step}/{i}") for i, shape in enumerate(case.inputs[0]["shapes"])
+                if expected_shape(shape, case.inputs[0]["rank"]) is not None
+            ]  # fmt: skip
+            if not any(isinstance(a, np.ndarray) and a.any() for a in applied):
+                return [Finding(
+                    "after a step all gradients that are compressed are zero: nothing was applied.",
+                    rank,
+                )]  # fmt: skip
+        for i, shape in enumerate(case.inputs[0]["shapes"]):
+            for rank, answer in enumerate(case.answers):
+                on = _array(answer, f"on{step}/{i}", shape)
+                if on is None:
+                    findings.append(
+                        Finding(f"the gradient of parameter {i}, {shape}, is not finite.", rank)
+                    )
+                    return findings
+                oracle.close(
+                    findings, rank,
+                    f"gradient of parameter {i}, step {step - BEFORE} after the checkpoint, held "
+                    "against the same step without one",
+                    answer.get(f"again{step}/{i}"), on, dtype="float32",
+                    hint="Two things have to come back: every Q, and this rank's errors.",
+                )  # fmt: skip
+            if findings:
+                return findings
+    return findings

@@ -1,0 +1,190 @@
+"""Criteria for PowerSGD's Q: where it starts, that it goes on, and that it never dies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.bonus_powersgd.model import (
+    PLAIN,
+    as_array,
+    draw_gradients,
+    matrices_of,
+    parameters_for,
+)
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+# --- the start -----------------------------------------------------------------------------------
+
+
+def draw_seed(draw: Draw) -> list[Values]:
+    """Two seeds for all, and a private state of torch's generator."""
+    rng = draw.shared()
+    seeds = [int(seed) for seed in rng.choice(10_000, 2, replace=False)]
+    return [
+        {"seeds": seeds, "own": int(draw.private(rank).integers(1 << 30)), "rank": 3}
+        for rank in range(draw.world_size)
+    ]
+
+
+def observe_seed(powersgd: Any, inputs: Values, context: Context) -> Values:
+    """The Qs of two reducers with different seeds, and of one more with the first seed."""
+    torch.manual_seed(inputs["own"])
+    before, answer = torch.get_rng_state(), {}
+    for number, seed in enumerate([*inputs["seeds"], inputs["seeds"][0]]):
+        parameters = parameters_for(PLAIN, torch.float32, context.device)
+        reducer = powersgd(parameters, inputs["rank"], seed=seed)
+        for i in range(len(parameters)):
+            answer[f"{number}/{i}"] = as_array(reducer.q_of(i)).copy()
+    answer["moved"] = not torch.equal(before, torch.get_rng_state())
+    return answer
+
+
+def judge_seed(case: Case) -> list[Finding]:
+    """The same on all ranks, other numbers for another seed, r independent columns."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        if answer.get("moved") is not False:
+            findings.append(Finding(
+                "torch's global generator was moved or seeded. Dropout draws from it: use a "
+                "torch.Generator of your own.", rank,
+            ))  # fmt: skip
+        for i, shape in enumerate(PLAIN):
+            wanted = (int(np.prod(shape[1:])), case.inputs[0]["rank"])
+            qs = [answer.get(f"{number}/{i}") for number in range(3)]
+            zero = case.answers[0].get(f"0/{i}")
+            if not all(_is_start(q, wanted) for q in qs):
+                findings.append(Finding(
+                    f"q_of({i}): expected {list(wanted)} finite random numbers, with columns that "
+                    "are independent.", rank,
+                ))  # fmt: skip
+                break
+            problem = None
+            if not _same(qs[0], zero, 1e-6):
+                problem = (
+                    "differs from rank 0's. P = M Q can only be averaged if Q is the same on all "
+                    "ranks: let it depend on seed and number alone."
+                )
+            elif not _same(qs[0], qs[2], 1e-6):
+                problem = "has other numbers when the same seed is used again."
+            elif _same(qs[0], qs[1], 1e-3):
+                problem = "has the same numbers for two seeds."
+            if problem:
+                findings.append(Finding(f"q_of({i}) {problem}", rank))
+                break
+    return findings
+
+
+def _same(one: Any, other: Any, tolerance: float) -> bool:
+    return (
+        isinstance(one, np.ndarray)
+        and isinstance(other, np.ndarray)
+        and other.dtype.kind == "f"
+        and one.shape == other.shape
+        and np.allclose(one, other, rtol=tolerance, atol=tolerance)
+    )
+
+
+def _is_start(q: Any, wanted: tuple[int, int]) -> bool:
+    return (
+        isinstance(q, np.ndarray)
+        and q.dtype.kind == "f"
+        and q.shape == wanted
+        and bool(np.isfinite(q).all())
+        and int(np.linalg.matrix_rank(q)) == wanted[1]
+    )
+
+
+# --- warm start ----------------------------------------------------------------------------------
+
+WARM_STEPS, WARM_RANK = 10, 2
+
+
+def draw_warm(draw: Draw) -> list[Values]:
+    """The same private gradients in every step; of their mean two singular values are large."""
+    rng, n = draw.shared(), draw.world_size
+    inputs = draw_gradients(draw, PLAIN, WARM_STEPS, "float64", rank=WARM_RANK)
+    for i, shape in enumerate(PLAIN):
+        rows, columns = shape[0], int(np.prod(shape[1:]))
+        u, _ = np.linalg.qr(rng.normal(size=(rows, rows)))
+        v, _ = np.linalg.qr(rng.normal(size=(columns, columns)))
+        count = min(rows, columns)
+        values = np.concatenate([[4.0, 3.0], 0.9 * 0.7 ** np.arange(count - 2)])
+        thin = (u[:, :count] * values) @ v[:, :count].T
+        own = [draw.private(rank).normal(size=(4, rows, columns))[i] for rank in range(n)]
+        middle = np.mean(own, axis=0)
+        for rank in range(n):
+            gradient = (thin + own[rank] - middle).reshape(shape)
+            for step in range(WARM_STEPS):
+                inputs[rank][f"g{step}/{i}"] = gradient
+    return inputs
+
+
+def judge_warm(case: Case) -> list[Finding]:
+    """After ten steps on the same gradients: the best approximation of this rank."""
+    findings: list[Finding] = []
+    for i, shape in enumerate(case.inputs[0]["shapes"]):
+        mean = oracle.mean(matrices_of(case, 0, i))
+        u, s, vt = np.linalg.svd(mean)
+        best = (u[:, :WARM_RANK] * s[:WARM_RANK]) @ vt[:WARM_RANK]
+        for rank, answer in enumerate(case.answers):
+            got = answer.get(f"a{WARM_STEPS - 1}/{i}")
+            hint = (
+                "With the same gradients again and again, Q comes to lie where the largest "
+                "singular vectors do, if every step starts with the Q of the step before."
+            )
+            if oracle.close([], 0, "", got, mean.reshape(shape)):
+                hint = "That is the exact mean: it was not compressed."
+            if not oracle.close(
+                findings, rank,
+                f"gradient of parameter {i} in step {WARM_STEPS - 1}, held against the best "
+                f"approximation of rank {WARM_RANK}",
+                got, best.reshape(shape), dtype="float32", hint=hint,
+            ):  # fmt: skip
+                break
+    return findings
+
+
+# --- zeros ---------------------------------------------------------------------------------------
+
+
+def draw_revive(draw: Draw) -> list[Values]:
+    """First zeros on all ranks, then gradients whose mean has rank 2."""
+    rng, n = draw.shared(), draw.world_size
+    inputs = draw_gradients(draw, PLAIN, 2, "float64", rank=2)
+    for i, shape in enumerate(PLAIN):
+        rows, columns = shape[0], int(np.prod(shape[1:]))
+        thin = rng.normal(size=(rows, 2)) @ rng.normal(size=(2, columns))
+        own = [draw.private(rank).normal(size=(4, rows, columns))[i] for rank in range(n)]
+        middle = np.mean(own, axis=0)
+        for rank in range(n):
+            inputs[rank][f"g0/{i}"] = np.zeros(shape)
+            inputs[rank][f"g1/{i}"] = (thin + own[rank] - middle).reshape(shape)
+    return inputs
+
+
+def judge_revive(case: Case) -> list[Finding]:
+    """Zero stays zero, and the step after it is exact: the mean has no more than r directions."""
+    findings: list[Finding] = []
+    for i, shape in enumerate(case.inputs[0]["shapes"]):
+        for step in range(2):
+            mean = oracle.mean(matrices_of(case, step, i)).reshape(shape)
+            for rank, answer in enumerate(case.answers):
+                got, own = answer.get(f"a{step}/{i}"), case.inputs[rank][f"g{step}/{i}"]
+                hint = oracle.explain_gradient(got, mean, own, case.world_size)
+                what = f"gradient of parameter {i}, zero on all ranks"
+                if step:
+                    what = (
+                        f"gradient of parameter {i}, whose mean has rank 2, in the step after one "
+                        "of zeros"
+                    )
+                    if isinstance(got, np.ndarray) and not got.any():
+                        hint = "Q has become zero, and M·0 is zero. Keep the old Q's column then."
+                if not oracle.close(
+                    findings, rank, what, got, mean, dtype="float32", hint=hint
+                ):  # fmt: skip
+                    return findings
+    return findings

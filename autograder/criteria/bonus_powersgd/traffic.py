@@ -1,0 +1,187 @@
+"""Criteria for what PowerSGD sends, judged from the emulated cluster's trace.
+
+Before each step the rank asks for a charge, so that the trace shows where a step begins.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.bonus_powersgd.columns import expected_shape
+from autograder.criteria.bonus_powersgd.model import draw_gradients, parameters_for, run_step
+from autograder.criteria.common import carried, oracle
+from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from minidist.emulate.plan import ChargePlan
+from minidist.emulate.trace import Event
+
+LAYERS, STEPS, RANK = 6, 3, 2
+REST = 0.005  # of a gradient that travels as it is; 16 bits leave a third of it
+SLACK_BYTES = 200  # for a message that only agrees on something
+MOST_CALLS = 3
+MAX_NUMBERS = 100_000  # more in one payload were made to waste our time
+# Of the numbers that have to travel: a P, a Q or vectors that were forgotten are other criteria's.
+LEAST_SHARE = 0.5
+
+
+def plan(draw: Draw) -> ChargePlan:
+    """One layer of no cost: its charges mark the steps."""
+    return ChargePlan((1e-6,), (1e-6,), draw.seed("charges").to_bytes(16, "big"))
+
+
+def draw(source: Draw) -> list[Values]:
+    """Layers of two sizes, each with a bias."""
+    rng = source.shared("sizes")
+    shapes: list[tuple[int, ...]] = []
+    for _ in range(LAYERS // 2):
+        n, m = int(rng.integers(50, 70)), int(rng.integers(50, 70))
+        shapes += [(n, m), (n,), (m, n), (m,)]
+    return draw_gradients(source, shapes, STEPS, "float32", rank=RANK)
+
+
+def observe(powersgd: Any, inputs: Values, context: Context) -> Values:
+    """Three steps; a sum of the gradients, so that something was computed."""
+    parameters = parameters_for(inputs["shapes"], torch.float32, context.device)
+    reducer = powersgd(iter(parameters), inputs["rank"], seed=inputs["seed"])
+    for step in range(STEPS):
+        context.broker.charge(0, "forward")
+        run_step(reducer, parameters, inputs, step)
+    return {"norms": [float(abs(oracle.grad_of(p)).sum()) for p in parameters]}
+
+
+def _steps(case: Case, rank: int) -> list[list[Event]] | Finding:
+    """What a rank sent in each step, barriers left out."""
+    assert case.trace is not None
+    steps: list[list[Event]] = []
+    for event in case.trace.events[rank]:
+        if event.kind == "compute":
+            steps.append([])
+        elif event.kind == "issue" and event.collective not in ("barrier", "recv") and steps:
+            steps[-1].append(event)
+    if len(steps) != STEPS:
+        return Finding(f"{len(steps)} steps were begun, expected {STEPS}.", rank)
+    if case.world_size > 1:
+        for number, step in enumerate(steps):
+            if problem := _too_little(case, rank, step):
+                return Finding(f"step {number}: {problem}", rank)
+    return steps
+
+
+def _too_little(case: Case, rank: int, step: list[Event]) -> str | None:
+    """What shows that a step cannot have made means over all ranks out of gradients."""
+    payloads = _payloads(case, rank, step)
+    if len(payloads) < len(step):
+        event = next(event for event in step if event.key not in payloads)
+        return (
+            f"{event.collective} among ranks {list(event.ranks)}; a mean takes all "
+            f"{case.world_size} of them."
+        )
+    sent = sum(int(np.count_nonzero(payload)) for payload in payloads.values())
+    least = _least_numbers(case)
+    if sent < LEAST_SHARE * least:
+        return (
+            f"{sent} numbers other than zero were sent, expected {least}: all P, all Q, and all "
+            "that is not compressed."
+        )
+    return None
+
+
+def _payloads(case: Case, rank: int, step: list[Event]) -> dict[str, np.ndarray]:
+    """What this rank brought into the collectives of a step that all ranks took part in."""
+    assert case.trace is not None
+    keys = {event.key for event in step}
+    nothing = np.zeros(0)
+    return {
+        c.key: np.asarray(c.payloads.get(rank, nothing)) for c in case.trace.collectives
+        if c.key in keys and reaches_all(c, case.world_size)
+    }  # fmt: skip
+
+
+def _least_numbers(case: Case) -> int:
+    """How many numbers a step has to send: r (n + m) per matrix, and the others as they are."""
+    total, rank_r = 0, case.inputs[0]["rank"]
+    for shape in case.inputs[0]["shapes"]:
+        pair = expected_shape(shape, rank_r)
+        total += rank_r * sum(pair) if pair else math.prod(shape)
+    return total
+
+
+def _all_steps(case: Case) -> list[list[list[Event]]] | list[Finding]:
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    found = [_steps(case, rank) for rank in range(case.world_size)]
+    problems = [steps for steps in found if isinstance(steps, Finding)]
+    return problems or [steps for steps in found if not isinstance(steps, Finding)]
+
+
+def judge_calls(case: Case) -> list[Finding]:
+    """No step has more than three collectives."""
+    findings: list[Finding] = []
+    for rank, steps in enumerate(_all_steps(case)):
+        if isinstance(steps, Finding):
+            findings.append(steps)
+            continue
+        most = max(len(step) for step in steps)
+        if most > MOST_CALLS:
+            tensors = len(case.inputs[0]["shapes"])
+            findings.append(Finding(
+                f"a step took {most} collectives for {tensors} parameters, expected at most "
+                f"{MOST_CALLS}: all P together, all Q together, and all that is not compressed. "
+                "Every collective costs its latency, however little it carries.", rank,
+            ))  # fmt: skip
+    return findings
+
+
+def judge_bytes(case: Case) -> list[Finding]:
+    """A step sends no more than the thin matrices and all that is not compressed."""
+    findings: list[Finding] = []
+    shapes, rank_r = case.inputs[0]["shapes"], case.inputs[0]["rank"]
+    whole = 4 * sum(math.prod(shape) for shape in shapes)
+    least = 4 * _least_numbers(case)
+    for rank, steps in enumerate(_all_steps(case)):
+        if isinstance(steps, Finding):
+            findings.append(steps)
+            continue
+        # Of the same data an all-reduce sends twice as much as any other collective.
+        sent = max(
+            sum(e.nbytes * (1.0 if e.collective == "all_reduce" else 0.5) for e in step)
+            for step in steps
+        )
+        if sent > 1.02 * least + SLACK_BYTES:
+            hint = "What else travels?"
+            if sent >= whole:
+                hint = f"Uncompressed it would be {whole}."
+            findings.append(Finding(
+                f"a step sent {sent:.0f} bytes, expected {least}: {rank_r} (n + m) numbers for "
+                f"each matrix that is worth it, and the others as they are. {hint}", rank,
+            ))  # fmt: skip
+            continue
+        for number, step in enumerate(steps):
+            missing = _missing_vector(case, rank, number, step)
+            if case.world_size > 1 and missing is not None:
+                findings.append(Finding(
+                    f"step {number}: the gradient of parameter {missing}, shape "
+                    f"{shapes[missing]}, is in nothing that this rank sent. It is not compressed, "
+                    "so it has to travel as it is.", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def _missing_vector(case: Case, rank: int, number: int, step: list[Event]) -> int | None:
+    """A parameter that is not compressed and whose gradient was not sent, if there is one."""
+    found = _payloads(case, rank, step).values()
+    payloads = [p.astype(np.float64).ravel() for p in found if p.size <= MAX_NUMBERS]
+    payloads = [p for p in payloads if np.isfinite(p).all()]
+    for i, shape in enumerate(case.inputs[0]["shapes"]):
+        own = case.inputs[rank][f"g{number}/{i}"].astype(np.float64)
+        if expected_shape(shape, case.inputs[0]["rank"]) is None and not any(
+            carried.holds_sum(payload, [own], REST) for payload in payloads
+        ):
+            return i
+    return None

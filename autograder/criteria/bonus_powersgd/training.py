@@ -1,0 +1,254 @@
+"""Criteria for what PowerSGD saves, and for training with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autograder.criteria.bonus_powersgd.columns import expected_shape
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare, integer
+
+CASES = 6
+
+
+# --- bytes and seconds ---------------------------------------------------------------------------
+
+
+def draw_planning(draw: Draw) -> list[Values]:
+    """Models with matrices of all sizes and with vectors; networks of all speeds."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, cases = draw.private(rank), []
+        for _ in range(CASES):
+            width = int(rng.integers(64, 512))
+            shapes = [[3 * width, width], [3 * width], [int(rng.integers(8, 64)), width, 3, 3]]
+            shapes += [[width], [2, 3], [width, int(rng.integers(100, 4000))]]
+            cases.append({
+                "shapes": shapes,
+                "rank": int(rng.integers(1, 9)),
+                "world_size": int(rng.integers(3, 100)),
+                "latency_s": float(10 ** rng.uniform(-6, -3)),
+                "bandwidth": float(10 ** rng.uniform(8, 11)),
+                "compress_s": float(10 ** rng.uniform(-4, -2)),
+            })  # fmt: skip
+        inputs.append({"cases": cases})
+    return inputs
+
+
+def _shapes(case: Values) -> list[tuple[int, ...]]:
+    return [tuple(shape) for shape in case["shapes"]]
+
+
+def _numbers(case: Values) -> tuple[int, int]:
+    """Numbers of the model, and numbers that are sent."""
+    whole = sent = 0
+    for shape in case["shapes"]:
+        pair = expected_shape(shape, case["rank"])
+        whole += math.prod(shape)
+        sent += case["rank"] * sum(pair) if pair else math.prod(shape)
+    return whole, sent
+
+
+def observe_numbers(functions: Any, inputs: Values, context: Context) -> Values:
+    """Numbers sent and ratio, for every case."""
+    numbers_sent, compression_ratio = functions
+    cases = inputs["cases"]
+    return {
+        "sent": [integer(numbers_sent(_shapes(c), c["rank"]), "numbers_sent") for c in cases],
+        "ratio": np.array([float(compression_ratio(_shapes(c), c["rank"])) for c in cases]),
+    }
+
+
+def judge_numbers(case: Case) -> list[Finding]:
+    """By the formula."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        cases = case.inputs[rank]["cases"]
+        expected = [_numbers(each)[1] for each in cases]
+        said = answer.get("sent")
+        for i, each in enumerate(cases):
+            got = said[i] if isinstance(said, list) and i < len(said) else None
+            if got != expected[i]:
+                findings.append(Finding(
+                    f"numbers_sent({_shapes(each)}, {each['rank']}): expected {expected[i]}, got "
+                    f"{str(got)[:40]}.", rank,
+                ))  # fmt: skip
+                break
+        ratios = np.array([_numbers(each)[0] / _numbers(each)[1] for each in cases])
+        compare(findings, rank, "compression_ratio", answer.get("ratio"), ratios, rtol=1e-6,
+                atol=0.0, hint="All numbers of the model over those that are sent.")  # fmt: skip
+    return findings
+
+
+def _saved(case: Values) -> float:
+    whole, sent = _numbers(case)
+    n, steps = case["world_size"], 2 * (case["world_size"] - 1)
+    plain = steps * (case["latency_s"] + 4 * whole / n / case["bandwidth"])
+    thin = steps * (3 * case["latency_s"] + 4 * sent / n / case["bandwidth"])
+    return plain - thin - case["compress_s"]
+
+
+def observe_seconds(seconds_saved: Any, inputs: Values, context: Context) -> Values:
+    """Seconds saved, for every case."""
+    names = ("rank", "world_size", "latency_s", "bandwidth", "compress_s")
+    saved = [seconds_saved(_shapes(c), *(c[name] for name in names)) for c in inputs["cases"]]
+    return {"saved": np.array([float(each) for each in saved])}
+
+
+def judge_seconds(case: Case) -> list[Finding]:
+    """One ring all-reduce of everything, against three that carry what is sent."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        expected = np.array([_saved(each) for each in case.inputs[rank]["cases"]])
+        compare(
+            findings, rank, "seconds_saved", answer.get("saved"), expected, rtol=1e-5, atol=1e-12,
+            hint="One all-reduce has 2 (N - 1) latencies, three have three times as many; "
+            "compress_s counts too.",
+        )  # fmt: skip
+    return findings
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+SIZES, BATCH, STEPS, LR = (7, 9, 3), 5, 4, 0.3
+
+
+def draw_train(draw: Draw) -> list[Values]:
+    """The same weights, private batches."""
+    start = oracle.draw_parameters(draw.shared(), SIZES)
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, values = draw.private(rank), dict(start)
+        for step in range(STEPS):
+            batch = oracle.draw_batch(rng, BATCH, SIZES)
+            values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
+        inputs.append(values)
+    return inputs
+
+
+class ExactReducer:
+    """A stand-in that averages gradients one by one, uncompressed."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+    def reduce_gradients(self) -> None:
+        """Replaces every gradient by its mean over ranks."""
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def observe_train(train: Any, inputs: Values, context: Context) -> Values:
+    """Losses, and the parameters afterwards."""
+    model = oracle.mlp(inputs).to(context.device)
+    batches = [
+        tuple(torch.from_numpy(inputs[f"{k}/{step}"]).to(context.device) for k in "xy")
+        for step in range(STEPS)
+    ]
+    losses = train(model, ExactReducer(model.parameters()), batches, LR, oracle.mse)
+    answer: Values = {"losses": np.array([float(loss) for loss in losses])}
+    for i, parameter in enumerate(model.parameters()):
+        answer[f"p{i}"] = parameter.detach().cpu().numpy()
+    return answer
+
+
+def judge_train(case: Case) -> list[Finding]:
+    """Losses and parameters, as one process computes them."""
+    findings: list[Finding] = []
+    batches = [[(v[f"x/{s}"], v[f"y/{s}"]) for v in case.inputs] for s in range(STEPS)]
+    final, losses = oracle.train(case.inputs[0], batches, LR)
+    for rank, answer in enumerate(case.answers):
+        own = np.array([step[rank] for step in losses])
+        if not oracle.close(
+            findings, rank, "losses of this rank's batches", answer.get("losses"), own,
+            hint="One per batch, before the update, with fresh gradients for each.",
+        ):  # fmt: skip
+            continue
+        for i, expected in enumerate(final):
+            if not oracle.close(
+                findings, rank, f"parameter {i} after {STEPS} steps", answer.get(f"p{i}"), expected
+            ):
+                break
+    return findings
+
+
+# --- convergence ---------------------------------------------------------------------------------
+
+DIM, HIDDEN, CLASSES, ROWS, LONG, LONG_LR = 32, 48, 16, 32, 60, 0.3
+ENOUGH = 0.08
+
+
+def draw_converges(draw: Draw) -> list[Values]:
+    """Classes in large and small directions; batches of this rank's own."""
+    rng = draw.shared()
+    start = oracle.draw_parameters(rng, (DIM, HIDDEN, CLASSES))
+    centres = rng.normal(size=(CLASSES, DIM)) * 10 ** np.linspace(0.3, -0.5, DIM)
+    inputs = []
+    for rank in range(draw.world_size):
+        own = draw.private(rank)
+        labels = own.integers(0, CLASSES, size=(LONG, ROWS))
+        x = centres[labels] + 0.4 * own.normal(size=(LONG, ROWS, DIM))
+        inputs.append(start | {"x": x.astype(np.float32), "labels": labels})
+    return inputs
+
+
+def observe_converges(subject: Any, inputs: Values, context: Context) -> Values:
+    """The parameters after sixty steps of rank 1."""
+    feedback, train = subject
+    model = oracle.mlp(inputs).to(context.device)
+    x, labels = (torch.from_numpy(inputs[name]).to(context.device) for name in ("x", "labels"))
+    batches = list(zip(x, labels, strict=True))
+    reducer = feedback(model.parameters(), 1)
+    train(model, reducer, batches, LONG_LR, nn.functional.cross_entropy)
+    parameters = enumerate(model.parameters())
+    return {f"p{i}": parameter.detach().cpu().numpy() for i, parameter in parameters}
+
+
+def _loss(model: nn.Module, case: Case) -> float:
+    """Mean loss over the last ten batches of all ranks."""
+    losses = []
+    with torch.no_grad():
+        for values in case.inputs:
+            x = torch.from_numpy(values["x"][-10:]).double().reshape(-1, DIM)
+            labels = torch.from_numpy(values["labels"][-10:]).reshape(-1)
+            losses.append(nn.functional.cross_entropy(model(x), labels).item())
+    return float(np.mean(losses))
+
+
+def judge_converges(case: Case) -> list[Finding]:
+    """The loss, on data of all ranks, of what each rank has come to; and all have the same."""
+    findings: list[Finding] = []
+    start = oracle.mlp(case.inputs[0], torch.float64)
+    first = _loss(start, case)
+    shapes = [tuple(p.shape) for p in start.parameters()]
+    zero = case.answers[0]
+    for rank, answer in enumerate(case.answers):
+        arrays = [answer.get(f"p{i}") for i in range(len(shapes))]
+        if any(
+            not isinstance(a, np.ndarray) or a.dtype.kind != "f" or a.shape != shape
+            or not np.isfinite(a).all()
+            for a, shape in zip(arrays, shapes, strict=True)
+        ):  # fmt: skip
+            findings.append(Finding("the parameters after training are not finite.", rank))
+            continue
+        model = oracle.mlp({f"p{i}": a for i, a in enumerate(arrays)}, torch.float64)
+        loss = _loss(model, case)
+        if not loss <= ENOUGH * first:
+            findings.append(Finding(
+                f"after {LONG} steps of rank 1 with error feedback the loss is {loss:.3g}, at "
+                f"first it was {first:.3g}; expected at most {ENOUGH * first:.3g}.", rank,
+            ))  # fmt: skip
+        elif any(
+            not oracle.close([], 0, "", zero.get(f"p{i}"), np.asarray(a, dtype=np.float64))
+            for i, a in enumerate(arrays)
+        ):
+            findings.append(Finding("the parameters differ from rank 0's.", rank))
+    return findings

@@ -1,0 +1,123 @@
+"""Criteria for the seconds that an all-reduce takes: the α–β model, and what one compares."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+
+CASES = 8
+
+
+def draw(source: Draw) -> list[Values]:
+    """Clusters and sizes; half of them where a tree is faster, none where it hardly matters."""
+    inputs = []
+    for rank in range(source.world_size):
+        rng = source.private(rank)
+        cases: list[list[float]] = []
+        while len(cases) < CASES:
+            n = int(rng.integers(3, 200))
+            latency_s = float(10 ** rng.uniform(-6, -4))
+            bandwidth = float(10 ** rng.uniform(9, 11.5))
+            num_bytes = float(round(10 ** rng.uniform(2, 10)))
+            ring, tree = (f(num_bytes, n, latency_s, bandwidth) for f in (ring_s, tree_s))
+            wanted = ring < tree if len(cases) % 2 else tree < ring
+            if wanted and abs(math.log(ring / tree)) > 0.1:
+                cases.append([num_bytes, n, latency_s, bandwidth])
+        seconds = [float(ring_s(*case) * rng.uniform(1.1, 2.0)) for case in cases]  # pyright: ignore
+        inputs.append({"cases": cases, "seconds": seconds})
+    return inputs
+
+
+def ring_s(num_bytes: float, n: float, latency_s: float, bandwidth: float) -> float:
+    """2 (n - 1) steps of one n-th."""
+    return 2 * (n - 1) * (latency_s + num_bytes / n / bandwidth)
+
+
+def tree_s(num_bytes: float, n: float, latency_s: float, bandwidth: float) -> float:
+    """Up and down a binary tree, the whole tensor at each of its levels."""
+    return 2 * math.ceil(math.log2(n)) * (latency_s + num_bytes / bandwidth)
+
+
+def _arguments(case: list[float]) -> tuple[int, int, float, float]:
+    return int(case[0]), int(case[1]), case[2], case[3]
+
+
+def _where(case: list[float]) -> str:
+    return (
+        f"{case[0]:.3g} bytes on {case[1]:.0f} ranks, {case[2] * 1e6:.3g} µs, "
+        f"{case[3] / 1e9:.3g} GB/s"
+    )
+
+
+def observe_seconds(functions: Any, inputs: Values, context: Context) -> Values:
+    """Both times of every case."""
+    ring, tree = functions
+    arguments = [_arguments(case) for case in inputs["cases"]]
+    return {"ring": np.array([float(ring(*a)) for a in arguments]),
+            "tree": np.array([float(tree(*a)) for a in arguments])}  # fmt: skip
+
+
+def judge_seconds(case: Case) -> list[Finding]:
+    """By the formulas."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        cases = case.inputs[rank]["cases"]
+        for name, formula, hint in (
+            ("ring", ring_s, "2 (N - 1) steps; in each a latency and one N-th of the bytes."),
+            ("tree", tree_s, "2 ⌈log₂ N⌉ steps; in each a latency and all of the bytes."),
+        ):
+            expected = np.array([formula(*values) for values in cases])
+            compare(
+                findings, rank, f"{name}_seconds of {CASES} cases", answer.get(name), expected,
+                rtol=1e-6, atol=0.0, hint=hint,
+            )  # fmt: skip
+    return findings
+
+
+def observe_choice(choose: Any, inputs: Values, context: Context) -> Values:
+    """The choice in every case."""
+    return {"said": [str(choose(*_arguments(case)))[:20] for case in inputs["cases"]]}
+
+
+def judge_choice(case: Case) -> list[Finding]:
+    """The faster one."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        said = answer.get("said")
+        for number, values in enumerate(case.inputs[rank]["cases"]):
+            ring, tree = ring_s(*values), tree_s(*values)
+            right = "ring" if ring < tree else "tree"
+            got = said[number] if isinstance(said, list) and number < len(said) else None
+            if got != right:
+                findings.append(Finding(
+                    f"{_where(values)}: a ring takes {ring:.3g} s, a tree {tree:.3g} s; expected "
+                    f"{right!r}, got {got!r}.", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:
+    """The bus bandwidth of every measurement."""
+    pairs = zip(inputs["cases"], inputs["seconds"], strict=True)
+    return {"found": np.array([float(bus_bandwidth(int(c[0]), int(c[1]), s)) for c, s in pairs])}
+
+
+def judge_bus(case: Case) -> list[Finding]:
+    """Bytes that each link carried, per second."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        expected = np.array([
+            2 * (c[1] - 1) / c[1] * c[0] / s
+            for c, s in zip(inputs["cases"], inputs["seconds"], strict=True)
+        ])  # fmt: skip
+        compare(
+            findings, rank, "bus_bandwidth, bytes per second", answer.get("found"), expected,
+            rtol=1e-6, atol=0.0,
+            hint="Every link carries 2 (N - 1) / N of the tensor: divide that by the seconds.",
+        )  # fmt: skip
+    return findings

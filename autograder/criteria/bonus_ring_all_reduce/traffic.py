@@ -1,0 +1,251 @@
+"""Criteria for how a ring all-reduce communicates, judged from the emulated cluster's trace.
+
+Bytes that hold nothing are no traffic: most of what was sent has to be numbers of the tensors that
+were drawn, or sums of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autograder.criteria.common import carried, oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from minidist.emulate import Cluster, Link, simulate
+from minidist.emulate.plan import ChargePlan
+from minidist.emulate.trace import Event
+
+NUMEL = 96_000  # times the world size, plus one: no chunk size divides it
+SLACK_BYTES = 2_000  # for messages that only agree on something
+LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
+MOST_TIME = 1.05
+
+
+def plan(draw: Draw) -> ChargePlan:
+    """Nothing is charged: only communication takes time."""
+    return ChargePlan((), (), draw.seed("charges").to_bytes(16, "big"))
+
+
+def draw(source: Draw) -> list[Values]:
+    """One large private tensor."""
+    count = NUMEL * source.world_size + 1
+    return [
+        {"x": source.private(rank).normal(size=count).astype(np.float32)}
+        for rank in range(source.world_size)
+    ]
+
+
+def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
+    """One all-reduce; a few of its numbers, so that something was computed."""
+    tensor = torch.from_numpy(inputs["x"].copy())
+    ring_all_reduce(tensor, "sum")
+    return {"some": tensor[:: NUMEL // 7].numpy().copy()}
+
+
+def _messages(case: Case, rank: int) -> list[Event]:
+    """What a rank has sent, one by one."""
+    assert case.trace is not None
+    return [e for e in case.trace.events[rank] if e.kind == "issue" and e.collective == "send"]
+
+
+def _runs(tensors: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """Sums that a ring makes, either way round: of neighbours, rounded after each."""
+    for first, tensor in enumerate(tensors):
+        yield tensor
+        for step in (1, -1):
+            total = tensor
+            for k in range(1, len(tensors)):
+                total = total + tensors[(first + step * k) % len(tensors)]
+                yield total
+
+
+def _without_content(case: Case) -> list[Finding]:
+    """Ranks whose messages hold too few of the tensors' numbers and of their sums.
+
+    Of all that leaves a rank in a ring, half is enough: a wrong sum has checks of its own.
+    """
+    assert case.trace is not None
+    n, count = case.world_size, len(case.inputs[0]["x"])
+    enough = (n - 1) / n * count
+    # No tolerance: among so many numbers there is one near to any other. A sum of float32 has
+    # the same bits in whichever order its two summands are.
+    sums = list(_runs([i["x"] for i in case.inputs]))
+    for rank in range(n):
+        sent = [c for c in case.trace.collectives if c.kind == "send" and c.ranks[0] == rank]
+        numbers = carried.numbers_in(carried.payloads_of(sent, rank), "float32", 4 * count)
+        found = carried.count_among(numbers, sums)
+        if found < 0.98 * enough:
+            return [Finding(
+                f"this rank's messages held {found} different numbers of the ranks' tensors or of "
+                f"their sums, expected at least {enough:.0f}: what goes round is the chunk that "
+                "the rank before has sent, with its own added to it.", rank,
+            )]  # fmt: skip
+    return []
+
+
+def _problem(case: Case) -> list[Finding]:
+    """What keeps the traffic from being judged."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    if case.world_size == 1:
+        return []
+    total = sum(m.nbytes for rank in range(case.world_size) for m in _messages(case, rank))
+    others = sorted({
+        e.collective for events in case.trace.events for e in events
+        if e.kind == "issue" and e.collective not in ("send", "recv", "barrier")
+        and e.numel * 4 > SLACK_BYTES
+    })  # fmt: skip
+    if others:
+        return [Finding(
+            f"the tensor went through {others[0]}: only sends and receives are allowed here."
+        )]  # fmt: skip
+    if total < 4 * len(case.inputs[0]["x"]):
+        return [Finding(f"only {total} bytes were sent by all ranks, too few for a sum.")]
+    return _without_content(case)
+
+
+def _sum_is_right(case: Case) -> bool:
+    some = np.sum([i["x"][:: NUMEL // 7].astype(np.float64) for i in case.inputs], axis=0)
+    return all(
+        isinstance(a.get("some"), np.ndarray)
+        and a["some"].shape == some.shape
+        and np.allclose(a["some"], some, rtol=1e-3, atol=1e-4)
+        for a in case.answers
+    )
+
+
+def judge_bytes(case: Case) -> list[Finding]:
+    """No rank sends more than 2 (N - 1) / N of the tensor."""
+    findings = _problem(case)
+    n = case.world_size
+    num_bytes = 4 * len(case.inputs[0]["x"])
+    least = 2 * (n - 1) / n * num_bytes
+    for rank in range(n) if not findings and n > 1 else ():
+        sent = sum(m.nbytes for m in _messages(case, rank))
+        if sent > least + 2 * n * 4 + SLACK_BYTES:
+            reason = "More than one N-th of it goes on in a step."
+            if sent >= 0.98 * (n - 1) * num_bytes:
+                reason = f"That is the whole tensor, {sent / num_bytes:.1f} times."
+            findings.append(Finding(
+                f"{num_bytes} bytes on {n} ranks: this rank sent {sent} bytes, {least:.0f} are "
+                f"enough: 2 (N - 1) / N of the tensor. {reason}", rank,
+            ))  # fmt: skip
+    if not findings and not _sum_is_right(case):
+        findings.append(Finding("the bytes are few, but the sum is not right."))
+    return findings
+
+
+def judge_neighbours(case: Case) -> list[Finding]:
+    """Rank r sends to rank r + 1, and to nobody else."""
+    findings = _problem(case)
+    n = case.world_size
+    for rank in range(n) if not findings and n > 1 else ():
+        others = {m.ranks[1] for m in _messages(case, rank)} - {(rank + 1) % n}
+        if others:
+            findings.append(Finding(
+                f"this rank sent to {sorted(others)}, expected {(rank + 1) % n} only. In a ring "
+                "each link carries one stream; who sends to all shares one link among them.", rank,
+            ))  # fmt: skip
+    return findings
+
+
+def judge_messages(case: Case) -> list[Finding]:
+    """No message is larger than a chunk."""
+    findings = _problem(case)
+    n = case.world_size
+    chunk = math.ceil(len(case.inputs[0]["x"]) / n)
+    for rank in range(n) if not findings and n > 1 else ():
+        largest = max((m.numel for m in _messages(case, rank)), default=0)
+        if largest > chunk:
+            findings.append(Finding(
+                f"a message carried {largest} of {len(case.inputs[0]['x'])} numbers, expected at "
+                f"most {chunk}: one chunk of {n}. A rank that waits for a whole tensor before it "
+                "sends leaves its link idle.", rank,
+            ))  # fmt: skip
+    return findings
+
+
+def judge_time(case: Case) -> list[Finding]:
+    """2 (N - 1) steps, all links busy in each of them."""
+    findings = _problem(case)
+    n = case.world_size
+    if findings or n == 1:
+        return findings
+    assert case.trace is not None
+    cluster = Cluster(
+        name="ring", nodes=1, devices_per_node=n, intra_node=LINK, inter_node=LINK,
+        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12,
+    )  # fmt: skip
+    took_s = simulate(case.trace, cluster).makespan_s
+    chunk_bytes = 4 * math.ceil(len(case.inputs[0]["x"]) / n)
+    best_s = 2 * (n - 1) * (LINK.latency_s + chunk_bytes / LINK.bandwidth_bytes_per_s)
+    if took_s > MOST_TIME * best_s:
+        return [Finding(
+            f"it took {took_s * 1e3:.3f} ms of virtual time, a ring takes {best_s * 1e3:.3f} ms: "
+            f"{2 * (n - 1)} steps of one chunk, in each of which every rank sends and receives at "
+            "the same time."
+        )]  # fmt: skip
+    if took_s < 0.9 * best_s:
+        return [Finding(f"it took {took_s * 1e3:.3f} ms of virtual time: too little to be true.")]
+    return []
+
+
+# --- DDP -----------------------------------------------------------------------------------------
+
+SIZES, BATCH, STEPS = (30, 40, 5), 4, 3
+
+
+def draw_hook(source: Draw) -> list[Values]:
+    """The same model, private batches."""
+    start = oracle.draw_parameters(source.shared(), SIZES)
+    return [
+        start | oracle.draw_batch(source.private(rank), BATCH, SIZES)
+        for rank in range(source.world_size)
+    ]
+
+
+def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
+    """Gradients of torch's DDP with the student's hook."""
+    model: nn.Module = oracle.mlp(inputs)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
+    ddp.register_comm_hook(None, hook)
+    for _ in range(STEPS):
+        ddp.zero_grad()
+        x, y = (torch.from_numpy(inputs[name]) for name in "xy")
+        oracle.mse(ddp(x), y).backward()
+    return {f"g{i}": oracle.grad_of(p) for i, p in enumerate(model.parameters())}
+
+
+def judge_hook(case: Case) -> list[Finding]:
+    """The mean over ranks; the gradients went through the ring."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    findings: list[Finding] = []
+    local = [oracle.gradients(i, i["x"], i["y"]) for i in case.inputs]
+    count = sum(grad.size for grad in local[0])
+    for rank, answer in enumerate(case.answers):
+        for i, own in enumerate(local[rank]):
+            mean = oracle.mean([grads[i] for grads in local])
+            got = answer.get(f"g{i}")
+            hint = oracle.explain_gradient(got, mean, own, case.world_size)
+            if not oracle.close(findings, rank, f"gradient {i}", got, mean, hint=hint):
+                break
+        else:
+            reduced = [e for e in case.trace.events[rank]
+                       if e.kind == "issue" and e.collective == "all_reduce"
+                       and "float" in e.dtype and e.numel > 50]  # fmt: skip
+            sent = sum(m.numel for m in _messages(case, rank))
+            if case.world_size > 1 and (reduced or sent < STEPS * count):
+                findings.append(Finding(
+                    "the gradients did not go through sends and receives: the hook calls your "
+                    "ring_all_reduce on bucket.buffer().", rank,
+                ))  # fmt: skip
+    return findings

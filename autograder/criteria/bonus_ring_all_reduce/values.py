@@ -1,0 +1,145 @@
+"""Criteria for what a ring all-reduce computes, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+
+LARGE = 600_000  # numbers: far more than a socket takes without somebody who reads
+
+
+# --- the exchange --------------------------------------------------------------------------------
+
+
+def draw_exchange(draw: Draw) -> list[Values]:
+    """Private tensors: large, small, of another dtype, and one round the ring."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        inputs.append({
+            "0": rng.normal(size=LARGE).astype(np.float32),
+            "1": rng.normal(size=3),
+            "2": rng.integers(0, 1000, size=7),
+        })  # fmt: skip
+    return inputs
+
+
+def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
+    """What came in, and what went out afterwards."""
+    answer: Values = {}
+    for name in ("0", "1", "2"):
+        outgoing = torch.from_numpy(inputs[name].copy()).to(context.device)
+        incoming = torch.full_like(outgoing, -1)
+        exchange(outgoing, incoming)
+        answer[name] = incoming.cpu().numpy()
+        answer[f"sent/{name}"] = outgoing.cpu().numpy()
+    return answer
+
+
+def judge_exchange(case: Case) -> list[Finding]:
+    """Each rank has what the rank before it had."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        before = (rank - 1) % case.world_size
+        for name in ("0", "1", "2"):
+            what = f"incoming, {case.inputs[rank][name].size} numbers"
+            expected = case.inputs[before][name]
+            hint = f"It should be what rank {before} sends, complete when exchange returns."
+            if not compare(
+                findings, rank, what, answer.get(name), expected, rtol=0.0, atol=0.0, hint=hint
+            ) or not compare(
+                findings, rank, "outgoing after the exchange", answer.get(f"sent/{name}"),
+                case.inputs[rank][name], rtol=0.0, atol=0.0,
+            ):  # fmt: skip
+                break
+    return findings
+
+
+# --- the all-reduce ------------------------------------------------------------------------------
+
+
+def _draw(draw: Draw, cases: list[tuple[tuple[int, ...], str, str]]) -> list[Values]:
+    """Private tensors of every (shape, dtype, operation)."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        values: Values = {"cases": [[list(shape), dtype, op] for shape, dtype, op in cases]}
+        for number, (shape, dtype, _) in enumerate(cases):
+            x = rng.normal(size=shape) * 10
+            values[str(number)] = x.astype(dtype)
+        inputs.append(values)
+    return inputs
+
+
+def draw_sum(draw: Draw) -> list[Values]:
+    """Sizes that divide and do not, a matrix, three dtypes, one that is large."""
+    rng, n = draw.shared(), draw.world_size
+    return _draw(draw, [
+        ((n * int(rng.integers(5, 9)),), "float32", "sum"),
+        ((n * int(rng.integers(30, 60)) + 1,), "float64", "sum"),
+        ((n * int(rng.integers(9, 20)) - 1,), "int64", "sum"),
+        ((int(rng.integers(3, 6)), int(rng.integers(7, 12))), "float32", "sum"),
+        ((LARGE + int(rng.integers(1, max(2, n))),), "float32", "sum"),
+    ])  # fmt: skip
+
+
+def draw_ops(draw: Draw) -> list[Values]:
+    """The other two operations."""
+    rng, n = draw.shared(), draw.world_size
+    sizes = [(n * int(k) + 1,) for k in rng.integers(4, 30, 3)]
+    return _draw(draw, [(sizes[0], "float32", "mean"), (sizes[1], "float64", "max"),
+                        (sizes[2], "float64", "mean")])  # fmt: skip
+
+
+def draw_small(draw: Draw) -> list[Values]:
+    """Less than one number for each rank."""
+    n = draw.world_size
+    return _draw(draw, [((1,), "float32", "sum"), ((max(1, n - 1),), "float64", "sum"),
+                        ((0,), "float32", "sum"), ((), "float64", "sum")])  # fmt: skip
+
+
+def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
+    """What is in the tensors that were handed over."""
+    answer: Values = {}
+    for number, (_, _, op) in enumerate(inputs["cases"]):
+        tensor = torch.from_numpy(np.array(inputs[str(number)])).to(context.device)
+        ring_all_reduce(tensor, op)
+        answer[str(number)] = tensor.cpu().numpy()
+    return answer
+
+
+def judge(case: Case) -> list[Finding]:
+    """As one process computes it, in float64."""
+    findings: list[Finding] = []
+    reduce = {"sum": np.sum, "mean": np.mean, "max": np.max}
+    for rank, answer in enumerate(case.answers):
+        for number, (shape, dtype, op) in enumerate(case.inputs[0]["cases"]):
+            everyone = np.stack([i[str(number)].astype(np.float64) for i in case.inputs])
+            expected = reduce[op](everyone, axis=0)
+            got = answer.get(str(number))
+            hint = _why(got, expected, everyone, rank, op)
+            if not oracle.close(
+                findings, rank, f"{op} of {dtype} {shape}", got, expected,
+                dtype="float64" if dtype != "float32" else dtype, hint=hint, terms=list(everyone),
+            ):  # fmt: skip
+                break
+    return findings
+
+
+def _why(got: Any, expected: np.ndarray, everyone: np.ndarray, rank: int, op: str) -> str:
+    if not isinstance(got, np.ndarray) or got.shape != expected.shape or not expected.size:
+        return ""
+    if got.dtype.kind not in "fiu":
+        return ""
+    if np.allclose(got, everyone[rank]):
+        return "The tensor is as it was: the result has to be written into it."
+    if op == "mean" and np.allclose(got, everyone.sum(axis=0), rtol=1e-3):
+        return "That is the sum."
+    if got.ndim == 1 and np.allclose(got[:-1], expected[:-1], rtol=1e-3):
+        return "Only the end is wrong: is the last, odd part in a chunk?"
+    return ""

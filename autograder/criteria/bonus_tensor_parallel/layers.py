@@ -1,0 +1,206 @@
+"""Criteria for what a parallel MLP, attention and block compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.bonus_tensor_parallel.model import (
+    HEAD,
+    check_answer,
+    check_parts,
+    draw_block,
+    fill_parts,
+    gradients,
+    layers_of,
+    linear,
+    numbers,
+    other_block,
+    part_of,
+    solve,
+    tensor,
+)
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+MLP, ATTENTION, NORMS = ("up", "down"), ("qkv", "out"), ("norm1", "norm2")
+WEIGHTS = ("out.w", "qkv.w", "qkv.b", "down.w", "up.w", "up.b")  # each rank's own parts
+NORM_GRADIENTS = ("norm1.w", "norm1.b", "norm2.w", "norm2.b")
+REPLICATED = ("out.b", "down.b", *NORM_GRADIENTS)
+
+
+def draw(source: Draw) -> list[Values]:
+    """A block, an input, a gradient; the same on all ranks."""
+    return draw_block(source)
+
+
+def draw_biased(source: Draw) -> list[Values]:
+    """The same with biases in the row-parallel layers, too."""
+    return draw_block(source, row_bias=True)
+
+
+def build_mlp(build: Any, inputs: Values, context: Context) -> Any:
+    """A parallel MLP with this rank's right parts in it."""
+    full = other_block(inputs, context)
+    mlp = build(full.up, full.down)
+    fill_parts(layers_of(mlp, MLP), inputs, context)
+    return mlp
+
+
+def build_attention(build: Any, inputs: Values, context: Context) -> Any:
+    """Parallel attention with this rank's right parts in it."""
+    full = other_block(inputs, context)
+    attention = build(full.qkv, full.out, inputs["heads"])
+    fill_parts(layers_of(attention, ATTENTION), inputs, context)
+    return attention
+
+
+def build_block(build: Any, inputs: Values, context: Context) -> Any:
+    """A parallel block with this rank's right parts in it."""
+    block = build(other_block(inputs, context))
+    fill_parts(layers_of(block, (*NORMS, *ATTENTION, *MLP)), inputs, context)
+    return block
+
+
+def _run(module: Any, names: tuple[str, ...], inputs: Values, context: Context) -> Values:
+    x = tensor(inputs["x"], context, grad=True)
+    y = module(x)
+    y.backward(tensor(inputs["gy"], context))
+    return {"y": numbers(y), "x": numbers(x.grad)} | gradients(layers_of(module, names))
+
+
+def observe_mlp(build: Any, inputs: Values, context: Context) -> Values:
+    """Output and gradients of the MLP."""
+    return _run(build_mlp(build, inputs, context), MLP, inputs, context)
+
+
+def observe_attention(build: Any, inputs: Values, context: Context) -> Values:
+    """Output and gradients of attention."""
+    return _run(build_attention(build, inputs, context), ATTENTION, inputs, context)
+
+
+def observe_block(build: Any, inputs: Values, context: Context) -> Values:
+    """Output and gradients of the block."""
+    names = (*NORMS, *ATTENTION, *MLP)
+    return _run(build_block(build, inputs, context), names, inputs, context)
+
+
+def _judge(case: Case, what: str, names: tuple[str, ...]) -> list[Finding]:
+    findings: list[Finding] = []
+    right = solve(case.inputs[0], what)
+    parts = [f"{name}.{kind}" for name in names for kind in "wb"]
+    for rank in range(case.world_size):
+        if check_answer(findings, case, "y", rank, "output", right["y"]):
+            check_parts(findings, case, rank, right, parts)
+    return findings
+
+
+def judge_mlp(case: Case) -> list[Finding]:
+    """The output on all ranks, and the weights' gradients."""
+    return _judge(case, "transform", MLP)
+
+
+def judge_attention(case: Case) -> list[Finding]:
+    """The output on all ranks, and the weights' gradients."""
+    return _judge(case, "attend", ATTENTION)
+
+
+def judge_block(case: Case) -> list[Finding]:
+    """Output, gradients of the input and of both norms: whole, and the same on all ranks."""
+    findings: list[Finding] = []
+    right = solve(case.inputs[0])
+    for rank in range(case.world_size):
+        if (
+            check_answer(findings, case, "y", rank, "output", right["y"])
+            and check_parts(findings, case, rank, right, WEIGHTS)
+            and check_parts(findings, case, rank, right, NORM_GRADIENTS)
+        ):
+            check_answer(findings, case, "x", rank, "gradient of the input", right["x"])
+    return findings
+
+
+# --- heads ---------------------------------------------------------------------------------------
+
+
+def observe_heads(build: Any, inputs: Values, context: Context) -> Values:
+    """The parts that a rank takes, and whether heads that do not divide are refused."""
+    n = context.world_size
+    weights = [linear(inputs[f"{name}.w"], inputs[f"{name}.b"], context) for name in ATTENTION]
+    answer: Values = {}
+    for name, layer in layers_of(build(*weights, inputs["heads"]), ATTENTION).items():
+        answer |= {f"{name}.w": numbers(layer.weight), f"{name}.b": numbers(layer.bias)}
+    uneven, width = n + 1, n * (n + 1) * HEAD  # the width divides; the heads do not
+    try:
+        build(
+            linear(np.zeros((3 * width, width)), np.zeros(3 * width), context),
+            linear(np.zeros((width, width)), np.zeros(width), context), uneven,
+        )  # fmt: skip
+        answer["refused"] = False
+    except ValueError:
+        answer["refused"] = True
+    return answer
+
+
+def judge_heads(case: Case) -> list[Finding]:
+    """Query, key and value of the rank's own heads; an error where heads do not divide."""
+    findings: list[Finding] = []
+    n = case.world_size
+    for rank, answer in enumerate(case.answers):
+        values = case.inputs[rank]
+        for name in ("qkv.w", "qkv.b", "out.w", "out.b"):
+            right = part_of(name, values[name], rank, n)
+            hint, got = "", answer.get(name)
+            if name.startswith("qkv") and isinstance(got, np.ndarray):
+                hint = "Its rows are queries, then keys, then values, each of this rank's heads."
+                if np.array_equal(got, np.split(values[name], n)[rank]):
+                    hint = (
+                        f"Rows {rank}/{n} of everything are not {rank}/{n} of the queries, of the "
+                        "keys and of the values."
+                    )
+            what = f"attention.{name[:3]}.{'weight' if name[-1] == 'w' else 'bias'}"
+            if not check_answer(findings, case, name, rank, what, right, hint):
+                break
+        else:
+            if n > 1 and answer.get("refused") is not True:
+                findings.append(Finding(
+                    f"{n + 1} heads on {n} ranks: expected a ValueError. That the width divides is "
+                    "not enough.", rank,
+                ))  # fmt: skip
+    return findings
+
+
+# --- with sequence parallelism -------------------------------------------------------------------
+
+
+def observe_sequence(build: Any, inputs: Values, context: Context) -> Values:
+    """A block whose input and output are this rank's tokens."""
+    block = build_block(build, inputs, context)
+    n, rank = context.world_size, context.rank
+    x = tensor(np.split(inputs["x"], n, axis=1)[rank], context, grad=True)
+    y = block(x)
+    y.backward(tensor(np.split(inputs["gy"], n, axis=1)[rank], context))
+    answer = {"y": numbers(y), "x": numbers(x.grad)}
+    block.finish_gradients()
+    return answer | gradients(layers_of(block, (*NORMS, *ATTENTION, *MLP)))
+
+
+def judge_sequence(case: Case) -> list[Finding]:
+    """This rank's tokens, and the gradients of its parts of the weights."""
+    findings: list[Finding] = []
+    n, right = case.world_size, solve(case.inputs[0])
+    for rank in range(n):
+        y, x = (np.split(right[name], n, axis=1)[rank] for name in ("y", "x"))
+        if check_answer(findings, case, "y", rank, "output, this rank's tokens", y) and check_parts(
+            findings, case, rank, right, WEIGHTS
+        ):
+            check_answer(findings, case, "x", rank, "gradient of the input", x)
+    return findings
+
+
+def judge_norms(case: Case) -> list[Finding]:
+    """Gradients of what is replicated: sums over the tokens of all ranks."""
+    findings: list[Finding] = []
+    right = solve(case.inputs[0])
+    for rank in range(case.world_size):
+        check_parts(findings, case, rank, right, REPLICATED)
+    return findings

@@ -1,0 +1,208 @@
+"""Criteria for column-parallel and row-parallel linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.bonus_tensor_parallel.model import (
+    check_answer,
+    check_parts,
+    fill_parts,
+    gradients,
+    linear,
+    numbers,
+    part_of,
+    tensor,
+)
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+
+def draw(source: Draw) -> list[Values]:
+    """A column and a row layer, each with inputs of two shapes; the same on all ranks."""
+    rng, n = source.shared(), source.world_size
+    out, fan_in, other = (n * int(k) for k in rng.integers(2, 6, 3))
+    values: Values = {
+        "column.w": rng.normal(size=(out, other + 1)), "column.b": rng.normal(size=out),
+        "row.w": rng.normal(size=(out + 1, fan_in)), "row.b": rng.normal(size=out + 1),
+        "column.x": rng.normal(size=(2, 3, other + 1)), "column.gy": rng.normal(size=(2, 3, out)),
+        "row.x": rng.normal(size=(2, 3, fan_in)), "row.gy": rng.normal(size=(2, 3, out + 1)),
+    }  # fmt: skip
+    return [dict(values) for _ in range(n)]
+
+
+# --- which part is held --------------------------------------------------------------------------
+
+
+def observe_slices(classes: Any, inputs: Values, context: Context) -> Values:
+    """What the layers hold when they have been built, with and without bias."""
+    answer: Values = {"refused": []}
+    n = context.world_size
+    for kind, build in zip(("column", "row"), classes, strict=True):
+        weight, bias = inputs[f"{kind}.w"], inputs[f"{kind}.b"]
+        full = linear(weight, bias, context)
+        layer = build(full)
+        with torch.no_grad():  # the part is a copy: what becomes of the whole layer is all one
+            full.weight.zero_()
+            full.bias.zero_()
+        answer[f"{kind}.w"], answer[f"{kind}.b"] = numbers(layer.weight), numbers(layer.bias)
+        parameters = list(layer.parameters())
+        answer[f"{kind} count"] = sum(parameter.numel() for parameter in parameters)
+        answer[f"{kind} trains"] = all(
+            any(p is q for q in parameters) and p.requires_grad for p in (layer.weight, layer.bias)
+        )
+        bare = build(linear(weight, None, context))
+        answer[f"{kind} bare"] = bare.bias is None and len(list(bare.parameters())) == 1
+        uneven = np.ones((n + 1, 2 * n) if kind == "column" else (2 * n, n + 1))
+        try:
+            build(linear(uneven, None, context))
+        except ValueError:
+            answer["refused"].append(kind)
+    return answer
+
+
+def list_of(value: Any) -> list[Any]:
+    """A list as it is, anything else as none."""
+    return value if isinstance(value, list) else []
+
+
+def judge_slices(case: Case) -> list[Finding]:
+    """The rank's slice of weight and bias, and nothing else; no uneven splits."""
+    findings: list[Finding] = []
+    n = case.world_size
+    for rank, answer in enumerate(case.answers):
+        for kind in ("column", "row"):
+            names = [f"{kind}.w", f"{kind}.b"]
+            parts = [part_of(name, case.inputs[rank][name], rank, n) for name in names]
+            whats = [f"{kind.title()}ParallelLinear(full).{w}" for w in ("weight", "bias")]
+            if not all(
+                check_answer(findings, case, name, rank, what, part)
+                for name, what, part in zip(names, whats, parts, strict=True)
+            ):
+                break
+            held, wanted = answer.get(f"{kind} count"), sum(part.size for part in parts)
+            if held != wanted or answer.get(f"{kind} trains") is not True:
+                findings.append(Finding(
+                    f"{kind.title()}ParallelLinear has {str(held)[:20]} numbers in its parameters, "
+                    f"expected {wanted}: weight and bias are its nn.Parameters, and nothing else.",
+                    rank,
+                ))  # fmt: skip
+            elif answer.get(f"{kind} bare") is not True:
+                findings.append(Finding(
+                    f"{kind.title()}ParallelLinear of a layer without bias: expected bias None.",
+                    rank,
+                ))  # fmt: skip
+            elif n > 1 and kind not in list_of(answer.get("refused")):
+                findings.append(Finding(
+                    f"{kind.title()}ParallelLinear of {n + 1} features on {n} ranks: expected a "
+                    "ValueError.", rank,
+                ))  # fmt: skip
+    return findings
+
+
+# --- what they compute ---------------------------------------------------------------------------
+
+
+def _cut(array: np.ndarray, rank: int, n: int) -> np.ndarray:
+    return np.split(array, n, axis=-1)[rank]
+
+
+def _observe(kind: str, build: Any, inputs: Values, context: Context, *, whole: bool) -> Values:
+    """Output and gradients with right weights; `whole`: in and out along the split dimension."""
+    rank, n = context.rank, context.world_size
+    options = {"column": {"gather_output": True}, "row": {"input_is_parallel": False}}[kind]
+    other = linear(np.roll(inputs[f"{kind}.w"], 1), np.roll(inputs[f"{kind}.b"], 1), context)
+    layer = build(other, **options) if whole else build(other)
+    fill_parts({kind: layer}, inputs, context)
+    x, gy = inputs[f"{kind}.x"], inputs[f"{kind}.gy"]
+    if not whole and kind == "row":
+        x = _cut(x, rank, n)
+    if not whole and kind == "column":
+        gy = _cut(gy, rank, n)
+    x = tensor(x, context, grad=True)
+    # A leaf's gradient may be what the layer's own backward still works on; this one's is not.
+    y = layer(x * 1.0)
+    answer: Values = {"y": numbers(y)}
+    y.backward(tensor(gy, context))
+    return answer | {"x": numbers(x.grad)} | gradients({kind: layer})
+
+
+def observe_column(build: Any, inputs: Values, context: Context) -> Values:
+    """A column-parallel layer whose output stays split."""
+    return _observe("column", build, inputs, context, whole=False)
+
+
+def observe_row(build: Any, inputs: Values, context: Context) -> Values:
+    """A row-parallel layer whose input is split."""
+    return _observe("row", build, inputs, context, whole=False)
+
+
+def observe_gather(build: Any, inputs: Values, context: Context) -> Values:
+    """A column-parallel layer with gather_output=True."""
+    return _observe("column", build, inputs, context, whole=True)
+
+
+def observe_scatter(build: Any, inputs: Values, context: Context) -> Values:
+    """A row-parallel layer with input_is_parallel=False."""
+    return _observe("row", build, inputs, context, whole=True)
+
+
+def _solve(values: Values, kind: str) -> Values:
+    x, weight, gy = (values[f"{kind}.{name}"] for name in ("x", "w", "gy"))
+    rows, grads = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
+    return {
+        "y": x @ weight.T + values[f"{kind}.b"], "x": gy @ weight,
+        f"{kind}.w": grads.T @ rows, f"{kind}.b": grads.sum(0),
+    }  # fmt: skip
+
+
+def _judge(case: Case, kind: str, *, whole: bool) -> list[Finding]:
+    findings: list[Finding] = []
+    n, right = case.world_size, _solve(case.inputs[0], kind)
+    bias = case.inputs[0][f"{kind}.b"]
+    for rank in range(n):
+        y, x = right["y"], right["x"]
+        if not whole and kind == "column":
+            y = _cut(y, rank, n)
+        if not whole and kind == "row":
+            x = _cut(x, rank, n)
+        hint = _explain_bias(case.answers[rank].get("y"), y, bias, n) if kind == "row" else ""
+        if (
+            check_answer(findings, case, "y", rank, "output", y, hint)
+            and check_parts(findings, case, rank, right, (f"{kind}.w", f"{kind}.b"))
+            and not (whole and kind == "column")
+        ):  # with or without a gather, that is f's doing
+            check_answer(findings, case, "x", rank, "gradient of the input", x)
+    return findings
+
+
+def _explain_bias(got: Any, y: np.ndarray, bias: np.ndarray, n: int) -> str:
+    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.shape != y.shape or n == 1:
+        return ""
+    if np.allclose(got, y + (n - 1) * bias):
+        return f"The bias was added {n} times: each rank added it before the sum."
+    if np.allclose(got, y - bias):
+        return "The bias is missing here."
+    return ""
+
+
+def judge_column(case: Case) -> list[Finding]:
+    """This rank's features; the whole gradient of the input."""
+    return _judge(case, "column", whole=False)
+
+
+def judge_row(case: Case) -> list[Finding]:
+    """All features, the bias once; this rank's part of the input's gradient."""
+    return _judge(case, "row", whole=False)
+
+
+def judge_gather(case: Case) -> list[Finding]:
+    """All features, and the same gradients as one process has."""
+    return _judge(case, "column", whole=True)
+
+
+def judge_scatter(case: Case) -> list[Finding]:
+    """From the whole input, and its whole gradient."""
+    return _judge(case, "row", whole=True)

@@ -1,0 +1,239 @@
+"""Criteria for dropout inside and outside the parallel region."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from autograder.criteria.bonus_tensor_parallel.model import (
+    draw_block,
+    fill_parts,
+    layers_of,
+    numbers,
+    other_block,
+    solve,
+    tensor,
+)
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+COUNT, P = 200, 0.5
+
+
+def draw(source: Draw) -> list[Values]:
+    """Seeds that lie far from each other, the same on all ranks."""
+    rng = source.shared()
+    names = ("common", "elsewhere", "seed", "other seed")
+    seeds = {name: int(rng.integers(1, 10**6)) * 10 + i for i, name in enumerate(names)}
+    return [dict(seeds) for _ in range(source.world_size)]
+
+
+def _mask(context: Context) -> np.ndarray:
+    return numbers(F.dropout(torch.ones(COUNT, device=context.device), P)) > 0
+
+
+def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values:
+    """Masks that are drawn inside, in several ways."""
+    answer: Values = {}
+    torch.manual_seed(inputs["common"])
+    stream = make_stream(inputs["seed"])
+    for name in ("first", "second"):
+        with stream.fork():
+            answer[name] = _mask(context)
+    torch.manual_seed(inputs["elsewhere"])
+    _mask(context)
+    again, other = make_stream(inputs["seed"]), make_stream(inputs["other seed"])
+    for name, each in (("again", again), ("other", other)):
+        with each.fork():
+            answer[name] = _mask(context)
+    return {name: mask.astype(np.int64) for name, mask in answer.items()}
+
+
+def _masks(case: Case, name: str) -> list[np.ndarray] | None:
+    masks = [answer.get(name) for answer in case.answers]
+    if all(
+        isinstance(m, np.ndarray) and m.shape == (COUNT,) and m.dtype.kind == "i"
+        and 0.2 < np.mean(m == 1) < 0.8 and set(np.unique(m)) == {0, 1}
+        for m in masks
+    ):  # fmt: skip
+        return [np.asarray(m) for m in masks]
+    return None
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return float(np.mean(a == b)) > 0.9  # chance gives one half
+
+
+def judge_inside(case: Case) -> list[Finding]:
+    """Other masks on every rank and every time; the same ones for the same seed."""
+    found = {name: _masks(case, name) for name in ("first", "second", "again", "other")}
+    masks = {name: each for name, each in found.items() if each is not None}
+    if len(masks) < 4:
+        return [Finding("F.dropout inside fork() did not draw masks.")]
+    findings: list[Finding] = []
+    for a, b in itertools.combinations(range(case.world_size), 2):
+        if _same(masks["first"][a], masks["first"][b]):
+            return [Finding(
+                f"inside fork() ranks {a} and {b} drop the same places. They hold different "
+                "features there, and the masks have to differ."
+            )]  # fmt: skip
+    for rank in range(case.world_size):
+        if _same(masks["first"][rank], masks["second"][rank]):
+            findings.append(Finding(
+                "the second fork() begins where the first one began: the same mask, layer after "
+                "layer and step after step. The stream goes on.", rank,
+            ))  # fmt: skip
+        elif not np.array_equal(masks["first"][rank], masks["again"][rank]):
+            findings.append(Finding(
+                "a second stream with the same seed gives another mask: no run can be repeated. It "
+                "depends on the seed and the rank, not on torch's generator.", rank,
+            ))  # fmt: skip
+        elif _same(masks["first"][rank], masks["other"][rank]):
+            findings.append(Finding("another seed gives the same mask.", rank))
+    return findings
+
+
+def observe_outside(make_stream: Any, inputs: Values, context: Context) -> Values:
+    """Masks that are drawn outside: without a stream, and with one that is used in between."""
+    answer: Values = {}
+    torch.manual_seed(inputs["common"])
+    plain = [_mask(context) for _ in range(4)]
+    torch.manual_seed(inputs["common"])
+    stream = make_stream(inputs["seed"])
+    masks = [_mask(context)]
+    with stream.fork():
+        for _ in range(context.rank + 1):
+            _mask(context)
+    masks.append(_mask(context))
+    with stream.fork():
+        _mask(context)
+    masks.append(_mask(context))
+    try:
+        with stream.fork():
+            _mask(context)
+            raise KeyError("an error inside")
+    except KeyError:
+        masks.append(_mask(context))
+    for i, (a, b) in enumerate(zip(plain, masks, strict=True)):
+        answer |= {f"plain{i}": a.astype(np.int64), f"used{i}": b.astype(np.int64)}
+    return answer
+
+
+def judge_outside(case: Case) -> list[Finding]:
+    """The same masks on all ranks, as if nothing had been drawn inside."""
+    found = [(_masks(case, f"plain{i}"), _masks(case, f"used{i}")) for i in range(4)]
+    for i, (plain, used) in enumerate(found):
+        if plain is None or used is None:
+            return [Finding("F.dropout outside fork() did not draw masks.")]
+        for rank in range(case.world_size):
+            if not np.array_equal(used[rank], plain[rank]):
+                after = ("making the stream", "fork()", "a second fork()", "an error inside fork()")
+                return [Finding(
+                    f"after {after[i]} torch's own generator is not where it was: the mask is not "
+                    "the one that comes without it, and other ranks may draw another.", rank,
+                )]  # fmt: skip
+            if not np.array_equal(used[rank], used[0]):
+                return [Finding("the masks outside differ from rank 0's.", rank)]
+    return []
+
+
+# --- dropout in the block ------------------------------------------------------------------------
+
+ROWS = 16
+
+
+def draw_block_case(source: Draw) -> list[Values]:
+    """One token through a block, and the seeds."""
+    inputs = draw_block(source, sequences=1, tokens=1)
+    return [a | b for a, b in zip(inputs, draw(source), strict=True)]
+
+
+def observe_block(subject: Any, inputs: Values, context: Context) -> Values:
+    """With dropout, with weights for which one sees every mask, and in eval mode."""
+    build, make_stream = subject
+    torch.manual_seed(inputs["common"])
+    full = other_block(inputs, context)
+    torch.manual_seed(inputs["common"])
+    block = build(full, P, make_stream(inputs["seed"]))
+    layers = layers_of(block, ("norm1", "norm2", "qkv", "out", "up", "down"))
+    fill_parts(layers, inputs, context)
+    y = block(tensor(inputs["x"], context, grad=True))
+    y.backward(tensor(inputs["gy"], context))
+    answer = {"y": numbers(y), "hidden": numbers(layers["up"].bias.grad)}
+    with torch.no_grad():
+        block.eval()
+        answer["eval"] = numbers(block(tensor(inputs["x"], context)))
+        # With weights of zero attention adds a constant to x, and so does the MLP.
+        x = tensor(inputs["x"], context).expand(ROWS, -1, -1)
+        for name, other in (("out", "down"), ("down", "out")):
+            for each, value in ((name, 3.0), (other, 0.0)):
+                layers[each].weight.zero_()
+                layers[each].bias.fill_(value)
+            for training in (False, True):
+                block.train(training)
+                answer[f"{name} {training}"] = numbers(block(x) - x)
+    return answer
+
+
+def judge_block(case: Case) -> list[Finding]:
+    """Hidden features drop per rank, outputs alike; no dropout in eval mode."""
+    findings: list[Finding] = []
+    n, right = case.world_size, solve(case.inputs[0])
+    width = case.inputs[0]["width"]
+    hidden = [answer.get("hidden") for answer in case.answers]
+    if not all(
+        isinstance(h, np.ndarray) and h.dtype.kind == "f" and h.shape == (4 * width // n,)
+        and np.isfinite(h).all()
+        for h in hidden
+    ):  # fmt: skip
+        return [Finding("mlp.up.bias has no finite gradient of its shape after a backward pass.")]
+    dropped = [np.asarray(h) == 0 for h in hidden]
+    y0 = case.answers[0].get("y")
+    for rank, answer in enumerate(case.answers):
+        if not oracle.close(
+            findings, rank, "eval mode: output", answer.get("eval"), right["y"], dtype="float64",
+            hint="In eval mode nothing is dropped, and it is the layer of the check before.",
+        ):  # fmt: skip
+            continue
+        if not 0.1 < dropped[rank].mean() < 0.9:
+            findings.append(Finding(
+                f"{int(dropped[rank].sum())} of {dropped[rank].size} hidden features of the MLP "
+                f"were dropped, expected about half (p = {P}).", rank,
+            ))  # fmt: skip
+        elif any(_same(dropped[rank], dropped[other]) for other in range(n) if other != rank):
+            findings.append(Finding(
+                "another rank dropped the same places of its hidden features: inside the parallel "
+                "region dropout draws from the stream.", rank,
+            ))  # fmt: skip
+        elif not isinstance(y0, np.ndarray) or y0.dtype.kind != "f" or not oracle.close(
+            findings, rank, "training mode: output, against rank 0's", answer.get("y"),
+            y0.astype(np.float64), dtype="float64",
+            hint="Outside the parallel region all ranks drop the same places: torch's own "
+            "generator.",
+        ):  # fmt: skip
+            findings = findings or [Finding("training mode: no output.", rank)]
+        else:
+            findings += [
+                Finding(
+                    f"what {what} returns is not dropped in training mode (in one place of two, "
+                    "the rest doubled) before it is added to x.", rank,
+                )
+                for what, name in (("attention", "out"), ("the MLP", "down"))
+                if not _is_dropped(answer.get(f"{name} False"), answer.get(f"{name} True"))
+            ]  # fmt: skip
+    return findings
+
+
+def _is_dropped(whole: Any, dropped: Any) -> bool:
+    """Whether a constant has become zeros and its double, for p = 1/2."""
+    if not all(isinstance(a, np.ndarray) and a.dtype.kind == "f" for a in (whole, dropped)):
+        return False
+    if whole.shape != dropped.shape or not (np.isfinite(whole) & (np.abs(whole) > 0.1)).all():
+        return False
+    share = dropped * (1 - P) / whole
+    kept = np.isclose(share, 1)
+    return bool((kept | np.isclose(share, 0)).all()) and 0.2 < kept.mean() < 0.8

@@ -1,0 +1,244 @@
+"""Criteria for what tensor parallelism sends, judged from the emulated cluster's trace.
+
+The rank asks for a charge before its forward pass and for another before its backward pass, so that
+the trace shows what belongs to which. What it computed is held against the oracle, too: nothing is
+saved by sending less than it takes. But all ranks have the same input, and whoever finds the
+others' weights could compute everything alone: so each rank's own summands have to be in what it
+sends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.bonus_tensor_parallel.layers import build_attention, build_block, build_mlp
+from autograder.criteria.bonus_tensor_parallel.model import (
+    check_answer,
+    draw_block,
+    numbers,
+    solve,
+    summands,
+    tensor,
+)
+from autograder.criteria.common import carried
+from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from minidist.emulate.plan import ChargePlan
+from minidist.emulate.trace import Collective, Event
+
+SLACK_BYTES = 512  # for messages that only agree on something
+DIRECTIONS = ("forward", "backward")
+SUMS = {
+    "forward": "g adds up the outputs of the row-parallel layers.",
+    "backward": "f adds up the gradients of the input of the column-parallel layers.",
+}
+
+
+def plan(draw: Draw) -> ChargePlan:
+    """One layer of no cost: its charges mark the two passes."""
+    return ChargePlan((1e-6,), (1e-6,), draw.seed("charges").to_bytes(16, "big"))
+
+
+def draw(source: Draw) -> list[Values]:
+    """A block, an input of more than a few bytes, a gradient."""
+    return draw_block(source, sequences=3, tokens=4 * source.world_size)
+
+
+def _run(module: Any, x: np.ndarray, gy: np.ndarray, context: Context) -> Values:
+    leaf = tensor(x, context, grad=True)
+    context.broker.charge(0, "forward")
+    y = module(leaf)
+    context.broker.charge(0, "backward")
+    y.backward(tensor(gy, context))
+    return {"y": numbers(y), "x": numbers(leaf.grad)}
+
+
+def observe_mlp(build: Any, inputs: Values, context: Context) -> Values:
+    """One forward and one backward pass of the MLP."""
+    return _run(build_mlp(build, inputs, context), inputs["x"], inputs["gy"], context)
+
+
+def observe_attention(build: Any, inputs: Values, context: Context) -> Values:
+    """One forward and one backward pass of attention."""
+    return _run(build_attention(build, inputs, context), inputs["x"], inputs["gy"], context)
+
+
+def observe_sequence(build: Any, inputs: Values, context: Context) -> Values:
+    """One forward and one backward pass of a block on this rank's tokens."""
+    block = build_block(build, inputs, context)
+    x, gy = (np.split(inputs[k], context.world_size, axis=1)[context.rank] for k in ("x", "gy"))
+    answer = _run(block, x, gy, context)
+    block.finish_gradients()
+    return answer
+
+
+def passes_of(case: Case, rank: int) -> dict[str, list[Event]] | Finding:
+    """What a rank sent in its forward and in its backward pass."""
+    assert case.trace is not None
+    sent: dict[str, list[Event]] = {}
+    now: list[Event] = []
+    for event in case.trace.events[rank]:
+        if event.kind == "compute" and event.direction in DIRECTIONS:
+            now = sent.setdefault(event.direction, [])
+        elif (
+            event.kind == "issue"
+            and event.collective not in ("barrier", "recv")
+            and len(set(event.ranks)) > 1  # a group of one rank sends nothing
+        ):
+            now.append(event)
+    if list(sent) != list(DIRECTIONS):
+        return Finding("the forward and the backward pass were not run.", rank)
+    return sent
+
+
+def cost(events: list[Event]) -> float:
+    """Bytes in units of an all-reduce, which sends twice as much as any other collective."""
+    return sum(e.nbytes * (1.0 if e.collective == "all_reduce" else 0.5) for e in events)
+
+
+def _all_passes(case: Case) -> list[dict[str, list[Event]]] | list[Finding]:
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    found = [passes_of(case, rank) for rank in range(case.world_size)]
+    problems = [each for each in found if isinstance(each, Finding)]
+    return problems or [each for each in found if not isinstance(each, Finding)]
+
+
+def _words(events: list[Event]) -> str:
+    words = [f"{e.collective} of {e.nbytes} bytes" for e in events]
+    return ", ".join(words[:8] + ["..."] * (len(words) > 8)) or "nothing"
+
+
+def shared(case: Case, events: list[Event]) -> dict[str, Collective]:
+    """Those of a rank's collectives in which all ranks take part."""
+    assert case.trace is not None
+    keys = {event.key for event in events}
+    return {
+        c.key: c
+        for c in case.trace.collectives
+        if c.key in keys and reaches_all(c, case.world_size)
+    }
+
+
+def _sent_numbers(case: Case, rank: int, events: list[Event]) -> np.ndarray:
+    """All numbers that a rank has put into them."""
+    payloads = carried.payloads_of(shared(case, events).values(), rank)
+    return carried.numbers_in(payloads, "float64", 8 * case.inputs[0]["x"].size)
+
+
+def _holds(sent: np.ndarray, part: np.ndarray) -> bool:
+    """Whether `part` is in what was sent, in any order."""
+    atol = 1e-9 * float(np.abs(part).max())
+    return bool(carried.is_among(part.ravel(), sent, rtol=1e-9, atol=atol).all())
+
+
+def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> list[Finding]:
+    """One all-reduce of the activations in each direction, and right results."""
+    findings: list[Finding] = []
+    right = solve(case.inputs[0], what)
+    shares: list[dict[str, list[np.ndarray]]] = []
+    whole = case.inputs[0]["x"].nbytes
+    for rank, sent in enumerate(_all_passes(case)):
+        if isinstance(sent, Finding):
+            findings.append(sent)
+            continue
+        if not check_answer(findings, case, "y", rank, "output", right["y"]):
+            continue
+        if not check_answer(findings, case, "x", rank, "gradient of the input", right["x"]):
+            continue
+        for direction in DIRECTIONS:
+            events = sent[direction]
+            large = [e for e in events if e.nbytes > SLACK_BYTES]
+            if len(large) > 1 or cost(events) > 1.02 * whole + SLACK_BYTES:
+                findings.append(Finding(
+                    f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
+                    f"all_reduce of {whole} bytes. {hints[direction]}", rank,
+                ))  # fmt: skip
+                break
+            shares = shares or summands(case.inputs[0], case.world_size, what)
+            share = shares[rank][direction][0]
+            if case.world_size > 1 and not _holds(_sent_numbers(case, rank, events), share):
+                findings.append(Finding(
+                    f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
+                    f"all_reduce of {whole} bytes, over all ranks, in which this rank's summand is "
+                    f"what its own part of the weights gives. {SUMS[direction]}", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def judge_mlp(case: Case) -> list[Finding]:
+    """One all-reduce forward, one backward."""
+    return _judge_one_each(case, "transform", {
+        "forward": "What the column-parallel layer gives is what the row-parallel one wants: "
+        "nothing has to be gathered between them.",
+        "backward": "The row-parallel layer has nothing to send here, the column-parallel one its "
+        "input's gradient.",
+    })  # fmt: skip
+
+
+def judge_attention(case: Case) -> list[Finding]:
+    """One all-reduce forward, one backward."""
+    return _judge_one_each(case, "attend", {
+        "forward": "A head needs nothing of the others.",
+        "backward": "Queries, keys and values come from one input: f once, not three times.",
+    })  # fmt: skip
+
+
+def _of_others(share: np.ndarray, rank: int, n: int) -> list[np.ndarray]:
+    """A summand's tokens of every other rank."""
+    return [part for other, part in enumerate(np.split(share, n, axis=1)) if other != rank]
+
+
+def judge_sequence(case: Case) -> list[Finding]:
+    """All-gathers and reduce-scatters, and no all-reduce of activations."""
+    findings: list[Finding] = []
+    n, whole = case.world_size, case.inputs[0]["x"].nbytes
+    right = solve(case.inputs[0])
+    shares: list[dict[str, list[np.ndarray]]] = []
+    passes = _all_passes(case)
+    total: dict[str, float] = {direction: 0.0 for direction in DIRECTIONS}
+    for sent in passes:
+        for direction, events in {} if isinstance(sent, Finding) else sent.items():
+            to_all = shared(case, events)
+            total[direction] += cost([e for e in events if e.key in to_all])
+    for rank, sent in enumerate(passes):
+        if isinstance(sent, Finding):
+            findings.append(sent)
+            continue
+        y = np.split(right["y"], n, axis=1)[rank]
+        if not check_answer(findings, case, "y", rank, "output, this rank's tokens", y):
+            continue
+        for direction, most in (("forward", 2.0), ("backward", 3.0)):
+            events = sent[direction]
+            # Gradients of norms may travel here, too; they are far smaller than activations.
+            sums = [e for e in events if e.collective == "all_reduce" and e.nbytes >= whole // 2]
+            if sums or cost(events) > 1.1 * most * whole + SLACK_BYTES:
+                findings.append(Finding(
+                    f"{direction} pass: {_words(events)}; expected two all_gathers and two "
+                    f"reduce_scatters of {whole} bytes, and no all_reduce of activations. An "
+                    "all-reduce and a slice afterwards give the same numbers at twice the price.",
+                    rank,
+                ))  # fmt: skip
+                break
+            # Each of the four takes (n - 1) / n of `whole` per rank, however it is done. Of a
+            # summand one other rank's tokens have to leave as they are: a ring adds to the rest.
+            shares = shares or summands(case.inputs[0], n)
+            numbers_sent = _sent_numbers(case, rank, events)
+            if n > 1 and (
+                total[direction] < 0.98 * 2 * (n - 1) * whole
+                or not all(
+                    any(_holds(numbers_sent, part) for part in _of_others(share, rank, n))
+                    for share in shares[rank][direction]
+                )
+            ):
+                findings.append(Finding(
+                    f"{direction} pass: {_words(events)}; expected two all_gathers and two "
+                    f"reduce_scatters of {whole} bytes, over all ranks, in which this rank's "
+                    "summand is what its own part of the weights gives.", rank,
+                ))  # fmt: skip
+                break
+    return findings

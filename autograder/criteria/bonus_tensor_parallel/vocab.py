@@ -1,0 +1,246 @@
+"""Criteria for the embedding and the loss that are split along the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autograder.criteria.bonus_tensor_parallel.model import check_answer, fill, numbers, tensor
+from autograder.criteria.bonus_tensor_parallel.traffic import SLACK_BYTES, cost, passes_of, shared
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+WIDTH, PER_RANK = 5, 6
+LARGE = 1_000.0  # its exponential overflows float64
+
+
+# --- embedding -----------------------------------------------------------------------------------
+
+
+def draw_embedding(source: Draw) -> list[Values]:
+    """A table, tokens of all ranks' parts, a gradient; the same on all ranks."""
+    rng, n = source.shared(), source.world_size
+    size = n * PER_RANK
+    tokens = np.concatenate([rng.permutation(size), rng.integers(0, size, size)]).reshape(4, -1)
+    values: Values = {
+        "table": rng.normal(size=(size, WIDTH)),
+        "other": rng.normal(size=(size, WIDTH)),
+        "tokens": tokens.astype(np.int64),
+        "gy": rng.normal(size=(*tokens.shape, WIDTH)),
+    }
+    return [dict(values) for _ in range(n)]
+
+
+def _embedding(table: np.ndarray, context: Context) -> nn.Embedding:
+    full = nn.Embedding(*table.shape, dtype=torch.float64)
+    fill(full, table, None)
+    return full.to(context.device)
+
+
+def observe_embedding(build: Any, inputs: Values, context: Context) -> Values:
+    """The part that is held; output and gradient of another table's part."""
+    n, rank = context.world_size, context.rank
+    module = build(_embedding(inputs["other"], context))
+    answer: Values = {"held": numbers(module.weight)}
+    fill(module, np.split(inputs["table"], n)[rank], None)
+    tokens = torch.from_numpy(inputs["tokens"].copy()).to(context.device)
+    y = module(tokens)
+    y.backward(tensor(inputs["gy"], context))
+    answer |= {"y": numbers(y), "grad": numbers(module.weight.grad)}
+    answer["tokens"] = tokens.cpu().numpy()
+    try:
+        build(_embedding(np.zeros((n * PER_RANK + 1, WIDTH)), context))
+        answer["refused"] = False
+    except ValueError:
+        answer["refused"] = True
+    return answer
+
+
+def judge_embedding(case: Case) -> list[Finding]:
+    """Own rows, the sum of all ranks' lookups, gradients of own rows."""
+    findings: list[Finding] = []
+    n, values = case.world_size, case.inputs[0]
+    gradient = np.zeros_like(values["table"])
+    np.add.at(gradient, values["tokens"].ravel(), values["gy"].reshape(-1, WIDTH))
+    for rank, answer in enumerate(case.answers):
+        held, grad = (np.split(each, n)[rank] for each in (values["other"], gradient))
+        hint = "A rank that does not own a token gives zeros for it, not row 0 or its last row."
+        if (
+            check_answer(findings, case, "held", rank, "VocabParallelEmbedding(full).weight", held)
+            and check_answer(findings, case, "y", rank, "output",
+                             values["table"][values["tokens"]], hint)
+            and check_answer(findings, case, "grad", rank, "gradient of the rows", grad)
+        ):  # fmt: skip
+            if not np.array_equal(answer.get("tokens", ()), values["tokens"]):
+                findings.append(Finding("the tokens were changed; work on a copy.", rank))
+            elif n > 1 and answer.get("refused") is not True:
+                findings.append(Finding(
+                    f"a vocabulary of {n * PER_RANK + 1} on {n} ranks: expected a ValueError.", rank
+                ))  # fmt: skip
+    return findings
+
+
+# --- loss ----------------------------------------------------------------------------------------
+
+
+def _draw_loss(source: Draw, offset: np.ndarray, per_rank: int = PER_RANK) -> list[Values]:
+    rng, n = source.shared(), source.world_size
+    size = n * per_rank
+    targets = np.concatenate([rng.permutation(size), rng.integers(0, size, size)]).reshape(2, -1)
+    logits = rng.normal(0, 2, (*targets.shape, size))
+    logits += offset if offset.size == 1 else np.repeat(offset, per_rank)
+    common: Values = {"targets": targets.astype(np.int64), "factor": float(rng.uniform(2, 3))}
+    return [common | {"logits": part} for part in np.split(logits, n, axis=-1)]
+
+
+def draw_loss(source: Draw) -> list[Values]:
+    """Logits of every rank's columns, targets anywhere; a factor for the loss."""
+    return _draw_loss(source, np.zeros(1))
+
+
+def draw_stable(source: Draw) -> list[Values]:
+    """Huge logits in one rank's columns; and, on the same draw, huge negative ones everywhere."""
+    offset = np.zeros(source.world_size)
+    offset[int(source.shared("which").integers(source.world_size))] = LARGE
+    high, low = _draw_loss(source, offset), _draw_loss(source, np.array([-LARGE]))
+    return [a | {"low": b["logits"]} for a, b in zip(high, low, strict=True)]
+
+
+def observe_loss(cross_entropy: Any, inputs: Values, context: Context) -> Values:
+    """The loss, and the gradient of a multiple of it."""
+    logits = tensor(inputs["logits"], context, grad=True)
+    targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
+    loss = cross_entropy(logits, targets)
+    answer: Values = {"loss": numbers(loss)}
+    (loss * inputs["factor"]).backward()
+    answer |= {"grad": numbers(logits.grad), "logits": numbers(logits)}
+    answer["targets"] = targets.cpu().numpy()
+    return answer
+
+
+def observe_stable(cross_entropy: Any, inputs: Values, context: Context) -> Values:
+    """Two losses."""
+    targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
+    return {
+        name: numbers(cross_entropy(tensor(inputs[key], context, grad=True), targets))
+        for name, key in (("loss", "logits"), ("low", "low"))
+    }
+
+
+def _solve(case: Case, key: str = "logits") -> tuple[np.ndarray, np.ndarray]:
+    """The loss, and the gradient of the whole logits."""
+    whole = torch.from_numpy(np.concatenate([v[key] for v in case.inputs], axis=-1))
+    whole.requires_grad_()
+    targets = torch.from_numpy(case.inputs[0]["targets"])
+    loss = F.cross_entropy(whole.flatten(0, 1), targets.flatten())
+    (loss * case.inputs[0]["factor"]).backward()
+    return numbers(loss), numbers(whole.grad)
+
+
+def judge_loss(case: Case) -> list[Finding]:
+    """The same mean on all ranks; the arguments as they were."""
+    findings: list[Finding] = []
+    loss, _ = _solve(case)
+    for rank, answer in enumerate(case.answers):
+        if not check_answer(
+            findings, case, "loss", rank, "loss", loss,
+            "The maximum, the sum of exponentials and the target's logit are those of the whole "
+            "vocabulary; only one rank owns a target.",
+        ):  # fmt: skip
+            continue
+        if not all(
+            np.array_equal(answer.get(name, ()), case.inputs[rank][name])
+            for name in ("logits", "targets")
+        ):
+            findings.append(Finding("logits or targets were changed; work on copies.", rank))
+    return findings
+
+
+def judge_gradient(case: Case) -> list[Finding]:
+    """Softmax minus one-hot over the number of tokens, times what came in; own columns."""
+    findings: list[Finding] = []
+    _, whole = _solve(case)
+    n, factor = case.world_size, case.inputs[0]["factor"]
+    for rank, answer in enumerate(case.answers):
+        right = np.split(whole, n, axis=-1)[rank]
+        hint, got = "", answer.get("grad")
+        if isinstance(got, np.ndarray) and oracle.close(
+            [], 0, "", got, right / factor, dtype="float64"
+        ):
+            hint = "That is the gradient of the loss itself: multiply by the gradient that came in."
+        check_answer(findings, case, "grad", rank, "gradient of the logits", right, hint)
+    return findings
+
+
+def judge_stable(case: Case) -> list[Finding]:
+    """Finite and right where exponentials overflow, and where they all vanish."""
+    findings: list[Finding] = []
+    for rank in range(case.world_size):
+        for name, key, words in (
+            ("loss", "logits", f"logits near {LARGE:g} on one rank"),
+            ("low", "low", f"logits near {-LARGE:g}"),
+        ):
+            loss, _ = _solve(case, key)
+            if not check_answer(
+                findings, case, name, rank, f"loss, {words}", loss,
+                "Subtract the largest logit of all ranks before you take exponentials.",
+            ):  # fmt: skip
+                break
+    return findings
+
+
+# --- traffic -------------------------------------------------------------------------------------
+
+COLUMNS, NUMBERS = 40, 6  # of each rank; that may travel per token
+
+
+def draw_traffic(source: Draw) -> list[Values]:
+    """More columns."""
+    return _draw_loss(source, np.zeros(1), COLUMNS)
+
+
+def observe_traffic(cross_entropy: Any, inputs: Values, context: Context) -> Values:
+    """One loss and its backward pass."""
+    logits = tensor(inputs["logits"], context, grad=True)
+    targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
+    context.broker.charge(0, "forward")
+    loss = cross_entropy(logits, targets)
+    context.broker.charge(0, "backward")
+    loss.backward()
+    return {"loss": numbers(loss)}
+
+
+def judge_traffic(case: Case) -> list[Finding]:
+    """A few numbers per token, never a row of logits."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    findings: list[Finding] = []
+    tokens, (loss, _) = case.inputs[0]["targets"].size, _solve(case)
+    for rank in range(case.world_size):
+        sent = passes_of(case, rank)
+        if isinstance(sent, Finding):
+            findings.append(sent)
+            continue
+        if not check_answer(findings, case, "loss", rank, "loss", loss):
+            continue
+        events = sent["forward"] + sent["backward"]
+        to_all = shared(case, events)
+        if case.world_size > 1 and cost([e for e in events if e.key in to_all]) < 4 * tokens:
+            findings.append(Finding(
+                "hardly a number per token was sent to all ranks, and none of them can know the "
+                "others' logits: at least the sums of exponentials have to meet.", rank,
+            ))  # fmt: skip
+            continue
+        num_bytes = cost(events)
+        if num_bytes > 8 * NUMBERS * tokens + SLACK_BYTES:
+            findings.append(Finding(
+                f"{num_bytes / 8 / tokens:.1f} numbers were reduced per token of a vocabulary of "
+                f"{COLUMNS * case.world_size}; three are enough (maximum, sum, target's logit). "
+                "Logits stay where they are.", rank,
+            ))  # fmt: skip
+    return findings

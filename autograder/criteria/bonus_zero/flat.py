@@ -1,0 +1,254 @@
+"""Criteria for the parts of a sharded optimiser: the flat vector, groups of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+# --- flat vectors --------------------------------------------------------------------------------
+
+SHAPES = (
+    ((3, 4), (5,), ()),
+    ((0,), (2, 3)),
+    ((7,),),
+    ((2, 2), (0,), (3, 1, 2), ()),
+    ((4, 6), (9,), (1,)),
+)
+PARTS = (1, 2, 3, 4, 5, 8)
+
+
+def draw_flat(draw: Draw) -> list[Values]:
+    """Lists of tensors and numbers of parts that do and do not divide."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, cases, values = draw.private(rank), [], {}
+        for shapes in SHAPES:
+            chosen = [int(parts) for parts in rng.choice(PARTS, size=3, replace=False)]
+            if len(shapes) == 1:
+                chosen[0] = int(rng.choice([1, 7]))  # one tensor, and nothing to pad
+            for parts in chosen:
+                number = len(cases)
+                cases.append({
+                    "shapes": [list(shape) for shape in shapes],
+                    "parts": parts,
+                    "dtype": str(rng.choice(["float32", "float64"])),
+                    "turned": bool(rng.integers(2)),
+                })  # fmt: skip
+                for i, shape in enumerate(shapes):
+                    array = np.asarray(rng.normal(size=shape), dtype=cases[-1]["dtype"])
+                    values[f"t{number}/{i}"] = array
+                count = sum(int(np.prod(shape)) for shape in shapes)
+                padded = rng.normal(size=count + -count % parts).astype(cases[-1]["dtype"])
+                values[f"f{number}"] = padded
+        inputs.append({"cases": cases} | values)
+    return inputs
+
+
+def _tensors(inputs: Values, number: int, device: torch.device) -> list[torch.Tensor]:
+    case = inputs["cases"][number]
+    tensors = []
+    for i in range(len(case["shapes"])):
+        tensor = torch.from_numpy(np.array(inputs[f"t{number}/{i}"])).to(device)
+        if case["turned"] and tensor.dim() == 2:
+            tensor = tensor.t().contiguous().t()
+        tensors.append(tensor)
+    return tensors
+
+
+def observe_flatten(flatten: Any, inputs: Values, context: Context) -> Values:
+    """The vector, and the arguments after it has been overwritten."""
+    answer: Values = {}
+    for number, case in enumerate(inputs["cases"]):
+        tensors = _tensors(inputs, number, context.device)
+        flat = flatten(tensors, case["parts"])
+        answer[f"f{number}"] = flat.detach().cpu().numpy().copy()
+        with torch.no_grad():
+            flat.fill_(7.0)
+        for i, tensor in enumerate(tensors):
+            answer[f"t{number}/{i}"] = tensor.cpu().numpy()
+    return answer
+
+
+def _said(case: Values) -> str:
+    return f"{case['dtype']} {[tuple(s) for s in case['shapes']]} for {case['parts']} parts"
+
+
+def judge_flatten(case: Case) -> list[Finding]:
+    """All numbers in order, and as few zeros as will do; memory of its own."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, each in enumerate(inputs["cases"]):
+            arrays = [inputs[f"t{number}/{i}"] for i in range(len(each["shapes"]))]
+            values = np.concatenate([array.ravel() for array in arrays])
+            expected = np.concatenate([values, np.zeros(-len(values) % each["parts"])])
+            if problem := _flat_problem(answer.get(f"f{number}"), expected, len(values), each):
+                findings.append(Finding(f"flatten, {_said(each)}: {problem}", rank))
+                break
+            after = [answer.get(f"t{number}/{i}") for i in range(len(arrays))]
+            if not all(np.array_equal(a, b) for a, b in zip(after, arrays, strict=True)):  # type: ignore[arg-type]
+                findings.append(Finding(
+                    f"flatten, {_said(each)}: what was written into the result changed an "
+                    "argument. It shall have memory of its own, also where there is but one "
+                    "tensor.", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def _flat_problem(got: Any, expected: np.ndarray, count: int, each: Values) -> str | None:
+    if not isinstance(got, np.ndarray) or got.ndim != 1:
+        return "expected a 1-D tensor."
+    if got.shape != expected.shape:
+        return f"expected {len(expected)} numbers ({count} and padding), got {len(got)}."
+    if str(got.dtype) != each["dtype"]:
+        return f"expected dtype {each['dtype']}, got {got.dtype}."
+    if not np.array_equal(got[:count], expected[:count]):
+        return "the numbers are not those of the tensors, one tensor after the other."
+    if not np.array_equal(got[count:], expected[count:]):
+        return f"the padding is {got[count:].tolist()}, expected zeros."
+    return None
+
+
+def observe_unflatten(unflatten: Any, inputs: Values, context: Context) -> Values:
+    """Parameters after the copy, and whether they are still leaves."""
+    answer: Values = {}
+    for number in range(len(inputs["cases"])):
+        parameters = [nn.Parameter(t) for t in _tensors(inputs, number, context.device)]
+        places = [p.data_ptr() for p in parameters]
+        flat = torch.from_numpy(inputs[f"f{number}"].copy()).to(context.device)
+        unflatten(flat, parameters)
+        flat.fill_(7.0)
+        answer[f"leaf{number}"] = all(p.is_leaf and p.requires_grad for p in parameters)
+        answer[f"stayed{number}"] = [p.data_ptr() for p in parameters] == places
+        for i, parameter in enumerate(parameters):
+            answer[f"t{number}/{i}"] = parameter.detach().cpu().numpy()
+    return answer
+
+
+def judge_unflatten(case: Case) -> list[Finding]:
+    """Each parameter has its own numbers of the vector."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, each in enumerate(inputs["cases"]):
+            flat, at, problem = inputs[f"f{number}"], 0, ""
+            for i, shape in enumerate(each["shapes"]):
+                size = int(np.prod(shape))
+                expected = flat[at : at + size].reshape(shape)
+                got = answer.get(f"t{number}/{i}")
+                if not isinstance(got, np.ndarray) or not np.array_equal(got, expected):
+                    problem = f"tensor {i} does not have its numbers of the vector."
+                    break
+                at += size
+            if not problem and answer.get(f"leaf{number}") is not True:
+                problem = "a parameter is no leaf any more: copy under torch.no_grad()."
+            if not problem and answer.get(f"stayed{number}") is not True:
+                problem = "a parameter has other memory than before, expected a copy in place."
+            if problem:
+                findings.append(Finding(f"unflatten, {_said(each)}: {problem}", rank))
+                break
+    return findings
+
+
+# --- groups --------------------------------------------------------------------------------------
+
+COUNT = 9
+
+
+def draw_groups(draw: Draw) -> list[Values]:
+    """Groups of parameters by number: some frozen, some that occur twice."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        frozen = sorted(int(i) for i in rng.choice(np.arange(1, COUNT), size=2, replace=False))
+        order = [int(i) for i in rng.permutation(COUNT)]
+        third = COUNT // 3
+        parts = [order[:third], order[third : 2 * third], order[2 * third :]]
+        again = next(i for i in parts[0] if i not in frozen)
+        lr = float(rng.uniform(0.1, 1))
+        cases: list[Values] = [
+            {"plain": True, "groups": [[order, {}]]},
+            {"plain": True, "groups": [[[*order, again, order[0]], {}]]},
+            {"plain": False, "groups": [
+                [parts[0], {"lr": lr, "weight_decay": 0.0}],
+                [[*parts[1], again, again], {"betas": [0.5, 0.6]}],
+                [frozen, {"lr": 2 * lr}],
+                [[again], {"eps": lr}],
+                [parts[2], {}],
+            ]},
+            {"plain": False, "single": True, "groups": [[[again], {"lr": lr}]]},
+        ]  # fmt: skip
+        inputs.append({"cases": cases, "frozen": frozen})
+    return inputs
+
+
+def observe_groups(trainable_groups: Any, inputs: Values, context: Context) -> Values:
+    """Which parameters are in which group, with which options; iterators are handed in."""
+    told: list[Any] = []
+    unchanged = True
+    for case in inputs["cases"]:
+        # All of them hold the same numbers: they are told apart by what they are.
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(COUNT)]
+        for i in inputs["frozen"]:
+            parameters[i].requires_grad_(False)
+        number_of = {id(p): i for i, p in enumerate(parameters)}
+        if case["plain"]:
+            groups = trainable_groups(parameters[i] for i in case["groups"][0][0])
+        else:
+            given: list[dict[str, Any]] = []
+            for place, (numbers, options) in enumerate(case["groups"]):
+                inside: Any = [parameters[i] for i in numbers]
+                if case.get("single"):
+                    inside = inside[0]
+                elif place % 2:
+                    inside = iter(inside)
+                given.append({"params": inside} | options)
+            before = [dict(group) for group in given]
+            groups = trainable_groups(iter(given))
+            unchanged = unchanged and all(
+                a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+                for a, b in zip(given, before, strict=True)
+            )
+        told.append([_describe(group, number_of) for group in groups])
+    return {"told": told, "unchanged": unchanged}
+
+
+def _describe(group: Any, number_of: dict[int, int]) -> list[Any]:
+    if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+        raise TypeError('trainable_groups: expected dicts whose "params" is a list')
+    numbers = [number_of.get(id(p), -1) for p in group["params"]]
+    return [numbers, {str(k): v for k, v in group.items() if k != "params"}]
+
+
+def judge_groups(case: Case) -> list[Finding]:
+    """Each trainable parameter once, in its first group; options untouched."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        told = answer.get("told")
+        for number, each in enumerate(inputs["cases"]):
+            seen = set(inputs["frozen"])
+            expected = []
+            for numbers, options in each["groups"]:
+                kept = []
+                for i in numbers:
+                    if i not in seen:
+                        seen.add(i)
+                        kept.append(i)
+                if kept:
+                    expected.append([kept, options])
+            got = told[number] if isinstance(told, list) and number < len(told) else None
+            if got != expected:
+                findings.append(Finding(
+                    f"groups {each['groups']} of parameters by number, of which "
+                    f"{inputs['frozen']} are frozen: expected {expected}, got {str(got)[:300]}.",
+                    rank,
+                ))  # fmt: skip
+                break
+        else:
+            if answer.get("unchanged") is not True:
+                findings.append(Finding("a dict that came in was changed.", rank))
+    return findings

@@ -1,0 +1,211 @@
+"""What the criteria of the sharded optimiser share: parameters, gradients, one process's answer.
+
+The loss is the sum of all parameters times numbers of this rank, so these numbers are the gradient
+whatever the parameters are, and backward is a real one, with hooks.
+
+A layout is not asked for: which rank holds which number, and in which order, is told from the
+values. Where a criterion is about something else than the mean, updates are compared up to one
+factor, so that a wrong factor costs one criterion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Draw, Finding, Values
+
+Groups = Sequence[tuple[Sequence[Sequence[int]], Values]]  # (shapes, options) of each group
+
+
+def draw_training(
+    draw: Draw, groups: Groups, steps: int, micro_batches: int = 1, dtype: str = "float32",
+    **more: Any,
+) -> list[Values]:  # fmt: skip
+    """Equal parameters p{i}, private gradients c{step}/{micro-batch}/{i}, all of one dtype."""
+    rng = draw.shared()
+    shapes = [list(shape) for shapes, _ in groups for shape in shapes]
+    counts = [len(shapes) for shapes, _ in groups]
+    common: Values = {
+        "shapes": shapes, "counts": counts, "options": [options for _, options in groups],
+        "steps": steps, "micro_batches": micro_batches, "frozen": [], "tied": [], **more,
+    }  # fmt: skip
+    for i, shape in enumerate(shapes):
+        common[f"p{i}"] = np.asarray(rng.normal(size=shape), dtype=dtype)
+    inputs = []
+    for rank in range(draw.world_size):
+        own, values = draw.private(rank), dict(common)
+        for step in range(steps):
+            for micro in range(micro_batches):
+                for i, shape in enumerate(shapes):
+                    # A part that ranks and steps share, so that sums over them are no mere noise.
+                    drawn = own.normal(size=shape) + 0.7 * np.sign(common[f"p{i}"])
+                    values[f"c{step}/{micro}/{i}"] = np.asarray(drawn, dtype=dtype)
+        inputs.append(values)
+    return inputs
+
+
+def leave_out(inputs: list[Values], rank: int, step: int, micro: int, i: int) -> None:
+    """Parameter i has no gradient on this rank then."""
+    inputs[rank].pop(f"c{step}/{micro}/{i}", None)
+
+
+def make_parameters(inputs: Values, device: torch.device) -> list[nn.Parameter]:
+    """The drawn parameters, those that are frozen without gradient."""
+    parameters = []
+    for i in range(len(inputs["shapes"])):
+        value = torch.from_numpy(np.array(inputs[f"p{i}"])).to(device)
+        parameters.append(nn.Parameter(value, requires_grad=i not in inputs["frozen"]))
+    return parameters
+
+
+def make_groups(inputs: Values, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """What the optimiser is given; tied parameters come again at the end of the last group."""
+    groups, at = [], 0
+    for count, options in zip(inputs["counts"], inputs["options"], strict=True):
+        groups.append({"params": parameters[at : at + count], **options})
+        at += count
+    groups[-1]["params"] = groups[-1]["params"] + [parameters[i] for i in inputs["tied"]]
+    return groups
+
+
+def backward(parameters: list[nn.Parameter], inputs: Values, step: int, micro: int = 0) -> None:
+    """A backward pass that gives each parameter this rank's gradient, or none."""
+    terms = []
+    for i, parameter in enumerate(parameters):
+        name = f"c{step}/{micro}/{i}"
+        if parameter.requires_grad and name in inputs:
+            factor = torch.from_numpy(np.array(inputs[name])).to(parameter.device)
+            terms.append((parameter * factor).sum())
+    if terms:
+        torch.stack(terms).sum().backward()
+
+
+def none_left(parameters: list[nn.Parameter]) -> bool:
+    """Whether no parameter has a gradient."""
+    return all(parameter.grad is None for parameter in parameters)
+
+
+def arrays_of(parameters: Sequence[torch.Tensor], name: str) -> Values:
+    """name0, name1, …"""
+    return {f"{name}{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(parameters)}
+
+
+def numbers_of(optimizer: Any) -> np.ndarray:
+    """All numbers of `gradients()`, in one row."""
+    gradients = list(optimizer.gradients())
+    for gradient in gradients:
+        if not isinstance(gradient, torch.Tensor):
+            raise TypeError(f"gradients(): expected tensors, got {type(gradient).__name__}")
+    flat = [gradient.detach().cpu().numpy().ravel() for gradient in gradients]
+    return np.concatenate(flat) if flat else np.zeros(0, dtype=np.float32)
+
+
+# --- what is right -------------------------------------------------------------------------------
+
+
+def mean_gradient(case: Case, step: int, micro: int, i: int) -> np.ndarray:
+    """The mean over all ranks, those without a gradient included, in float64."""
+    zeros = np.zeros(tuple(case.inputs[0]["shapes"][i]))
+    return oracle.mean([values.get(f"c{step}/{micro}/{i}", zeros) for values in case.inputs])
+
+
+def trained(case: Case, kind: Any, options: Values, lr_factors: Sequence[float] = ()) -> list[Any]:
+    """Parameters after each step in one process, float64."""
+    inputs = case.inputs[0]
+    parameters = [
+        nn.Parameter(torch.from_numpy(np.array(inputs[f"p{i}"])).double())
+        for i in range(len(inputs["shapes"]))
+    ]
+    trainable = [i for i in range(len(parameters)) if i not in inputs["frozen"]]
+    kept = dict(inputs) | {"tied": []}
+    groups = make_groups(kept, parameters)
+    for group in groups:
+        group["params"] = [p for p in group["params"] if any(p is parameters[i] for i in trainable)]
+    optimizer = kind([group for group in groups if group["params"]], **options)
+    history = []
+    for step in range(inputs["steps"]):
+        for i in trainable:
+            sums = [mean_gradient(case, step, m, i) for m in range(inputs["micro_batches"])]
+            parameters[i].grad = torch.from_numpy(np.asarray(np.sum(sums, axis=0)))
+        optimizer.step()
+        for group, factor in zip(optimizer.param_groups, lr_factors, strict=False):
+            group["lr"] *= factor
+        history.append([p.detach().numpy().copy() for p in parameters])
+    return history
+
+
+def same_numbers(got: Sequence[Any], expected: Sequence[np.ndarray]) -> str | None:
+    """What keeps the numbers of all ranks, zeros left out, from being the expected ones."""
+    flat = []
+    for each in got:
+        if not isinstance(each, np.ndarray) or each.dtype.kind != "f" or each.ndim != 1:
+            return "nothing was returned."
+        if not np.isfinite(each).all():
+            return "there are numbers that are not finite."
+        flat.append(each.astype(np.float64))
+    numbers = np.sort(np.concatenate(flat))
+    numbers = numbers[numbers != 0]
+    wanted = np.sort(np.concatenate([np.asarray(e, dtype=np.float64).ravel() for e in expected]))
+    wanted = wanted[wanted != 0]
+    if len(numbers) != len(wanted):
+        return (
+            f"all ranks together hold {len(numbers)} numbers that are not zero, expected "
+            f"{len(wanted)}: each once, on one rank."
+        )
+    scale = float(np.abs(wanted).max(initial=0.0))
+    off = np.abs(numbers - wanted) > 1e-4 * np.abs(wanted) + 1e-5 * scale
+    if not off.any():
+        return None
+    at = int(np.argmax(np.abs(wanted)))
+    return f"the largest number in size should be {wanted[at]:.6g}, is {numbers[at]:.6g}."
+
+
+def explain_numbers(got: Sequence[Any], means: Sequence[np.ndarray], world_size: int) -> str:
+    """The likely reason why the numbers are not the mean's."""
+    for factor, why in (
+        (world_size, f"That is {world_size} times the mean: it was summed, not averaged."),
+        (1 / world_size, "That is the mean divided by the number of ranks once more."),
+        (world_size / 2, "That is the sum divided by 2: is the number of ranks in the code?"),
+    ):
+        if factor != 1 and same_numbers(got, [mean * factor for mean in means]) is None:
+            return why
+    return ""
+
+
+def same_direction(
+    case: Case, rank: int, name: str, expected: Sequence[np.ndarray]
+) -> list[Finding]:
+    """Parameters have moved as expected, up to one positive factor for all of them."""
+    inputs, answer = case.inputs[0], case.answers[rank]
+    moved, wanted = [], []
+    for i, value in enumerate(expected):
+        got, start = answer.get(f"{name}{i}"), inputs[f"p{i}"].astype(np.float64)
+        if not isinstance(got, np.ndarray) or got.shape != start.shape or got.dtype.kind != "f":
+            return [Finding(f"parameter {i}: nothing of its shape was returned.", rank)]
+        if not np.isfinite(got).all() or np.abs(got).max(initial=0) > 1e6:
+            return [Finding(f"parameter {i} is not finite, or huge.", rank)]
+        moved.append((got - start).ravel())
+        wanted.append((value - start).ravel())
+    u, e = np.concatenate(moved), np.concatenate(wanted)
+    factor = float(u @ e / max(e @ e, 1e-30))
+    if not factor > 1e-3:
+        return [Finding("the parameters have not moved, or not along the gradient.", rank)]
+    scale = float(np.abs(e).max())
+    for i, (one, other) in enumerate(zip(moved, wanted, strict=True)):
+        off = np.abs(one / factor - other) > 1e-3 * np.abs(other) + 1e-3 * scale
+        if off.any():
+            k = int(np.argmax(off))
+            kind = ", which is frozen" if i in inputs["frozen"] else ""
+            kind += ", which was given twice" if i in inputs["tied"] else ""
+            return [Finding(
+                f"parameter {i}, shape {tuple(inputs['shapes'][i])}{kind}: expected a change of "
+                f"{other[k]:.5g} at place {k}, got {one[k]:.5g} (all parameters together changed "
+                f"{factor:.3g} times as much as expected).", rank,
+            )]  # fmt: skip
+    return []

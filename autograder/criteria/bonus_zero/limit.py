@@ -1,0 +1,142 @@
+"""Criteria that enforce a memory limit on a sharded optimiser, with lab 3's fresh processes.
+
+The model is cut into groups of a block each, so whatever a rank holds for one group at a time is
+small. Only what it holds for all groups counts: parameters, gradients, state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.common import memory_limit as limited
+from autograder.criteria.criterion import Case, Context, Finding, Values
+
+# Large enough that what libraries need on some processor is little beside the margins (on both
+# sides of the limit) of whoever has the least of them, stage 2 on three ranks: a third of it.
+BLOCKS = 2 * limited.BLOCKS
+PARAMETER_BYTES = 2 * limited.PARAMETER_BYTES
+STEPS, MICRO_BATCHES = 2, 2
+LR = {1: 1e-3, 2: 1e-2}
+DEADLINE_S = limited.DEADLINE_S
+draw = limited.draw
+
+
+def copies(world_size: int, stage: int) -> float:
+    """How many times the parameters a rank may hold: halfway from what it needs to a wrong one.
+
+    Stage 1, AdamW: parameters, gradients, and of two moments and the shards a share each; wrong is
+    both moments whole. Stage 2, plain SGD: parameters, and of shards and gradients a share each;
+    wrong is the gradient whole.
+    """
+    share = 1 / world_size
+    needed, wrong = (2 + 3 * share, 4.0) if stage == 1 else (1 + 2 * share, 2 + share)
+    return needed + max(0.25, (wrong - needed) / 2)
+
+
+def observe_zero1(zero: Any, inputs: Values, context: Context) -> Values:
+    """Two steps of AdamW."""
+    allowance = _allowance(context, 1)
+    return limited.launch_limited(_train_zero1, zero, inputs, context, allowance)
+
+
+def observe_zero2(zero: Any, inputs: Values, context: Context) -> Values:
+    """Two steps of SGD with two micro-batches each."""
+    allowance = _allowance(context, 2)
+    return limited.launch_limited(_train_zero2, zero, inputs, context, allowance)
+
+
+def _allowance(context: Context, stage: int) -> int:
+    return int(copies(context.world_size, stage) * PARAMETER_BYTES)
+
+
+def _train_zero1(zero: Any, inputs: Values) -> list[float]:
+    return _train(zero, inputs, torch.optim.AdamW, 1, 1)
+
+
+def _train_zero2(zero: Any, inputs: Values) -> list[float]:
+    return _train(zero, inputs, torch.optim.SGD, 2, MICRO_BATCHES)
+
+
+def _train(zero: Any, inputs: Values, kind: Any, stage: int, micro_batches: int) -> list[float]:
+    """This rank's loss on its first batch, before training and after it."""
+    import torch.distributed as dist
+
+    model = limited.build(inputs["seed"], num_blocks=BLOCKS)
+    groups = [{"params": list(block.parameters())} for block in model]
+    optimizer = zero(groups, kind, lr=LR[stage])
+    x, y = (torch.from_numpy(inputs[f"{name}/{dist.get_rank()}"]) for name in "xy")
+    losses = [_loss(model, x[0], y[0])]
+    for step in range(STEPS):
+        for micro in range(micro_batches):
+            nn.functional.mse_loss(model(x[0] + 0.01 * micro), y[0] + 0.01 * step).backward()
+            optimizer.reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(_loss(model, x[0], y[0]))
+    return losses
+
+
+def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(nn.functional.mse_loss(model(x), y))
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+def judge_zero1(case: Case) -> list[Finding]:
+    """It ends, and has trained."""
+    return _judge(case, 1, (
+        "Is the wrapped optimiser given this rank's shard only, a copy that keeps no flat vector "
+        "alive? Are groups reduced and gathered one after the other, and is p.grad None as soon "
+        "as its group is reduced?"
+    ))  # fmt: skip
+
+
+def judge_zero2(case: Case) -> list[Finding]:
+    """It ends, and has trained."""
+    return _judge(case, 2, (
+        "Is each group reduced while backward runs, and are its p.grad None at once? What waits "
+        "until backward is over lies there whole."
+    ))  # fmt: skip
+
+
+def _judge(case: Case, stage: int, hint: str) -> list[Finding]:
+    results = case.answers[0].get("results")
+    if (
+        not isinstance(results, list)
+        or len(results) not in (1, case.world_size)
+        or not all(isinstance(result, dict) for result in results)
+    ):
+        return [Finding("the training left no result.")]
+    size = PARAMETER_BYTES / limited.MEGABYTE
+    if any(limited.is_out_of_memory(result) for result in results):
+        places = [str(r.get("where")) for r in results if r.get("where")]
+        where = f" (in {places[0][:100]})" if places else ""
+        return [Finding(
+            f"out of memory{where}: the limit is {copies(case.world_size, stage) * size:.0f} MB "
+            f"per rank, of which the parameters take {size:.0f}. {hint}"
+        )]  # fmt: skip
+    findings: list[Finding] = []
+    if len(results) != case.world_size:
+        return [Finding(f"a process of the training failed: {str(results[0])[-600:]}")]
+    for rank, result in enumerate(results):
+        losses = result.get("losses")
+        if result.get("status") != "ok":
+            text = str(result.get("text"))[-600:]
+            findings.append(Finding(f"a process of the training failed: {text}", rank))
+        elif (
+            not isinstance(losses, list)
+            or len(losses) != 2
+            or not all(isinstance(v, float) and np.isfinite(v) for v in losses)
+            or losses[1] == losses[0]
+        ):
+            findings.append(Finding(
+                f"the loss of this rank's batch before and after {STEPS} steps: expected two "
+                f"numbers that differ, got {str(losses)[:80]}.", rank,
+            ))  # fmt: skip
+    return findings

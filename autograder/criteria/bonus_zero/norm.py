@@ -1,0 +1,187 @@
+"""Criteria for clipping by the norm of a gradient whose shares lie on all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from minidist.emulate.plan import ChargePlan
+
+# What is clipped to how much of its norm; below 1 it has to be scaled.
+KINDS = (("all", 0.3), ("all", 1.5), ("not on rank 0", 0.5), ("one rank", 0.7), ("zeros", 1.0),
+         ("large", 1e-3), ("equal", 0.9))  # fmt: skip
+FLOATS = ("float32", "float64")
+MOST_NUMBERS = 4
+NEAR = 1e-3  # relative: whether a number is a norm or its square, not whether it is a good one
+
+
+def plan(draw: Draw) -> ChargePlan:
+    """Nothing is charged: only what travels is looked at."""
+    return ChargePlan((), (), draw.seed("charges").to_bytes(16, "big"))
+
+
+def draw(source: Draw) -> list[Values]:
+    """Private shares of several sizes, also of none."""
+    order = [int(i) for i in source.shared().permutation(len(KINDS))]
+    same = [np.asarray(source.shared("same").normal(size=n), dtype=np.float32) for n in (4, 5)]
+    per_rank: list[Values] = []
+    for rank in range(source.world_size):
+        rng, values = source.private(rank), {}
+        for number, kind in enumerate(KINDS[i][0] for i in order):
+            last = rank == source.world_size - 1
+            counts = [int(rng.integers(3, 9)), 0, int(rng.integers(1, 6))]
+            arrays = [rng.normal(size=count).astype(np.float32) for count in counts]
+            if (kind == "not on rank 0" and rank == 0 and not last) or (
+                kind == "one rank" and not last
+            ):
+                arrays = []
+            if kind == "zeros":
+                arrays = [array * 0 for array in arrays]
+            if kind == "large":
+                arrays = [array * np.float32(1e4) for array in arrays]
+            if kind == "equal":
+                arrays = same
+            for i, array in enumerate(arrays):
+                values[f"g{number}/{i}"] = array
+            values[f"count{number}"] = len(arrays)
+        per_rank.append(values)
+    limits = []
+    for number, i in enumerate(order):
+        norm = math.sqrt(sum(_square(values, number) for values in per_rank))
+        limits.append(norm * KINDS[i][1] or 1.0)
+    return [values | {"limits": limits} for values in per_rank]
+
+
+def _square(values: Values, number: int) -> float:
+    arrays = [values[f"g{number}/{i}"] for i in range(values[f"count{number}"])]
+    return float(sum(np.square(array.astype(np.float64)).sum() for array in arrays))
+
+
+def observe(clip_by_global_norm: Any, inputs: Values, context: Context) -> Values:
+    """Norms, and the shares afterwards."""
+    answer: Values = {"norms": []}
+    for number, limit in enumerate(inputs["limits"]):
+        shares = [
+            torch.from_numpy(inputs[f"g{number}/{i}"].copy()).to(context.device)
+            for i in range(inputs[f"count{number}"])
+        ]
+        norm = clip_by_global_norm(list(shares), limit)
+        if not isinstance(norm, float):
+            kind = type(norm).__name__
+            raise TypeError(f"clip_by_global_norm: expected a float, got {kind}")
+        answer["norms"].append(norm)
+        for i, share in enumerate(shares):
+            answer[f"g{number}/{i}"] = share.cpu().numpy()
+    return answer
+
+
+def judge(case: Case) -> list[Finding]:
+    """The norm of all shares; above the limit they are scaled, else nothing is touched."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, limit in enumerate(inputs["limits"]):
+            if problem := _problem(case, rank, number, limit, answer):
+                findings.append(Finding(f"max_norm {limit:.4g}: {problem}", rank))
+                break
+            norm = _norm(case, number)
+            for i in range(inputs[f"count{number}"]):
+                before = inputs[f"g{number}/{i}"]
+                got = answer.get(f"g{number}/{i}")
+                if norm > limit:
+                    hint = f"All shares are scaled by max_norm / norm = {limit / norm:.4g}."
+                    oracle.close(findings, rank, "a share", got, before * (limit / norm), hint=hint)
+                elif not isinstance(got, np.ndarray) or not np.array_equal(got, before):
+                    findings.append(Finding(
+                        f"the norm {norm:.4g} is not above max_norm {limit:.4g}, and a share was "
+                        "changed.", rank,
+                    ))  # fmt: skip
+            if findings and findings[-1].rank == rank:
+                break
+    return findings
+
+
+def _norm(case: Case, number: int) -> float:
+    return math.sqrt(sum(_square(values, number) for values in case.inputs))
+
+
+def _problem(case: Case, rank: int, number: int, limit: float, answer: Values) -> str | None:
+    """What is wrong with the norm that was returned."""
+    norms = answer.get("norms")
+    got = norms[number] if isinstance(norms, list) and number < len(norms) else None
+    if not isinstance(got, float) or not math.isfinite(got):
+        return f"expected a finite norm, got {str(got)[:40]}."
+    norm = _norm(case, number)
+    if abs(got - norm) <= 1e-4 * norm:
+        return None
+    own = math.sqrt(_square(case.inputs[rank], number))
+    total = sum(math.sqrt(_square(values, number)) for values in case.inputs)
+    why = "Squares are added up over all shares and all ranks; then comes the root."
+    if abs(got - own) <= 1e-4 * own:
+        why = "That is the norm of this rank's own shares."
+    elif abs(got - total) <= 1e-4 * total:
+        why = "That is the sum of the ranks' norms: add up squares, and take the root at the end."
+    elif abs(got - norm / math.sqrt(case.world_size)) <= 1e-4 * norm:
+        why = "That is too little by the root of the number of ranks: was something averaged?"
+    elif abs(got - min(norm, limit)) <= 1e-4 * norm:
+        why = "That is the norm after clipping."
+    return f"expected the norm {norm:.6g}, got {got:.6g}. {why}"
+
+
+def judge_cost(case: Case) -> list[Finding]:
+    """One collective of one number per call, over all ranks, in full precision."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    calls, findings = len(case.inputs[0]["limits"]), []
+    whole = {c.key: reaches_all(c, case.world_size) for c in case.trace.collectives}
+    payloads = {c.key: c.payloads for c in case.trace.collectives}
+    for rank, events in enumerate(case.trace.events):
+        if not isinstance(case.answers[rank].get("norms"), list):
+            findings.append(Finding("no norms were returned.", rank))
+            continue
+        mine = [e for e in events if e.kind == "issue" and e.collective != "barrier"]
+        bad = [e for e in mine if e.numel > MOST_NUMBERS or e.dtype not in FLOATS]
+        if bad:
+            findings.append(Finding(
+                f"{bad[0].numel} numbers of {bad[0].dtype} went through {bad[0].collective}: one "
+                "number says it all, the sum of squares, in float32 or float64.", rank,
+            ))  # fmt: skip
+        elif case.world_size > 1 and (
+            len(mine) != calls or not all(whole.get(e.key) for e in mine)
+        ):
+            findings.append(Finding(
+                f"{len(mine)} collectives for {calls} calls, expected one each, over all "
+                f"{case.world_size} ranks.", rank,
+            ))  # fmt: skip
+        elif case.world_size > 1:
+            for number, event in enumerate(mine):
+                if not _says_norm(case, rank, number, payloads[event.key].get(rank)):
+                    findings.append(Finding(
+                        f"call {number}: what travelled has nothing to do with this rank's shares, "
+                        "and the norm that was returned is not that of all shares. The number that "
+                        "travels is the sum of squares.", rank,
+                    ))  # fmt: skip
+                    break
+    return findings
+
+
+def _says_norm(case: Case, rank: int, number: int, sent: Any) -> bool:
+    """Whether the right norm was returned, or the rank at least sent what is known of its own.
+
+    What is made of it is `judge`'s to say. A norm cannot be right without the others' shares.
+    """
+    norms = case.answers[rank]["norms"]
+    got, norm = norms[number] if number < len(norms) else None, _norm(case, number)
+    if not isinstance(got, float) or not math.isfinite(got):
+        return False
+    if abs(got - norm) <= NEAR * norm:
+        return True
+    square = _square(case.inputs[rank], number)
+    total = float(np.sum(np.asarray(sent, dtype=np.float64))) if sent is not None else math.nan
+    return any(abs(total - own) <= NEAR * own for own in (square, math.sqrt(square)))

@@ -1,0 +1,251 @@
+"""Criteria for what ZeRO costs, and for a training step with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+
+# --- formulas ------------------------------------------------------------------------------------
+
+
+def draw_planning(draw: Draw) -> list[Values]:
+    """Groups of all sizes, every stage."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, cases = draw.private(rank), []
+        for stage in (0, 1, 2, 3, 0, 1, 2, 3):
+            count = int(rng.integers(1, 6))
+            sizes = [int(10 ** rng.uniform(0, 9)) for _ in range(count)]
+            cases.append({
+                "sizes": [*sizes, 1], "ranks": int(rng.integers(3, 70)), "stage": stage,
+                "micro": int(rng.integers(2, 9)),
+            })  # fmt: skip
+        cases.append({"sizes": [2**54 + 1], "ranks": 2, "stage": 2, "micro": 1})
+        cases.append({"sizes": [100, 7], "ranks": 1, "stage": 1, "micro": 3})
+        inputs.append({"cases": cases})
+    return inputs
+
+
+def observe_memory(memory_per_rank: Any, inputs: Values, context: Context) -> Values:
+    """Three numbers for every case."""
+    told = []
+    for each in inputs["cases"]:
+        numbers = memory_per_rank(list(each["sizes"]), each["ranks"], each["stage"])
+        told.append([integer(number, "memory_per_rank") for number in numbers])
+    return {"told": told}
+
+
+def _share(each: Values) -> int:
+    return sum((size + each["ranks"] - 1) // each["ranks"] for size in each["sizes"])
+
+
+def _memory(each: Values) -> list[int]:
+    whole, share, stage = sum(each["sizes"]), _share(each), each["stage"]
+    state = {0: 8 * whole, 1: 12 * share, 2: 12 * share, 3: 8 * share}[stage]
+    return [4 * (share if stage > 2 else whole), 4 * (share if stage > 1 else whole), state]
+
+
+def judge_memory(case: Case) -> list[Finding]:
+    """By the formula, exactly."""
+    return _judge_exactly(case, "memory_per_rank", _memory, ("sizes", "ranks", "stage"))
+
+
+def observe_bytes(bytes_sent: Any, inputs: Values, context: Context) -> Values:
+    """Bytes for every case; where there is one micro-batch it is left to the default."""
+    told = []
+    for each in inputs["cases"]:
+        arguments = [list(each["sizes"]), each["ranks"], each["stage"]]
+        if each["micro"] > 1:
+            arguments.append(each["micro"])
+        told.append(integer(bytes_sent(*arguments), "bytes_sent"))
+    return {"told": told}
+
+
+def _bytes(each: Values) -> int:
+    once = 4 * (each["ranks"] - 1) * _share(each)
+    times = {0: 2, 1: 2 + 1, 2: each["micro"] + 1, 3: 3 * each["micro"]}
+    return once * times[each["stage"]]
+
+
+def judge_bytes(case: Case) -> list[Finding]:
+    """By the formula, exactly."""
+    return _judge_exactly(case, "bytes_sent", _bytes, ("sizes", "ranks", "stage", "micro"))
+
+
+def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> list[Finding]:
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        told = answer.get("told")
+        for number, each in enumerate(inputs["cases"]):
+            got = told[number] if isinstance(told, list) and number < len(told) else None
+            expected = formula(each)
+            if type(got) is not type(expected) or got != expected:
+                call = ", ".join(str(each[argument]) for argument in arguments)
+                findings.append(Finding(
+                    f"{name}({call}): expected {expected}, got {str(got)[:80]}.", rank
+                ))  # fmt: skip
+                break
+    return findings
+
+
+# --- a training step -----------------------------------------------------------------------------
+
+SIZES, BATCH, LR = (6, 8, 3), 4, 0.5
+CALLS = (3, 1, 2)  # micro-batches of each call
+FACTORS = (0.5, 3.0, 0.7)  # the limit, as a part of the norm
+
+
+def draw_train(draw: Draw) -> list[Values]:
+    """The same model, private micro-batches; limits above and below the norm."""
+    start = oracle.draw_parameters(draw.shared(), SIZES)
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, values = draw.private(rank), dict(start)
+        for call, count in enumerate(CALLS):
+            for micro in range(count):
+                batch = oracle.draw_batch(rng, BATCH, SIZES)
+                values |= {f"{name}{call}/{micro}": batch[name] for name in "xy"}
+        inputs.append(values)
+    limits: list[float] = []
+    _reference(inputs, limits)
+    return [values | {"limits": limits} for values in inputs]
+
+
+def _reference(inputs: list[Values], limits: list[float]) -> tuple[list[Any], Any, list[float]]:
+    """Final parameters, losses per call and rank, norms, in float64. Fills in missing limits."""
+    model = oracle.mlp(inputs[0], torch.float64)
+    losses, norms = [], []
+    for call, count in enumerate(CALLS):
+        model.zero_grad()
+        per_rank = []
+        for values in inputs:
+            pairs = [[torch.from_numpy(values[f"{n}{call}/{m}"]).double() for n in "xy"]
+                     for m in range(count)]  # fmt: skip
+            per_rank.append(torch.stack([oracle.mse(model(x), y) for x, y in pairs]).mean())
+        torch.stack(per_rank).mean().backward()
+        losses.append([loss.item() for loss in per_rank])
+        gradients = [oracle.grad_of(p) for p in model.parameters()]
+        norms.append(float(np.sqrt(sum(np.square(g).sum() for g in gradients))))
+        if len(limits) <= call:
+            limits.append(norms[-1] * FACTORS[call])
+        factor = min(1.0, limits[call] / norms[-1])
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p -= LR * factor * torch.from_numpy(gradient)
+    return [p.detach().numpy() for p in model.parameters()], losses, norms
+
+
+class StandIn:
+    """Has the methods of `ZeRO2`, and shards nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = list(model.parameters())
+        self.sums = [torch.zeros_like(w) for w in self.weights]
+
+    def guard(self, *_: Any) -> None:
+        """Before a forward: the last backward must have been reduced."""
+        if any(w.grad is not None for w in self.weights):
+            raise RuntimeError("reduce() was not called after the last backward")
+
+    def reduce(self) -> None:
+        """Means over ranks are added to the sums."""
+        for total, w in zip(self.sums, self.weights, strict=True):
+            if w.grad is not None:
+                dist.all_reduce(w.grad)
+                total.add_(w.grad, alpha=1 / dist.get_world_size())
+                w.grad = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The sums, whole."""
+        return self.sums
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Of the sums, which are the same on all ranks."""
+        norm = float(torch.linalg.vector_norm(torch.stack([s.norm() for s in self.sums])))
+        for total in self.sums:
+            total.mul_(min(1.0, max_norm / max(norm, 1e-12)))
+        return norm
+
+    def step(self) -> None:
+        """Plain SGD."""
+        with torch.no_grad():
+            for total, w in zip(self.sums, self.weights, strict=True):
+                w.sub_(total, alpha=LR)
+
+    def zero_grad(self) -> None:
+        """Forgets the sums."""
+        for total in self.sums:
+            total.zero_()
+        for w in self.weights:
+            w.grad = None
+
+
+def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
+    """Three calls with a stand-in for the optimiser."""
+    model = oracle.mlp(inputs).to(context.device)
+    optimizer = StandIn(model)
+    model.register_forward_pre_hook(optimizer.guard)
+    answer: Values = {"told": []}
+    for call, count in enumerate(CALLS):
+        pairs = [
+            tuple(torch.from_numpy(inputs[f"{n}{call}/{m}"]).to(context.device) for n in "xy")
+            for m in range(count)
+        ]
+        told = train_step(model, optimizer, pairs, oracle.mse, inputs["limits"][call])
+        answer["told"].append([float(number) for number in told])
+    for i, parameter in enumerate(model.parameters()):
+        answer[f"p{i}"] = parameter.detach().cpu().numpy()
+    return answer
+
+
+def judge_train(case: Case) -> list[Finding]:
+    """Losses, norms and parameters, as one process computes them."""
+    findings: list[Finding] = []
+    final, losses, norms = _reference(list(case.inputs), list(case.inputs[0]["limits"]))
+    for rank, answer in enumerate(case.answers):
+        told = answer.get("told")
+        for call, count in enumerate(CALLS):
+            pair = told[call] if isinstance(told, list) and call < len(told) else None
+            expected = (losses[call][rank], norms[call])
+            if not isinstance(pair, list) or len(pair) != 2:
+                findings.append(Finding("expected a pair (loss, norm).", rank))
+                break
+            for what, got, right in zip(("loss", "norm"), pair, expected, strict=True):
+                if not isinstance(got, float) or not abs(got - right) <= 1e-3 * abs(right):
+                    findings.append(Finding(
+                        f"call {call + 1}, {count} micro-batches: expected a {what} of "
+                        f"{right:.6g}, got {str(got)[:30]}.{_why(what, got, right, count, case)}",
+                        rank,
+                    ))  # fmt: skip
+                    break
+            if findings and findings[-1].rank == rank:
+                break
+        else:
+            for i, value in enumerate(final):
+                hint = "Losses and norms were right: clipped before the step?"
+                if not oracle.close(
+                    findings, rank, f"parameter {i} after all calls", answer.get(f"p{i}"), value,
+                    hint=hint,
+                ):  # fmt: skip
+                    break
+    return findings
+
+
+def _why(what: str, got: Any, right: float, count: int, case: Case) -> str:
+    if not isinstance(got, float) or not np.isfinite(got):
+        return ""
+    for factor, why in (
+        (count, "the mean over micro-batches was not taken"),
+        (1 / count, "it was divided by the number of micro-batches twice"),
+        (1 / case.world_size, "it was divided by the number of ranks once more"),
+    ):
+        if factor != 1 and abs(got - factor * right) <= 1e-3 * abs(factor * right):
+            return f" Presumably {why}."
+    return " Do gradients of an earlier call remain?" if what == "norm" else ""

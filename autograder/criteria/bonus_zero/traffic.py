@@ -1,0 +1,208 @@
+"""Criteria for what a sharded optimiser sends, judged from the emulated cluster's trace.
+
+Before each step the rank asks for a charge, so that the trace shows where a step begins. The broker
+carries all values: that every rank has sent its share of the new parameters, and no more, is seen
+there, and so is the gradient that it brought.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.bonus_zero import harness
+from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from minidist.emulate.plan import ChargePlan
+from minidist.emulate.trace import Collective
+
+STEPS, LR = 3, 0.05
+# Whole tensors on ranks are nearly as even as a flat vector here; neither divides.
+GROUPS = ([[61]] * 40, [[7]] * 16)
+SHARE_SLACK, BYTES_SLACK, SMALL = 1.12, 1.1, 64
+FLOATS = ("float32", "float64")
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
+
+
+def plan(draw: Draw) -> ChargePlan:
+    """One layer of no cost: its charges mark the steps."""
+    return ChargePlan((1e-6,), (1e-6,), draw.seed("charges").to_bytes(16, "big"))
+
+
+def draw_zero1(draw: Draw) -> list[Values]:
+    """Two groups of many small tensors."""
+    return harness.draw_training(draw, [(shapes, {}) for shapes in GROUPS], STEPS)
+
+
+def draw_zero2(draw: Draw) -> list[Values]:
+    """The same, with two micro-batches."""
+    return harness.draw_training(draw, [(shapes, {}) for shapes in GROUPS], STEPS, 2)
+
+
+def observe(zero: Any, inputs: Values, context: Context) -> Values:
+    """Some steps of SGD; the parameters in the end."""
+    parameters = harness.make_parameters(inputs, context.device)
+    optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
+    for step in range(STEPS):
+        context.broker.charge(0, "forward")
+        for micro in range(inputs["micro_batches"]):
+            harness.backward(parameters, inputs, step, micro)
+            optimizer.reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+    return harness.arrays_of(parameters, "p")
+
+
+# --- what the broker saw -------------------------------------------------------------------------
+
+
+class _LastStep:
+    """The collectives of one rank's last step."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        assert case.trace is not None
+        self.rank = rank
+        events = case.trace.events[rank]
+        marks = [i for i, e in enumerate(events) if e.kind == "compute"]
+        begin = marks[-1] if len(marks) == STEPS else len(events)
+        keys = {e.key for e in events[begin:] if e.kind == "issue"}
+        self.all: list[Collective] = [
+            c for c in case.trace.collectives if c.key in keys and c.kind != "barrier"
+        ]
+        whole = [c for c in self.all if reaches_all(c, case.world_size)]
+        self.reductions = [c for c in whole if c.kind in REDUCTIONS]
+        self.copies = [c for c in whole if c.kind not in REDUCTIONS]
+
+    def sent(self, collectives: list[Collective]) -> np.ndarray:
+        """All numbers that this rank has put into them."""
+        payloads = [c.payloads.get(self.rank) for c in collectives]
+        flat = [np.asarray(p, dtype=np.float64).ravel() for p in payloads if p is not None]
+        return np.concatenate(flat) if flat else np.zeros(0)
+
+    def coarse(self) -> Finding | None:
+        """Numbers that travelled in a coarser type than they have, if there are any."""
+        for c in self.all:
+            if c.dtype not in FLOATS and c.numel > SMALL:
+                return Finding(
+                    f"{c.numel} numbers travelled as {c.dtype}, expected float32.", self.rank
+                )
+        return None
+
+    def seconds(self, world_size: int) -> float:
+        """Bytes through a link, with ring algorithms."""
+        n, total = world_size, 0.0
+        for c in self.all:
+            ring = (n - 1) / n if c.kind in _WHOLE else 1.0
+            total += c.nbytes * (2 * (n - 1) / n if c.kind == "all_reduce" else ring)
+        return total
+
+
+_WHOLE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+
+
+def _contained(wanted: np.ndarray, sent: np.ndarray) -> float:
+    """The part of `wanted` whose numbers are among those sent."""
+    if not len(sent):
+        return 0.0
+    pool = np.sort(sent)
+    after = np.clip(np.searchsorted(pool, wanted), 0, len(pool) - 1)
+    before = np.clip(after - 1, 0, len(pool) - 1)
+    near = np.minimum(np.abs(pool[after] - wanted), np.abs(pool[before] - wanted))
+    return float(np.mean(near <= 2e-6 * np.abs(wanted) + 1e-9))
+
+
+def _numel(case: Case) -> int:
+    return sum(int(np.prod(shape)) for shape in case.inputs[0]["shapes"])
+
+
+def _gradient_problem(case: Case, step: _LastStep) -> Finding | None:
+    """This rank's gradients of the last step were not in any reduction of all ranks."""
+    values, sent = case.inputs[step.rank], step.sent(step.reductions)
+    count, micros = len(values["shapes"]), values["micro_batches"]
+    for micro in range(micros):
+        gradient = np.concatenate([
+            values[f"c{STEPS - 1}/{micro}/{i}"].astype(np.float64).ravel() for i in range(count)
+        ])  # fmt: skip
+        found = max(_contained(gradient * s, sent) for s in (1.0, 1 / case.world_size, 0.5))
+        if found < 0.99:
+            return Finding(
+                f"only {100 * found:.0f} % of this rank's gradient of micro-batch {micro + 1} was "
+                f"in a reduction over all {case.world_size} ranks.", step.rank,
+            )  # fmt: skip
+    return None
+
+
+def _share_problem(case: Case, steps: list[_LastStep]) -> list[Finding]:
+    """A rank that sent more than its share, or parameters that nobody sent."""
+    share = sum(-(-sum(s[0] for s in shapes) // case.world_size) for shapes in GROUPS)
+    for step in steps:
+        count = len(step.sent(step.copies))
+        if count > SHARE_SLACK * share + 8:
+            return [Finding(
+                f"this rank sent {count} numbers beyond reductions, expected {share}: the "
+                f"parameters that it has updated, 1/{case.world_size} of {_numel(case)}.",
+                step.rank,
+            )]  # fmt: skip
+    everything = np.concatenate([step.sent(step.copies) for step in steps])
+    for rank, answer in enumerate(case.answers):
+        arrays = [answer[f"p{i}"] for i in range(len(case.inputs[0]["shapes"]))]
+        final = np.concatenate([np.asarray(a, dtype=np.float64).ravel() for a in arrays])
+        found = _contained(final, everything)
+        if found < 0.99:
+            return [Finding(
+                f"only {100 * found:.0f} % of the new parameters were sent by the rank that "
+                "updated them, in an all-gather or a broadcast to all ranks. Does every rank "
+                "update all of them by itself?", rank,
+            )]  # fmt: skip
+    return []
+
+
+def _prepare(case: Case) -> list[Finding] | list[_LastStep]:
+    """The last steps, once it is clear that training was right, up to a factor."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]
+    wrong = [f for r in range(case.world_size)
+             for f in harness.same_direction(case, r, "p", expected)]  # fmt: skip
+    return wrong or [_LastStep(case, rank) for rank in range(case.world_size)]
+
+
+def _judge(case: Case, most_bytes: float, hint: str) -> list[Finding]:
+    prepared = _prepare(case)
+    steps = [step for step in prepared if isinstance(step, _LastStep)]
+    if not steps:
+        return [finding for finding in prepared if isinstance(finding, Finding)]
+    if case.world_size == 1:
+        return []
+    for step in steps:
+        problem = step.coarse() or _gradient_problem(case, step)
+        sent = step.seconds(case.world_size)
+        if problem is None and sent > BYTES_SLACK * most_bytes + 4 * SMALL:
+            problem = Finding(
+                f"{sent:.0f} bytes went through this rank's link in a step, expected at most "
+                f"{most_bytes:.0f}. {hint}", step.rank,
+            )  # fmt: skip
+        if problem:
+            return [problem]
+    return _share_problem(case, steps)
+
+
+def judge_zero1(case: Case) -> list[Finding]:
+    """One all-reduce of the gradient; of the new parameters each rank sends its share."""
+    n, whole = case.world_size, 4 * _numel(case)
+    # A share may be all-gathered in a ring, or be broadcast by its owner.
+    most = whole * (2 * (n - 1) / n + 1)
+    return _judge(case, most, "An all-reduce of the gradient, an all-gather of the shares.")
+
+
+def judge_zero2(case: Case) -> list[Finding]:
+    """A reduce-scatter per micro-batch."""
+    n, whole = case.world_size, 4 * _numel(case)
+    most = whole * (2 * (n - 1) / n + 1)  # two micro-batches
+    return _judge(
+        case, most, "A rank needs only its part of the sum: that is a reduce-scatter, half an "
+        "all-reduce.",
+    )  # fmt: skip

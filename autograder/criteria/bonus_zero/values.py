@@ -1,0 +1,336 @@
+"""Criteria for what a sharded optimiser computes. Real ranks, but for the order of groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.bonus_zero import harness
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from minidist.emulate.plan import ChargePlan
+
+# No number of ranks from 2 to 5 divides these groups.
+FIRST: tuple[tuple[int, ...], ...] = ((7, 5), (7,), (), (4, 3, 2))
+SECOND: tuple[tuple[int, ...], ...] = ((9, 6), (1,), (6, 2))
+TINY: tuple[tuple[int, ...], ...] = ((1,),)
+LR = 0.05
+
+
+# --- reduce --------------------------------------------------------------------------------------
+
+
+def draw_reduce(draw: Draw) -> list[Values]:
+    """Three backward passes."""
+    return harness.draw_training(draw, [(FIRST, {}), (SECOND, {})], 3)
+
+
+def observe_reduce(zero: Any, inputs: Values, context: Context) -> Values:
+    """Shares after one reduction, after a second one on top, and after zero_grad() and a third."""
+    parameters = harness.make_parameters(inputs, context.device)
+    optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
+    answer: Values = {}
+    for step in range(3):
+        if step == 2:
+            harness.backward(parameters, inputs, 0)  # a batch that is left out
+            optimizer.zero_grad()
+        harness.backward(parameters, inputs, step)
+        optimizer.reduce()
+        answer[f"g{step}"] = harness.numbers_of(optimizer)
+        answer[f"none{step}"] = harness.none_left(parameters)
+    for gradient in optimizer.gradients():  # as clipping does
+        gradient.mul_(0.5)
+    answer["half"] = harness.numbers_of(optimizer)
+    return answer | harness.arrays_of(parameters, "p")
+
+
+def _mean(case: Case, steps: tuple[int, ...]) -> list[np.ndarray]:
+    count = len(case.inputs[0]["shapes"])
+    return [
+        np.asarray(np.sum([harness.mean_gradient(case, s, 0, i) for s in steps], axis=0))
+        for i in range(count)
+    ]
+
+
+def judge_reduce(case: Case) -> list[Finding]:
+    """Each number of the mean once, on one rank; further reductions add."""
+    findings: list[Finding] = []
+    for step, what in enumerate(("reduce()", "a second backward and reduce()", "zero_grad(), a "
+                                 "third backward and reduce()")):  # fmt: skip
+        expected = _mean(case, ((0,), (0, 1), (2,))[step])
+        got = [answer.get(f"g{step}") for answer in case.answers]
+        if problem := harness.same_numbers(got, expected):
+            hint = harness.explain_numbers(got, expected, case.world_size)
+            if step == 1 and harness.same_numbers(got, _mean(case, (1,))) is None:
+                hint = "That is the second one alone: reduce() adds to what the shards have."
+            findings.append(Finding(f"gradients() after {what}: {problem} {hint}".rstrip()))
+            return findings
+        for rank, answer in enumerate(case.answers):
+            if answer.get(f"none{step}") is not True:
+                findings.append(Finding(f"a p.grad is left after {what}, expected None.", rank))
+        if findings:
+            return findings
+    half = [answer.get("half") for answer in case.answers]
+    if harness.same_numbers(half, [0.5 * mean for mean in _mean(case, (2,))]):
+        return [Finding("gradients() after all that it gave was halved in place: not halved. "
+                        "Clipping scales it, so it has to be the shards' own.")]  # fmt: skip
+    for rank, answer in enumerate(case.answers):
+        for i in range(len(case.inputs[0]["shapes"])):
+            start, value = case.inputs[0][f"p{i}"], answer.get(f"p{i}")
+            if not isinstance(value, np.ndarray) or not np.array_equal(value, start):
+                findings.append(Finding("reduce() has changed a parameter.", rank))
+                break
+    return findings
+
+
+# --- AdamW ---------------------------------------------------------------------------------------
+
+ADAMW = {"lr": LR, "weight_decay": 0.3, "eps": 1e-10}
+QUICK = ADAMW | {"lr": 0.2, "betas": (0.5, 0.8)}  # so that rounding of gradients shows
+
+
+def draw_adamw(draw: Draw) -> list[Values]:
+    """Four steps, one group."""
+    return harness.draw_training(draw, [(FIRST + SECOND, {})], 4)
+
+
+def observe_adamw(zero: Any, inputs: Values, context: Context) -> Values:
+    """The parameters after each step; they come as an iterator."""
+    parameters = harness.make_parameters(inputs, context.device)
+    optimizer = zero(iter(parameters), torch.optim.AdamW, **QUICK)
+    answer: Values = {}
+    for step in range(inputs["steps"]):
+        _step(optimizer, parameters, inputs, step)
+        answer |= harness.arrays_of(parameters, f"p{step}/")
+    return answer
+
+
+def _step(optimizer: Any, parameters: Any, inputs: Values, step: int) -> None:
+    for micro in range(inputs["micro_batches"]):
+        harness.backward(parameters, inputs, step, micro)
+        optimizer.reduce()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def judge_adamw(case: Case) -> list[Finding]:
+    """As one process computes it; a factor in the gradient does not matter to AdamW."""
+    return _judge_history(case, harness.trained(case, torch.optim.AdamW, QUICK), _why_adamw)
+
+
+def _judge_history(
+    case: Case, history: list[Any], why: Any, dtype: str = "float32"
+) -> list[Finding]:
+    findings: list[Finding] = []
+    for step, expected in enumerate(history):
+        for rank, answer in enumerate(case.answers):
+            for i, value in enumerate(expected):
+                got = answer.get(f"p{step}/{i}")
+                if not oracle.close(
+                    findings, rank, f"parameter {i} after step {step + 1}", got, value,
+                    dtype=dtype, hint=why(case, step, i, got),
+                ):  # fmt: skip
+                    break
+        if findings:
+            break
+    return findings
+
+
+def _why_adamw(case: Case, step: int, i: int, got: Any) -> str:
+    start = case.inputs[0][f"p{i}"]
+    if isinstance(got, np.ndarray) and got.shape == start.shape and np.array_equal(got, start):
+        return "It has not moved: are the updated shards written back into the parameters?"
+    if step == 0:
+        return (
+            "Does every share come back to its own place? AdamW needs the mean of the gradients; "
+            "the mean of what each rank has made of its own is something else."
+        )
+    return "The first step was right: is the optimiser's state kept, and are old gradients gone?"
+
+
+# --- options -------------------------------------------------------------------------------------
+
+FACTORS = (0.3, 2.0)
+
+
+def draw_options(draw: Draw) -> list[Values]:
+    """Two groups with options of their own, a third that has the constructor's; all float64."""
+    rng = draw.shared("options")
+    options: list[Values] = [
+        {"lr": float(rng.uniform(0.02, 0.05)), "weight_decay": 0.0},
+        {"weight_decay": float(rng.uniform(0.5, 0.9)), "betas": [0.5, 0.8]},
+        {},
+    ]
+    groups = list(zip((FIRST, SECOND, TINY), options, strict=True))
+    return harness.draw_training(draw, groups, 3, dtype="float64")
+
+
+def observe_options(zero: Any, inputs: Values, context: Context) -> Values:
+    """Learning rates of two groups are changed after every step, as a scheduler would."""
+    parameters = harness.make_parameters(inputs, context.device)
+    optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **ADAMW)
+    answer: Values = {}
+    for step in range(inputs["steps"]):
+        _step(optimizer, parameters, inputs, step)
+        for group, factor in zip(optimizer.param_groups, FACTORS, strict=False):
+            group["lr"] *= factor
+        answer |= harness.arrays_of(parameters, f"p{step}/")
+    return answer
+
+
+def judge_options(case: Case) -> list[Finding]:
+    """Each group by its own options, those of now."""
+    history = harness.trained(case, torch.optim.AdamW, ADAMW, FACTORS)
+    return _judge_history(case, history, _why_options, dtype="float64")
+
+
+def _why_options(case: Case, step: int, i: int, got: Any) -> str:
+    ends = np.cumsum(case.inputs[0]["counts"])
+    number = int(np.searchsorted(ends, i, side="right"))
+    if step == 0:
+        return (
+            f"It is in group {number}, whose own options are {case.inputs[0]['options'][number]}."
+        )
+    return (
+        "The first step was right; then the learning rate in param_groups was changed. Are they "
+        "the wrapped optimiser's own?"
+    )
+
+
+# --- special parameters --------------------------------------------------------------------------
+
+MOMENTUM = {"lr": LR, "momentum": 0.9}
+
+
+def draw_special(draw: Draw) -> list[Values]:
+    """Frozen ones, one that is given twice, and gradients that are missing here and there."""
+    groups = [(FIRST, {}), (TINY, {}), (SECOND, {})]
+    inputs = harness.draw_training(draw, groups, 4, frozen=[1, 5], tied=[0])
+    for rank in range(draw.world_size):
+        harness.leave_out(inputs, rank, 1, 0, 3)  # on all ranks
+        if rank != 0:
+            harness.leave_out(inputs, rank, 0, 0, 6)
+        if rank == draw.world_size - 1:
+            harness.leave_out(inputs, rank, 2, 0, 2)
+            harness.leave_out(inputs, rank, 3, 0, 0)
+    return inputs
+
+
+def observe_special(zero: Any, inputs: Values, context: Context) -> Values:
+    """The parameters after all steps."""
+    parameters = harness.make_parameters(inputs, context.device)
+    optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, **MOMENTUM)
+    for step in range(inputs["steps"]):
+        _step(optimizer, parameters, inputs, step)
+    return harness.arrays_of(parameters, "p")
+
+
+def judge_special(case: Case) -> list[Finding]:
+    """SGD with momentum, where a gradient that is missing counts as zeros."""
+    expected = harness.trained(case, torch.optim.SGD, MOMENTUM)[-1]
+    findings: list[Finding] = []
+    for rank in range(case.world_size):
+        for finding in harness.same_direction(case, rank, "p", expected):
+            findings.append(Finding(
+                f"{finding.message} A gradient that is None counts as zeros, in the mean, and for "
+                "the wrapped optimiser.", rank,
+            ))  # fmt: skip
+    return findings
+
+
+# --- ZeRO-2 --------------------------------------------------------------------------------------
+
+
+def draw_accumulate(draw: Draw) -> list[Values]:
+    """Two steps of three micro-batches."""
+    return harness.draw_training(draw, [(FIRST, {}), (SECOND, {})], 2, 3)
+
+
+def observe_accumulate(zero: Any, inputs: Values, context: Context) -> Values:
+    """Shares after every micro-batch; the second step begins anew."""
+    parameters = harness.make_parameters(inputs, context.device)
+    optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
+    answer: Values = {}
+    for step in range(inputs["steps"]):
+        for micro in range(inputs["micro_batches"]):
+            harness.backward(parameters, inputs, step, micro)
+            optimizer.reduce()
+            answer[f"g{step}/{micro}"] = harness.numbers_of(optimizer)
+            answer[f"none{step}/{micro}"] = harness.none_left(parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+    return answer
+
+
+def judge_accumulate(case: Case) -> list[Finding]:
+    """After each micro-batch the sum over micro-batches of means over ranks, in shares."""
+    findings: list[Finding] = []
+    count = len(case.inputs[0]["shapes"])
+    for step in range(case.inputs[0]["steps"]):
+        sums = [np.zeros(tuple(shape)) for shape in case.inputs[0]["shapes"]]
+        for micro in range(case.inputs[0]["micro_batches"]):
+            means = [harness.mean_gradient(case, step, micro, i) for i in range(count)]
+            sums = [a + b for a, b in zip(sums, means, strict=True)]
+            got = [answer.get(f"g{step}/{micro}") for answer in case.answers]
+            where = f"step {step + 1}, after micro-batch {micro + 1}"
+            if problem := harness.same_numbers(got, sums):
+                hint = harness.explain_numbers(got, sums, case.world_size)
+                if micro and harness.same_numbers(got, means) is None:
+                    hint = "That is the last micro-batch's alone: parts add up in the shards."
+                findings.append(Finding(f"{where}: {problem} {hint}".rstrip()))
+                return findings
+            for rank, answer in enumerate(case.answers):
+                if answer.get(f"none{step}/{micro}") is not True:
+                    findings.append(Finding(
+                        f"{where}: a p.grad is left after reduce(), expected None.", rank
+                    ))  # fmt: skip
+            if findings:
+                return findings
+    return findings
+
+
+def plan(draw: Draw) -> ChargePlan:
+    """Nothing is charged here."""
+    return ChargePlan((), (), draw.seed("charges").to_bytes(16, "big"))
+
+
+def draw_order(draw: Draw) -> list[Values]:
+    """Three groups; on every rank another one gets no gradients, or only some."""
+    groups = [(FIRST, {}), (SECOND, {}), ([(5, 3), (4,)], {})]
+    inputs = harness.draw_training(draw, groups, 2, 2)
+    ends = [int(n) for n in np.cumsum(inputs[0]["counts"])]
+    for rank in range(draw.world_size):
+        for step in range(2):
+            for micro in range(2):
+                group = 2 - (rank + step + micro) % 3
+                numbers = range(ends[group] - inputs[0]["counts"][group], ends[group])
+                for i in numbers if micro else numbers[:1]:
+                    harness.leave_out(inputs, rank, step, micro, i)
+    return inputs
+
+
+def observe_order(zero: Any, inputs: Values, context: Context) -> Values:
+    """The parameters after all steps."""
+    parameters = harness.make_parameters(inputs, context.device)
+    optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
+    for step in range(inputs["steps"]):
+        _step(optimizer, parameters, inputs, step)
+    return harness.arrays_of(parameters, "p")
+
+
+def judge_order(case: Case) -> list[Finding]:
+    """No collective met another one, and no gradient was lost."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(
+            f"{fault}. Groups are reduced in the same order on all ranks, whatever gradients a "
+            "rank has: the last first, and what is not complete at the end."
+        ) for fault in case.trace.faults]  # fmt: skip
+    expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]
+    found = [harness.same_direction(case, r, "p", expected) for r in range(case.world_size)]
+    return [
+        Finding(f"{f.message} On each rank other gradients were missing.", f.rank)
+        for findings in found for f in findings
+    ]  # fmt: skip

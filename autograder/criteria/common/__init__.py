@@ -1,0 +1,1 @@
+"""What the criteria of several labs share."""

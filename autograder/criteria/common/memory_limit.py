@@ -1,0 +1,352 @@
+"""Criteria that enforce a memory limit: the kernel of the machine counts, not the rank.
+
+Fresh processes, one per rank, join a group, warm everything up, and then lower their own hard
+RLIMIT_DATA to what they have plus an allowance. Only then is the student's code unpickled. What a
+machine or a version of torch needs for itself is in the base and does not count; large tensors get
+mappings of their own (no heap that keeps freed memory), and new threads small stacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import pickle
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+
+WIDTH, BLOCKS, SAMPLES = 520, 24, 2
+PARAMETER_BYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
+# Beyond the shards: whole units, gathered and reduced. torch's own form and a plain one from
+# scratch take 0.3 to 0.4 of the parameters; all units whole at once would be 1.
+TRANSIENT = 0.75
+# On many ranks the shards are small, but the model is whole when it is built, with its first shards
+# beside it. Whole units that are never freed take 1 + copies / N.
+WHOLE = 1.2
+# The class is trained by our loop, for memory only; the function by its own, so that old gradients
+# and other mistakes of an update show in the losses after it.
+STEPS, LR = {False: 2, True: 4}, {False: 1e-3, True: 3e-3}  # with AdamW?
+DEADLINE_S = 60.0
+LAUNCH_DEADLINE_S = 50.0
+MEGABYTE = 2**20
+_BALLAST_BYTES = 4 * MEGABYTE  # freed to tell the tale
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_STACK_BYTES = 1 << 20
+# Processes of their own: none of the notebook's store, no GPU (CUDA does not live with a limit).
+ENVIRONMENT = {
+    "TORCHELASTIC_USE_AGENT_STORE": "False", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+_NO_MEMORY = re.compile(
+    r"not enough memory|can't allocate|cannot allocate|bad_alloc|MemoryError|"
+    r"failed to create.*thread|can't start new thread",
+    re.IGNORECASE,
+)
+_TEXT = 5000  # characters of a message that are looked at, from its beginning and its end
+
+
+def allowance_bytes(world_size: int, copies: int) -> int:
+    """What each rank may use beyond its base, to keep `copies` times the parameters, sharded."""
+    return int(max(copies / world_size + TRANSIENT, WHOLE) * PARAMETER_BYTES)
+
+
+# Parameters and gradients for the student's class; AdamW's two states, too, for the function.
+_CLASS_COPIES, _FUNCTION_COPIES = 2, 4
+
+
+class Block(nn.Module):
+    """x + tanh(W x + b)."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual block."""
+        return x + torch.tanh(self.linear(x))
+
+
+def build(
+    seed: int, dtype: torch.dtype = torch.float32, width: int = WIDTH, num_blocks: int = BLOCKS
+) -> nn.Sequential:
+    """The large model; the same float32 values in any dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = []
+    for _ in range(num_blocks):
+        block = Block(width, dtype)
+        with torch.no_grad():
+            for p in block.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) * width**-0.5)
+        blocks.append(block)
+    return nn.Sequential(*blocks)
+
+
+# --- draw, observe -------------------------------------------------------------------------------
+
+
+def draw(source: Draw) -> list[Values]:
+    """All of it goes to rank 0, which launches; every rank of the launch gets its own data."""
+    seed = int(source.shared().integers(1 << 31))
+    values: Values = {"seed": seed}
+    for rank in range(source.world_size):
+        rng = source.private(rank)
+        for name in "xy":
+            shape = (STEPS[True], SAMPLES, WIDTH)
+            values[f"{name}/{rank}"] = rng.normal(size=shape).astype(np.float32)
+    return [values] + [{} for _ in range(source.world_size - 1)]
+
+
+def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
+    """Trains the large model with the student's FSDP; the loop is ours."""
+    allowance = allowance_bytes(context.world_size, _CLASS_COPIES)
+    return launch_limited(_train_with_class, fsdp_class, inputs, context, allowance)
+
+
+def observe_function(train_large: Any, inputs: Values, context: Context) -> Values:
+    """Trains the large model with the student's function."""
+    allowance = allowance_bytes(context.world_size, _FUNCTION_COPIES)
+    return launch_limited(_train_with_function, train_large, inputs, context, allowance)
+
+
+def launch_limited(
+    train: Any, subject: Any, inputs: Values, context: Context, allowance: int
+) -> Values:
+    """What `train(subject, inputs)` comes to on fresh ranks that may use `allowance` bytes more."""
+    if context.rank != 0:
+        return {}
+    import cloudpickle
+
+    from minidist.errors import LaunchDeadlineError, LaunchError
+    from minidist.launch import run
+
+    try:
+        results = run(
+            run_limited, context.world_size, cloudpickle.dumps((train, subject, inputs)),
+            allowance, deadline_s=LAUNCH_DEADLINE_S, env=ENVIRONMENT,
+        )  # fmt: skip
+    except LaunchDeadlineError as error:
+        raise TimeoutError(str(error)) from None
+    except LaunchError as error:
+        results = [{"status": "died", "text": str(error)}]
+    if any("NotImplementedError" in str(r.get("text")) for r in results):
+        raise NotImplementedError
+    return {"results": results}
+
+
+def run_limited(job: bytes, allowance: int) -> Values:
+    """One rank: base, limit, student's code. Returns how it ended."""
+    import resource
+
+    _tidy_allocator()
+    _warm_up()
+    ballast = [bytearray(_BALLAST_BYTES)]
+    limit = _data_bytes() + allowance
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        train, subject, inputs = pickle.loads(job)
+        losses = train(subject, inputs)
+    except BaseException as error:
+        ballast.clear()
+        text = f"{type(error).__name__}: {error}"
+        # A name that the notebook's cells give to a function of their own leads to it.
+        frames = []
+        trace = error.__traceback__
+        while trace is not None:
+            if "autograder" not in trace.tb_frame.f_code.co_filename:
+                frames.append(f"{trace.tb_frame.f_code.co_name}, line {trace.tb_lineno}")
+            trace = trace.tb_next
+        status = "memory" if _NO_MEMORY.search(text) else "error"
+        return {"status": status, "text": text[:600], "where": frames[0] if frames else ""}
+    return {"status": "ok", "losses": losses}
+
+
+def _tidy_allocator() -> None:
+    """Freed memory goes back at once, and a thread's stack is no more than it needs (glibc)."""
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):
+        libc.mallopt(_M_ARENA_MAX, 1)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+        attributes = ctypes.create_string_buffer(256)
+        if libc.pthread_attr_init(attributes) == 0:
+            libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK_BYTES))
+            libc.pthread_setattr_default_np(attributes)
+
+
+def _warm_up() -> None:
+    """Joins the group, and trains two layers of the model with what a submission may use.
+
+    Of the size that comes: what libraries keep for a product depends on its size and the processor.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    batch = torch.ones(SAMPLES, WIDTH)
+    for sharded in (False, True):
+        tiny = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        model: Any = fully_shard(tiny, mesh=mesh) if sharded else DistributedDataParallel(tiny)
+        optimizer = torch.optim.AdamW(model.parameters())
+        nn.functional.mse_loss(model(batch), batch).backward()
+        optimizer.step()
+
+
+def _data_bytes() -> int:
+    """Private writable memory of this process: what RLIMIT_DATA is held against."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmData")
+
+
+def _batches(inputs: Values, with_adamw: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    import torch.distributed as dist
+
+    x, y = (torch.from_numpy(inputs[f"{name}/{dist.get_rank()}"]) for name in "xy")
+    return list(zip(x, y, strict=True))[: STEPS[with_adamw]]
+
+
+def _train_with_class(fsdp_class: Any, inputs: Values) -> list[float]:
+    """Two steps along the gradient's sign; the second adds to the gradients of the first.
+
+    So there are gradients while the second forward runs. Whether they are means or sums, or really
+    added up, is not what is judged here.
+    """
+    import torch.distributed as dist
+
+    model = build(inputs["seed"])
+    fsdp = fsdp_class(model, list(model))
+    losses = []
+    for x, y in _batches(inputs, with_adamw=False):
+        loss = nn.functional.mse_loss(fsdp(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for p in fsdp.local_parameters():
+                p.add_(p.grad.sign(), alpha=-LR[False])
+        total = loss.detach()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    return losses
+
+
+def _train_with_function(train_large: Any, inputs: Values) -> list[float]:
+    seed = inputs["seed"]
+    losses = train_large(lambda: build(seed), _batches(inputs, with_adamw=True), LR[True])
+    if not isinstance(losses, list | tuple):
+        raise TypeError(f"train_large: expected a list of floats, got {type(losses).__name__}")
+    return [float(loss) for loss in losses]
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+def judge_class(case: Case) -> list[Finding]:
+    """It ends, with the losses of a training that is whole."""
+    hint = (
+        "Are units freed after forward and after backward (the storage, not only p.data), with "
+        "their whole gradients, and is only the next one prefetched?"
+    )
+    return _judge(case, _CLASS_COPIES, hint)
+
+
+def judge_function(case: Case) -> list[Finding]:
+    """It ends, with the losses of a training that is whole."""
+    hint = (
+        "Is every block a unit of its own, are parameters, gradients and AdamW's state sharded, "
+        "and is the optimizer made after sharding?"
+    )
+    return _judge(case, _FUNCTION_COPIES, hint)
+
+
+def _judge(case: Case, copies: int, hint: str) -> list[Finding]:
+    results = case.answers[0].get("results")
+    if (
+        not isinstance(results, list)
+        or len(results) not in (1, case.world_size)
+        or not all(isinstance(result, dict) for result in results)
+    ):
+        return [Finding("the training left no result.")]
+    budget = (
+        f"{allowance_bytes(case.world_size, copies) / MEGABYTE:.0f} MB per rank (whole, the "
+        f"training state is {copies * PARAMETER_BYTES / MEGABYTE:.0f} MB)"
+    )
+    out_of_memory = [r for r in results if is_out_of_memory(r)]
+    if out_of_memory:
+        where = str(out_of_memory[0].get("where") or "")[:100]
+        return [Finding(
+            f"out of memory: the budget is {budget}, and it was used up"
+            f"{f' (in {where})' if where else ''}. {hint}"
+        )]  # fmt: skip
+    if len(results) != case.world_size:
+        return [Finding(f"a process of the training failed: {str(results[0].get('text'))[-600:]}")]
+    expected = np.array(_oracle_losses(case, with_adamw=copies == _FUNCTION_COPIES))
+    findings: list[Finding] = []
+    for rank, result in enumerate(results):
+        if result.get("status") != "ok":
+            text = str(result.get("text"))[-600:]
+            findings.append(Finding(f"a process of the training failed: {text}", rank))
+            continue
+        losses = result.get("losses")
+        got = None
+        if isinstance(losses, list) and all(isinstance(v, float) for v in losses):
+            got = np.array(losses)
+        why = "Loss per step, mean over ranks, before the update."
+        if case.world_size > 1 and got is not None and got.shape == expected.shape:
+            if not np.isclose(got[0], expected[0], rtol=1e-3):
+                why = "The first one is before any update: is it the mean over all ranks?"
+            else:
+                why = (
+                    "The first is right, so the update is not: from the gradients of all ranks, "
+                    "cleared after each step, with AdamW's defaults?"
+                )
+        compare(findings, rank, "losses", got, expected, rtol=1e-3, atol=0.0, hint=why)
+    return findings
+
+
+def is_out_of_memory(result: dict[str, Any]) -> bool:
+    """Whether a process ended for want of memory; some of torch's threads can only abort then."""
+    text = str(result.get("text"))
+    if len(text) > 2 * _TEXT:
+        text = text[:_TEXT] + text[-_TEXT:]  # the search may take its length squared
+    aborted = any(s.name in text for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS))
+    return (
+        result.get("status") == "memory"
+        or bool(_NO_MEMORY.search(text))
+        or (result.get("status") == "died" and aborted)
+    )
+
+
+def _oracle_losses(case: Case, with_adamw: bool) -> list[float]:
+    """One process, all ranks' data, float64."""
+    inputs = case.inputs[0]
+    model = build(inputs["seed"], torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR[True])
+    losses, num_steps = [], STEPS[with_adamw]
+    for step in range(num_steps):
+        x, y = (
+            torch.from_numpy(
+                np.concatenate([inputs[f"{n}/{r}"][step] for r in range(case.world_size)])
+            ).double()
+            for n in "xy"
+        )
+        loss = nn.functional.mse_loss(model(x), y)
+        losses.append(loss.item())
+        if step + 1 < num_steps:
+            loss.backward()
+            if with_adamw:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        assert p.grad is not None
+                        p.add_(p.grad.sign(), alpha=-LR[False])
+    return losses

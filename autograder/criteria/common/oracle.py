@@ -1,0 +1,143 @@
+"""What is right, recomputed in float64 and in one process, with torch alone.
+
+`RTOL` is the tolerance per dtype of what the ranks computed: sums over ranks, batches and
+buckets may be taken in any order, so equality is never asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.criterion import Finding, Values, compare
+
+RTOL = {"float32": 2e-4, "float64": 1e-9}
+
+
+def draw_parameters(rng: np.random.Generator, sizes: Sequence[int]) -> Values:
+    """Parameters p0, p1, … of `mlp(sizes)`: weight [out, in] and bias [out] per layer, float32."""
+    arrays: Values = {}
+    for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
+        arrays[f"p{2 * i}"] = rng.normal(0, fan_in**-0.5, (fan_out, fan_in)).astype(np.float32)
+        arrays[f"p{2 * i + 1}"] = rng.normal(0, 0.3, fan_out).astype(np.float32)
+    return arrays
+
+
+def draw_batch(rng: np.random.Generator, count: int, sizes: Sequence[int]) -> Values:
+    """Inputs x [count, in] and targets y [count, out], float32."""
+    return {
+        "x": rng.normal(size=(count, sizes[0])).astype(np.float32),
+        "y": rng.normal(size=(count, sizes[-1])).astype(np.float32),
+    }
+
+
+def mlp(arrays: Values, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Linear, tanh, Linear, … with the parameters p0, p1, … of `arrays`."""
+    values = parameters_of(arrays)
+    layers: list[nn.Module] = []
+    for weight, bias in zip(values[::2], values[1::2], strict=True):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], dtype=dtype)
+        with torch.no_grad():
+            layer.weight.copy_(torch.from_numpy(weight))
+            layer.bias.copy_(torch.from_numpy(bias))
+        layers += [layer, nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def parameters_of(arrays: Values) -> list[np.ndarray]:
+    """p0, p1, … in order."""
+    return [arrays[f"p{i}"] for i in range(sum(k[0] == "p" and k[1:].isdigit() for k in arrays))]
+
+
+def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared error over all elements."""
+    return ((output - target) ** 2).mean()
+
+
+def gradients(arrays: Values, x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+    """Gradient of the mean squared error for every parameter of `mlp(arrays)`, float64."""
+    model = mlp(arrays, torch.float64)
+    mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double()).backward()
+    return [grad_of(p) for p in model.parameters()]
+
+
+def grad_of(parameter: torch.Tensor) -> np.ndarray:
+    """The gradient as a NumPy array; zeros where there is none."""
+    grad = parameter.grad
+    return np.zeros(parameter.shape) if grad is None else grad.detach().cpu().numpy()
+
+
+def mean(per_rank: Sequence[np.ndarray]) -> np.ndarray:
+    """Mean over ranks."""
+    return np.mean(np.stack([np.asarray(a, dtype=np.float64) for a in per_rank]), axis=0)
+
+
+def close(
+    findings: list[Finding],
+    rank: int,
+    what: str,
+    got: object,
+    expected: np.ndarray,
+    *,
+    dtype: str = "float32",
+    hint: str = "",
+    terms: Sequence[np.ndarray] = (),
+) -> bool:
+    """`compare` at this dtype's tolerance, with an absolute part relative to the largest value.
+
+    Args:
+        terms: what `expected` is a sum or mean of, or was before it was trained. Where a tensor of
+            one number nearly cancels, what was rounded is as large as these, not as the sum.
+    """
+    scale = max((float(np.abs(a).max()) for a in (expected, *terms) if np.size(a)), default=0.0)
+    rtol = RTOL[dtype]
+    return compare(
+        findings, rank, what, got, expected, rtol=rtol, atol=rtol * scale + 1e-12, hint=hint
+    )
+
+
+def explain_gradient(
+    got: object, mean_grad: np.ndarray, local_grad: np.ndarray, world_size: int
+) -> str:
+    """The likely reason why `got` is not the mean over ranks, or nothing."""
+    if not isinstance(got, np.ndarray) or got.shape != mean_grad.shape:
+        return ""
+    probes: list[Finding] = []
+    if world_size > 1 and close(probes, 0, "", got, mean_grad * world_size):
+        return f"That is {world_size} times the mean: the gradients were summed, not averaged."
+    if close(probes, 0, "", got, local_grad):
+        return "That is this rank's own gradient: it was never reduced."
+    if close(probes, 0, "", got, mean_grad / world_size):
+        return "That is the mean divided by the world size once more."
+    if world_size != 2 and close(probes, 0, "", got, mean_grad * world_size / 2):
+        return "That is the sum divided by 2: is the number of ranks written into the code?"
+    return ""
+
+
+def train(arrays: Values, batches: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], lr: float):
+    """SGD on the mean over ranks of each rank's mean loss.
+
+    Args:
+        arrays: initial parameters.
+        batches: one entry per step, in it one (x, y) per rank.
+        lr: learning rate.
+
+    Returns:
+        final parameters (float64), and per step the loss of each rank before the update.
+    """
+    model = mlp(arrays, torch.float64)
+    losses: list[list[float]] = []
+    for step in batches:
+        model.zero_grad()
+        per_rank = [mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double())
+                    for x, y in step]  # fmt: skip
+        torch.stack(per_rank).mean().backward()
+        losses.append([loss.item() for loss in per_rank])
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= lr * torch.from_numpy(grad_of(p))
+    return [p.detach().numpy() for p in model.parameters()], losses

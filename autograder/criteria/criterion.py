@@ -1,0 +1,243 @@
+"""What a criterion is: draw (trusted) -> observe (in the rank) -> judge (trusted).
+
+`draw` makes one private dict of inputs per rank from a secret generator. `observe` runs in the
+student's process, calls what the student wrote and returns raw arrays; it knows no expected
+value. `judge` sees all inputs and all answers, recomputes what is right (in float64, in one
+process) and lists what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from autograder.criteria.limits import Limits
+
+if TYPE_CHECKING:
+    import torch
+
+    from minidist.emulate.plan import ChargePlan
+    from minidist.emulate.trace import Trace
+
+# NumPy arrays travel raw; numbers, text, lists and dicts as JSON. Of a rank's inputs, those whose
+# names begin with "_" stay with the referee: they are for `judge`.
+Values = dict[str, Any]
+Needs = Literal["nothing", "cuda", "cuda per rank"]
+
+
+class Status(StrEnum):
+    """How a criterion ended, for one rank or for all."""
+
+    PASS = "PASS"  # answered, and the answer is right
+    WRONG = "WRONG"  # answered, and the answer is wrong
+    STUDENT_ERROR = "STUDENT_ERROR"  # the student's code raised
+    TIMEOUT = "TIMEOUT"  # no answer before the deadline: a hang or an endless loop
+    RANK_LOST = "RANK_LOST"  # the process ended
+    NOT_RUN = "NOT_RUN"  # the check was never reached
+    INVALID = "INVALID"  # the submission is not a notebook that can be graded
+    BLOCKED = "BLOCKED"  # needs hardware that is not there; costs nothing
+    INFRA = "INFRA"  # our own failure: not the student's, and the only one that is retried
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What `draw` works with: a secret seed per rank, the number of ranks."""
+
+    world_size: int
+    seed: Callable[[str], int]  # purpose -> 128-bit integer
+
+    def shared(self, purpose: str = "shared") -> np.random.Generator:
+        """A generator for what all ranks may know (sizes, say)."""
+        return np.random.Generator(np.random.PCG64(self.seed(purpose)))
+
+    def private(self, rank: int) -> np.random.Generator:
+        """A generator for what only `rank` may know."""
+        return self.shared(f"rank {rank}")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What `observe` may know of where it runs."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    broker: Any = None  # the emulated cluster's connection, where the criterion runs on one
+
+
+class HardwareMissingError(Exception):
+    """`observe` found less hardware than its criterion needs; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, in words that teach; `rank` None means on every rank."""
+
+    message: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that `judge` sees: what was handed out, what came back, and what the broker saw."""
+
+    world_size: int
+    inputs: Sequence[Values]
+    answers: Sequence[Values]
+    trace: Trace | None = None
+    plan: ChargePlan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """One graded behaviour.
+
+    Args:
+        name: unique over all labs; also the id of the notebook's check cell.
+        title: what is tested, for tables and feedback.
+        task: the heading of the task to reread.
+        points: full points; a criterion gives all or none.
+        world: which process group is torch's default while `observe` runs: one of the probe's
+            own on real hardware, one on the emulated cluster, or whatever the student has ("own").
+        deadline_s: seconds until the ranks are taken for hung.
+        plan: makes the compute charges of the emulated cluster from the draw.
+        needs: a CUDA device, or one for each rank of the node. Where it is missing the criterion is
+            BLOCKED; where it is there, its points are extra, on top of the lab's.
+    """
+
+    name: str
+    title: str
+    task: str
+    points: float
+    draw: Callable[[Draw], list[Values]]
+    observe: Callable[[Any, Values, Context], Values]
+    judge: Callable[[Case], list[Finding]]
+    world: Literal["own", "none", "real", "emulated"] = "real"
+    deadline_s: float = 25.0
+    plan: Callable[[Draw], ChargePlan] | None = None
+    needs: Needs = "nothing"
+
+    @property
+    def extra(self) -> bool:
+        """Whether its points come on top: not everybody has the hardware."""
+        return self.needs != "nothing"
+
+    @property
+    def listed_points(self) -> float:
+        """What it adds to full marks."""
+        return 0.0 if self.extra else self.points
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """A lab: its criteria, its world sizes, the modules whose answers it asks for, its limits."""
+
+    name: str
+    title: str
+    criteria: tuple[Criterion, ...]
+    practice_world_size: int = 2
+    grading_world_size: int = 3
+    withheld: tuple[str, ...] = ()
+    cell_deadline_s: float = 60.0
+    limits: Limits = field(default_factory=Limits)
+
+    def __getitem__(self, name: str) -> Criterion:
+        for criterion in self.criteria:
+            if criterion.name == name:
+                return criterion
+        raise KeyError(f"{self.name} has no criterion {name!r}")
+
+    @property
+    def max_score(self) -> float:
+        """Points of all criteria that count everywhere; extra ones come on top."""
+        return sum(criterion.listed_points for criterion in self.criteria)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a criterion ended; `ranks` has one status per rank."""
+
+    criterion: str
+    status: Status
+    points: float
+    max_points: float
+    message: str
+    ranks: tuple[Status, ...] = field(default=())
+    extra: bool = False
+
+    def record(self) -> Values:
+        """The public JSON form."""
+        return {
+            "name": self.criterion,
+            "points": self.points,
+            "max_points": self.max_points,
+            "status": str(self.status),
+            "message": self.message,
+            "ranks": [{"rank": r, "status": str(s)} for r, s in enumerate(self.ranks)],
+            **({"extra": True} if self.extra else {}),
+        }
+
+
+def compare(
+    findings: list[Finding],
+    rank: int,
+    what: str,
+    got: Any,
+    expected: np.ndarray,
+    *,
+    rtol: float,
+    atol: float,
+    hint: str = "",
+) -> bool:
+    """True if `got` is a finite array of `expected`'s shape and values, else adds a finding.
+
+    Nothing agrees with an `expected` or a tolerance that is not finite. The message names the
+    first place where they differ; `hint` is the likely reason.
+    """
+    problem = _difference(got, np.asarray(expected, dtype=np.float64), rtol, atol)
+    if problem:
+        findings.append(Finding(f"{what}: {problem}" + (f" {hint}" if hint else ""), rank))
+    return problem is None
+
+
+def _difference(got: Any, expected: np.ndarray, rtol: float, atol: float) -> str | None:
+    if not isinstance(got, np.ndarray):
+        return "nothing was returned."
+    if got.shape != expected.shape:
+        return f"expected shape {list(expected.shape)}, got {list(got.shape)}."
+    if got.dtype.kind not in "fiu":
+        return f"expected numbers, got {got.dtype}."
+    value = got.astype(np.float64)
+    if not np.isfinite(value).all():
+        return "has values that are not finite (nan or inf)."
+    with np.errstate(invalid="ignore"):
+        allowed = atol + rtol * np.abs(expected)
+    if not np.isfinite(allowed).all():
+        # Where it comes out of another answer: nothing is further from nan or inf than allowed.
+        return "what it is compared with has values that are not finite (nan or inf)."
+    wrong = np.abs(value - expected) > allowed
+    if not wrong.any():
+        return None
+    place = tuple(int(i) for i in np.argwhere(wrong)[0])
+    where = f" at {list(place)}" if place else ""
+    return (
+        f"expected {expected[place]:.6g}{where}, got {value[place]:.6g} "
+        f"({int(wrong.sum())} of {wrong.size} values are off by more than rtol {rtol:g})."
+    )
+
+
+def integer(value: Any, what: str) -> int:
+    """`value` as an int; a clear TypeError where a student returned something else."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{what}: expected an int, got {type(value).__name__} {value!r}")
+    return int(value)
+
+
+def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Separates JSON fields from arrays (for a `wire.Message`)."""
+    arrays = {k: v for k, v in values.items() if isinstance(v, np.ndarray)}
+    return {k: v for k, v in values.items() if k not in arrays}, arrays

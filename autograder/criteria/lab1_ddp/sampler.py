@@ -1,0 +1,219 @@
+"""Criteria for a sampler that deals a dataset out to ranks. Nothing here communicates.
+
+A sampler takes `rank` and `world_size` as arguments, so every real rank evaluates several
+*virtual* ranks: a sampler that only works at one world size shows itself at any.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+
+VIRTUAL_WORLDS = (1, 2, 3, 4, 7)
+
+
+def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
+    """Indices and lengths of the virtual ranks of this rank, for every setting that was drawn."""
+    answer: Values = {}
+    for number, setting in enumerate(inputs["settings"]):
+        world_size = setting["world_size"]
+        for rank in range(context.rank, world_size, context.world_size):
+            before = torch.get_rng_state()
+            sampler = sampler_class(
+                setting["num_samples"], rank, world_size,
+                shuffle=setting["shuffle"], seed=setting["seed"], tail=setting["tail"],
+            )  # fmt: skip
+            for visit, epoch in enumerate(setting["epochs"]):
+                if epoch is not None:
+                    sampler.set_epoch(epoch)
+                indices = [integer(i, "an index from ShardSampler") for i in sampler]
+                answer[f"{number}/{rank}/{visit}"] = np.array(indices, dtype=np.int64)
+                if not torch.equal(before, torch.get_rng_state()):
+                    answer["moved the global generator"] = True
+            answer[f"{number}/{rank}/len"] = integer(len(sampler), "len(sampler)")
+    return answer
+
+
+def _draw(draw: Draw, settings: list[Values]) -> list[Values]:
+    rng = draw.shared("seeds")
+    for setting in settings:
+        setting.setdefault("seed", int(rng.integers(1000)))
+        setting.setdefault("epochs", [int(rng.integers(1, 20))])
+        setting.setdefault("tail", "pad")
+    return [{"settings": settings} for _ in range(draw.world_size)]
+
+
+def draw_partition(draw: Draw) -> list[Values]:
+    """Sizes that divide evenly, with and without shuffling."""
+    rng = draw.shared()
+    return _draw(draw, [
+        {"num_samples": world_size * int(rng.integers(16, 30)), "world_size": world_size,
+         "shuffle": s}
+        for world_size, s in product(VIRTUAL_WORLDS, (False, True))
+    ])  # fmt: skip
+
+
+def draw_tail(draw: Draw) -> list[Values]:
+    """Sizes that do not divide, also fewer samples than ranks, for every way to treat the tail."""
+    rng = draw.shared()
+    settings = []
+    for world_size, tail in product(VIRTUAL_WORLDS[1:], ("pad", "drop", "uneven")):
+        full = world_size * int(rng.integers(5, 12)) + int(rng.integers(1, world_size))
+        few = max(1, world_size // 2)
+        settings += [
+            {"num_samples": n, "world_size": world_size, "shuffle": s, "tail": tail}
+            for n, s in ((full, True), (full, False), (few, True))
+        ]
+    return _draw(draw, settings)
+
+
+def draw_epoch(draw: Draw) -> list[Values]:
+    """One size, several epochs, one of them twice, under three seeds; and no epoch at first."""
+    rng = draw.shared()
+    first, second, third = (int(e) for e in 1 + rng.choice(50, 3, replace=False))
+    common = {"shuffle": True, "num_samples": 48}
+    return _draw(draw, [
+        common | {"world_size": world_size, "seed": seed, "epochs": [first, second, third, first]}
+        for world_size, seed in product((2, 3), (0, 3, int(rng.integers(10, 99))))
+    ] + [common | {"world_size": 2, "epochs": [None, 0]}])  # fmt: skip
+
+
+def _collect(
+    case: Case, number: int, setting: Values, visit: int = 0
+) -> list[np.ndarray] | Finding:
+    """The index list of every virtual rank, or what is missing."""
+    lists = []
+    for virtual in range(setting["world_size"]):
+        real = virtual % case.world_size
+        got = case.answers[real].get(f"{number}/{virtual}/{visit}")
+        length = case.answers[real].get(f"{number}/{virtual}/len")
+        where = _where(setting, virtual)
+        if not isinstance(got, np.ndarray) or got.ndim != 1 or got.dtype.kind != "i":
+            return Finding(f"{where}: no list of indices came back.", real)
+        if length != len(got):
+            return Finding(f"{where}: len(sampler) is {length}, but it yields {len(got)}.", real)
+        if ((got < 0) | (got >= setting["num_samples"])).any():
+            return Finding(
+                f"{where}: yields an index outside 0…{setting['num_samples'] - 1}.", real
+            )
+        lists.append(got)
+    return lists
+
+
+def _where(setting: Values, virtual: int | None = None) -> str:
+    rank = "" if virtual is None else f"rank={virtual}, "
+    return (
+        f"ShardSampler({setting['num_samples']}, {rank}world_size={setting['world_size']}, "
+        f'shuffle={setting["shuffle"]}, tail="{setting["tail"]}")'
+    )
+
+
+def _tail_problem(setting: Values, lists: list[np.ndarray]) -> str | None:
+    """What is wrong with how the samples were dealt out, or None."""
+    n, world_size, tail = setting["num_samples"], setting["world_size"], setting["tail"]
+    lengths = [len(indices) for indices in lists]
+    times = np.bincount(np.concatenate(lists), minlength=n)
+    if tail == "uneven":
+        if max(lengths) - min(lengths) > 1:
+            return f"ranks yield {lengths} samples: more than one apart"
+    else:
+        each = -(-n // world_size) if tail == "pad" else n // world_size
+        if lengths != [each] * world_size:
+            return f"expected {each} samples on every rank, got {lengths}"
+    if tail != "drop" and (times == 0).any():
+        return f"sample {int(np.argmin(times))} is on no rank"
+    if tail != "pad" and (times > 1).any():
+        return f"sample {int(np.argmax(times))} comes {int(times.max())} times"
+    if tail == "pad" and times.max() > -(-world_size * max(lengths) // n):
+        return f"sample {int(np.argmax(times))} comes {int(times.max())} times"
+    return None
+
+
+def judge_partition(case: Case) -> list[Finding]:
+    """Every sample on exactly one rank; in order without shuffling, in another order with it."""
+    findings: list[Finding] = []
+    for number, setting in enumerate(case.inputs[0]["settings"]):
+        lists = _collect(case, number, setting)
+        if isinstance(lists, Finding):
+            findings.append(lists)
+            continue
+        problem = _tail_problem(setting, lists)
+        ordered = all((np.diff(indices) > 0).all() for indices in lists)
+        if problem is None and not setting["shuffle"] and not ordered:
+            problem = "without shuffling each rank's indices should ascend"
+        if problem is None and setting["shuffle"] and ordered:
+            problem = "shuffle=True left the samples in order"
+        steps = np.diff(lists[0]) % setting["num_samples"]
+        if problem is None and setting["shuffle"] and len(np.unique(steps)) < 3:
+            problem = "shuffle=True only shifted or turned the order, it is no random permutation"
+        if problem:
+            findings.append(Finding(f"{_where(setting)}: {problem}."))
+    return findings
+
+
+def judge_tail(case: Case) -> list[Finding]:
+    """Each way to treat the tail does what it says."""
+    findings: list[Finding] = []
+    for number, setting in enumerate(case.inputs[0]["settings"]):
+        lists = _collect(case, number, setting)
+        if isinstance(lists, Finding):
+            findings.append(lists)
+        elif problem := _tail_problem(setting, lists):
+            findings.append(Finding(f"{_where(setting)}: {problem}."))
+    return findings
+
+
+def judge_epoch(case: Case) -> list[Finding]:
+    """Another epoch or seed gives another order, the same epoch the same one, on all ranks."""
+    findings: list[Finding] = []
+    orders: dict[int, list[np.ndarray]] = {}
+    for number, setting in enumerate(case.inputs[0]["settings"]):
+        visits: list[np.ndarray] = []
+        shares: list[np.ndarray] = []
+        for visit, epoch in enumerate(setting["epochs"]):
+            lists = _collect(case, number, setting, visit)
+            if isinstance(lists, Finding):
+                return [lists]
+            if problem := _tail_problem(setting, lists):
+                return [Finding(f"{_where(setting)} in epoch {epoch}: {problem}. "
+                                "Do all ranks draw the same permutation?")]  # fmt: skip
+            visits.append(np.concatenate(lists))
+            shares.append(np.sort(lists[0]))
+        epochs = setting["epochs"]
+        if epochs[0] is None:
+            if not np.array_equal(visits[0], visits[1]):
+                findings.append(Finding(
+                    f"{_where(setting)}: before the first set_epoch the order should be epoch 0's."
+                ))  # fmt: skip
+            continue
+        if setting["world_size"] > 1 and np.array_equal(shares[0], shares[1]):
+            findings.append(Finding(
+                f"{_where(setting)}: rank 0 has the same samples in epochs {epochs[0]} and "
+                f"{epochs[1]}, in another order. Permute all samples first, then deal them out."
+            ))  # fmt: skip
+        for a, b in ((0, 1), (1, 2), (0, 2)):
+            if np.array_equal(visits[a], visits[b]):
+                findings.append(Finding(
+                    f"{_where(setting)}: epochs {epochs[a]} and {epochs[b]} have the same order. "
+                    "set_epoch must change what __iter__ draws."
+                ))  # fmt: skip
+        if not np.array_equal(visits[0], visits[-1]):
+            findings.append(Finding(
+                f"{_where(setting)}: epoch {epochs[0]} came in two different orders. "
+                "The order must depend on seed and epoch alone."
+            ))  # fmt: skip
+        orders.setdefault(setting["world_size"], []).append(visits[0])
+    for world_size, visited in orders.items():
+        if any(np.array_equal(a, b) for a, b in combinations(visited, 2)):
+            findings.append(Finding(f"world_size={world_size}: two seeds gave one order."))
+    for rank, answer in enumerate(case.answers):
+        if answer.get("moved the global generator"):
+            findings.append(Finding(
+                "iterating moved torch's global generator, which dropout and initialisation draw "
+                "from: use a torch.Generator of your own.", rank))  # fmt: skip
+    return findings

@@ -1,0 +1,348 @@
+"""Criteria for DDP written from scratch: values, on a real process group.
+
+Every rank computes gradients on data of its own; the right mean on every rank proves that they
+met. All but the first two criteria start from the same weights on every rank, so that a mistake
+in broadcasting costs only its own criterion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+
+SIZES = (6, 9, 5, 3)
+BATCH = 5
+SMALL_CAP_MB = 0.0002  # about 200 bytes: several buckets, some of one parameter
+BRANCH_CAP_MB = 0.00004  # about 40 bytes: a bucket per branch, all of one size
+
+
+def _tensors(inputs: Values, context: Context, *names: str) -> list[torch.Tensor]:
+    return [torch.from_numpy(inputs[name]).to(context.device) for name in names]
+
+
+def _step(ddp: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """One forward, backward and synchronisation."""
+    oracle.mse(ddp(x), y).backward()
+    ddp.finish_gradient_synchronization()
+
+
+# --- what wrapping does --------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A network with a frozen parameter, and buffers: floats, an integer, and one not saved."""
+
+    def __init__(self, inputs: Values) -> None:
+        super().__init__()
+        self.net = oracle.mlp(inputs)
+        self.frozen = nn.Parameter(torch.from_numpy(inputs["frozen"]), requires_grad=False)
+        for name in ("running_mean", "num_batches", "mask"):
+            value = torch.from_numpy(np.array(inputs[name]))
+            self.register_buffer(name, value, persistent=name != "mask")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def draw_wrapping(draw: Draw) -> list[Values]:
+    """Every rank starts from other parameters and other buffers."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        inputs.append(oracle.draw_parameters(rng, SIZES) | oracle.draw_batch(rng, BATCH, SIZES) | {
+            # A float64 and a large integer: rounded if they travel as float32.
+            "frozen": rng.normal(size=4),
+            "running_mean": rng.normal(size=7).astype(np.float32),
+            "num_batches": rng.integers(2**40, 2**41, size=()),
+            "mask": rng.normal(size=(2, 3)).astype(np.float32),
+        })  # fmt: skip
+    return inputs
+
+
+def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values:
+    """Parameters, buffers and one output after wrapping."""
+    module = Normed(inputs).to(context.device)
+    ddp = ddp_class(module)
+    (x,) = _tensors(inputs, context, "x")
+    answer: Values = {"output": ddp(x).detach().cpu().numpy()}
+    for i, p in enumerate(module.net.parameters()):
+        answer[f"p{i}"] = p.detach().cpu().numpy()
+    answer["frozen"] = module.frozen.detach().cpu().numpy()
+    for name, buffer in module.named_buffers():
+        answer[f"buffer {name}"] = buffer.detach().cpu().numpy()
+    return answer
+
+
+def judge_weights(case: Case) -> list[Finding]:
+    """Parameters equal rank 0's; calling the wrapper runs the module with them."""
+    findings: list[Finding] = []
+    start = oracle.parameters_of(case.inputs[0])
+    model = oracle.mlp(case.inputs[0], torch.float64)
+    for rank, answer in enumerate(case.answers):
+        for i, expected in enumerate(start):
+            hint = "Broadcast every parameter from rank 0 in __init__."
+            what = f"parameter {i} after wrapping"
+            if not oracle.close(findings, rank, what, answer.get(f"p{i}"), expected, hint=hint):
+                break
+        else:
+            x = torch.from_numpy(case.inputs[rank]["x"]).double()
+            output = model(x).detach().numpy()
+            oracle.close(findings, rank, "ddp(x)", answer.get("output"), output)
+            oracle.close(
+                findings, rank, "a frozen parameter after wrapping", answer.get("frozen"),
+                case.inputs[0]["frozen"], dtype="float64",
+                hint="Frozen parameters are part of the model, too: broadcast them.",
+            )  # fmt: skip
+    return findings
+
+
+def judge_buffers(case: Case) -> list[Finding]:
+    """Buffers equal rank 0's."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for name in ("running_mean", "num_batches", "mask"):
+            compare(
+                findings, rank, f"buffer {name} after wrapping", answer.get(f"buffer {name}"),
+                case.inputs[0][name], rtol=0.0, atol=0.0,
+                hint="Buffers (BatchNorm's statistics, say) are part of the model: broadcast them.",
+            )  # fmt: skip
+    return findings
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+STEPS = 3
+
+
+def draw_gradients(draw: Draw) -> list[Values]:
+    """The same weights, other data per rank and step."""
+    start = oracle.draw_parameters(draw.shared(), SIZES)
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, values = draw.private(rank), dict(start)
+        for step in range(2 * STEPS):
+            batch = oracle.draw_batch(rng, BATCH, SIZES)
+            values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
+        inputs.append(values)
+    return inputs
+
+
+def observe_gradients(ddp_class: Any, inputs: Values, context: Context) -> Values:
+    """Gradients of several steps, with one bucket and with many, both ways of zeroing them."""
+    answer: Values = {}
+    for run, cap in enumerate((25.0, SMALL_CAP_MB)):
+        module = oracle.mlp(inputs).to(context.device)
+        ddp = ddp_class(module, bucket_cap_mb=cap)
+        for step in range(run * STEPS, (run + 1) * STEPS):
+            x, y = _tensors(inputs, context, f"x/{step}", f"y/{step}")
+            _step(ddp, x, y)
+            for i, p in enumerate(module.parameters()):
+                answer[f"g{step}/{i}"] = oracle.grad_of(p).copy()
+            module.zero_grad(set_to_none=step % 2 == 0)
+    return answer
+
+
+def judge_gradients(case: Case) -> list[Finding]:
+    """Every gradient is the mean over ranks, in every step."""
+
+    def local(rank: int, step: int) -> list[np.ndarray]:
+        return oracle.gradients(
+            case.inputs[rank], case.inputs[rank][f"x/{step}"], case.inputs[rank][f"y/{step}"]
+        )
+
+    return _judge_steps(case, 2 * STEPS, local, lambda step: f"step {step % STEPS}, "
+                        f"bucket_cap_mb={25.0 if step < STEPS else SMALL_CAP_MB}")  # fmt: skip
+
+
+def _judge_steps(
+    case: Case,
+    steps: int,
+    local: Callable[[int, int], list[np.ndarray]],
+    describe: Callable[[int], str],
+) -> list[Finding]:
+    findings: list[Finding] = []
+    wrong_ranks: set[int] = set()
+    for step in range(steps):
+        grads = [local(rank, step) for rank in range(case.world_size)]
+        for rank in set(range(case.world_size)) - wrong_ranks:
+            for i, own in enumerate(grads[rank]):
+                expected = oracle.mean([g[i] for g in grads])
+                got = case.answers[rank].get(f"g{step}/{i}")
+                hint = oracle.explain_gradient(got, expected, own, case.world_size)
+                what = f"{describe(step)}: gradient of parameter {i}"
+                if not oracle.close(findings, rank, what, got, expected, hint=hint):
+                    wrong_ranks.add(rank)
+                    break
+    return findings
+
+
+# --- tied and frozen -----------------------------------------------------------------------------
+
+TIED_SIZE = 6
+
+
+class Tied(nn.Module):
+    """One matrix used twice, a frozen layer between, and a factor in float64 at the end."""
+
+    def __init__(self, inputs: Values, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        first, self.frozen, last = (nn.Linear(TIED_SIZE, TIED_SIZE, dtype=dtype) for _ in range(3))
+        self.first, self.last = first, last
+        self.last.weight = self.first.weight
+        self.factor = nn.Parameter(torch.ones(TIED_SIZE, dtype=torch.float64))
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                p.copy_(torch.from_numpy(inputs[name]))
+        for p in self.frozen.parameters():
+            p.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+        return (hidden * self.factor).to(x.dtype)
+
+
+def draw_tied(draw: Draw) -> list[Values]:
+    """The same weights, other data per rank."""
+    rng, shape = draw.shared(), (TIED_SIZE, TIED_SIZE)
+    start = {
+        name: rng.normal(0, 0.5, shape if name.endswith("weight") else TIED_SIZE).astype(np.float32)
+        for name in ("first.weight", "first.bias", "frozen.weight", "frozen.bias", "last.bias")
+    } | {"factor": rng.normal(1, 0.2, TIED_SIZE)}
+    sizes = (TIED_SIZE, TIED_SIZE)
+    return [
+        start | oracle.draw_batch(draw.private(r), BATCH, sizes) for r in range(draw.world_size)
+    ]
+
+
+def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
+    """Gradients of two steps on the same batch, with many buckets."""
+    module = Tied(inputs).to(context.device)
+    ddp = ddp_class(module, bucket_cap_mb=SMALL_CAP_MB)
+    x, y = _tensors(inputs, context, "x", "y")
+    answer: Values = {}
+    for step in range(2):
+        module.zero_grad()
+        _step(ddp, x, y)
+        for name, p in module.named_parameters():
+            answer[f"g{step}/{name}"] = oracle.grad_of(p).copy()
+    for name, p in module.frozen.named_parameters():
+        answer[f"value frozen.{name}"] = p.detach().cpu().numpy()
+    return answer
+
+
+def judge_tied(case: Case) -> list[Finding]:
+    """A tied parameter has the mean of its whole gradient; frozen ones do not move."""
+    local = []
+    for inputs in case.inputs:
+        model = Tied(inputs, torch.float64)
+        x, y = (torch.from_numpy(inputs[k]).double() for k in "xy")
+        oracle.mse(model(x), y).backward()
+        local.append({name: oracle.grad_of(p) for name, p in model.named_parameters()})
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for name in local[0]:
+            expected = oracle.mean([grads[name] for grads in local])
+            for step in range(2):
+                got = answer.get(f"g{step}/{name}")
+                hint = oracle.explain_gradient(got, expected, local[rank][name], case.world_size)
+                if name == "first.weight":
+                    hint = (
+                        hint or "It is used twice: reduce it once, after both uses have added up."
+                    )
+                if name == "factor":
+                    hint = hint or "It is float64, the others are float32: a bucket has one dtype."
+                if not oracle.close(
+                    findings, rank, f"gradient of {name}", got, expected, hint=hint
+                ):
+                    break
+        # The loss is float32, so the tolerance is, too; but the sums are float64's.
+        factor = answer.get("g0/factor")
+        if (
+            isinstance(factor, np.ndarray)
+            and factor.dtype.kind == "f"
+            and np.array_equal(factor, factor.astype(np.float32))
+        ):
+            findings.append(Finding(
+                "gradient of factor: it is float64, but was rounded to float32. A bucket has the "
+                "dtype of its parameters.", rank))  # fmt: skip
+        for name in ("frozen.weight", "frozen.bias"):
+            oracle.close(findings, rank, name, answer.get(f"value {name}"), case.inputs[0][name])
+    return findings
+
+
+# --- unused --------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Three branches, of which the caller says which to use."""
+
+    def __init__(self, inputs: Values, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4, dtype=dtype)
+        self.branches = nn.ModuleList([nn.Linear(4, 2, dtype=dtype) for _ in range(3)])
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(torch.from_numpy(inputs[f"p{i}"]))
+
+    def forward(self, x: torch.Tensor, use: list[int]) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        return torch.stack([self.branches[i](hidden) for i in use]).sum(0)
+
+
+def draw_unused(draw: Draw) -> list[Values]:
+    """Per step and rank, which branches are used: 2 never, on some ranks, on all."""
+    rng, world_size = draw.shared(), draw.world_size
+    start: Values = {}
+    for i in range(4):
+        start[f"p{2 * i}"] = rng.normal(0, 0.5, (4 if i == 0 else 2, 4)).astype(np.float32)
+        start[f"p{2 * i + 1}"] = rng.normal(0, 0.5, 4 if i == 0 else 2).astype(np.float32)
+    lucky = int(rng.integers(world_size))
+    inputs = []
+    for rank in range(world_size):
+        only = [0, 2] if rank == lucky else [1]
+        uses = [[0, 1], only, [0, 1, 2], [rank % 3]]
+        batch = oracle.draw_batch(draw.private(rank), BATCH, (4, 2))
+        inputs.append(start | batch | {"uses": uses})
+    return inputs
+
+
+def observe_unused(ddp_class: Any, inputs: Values, context: Context) -> Values:
+    """Gradients of steps that use other branches each time; None is told as zeros."""
+    module = Branches(inputs).to(context.device)
+    ddp = ddp_class(module, bucket_cap_mb=BRANCH_CAP_MB)
+    x, y = _tensors(inputs, context, "x", "y")
+    answer: Values = {}
+    for step, use in enumerate(inputs["uses"]):
+        module.zero_grad(set_to_none=step != 3)  # zeros in the last one
+        oracle.mse(ddp(x, use), y).backward()
+        ddp.finish_gradient_synchronization()
+        for i, p in enumerate(module.parameters()):
+            answer[f"g{step}/{i}"] = oracle.grad_of(p).copy()
+    return answer
+
+
+def judge_unused(case: Case) -> list[Finding]:
+    """Ranks that did not use a parameter count as zeros in its mean.
+
+    Buckets that are launched as they become ready, so in another order on another rank, pair up
+    wrongly here: all branches have the same shape.
+    """
+
+    def local(rank: int, step: int) -> list[np.ndarray]:
+        inputs = case.inputs[rank]
+        model = Branches(inputs, torch.float64)
+        x, y = (torch.from_numpy(inputs[k]).double() for k in "xy")
+        oracle.mse(model(x, inputs["uses"][step]), y).backward()
+        return [oracle.grad_of(p) for p in model.parameters()]
+
+    return _judge_steps(
+        case, 4, local, lambda step: f"step {step} (branches per rank: "
+        f"{[i['uses'][step] for i in case.inputs]})"
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""The criterion for task 5 of lab 1: a script that torchrun starts (see `launched`)."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data.distributed import DistributedSampler
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.launched import ON_CPU, run_script
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+SCRIPT_DEADLINE_S = 120.0  # it takes about 5; a busy machine is not the student's fault
+SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
+
+
+def draw_script(draw: Draw) -> list[Values]:
+    """All data goes to rank 0, which launches the script. The last batch of a rank is smaller."""
+    rng = draw.shared()
+    sizes = (int(rng.integers(3, 7)), int(rng.integers(4, 9)), 1)
+    inputs = oracle.draw_parameters(rng, sizes)
+    per_rank = SCRIPT_BATCH * int(rng.integers(2, 4)) + int(rng.integers(1, SCRIPT_BATCH))
+    inputs |= oracle.draw_batch(rng, draw.world_size * per_rank - 1, sizes)  # the sampler pads
+    return [inputs] + [{} for _ in range(draw.world_size - 1)]
+
+
+def observe_script(path: Any, inputs: Values, context: Context) -> Values:
+    """Runs the script on ranks of its own (started by rank 0) and reads the file that it leaves."""
+    if context.rank != 0:
+        return {}
+    script = Path(path)
+    if not script.is_file():
+        raise FileNotFoundError(f"{script}: expected a script in {Path.cwd()}; run the cell above")
+    with tempfile.TemporaryDirectory() as folder:
+        data, out, log = (Path(folder, name) for name in ("in.npz", "0/out.npz", "log.txt"))
+        np.savez(data, **inputs)
+        arguments = [f"--data={data}", "--out=./out.npz", f"--epochs={SCRIPT_EPOCHS}",
+                     f"--batch-size={SCRIPT_BATCH}", f"--lr={SCRIPT_LR}"]  # fmt: skip
+        failure = run_script(
+            script, arguments, log, context.world_size, deadline_s=SCRIPT_DEADLINE_S, env=ON_CPU,
+            folders=Path(folder),
+        )  # fmt: skip
+        writers = [path.parent.name for path in Path(folder).glob("*/out.npz")]
+        # A rank that does not leave its group may die after it has done its work: what was saved
+        # is judged, however the script ended.
+        if not out.is_file():
+            said = log.read_text(errors="replace")
+            if "NotImplementedError" in said:
+                raise NotImplementedError
+            raise RuntimeError(
+                f"{script} under torchrun {failure or 'ended'} and wrote no file to --out:\n"
+                f"{said[-1500:]}"
+            )
+        with np.load(out, allow_pickle=False) as saved:
+            found = {k: saved[k] for k in saved.files if k == "losses" or k in inputs}
+        return found | {"writers": writers}
+
+
+def judge_script(case: Case) -> list[Finding]:
+    """Final parameters and losses equal those of one process that takes the ranks' batches."""
+    findings: list[Finding] = []
+    given = case.inputs[0]
+    if case.answers[0].get("writers") != ["0"]:
+        findings.append(Finding(
+            "a rank other than 0 wrote --out, too. (The last rank has LOCAL_RANK 0 here, as on a "
+            "second machine.)"))  # fmt: skip
+    batches, sizes = _script_batches(case)
+    parameters, losses = oracle.train(given, batches, SCRIPT_LR)
+    mean = [
+        np.average(np.mean(losses, axis=1)[epoch * len(sizes) :][: len(sizes)], weights=sizes)
+        for epoch in range(SCRIPT_EPOCHS)
+    ]
+    for i, expected in enumerate(parameters):
+        hint = (
+            "Do all ranks' gradients enter, with every sample once per epoch, in the order of "
+            "torch's DistributedSampler with its default settings, told each epoch from 0 on?"
+        )
+        if not oracle.close(
+            findings, 0, f"p{i} in --out", case.answers[0].get(f"p{i}"), expected, hint=hint,
+            terms=[given[f"p{i}"]],
+        ):  # fmt: skip
+            break
+    oracle.close(
+        findings, 0, "losses in --out", case.answers[0].get("losses"), np.array(mean),
+        hint="Per epoch the mean over all samples of all ranks; the last batch is smaller.",
+    )  # fmt: skip
+    return findings
+
+
+def _script_batches(
+    case: Case,
+) -> tuple[list[list[tuple[np.ndarray, np.ndarray]]], list[int]]:
+    """Every step's batch per rank, as torch's sampler deals them; samples per rank in each step."""
+    given, num_ranks = case.inputs[0], case.world_size
+    rows = range(len(given["x"]))
+    samplers = [
+        DistributedSampler(rows, num_replicas=num_ranks, rank=rank)  # type: ignore[arg-type]
+        for rank in range(num_ranks)
+    ]
+    batches, per_rank = [], -(-len(rows) // num_ranks)
+    starts = range(0, per_rank, SCRIPT_BATCH)
+    for epoch in range(SCRIPT_EPOCHS):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        orders = [list(sampler) for sampler in samplers]
+        for start in starts:
+            own = [order[start : start + SCRIPT_BATCH] for order in orders]
+            batches.append([(given["x"][rows], given["y"][rows]) for rows in own])
+    return batches, [min(SCRIPT_BATCH, per_rank - start) for start in starts]

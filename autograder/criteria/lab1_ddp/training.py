@@ -1,0 +1,261 @@
+"""Criteria for tasks 1, 2 and 4 of lab 1: from the process group to the training loop.
+
+Every rank gets rows of the dataset that no other rank has (all others are nan), so final
+weights that agree with the oracle prove that the ranks' gradients met.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, Sampler
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare, integer
+
+# --- setup ---------------------------------------------------------------------------------------
+
+
+def draw_setup(draw: Draw) -> list[Values]:
+    """A private vector per rank."""
+    return [{"value": draw.private(r).normal(size=5)} for r in range(draw.world_size)]
+
+
+def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> Values:
+    """Sets up twice, then sums the private vectors over the group that is there."""
+    setup_distributed()
+    group = dist.group.WORLD
+    rank, world_size, device = setup_distributed()
+    device = torch.device(device)
+    value = torch.from_numpy(inputs["value"]).to(device)
+    dist.all_reduce(value)
+    return {
+        "rank": integer(rank, "rank"),
+        "world_size": integer(world_size, "world_size"),
+        "device": device.type,
+        "backend": str(dist.get_backend()),
+        "sum": value.cpu().numpy(),
+        "same_group": dist.group.WORLD is group,
+    }
+
+
+def judge_setup(case: Case) -> list[Finding]:
+    """Right rank and size, a device that fits the backend, and a group that communicates."""
+    findings: list[Finding] = []
+    total = np.sum([inputs["value"] for inputs in case.inputs], axis=0)
+    for rank, answer in enumerate(case.answers):
+        for what, expected in (("rank", rank), ("world_size", case.world_size)):
+            if answer.get(what) != expected:
+                findings.append(
+                    Finding(f"{what}: expected {expected}, got {answer.get(what)}.", rank)
+                )
+        pair = (answer.get("device"), answer.get("backend"))
+        if pair not in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
+            findings.append(Finding(
+                f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has a "
+                "GPU of its own, else gloo on the CPU.", rank))  # fmt: skip
+        if answer.get("same_group") is not True:
+            findings.append(Finding("the second call replaced the process group.", rank))
+        compare(findings, rank, "sum over ranks", answer.get("sum"), total, rtol=1e-9, atol=1e-12)
+    return findings
+
+
+# --- wrap_model ----------------------------------------------------------------------------------
+
+WRAP_SIZES = (5, 7, 2)
+
+
+def draw_wrap(draw: Draw) -> list[Values]:
+    """Every rank starts with other parameters and has other data."""
+    return [
+        oracle.draw_parameters(draw.private(r), WRAP_SIZES)
+        | oracle.draw_batch(draw.private(r), 6, WRAP_SIZES)
+        for r in range(draw.world_size)
+    ]
+
+
+def observe_wrap(wrap_model: Any, inputs: Values, context: Context) -> Values:
+    """Parameters after wrapping, gradients after one backward."""
+    model = oracle.mlp(inputs)
+    wrapped = wrap_model(model, context.device)
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise TypeError(
+            "wrap_model: expected a torch.nn.parallel.DistributedDataParallel, "
+            f"got {type(wrapped).__name__}"
+        )
+    x, y = (torch.from_numpy(inputs[k]).to(context.device) for k in "xy")
+    oracle.mse(wrapped(x), y).backward()
+    answer: Values = {}
+    for i, p in enumerate(wrapped.parameters()):
+        answer[f"p{i}"] = p.detach().cpu().numpy()
+        answer[f"g{i}"] = oracle.grad_of(p)
+    return answer
+
+
+def judge_wrap(case: Case) -> list[Finding]:
+    """Parameters are rank 0's, gradients the mean over ranks."""
+    findings: list[Finding] = []
+    start = oracle.parameters_of(case.inputs[0])
+    local = [oracle.gradients(case.inputs[0], i["x"], i["y"]) for i in case.inputs]
+    for rank, answer in enumerate(case.answers):
+        for i, expected in enumerate(start):
+            if not oracle.close(
+                findings, rank, f"parameter {i} after wrapping", answer.get(f"p{i}"), expected,
+                hint="DDP copies rank 0's parameters to every rank.",
+            ):  # fmt: skip
+                break
+            grad = oracle.mean([grads[i] for grads in local])
+            got = answer.get(f"g{i}")
+            hint = oracle.explain_gradient(got, grad, local[rank][i], case.world_size)
+            oracle.close(findings, rank, f"gradient {i}", got, grad, hint=hint)
+    return findings
+
+
+# --- train ---------------------------------------------------------------------------------------
+
+TRAIN_SIZES = (4, 6, 1)
+PER_RANK, BATCH_SIZE, LR = 10, 4, 0.2  # the last batch of an epoch has 2 samples, or 1
+FACTOR = 0.5  # of the loss that is handed in, beside the mean squared error
+
+
+class RowsOfThisRank(Dataset):
+    """Rows x [n, in], y [n, out]; those of other ranks are nan."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y = torch.from_numpy(x), torch.from_numpy(y)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+class DrawnSampler(Sampler[int]):
+    """Yields the index list of the epoch that was set; epoch 0 until `set_epoch` is called.
+
+    An epoch that does not exist counts as the last: that shows in the weights, not as an error
+    in a line of the student's that is innocent.
+    """
+
+    def __init__(self, per_epoch: np.ndarray) -> None:
+        self.per_epoch, self.epoch = per_epoch.tolist(), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch's list."""
+        self.epoch = min(max(int(epoch), 0), len(self.per_epoch) - 1)
+
+    def __iter__(self):
+        return iter(self.per_epoch[self.epoch])
+
+    def __len__(self) -> int:
+        return len(self.per_epoch[self.epoch])
+
+
+def _draw_training(draw: Draw, num_epochs: int, same_order: bool) -> list[Values]:
+    world_size, rows = draw.world_size, 2 * PER_RANK
+    start = oracle.draw_parameters(draw.shared("start"), TRAIN_SIZES)
+    inputs = []
+    for rank in range(world_size):
+        rng = draw.private(rank)
+        x = np.full((world_size * rows, TRAIN_SIZES[0]), np.nan, dtype=np.float32)
+        y = np.full((world_size * rows, TRAIN_SIZES[-1]), np.nan, dtype=np.float32)
+        mine = slice(rank * rows, (rank + 1) * rows)
+        batch = oracle.draw_batch(rng, rows, TRAIN_SIZES)
+        x[mine], y[mine] = batch["x"], batch["y"]
+        own = PER_RANK - rank % 2  # as many batches on each rank, not as many samples
+        first = rng.permutation(rows)[:own]
+        order = [first if same_order else rng.permutation(rows)[:own] for _ in range(num_epochs)]
+        inputs.append(start | {"x": x, "y": y, "order": np.stack(order) + rank * rows})
+    return inputs
+
+
+def draw_train_steps(draw: Draw) -> list[Values]:
+    """Two epochs in the same order: whether `set_epoch` is called does not matter."""
+    return _draw_training(draw, 2, same_order=True)
+
+
+def draw_train_epochs(draw: Draw) -> list[Values]:
+    """Three epochs, each in an order of its own."""
+    return _draw_training(draw, 3, same_order=False)
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return FACTOR * oracle.mse(output, target)
+
+
+def observe_train(train: Any, inputs: Values, context: Context) -> Values:
+    """Trains torch's DDP with the student's loop; returns final parameters and losses."""
+    model = oracle.mlp(inputs).to(context.device)
+    ids = [context.device] if context.device.type == "cuda" else None
+    wrapped = DistributedDataParallel(model, device_ids=ids)
+    order = inputs["order"]
+    losses = train(
+        wrapped, RowsOfThisRank(inputs["x"], inputs["y"]), DrawnSampler(order), _loss,
+        num_epochs=len(order), batch_size=BATCH_SIZE, lr=LR, device=context.device,
+    )  # fmt: skip
+    answer: Values = {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(model.parameters())}
+    if losses is not None:
+        answer["losses"] = np.array([float(loss) for loss in losses])
+    return answer
+
+
+def _oracle_training(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
+    """Final parameters, and the mean loss over all samples of all ranks per epoch."""
+    num_epochs = len(case.inputs[0]["order"])
+    starts = range(0, PER_RANK, BATCH_SIZE)
+    batches = [
+        [(i["x"][rows], i["y"][rows]) for i in case.inputs
+         for rows in [i["order"][epoch][start : start + BATCH_SIZE]]]
+        for epoch in range(num_epochs) for start in starts
+    ]  # fmt: skip
+    parameters, losses = oracle.train(case.inputs[0], batches, FACTOR * LR)
+    sizes = np.array([[len(x) for x, _ in step] for step in batches])
+    sums = (sizes * FACTOR * np.array(losses)).sum(axis=1).reshape(num_epochs, len(starts))
+    return parameters, sums.sum(axis=1) / (sizes.sum() / num_epochs)
+
+
+def _judge_parameters(case: Case, hint: str) -> list[Finding]:
+    findings: list[Finding] = []
+    expected, _ = _oracle_training(case)
+    for rank, answer in enumerate(case.answers):
+        for i, value in enumerate(expected):
+            if not oracle.close(
+                findings, rank, f"parameter {i} after training", answer.get(f"p{i}"), value,
+                hint=hint, terms=[case.inputs[0][f"p{i}"]],
+            ):  # fmt: skip
+                break
+    return findings
+
+
+def judge_train_steps(case: Case) -> list[Finding]:
+    """Weights equal those of one process that trains on the global batch."""
+    return _judge_parameters(
+        case,
+        "Per batch: zero the gradients, forward through the wrapped model, backward, one SGD step "
+        "with lr; keep the last, smaller batch.",
+    )
+
+
+def judge_train_epochs(case: Case) -> list[Finding]:
+    """The same with an order per epoch, which only `set_epoch` chooses."""
+    return _judge_parameters(
+        case, "Call sampler.set_epoch(epoch), for epoch 0, 1, 2, …, before each first batch."
+    )
+
+
+def judge_train_loss(case: Case) -> list[Finding]:
+    """The reported loss is the mean over all samples of all ranks."""
+    findings: list[Finding] = []
+    _, expected = _oracle_training(case)
+    for rank, answer in enumerate(case.answers):
+        oracle.close(
+            findings, rank, "losses per epoch", answer.get("losses"), expected,
+            hint="Sum loss × batch size over the batches, sum that and the sample count over all "
+            "ranks with one all-reduce that every rank calls, then divide.",
+        )  # fmt: skip
+    return findings

@@ -1,0 +1,229 @@
+"""Criteria for accumulation with automatic mixed precision: one optimizer step per call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
+from autograder.criteria.common.training import wrap
+from autograder.criteria.common.weights import norm
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+SIZES = (6, 16, 3)
+NUM_PARAMETERS = 4
+SAMPLES, LR = 4, 0.5
+TOLERANCE = 0.06  # of the largest update; bfloat16 has 8 bits
+INIT_SCALE = 4096.0
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+# --- draw ----------------------------------------------------------------------------------------
+
+
+def _draw(draw: Draw, calls: list[Values]) -> list[Values]:
+    """The same weights; per call equal micro-batches of other data on each rank."""
+    start = oracle.draw_parameters(draw.shared("start"), SIZES)
+    inputs = []
+    for rank in range(draw.world_size):
+        values, rng = start | {"calls": calls}, draw.private(rank)
+        for number, call in enumerate(calls):
+            batch = oracle.draw_batch(rng, call["k"] * SAMPLES, SIZES)
+            shape = (call["k"], SAMPLES, -1)
+            values |= {f"{n}/{number}": batch[n].reshape(shape) for n in "xy"}
+        inputs.append(values)
+    return inputs
+
+
+def draw_update(draw: Draw) -> list[Values]:
+    """One call in each dtype, with other numbers of micro-batches."""
+    ks = draw.shared().permutation([2, 3, 4])
+    dtypes = zip(ks, DTYPES, strict=False)
+    return _draw(draw, [{"k": int(k), "dtype": dtype} for k, dtype in dtypes])
+
+
+def draw_scaler(draw: Draw) -> list[Values]:
+    """Four calls with one scaler; in the third one micro-batch of one rank overflows float16."""
+    k = int(draw.shared().integers(2, 5))
+    inputs = _draw(draw, [{"k": k, "dtype": "float16"} for _ in range(4)])
+    unlucky = int(draw.shared("unlucky").integers(draw.world_size))
+    inputs[unlucky]["x/2"][0] = np.inf  # not finite in any dtype: autocast is not judged here
+    return inputs
+
+
+def draw_clip(draw: Draw) -> list[Values]:
+    """A limit far below the gradient's norm, and one above it that scaled gradients exceed."""
+    k = int(draw.shared().integers(2, 5))
+    inputs = _draw(draw, [{"k": k, "dtype": "float16"} for _ in range(2)])
+    for number, factor in enumerate((0.25, 20.0)):
+        limit = factor * norm(_mean_gradient(inputs, number))
+        for values in inputs:
+            values["calls"] = [
+                call | ({"max_norm": limit} if i == number else {})
+                for i, call in enumerate(values["calls"])
+            ]
+    return inputs
+
+
+def _mean_gradient(inputs: list[Values], number: int) -> list[np.ndarray]:
+    """The mean over the samples of all ranks, at the initial weights."""
+    x, y = (np.concatenate([i[f"{n}/{number}"] for i in inputs]) for n in "xy")
+    return oracle.gradients(inputs[0], x.reshape(-1, SIZES[0]), y.reshape(-1, SIZES[-1]))
+
+
+# --- observe -------------------------------------------------------------------------------------
+
+
+def observe(amp_step: Any, inputs: Values, context: Context) -> Values:
+    """Every call begins with the initial weights; parameters after it and the dtype it ran in."""
+    answer: Values = {}
+    for number, call in enumerate(inputs["calls"]):
+        scaler = torch.amp.GradScaler(
+            context.device.type, init_scale=INIT_SCALE, enabled=call["dtype"] == "float16"
+        )
+        _run(amp_step, inputs, context, answer, _Training(inputs, context), scaler, [number])
+    return answer
+
+
+def observe_scaler(amp_step: Any, inputs: Values, context: Context) -> Values:
+    """All calls train one model with one scaler, which grows after every good step."""
+    scaler = torch.amp.GradScaler(context.device.type, init_scale=INIT_SCALE, growth_interval=1)
+    answer: Values = {}
+    calls = range(len(inputs["calls"]))
+    _run(amp_step, inputs, context, answer, _Training(inputs, context), scaler, calls)
+    return answer
+
+
+class _Training:
+    """A wrapped model with its optimizer, whose steps are counted."""
+
+    def __init__(self, inputs: Values, context: Context) -> None:
+        self.module = oracle.mlp(inputs).to(context.device)
+        self.wrapped = wrap(self.module, context)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LR)
+        self.num_steps, self.dtypes = 0, set()
+        self.optimizer.register_step_pre_hook(self._count)
+        self.module[0].register_forward_hook(self._note)
+
+    def _count(self, *_: Any) -> None:
+        self.num_steps += 1
+
+    def _note(self, module: Any, arguments: Any, output: torch.Tensor) -> None:
+        self.dtypes.add(str(output.dtype).removeprefix("torch."))
+
+
+def _run(
+    amp_step: Any, inputs: Values, context: Context, answer: Values, training: _Training,
+    scaler: Any, calls: Any,
+) -> None:  # fmt: skip
+    for number in calls:
+        call = inputs["calls"][number]
+        training.optimizer.zero_grad()
+        training.dtypes.clear()
+        xs, ys = (torch.from_numpy(inputs[f"{n}/{number}"]).to(context.device) for n in "xy")
+        options = {"max_norm": call["max_norm"]} if "max_norm" in call else {}
+        amp_step(
+            training.wrapped, list(zip(xs, ys, strict=True)), oracle.mse, training.optimizer,
+            scaler, dtype=DTYPES[call["dtype"]], **options,
+        )  # fmt: skip
+        answer[f"scale/{number}"] = float(scaler.get_scale())
+        answer[f"steps/{number}"] = training.num_steps
+        answer[f"dtypes/{number}"] = sorted(training.dtypes)
+        for i, p in enumerate(training.module.parameters()):
+            answer[f"p{number}/{i}"] = p.detach().cpu().numpy().copy()
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+def _judge_update(
+    case: Case, findings: list[Finding], rank: int, number: int, factor: float, hint: str
+) -> None:
+    """The weights moved by -lr * factor * mean gradient, to the precision of the dtype."""
+    if any(finding.rank == rank for finding in findings):
+        return
+    inputs, answer = case.inputs[rank], case.answers[rank]
+    call = inputs["calls"][number]
+    before = oracle.parameters_of(inputs)
+    expected = [-LR * factor * g for g in _mean_gradient(list(case.inputs), number)]
+    largest = max(float(np.abs(e).max()) for e in expected)
+    for i, (start, update) in enumerate(zip(before, expected, strict=True)):
+        got = answer.get(f"p{number}/{i}")
+        if not isinstance(got, np.ndarray) or got.shape != start.shape or got.dtype.kind != "f":
+            findings.append(Finding(f"parameter {i}: no value of its shape was left.", rank))
+            return
+        moved = got.astype(np.float64) - start
+        if not np.isfinite(moved).all():
+            findings.append(Finding(f"parameter {i} is not finite after the step.", rank))
+            return
+        # Weights are float32: tiny updates are rounded where they are added.
+        allowed = TOLERANCE * largest + 1e-6
+        if np.abs(moved - update).max() > allowed:
+            place = int(np.abs(moved - update).argmax())
+            findings.append(Finding(
+                f"{call['k']} micro-batches in {call['dtype']}: parameter {i} moved by "
+                f"{moved.ravel()[place]:.4g} at {place}, expected "
+                f"{update.ravel()[place]:.4g}. {hint}", rank,
+            ))  # fmt: skip
+            return
+
+
+def judge_update(case: Case) -> list[Finding]:
+    """One step with the mean gradient of all micro-batches and ranks; forward in the dtype."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for number, call in enumerate(case.inputs[rank]["calls"]):
+            if told(answer, f"dtypes/{number}") != [call["dtype"]]:
+                findings.append(Finding(
+                    f"the first layer computed in {answer.get(f'dtypes/{number}')}, expected "
+                    f"{call['dtype']}: run forward under torch.autocast(device_type, dtype=dtype).",
+                    rank,
+                ))  # fmt: skip
+                break
+            _judge_update(
+                case, findings, rank, number, 1.0,
+                "Divide each loss by their number, backward scaler.scale(loss), and let "
+                "scaler.step(optimizer) make the one step.",
+            )  # fmt: skip
+    return findings
+
+
+def judge_scaler(case: Case) -> list[Finding]:
+    """The scale grows once per step, an overflow on one rank is skipped on all and halves it."""
+    findings: list[Finding] = []
+    factors, steps = (2.0, 4.0, 2.0, 4.0), (1, 2, 2, 3)
+    for rank, answer in enumerate(case.answers):
+        for number, (factor, count) in enumerate(zip(factors, steps, strict=True)):
+            scale, got = told(answer, f"scale/{number}"), told(answer, f"steps/{number}")
+            what = "an overflow on one rank" if number == 2 else "a step without overflow"
+            if scale != INIT_SCALE * factor:
+                findings.append(Finding(
+                    f"call {number}, {what}: the scale is {scale}, expected {INIT_SCALE * factor}. "
+                    "scaler.update() belongs once after scaler.step(optimizer), and both after the "
+                    "last micro-batch.", rank,
+                ))  # fmt: skip
+                break
+            if got != count:
+                findings.append(Finding(
+                    f"after call {number}, {what}: {got} optimizer steps, expected {count}.", rank
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def judge_clip(case: Case) -> list[Finding]:
+    """The limit holds for the true gradient, not for the scaled one."""
+    findings: list[Finding] = []
+    for rank in range(case.world_size):
+        for number, call in enumerate(case.inputs[rank]["calls"]):
+            size = norm(_mean_gradient(list(case.inputs), number))
+            limit = call["max_norm"]
+            _judge_update(
+                case, findings, rank, number, min(1.0, limit / size),
+                f"The gradient's norm is {size:.3g}, max_norm {limit:.3g}: unscale with "
+                "scaler.unscale_(optimizer), then clip, then scaler.step(optimizer).",
+            )  # fmt: skip
+    return findings

@@ -1,0 +1,297 @@
+"""Criteria for accumulation over ranks: values on a real process group, of samples and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import number_or_none
+from autograder.criteria.common.training import wrap
+from autograder.criteria.common.weights import (
+    Gradient,
+    are_close,
+    batch_gradients,
+    collect,
+    present,
+    show,
+    weights_of,
+)
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+SIZES = (6, 14, 4)
+SAMPLES = 3
+IGNORED = -100
+
+
+def _record(answer: Values, call: int, module: nn.Module, loss: Any) -> None:
+    for i, p in enumerate(module.parameters()):
+        answer[f"g{call}/{i}"] = oracle.grad_of(p).copy()
+    number = number_or_none(loss)
+    if number is not None:
+        answer[f"loss/{call}"] = np.array(number)
+
+
+# --- samples -------------------------------------------------------------------------------------
+
+
+def draw_samples(draw: Draw) -> list[Values]:
+    """The same weights; per call another number of equal micro-batches, other data on each rank."""
+    rng = draw.shared()
+    ks = [int(k) for k in rng.permutation([1, 3, 4])]
+    start = oracle.draw_parameters(rng, SIZES)
+    inputs = []
+    for rank in range(draw.world_size):
+        values, own = start | {"ks": ks}, draw.private(rank)
+        for call, k in enumerate(ks):
+            batch = oracle.draw_batch(own, k * SAMPLES, SIZES)
+            values |= {f"{n}/{call}": batch[n].reshape(k, SAMPLES, -1) for n in "xy"}
+        inputs.append(values)
+    return inputs
+
+
+def observe_samples(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
+    """Several accumulations with one wrapped model, gradients cleared in both ways between."""
+    module = oracle.mlp(inputs).to(context.device)
+    ddp = wrap(module, context)
+    answer: Values = {}
+    for call in range(len(inputs["ks"])):
+        module.zero_grad(set_to_none=call % 2 == 0)
+        xs, ys = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
+        loss = accumulate_ddp(ddp, list(zip(xs, ys, strict=True)), oracle.mse)
+        _record(answer, call, module, loss)
+    return answer
+
+
+def judge_gradients(case: Case) -> list[Finding]:
+    """Each of the W k micro-batches enters every rank's gradient with weight 1/(W k)."""
+
+    def why(weights: np.ndarray, rank: int, k: int) -> str:
+        ranks = case.world_size
+        own = weights[rank * k : rank * k + k]
+        others = np.delete(weights, slice(rank * k, rank * k + k))
+        if are_close(weights, np.full(ranks * k, 1 / ranks)):
+            return "Each loss has to be divided by the number of micro-batches."
+        if are_close(weights, np.full(ranks * k, 1 / k)):
+            return "That is the sum over ranks, not the mean."
+        if are_close(weights, np.full(ranks * k, 1 / (ranks * k * k))):
+            return "That was divided by the number of micro-batches twice."
+        if others.size and np.abs(others).max() < 1e-3 and np.abs(own).max() > 0:
+            return "Nothing of the other ranks is in it: the gradients were not synchronised."
+        if len(senders := {i // k for i in present(weights)}) == 1:
+            return f"Only the micro-batches of rank {min(senders)} are in it."
+        if len(present(others)) < others.size:
+            return (
+                "Some micro-batches of other ranks are missing: what has been accumulated "
+                "travels in the backward that synchronises, so that must be the last one."
+            )
+        if others.size and np.ptp(weights) < 1e-3:
+            return "Is the number of ranks or micro-batches written into the code?"
+        return ""
+
+    findings: list[Finding] = []
+    for call, k in enumerate(case.inputs[0]["ks"]):
+        basis = [
+            gradient
+            for inputs in case.inputs
+            for gradient in batch_gradients(
+                inputs, list(zip(inputs[f"x/{call}"], inputs[f"y/{call}"], strict=True))
+            )
+        ]
+        expected = [1 / (case.world_size * k)] * len(basis)
+        what = f"call {call}, {k} micro-batches per rank"
+        _judge_weights(case, findings, call, k, basis, expected, what, why)
+    return findings
+
+
+def _judge_weights(
+    case: Case, findings: list[Finding], call: int, k: int, basis: list[Gradient],
+    expected: Sequence[float], what: str, why: Any,
+) -> None:  # fmt: skip
+    for rank, answer in enumerate(case.answers):
+        if any(finding.rank == rank for finding in findings):
+            continue
+        weights = weights_of(basis, collect(answer, f"g{call}", len(basis[0])))
+        if weights is None:
+            findings.append(Finding(
+                f"{what}: p.grad is not a sum of gradients of the ranks' micro-batches.", rank
+            ))  # fmt: skip
+        elif not are_close(weights, expected):
+            per_rank = (
+                f"rank {r}: {show(weights[r * k : r * k + k])}" for r in range(case.world_size)
+            )
+            findings.append(Finding(
+                f"{what}: they entered this gradient with weights {'; '.join(per_rank)}. Expected "
+                f"{_expected(expected, k)}. {why(weights, rank, k)}".strip(), rank,
+            ))  # fmt: skip
+
+
+def _expected(weights: Sequence[float], k: int) -> str:
+    if np.ptp(weights) < 1e-9:
+        return f"{weights[0]:.3g} each"
+    parts = (f"rank {r}: {show(weights[r * k : r * k + k])}" for r in range(len(weights) // k))
+    return "; ".join(parts)
+
+
+def judge_loss(case: Case) -> list[Finding]:
+    """The returned loss is the mean over the samples of all ranks, on every rank."""
+    findings: list[Finding] = []
+    model = oracle.mlp(case.inputs[0], torch.float64)
+    for call, k in enumerate(case.inputs[0]["ks"]):
+        losses = []
+        for inputs in case.inputs:
+            x, y = (torch.from_numpy(inputs[f"{n}/{call}"]).double() for n in "xy")
+            losses.append(oracle.mse(model(x), y).item())
+        for rank, answer in enumerate(case.answers):
+            _judge_mean(findings, rank, answer.get(f"loss/{call}"), losses, k)
+    return findings
+
+
+def _judge_mean(
+    findings: list[Finding], rank: int, got: Any, per_rank: Sequence[float], k: int
+) -> None:
+    if any(finding.rank == rank for finding in findings):
+        return
+    hint, mean = "", float(np.mean(per_rank))
+    if isinstance(got, np.ndarray) and got.shape == ():
+        if len(per_rank) > 1 and np.isclose(got, per_rank[rank], rtol=1e-4):
+            hint = "That is this rank's own loss: average it over the ranks."
+        elif np.isclose(got, mean / k, rtol=1e-4):
+            hint = f"That is the mean divided by {k} once more."
+        elif np.isclose(got, mean * len(per_rank), rtol=1e-4):
+            hint = "That is the sum over ranks, not the mean."
+    oracle.close(findings, rank, "the returned loss", got, np.asarray(mean), hint=hint)
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+VOCABULARY, WIDTH, ROWS, CONTEXT, TOKEN_CALLS = 11, 7, 2, 8, 2
+
+
+class TokenModel(nn.Module):
+    """tokens [rows, context] -> logits [rows, context, vocabulary]."""
+
+    def __init__(self, inputs: Values, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)
+        self.head = nn.Linear(WIDTH, VOCABULARY, dtype=dtype)
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(torch.from_numpy(inputs[f"p{i}"]))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over the targets that count."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def draw_tokens(draw: Draw) -> list[Values]:
+    """Padded targets: very different numbers of tokens per rank and micro-batch, at least one."""
+    rng = draw.shared()
+    k = int(rng.integers(2, 4))
+    shapes = ((VOCABULARY, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    start: Values = {f"p{i}": rng.normal(size=s).astype(np.float32) for i, s in enumerate(shapes)}
+    dense = int(rng.integers(draw.world_size))
+    inputs = []
+    for rank in range(draw.world_size):
+        values, own = start | {"k": k}, draw.private(rank)
+        for call in range(TOKEN_CALLS):
+            shape = (k, ROWS, CONTEXT)
+            values[f"x/{call}"] = own.integers(VOCABULARY, size=shape)
+            targets = own.integers(VOCABULARY, size=shape)
+            for i in range(k):
+                # One rank has mostly full micro-batches, and every rank has one sparse one.
+                sparse = rank != dense or i == 0
+                count = int(own.integers(1, 5) if sparse else own.integers(11, 17))
+                hidden = own.permutation(ROWS * CONTEXT)[count:]
+                targets[i].reshape(-1)[hidden] = IGNORED
+            values[f"y/{call}"] = targets
+        inputs.append(values)
+    return inputs
+
+
+def observe_tokens(accumulate_tokens: Any, inputs: Values, context: Context) -> Values:
+    """Accumulations over padded micro-batches with one wrapped model."""
+    module = TokenModel(inputs).to(context.device)
+    ddp = wrap(module, context)
+    answer: Values = {}
+    for call in range(TOKEN_CALLS):
+        module.zero_grad()
+        xs, ys = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
+        loss = accumulate_tokens(ddp, list(zip(xs, ys, strict=True)), token_loss)
+        _record(answer, call, module, loss)
+    return answer
+
+
+def _token_parts(case: Case, call: int) -> tuple[list[Gradient], np.ndarray, np.ndarray]:
+    """Per micro-batch of all ranks: gradient of its mean loss, that loss, its number of tokens."""
+    gradients, losses, counts = [], [], []
+    for inputs in case.inputs:
+        for tokens, targets in zip(inputs[f"x/{call}"], inputs[f"y/{call}"], strict=True):
+            model = TokenModel(inputs, torch.float64)
+            loss = token_loss(model(torch.from_numpy(tokens)), torch.from_numpy(targets))
+            loss.backward()
+            gradients.append([oracle.grad_of(p) for p in model.parameters()])
+            losses.append(loss.item())
+            counts.append(int((targets != IGNORED).sum()))
+    return gradients, np.array(losses), np.array(counts)
+
+
+def judge_token_gradients(case: Case) -> list[Finding]:
+    """Micro-batches enter in the ratio of their numbers of tokens, over all ranks."""
+    findings: list[Finding] = []
+    k, ranks = case.inputs[0]["k"], case.world_size
+    for call in range(TOKEN_CALLS):
+        basis, _, counts = _token_parts(case, call)
+        expected = counts / counts.sum()
+        own = counts.reshape(ranks, k)
+        per_rank = (own / own.sum(axis=1, keepdims=True) / ranks).ravel()
+
+        def why(
+            weights: np.ndarray, rank: int, k: int, expected=expected, per_rank=per_rank
+        ) -> str:
+            if are_close(weights, np.full(ranks * k, 1 / (ranks * k))):
+                return "That is a mean of means: a token of a sparse micro-batch counts more."
+            if ranks > 1 and are_close(weights, per_rank):
+                return "That divides by the number of tokens of one rank; sum it over all ranks."
+            if ranks > 1 and are_close(weights, expected / ranks):
+                return "DDP divides by the number of ranks once more: multiply by it."
+            if ranks > 1 and are_close(weights, expected * ranks):
+                return "That is too large by the number of ranks."
+            return ""
+
+        what = f"micro-batches with {_expected(counts.tolist(), k)} tokens"
+        _judge_weights(case, findings, call, k, basis, expected.tolist(), what, why)
+    return findings
+
+
+def judge_token_loss(case: Case) -> list[Finding]:
+    """The returned loss is the mean over all tokens of all ranks."""
+    findings: list[Finding] = []
+    k = case.inputs[0]["k"]
+    for call in range(TOKEN_CALLS):
+        _, losses, counts = _token_parts(case, call)
+        expected = float((losses * counts).sum() / counts.sum())
+        own_counts = np.repeat(counts.reshape(-1, k).sum(axis=1), k)
+        for rank, answer in enumerate(case.answers):
+            if any(finding.rank == rank for finding in findings):
+                continue
+            got, hint, own = answer.get(f"loss/{call}"), "", slice(rank * k, rank * k + k)
+            if isinstance(got, np.ndarray) and got.shape == ():
+                local = float((losses[own] * counts[own]).sum() / counts[own].sum())
+                if np.isclose(got, losses.mean(), rtol=1e-4):
+                    hint = "That is the mean of the micro-batches' means."
+                elif case.world_size > 1 and np.isclose(got, local, rtol=1e-4):
+                    hint = "That is the mean over this rank's own tokens."
+                elif np.isclose(got, (losses * counts / own_counts / case.world_size).sum(), 1e-4):
+                    hint = "That is the mean of the ranks' means; ranks differ in their tokens."
+            oracle.close(findings, rank, "the returned loss", got, np.asarray(expected), hint=hint)
+    return findings

@@ -1,0 +1,315 @@
+"""Criteria for accumulation over ranks: what travels and when, on the emulated cluster.
+
+Every layer is charged, so the broker knows when each micro-batch went forward and backward, and it
+carries all that travels. Nothing here rests on what a rank reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.plan import ChargePlan, PlanChannel
+from minidist.emulate.simulate import simulate
+from minidist.emulate.trace import Collective, Event
+
+LAYERS, WIDTH, SAMPLES = 4, 64, 2
+MICRO_BATCHES, CALLS = 12, 3
+FORWARD_S, BACKWARD_S = 1e-3, 2e-3
+MICRO_BATCH_S = LAYERS * (FORWARD_S + BACKWARD_S)
+NUM_PARAMETERS = 2 * LAYERS
+GRADIENT_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+BUCKET_MB = 0.016  # DDP reduces each layer on its own
+MAX_COLLECTIVES = NUM_PARAMETERS + 3  # each parameter alone, and a few numbers
+MAX_BYTES = 2.5 * GRADIENT_BYTES  # in float64, and a few numbers
+EFFICIENCY = 0.75
+SYNC_TO_COMPUTE = 4 / 3  # all gradients travel this many times as long as a micro-batch computes
+LATENCY_S = 20e-6
+MAX_PLACES = 2000  # where a gradient is looked for in a payload that was made to waste our time
+
+
+def grading_cluster(world_size: int) -> Cluster:
+    """Slow links: one synchronisation takes longer than a micro-batch, for any number of ranks.
+
+    Reducing after every micro-batch, however well overlapped, gives an efficiency of 0.5; once per
+    `MICRO_BATCHES` over 0.9, and 0.8 in float64 if nothing overlaps.
+    """
+    factor = 2 * (world_size - 1) / world_size
+    link = Link(
+        bandwidth_bytes_per_s=factor * GRADIENT_BYTES / (SYNC_TO_COMPUTE * MICRO_BATCH_S),
+        latency_s=LATENCY_S,
+    )
+    return Cluster(
+        name="slow links", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
+        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
+    )  # fmt: skip
+
+
+# --- draw and observe ----------------------------------------------------------------------------
+
+
+def draw(source: Draw) -> list[Values]:
+    """The same weights, other data per rank, call and micro-batch."""
+    sizes = [WIDTH] * (LAYERS + 1)
+    start = oracle.draw_parameters(source.shared(), sizes)
+    inputs = []
+    for rank in range(source.world_size):
+        batch = oracle.draw_batch(source.private(rank), CALLS * MICRO_BATCHES * SAMPLES, sizes)
+        shape = (CALLS, MICRO_BATCHES, SAMPLES, WIDTH)
+        inputs.append(start | {n: batch[n].reshape(shape) for n in "xy"})
+    return inputs
+
+
+def plan(source: Draw) -> ChargePlan:
+    """What each layer costs, and the secret of its factors."""
+    secret = source.seed("charges").to_bytes(16, "big")
+    return ChargePlan((FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS, secret)
+
+
+def _charged_model(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Sequential:
+    from minidist.emulate.device import Charged
+
+    plain = list(oracle.mlp(inputs, dtype))
+    layers = [nn.Sequential(*plain[2 * i : 2 * i + 2]) for i in range(LAYERS)]
+    return nn.Sequential(*(Charged(layer, i, channel) for i, layer in enumerate(layers)))
+
+
+def _call(accumulate_ddp: Any, wrapped: Any, module: nn.Module, inputs: Values) -> Values:
+    for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
+        module.zero_grad()
+        pairs = zip(torch.from_numpy(xs), torch.from_numpy(ys), strict=True)
+        accumulate_ddp(wrapped, list(pairs), oracle.mse)
+    return {"done": True}
+
+
+def observe_ddp(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
+    """Accumulates several times with torch's DDP around the charged model."""
+    module = _charged_model(inputs, context.broker, torch.float32)
+    wrapped = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB)
+    return _call(accumulate_ddp, wrapped, module, inputs)
+
+
+class DecidesInBackward(nn.Module):
+    """Data parallelism that asks only in backward whether to synchronise, as FSDP does.
+
+    Whoever calls the module itself, and never the wrapper, reduces by hand and is left alone.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.device = next(module.parameters()).device  # as torch's DDP has them
+        self.process_group = dist.group.WORLD
+        self.require_backward_grad_sync = True
+        self._is_used = False
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(self._reduce)
+
+    def _reduce(self, p: torch.Tensor) -> None:
+        if self._is_used and self.require_backward_grad_sync and p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients only add up."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_used = True
+        return self.module(*args, **kwargs)
+
+
+def observe_backward(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
+    """The same with a wrapper that decides in backward."""
+    module = _charged_model(inputs, context.broker, torch.float32)
+    return _call(accumulate_ddp, DecidesInBackward(module), module, inputs)
+
+
+# --- what the broker saw -------------------------------------------------------------------------
+
+
+class _LastCall:
+    """What one rank sent in its last accumulation; DDP settles its buckets in the ones before."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        assert case.trace is not None
+        self.rank, self.finding = rank, None
+        events = case.trace.events[rank]
+        layers = sum(e.kind == "compute" for e in events)
+        expected = 2 * LAYERS * MICRO_BATCHES * CALLS
+        if layers != expected:
+            self.finding = Finding(
+                f"{layers} forward and backward passes of layers, expected {expected}: each "
+                "micro-batch goes forward and backward once.", rank,
+            )  # fmt: skip
+            return
+        if ahead := find_ahead(events, rank, MICRO_BATCHES):
+            self.finding = ahead
+            return
+        first = (CALLS - 1) * MICRO_BATCHES
+        self.begin = next(i for i, e in enumerate(events) if _is_forward(e, first))
+        issued = {e.key for e in events[self.begin :] if e.kind == "issue"}
+        self.collectives: list[Collective] = [
+            c
+            for c in case.trace.collectives
+            if c.key in issued and "float" in c.dtype and reaches_all(c, case.world_size)
+        ]
+        self.num_bytes = sum(c.nbytes for c in self.collectives)
+
+    def missing(self, case: Case) -> Finding | None:
+        """A parameter whose accumulated gradient this rank did not send, if there is one."""
+        payloads = [c.payloads.get(self.rank) for c in self.collectives]
+        sent = [np.asarray(p, dtype=np.float64).ravel() for p in payloads if p is not None]
+        for number, gradient in enumerate(_local_gradients(case, self.rank)):
+            if not any(_contains(payload, gradient, case.world_size) for payload in sent):
+                layer, name = number // 2, ("weight", "bias")[number % 2]
+                return Finding(
+                    f"the accumulated {name} gradient of layer {layer} did not travel in the last "
+                    "accumulation: the sum over all micro-batches has to.", self.rank,
+                )  # fmt: skip
+        return None
+
+
+def _is_forward(event: Event, step: int) -> bool:
+    return event.kind == "compute" and event.direction == "forward" and event.step == step
+
+
+def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
+    """This rank's own sum of gradients of the last call, in float64, with its factors."""
+    assert case.plan is not None
+    inputs = case.inputs[rank]
+    model = _charged_model(inputs, PlanChannel(case.plan, rank), torch.float64)
+    for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
+        model.zero_grad()
+        for x, y in zip(torch.from_numpy(xs).double(), torch.from_numpy(ys).double(), strict=True):
+            oracle.mse(model(x), y).backward()
+    return [oracle.grad_of(p) for p in model.parameters()]
+
+
+def _contains(sent: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:
+    """Whether `gradient` is a run of `sent`, divided by ranks or micro-batches or by neither."""
+    wanted = gradient.ravel()
+    anchor = int(np.abs(wanted).argmax())
+    for scale in {1.0, 1 / MICRO_BATCHES, 1 / world_size, 1 / (MICRO_BATCHES * world_size)}:
+        value = wanted * scale
+        tolerance = 1e-3 * abs(value[anchor])
+        near = np.flatnonzero(np.abs(sent - value[anchor]) <= tolerance)[:MAX_PLACES] - anchor
+        for place in near:
+            run = sent[place : place + len(value)] if place >= 0 else sent[:0]
+            if len(run) == len(value) and (np.abs(run - value) <= tolerance).all():
+                return True
+    return False
+
+
+def _last_calls(case: Case) -> list[_LastCall] | list[Finding]:
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    calls = [_LastCall(case, rank) for rank in range(case.world_size)]
+    return [call.finding for call in calls if call.finding] or calls
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+def judge_collectives(case: Case) -> list[Finding]:
+    """Per accumulation the gradients travel once, in few collectives, and they are all there."""
+    if case.world_size == 1:
+        return []
+    findings: list[Finding] = []
+    for call in _last_calls(case):
+        if isinstance(call, Finding):
+            findings.append(call)
+        elif problem := (
+            _too_many_bytes(call, "DDP decides in forward: is that inside no_sync() too?")
+            or _too_many(call)
+            or call.missing(case)
+        ):
+            findings.append(problem)
+    return findings
+
+
+def judge_backward(case: Case) -> list[Finding]:
+    """Gradients travel once, too, with a wrapper that decides in backward."""
+    if case.world_size == 1:
+        return []
+    findings: list[Finding] = []
+    for call in _last_calls(case):
+        if isinstance(call, Finding):
+            findings.append(call)
+        elif problem := (
+            _too_many_bytes(
+                call,
+                "This wrapper decides in backward, as FSDP does: is that inside no_sync() too?",
+            )
+            or call.missing(case)
+        ):
+            findings.append(problem)
+    return findings
+
+
+def _too_many_bytes(call: _LastCall, hint: str) -> Finding | None:
+    if call.num_bytes > MAX_BYTES:
+        return Finding(
+            f"{call.num_bytes} bytes travelled for {MICRO_BATCHES} micro-batches, expected about "
+            f"{GRADIENT_BYTES}, the gradients once. {hint}", call.rank,
+        )  # fmt: skip
+    return None
+
+
+def _too_many(call: _LastCall) -> Finding | None:
+    if len(call.collectives) > MAX_COLLECTIVES:
+        return Finding(
+            f"{len(call.collectives)} collectives for {MICRO_BATCHES} micro-batches of a model "
+            f"with {NUM_PARAMETERS} parameters, expected at most {MAX_COLLECTIVES}. Whatever has "
+            "to travel, the loss too, can travel once per accumulation.", call.rank,
+        )  # fmt: skip
+    return None
+
+
+def judge_time(case: Case) -> list[Finding]:
+    """In virtual time at least `EFFICIENCY` of all calls but the first is compute."""
+    if case.world_size == 1:
+        return []
+    calls = _last_calls(case)
+    if isinstance(calls[0], Finding):
+        return [call for call in calls if isinstance(call, Finding)]
+    efficiency, call_s = scaling_efficiency(case)
+    if efficiency < EFFICIENCY:
+        return [Finding(
+            f"efficiency {efficiency:.3f}, target {EFFICIENCY}: {MICRO_BATCHES} micro-batches "
+            f"compute for {MICRO_BATCHES * MICRO_BATCH_S * 1e3:.0f} ms but take "
+            f"{call_s * 1e3:.0f} ms of virtual time. On this cluster one synchronisation takes "
+            f"{SYNC_TO_COMPUTE * MICRO_BATCH_S * 1e3:.0f} ms, so only one per accumulation pays."
+        )]  # fmt: skip
+    found = [call.missing(case) for call in calls if isinstance(call, _LastCall)]
+    return [finding for finding in found if finding]
+
+
+def scaling_efficiency(case: Case) -> tuple[float, float]:
+    """Compute time over virtual time of all calls but the first, and seconds per call."""
+    assert case.trace is not None
+    timeline = simulate(case.trace, grading_cluster(case.world_size))
+    begin = min(
+        timeline.event_times[rank][i][0]
+        for rank, events in enumerate(case.trace.events)
+        for i, e in enumerate(events) if _is_forward(e, MICRO_BATCHES)
+    )  # fmt: skip
+    call_s = (timeline.makespan_s - begin) / (CALLS - 1)
+    return MICRO_BATCHES * MICRO_BATCH_S / call_s, call_s

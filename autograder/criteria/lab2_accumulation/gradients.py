@@ -1,0 +1,310 @@
+"""Criteria for accumulating on one device: the gradient, the loss and the memory. No ranks talk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import number_or_none
+from autograder.criteria.common.weights import (
+    are_close,
+    batch_gradients,
+    collect,
+    present,
+    show,
+    weights_of,
+)
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+SIZES = (5, 8, 2)
+NUM_PARAMETERS = 4
+EQUAL = 3  # samples of a micro-batch
+
+
+# --- draw and observe ----------------------------------------------------------------------------
+
+
+def _draw(draw: Draw, sizes: list[list[int]]) -> list[Values]:
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        values: Values = oracle.draw_parameters(rng, SIZES) | {"sizes": sizes}
+        for group, counts in enumerate(sizes):
+            for i, count in enumerate(counts):
+                batch = oracle.draw_batch(rng, count, SIZES)
+                values |= {f"x/{group}/{i}": batch["x"], f"y/{group}/{i}": batch["y"]}
+        inputs.append(values)
+    return inputs
+
+
+def draw_equal(draw: Draw) -> list[Values]:
+    """Three groups of equal micro-batches, each with another number of them."""
+    ks = draw.shared().permutation(np.arange(2, 8))[:3]
+    return _draw(draw, [[EQUAL] * int(k) for k in ks])
+
+
+def draw_unequal(draw: Draw) -> list[Values]:
+    """Two groups of micro-batches that differ in size, after one whose are equal."""
+    return _draw(draw, [[EQUAL] * 3, *_unequal(draw)])
+
+
+def draw_loss(draw: Draw) -> list[Values]:
+    """Groups of equal micro-batches, and one whose differ in size."""
+    return _draw(draw, [[EQUAL] * 2, [EQUAL] * 5, *_unequal(draw)[:1]])
+
+
+def _unequal(draw: Draw) -> list[list[int]]:
+    rng = draw.shared()
+    return [[int(n) for n in rng.permutation([1, 2, 4, 7, 9])[:k]] for k in (3, 4)]
+
+
+def batches_of(inputs: Values, group: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The micro-batches of a group, as arrays."""
+    count = len(inputs["sizes"][group])
+    return [(inputs[f"x/{group}/{i}"], inputs[f"y/{group}/{i}"]) for i in range(count)]
+
+
+def observe_together(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
+    """As `observe`, after all ranks have met.
+
+    This is the lab's first check: at the desk no rank may have answered it before all of them have
+    found the referee.
+    """
+    dist.barrier()
+    return observe(accumulate_gradients, inputs, context)
+
+
+def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
+    """Gradients and the returned loss for every group, each from a model without gradients."""
+    answer: Values = {}
+    for group in range(len(inputs["sizes"])):
+        model = oracle.mlp(inputs).to(context.device)
+        batches = [
+            (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
+            for x, y in batches_of(inputs, group)
+        ]
+        loss = number_or_none(accumulate_gradients(model, batches, oracle.mse))
+        if loss is not None:
+            answer[f"loss/{group}"] = np.array(loss)
+        for i, p in enumerate(model.parameters()):
+            answer[f"g{group}/{i}"] = oracle.grad_of(p)
+    return answer
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+def judge_scale(case: Case) -> list[Finding]:
+    """Equal micro-batches: each enters with weight 1/k."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for group, counts in enumerate(case.inputs[rank]["sizes"]):
+            k, basis = len(counts), batch_gradients(case.inputs[rank], _batches(case, rank, group))
+            weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
+            if weights is None:
+                findings.append(Finding(_no_sum(k), rank))
+            elif not are_close(weights, [1 / k] * k):
+                findings.append(Finding(
+                    f"{k} equal micro-batches entered the gradient with weights {show(weights)}; "
+                    f"expected {1 / k:.3g} each. {_why_scale(weights, k)}".strip(), rank,
+                ))  # fmt: skip
+            else:
+                continue
+            break
+    return findings
+
+
+def _why_scale(weights: np.ndarray, k: int) -> str:
+    if are_close(weights, [1.0] * k):
+        return f"backward() adds up: the loss of each has to be divided by {k} first."
+    if are_close(weights, [1 / k**2] * k):
+        return "It was divided by their number twice."
+    if present(weights) == [k - 1]:
+        return "Only the last is left: do not clear the gradients between micro-batches."
+    if np.ptp(weights) < 1e-3:
+        return "Is the number of micro-batches written into the code?"
+    return ""
+
+
+def judge_unequal(case: Case) -> list[Finding]:
+    """Micro-batches of n_i samples enter in the ratio of their sizes.
+
+    A factor that is wrong for equal ones, too, is another criterion's.
+    """
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        equal = weights_of(
+            batch_gradients(case.inputs[rank], _batches(case, rank, 0)),
+            collect(answer, "g0", NUM_PARAMETERS),
+        )
+        factor_is_right = equal is not None and bool(np.isclose(equal.sum(), 1.0, rtol=1e-3))
+        for group, counts in enumerate(case.inputs[rank]["sizes"]):
+            basis = batch_gradients(case.inputs[rank], _batches(case, rank, group))
+            weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
+            share = np.array(counts) / sum(counts)
+            if weights is None:
+                findings.append(Finding(_no_sum(len(counts)), rank))
+                break
+            total = float(weights.sum())
+            if abs(total) < 1e-6 or not are_close(weights / total, share):
+                why = ""
+                if np.ptp(weights) < 1e-3:
+                    why = (" All have the same weight, so a sample in a small one counts more "
+                           "than a sample in a large one.")  # fmt: skip
+                findings.append(Finding(
+                    f"micro-batches of {counts} samples entered the gradient with weights "
+                    f"{show(weights)}; expected {show(share)}, a weight for each according to its "
+                    f"size.{why}", rank,
+                ))  # fmt: skip
+                break
+            if factor_is_right and not np.isclose(total, 1.0, rtol=1e-3):
+                findings.append(Finding(
+                    f"micro-batches of {counts} samples entered with {total:.3g} times the weight "
+                    f"that they should have: there are {sum(counts)} samples, and every one of "
+                    "them counts.", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def judge_loss(case: Case) -> list[Finding]:
+    """The returned loss is the mean over all samples, with the weights that the gradient has."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for group, counts in enumerate(case.inputs[rank]["sizes"]):
+            losses = _losses(case.inputs[rank], _batches(case, rank, group))
+            got, expected, why = answer.get(f"loss/{group}"), np.mean(losses), ""
+            if len(set(counts)) > 1:
+                basis = batch_gradients(case.inputs[rank], _batches(case, rank, group))
+                weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
+                if weights is None or abs(weights.sum()) < 1e-6:
+                    continue
+                expected = np.dot(losses, weights) / weights.sum()
+                by_size = np.dot(losses, counts) / sum(counts)
+                if isinstance(got, np.ndarray) and np.allclose(got, by_size, rtol=1e-4):
+                    continue
+                why = "Micro-batches of other sizes weigh less or more in the loss, too."
+            if isinstance(got, np.ndarray) and got.shape == ():
+                if np.isclose(got, expected / len(counts), rtol=1e-3):
+                    why = f"That is the mean divided by {len(counts)} once more."
+                elif np.isclose(got, losses[-1] / len(counts), rtol=1e-3):
+                    why = "That is the scaled loss of the last micro-batch."
+                elif np.isclose(got, losses[-1], rtol=1e-3):
+                    why = "That is the loss of the last micro-batch."
+                elif np.isclose(got, np.sum(losses), rtol=1e-3):
+                    why = "That is the sum over micro-batches, not the mean."
+            what = f"the returned loss of {len(counts)} micro-batches"
+            if not oracle.close(findings, rank, what, got, np.asarray(expected), hint=why):
+                break
+    return findings
+
+
+def _losses(inputs: Values, batches: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
+    model = oracle.mlp(inputs, torch.float64)
+    with torch.no_grad():
+        return [
+            oracle.mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double()).item()
+            for x, y in batches
+        ]
+
+
+def _batches(case: Case, rank: int, group: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    return batches_of(case.inputs[rank], group)
+
+
+def _no_sum(k: int) -> str:
+    return (
+        f"p.grad is not a sum of the gradients of the {k} micro-batches: is something in it that "
+        "does not belong there, or is a gradient missing?"
+    )
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+MEMORY_SAMPLES, MEMORY_K = 64, 8
+MEMORY_LIMIT = 2.5  # in micro-batches
+
+
+def draw_memory(draw: Draw) -> list[Values]:
+    """One group of large micro-batches."""
+    return _draw(draw, [[MEMORY_SAMPLES] * MEMORY_K])
+
+
+class EmulatedMemory:
+    """Counts what autograd keeps for backward, and refuses to keep more than `limit_bytes`."""
+
+    def __init__(self, limit_bytes: float) -> None:
+        self.limit_bytes, self.live_bytes, self.peak_bytes = limit_bytes, 0, 0
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """While it is active, tensors saved for backward are counted until they are freed."""
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor
+        ):
+            yield
+
+    def keep(self, num_bytes: int) -> None:
+        """Books what is kept; raises where a real device would be out of memory."""
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self.limit_bytes:
+            raise MemoryError(
+                "out of memory (emulated): autograd holds the activations of more than two "
+                f"micro-batches at once, {self.live_bytes} bytes. backward() of a micro-batch "
+                "frees its activations: call it before the forward pass of the next one"
+            )
+
+
+class _Kept:
+    """A tensor that is saved for backward; when autograd lets go of it, its bytes are free."""
+
+    def __init__(self, memory: EmulatedMemory, tensor: torch.Tensor) -> None:
+        self.memory, self.tensor = memory, tensor
+        memory.keep(tensor.nbytes)
+
+    def __del__(self) -> None:
+        self.memory.live_bytes -= self.tensor.nbytes
+
+
+def observe_memory(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
+    """Accumulates on a device whose memory holds little more than two micro-batches."""
+    model = oracle.mlp(inputs).to(context.device)
+    batches = [
+        (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
+        for x, y in batches_of(inputs, 0)
+    ]
+    one = EmulatedMemory(float("inf"))
+    with one.watch():
+        oracle.mse(model(batches[0][0]), batches[0][1]).backward()
+    model.zero_grad()
+    memory = EmulatedMemory(MEMORY_LIMIT * one.peak_bytes)
+    with memory.watch():
+        accumulate_gradients(model, batches, oracle.mse)
+    answer: Values = {"peak": memory.peak_bytes / one.peak_bytes}
+    for i, p in enumerate(model.parameters()):
+        answer[f"g0/{i}"] = oracle.grad_of(p)
+    return answer
+
+
+def judge_memory(case: Case) -> list[Finding]:
+    """Never the activations of more than two micro-batches at once, and something was computed."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        basis = batch_gradients(case.inputs[rank], _batches(case, rank, 0))
+        weights = weights_of(basis, collect(answer, "g0", NUM_PARAMETERS))
+        peak = answer.get("peak")
+        if weights is None or not present(weights):
+            findings.append(Finding(_no_sum(MEMORY_K), rank))
+        elif not isinstance(peak, float) or not 0.5 < peak <= MEMORY_LIMIT:
+            findings.append(Finding(
+                f"the activations of {peak} micro-batches were in memory at once; "
+                f"at most {MEMORY_LIMIT} fit.", rank,
+            ))  # fmt: skip
+    return findings

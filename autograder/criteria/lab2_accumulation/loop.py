@@ -1,0 +1,355 @@
+"""Criteria for the training loop that steps once per k micro-batches. No ranks talk.
+
+The optimizer is SGD with a learning rate of 0, so that weights stay where they are, and a hook of
+torch's notes the gradients at every `optimizer.step()`. From them follows which micro-batch entered
+which step with which weight, and each criterion looks at one side of that table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
+from autograder.criteria.common.weights import (
+    Gradient,
+    are_close,
+    batch_gradients,
+    collect,
+    norm,
+    present,
+    show,
+    weights_of,
+)
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+SIZES = (5, 9, 3)
+NUM_PARAMETERS = 4
+SAMPLES = 3
+
+
+# --- draw ----------------------------------------------------------------------------------------
+
+
+def _draw(draw: Draw, runs: list[Values], spread: float = 1.0) -> list[Values]:
+    """One private model per rank; a run has k, the number n of batches and options.
+
+    Args:
+        spread: each batch's targets are this many times larger than those of the batch before.
+    """
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        values: Values = oracle.draw_parameters(rng, SIZES) | {"runs": runs}
+        for number, run in enumerate(runs):
+            for i in rng.permutation(run["n"]):
+                batch = oracle.draw_batch(rng, SAMPLES, SIZES)
+                values[f"x/{number}/{i}"] = batch["x"]
+                values[f"y/{number}/{i}"] = batch["y"] * np.float32(spread**i)
+        inputs.append(values)
+    return inputs
+
+
+def draw_steps(draw: Draw) -> list[Values]:
+    """Numbers of batches that k divides, k = 1 among them."""
+    rng = draw.shared()
+    ks = [1, *(int(k) for k in rng.permutation([2, 3, 4, 5])[:2])]
+    return _draw(draw, [{"k": k, "n": k * int(rng.integers(2, 4))} for k in ks])
+
+
+def draw_tail(draw: Draw) -> list[Values]:
+    """One batch too many, one too few, and fewer than k."""
+    k = int(draw.shared().integers(3, 6))
+    return _draw(draw, [{"k": k, "n": n} for n in (2 * k + 1, 3 * k - 1, k - 1)])
+
+
+def draw_zero_grad(draw: Draw) -> list[Values]:
+    """Two epochs on one model, which holds old gradients when the first begins."""
+    k = int(draw.shared().integers(2, 5))
+    inputs = _draw(draw, [{"k": k, "n": 2 * k}, {"k": k, "n": 2 * k, "same_model": True}])
+    for rank, values in enumerate(inputs):
+        rng = draw.shared(f"stale {rank}")
+        for i, p in enumerate(oracle.parameters_of(values)):
+            values[f"stale/{i}"] = rng.normal(size=p.shape).astype(np.float32)
+    return inputs
+
+
+def draw_clip(draw: Draw) -> list[Values]:
+    """Groups whose gradient is far above the limit, a tail among them, and one far below."""
+    k = int(draw.shared().integers(3, 5))
+    inputs = _draw(draw, [{"k": k, "n": k + 2}, {"k": k, "n": k}], spread=2.0)
+    for values in inputs:
+        large, small = (batch_gradients(values, batches_of(values, run)) for run in (0, 1))
+        groups = (large[:k], large[k:])
+        smallest = min(
+            *(norm(_mean(g)) * len(g) / k for g in groups), *(norm(g) / k for g in large)
+        )
+        limits = (0.3 * smallest, 3 * k * sum(norm(g) for g in small))
+        values["runs"] = [run | {"max_norm": m}
+                          for run, m in zip(values["runs"], limits, strict=True)]  # fmt: skip
+    return inputs
+
+
+def draw_schedule(draw: Draw) -> list[Values]:
+    """Two numbers of micro-batches, with a scheduler and a tail."""
+    rng = draw.shared()
+    return _draw(draw, [{"k": k, "n": 3 * k + 1, "schedule": True}
+                        for k in (int(rng.integers(2, 4)), int(rng.integers(4, 6)))])  # fmt: skip
+
+
+def _mean(gradients: Sequence[Gradient]) -> Gradient:
+    return [oracle.mean(parts) for parts in zip(*gradients, strict=True)]
+
+
+def batches_of(inputs: Values, run: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The batches of a run, in their order."""
+    return [(inputs[f"x/{run}/{i}"], inputs[f"y/{run}/{i}"])
+            for i in range(inputs["runs"][run]["n"])]  # fmt: skip
+
+
+# --- observe -------------------------------------------------------------------------------------
+
+
+class Batches:
+    """As much as a DataLoader promises: a length and an iterator."""
+
+    def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self):
+        return iter(self._batches)
+
+
+class _Notes:
+    """What was in the gradients at every optimizer step, and how far the schedule had come."""
+
+    def __init__(self, model: nn.Module, limit: int) -> None:
+        self.model, self.limit = model, limit
+        self.scheduler: LambdaLR | None = None
+        self.gradients: list[Gradient] = []
+        self.schedule: list[int] = []
+
+    def before_step(self, *_: Any) -> None:
+        if len(self.gradients) < self.limit:
+            self.gradients.append([oracle.grad_of(p).copy() for p in self.model.parameters()])
+            self.schedule.append(self.scheduler.last_epoch if self.scheduler else 0)
+
+
+def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
+    """One epoch per run; the gradients at each step, what was returned, the schedule's position."""
+    answer: Values = {}
+    model = oracle.mlp(inputs)
+    for number, run in enumerate(inputs["runs"]):
+        if not run.get("same_model"):
+            model = oracle.mlp(inputs).to(context.device)
+        if number == 0 and "stale/0" in inputs:
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.from_numpy(inputs[f"stale/{i}"].copy()).to(context.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        notes = _Notes(model, 2 * run["n"] + 2)
+        optimizer.register_step_pre_hook(notes.before_step)
+        options: Values = {"max_norm": run["max_norm"]} if "max_norm" in run else {}
+        if run.get("schedule"):
+            notes.scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
+            options["scheduler"] = notes.scheduler
+        batches = Batches([
+            (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
+            for x, y in batches_of(inputs, number)
+        ])  # fmt: skip
+        returned = train_epoch(
+            model, batches, oracle.mse, optimizer, accumulation_steps=run["k"], **options
+        )
+        is_count = isinstance(returned, int) and not isinstance(returned, bool)
+        answer[f"returned/{number}"] = returned if is_count else repr(returned)[:80]
+        answer[f"steps/{number}"] = len(notes.gradients)
+        answer[f"schedule/{number}"] = notes.schedule
+        answer[f"end/{number}"] = notes.scheduler.last_epoch if notes.scheduler else 0
+        for step, gradient in enumerate(notes.gradients):
+            for i, g in enumerate(gradient):
+                answer[f"g{number}/{step}/{i}"] = g
+    return answer
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Step:
+    """One optimizer step: the weight of every batch in it, and the batches that are new in it."""
+
+    weights: np.ndarray
+    new: list[int]
+    gradient: list[Any]
+
+
+def _steps(case: Case, rank: int, number: int, extra: Sequence[Gradient] = ()) -> list[_Step] | str:
+    """The steps of a run, or why they cannot be told; `extra` gradients come last in weights."""
+    inputs, answer = case.inputs[rank], case.answers[rank]
+    n = inputs["runs"][number]["n"]
+    count = told(answer, f"steps/{number}")
+    if not isinstance(count, int) or not 0 <= count <= 2 * n + 2:
+        return "the epoch did not end as it should."
+    basis = [*batch_gradients(inputs, batches_of(inputs, number)), *extra]
+    steps: list[_Step] = []
+    seen: set[int] = set()
+    for step in range(count):
+        gradient = collect(answer, f"g{number}/{step}", NUM_PARAMETERS)
+        weights = weights_of(basis, gradient)
+        if weights is None:
+            return (f"optimizer step {step}: p.grad is not a sum of the gradients of this epoch's "
+                    "batches.")  # fmt: skip
+        new = [i for i in present(weights) if i not in seen]
+        seen.update(new)
+        steps.append(_Step(weights, new, gradient))
+    return steps
+
+
+def _judge(case: Case, judge_run: Any) -> list[Finding]:
+    """The first finding of each rank over all runs; `judge_run(rank, number, run, steps)`."""
+    findings: list[Finding] = []
+    for rank in range(case.world_size):
+        for number, run in enumerate(case.inputs[rank]["runs"]):
+            steps = _steps(case, rank, number)
+            message = steps if isinstance(steps, str) else judge_run(rank, number, run, steps)
+            if message:
+                head = f"{run['n']} batches, accumulation_steps={run['k']}: "
+                findings.append(Finding(head + message, rank))
+                break
+    return findings
+
+
+def judge_steps(case: Case) -> list[Finding]:
+    """Step s takes in batches sk to sk + k - 1, each with weight 1/k, and there are n/k steps."""
+
+    def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
+        k, n = run["k"], run["n"]
+        for s, step in enumerate(steps[: n // k]):
+            group = list(range(s * k, s * k + k))
+            if step.new != group:
+                return (f"optimizer step {s} took in batches {step.new}, expected {group}."
+                        f"{_why_group(step.new, group, s)}")  # fmt: skip
+            if not are_close(step.weights[group], [1 / k] * k):
+                return (f"optimizer step {s}: weights {show(step.weights[group])}, expected "
+                        f"{1 / k:.3g} each.")  # fmt: skip
+        if len(steps) != n // k:
+            return (f"{len(steps)} optimizer steps, expected {n // k}. Count a group only when it "
+                    "has a batch.")  # fmt: skip
+        got = told(case.answers[rank], f"returned/{number}")
+        return "" if got == n // k else f"returned {got}, expected {n // k} optimizer steps."
+
+    return _judge(case, judge_run)
+
+
+def _why_group(new: list[int], group: list[int], step: int) -> str:
+    if step == 0 and new == [0]:
+        return " Counted from 0, i % k == 0 is true at once: the group is full at (i + 1) % k == 0."
+    if new == group[-1:]:
+        return " The earlier gradients are gone: clear them once per group, not per batch."
+    return ""
+
+
+def judge_tail(case: Case) -> list[Finding]:
+    """The batches that are left over make a step of their own, as their mean."""
+
+    def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
+        k, n = run["k"], run["n"]
+        tail = list(range(n // k * k, n))
+        last = steps[-1] if steps else None
+        if last is None or not set(tail) & set(last.new):
+            return f"the last batches {tail} entered no optimizer step; their group is smaller."
+        if last.new != tail:
+            return f"the last optimizer step took in batches {last.new}, expected {tail}."
+        if not are_close(last.weights[tail], [1 / len(tail)] * len(tail)):
+            return (f"the last optimizer step has weights {show(last.weights[tail])} for batches "
+                    f"{tail}, expected {1 / len(tail):.3g} each: the mean over the batches that "
+                    "this group really has.")  # fmt: skip
+        got = told(case.answers[rank], f"returned/{number}")
+        return "" if got == len(steps) else f"{len(steps)} optimizer steps, but it returned {got}."
+
+    return _judge(case, judge_run)
+
+
+def judge_zero_grad(case: Case) -> list[Finding]:
+    """No step contains old gradients: from before the epoch or from an earlier step."""
+    findings: list[Finding] = []
+    for rank in range(case.world_size):
+        inputs = case.inputs[rank]
+        stale = [inputs[f"stale/{i}"].astype(np.float64) for i in range(NUM_PARAMETERS)]
+        first = batch_gradients(inputs, batches_of(inputs, 0))
+        for number, extra in enumerate(([stale], [stale, *first])):
+            steps = _steps(case, rank, number, extra)
+            if message := steps if isinstance(steps, str) else _old(inputs, number, steps):
+                findings.append(Finding(f"epoch {number}: {message}", rank))
+                break
+    return findings
+
+
+def _old(inputs: Values, number: int, steps: list[_Step]) -> str:
+    n = inputs["runs"][number]["n"]
+    if len(steps) < 2:
+        return f"{len(steps)} optimizer steps, too few to tell."
+    for s, step in enumerate(steps):
+        entered = present(step.weights)
+        if any(i >= n for i in entered):
+            return (f"optimizer step {s} contains gradients that were in p.grad before this epoch: "
+                    "clear them at its beginning.")  # fmt: skip
+        if old := sorted(set(entered) - set(step.new)):
+            return (f"optimizer step {s} contains batches {old} once more: clear the gradients "
+                    "after each step.")  # fmt: skip
+    return ""
+
+
+def judge_clip(case: Case) -> list[Finding]:
+    """The norm of the whole accumulated gradient is limited, in one go, before the step."""
+
+    def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
+        limit = run["max_norm"]
+        if not any(present(step.weights) for step in steps):
+            return "there was no optimizer step with a gradient."
+        for step in steps:
+            entered = step.weights[step.new]  # old ones in it are not this criterion's concern
+            size = norm(step.gradient)
+            if entered.size == 0:
+                continue  # nor is a step too many
+            if number == 0 and not np.isclose(size, limit, rtol=0.02):
+                return (f"max_norm={limit:.4g}: at the optimizer step the gradient's norm is "
+                        f"{size:.4g}. Clip before the step, after the last backward, and when "
+                        "p.grad is the mean of the group.")  # fmt: skip
+            if number == 1 and size > 0.9 * limit:
+                return (f"max_norm={limit:.4g}: the norm was made {size:.4g} although it was "
+                        "below the limit: clipping never enlarges.")  # fmt: skip
+            if not are_close(entered, np.full(entered.shape, entered.mean())):
+                return (f"max_norm={limit:.4g}: batches entered with weights {show(entered)}, "
+                        "expected equal ones: clip the accumulated gradient once, not that of "
+                        "each batch.")  # fmt: skip
+        return ""
+
+    return _judge(case, judge_run)
+
+
+def judge_schedule(case: Case) -> list[Finding]:
+    """The scheduler steps once after each optimizer step."""
+
+    def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
+        answer, count = case.answers[rank], len(steps)
+        if count < 2:
+            return f"{count} optimizer steps, too few to tell."
+        expected = list(range(count))
+        if told(answer, f"schedule/{number}") != expected or told(answer, f"end/{number}") != count:
+            return (f"{count} optimizer steps, but the scheduler made "
+                    f"{answer.get(f'end/{number}')}; before each optimizer step it had made "
+                    f"{answer.get(f'schedule/{number}')}, expected {expected}: scheduler.step() "
+                    "belongs right after optimizer.step().")  # fmt: skip
+        return ""
+
+    return _judge(case, judge_run)

@@ -1,0 +1,219 @@
+"""Criteria for bytes per rank: by formula, and as they lie in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab3_fsdp import parts
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+_PARTS = ("parameters", "gradients", "optimizer state")
+
+
+def state_bytes(num_params: int, num_ranks: int, strategy: str, mixed: bool) -> list[int]:
+    """Bytes of parameters, gradients and optimizer state on a rank."""
+    stage = STRATEGIES.index(strategy)
+    shard = -(-num_params // num_ranks)
+    sharded_from = (3, 2, 1)
+    per_param = (2, 2, 12) if mixed else (4, 4, 8)
+    return [(shard if stage >= first else num_params) * each
+            for first, each in zip(sharded_from, per_param, strict=True)]  # fmt: skip
+
+
+def plain(value: Any) -> Any:
+    """A number as JSON has it; anything else as text."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
+    if isinstance(value, int) and abs(value) >= 1 << 62:
+        return repr(value)[:40]
+    return value if isinstance(value, int | float | str) else repr(value)[:80]
+
+
+def _triple(value: Any) -> Any:
+    return [plain(v) for v in value] if isinstance(value, tuple | list) else plain(value)
+
+
+# --- formula -------------------------------------------------------------------------------------
+
+
+def draw_formula(draw: Draw) -> list[Values]:
+    """Sizes that divide and that do not, small and huge, for every strategy."""
+    rng = draw.shared()
+    rows = []
+    for strategy in STRATEGIES:
+        for mixed in (False, True):
+            ranks = int(rng.integers(3, 40))
+            rest = int(rng.integers(1, ranks))
+            rows.append([int(rng.integers(10, 1000)) * ranks, ranks, strategy, mixed])
+            rows.append([int(rng.integers(10**6, 10**9)) * ranks + rest, ranks, strategy, mixed])
+    # A quotient that no float can hold: the nearest one is below it.
+    huge = 2**55 + 8 * int(rng.integers(1, 1000)) + int(rng.integers(1, 4))
+    rows.append([huge, 8, "zero3", False])
+    return [{"rows": rows} for _ in range(draw.world_size)]
+
+
+def observe_formula(bytes_per_rank: Any, inputs: Values, context: Context) -> Values:
+    """The three numbers for each row, and what an unknown strategy gives."""
+    told = [_triple(bytes_per_rank(n, ranks, strategy, mixed=mixed))
+            for n, ranks, strategy, mixed in inputs["rows"]]  # fmt: skip
+    try:
+        unknown = _triple(bytes_per_rank(100, 4, "zero4"))
+    except ValueError:
+        unknown = "ValueError"
+    return {"told": told, "unknown": unknown}
+
+
+def judge_formula(case: Case) -> list[Finding]:
+    """Whole or ceil(P / N) entries, times the bytes of each."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        told = answer.get("told")
+        for number, (n, ranks, strategy, mixed) in enumerate(case.inputs[rank]["rows"]):
+            got = told[number] if isinstance(told, list) and number < len(told) else None
+            expected = state_bytes(n, ranks, strategy, mixed)
+            if isinstance(got, list) and got == expected and all(type(v) is int for v in got):
+                continue
+            call = f"bytes_per_rank({n}, {ranks}, {strategy!r}, mixed={mixed})"
+            findings.append(Finding(
+                f"{call}: expected {tuple(expected)}, got {_as_tuple(got)}."
+                f"{_explain_formula(got, expected)}", rank,
+            ))  # fmt: skip
+            break
+        else:
+            if str(answer.get("unknown")) != "ValueError":
+                findings.append(Finding(
+                    f'strategy "zero4": expected a ValueError, got {answer.get("unknown")!r}.', rank
+                ))  # fmt: skip
+    return findings
+
+
+def _as_tuple(got: Any) -> Any:
+    return tuple(got) if isinstance(got, list) else got
+
+
+def _explain_formula(got: Any, expected: list[int]) -> str:
+    if not isinstance(got, list) or len(got) != 3:
+        return ""
+    wrong = [i for i in range(3) if got[i] != expected[i]]
+    if not wrong or not all(isinstance(v, int | float) for v in got):
+        return ""
+    i = wrong[0]
+    if abs(got[i] - expected[i]) <= max(1e-9 * expected[i], 12):
+        return f" {_PARTS[i]}: rounded up, in whole numbers?"
+    return f" Look at the {_PARTS[i]}."
+
+
+# --- measured ------------------------------------------------------------------------------------
+
+
+def draw_measured(draw: Draw) -> list[Values]:
+    """Widths that the number of ranks divides; one case has a row more."""
+    rng = draw.shared()
+    widths = [int(v) * 840 // 105 for v in rng.integers(2, 7, size=2)]
+    n = draw.world_size
+    widths = [w * n // np.gcd(w, n) for w in widths]
+    return [{"widths": [int(w) for w in widths]} for _ in range(n)]
+
+
+def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
+    """(name, parameters, optimizer) of each case, trained or not."""
+    from torch.distributed.fsdp import fully_shard
+
+    a, b = widths
+    for name in _MEASURED:
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if name == "half" else torch.float32
+        inner = b + (name == "uneven")
+        model = nn.Sequential(nn.Linear(a, inner), nn.Linear(inner, a)).to(device, dtype)
+        if name == "frozen":
+            model[0].requires_grad_(False)
+        if name in ("sharded", "uneven"):
+            for module in [*model, model]:
+                fully_shard(module, mesh=mesh)
+        params = list(model.parameters())
+        trained = [p for p in params if p.requires_grad]
+        if name == "momentum":
+            optimizer: Any = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        if name != "before":
+            model(torch.ones(2, a, device=device, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+        # One of them twice, as with tied weights.
+        yield name, [*params, params[0]] if name == "whole" else params, optimizer
+
+
+def observe_measured(local_bytes: Any, inputs: Values, context: Context) -> Values:
+    """What the function says of each case."""
+    mesh = parts.make_mesh(context.device.type)
+    told = {}
+    for name, params, optimizer in _measured_cases(inputs["widths"], mesh, context.device):
+        told[name] = _triple(local_bytes(iter(params), optimizer))
+    return {"told": told}
+
+
+def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) -> list[int]:
+    a, b = widths
+    if name == "uneven":  # cut by rows, as torch.chunk does: the last ranks have fewer, or none
+        rows = -(-(b + 1) // world_size)
+        mine = max(0, min(rows, b + 1 - rank * rows))
+        local = 4 * (mine * (a + 1) + a // world_size * (b + 2))
+        return [local, local, 2 * local]
+    first, second = 4 * (a * b + b), 4 * (a * b + a)
+    total = first + second
+    table = {
+        "before": [total, 0, 0],
+        "whole": [total, total, 2 * total],
+        "sharded": [total // world_size, total // world_size, 2 * total // world_size],
+        "momentum": [total, total, total],
+        "half": [total // 2, total // 2, total],
+        "frozen": [total, second, 2 * second],
+    }
+    return table[name]
+
+
+_MEASURED = {
+    "before": "a whole model before its first step",
+    "whole": "a whole model with AdamW, one parameter given twice",
+    "sharded": "a model behind fully_shard",
+    "uneven": "a model behind fully_shard, with rows that the ranks do not divide",
+    "half": "a model in bf16",
+    "momentum": "SGD with momentum",
+    "frozen": "a model with a frozen layer (its gradients are None)",
+}
+
+
+def judge_measured(case: Case) -> list[Finding]:
+    """Bytes of local parts; Adam's step counters may be counted or not, 8 bytes each at most."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        told = answer.get("told")
+        for name, what in _MEASURED.items():
+            got = told.get(name) if isinstance(told, dict) else None
+            expected = _expected_bytes(case.inputs[rank]["widths"], name, case.world_size, rank)
+            slack = [0, 0, 4 * 8]
+            right = isinstance(got, list) and len(got) == 3 and all(
+                type(v) is int and 0 <= v - e <= s
+                for v, e, s in zip(got, expected, slack, strict=True)
+            )  # fmt: skip
+            if not right:
+                findings.append(Finding(
+                    f"{what}: expected about {tuple(expected)}, got {_as_tuple(got)}."
+                    f"{_explain_measured(got, expected, case.world_size)}", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def _explain_measured(got: Any, expected: list[int], world_size: int) -> str:
+    if not isinstance(got, list) or len(got) != 3 or world_size == 1:
+        return ""
+    for value, right in zip(got, expected, strict=True):
+        if right and isinstance(value, int) and abs(value - right * world_size) <= 64:
+            return " That is the whole of it: numel() of a DTensor is not what lies on this rank."
+    return ""

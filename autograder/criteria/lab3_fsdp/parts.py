@@ -1,0 +1,130 @@
+"""What the criteria of lab 3 share: parameters that can be told apart, and shards.
+
+However a submission cuts its parameters, every value of a drawn model occurs once, so an entry of a
+shard says by itself which parameter it belongs to. No layout is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autograder.criteria.criterion import Values
+
+_meshes = itertools.count()
+ALIGNMENT_BYTES = 64  # per parameter, for those who pad to more than the number of ranks
+
+
+def distinct(rng: np.random.Generator, shapes: Sequence[tuple[int, ...]], scale: float = 0.3):
+    """Arrays of these shapes, float32, in which no value but 0 could occur twice; none is 0."""
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    total = sum(sizes)
+    values = ((rng.permutation(total) + 0.25) / total * 2 - 1).astype(np.float32) * np.float32(
+        scale
+    )
+    parts = np.split(values, np.cumsum(sizes)[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def draw_mlp(rng: np.random.Generator, sizes: Sequence[int], scale: float = 0.3) -> Values:
+    """Parameters p0, p1, … of `oracle.mlp`, each value once."""
+    shapes: list[tuple[int, ...]] = []
+    for fan_in, fan_out in pairwise(sizes):
+        shapes += [(fan_out, fan_in), (fan_out,)]
+    return {f"p{i}": value for i, value in enumerate(distinct(rng, shapes, scale))}
+
+
+def make_mesh(device_type: str) -> Any:
+    """All ranks in one row, under a name that no earlier mesh of this process has.
+
+    DTensor remembers results per operation and mesh; an equal mesh of an earlier check would come
+    back with groups that are gone.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    name = f"shard{next(_meshes)}"
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(name,))
+
+
+def linears(model: nn.Module) -> list[nn.Module]:
+    """The units of `oracle.mlp`."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is in this rank's memory: of a DTensor, its local part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """The local part as a NumPy array."""
+    return to_local(tensor.detach()).detach().float().cpu().numpy().copy()
+
+
+def local_parameters(fsdp: Any) -> list[torch.Tensor]:
+    """What `local_parameters()` returns, once it is known to be a list of parameters."""
+    params = list(fsdp.local_parameters())
+    for p in params:
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(f"local_parameters: expected tensors, got {type(p).__name__}")
+    if not params:
+        raise ValueError("local_parameters: expected this rank's shards, got an empty list")
+    return params
+
+
+def resident_bytes(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:
+    """Bytes of memory behind tensors; what is in `seen` is not counted again."""
+    total = 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        storage = to_local(tensor).untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total
+
+
+def shard_bound(shapes: Iterable[Sequence[int]], num_ranks: int, itemsize: int = 4) -> int:
+    """Bytes of 1/N of parameters plus padding, with each of them cut along its first dimension."""
+    total = 0
+    for shape in shapes:
+        rows = int(shape[0]) if len(shape) else 1
+        total += -(-rows // num_ranks) * (int(np.prod(shape)) // rows) * itemsize + ALIGNMENT_BYTES
+    return total
+
+
+def lookup(names: Sequence[str], values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(sorted values, position of each in the concatenation of all)."""
+    flat = np.concatenate([np.asarray(v, dtype=np.float64).ravel() for v in values])
+    order = np.argsort(flat, kind="stable")
+    return flat[order], order
+
+
+def find(sorted_values: np.ndarray, order: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """For each entry of `wanted` its position in the model, or -1."""
+    place = np.searchsorted(sorted_values, wanted)
+    place = np.minimum(place, len(sorted_values) - 1)
+    return np.where(sorted_values[place] == wanted, order[place], -1)
+
+
+def finite_floats(value: Any, num_values: int) -> np.ndarray | None:
+    """A flat float64 copy of an answer that is an array of finite floats, else None.
+
+    Args:
+        num_values: of the whole model. What has more than twice as many is no shard of it, however
+            it is padded, and would be many times as large in float64.
+    """
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+        return None
+    if value.size > 2 * num_values:
+        return None
+    flat = value.astype(np.float64).ravel()
+    return flat if np.isfinite(flat).all() else None

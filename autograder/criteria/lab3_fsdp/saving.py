@@ -1,0 +1,285 @@
+"""Criteria for the policies of `fully_shard`, and for checkpoints of sharded models.
+
+Saving is tried on the emulated cluster: a rank that gathers while the others have gone on is told
+so at once, and names whom it waits for.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab3_fsdp import parts
+
+SIZES = (10, 13, 11, 6)  # rows that 2, 3 and 4 ranks cut with a rest
+BATCH, LR = 4, 0.02
+# Far above the rounding of a gradient: with less, AdamW makes steps of noise where a gradient is 0.
+EPS = 1e-3
+BEFORE, AFTER = 3, 2
+DECAY = 0.8  # of the learning rate, after each step
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+def draw_policies(draw: Draw) -> list[Values]:
+    """All combinations, in another order."""
+    cases = [[d, m, o] for d in ("cpu", "cuda") for m in (False, True) for o in (False, True)]
+    order = draw.shared().permutation(len(cases))
+    return [{"cases": [cases[i] for i in order]} for _ in range(draw.world_size)]
+
+
+def observe_policies(policies: Any, inputs: Values, context: Context) -> Values:
+    """What is in the dict for each combination."""
+    told = []
+    for device_type, mixed, offload in inputs["cases"]:
+        options = policies(device_type, mixed, offload)
+        if not isinstance(options, dict):
+            raise TypeError(f"policies: expected a dict, got {type(options).__name__}")
+        told.append(_describe(options))
+    return {"told": told}
+
+
+def _describe(options: dict[str, Any]) -> Values:
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
+
+    precision = options.get("mp_policy", MixedPrecisionPolicy())
+    where = options.get("offload_policy", OffloadPolicy())
+    if not isinstance(precision, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {precision!r}")
+    if not isinstance(where, OffloadPolicy):
+        raise TypeError(f"offload_policy: expected an OffloadPolicy, got {where!r}")
+    return {
+        "keys": sorted(map(str, set(options) - {"mp_policy", "offload_policy"})),
+        "param_dtype": _name(precision.param_dtype),
+        "reduce_dtype": _name(precision.reduce_dtype),
+        "offload": isinstance(where, CPUOffloadPolicy),
+        "pinned": bool(where.pin_memory) if isinstance(where, CPUOffloadPolicy) else False,
+    }
+
+
+def _name(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def judge_policies(case: Case) -> list[Finding]:
+    """bf16 and fp32 where mixed, CPU memory where offloaded, pinned for a GPU."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for number, (device_type, mixed, offload) in enumerate(case.inputs[rank]["cases"]):
+            told = answer.get("told")
+            got = told[number] if isinstance(told, list) and number < len(told) else None
+            problem = _policy_problem(got, device_type, mixed, offload)
+            if problem:
+                call = f"policies({device_type!r}, mixed={mixed}, offload={offload})"
+                findings.append(Finding(f"{call}: {problem}", rank))
+                break
+    return findings
+
+
+def _policy_problem(got: Any, device_type: str, mixed: bool, offload: bool) -> str:
+    if not isinstance(got, dict) or got.get("keys") != []:
+        return "expected a dict with mp_policy and offload_policy."
+    pair = (got.get("param_dtype"), got.get("reduce_dtype"))
+    # Not cast, or cast to what it is anyway.
+    right = [("bfloat16", "float32")] if mixed else [
+        (p, r) for p in (None, "float32") for r in (None, "float32")
+    ]  # fmt: skip
+    if pair not in right:
+        return f"expected param_dtype, reduce_dtype {right[0]}, got {pair}."
+    if got.get("offload") is not offload:
+        return f"expected offloading to be {'on' if offload else 'off'}."
+    if offload and got.get("pinned") is not (device_type == "cuda"):
+        return (
+            f"pin_memory is {got.get('pinned')}: memory is pinned for copies to a GPU, and can "
+            "only be where there is one."
+        )
+    return ""
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def draw_checkpoint(draw: Draw) -> list[Values]:
+    """The same model on all ranks, another one to load into, other data on each rank."""
+    rng = draw.shared()
+    start = parts.draw_mlp(rng, SIZES)
+    other = {f"other/{k}": v for k, v in parts.draw_mlp(rng, SIZES).items()}
+    inputs = []
+    for rank in range(draw.world_size):
+        batch = oracle.draw_batch(draw.private(rank), BATCH, SIZES)
+        inputs.append(start | other | batch)
+    return inputs
+
+
+def _sharded(values: Values, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = parts.make_mesh(device.type)
+    model = oracle.mlp(values).to(device)
+    model.register_buffer("seen", torch.full((3,), values["p0"][0, 0].item(), device=device))
+    for module in [*parts.linears(model), model]:
+        fully_shard(module, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, values: Values, num_steps: int
+) -> None:
+    device = next(model.parameters()).device
+    x, y = (torch.from_numpy(values[name]).to(device) for name in "xy")
+    for _ in range(num_steps):
+        oracle.mse(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= DECAY
+        model.seen += 1.0  # type: ignore[operator]  # as BatchNorm's buffers change
+
+
+def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Values:
+    """Trains, saves; every rank has a folder of its own, and tells what is in it then."""
+    model, optimizer = _sharded(inputs, context.device)
+    _train(model, optimizer, inputs, BEFORE)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "checkpoint.pt")
+        save_checkpoint(model, optimizer, str(path))
+        dist.barrier()
+        answer: Values = {"files": sorted(p.name for p in Path(folder).iterdir())}
+        if context.rank == 0 and path.is_file():
+            answer |= _content(path)
+    return answer
+
+
+def _content(path: Path) -> Values:
+    """What the file holds under "model": names, kinds, values."""
+    state = torch.load(path, map_location="cpu")
+    model = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(model, dict):
+        return {"names": None}
+    answer: Values = {"names": [str(name) for name in model]}
+    answer["plain"] = all(type(v) in (torch.Tensor, nn.Parameter) for v in model.values())
+    answer["has_optimizer"] = "optimizer" in state
+    if answer["plain"]:
+        for i, value in enumerate(model.values()):
+            answer[f"m{i}"] = value.detach().float().numpy()
+    return answer
+
+
+def judge_save(case: Case) -> list[Finding]:
+    """One file, on rank 0, with the whole parameters under their names."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        expected = ["checkpoint.pt"] if rank == 0 else []
+        if not isinstance(answer.get("files"), list) or answer["files"] != expected:
+            findings.append(Finding(
+                f"files in this rank's folder: {answer.get('files')}, expected {expected}. All "
+                "ranks gather, rank 0 writes.", rank,
+            ))  # fmt: skip
+    if findings:
+        return findings
+    answer, names = case.answers[0], _names()
+    told = answer.get("names")
+    if not isinstance(told, list) or sorted(map(str, told)) != sorted(names):
+        return [Finding(f'"model": expected the names {names}, got {told}.', 0)]
+    if answer.get("plain") is not True:
+        return [Finding('"model": expected ordinary tensors; is a DTensor among them?', 0)]
+    if answer.get("has_optimizer") is not True:
+        return [Finding('the file has no "optimizer".', 0)]
+    for name, value in zip(names, _oracle(case, BEFORE), strict=True):
+        got = answer.get(f"m{told.index(name)}")
+        hint = "Is this one rank's shard only? A full state dict is gathered."
+        if not oracle.close(findings, 0, f"{name} in the file", got, value, hint=hint):
+            break
+    return findings
+
+
+def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
+    """Saves, loads into a model that starts elsewhere, and goes on."""
+    save_checkpoint, load_checkpoint = subject
+    model, optimizer = _sharded(inputs, context.device)
+    _train(model, optimizer, inputs, BEFORE)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "checkpoint.pt"))
+        save_checkpoint(model, optimizer, path)
+        dist.barrier()
+        if context.rank != 0:  # the others have another disk
+            for file in Path(folder).iterdir():
+                file.unlink()
+        _train(model, optimizer, inputs, AFTER)
+        answer: Values = {f"on/{i}": value for i, value in enumerate(_whole(model))}
+        other = {k.removeprefix("other/"): v for k, v in inputs.items() if k[:6] == "other/"}
+        model, optimizer = _sharded(other, context.device)
+        load_checkpoint(model, optimizer, path)
+        dist.barrier()
+    for step in range(AFTER + 1):
+        if step:
+            _train(model, optimizer, inputs, 1)
+        answer |= {f"p{step}/{i}": value for i, value in enumerate(_whole(model))}
+    return answer
+
+
+def _whole(model: nn.Module) -> list[np.ndarray]:
+    """Values of all parameters, then of the buffer. Collective."""
+    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    return [t.detach().cpu().numpy().copy() for t in (*whole, model.seen)]  # type: ignore[misc]
+
+
+def judge_resume(case: Case) -> list[Finding]:
+    """After loading, and after more steps, the weights are those of a run without a stop."""
+    findings: list[Finding] = []
+    expected = [_oracle(case, BEFORE + step) for step in range(AFTER + 1)]
+    for rank, answer in enumerate(case.answers):
+        for i, (name, value) in enumerate(zip(_names(), expected[-1], strict=True)):
+            what = f"{name} of the run that goes on after save_checkpoint"
+            if not oracle.close(findings, rank, what, answer.get(f"on/{i}"), value):
+                break
+        for step, values in enumerate(expected):
+            when = f"{step} steps after" if step else "after"
+            hint = (
+                "What was loaded was right: is AdamW's state loaded, too, with its learning rate?"
+                if step
+                else "Does every rank get its shards of what rank 0 has read?"
+            )
+            found = [
+                oracle.close(
+                    findings, rank, f"{name} {when} load_checkpoint", answer.get(f"p{step}/{i}"),
+                    value, hint=hint,
+                )
+                for i, (name, value) in enumerate(zip(_names(), values, strict=True))
+                if not any(f.rank == rank for f in findings)
+            ]  # fmt: skip
+            if not all(found):
+                break
+    return findings
+
+
+def _names() -> list[str]:
+    layers = range(0, 2 * (len(SIZES) - 1), 2)
+    return [*(f"{i}.{kind}" for i in layers for kind in ("weight", "bias")), "seen"]
+
+
+def _oracle(case: Case, num_steps: int) -> list[np.ndarray]:
+    """AdamW in one process on all ranks' data, float64."""
+    model = oracle.mlp(case.inputs[0], torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+    joined = {n: np.concatenate([i[n] for i in case.inputs]).astype(np.float64) for n in "xy"}
+    x, y = (torch.from_numpy(joined[name]) for name in "xy")
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        oracle.mse(model(x), y).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= DECAY
+    seen = np.full(3, case.inputs[0]["p0"][0, 0].item() + num_steps)
+    return [*(p.detach().numpy() for p in model.parameters()), seen]

@@ -1,0 +1,328 @@
+"""Criteria for FSDP from scratch: what a rank keeps, and which numbers come out. Real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab3_fsdp import parts
+
+SIZES = (40, 64, 47, 23)
+BATCH = 5
+CONTEXT, VOCABULARY = 7, 29
+
+
+# --- the small transformer -----------------------------------------------------------------------
+
+
+def _empty_gpt() -> nn.Module:
+    from minidist.model import GPT, GPTConfig
+
+    return GPT(
+        GPTConfig(vocab_size=VOCABULARY, context=CONTEXT, width=16, num_layers=2, num_heads=2)
+    )
+
+
+def _gpt(values: Values, dtype: torch.dtype = torch.float32) -> nn.Module:
+    gpt = _empty_gpt().to(dtype)
+    with torch.no_grad():
+        for i, p in enumerate(gpt.parameters()):
+            p.copy_(torch.from_numpy(values[f"p{i}"]))
+    return gpt
+
+
+def _gpt_units(gpt: Any) -> list[nn.Module]:
+    return [gpt.token_embedding, gpt.position_embedding, *gpt.blocks, gpt.norm, gpt.head]
+
+
+def _draw_gpt(rng: np.random.Generator) -> Values:
+    shapes = [tuple(p.shape) for p in _empty_gpt().parameters()]
+    return {f"p{i}": value for i, value in enumerate(parts.distinct(rng, shapes))}
+
+
+def _tokens(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(VOCABULARY, size=(3, CONTEXT + 1))
+
+
+def _token_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+# --- shards --------------------------------------------------------------------------------------
+
+
+def draw_mlp(draw: Draw) -> list[Values]:
+    """The same model on all ranks, other data on each; two batches."""
+    start = parts.draw_mlp(draw.shared(), SIZES)
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, values = draw.private(rank), dict(start)
+        for call in range(2):
+            batch = oracle.draw_batch(rng, BATCH, SIZES)
+            values |= {f"{name}/{call}": batch[name] for name in "xy"}
+        inputs.append(values)
+    return inputs
+
+
+def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
+    """The shards before a step, and the bytes that a rank holds after it."""
+    model = oracle.mlp(inputs).to(context.device)
+    fsdp = fsdp_class(model, parts.linears(model))
+    shards = parts.local_parameters(fsdp)
+    answer: Values = {f"s{i}": parts.array_of(p) for i, p in enumerate(shards)}
+    optimizer = torch.optim.AdamW(shards, lr=1e-3)
+    x, y = (torch.from_numpy(inputs[f"{name}/0"]).to(context.device) for name in "xy")
+    oracle.mse(fsdp(x), y).backward()
+    optimizer.step()
+    everything = [*shards, *model.parameters()]
+    seen: set[int] = set()
+    states = [v for s in optimizer.state.values() for v in s.values()
+              if isinstance(v, torch.Tensor) and v.numel() > 1]  # fmt: skip
+    answer["parameters"] = parts.resident_bytes(everything, seen)
+    answer["gradients"] = parts.resident_bytes([p.grad for p in everything], seen)
+    answer["optimizer"] = parts.resident_bytes(states, seen)
+    return answer
+
+
+def judge_shards(case: Case) -> list[Finding]:
+    """Every value is somewhere; each rank holds 1/N of parameters, gradients and state."""
+    findings: list[Finding] = []
+    model = oracle.parameters_of(case.inputs[0])
+    values, order = parts.lookup([], model)
+    held = np.zeros(len(values), dtype=bool)
+    for rank, answer in enumerate(case.answers):
+        for key in (k for k in answer if k[0] == "s" and k[1:].isdigit()):
+            shard = parts.finite_floats(answer[key], held.size)
+            if shard is None:
+                findings.append(Finding(
+                    "local_parameters: not finite fp32 numbers, or more of them than the model "
+                    "has.", rank,
+                ))  # fmt: skip
+                break
+            places = parts.find(values, order, shard)
+            held[places[places >= 0]] = True
+    if not findings and not held.all():
+        findings.append(Finding(
+            f"{int((~held).sum())} of {held.size} values of the model are in no rank's shards. Are "
+            "they cut before they are freed, and is the remainder kept when N does not divide?"
+        ))  # fmt: skip
+    bound = parts.shard_bound([v.shape for v in model], case.world_size)
+    for rank, answer in enumerate(case.answers):
+        for kind, times in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+            got = answer.get(kind)
+            if type(got) is not int:
+                findings.append(Finding(f"{kind}: no bytes were counted.", rank))
+            elif got > times * bound:
+                findings.append(Finding(
+                    f"{kind} after a step: {got} bytes on this rank, expected at most "
+                    f"{times * bound} (1/{case.world_size} of "
+                    f"{times * sum(v.nbytes for v in model)}, plus padding). "
+                    + _WHY[kind], rank,
+                ))  # fmt: skip
+    return findings
+
+
+_WHY = {
+    "parameters": "Is a shard a clone, and is the whole unit's storage freed after backward?",
+    "gradients": "Are the whole gradients let go (p.grad = None) once they are reduced?",
+    "optimizer": "Does local_parameters() return shards only?",
+}
+
+
+# --- forward -------------------------------------------------------------------------------------
+
+
+def draw_forward(draw: Draw) -> list[Values]:
+    """The same transformer on all ranks, other tokens on each, and what is added to the shards."""
+    rng = draw.shared()
+    start = _draw_gpt(rng) | {"factor": float(rng.uniform(0.5, 0.9))}
+    return [start | {f"t{i}": _tokens(own) for i in range(2)}
+            for own in map(draw.private, range(draw.world_size))]  # fmt: skip
+
+
+def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values:
+    """Logits of the transformer, before and after its shards have changed; without gradients."""
+    gpt = _gpt(inputs).to(context.device)
+    fsdp = fsdp_class(gpt, _gpt_units(gpt))
+    answer: Values = {}
+    for i in range(2):
+        tokens = torch.from_numpy(inputs[f"t{i}"]).to(context.device)
+        with torch.no_grad():
+            answer[f"o{i}"] = fsdp(tokens[:, :-1]).detach().cpu().numpy()
+            for p in parts.local_parameters(fsdp):
+                p.mul_(inputs["factor"])
+    return answer
+
+
+def judge_forward(case: Case) -> list[Finding]:
+    """As the whole model, with the shards' values of now."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for i in range(2):
+            now = {k: v * inputs["factor"] ** i for k, v in inputs.items() if k[0] == "p"}
+            with torch.no_grad():
+                expected = _gpt(now, torch.float64)(torch.from_numpy(inputs[f"t{i}"])[:, :-1])
+            what = "the model's output" + (" after the shards have changed" if i else "")
+            hint = "Forward gathers a unit anew each time: does it read the shards' values of now?"
+            if not oracle.close(
+                findings, rank, what, answer.get(f"o{i}"), expected.numpy(),
+                hint=hint if i else "Does each gathered value end up in its place?",
+            ):  # fmt: skip
+                break
+    return findings
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def _record(fsdp: Any) -> Values:
+    """Per shard its values and, if there is one, its gradient."""
+    answer: Values = {}
+    for i, p in enumerate(parts.local_parameters(fsdp)):
+        answer[f"s{i}"] = parts.array_of(p)
+        if p.grad is not None:
+            answer[f"g{i}"] = parts.array_of(p.grad)
+    return answer
+
+
+def observe_gradients(fsdp_class: Any, inputs: Values, context: Context) -> Values:
+    """One backward pass of the transformer."""
+    gpt = _gpt(inputs).to(context.device)
+    fsdp = fsdp_class(gpt, _gpt_units(gpt))
+    _token_loss(fsdp, torch.from_numpy(inputs["t0"]).to(context.device)).backward()
+    return _record(fsdp)
+
+
+def judge_gradients(case: Case) -> list[Finding]:
+    """Each shard's gradient is its part of the mean over ranks."""
+    per_rank, names = [], [name for name, _ in _empty_gpt().named_parameters()]
+    for inputs in case.inputs:
+        gpt = _gpt(inputs, torch.float64)
+        _token_loss(gpt, torch.from_numpy(inputs["t0"])).backward()
+        per_rank.append([oracle.grad_of(p) for p in gpt.parameters()])
+    return _judge_gradients(case, names, per_rank)
+
+
+def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Values:
+    """Gradients of each batch alone, and of one after the other without zero_grad() between."""
+    model = oracle.mlp(inputs).to(context.device)
+    fsdp = fsdp_class(model, parts.linears(model))
+    optimizer = torch.optim.SGD(parts.local_parameters(fsdp), lr=0.1)
+    answer: Values = {}
+    for name, calls in (("first", (0,)), ("both", (0, 1)), ("second", (1,))):
+        optimizer.zero_grad()
+        for call in calls:
+            x, y = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
+            oracle.mse(fsdp(x), y).backward()
+        grads = [p.grad for p in parts.local_parameters(fsdp)]
+        answer |= {f"{name}/{i}": parts.array_of(g) for i, g in enumerate(grads) if g is not None}
+    return answer
+
+
+def judge_accumulate(case: Case) -> list[Finding]:
+    """Both together are the sum of each alone, shard by shard."""
+    findings: list[Finding] = []
+    size = sum(v.size for v in oracle.parameters_of(case.inputs[0]))
+    for rank, answer in enumerate(case.answers):
+        keys = [k.removeprefix("both/") for k in answer if k.startswith("both/")]
+        if not any(np.size(answer[f"both/{key}"]) for key in keys):
+            findings.append(Finding("the shards have no gradients.", rank))
+        for key in keys:
+            first, second = (parts.finite_floats(answer.get(f"{n}/{key}"), size) for n in _ALONE)
+            if first is None or second is None or first.shape != second.shape:
+                findings.append(Finding(
+                    "after zero_grad() and a backward a shard has no gradient, or one that is not "
+                    "finite.", rank,
+                ))  # fmt: skip
+                break
+            if first.size and (not first.any() or np.array_equal(first, second)):
+                findings.append(Finding("other data gave the same gradient, or none.", rank))
+                break
+            got = parts.finite_floats(answer[f"both/{key}"], size)
+            scale = max(np.abs(first).max(initial=0), np.abs(second).max(initial=0))
+            if got is None or got.shape != first.shape:
+                findings.append(Finding("after two backward passes: not finite numbers.", rank))
+                break
+            off = np.abs(got - first - second) > 1e-4 * scale
+            if off.any():
+                why = "Is anything of earlier passes left over, or added twice?"
+                if np.allclose(got, second, rtol=1e-3, atol=1e-4 * scale):
+                    why = "That is the second one's alone: add to the shard's gradient."
+                findings.append(Finding(
+                    f"after two backward passes without zero_grad(): expected "
+                    f"{(first + second)[off][0]:.6g}, the sum of both gradients, got "
+                    f"{got[off][0]:.6g}. {why}", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+_ALONE = ("first", "second")
+
+
+def _judge_gradients(
+    case: Case, names: list[str], per_rank: list[list[np.ndarray]]
+) -> list[Finding]:
+    """Holds the gradients of all shards against the mean over ranks, entry by entry."""
+    mean = [oracle.mean(grads) for grads in zip(*per_rank, strict=True)]
+    flat = np.concatenate([g.ravel() for g in mean])
+    local = [np.concatenate([g.ravel() for g in grads]) for grads in per_rank]
+    owner = np.repeat(np.arange(len(mean)), [g.size for g in mean])
+    # An absolute part per parameter, and one for gradients that are 0 but for rounding.
+    scale = np.array([np.abs(g).max() for g in mean])[owner] + 1e-2 * np.abs(flat).max()
+    params = [case.inputs[0][f"p{i}"] for i in range(len(mean))]
+    values, order = parts.lookup(names, params)
+    seen = np.zeros(len(flat), dtype=bool)
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for key in (k for k in answer if k.startswith("s")):
+            shard = parts.finite_floats(answer[key], flat.size)
+            grad = parts.finite_floats(answer.get("g" + key[1:]), flat.size)
+            if shard is None or grad is None or grad.shape != shard.shape:
+                findings.append(Finding(
+                    "a shard has no gradient of its own shape, or one that is not finite.",
+                    rank,
+                ))  # fmt: skip
+                break
+            places = parts.find(values, order, shard)
+            real, place = grad[places >= 0], places[places >= 0]
+            seen[place] = True
+            off = np.abs(real - flat[place]) > 2e-4 * (np.abs(flat[place]) + scale[place]) + 1e-12
+            if off.any():
+                at = place[off][0]
+                hint = _explain(real, place, flat, local[rank], case)
+                findings.append(Finding(
+                    f"the gradient of {names[owner[at]]}: expected {flat[at]:.6g} (mean over "
+                    f"ranks) at entry {int(at - np.flatnonzero(owner == owner[at])[0])}, got "
+                    f"{real[off][0]:.6g}. {hint}", rank,
+                ))  # fmt: skip
+                break
+    if not findings and not seen.all():
+        missing = sorted({names[i] for i in owner[~seen]})
+        findings.append(Finding(f"{missing[0]}: some of its entries are in no rank's shards."))
+    return findings
+
+
+def _explain(
+    got: np.ndarray, place: np.ndarray, mean: np.ndarray, local: np.ndarray, case: Case
+) -> str:
+    n = case.world_size
+
+    def agrees(expected: np.ndarray) -> bool:
+        return bool(np.allclose(got, expected[place], rtol=1e-3, atol=1e-4 * np.abs(mean).max()))
+
+    if n > 1 and agrees(mean * n):
+        return f"That is {n} times the mean: the gradients were summed, not averaged."
+    if n > 1 and agrees(mean / n):
+        return "That is the mean divided by the number of ranks once more."
+    if n > 1 and agrees(local):
+        return "That is this rank's own gradient: it was never reduced over the ranks."
+    if n > 2 and agrees(mean * n / 2):
+        return "That is the sum divided by 2: is the number of ranks written into the code?"
+    return "Does every entry of the flat gradient lie where its parameter lies in the flat unit?"

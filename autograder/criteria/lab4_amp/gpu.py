@@ -1,0 +1,172 @@
+"""Criteria for mixed precision on a GPU: seconds and bytes of the student's loop. Extra points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autograder.criteria.common import gpu_meter, oracle
+from autograder.criteria.criterion import Case, Context, Finding, HardwareMissingError, Values
+from autograder.criteria.lab4_amp.loop import NEVER, GivenScaler
+
+WIDTH, LAYERS, OUT = 2048, 8, 64  # few outputs: what the loss keeps is float32 in any precision
+MOST_SAMPLES, FEWEST_SAMPLES = 65_536, 4_096
+# Of each sample and layer a step in float32 keeps the input and, at its peak, a few more tensors.
+BYTES_PER_SAMPLE = WIDTH * 4 * (LAYERS + 6)
+ROUNDS = 5
+LR = 1e-3
+LEAST_SPEEDUP = 2.0  # tensor cores promise 8 to 16; a loop that is half in float32 stays below
+MOST_MEMORY = 0.75  # activations are most of it here, and half of their bytes are saved
+LOSS_RTOL = 0.05
+
+
+def network(seed: int) -> nn.Sequential:
+    """Linear layers and ReLU, float32, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    layers: list[nn.Module] = []
+    for out in [WIDTH] * (LAYERS - 1) + [OUT]:
+        linear = nn.Linear(WIDTH, out)
+        with torch.no_grad():
+            weight = torch.randn(out, WIDTH, generator=generator)
+            linear.weight.copy_(weight * (2 / WIDTH) ** 0.5)
+            linear.bias.zero_()
+        layers += [linear, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def data(seed: int, samples: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs [samples, WIDTH], targets [samples, OUT], float32: FEWEST_SAMPLES, again and again."""
+    generator = torch.Generator(device).manual_seed(seed)
+    few = torch.randn(FEWEST_SAMPLES, WIDTH + OUT, device=device, generator=generator)
+    both = few.repeat(samples // FEWEST_SAMPLES, 1)
+    return both[:, :WIDTH].contiguous(), both[:, WIDTH:].contiguous()
+
+
+def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
+    """One step of the student's loop in 16 bits, beside one of ours in float32.
+
+    The ranks keep to themselves (DDP over a group of one): communication is not what is timed.
+    """
+    import torch.distributed as dist
+
+    device = context.device
+    dtype = gpu_meter.half_dtype(device)
+    samples = _choose_samples(device)
+    x, y = data(inputs["data"], samples, device)
+    groups = [dist.new_group([rank]) for rank in range(context.world_size)]
+    model = DistributedDataParallel(
+        network(inputs["network"]).to(device),
+        device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=groups[context.rank],
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    start = [p.detach().clone() for p in model.parameters()]
+    losses: dict[str, float] = {}
+
+    def afresh() -> None:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), start, strict=True):
+                p.copy_(value)
+
+    def full() -> None:
+        optimizer.zero_grad()
+        loss = oracle.mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses["full"] = loss.item()
+
+    def mixed() -> None:
+        scaler = GivenScaler(device.type, init_scale=1024.0, growth_interval=NEVER)
+        told = train_amp(model, [(x, y)], oracle.mse, optimizer, scaler, dtype=dtype)
+        losses["mixed"] = float(told[0])
+
+    runs = {"full": full, "mixed": mixed}
+    answer: Values = {}
+    with gpu_meter.without_tf32():
+        for name, run in runs.items():
+            afresh()
+            run()  # makes what stays
+            afresh()
+            answer[f"{name}/bytes"] = gpu_meter.peak_bytes(run, device)
+            answer[f"{name}/loss"] = losses[name]  # before any update
+        for name, values in gpu_meter.paired_seconds(runs, device, rounds=ROUNDS).items():
+            answer[f"{name}/seconds"] = np.array(values)
+    return answer | {"samples": samples, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _choose_samples(device: torch.device) -> int:
+    """As many as fit twice in this rank's part of what is free; the same on all ranks.
+
+    Raises:
+        HardwareMissingError: not even a batch that keeps the GPU busy fits.
+    """
+    import torch.distributed as dist
+
+    free = gpu_meter.free_bytes(device)
+    fit = free // (2 * dist.get_world_size() * BYTES_PER_SAMPLE)
+    samples = min(MOST_SAMPLES, fit // FEWEST_SAMPLES * FEWEST_SAMPLES)
+    if samples < FEWEST_SAMPLES:
+        raise HardwareMissingError(
+            f"It needs {2 * FEWEST_SAMPLES * BYTES_PER_SAMPLE / 2**30:.1f} GiB of free GPU memory "
+            f"for each rank; all ranks together have {free / 2**30:.1f}."
+        )
+    return samples
+
+
+def judge_speed(case: Case) -> list[Finding]:
+    """At least LEAST_SPEEDUP times as fast as in float32, with the same loss."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        full, mixed = (
+            gpu_meter.positive(answer.get(f"{name}/seconds"), ROUNDS) for name in ("full", "mixed")
+        )
+        if full is None or mixed is None:
+            findings.append(Finding(f"expected {ROUNDS} times in seconds.", rank))
+            continue
+        ratio = gpu_meter.median_ratio(full, mixed)
+        if not ratio >= LEAST_SPEEDUP:
+            findings.append(Finding(
+                f"a step of {answer.get('samples')} samples took {np.median(mixed) * 1e3:.1f} ms "
+                f"in {answer.get('dtype')}, {np.median(full) * 1e3:.1f} ms in float32: expected "
+                f"at least {LEAST_SPEEDUP:g} times as fast, got {ratio:.2f} times. Do all matrix "
+                "products run under autocast, the model's and the loss's?", rank,
+            ))  # fmt: skip
+        _judge_loss(findings, rank, answer)
+    return findings
+
+
+def judge_memory(case: Case) -> list[Finding]:
+    """At most MOST_MEMORY of float32's peak, with the same loss."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        full, mixed = (answer.get(f"{name}/bytes") for name in ("full", "mixed"))
+        if not (isinstance(full, int) and isinstance(mixed, int) and full > 0 and mixed > 0):
+            findings.append(Finding("expected two peaks in bytes.", rank))
+            continue
+        if mixed > MOST_MEMORY * full:
+            findings.append(Finding(
+                f"a step of {answer.get('samples')} samples needed {mixed / 2**30:.2f} GiB beyond "
+                f"parameters and data in {answer.get('dtype')}, {full / 2**30:.2f} in float32: "
+                f"expected at most {MOST_MEMORY:g} of that, got {mixed / full:.2f}. Are the "
+                "activations in 16 bits, and is no float32 copy of them kept?", rank,
+            ))  # fmt: skip
+        _judge_loss(findings, rank, answer)
+    return findings
+
+
+def _judge_loss(findings: list[Finding], rank: int, answer: Values) -> None:
+    full, mixed = (answer.get(f"{name}/loss") for name in ("full", "mixed"))
+    right = (
+        isinstance(full, float) and isinstance(mixed, float)
+        and abs(mixed - full) <= LOSS_RTOL * abs(full)
+    )  # fmt: skip
+    if not right:
+        findings.append(Finding(
+            f"the loss of the first step: expected {full} as in float32, within "
+            f"{LOSS_RTOL:.0%}, got {mixed}.", rank,
+        ))  # fmt: skip

@@ -1,0 +1,177 @@
+"""Criteria for a DDP communication hook that sends 16 bits, on the emulated cluster.
+
+The gradient of each parameter is a private array of the referee's, so what must be in the
+payloads, and what must come out, is known without training anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.lab4_amp.formats import DTYPES
+from autograder.criteria.lab4_amp.scaler import same
+from minidist.emulate.plan import ChargePlan
+
+SHAPES = ((40, 30), (500,), (25, 16))
+NUMEL = sum(int(np.prod(shape)) for shape in SHAPES)
+STEPS = 3  # the last one counts: DDP settles its buckets in the first
+LARGE = 40_000.0  # fits into fp16; twice it does not
+
+
+def plan(draw: Draw) -> ChargePlan:
+    """Nothing is charged: bytes count here, not time."""
+    return ChargePlan((), (), draw.seed("charges").to_bytes(16, "big"))
+
+
+class Weighted(nn.Module):
+    """Sum of parameter × weight: the weights are the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([torch.zeros(shape) for shape in SHAPES])
+
+    def forward(self, weights: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(p * w).sum() for p, w in zip(self.parts, weights, strict=True)]).sum()
+
+
+def _draw(draw: Draw, names: list[str], large: bool) -> list[Values]:
+    inputs: list[Values] = [{"names": names} for _ in range(draw.world_size)]
+    signs = [draw.shared("signs").choice([-1.0, 1.0], shape) for shape in SHAPES]
+    for rank, values in enumerate(inputs):
+        rng = draw.private(rank)
+        for i, (shape, sign) in enumerate(zip(SHAPES, signs, strict=True)):
+            # The same sign on all ranks, so that nothing cancels.
+            weights = sign * 10 ** rng.uniform(-2, 2, shape)
+            if large:
+                weights.flat[:3] = sign.flat[:3] * LARGE * rng.uniform(0.9, 1.1, 3)
+            values[f"w/{i}"] = weights.astype(np.float32)
+    return inputs
+
+
+def draw_mean(draw: Draw) -> list[Values]:
+    """Gradients whose sum, but not whose mean, is beyond fp16; in both formats."""
+    return _draw(draw, [["float16", "bfloat16"][i] for i in draw.shared("order").permutation(2)],
+                 large=True)  # fmt: skip
+
+
+def draw_bytes(draw: Draw) -> list[Values]:
+    """One format, gradients of ordinary size."""
+    return _draw(draw, [str(draw.shared("name").choice(["float16", "bfloat16"]))], large=False)
+
+
+def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
+    """Runs backward several times in each format; the gradients of the last one."""
+    answer: Values = {}
+    for name in inputs["names"]:
+        model = DistributedDataParallel(Weighted(), bucket_cap_mb=0.003)
+        model.register_comm_hook(None, make_hook(DTYPES[name]))
+        weights = [torch.from_numpy(inputs[f"w/{i}"]) for i in range(len(SHAPES))]
+        for _ in range(STEPS):
+            model.zero_grad()
+            model(weights).backward()
+        for i, p in enumerate(model.parameters()):
+            grad = torch.zeros(0) if p.grad is None else p.grad
+            answer[f"dtype/{name}/{i}"] = str(grad.dtype).removeprefix("torch.")
+            answer[f"g/{name}/{i}"] = grad.float().numpy()
+    return answer
+
+
+def judge_mean(case: Case) -> list[Finding]:
+    """The mean over ranks, as float32, within the rounding of the format."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        for name in case.inputs[0]["names"]:
+            eps = float(torch.finfo(DTYPES[name]).eps)
+            for i in range(len(SHAPES)):
+                local = [inputs[f"w/{i}"].astype(np.float64) for inputs in case.inputs]
+                got, expected = answer.get(f"g/{name}/{i}"), np.mean(local, axis=0)
+                if not same(answer.get(f"dtype/{name}/{i}"), "float32"):
+                    findings.append(Finding(
+                        f"{name}: gradient {i} has become {answer.get(f'dtype/{name}/{i}')}. "
+                        "Only what travels is in 16 bits.", rank,
+                    ))  # fmt: skip
+                    break
+                hint = _explain(got, expected, case.world_size)
+                if not compare(
+                    findings, rank, f"{name}: gradient {i}", got, expected,
+                    rtol=2 * eps, atol=0.0, hint=hint,
+                ):  # fmt: skip
+                    break
+    return findings
+
+
+def _explain(got: Any, expected: np.ndarray, world_size: int) -> str:
+    if not isinstance(got, np.ndarray) or got.shape != expected.shape:
+        return ""
+    if np.isinf(got).any() and not np.isinf(got).all():
+        return (
+            "The sum over the ranks overflowed, the mean would not have. Divide before the "
+            "all-reduce."
+        )
+    if world_size > 1 and np.allclose(got, expected * world_size, rtol=0.02):
+        return f"That is {world_size} times the mean."
+    if world_size != 2 and np.allclose(got, expected * world_size / 2, rtol=0.02):
+        return "That is the sum divided by 2: is the number of ranks written into the code?"
+    return ""
+
+
+def judge_bytes(case: Case) -> list[Finding]:
+    """Every gradient travels once per step, in two bytes per element."""
+    assert case.trace is not None
+    if case.world_size == 1:
+        return []
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    name = case.inputs[0]["names"][0]
+    collectives = {c.key: c for c in case.trace.collectives}
+    findings: list[Finding] = []
+    for rank, inputs in enumerate(case.inputs):
+        issued = [collectives[e.key] for e in case.trace.events[rank]
+                  if e.kind == "issue" and e.key in collectives]  # fmt: skip
+        reduced = [c for c in issued if c.kind == "all_reduce" and "float" in c.dtype]
+        others = {c.kind for c in issued if "float" in c.dtype} - {"all_reduce", "broadcast"}
+        wide = [c for c in reduced if c.dtype != name]
+        if others or wide:
+            what = f"an all-reduce of {wide[0].dtype}" if wide else f"{sorted(others)[0]}"
+            findings.append(Finding(
+                f"{name}: expected one all-reduce of {name} per bucket, saw {what}.", rank
+            ))  # fmt: skip
+            continue
+        reduced = [c for c in reduced if reaches_all(c, case.world_size)]
+        sent = sum(c.nbytes for c in reduced)
+        if not 0.9 * STEPS * NUMEL * 2 <= sent <= 1.1 * STEPS * NUMEL * 2:
+            findings.append(Finding(
+                f"{name}: {sent} bytes of gradients were all-reduced over all ranks in {STEPS} "
+                f"steps, expected {STEPS * NUMEL * 2}.", rank,
+            ))  # fmt: skip
+        elif not _carries(reduced, rank, inputs, name):
+            findings.append(Finding(
+                f"{name}: what was all-reduced in the last step is not this rank's gradients.", rank
+            ))  # fmt: skip
+    return findings
+
+
+def _carries(reduced: list[Any], rank: int, inputs: Values, name: str) -> bool:
+    """Whether the last step's payloads are the gradients, divided by whatever number."""
+    payloads = [np.asarray(c.payloads[rank], np.float64).ravel()
+                for c in reduced if c.payloads.get(rank) is not None]  # fmt: skip
+    if not payloads:
+        return False
+    sent = np.sort(np.concatenate(payloads)[-NUMEL:])
+    own = np.concatenate([inputs[f"w/{i}"].astype(np.float64).ravel() for i in range(len(SHAPES))])
+    if len(sent) != NUMEL or not np.isfinite(sent).all():
+        return False
+    # By which number they were divided is `judge_mean`'s to say.
+    factor = np.abs(sent).sum() / np.abs(own).sum()
+    eps = float(torch.finfo(DTYPES[name]).eps)
+    return factor > 0 and np.allclose(sent / factor, np.sort(own), rtol=4 * eps, atol=1e-4)

@@ -1,0 +1,127 @@
+"""Criterion for master weights: 16-bit parameters whose updates are below what they can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.lab4_amp.formats import DTYPES
+from autograder.criteria.lab4_amp.scaler import same
+
+SHAPES = ((4, 3), (6,), (2,))
+UNTOUCHED, SOMETIMES = 2, 1  # one never gets a gradient, one in every second step
+STEPS = 48
+CASES = (("bfloat16", "SGD"), ("float16", "SGD"), ("bfloat16", "AdamW"))
+
+
+def _factory(kind: str, lr: float) -> Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]:
+    if kind == "SGD":
+        return lambda params: torch.optim.SGD(params, lr=lr, momentum=0.5)
+    return lambda params: torch.optim.AdamW(params, lr=lr, weight_decay=0.0)
+
+
+def _has_gradient(parameter: int, step: int) -> bool:
+    return parameter != UNTOUCHED and not (parameter == SOMETIMES and step % 2)
+
+
+def draw(source: Draw) -> list[Values]:
+    """Parameters between 1 and 2, and gradients that move them a fifth of a step of the format."""
+    inputs = []
+    for rank in range(source.world_size):
+        rng, values = source.private(rank), {}
+        for number, (name, kind) in enumerate(CASES):
+            eps = float(torch.finfo(DTYPES[name]).eps)
+            # AdamW takes steps of lr whatever the gradient; SGD with momentum 0.5 doubles them.
+            move = eps * float(rng.uniform(0.15, 0.22))
+            values[f"lr/{number}"] = move if kind == "AdamW" else move / 2
+            for i, shape in enumerate(SHAPES):
+                values[f"p/{number}/{i}"] = rng.uniform(1.3, 1.7, shape).astype(np.float32)
+                sign = rng.choice([-1.0, 1.0], shape)
+                grads = sign * rng.uniform(0.6, 1.4, (STEPS, *shape))
+                values[f"g/{number}/{i}"] = grads.astype(np.float32)
+        inputs.append(values)
+    return inputs
+
+
+def observe(master_class: Any, inputs: Values, context: Context) -> Values:
+    """Parameters after all steps, their dtype, and whether gradients were cleared."""
+    answer: Values = {}
+    for number, (name, kind) in enumerate(CASES):
+        parameters = [
+            torch.nn.Parameter(
+                torch.from_numpy(inputs[f"p/{number}/{i}"]).to(context.device, DTYPES[name])
+            )
+            for i in range(len(SHAPES))
+        ]
+        optimizer = master_class(list(parameters), _factory(kind, inputs[f"lr/{number}"]))
+        left = 0
+        for step in range(STEPS):
+            for i, p in enumerate(parameters):
+                grad = torch.from_numpy(inputs[f"g/{number}/{i}"][step]).to(p)
+                p.grad = grad if _has_gradient(i, step) else None
+            optimizer.step()
+            optimizer.zero_grad()
+            left += sum(p.grad is not None and bool((p.grad != 0).any()) for p in parameters)
+        answer[f"left/{number}"] = left
+        for i, p in enumerate(parameters):
+            answer[f"p/{number}/{i}"] = p.detach().float().cpu().numpy()
+            answer[f"dtype/{number}/{i}"] = str(p.dtype).removeprefix("torch.")
+    return answer
+
+
+def _oracle(inputs: Values, number: int) -> list[np.ndarray]:
+    """The same optimiser on float64 copies; the gradients as the parameters' dtype held them."""
+    name, kind = CASES[number]
+    masters = [
+        torch.from_numpy(inputs[f"p/{number}/{i}"]).to(DTYPES[name]).double().requires_grad_()
+        for i in range(len(SHAPES))
+    ]
+    optimizer = _factory(kind, inputs[f"lr/{number}"])(masters)
+    for step in range(STEPS):
+        for i, master in enumerate(masters):
+            grad = torch.from_numpy(inputs[f"g/{number}/{i}"][step]).to(DTYPES[name]).double()
+            master.grad = grad if _has_gradient(i, step) else None
+        optimizer.step()
+    return [master.detach().numpy() for master in masters]
+
+
+def judge(case: Case) -> list[Finding]:
+    """Parameters are the rounded masters, within one number of the format."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, (name, kind) in enumerate(CASES):
+            eps = float(torch.finfo(DTYPES[name]).eps)
+            if not same(answer.get(f"left/{number}"), 0):
+                findings.append(Finding("zero_grad() left gradients behind.", rank))
+            for i, expected in enumerate(_oracle(inputs, number)):
+                got = answer.get(f"p/{number}/{i}")
+                if not same(answer.get(f"dtype/{number}/{i}"), name):
+                    findings.append(Finding(
+                        f"a {name} parameter is {answer.get(f'dtype/{number}/{i}')} after a step. "
+                        "The model's parameters keep their dtype.", rank,
+                    ))  # fmt: skip
+                    break
+                start = torch.from_numpy(inputs[f"p/{number}/{i}"]).to(DTYPES[name]).double()
+                still = isinstance(got, np.ndarray) and np.array_equal(got, start.numpy())
+                hint = (
+                    "The masters go on from their own last value, in float32; the parameters are a "
+                    "rounded copy of them."
+                )
+                if still and i != UNTOUCHED:
+                    hint = (
+                        "They have not moved: each update is less than half the distance to the "
+                        f"next {name} number. Add up the updates in float32, in copies that live "
+                        "as long as the optimizer."
+                    )
+                elif i == SOMETIMES:
+                    hint = "Where p.grad is None its master has none, not that of the step before."
+                if not compare(
+                    findings, rank, f"{name}, {kind}: parameter {i} after {STEPS} small steps",
+                    got, expected, rtol=eps, atol=0.0, hint=hint,
+                ):  # fmt: skip
+                    break
+    return findings

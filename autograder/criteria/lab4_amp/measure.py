@@ -1,0 +1,247 @@
+"""Criteria for measuring: bytes of a training step, and seconds of one on a device that queues.
+
+Nothing is timed here. The device and the clock are made of the numbers that the referee drew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+
+KEYS = ("parameters", "gradients", "optimizer", "saved")
+PRECISIONS = ("float32", "autocast", "bfloat16")
+LR = 0.1  # a step shows in bf16, too
+
+
+# --- memory_report -------------------------------------------------------------------------------
+
+
+def draw_memory(draw: Draw) -> list[Values]:
+    """Networks of private sizes, in three precisions, with and without a frozen layer."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        cases = []
+        for number, precision in enumerate((*PRECISIONS, "autocast")):
+            cases.append({
+                "precision": precision,
+                "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
+                "batch": int(rng.integers(10, 40)),
+                "frozen": bool(number == 3),
+                "optimizer": str(rng.choice(["AdamW", "SGD"])),
+            })  # fmt: skip
+        inputs.append({"cases": [cases[i] for i in rng.permutation(len(cases))]})
+    return inputs
+
+
+def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Values:
+    """The report on each case."""
+    reports, stepped = [], True
+    for case in inputs["cases"]:
+        a, b, c, d = case["sizes"]
+        layers = (nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c), nn.Tanh(), nn.Linear(c, d))
+        model = nn.Sequential(*layers).to(context.device)
+        model[0].requires_grad_(not case["frozen"])
+        x = torch.randn(case["batch"], a, device=context.device)
+        y = torch.randn(case["batch"], d, device=context.device)
+        if case["precision"] == "bfloat16":
+            model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if case["optimizer"] == "AdamW":
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=LR, foreach=False)
+        else:
+            optimizer = torch.optim.SGD(trained, lr=LR, momentum=0.9)
+        before = [p.detach().clone() for p in trained]
+        for p in trained:  # gradients that somebody left: a step with them is nan
+            p.grad = torch.full_like(p, torch.nan)
+        autocast = torch.autocast(
+            context.device.type, dtype=torch.bfloat16, enabled=case["precision"] == "autocast"
+        )
+
+        def compute_loss(
+            model: nn.Module = model, x: torch.Tensor = x, y: torch.Tensor = y, on: Any = autocast
+        ) -> torch.Tensor:
+            with on:
+                return oracle.mse(model(x).float(), y)
+
+        report = memory_report(model, optimizer, compute_loss)
+        reports.append({key: integer(report[key], f"report[{key!r}]") for key in KEYS})
+        stepped &= all(bool(torch.isfinite(p).all()) for p in trained)
+        stepped &= not all(torch.equal(p, b) for p, b in zip(trained, before, strict=True))
+    return {"reports": reports, "stepped": stepped}
+
+
+def expected_bytes(case: Values) -> dict[str, tuple[int, int]]:
+    """Least and most bytes that are right; AdamW's step counters may be counted or not."""
+    a, b, c, d = case["sizes"]
+    batch, frozen = case["batch"], case["frozen"]
+    width = 2 if case["precision"] == "bfloat16" else 4
+    numel = (0 if frozen else a * b + b) + b * c + c + c * d + d
+    adam = case["optimizer"] == "AdamW"
+    state = numel * width * (2 if adam else 1)
+    # Each layer keeps its input, and the weight that its input's gradient needs; a parameter counts
+    # as one, but autocast's copy of it does not. ReLU and tanh keep their output: the next input.
+    activations = batch * (b + c + (0 if frozen else a))
+    copies = c * d + (0 if frozen else b * c)
+    saved = batch * d * 4  # the difference, squared in float32
+    saved += activations * (4 if case["precision"] == "float32" else 2)
+    saved += 2 * copies if case["precision"] == "autocast" else 0
+    everything = (a * b + b + b * c + c + c * d + d) * width
+    counters = 8 * (4 if frozen else 6) if adam else 0
+    return {
+        "parameters": (everything, everything),
+        "gradients": (numel * width, numel * width),
+        "optimizer": (state, state + counters),
+        "saved": (saved, saved),
+    }
+
+
+_HINTS = {
+    "parameters": "numel × element_size of every parameter, frozen ones as well.",
+    "gradients": "Those that there are after backward; a frozen parameter has none.",
+    "optimizer": "The tensors in optimizer.state, after a step.",
+    "saved": "What autograd packs during compute_loss(): each storage once, and none that "
+    "belongs to a parameter.",
+}
+
+
+def judge_memory(case: Case) -> list[Finding]:
+    """Bytes as they follow from the sizes."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        reports = answer.get("reports")
+        if answer.get("stepped") is not True:
+            findings.append(Finding(
+                "the parameters have not made one step with the gradients of compute_loss() alone: "
+                "were older ones cleared?", rank))  # fmt: skip
+            continue
+        for number, net in enumerate(inputs["cases"]):
+            report = reports[number] if isinstance(reports, list) and number < len(reports) else {}
+            for key, (least, most) in expected_bytes(net).items():
+                got = report.get(key) if isinstance(report, dict) else None
+                if not isinstance(got, int) or not least <= got <= most:
+                    frozen = ", first layer frozen" if net["frozen"] else ""
+                    findings.append(Finding(
+                        f"{net['precision']}, layers {net['sizes']}, batch {net['batch']}, "
+                        f"{net['optimizer']}{frozen}: expected {least} bytes of {key}, got {got}. "
+                        f"{_HINTS[key]}", rank,
+                    ))  # fmt: skip
+            if findings and findings[-1].rank == rank:
+                break
+    return findings
+
+
+# --- time_step -----------------------------------------------------------------------------------
+
+LAUNCH_S = 1e-4  # what queueing a step costs the program
+
+
+class QueueingDevice:
+    """A device that returns from a step at once and works it off later; time is drawn."""
+
+    def __init__(self, work_s: np.ndarray) -> None:
+        self.work_s, self.calls = work_s, 0
+        self.now = self.ready = 100.0
+
+    def step(self) -> None:
+        """Queues one step's work."""
+        self.now += LAUNCH_S
+        work = float(self.work_s[min(self.calls, len(self.work_s) - 1)])
+        self.ready = max(self.ready, self.now) + work
+        self.calls += 1
+
+    def synchronize(self) -> None:
+        """Waits until the queue is empty."""
+        self.now = max(self.now, self.ready)
+
+    def clock(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+def draw_timing(draw: Draw) -> list[Values]:
+    """Slow first steps, one outlier, and another rank that is slowest in each case."""
+    rng = draw.shared("settings")
+    settings = [
+        {"warmup": int(rng.integers(2, 5)), "repeats": int(rng.integers(3, 6)) * 2 + 1},
+        {"warmup": int(rng.integers(2, 5)), "repeats": 1},
+        {"warmup": 0, "repeats": 7},
+    ]
+    slowest = [int(r) for r in rng.integers(draw.world_size, size=len(settings))]
+    inputs = []
+    for rank in range(draw.world_size):
+        own, values = draw.private(rank), Values(settings=settings)
+        for number, setting in enumerate(settings):
+            work = own.uniform(2e-3, 3e-3, setting["warmup"] + setting["repeats"])
+            work += 2e-3 * (rank == slowest[number])
+            work[: setting["warmup"]] *= 40
+            if setting["repeats"] > 1:
+                work[setting["warmup"] + int(own.integers(setting["repeats"]))] *= 30
+            values[f"work/{number}"] = work
+        inputs.append(values)
+    return inputs
+
+
+def observe_timing(time_step: Any, inputs: Values, context: Context) -> Values:
+    """What the function measures on each device, and how often it called the step."""
+    seconds, calls = [], []
+    for number, setting in enumerate(inputs["settings"]):
+        machine = QueueingDevice(inputs[f"work/{number}"])
+        seconds.append(float(time_step(
+            machine.step, machine.synchronize, context.device,
+            warmup=setting["warmup"], repeats=setting["repeats"], clock=machine.clock,
+        )))  # fmt: skip
+        calls.append(machine.calls)
+    return {"seconds": seconds, "calls": calls}
+
+
+def judge_timing(case: Case) -> list[Finding]:
+    """The median of the timed steps, of the slowest rank, with the queue emptied each time."""
+    findings: list[Finding] = []
+    for number, setting in enumerate(case.inputs[0]["settings"]):
+        warmup, repeats = setting["warmup"], setting["repeats"]
+        per_rank = [inputs[f"work/{number}"] for inputs in case.inputs]
+        medians = [LAUNCH_S + float(np.median(work[warmup:])) for work in per_rank]
+        what = f"warmup={warmup}, repeats={repeats}"
+        for rank, answer in enumerate(case.answers):
+            calls, seconds = answer.get("calls"), answer.get("seconds")
+            got = seconds[number] if isinstance(seconds, list) and number < len(seconds) else None
+            if not isinstance(calls, list) or calls[number : number + 1] != [warmup + repeats]:
+                findings.append(Finding(
+                    f"{what}: step() was called {calls} times in the cases; expected "
+                    f"{warmup + repeats} times in case {number}.", rank,
+                ))  # fmt: skip
+                break
+            if not isinstance(got, float) or not abs(got - max(medians)) <= 1e-9:
+                hint = _explain_timing(got, per_rank[rank], medians[rank], warmup)
+                findings.append(Finding(
+                    f"{what}: expected {max(medians) * 1e3:.4f} ms, got "
+                    f"{_milliseconds(got)}.{hint}", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def _milliseconds(got: Any) -> str:
+    return f"{got * 1e3:.4f} ms" if isinstance(got, float) else repr(got)
+
+
+def _explain_timing(got: Any, work: np.ndarray, median: float, warmup: int) -> str:
+    if not isinstance(got, float):
+        return ""
+    for value, reason in (
+        (median, "That is this rank's own median: all wait for the slowest rank."),
+        (LAUNCH_S, "That is how long it takes to queue a step: synchronize() before the second "
+         "look at the clock."),
+        (LAUNCH_S + float(work[warmup:].mean()), "That is the mean, which one outlier decides."),
+        (LAUNCH_S + float(np.median(work)), "The warm-up steps were timed as well."),
+    ):  # fmt: skip
+        if abs(got - value) <= 1e-9:
+            return " " + reason
+    return " Is the queue empty when the clock is read first?"

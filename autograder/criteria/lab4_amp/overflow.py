@@ -1,0 +1,211 @@
+"""Criteria for a loss scaler: which steps it leaves out, and that all ranks leave out the same.
+
+Which gradients overflow, where and on which rank is drawn by the referee.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab4_amp.scaler import (
+    NEVER,
+    SHAPES,
+    draw_gradients,
+    draw_start,
+    make_optimizer,
+    make_parameters,
+    same,
+    set_gradients,
+    stepped,
+    values_of,
+)
+
+# --- finds ---------------------------------------------------------------------------------------
+
+FIND_CASES: dict[str, tuple[str, bool]] = {
+    "clean": ("all gradients are finite", True),
+    "inf first": ("inf in the first gradient", False),
+    "minus inf": ("-inf in a gradient in the middle", False),
+    "nan last": ("nan in the last entry of the last gradient", False),
+    "nan among many": ("nan and inf in the same gradient", False),
+    "huge": ("entries of 2e38, large but finite", True),
+    "none": ("one parameter has no gradient, the others are finite", True),
+    "none and nan": ("one parameter has no gradient, another one has nan", False),
+}
+
+
+def draw_finds(draw: Draw) -> list[Values]:
+    """Every case on all ranks at once, with private values."""
+    order = [list(FIND_CASES)[i] for i in draw.shared("order").permutation(len(FIND_CASES))]
+    inputs = []
+    for rank in range(draw.world_size):
+        values = {"order": order} | draw_start(draw.private(rank))
+        for kind in order:
+            grads: list[np.ndarray | None] = list(draw_gradients(draw.shared(f"{rank} {kind}")))
+            for i, grad in enumerate(_spoil(kind, grads)):
+                if grad is not None:
+                    values[f"{kind}/{i}"] = grad
+        inputs.append(values)
+    return inputs
+
+
+def _spoil(kind: str, grads: list[Any]) -> list[Any]:
+    if kind == "inf first":
+        grads[0][1, 2] = np.inf
+    if kind == "minus inf":
+        grads[1][3] = -np.inf
+    if kind == "nan last":
+        grads[2][1, 1] = np.nan
+    if kind == "nan among many":
+        grads[1][0], grads[1][4] = np.nan, np.inf
+    if kind == "huge":
+        grads[0][:] = np.float32(2e38)  # 12 of them: their sum is beyond float32
+    if kind.startswith("none"):
+        grads[0] = None
+    if kind == "none and nan":
+        grads[2][0, 1] = np.nan
+    return grads
+
+
+def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values:
+    """Parameters after one step of a new scaler, and what step returned."""
+    answer: Values = {"taken": []}
+    for number, kind in enumerate(inputs["order"]):
+        scaler = scaler_class(init_scale=1.0, growth_interval=NEVER)
+        parameters = make_parameters(inputs, context)
+        optimizer = make_optimizer(parameters)
+        set_gradients(parameters, inputs, kind, scaler)
+        if number % 2:
+            scaler.unscale_(optimizer)
+        taken = scaler.step(optimizer)
+        scaler.update()
+        known = isinstance(taken, bool | np.bool_ | torch.Tensor)
+        answer["taken"].append(bool(taken) if known else repr(taken)[:100])
+        for i, value in enumerate(values_of(parameters)):
+            answer[f"{kind}/{i}"] = value
+    return answer
+
+
+def judge_finds(case: Case) -> list[Finding]:
+    """Steps if and only if every entry of every gradient is finite, and says so."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        start = oracle.parameters_of(inputs)
+        taken = answer.get("taken")
+        for number, kind in enumerate(inputs["order"]):
+            what, fine = FIND_CASES[kind]
+            gradients = [inputs.get(f"{kind}/{i}") for i in range(len(SHAPES))]
+            expected = stepped(start, gradients) if fine else start
+            hint = "The step has to be taken." if fine else (
+                "The step has to be left out: not one parameter may change, and no "
+                "optimizer.step() with other gradients either."
+            )  # fmt: skip
+            for i, value in enumerate(expected):
+                if not oracle.close(
+                    findings, rank, f"{what}: parameter {i} after step",
+                    answer.get(f"{kind}/{i}"), value, hint=hint,
+                ):  # fmt: skip
+                    break
+            said = taken[number] if isinstance(taken, list) and number < len(taken) else None
+            if said is not fine:
+                findings.append(
+                    Finding(f"{what}: step() has to return {fine}, it returned {said}.", rank)
+                )
+    return findings
+
+
+# --- agrees --------------------------------------------------------------------------------------
+
+AGREE_STEPS = 7
+
+
+def draw_agrees(draw: Draw) -> list[Values]:
+    """Overflows on some ranks, never on all, in some of the steps."""
+    rng, world_size = draw.shared("bad"), draw.world_size
+    bad: list[list[int]] = [[] for _ in range(AGREE_STEPS)]
+    # Two that unscale by themselves, and two where step does it.
+    for step in (*rng.permutation([1, 3, 5])[:2], *rng.permutation([0, 2, 4, 6])[:2]):
+        count = int(rng.integers(1, max(2, world_size)))
+        bad[step] = sorted(int(r) for r in rng.choice(world_size, count, replace=False))
+    # The first and the last rank are each the only one once, of both kinds.
+    for kind in (0, 1):
+        alone = [s for s in range(AGREE_STEPS) if bad[s] and s % 2 == kind]
+        for step, rank in zip(alone, (0, world_size - 1), strict=True):
+            bad[step] = [rank]
+    inputs = []
+    for rank in range(world_size):
+        values = draw_start(draw.private(rank))
+        for step in range(AGREE_STEPS):
+            grads = draw_gradients(draw.shared(f"rank {rank} step {step}"))
+            if rank in bad[step]:
+                grads[0][0, 0] = np.inf
+            values |= {f"{step}/{i}": grad for i, grad in enumerate(grads)}
+        inputs.append(values)
+    return inputs
+
+
+def observe_agrees(scaler_class: Any, inputs: Values, context: Context) -> Values:
+    """Parameters and scale after every step; every second one unscales by itself first."""
+    scaler = scaler_class(init_scale=1024.0, growth_interval=NEVER)
+    parameters = make_parameters(inputs, context)
+    optimizer = make_optimizer(parameters)
+    answer: Values = {"scales": []}
+    for step in range(AGREE_STEPS):
+        set_gradients(parameters, inputs, str(step), scaler)
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        answer["scales"].append(float(scaler.get_scale()))
+        for i, value in enumerate(values_of(parameters)):
+            answer[f"{step}/{i}"] = value
+    return answer
+
+
+def _finite(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" and bool(np.isfinite(array).all())
+
+
+def judge_agrees(case: Case) -> list[Finding]:
+    """If one rank overflows no rank steps; the scale is the same on all ranks.
+
+    By what a step divides is other criteria's: here only whether it was taken.
+    """
+    findings: list[Finding] = []
+    scales = [answer.get("scales") for answer in case.answers]
+    overflowed = [
+        [r for r, inputs in enumerate(case.inputs) if np.isinf(inputs[f"{step}/0"]).any()]
+        for step in range(AGREE_STEPS)
+    ]
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        before: list[Any] = oracle.parameters_of(inputs)
+        for step, bad in enumerate(overflowed):
+            after: list[Any] = [answer.get(f"{step}/{i}") for i in range(len(SHAPES))]
+            who = "rank " + " and ".join(map(str, bad)) if bad else "no rank"
+            called = "unscale_ and step" if step % 2 else "step"
+            what = f"step {step} ({called}), where {who} overflowed"
+            if any(not isinstance(a, np.ndarray) or a.shape != shape or not _finite(a)
+                   for a, shape in zip(after, SHAPES, strict=True)):  # fmt: skip
+                findings.append(Finding(f"{what}: the parameters are not finite numbers.", rank))
+                break
+            taken = any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+            if taken == bool(bad):
+                hint = (
+                    "this rank stepped. No rank may when one of them overflows: without an "
+                    "agreement the others step, and weights differ from rank to rank."
+                    if bad else "this rank did not step; every rank has to."
+                )  # fmt: skip
+                findings.append(Finding(f"{what}: {hint}", rank))
+                break
+            before = after
+        if not isinstance(scales[rank], list) or not same(scales[rank], scales[0]):
+            findings.append(Finding(
+                f"scales after each step: {scales[rank]}, on rank 0 {scales[0]}. Ranks with other "
+                "scales add up gradients of other sizes.", rank,
+            ))  # fmt: skip
+    return findings

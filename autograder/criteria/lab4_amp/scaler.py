@@ -1,0 +1,255 @@
+"""Criteria for a loss scaler: what it does to losses, gradients, steps and its own scale.
+
+Gradients are handed out by the referee, each rank has its own, and they are multiplied with the
+scale that the scaler itself reports: so a scaler whose scale goes the wrong way still gets the
+gradients that it would have got. Overflows are put where the referee drew them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+
+SHAPES = ((3, 4), (5,), (2, 2))
+LR, WEIGHT_DECAY = 0.25, 0.1  # decay: a step with gradients of zero is not a skipped step
+NEVER = 1_000_000  # a growth interval that no check reaches
+
+
+# --- helpers -------------------------------------------------------------------------------------
+
+
+def draw_gradients(rng: np.random.Generator) -> list[np.ndarray]:
+    """One gradient per parameter, of ordinary size."""
+    return [rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
+
+
+def draw_start(rng: np.random.Generator) -> Values:
+    """Parameters p0, p1, …"""
+    return {f"p{i}": rng.normal(size=s).astype(np.float32) for i, s in enumerate(SHAPES)}
+
+
+def make_parameters(inputs: Values, context: Context) -> list[torch.nn.Parameter]:
+    """The parameters of this rank, on its device."""
+    return [
+        torch.nn.Parameter(torch.from_numpy(a.copy()).to(context.device))
+        for a in oracle.parameters_of(inputs)
+    ]
+
+
+def make_optimizer(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Plain SGD with weight decay, in two groups."""
+    groups = [{"params": list(parameters[:1])}, {"params": list(parameters[1:])}]
+    return torch.optim.SGD(groups, lr=LR, weight_decay=WEIGHT_DECAY)
+
+
+def set_gradients(
+    parameters: Sequence[torch.nn.Parameter], inputs: Values, key: str, scaler: Any
+) -> None:
+    """p.grad = what a backward of the scaled loss would have left; None where none was drawn."""
+    scaler.scale(torch.zeros((), device=parameters[0].device))  # torch's own makes its scale here
+    scale = np.float32(scaler.get_scale())
+    for i, p in enumerate(parameters):
+        grad = inputs.get(f"{key}/{i}")
+        p.grad = None if grad is None else torch.from_numpy(grad * scale).to(p)
+
+
+def values_of(tensors: Sequence[torch.Tensor | None]) -> list[np.ndarray]:
+    """As arrays; an empty one for None."""
+    return [np.zeros(0) if t is None else t.detach().cpu().numpy().copy() for t in tensors]
+
+
+def same(got: Any, expected: Any) -> bool:
+    """Equality of numbers, text and lists; False where an array came instead."""
+    return isinstance(got, type(expected)) and got == expected
+
+
+def stepped(parameters: Sequence[np.ndarray], gradients: Sequence[Any]) -> list[np.ndarray]:
+    """The parameters after one step, in float64; those without a gradient stay."""
+    after = []
+    for p, g in zip(parameters, gradients, strict=True):
+        p = np.asarray(p, dtype=np.float64)
+        after.append(p if g is None else p - LR * (np.asarray(g, np.float64) + WEIGHT_DECAY * p))
+    return after
+
+
+# --- scale ---------------------------------------------------------------------------------------
+
+
+def draw_scale(draw: Draw) -> list[Values]:
+    """Scales, powers of two and not, and private weights of a linear loss."""
+    rng = draw.shared("scales")
+    scales = [float(2 ** rng.integers(3, 9)), float(rng.integers(300, 3000)), 2.0**17]
+    return [
+        {"scales": scales} | draw_start(draw.private(rank))
+        | {f"w{i}": g for i, g in enumerate(draw_gradients(draw.shared(f"weights {rank}")))}
+        for rank in range(draw.world_size)
+    ]  # fmt: skip
+
+
+def observe_scale(scaler_class: Any, inputs: Values, context: Context) -> Values:
+    """The scaled loss, the loss itself afterwards, and the gradients of the scaled one."""
+    answer: Values = {"default": float(scaler_class().get_scale()), "scales": []}
+    half = scaler_class(init_scale=2.0**16).scale(torch.tensor(2.5, dtype=torch.float16))
+    answer["half"] = [str(half.dtype).removeprefix("torch."), float(half)]
+    for number, scale in enumerate(inputs["scales"]):
+        scaler = scaler_class(init_scale=scale)
+        parameters = make_parameters(inputs, context)
+        loss = torch.zeros((), device=context.device)
+        for i, p in enumerate(parameters):
+            loss = loss + (p * torch.from_numpy(inputs[f"w{i}"]).to(p)).sum()
+        before = loss.detach().clone()
+        scaled = scaler.scale(loss)
+        answer[f"scaled/{number}"] = scaled.detach().cpu().numpy().reshape(())
+        answer[f"change/{number}"] = (loss.detach() - before).cpu().numpy().reshape(())
+        scaled.backward()
+        for i, p in enumerate(parameters):
+            answer[f"g{number}/{i}"] = oracle.grad_of(p)
+        answer["scales"].append(float(scaler.get_scale()))
+    return answer
+
+
+def judge_scale(case: Case) -> list[Finding]:
+    """scale times the loss, with its graph; the loss stays what it was."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        start = [p.astype(np.float64) for p in oracle.parameters_of(inputs)]
+        weights = [inputs[f"w{i}"].astype(np.float64) for i in range(len(SHAPES))]
+        terms = np.concatenate([(p * w).ravel() for p, w in zip(start, weights, strict=True)])
+        if not same(answer.get("default"), 65536.0):
+            findings.append(Finding(
+                f"get_scale() of LossScaler(): expected 65536, got {answer.get('default')}.", rank
+            ))  # fmt: skip
+        if not any(same(answer.get("half"), [f"float{n}", 163840.0]) for n in (32, 64)):
+            findings.append(Finding(
+                f"scale(loss) of a loss of 2.5 in fp16, at 65536: expected 163840 in float32, got "
+                f"{answer.get('half')}. fp16 ends at 65504.", rank,
+            ))  # fmt: skip
+        if not same(answer.get("scales"), inputs["scales"]):
+            findings.append(Finding(
+                f"get_scale() with init_scale={inputs['scales']}: got {answer.get('scales')}.", rank
+            ))  # fmt: skip
+        for number, scale in enumerate(inputs["scales"]):
+            what, atol = f"scale(loss) at scale {scale:g}", 1e-4 * scale * np.abs(terms).sum()
+            good = compare(
+                findings, rank, what, answer.get(f"scaled/{number}"),
+                np.asarray(scale * terms.sum()), rtol=1e-4, atol=atol,
+            ) and compare(
+                findings, rank, "change of the loss itself", answer.get(f"change/{number}"),
+                np.zeros(()), rtol=0.0, atol=0.0,
+                hint="Return a new tensor: the loss is still to be logged.",
+            )  # fmt: skip
+            for i, weight in enumerate(weights):
+                good = good and oracle.close(
+                    findings, rank, f"gradient {i} of {what}", answer.get(f"g{number}/{i}"),
+                    scale * weight,
+                    hint="Backward of the scaled loss must give scale times the gradient.",
+                )  # fmt: skip
+            if not good:
+                break
+    return findings
+
+
+# --- unscale -------------------------------------------------------------------------------------
+
+UNSCALE_CASES = {
+    "explicit": "unscale_, then step",
+    "implicit": "step alone, which has to unscale",
+    "twice": "unscale_ twice",
+    "again": "a second round after update()",
+}
+
+
+def draw_unscale(draw: Draw) -> list[Values]:
+    """A scale for each case, private gradients."""
+    rng = draw.shared("scales")
+    scales = {kind: float(2 ** rng.integers(4, 12)) for kind in UNSCALE_CASES}
+    scales["implicit"] = float(rng.integers(100, 1000))
+    inputs = []
+    for rank in range(draw.world_size):
+        values = {"scales": scales} | draw_start(draw.private(rank))
+        for kind in UNSCALE_CASES:
+            for i, grad in enumerate(draw_gradients(draw.shared(f"rank {rank} {kind}"))):
+                values[f"{kind}/{i}"] = grad
+        inputs.append(values)
+    return inputs
+
+
+def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Values:
+    """Gradients after unscale_, parameters after step, and what a second unscale_ does."""
+    answer: Values = {}
+    for kind, scale in inputs["scales"].items():
+        scaler = scaler_class(init_scale=scale, growth_interval=NEVER)
+        parameters = make_parameters(inputs, context)
+        optimizer = make_optimizer(parameters)
+        if kind == "again":
+            set_gradients(parameters, inputs, "explicit", scaler)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        set_gradients(parameters, inputs, kind, scaler)
+        held = [p.grad for p in parameters]  # as whoever has a view of DDP's buckets
+        if kind != "implicit":
+            scaler.unscale_(optimizer)
+        if kind == "twice":
+            try:
+                scaler.unscale_(optimizer)
+                answer["second"] = "nothing was raised"
+            except RuntimeError:
+                answer["second"] = "RuntimeError"
+        if kind != "implicit":
+            for i, grad in enumerate(values_of([p.grad for p in parameters])):
+                answer[f"g/{kind}/{i}"] = grad
+            answer[f"in place/{kind}"] = all(
+                p.grad is grad for p, grad in zip(parameters, held, strict=True)
+            )
+        scaler.step(optimizer)
+        scaler.update()
+        for i, value in enumerate(values_of(parameters)):
+            answer[f"p/{kind}/{i}"] = value
+    return answer
+
+
+def judge_unscale(case: Case) -> list[Finding]:
+    """Divided once before each step, by unscale_ or by step; a second unscale_ is an error."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        start = oracle.parameters_of(inputs)
+        if not same(answer.get("second"), "RuntimeError"):
+            findings.append(Finding(
+                "a second unscale_ before update(): expected a RuntimeError, but "
+                f"{answer.get('second')}. It would divide twice without anybody noticing.", rank,
+            ))  # fmt: skip
+        for kind, what in UNSCALE_CASES.items():
+            gradients = [inputs[f"{kind}/{i}"] for i in range(len(SHAPES))]
+            before = start
+            if kind == "again":
+                before = stepped(start, [inputs[f"explicit/{i}"] for i in range(len(SHAPES))])
+            if kind == "twice" and not same(answer.get("second"), "RuntimeError"):
+                continue
+            scale = inputs["scales"][kind]
+            if kind != "implicit" and answer.get(f"in place/{kind}") is not True:
+                findings.append(Finding(
+                    f"{what}: p.grad is another tensor than before. unscale_ works in place.", rank
+                ))  # fmt: skip
+                continue
+            good = kind == "implicit" or all(
+                oracle.close(
+                    findings, rank, f"{what} (scale {scale:g}): gradient {i} after unscale_",
+                    answer.get(f"g/{kind}/{i}"), np.asarray(grad, np.float64),
+                    hint="unscale_ divides each gradient by the scale, in place, once.",
+                )
+                for i, grad in enumerate(gradients)
+            )  # fmt: skip
+            for i, expected in enumerate(stepped(before, gradients)):
+                good = good and oracle.close(
+                    findings, rank, f"{what} (scale {scale:g}): parameter {i} after step",
+                    answer.get(f"p/{kind}/{i}"), expected,
+                    hint="The step needs gradients that were divided exactly once.",
+                )  # fmt: skip
+    return findings

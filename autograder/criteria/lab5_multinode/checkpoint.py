@@ -1,0 +1,280 @@
+"""Criteria for task 3 of lab 5: what is loaded is what was saved, and the last k are kept."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from autograder.criteria.common.answers import plain
+from autograder.criteria.common.checkpoint_files import (
+    die_while_saving,
+    load_file,
+    name_of,
+    newest_in,
+    rank_zero_only,
+    state_of,
+    step_text,
+    working_with,
+)
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+
+# --- ckpt_roundtrip ------------------------------------------------------------------------------
+
+
+def draw_roundtrip(draw: Draw) -> list[Values]:
+    """A nested state with several dtypes, and steps around a change in the number of digits."""
+    rng = draw.shared()
+    inputs: Values = {
+        "steps": [int(rng.integers(2, 9)), int(rng.integers(10, 99)), int(rng.integers(100, 999))],
+        "weight": rng.normal(size=(7, 3)).astype(np.float32),
+        "moment": rng.normal(size=5),
+        "counts": rng.integers(-9, 9, size=(2, 2)),
+        "word": f"w{int(rng.integers(10**6))}",
+    }
+    return rank_zero_only(draw, inputs)
+
+
+def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
+    """Empty folder, three saves, files whose times are in the wrong order, the newest again."""
+    if context.rank != 0:
+        return {}
+    with working_with(path) as (module, folder):
+        place = folder / "deep" / "er"
+        answer: Values = {"missing": repr(module.load_newest(place)), "returned": []}
+        for step in inputs["steps"]:
+            state = {
+                "model": {"weight": torch.from_numpy(inputs["weight"]) * step},
+                "half": torch.full((2,), float(step), dtype=torch.bfloat16),
+                "optimizer": {"state": {0: {"moment": torch.from_numpy(inputs["moment"])}},
+                              "groups": [{"lr": 0.1 * step, "betas": (0.9, step)}]},
+                "counts": torch.from_numpy(inputs["counts"]),
+                "losses": [1.5, step], "word": inputs["word"], "nothing": None,
+            }  # fmt: skip
+            returned = module.save_checkpoint(place, step, state, keep=3)
+            right = (place / name_of(step)).resolve()
+            answer["returned"].append(Path(str(returned)).resolve() == right)
+        now = time.time()
+        for age, step in enumerate(inputs["steps"]):  # as after a copy: the newest looks oldest
+            file = place / name_of(step)
+            if file.is_file():
+                os.utime(file, (now - 100 * age, now - 100 * age))
+        answer["files"] = sorted(p.name for p in place.iterdir() if p.name.endswith(".ckpt"))
+        elsewhere = folder / "elsewhere"  # a checkpoint is one file: nothing else is copied
+        elsewhere.mkdir()
+        for file in place.glob("step-*.ckpt"):
+            shutil.copy2(file, elsewhere)
+        found = module.load_newest(elsewhere)
+        if found is None:
+            return answer | {"step": -1}
+        answer["step"], state = integer(found[0], "step from load_newest"), found[1]
+        answer["weight"] = state["model"]["weight"].numpy()
+        answer["half"] = state["half"].float().numpy()
+        answer["dtype"] = str(state["half"].dtype)
+        answer["moment"] = state["optimizer"]["state"][0]["moment"].numpy()
+        group = state["optimizer"]["groups"][0]
+        answer["counts"] = state["counts"].numpy()
+        answer["rest"] = [group["lr"], group["betas"][1], *state["losses"], state["word"],
+                          state["nothing"]]  # fmt: skip
+        return answer
+
+
+def judge_roundtrip(case: Case) -> list[Finding]:
+    """None, then the state of the highest step, exactly."""
+    given, answer = case.inputs[0], plain(case.answers[0])
+    findings: list[Finding] = []
+
+    def wrong(text: str) -> None:
+        findings.append(Finding(text, 0))
+
+    if answer.get("missing") != "None":
+        wrong(
+            f"load_newest of a folder that does not exist: expected None, "
+            f"got {answer.get('missing')}."
+        )
+    if answer.get("returned") != [True] * len(given["steps"]):
+        wrong("save_checkpoint: expected that it returns the path of its file.")
+    names = [name_of(step) for step in given["steps"]]
+    if answer.get("files") != names:
+        wrong(f"files after three saves with keep=3: expected {names}, got {answer.get('files')}.")
+    last = given["steps"][-1]
+    if answer.get("step") != last:
+        wrong(
+            f"saved {given['steps']}: expected load_newest to give step {last}, got "
+            f"{answer.get('step')}. The highest step is the newest; a file's time changes when it "
+            "is copied."
+        )
+        return findings
+    expected = {
+        "weight": given["weight"] * np.float32(last),
+        "half": torch.full((2,), float(last), dtype=torch.bfloat16).float().numpy(),
+        "moment": given["moment"], "counts": given["counts"],
+    }  # fmt: skip
+    for name, value in expected.items():
+        got = case.answers[0].get(name)
+        if not (isinstance(got, np.ndarray) and np.array_equal(got, value)):
+            wrong(f"{name!r} did not come back as it was saved.")
+    if answer.get("dtype") != "torch.bfloat16":
+        wrong(f"a bfloat16 tensor came back as {answer.get('dtype')}.")
+    if answer.get("rest") != [0.1 * last, last, 1.5, last, given["word"], None]:
+        wrong(f"numbers, text and None did not come back as they were saved: {answer.get('rest')}.")
+    return findings
+
+
+# --- ckpt_damage ---------------------------------------------------------------------------------
+
+DAMAGE = (
+    "one bit differs",
+    "the last byte is missing",
+    "the second half is missing",
+    "it is empty",
+    "it holds other bytes",
+    "zeros in the middle",
+)
+
+
+def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
+    """What load_newest finds when the newest, the two newest, or all checkpoints are damaged."""
+    if context.rank != 0:
+        return {}
+    steps = inputs["steps"][:3]
+    with working_with(path) as (module, folder):
+        for step in steps:
+            module.save_checkpoint(folder, step, state_of(inputs, step), keep=5)
+        answer: Values = {"whole": newest_in(module, folder, inputs), "found": []}
+        newest = folder / name_of(steps[-1])
+        whole = newest.read_bytes() if newest.is_file() else b"?" * 100
+        for data in _damaged(whole, inputs):
+            newest.write_bytes(data)
+            answer["found"].append(newest_in(module, folder, inputs))
+        (folder / name_of(steps[1])).write_bytes(whole[: len(whole) // 3])
+        answer["two"] = newest_in(module, folder, inputs)
+        (folder / name_of(steps[0])).write_bytes(b"")
+        answer["all"] = newest_in(module, folder, inputs)
+        # What a process that died has left is no checkpoint either.
+        module.save_checkpoint(folder, steps[0], state_of(inputs, steps[0]), keep=5)
+        for name in (f"{name_of(steps[-1] + 1)}.tmp", f"tmp-{steps[-1] + 1}", "notes.txt"):
+            (folder / name).write_bytes(whole[:1000])
+        answer["leftovers"] = newest_in(module, folder, inputs)
+        return answer
+
+
+def _damaged(whole: bytes, inputs: Values) -> Iterator[bytes]:
+    """`whole` in every damaged form; the bits at drawn places."""
+    for place in inputs["places"]:
+        data = bytearray(whole)
+        data[int(place * len(data))] ^= 4
+        yield bytes(data)
+    yield whole[:-1]
+    yield whole[: len(whole) // 2]
+    yield b""
+    yield random.Random(inputs["noise"]).randbytes(len(whole))
+    data = bytearray(whole)
+    middle = int(len(data) * inputs["places"][0])
+    data[middle : middle + 500] = bytes(len(data[middle : middle + 500]))
+    yield bytes(data)
+
+
+def judge_damage(case: Case) -> list[Finding]:
+    """The newest checkpoint that is whole, never a state that differs from what was saved."""
+    given, answer = case.inputs[0], plain(case.answers[0])
+    first, second, third = given["steps"][:3]
+    if answer.get("whole") != [third, True]:
+        return [Finding(
+            f"nothing is damaged yet: expected step {third}, got {answer.get('whole')}.", 0
+        )]  # fmt: skip
+    kinds = [DAMAGE[0]] * len(given["places"]) + list(DAMAGE[1:])
+    found = answer.get("found")
+    found = found if isinstance(found, list) else []
+    for number, kind in enumerate(kinds):
+        got = found[number] if number < len(found) else None
+        # A bit that carries nothing may differ: then the state is right all the same.
+        if got not in ([second, True], [third, True]):
+            return [Finding(_explain(got, f"of the newest checkpoint {kind}", second), 0)]
+    for key, step, what in (
+        ("two", first, "the two newest checkpoints are damaged"),
+        ("all", -1, "all checkpoints are damaged"),
+        ("leftovers", first, "beside one whole checkpoint there are files of other names"),
+    ):
+        if answer.get(key) != [step, True]:
+            return [Finding(_explain(answer.get(key), what, step), 0)]
+    return []
+
+
+def _explain(got: Any, what: str, expected: int) -> str:
+    text = f"{what}: expected load_newest to give {step_text(expected)}, got "
+    if not isinstance(got, list) or len(got) != 2:
+        return f"{text}{got}."
+    if got[1] is not True:
+        return (
+            f"{text}step {got[0]} with other numbers than were saved. torch.load does not notice: "
+            "save a checksum with the data (hashlib), and compare it before you use them."
+        )
+    return f"{text}{step_text(got[0])}."
+
+
+# --- ckpt_keep -----------------------------------------------------------------------------------
+
+
+def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
+    """Which checkpoints are there after each save, and after a death with keep=1."""
+    if context.rank != 0:
+        return {}
+    with working_with(path) as (module, folder):
+        answer: Values = {}
+        for keep in (1, 3):
+            place = folder / f"keep{keep}"
+            place.mkdir()
+            (place / "notes.txt").write_text("mine")
+            (place / "best.ckpt").write_text("mine too")
+            seen = []
+            for step in inputs["steps"]:
+                module = load_file(path)  # in another job, which has the files and no memory
+                for age, file in enumerate(sorted(place.glob("step-*.ckpt"))):
+                    late = time.time() + 1e6 - 100 * age  # as after a copy: the oldest looks newest
+                    os.utime(file, (late, late))
+                module.save_checkpoint(place, step, state_of(inputs, step), keep=keep)
+                seen.append(sorted(p.name for p in place.glob("step-*.ckpt")))
+            answer[f"keep{keep}"] = seen
+            answer[f"others{keep}"] = sorted(
+                p.name for p in place.iterdir() if p.name in ("notes.txt", "best.ckpt")
+            )
+        step = inputs["steps"][-1] + 1
+        place = folder / "keep1"
+        answer["ended"] = die_while_saving(
+            lambda: module.save_checkpoint(place, step, state_of(inputs, step), keep=1)
+        )
+        answer["after"] = (place / name_of(inputs["steps"][-1])).is_file()
+        return answer
+
+
+def judge_keep(case: Case) -> list[Finding]:
+    """The last k, all others deleted, none before the new one is complete."""
+    given, answer = case.inputs[0], plain(case.answers[0])
+    steps = given["steps"]
+    for keep in (1, 3):
+        seen = answer.get(f"keep{keep}")
+        seen = seen if isinstance(seen, list) else []
+        for number in range(len(steps)):
+            right = [name_of(s) for s in steps[max(0, number + 1 - keep) : number + 1]]
+            got = seen[number] if number < len(seen) else None
+            if got != right:
+                return [Finding(
+                    f"keep={keep}, after the saves {steps[: number + 1]}: expected {right}, "
+                    f"got {got}.", 0)]  # fmt: skip
+        if answer.get(f"others{keep}") != ["best.ckpt", "notes.txt"]:
+            return [Finding(
+                "a file that is no step-….ckpt was deleted: keep away from what is not yours.", 0
+            )]  # fmt: skip
+    if answer.get("after") is not True:
+        return [Finding(
+            "keep=1, and the process died while it saved: the checkpoint before it is gone too. "
+            "Delete old ones only when the new one has its name.", 0)]  # fmt: skip
+    return []

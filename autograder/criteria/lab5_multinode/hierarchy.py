@@ -1,0 +1,373 @@
+"""Criteria for task 7 of lab 5: the hierarchical all-reduce, on the emulated cluster.
+
+Ranks of one node are neighbours, as torchrun numbers them. What crosses between nodes is judged
+from the broker's trace: it carried every collective, and knows its ranks, its bytes and what is in
+them. Bytes that hold nothing are no traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autograder.criteria.common import carried, oracle
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from minidist.emulate.trace import Event
+
+CALLS = 2
+FLOATS_PER_RANK = 12_000  # times the world size: divides by every local size
+SLACK = 1.02
+MARK = 101  # numbers in the small all-reduce after each node size
+SLACK_BYTES = 6_000  # for messages that only agree on something
+ROUNDING = 2e-7  # of a few sums in float32, relative to a number, and of numbers near zero
+
+
+def local_sizes(world_size: int) -> list[int]:
+    """All sizes that nodes of equal size can have."""
+    return [n for n in range(1, world_size + 1) if world_size % n == 0]
+
+
+# --- hier_values ---------------------------------------------------------------------------------
+
+
+def draw_values(draw: Draw) -> list[Values]:
+    """Per node size three private tensors: awkward sizes, two dtypes, and a matrix."""
+    world_size = draw.world_size
+    sizes = draw.shared()
+    shapes = [
+        [[int(sizes.integers(20, 60)) * world_size + 1], [1], [int(sizes.integers(3, 8)), 5]]
+        for _ in local_sizes(world_size)
+    ]
+    inputs = []
+    for rank in range(world_size):
+        rng = draw.private(rank)
+        values: Values = {"shapes": shapes}
+        for case, per_case in enumerate(shapes):
+            for number, shape in enumerate(per_case):
+                dtype = np.float64 if number == 2 else np.float32
+                values[f"{case}/{number}"] = rng.normal(size=shape).astype(dtype)
+        inputs.append(values)
+    return inputs
+
+
+def observe_values(reducer_class: Any, inputs: Values, context: Context) -> Values:
+    """The sums, as they stand in the tensors that were handed over."""
+    answer: Values = {}
+    for case, local_size in enumerate(local_sizes(context.world_size)):
+        all_reduce = reducer_class(local_size)
+        for number in range(len(inputs["shapes"][case])):
+            tensor = torch.from_numpy(inputs[f"{case}/{number}"].copy())
+            all_reduce(tensor)
+            answer[f"{case}/{number}"] = tensor.numpy()
+    return answer
+
+
+def judge_values(case: Case) -> list[Finding]:
+    """The sum over all ranks, for nodes of every size."""
+    findings: list[Finding] = []
+    shapes = case.inputs[0]["shapes"]
+    for rank, answer in enumerate(case.answers):
+        for number, local_size in enumerate(local_sizes(case.world_size)):
+            nodes = case.world_size // local_size
+            layout = f"{nodes} node{'s' * (nodes > 1)} × {local_size}"
+            right = True
+            for k, shape in enumerate(shapes[number]):
+                key = f"{number}/{k}"
+                everyone = [i[key].astype(np.float64) for i in case.inputs]
+                total = np.sum(everyone, axis=0)
+                dtype = "float64" if k == 2 else "float32"
+                right = right and oracle.close(
+                    findings, rank, f"{layout}, tensor of shape {shape}", answer.get(key), total,
+                    dtype=dtype, hint=_why(answer.get(key), total, case, key, rank),
+                    terms=everyone,
+                )  # fmt: skip
+            if not right:
+                break
+    return findings
+
+
+def _why(got: Any, total: np.ndarray, case: Case, key: str, rank: int) -> str:
+    if not isinstance(got, np.ndarray) or got.shape != total.shape or got.dtype.kind != "f":
+        return ""
+    if np.allclose(got, case.inputs[rank][key], rtol=1e-4):
+        return "The tensor is as it was: the sum must be written into it."
+    if np.allclose(got * case.world_size, total, rtol=1e-3, atol=1e-5):
+        return "That is the mean; the sum was asked for."
+    if total.size and np.isclose(got.flat[0], total.flat[0], rtol=1e-3):
+        return "Its beginning is right: pad what does not divide by the ranks of a node."
+    return ""
+
+
+# --- hier_slow_bytes and hier_local_bytes --------------------------------------------------------
+
+
+def draw_bytes(draw: Draw) -> list[Values]:
+    """The node sizes, those between 1 and all ranks if there are any; a private tensor."""
+    choices = local_sizes(draw.world_size)[1:-1] or [draw.world_size]
+    count = FLOATS_PER_RANK * draw.world_size
+    return [
+        {"local_sizes": choices, "x": draw.private(r).normal(size=count).astype(np.float32)}
+        for r in range(draw.world_size)
+    ]
+
+
+def observe_bytes(reducer_class: Any, inputs: Values, context: Context) -> Values:
+    """All-reduces a large tensor twice with the same reducer, for every node size."""
+    for number, local_size in enumerate(inputs["local_sizes"]):
+        all_reduce = reducer_class(local_size)
+        for _ in range(CALLS):
+            all_reduce(torch.from_numpy(inputs["x"].copy()))
+        dist.all_reduce(torch.zeros(MARK + number, dtype=torch.int64))  # the next size begins
+    return {"done": True}
+
+
+def _by_size(events: Iterable[Event], count: int) -> list[list[Event]]:
+    """One rank's events per node size, cut at the marks."""
+    parts: list[list[Event]] = [[]]
+    for event in events:
+        if (
+            event.kind == "issue"
+            and "int64" in event.dtype
+            and event.numel == MARK - 1 + len(parts)
+        ):
+            parts.append([])
+        else:
+            parts[-1].append(event)
+    return (parts + [[]] * count)[:count]
+
+
+def sent_bytes(events: Iterable[Event], rank: int, local_size: int) -> tuple[float, float]:
+    """What one rank sent to its own node and to others, if collectives run in rings."""
+    inside = outside = 0.0
+    for event in events:
+        if event.kind != "issue" or event.collective == "recv":
+            continue
+        for target, num_bytes in _flows(event, rank):
+            if target // local_size == rank // local_size:
+                inside += num_bytes
+            else:
+                outside += num_bytes
+    return inside, outside
+
+
+def _flows(event: Event, rank: int) -> list[tuple[int, float]]:
+    """Whom a rank sends how many bytes in one collective."""
+    ranks, n, num_bytes = event.ranks, len(event.ranks), float(event.nbytes)
+    if event.collective == "send":
+        return [(ranks[1], num_bytes)] if ranks[0] == rank else []
+    if n == 1 or rank not in ranks:
+        return []
+    follower = ranks[(ranks.index(rank) + 1) % n]
+    root = ranks[0] if event.root is None else event.root
+    others = [r for r in ranks if r != rank]
+    match event.collective:
+        case "all_reduce":
+            return [(follower, 2 * (n - 1) / n * num_bytes)]
+        case "all_gather" | "reduce_scatter":
+            return [(follower, (n - 1) / n * num_bytes)]
+        case "all_to_all":
+            return [(r, num_bytes / n) for r in others]
+        case "broadcast":
+            return [(follower, num_bytes)] if follower != root else []
+        case "reduce":
+            return [(follower, num_bytes)] if rank != root else []
+        case "gather":
+            return [(root, num_bytes / n)] if rank != root else []
+        case "scatter":
+            return [(r, num_bytes / n) for r in others] if rank == root else []
+    return []
+
+
+def _faults(case: Case) -> list[Finding]:
+    assert case.trace is not None
+    return [Finding(fault) for fault in case.trace.faults]
+
+
+def _sent(case: Case) -> list[tuple[int, list[tuple[float, float]]]]:
+    """Per node size (size, what each rank sent inside and outside its node)."""
+    assert case.trace is not None
+    sizes = case.inputs[0]["local_sizes"]
+    parts = [_by_size(events, len(sizes)) for events in case.trace.events]
+    return [
+        (size, [sent_bytes(part[number], rank, size) for rank, part in enumerate(parts)])
+        for number, size in enumerate(sizes)
+    ]
+
+
+def _runs(tensors: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """All tensors and sums of neighbours among them, in a ring."""
+    n = len(tensors)
+    for size in range(1, n + 1):
+        for first in range(n if size < n else 1):
+            yield np.sum([tensors[(first + k) % n] for k in range(size)], axis=0)
+
+
+def _found(case: Case, number: int, rank: int, local_size: int, *, inside: bool) -> int:
+    """How many different right numbers a rank has sent inside its node, or to others.
+
+    Inside these are tensors of the node's ranks and sums of them, between nodes sums over whole
+    nodes, and sums of those; both hold the sum over all ranks, too.
+    """
+    assert case.trace is not None
+    sizes = case.inputs[0]["local_sizes"]
+    node = rank // local_size
+    keys = {
+        event.key
+        for event in _by_size(case.trace.events[rank], len(sizes))[number]
+        if event.kind == "issue" and event.collective != "recv"
+        and any((to // local_size == node) == inside for to, _ in _flows(event, rank))
+    }  # fmt: skip
+    sent = [c for c in case.trace.collectives if c.key in keys and c.completed]
+    tensors = [values["x"].astype(np.float64) for values in case.inputs]
+    starts = range(0, case.world_size, local_size)
+    nodes = [np.sum(tensors[first : first + local_size], axis=0) for first in starts]
+    own = tensors[node * local_size : (node + 1) * local_size]
+    right = [*_runs(own), np.sum(nodes, axis=0)] if inside else list(_runs(nodes))
+    most = 4 * CALLS * tensors[0].size
+    numbers = carried.numbers_in(carried.payloads_of(sent, rank), "float32", most)
+    return carried.count_among(numbers, right, rtol=ROUNDING, atol=2 * ROUNDING)
+
+
+def judge_slow(case: Case) -> list[Finding]:
+    """No rank sends more between nodes than a ring all-reduce of its 1/local_size needs."""
+    findings = _faults(case)
+    for number, (local_size, sent) in enumerate([] if findings else _sent(case)):
+        nodes = case.world_size // local_size
+        num_bytes = 4 * FLOATS_PER_RANK * case.world_size
+        ideal = CALLS * 2 * (nodes - 1) / nodes * num_bytes / local_size
+        layout = f"{nodes} nodes × {local_size}"
+        total = sum(outside for _, outside in sent)
+        if total < 0.49 * ideal * case.world_size:
+            return [Finding(
+                f"{layout}: only {_mb(total)} crossed between nodes, too little for a sum over "
+                "all of them.")]  # fmt: skip
+        for rank, (_, outside) in enumerate(sent):
+            if outside > SLACK * ideal + SLACK_BYTES:
+                findings.append(Finding(
+                    f"{layout}, {CALLS} all-reduces of {_mb(num_bytes)}: this rank sent "
+                    f"{_mb(outside)} to other nodes, at most {_mb(ideal)} is needed. Reduce-"
+                    f"scatter inside the node first: then each rank has 1/{local_size} of the "
+                    "sum, and only that has to meet its counterparts on the other nodes.", rank,
+                ))  # fmt: skip
+        if findings or nodes == 1:
+            continue
+        part = FLOATS_PER_RANK * case.world_size // local_size
+        for rank in range(case.world_size):
+            found = _found(case, number, rank, local_size, inside=False)
+            if found < part // 2:
+                findings.append(Finding(
+                    f"{layout}: what this rank sent to other nodes held {found} different numbers "
+                    f"of the nodes' sums, expected {part}: its 1/{local_size} of what the ranks of "
+                    "its node add up to.", rank,
+                ))  # fmt: skip
+    return findings
+
+
+def judge_local(case: Case) -> list[Finding]:
+    """Inside a node a reduce-scatter and an all-gather, no more."""
+    findings = _faults(case)
+    for number, (local_size, sent) in enumerate([] if findings else _sent(case)):
+        num_bytes = 4 * FLOATS_PER_RANK * case.world_size
+        ideal = CALLS * 2 * (local_size - 1) / local_size * num_bytes
+        total = sum(inside for inside, _ in sent)
+        if total < 0.45 * ideal * case.world_size:
+            return [Finding(f"only {_mb(total)} moved inside the nodes, too little for a sum.")]
+        for rank, (inside, _) in enumerate(sent):
+            if inside > SLACK * ideal + SLACK_BYTES:
+                findings.append(Finding(
+                    f"nodes of {local_size}, {CALLS} all-reduces of {_mb(num_bytes)}: this rank "
+                    f"sent {_mb(inside)} inside its node, at most {_mb(ideal)} is needed: a "
+                    "reduce-scatter and an all-gather, each (n-1)/n of the tensor. An all-reduce "
+                    "is both already.", rank))  # fmt: skip
+        if findings or local_size == 1:
+            continue
+        least = (local_size - 1) * FLOATS_PER_RANK * case.world_size // local_size
+        for rank in range(case.world_size):
+            found = _found(case, number, rank, local_size, inside=True)
+            if found < 0.98 * least:
+                findings.append(Finding(
+                    f"nodes of {local_size}: what this rank sent inside its node held {found} "
+                    f"different numbers of the ranks' tensors or of their sums, expected at least "
+                    f"{least}.", rank,
+                ))  # fmt: skip
+    return findings
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.2f} MB"
+
+
+# --- hier_hook -----------------------------------------------------------------------------------
+
+HOOK_SIZES, HOOK_BATCH, HOOK_STEPS = (6, 40, 3), 5, 2
+
+
+def draw_hook(draw: Draw) -> list[Values]:
+    """The same model everywhere, private batches for two steps."""
+    start = oracle.draw_parameters(draw.shared(), HOOK_SIZES)
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, values = draw.private(rank), dict(start)
+        for step in range(HOOK_STEPS):
+            batch = oracle.draw_batch(rng, HOOK_BATCH, HOOK_SIZES)
+            values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
+        inputs.append(values)
+    return inputs
+
+
+class _Counting:
+    """An all-reduce for the hook: sums in place, and counts what it was given."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.numel += tensor.numel()
+        dist.all_reduce(tensor)
+        return tensor
+
+
+def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
+    """Gradients of torch's DDP with the student's hook, in its second step."""
+    model: nn.Module = oracle.mlp(inputs).to(context.device)
+    ids = [context.device] if context.device.type == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids=ids)
+    counting = _Counting()
+    ddp.register_comm_hook(counting, hook)
+    for step in range(HOOK_STEPS):
+        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).to(context.device) for k in "xy")
+        ddp.zero_grad()
+        oracle.mse(ddp(x), y).backward()
+    answer: Values = {f"g{i}": oracle.grad_of(p) for i, p in enumerate(model.parameters())}
+    answer["numel"] = counting.numel
+    return answer
+
+
+def judge_hook(case: Case) -> list[Finding]:
+    """The mean over ranks, summed by the all-reduce that the hook was given."""
+    findings: list[Finding] = []
+    last = HOOK_STEPS - 1
+    local = [oracle.gradients(i, i[f"x/{last}"], i[f"y/{last}"]) for i in case.inputs]
+    count = HOOK_STEPS * sum(grad.size for grad in local[0])
+    for rank, answer in enumerate(case.answers):
+        for i, own in enumerate(local[rank]):
+            mean = oracle.mean([grads[i] for grads in local])
+            got = answer.get(f"g{i}")
+            hint = oracle.explain_gradient(got, mean, own, case.world_size)
+            if not oracle.close(findings, rank, f"gradient {i}", got, mean, hint=hint):
+                break
+        else:
+            numel = answer.get("numel")
+            compare(
+                findings, rank, "numbers that went through the given all-reduce",
+                np.asarray(numel if isinstance(numel, int | float) else np.nan),
+                np.asarray(count), rtol=0.02, atol=0.0,
+                hint="The hook's first argument is the all-reduce to use.",
+            )  # fmt: skip
+    return findings

@@ -1,0 +1,169 @@
+"""Criteria for task 6 of lab 5: measuring a link.
+
+A real clock would judge the machine, not the student. So the measuring function is given an
+exchange and a clock which belong together: only the exchange moves the clock, by what a secret
+link would take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+
+SIZES = (4_000, 64_000, 1_000_000, 16_000_000)
+KINDS = {
+    "all_reduce": "2(n-1)/n: every byte goes around the ring twice, but for one n-th",
+    "all_gather": "(n-1)/n: a rank has its own part already",
+    "reduce_scatter": "(n-1)/n: a rank keeps its own part",
+    "broadcast": "1: every byte goes down the chain once",
+}
+
+
+def draw_measure(draw: Draw) -> list[Values]:
+    """A link per rank, its first calls that are slow, and two calls that somebody disturbed."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        repeats = int(rng.choice([5, 7]))
+        disturbed = [[int(i) for i in rng.choice(5, repeats // 2, replace=False)] for _ in SIZES]
+        inputs.append({
+            "warmup": int(rng.choice([3, 4])),
+            "repeats": repeats,
+            "latency_s": float(rng.uniform(1e-5, 9e-4)),
+            "bandwidth_bytes_per_s": float(rng.uniform(2e8, 3e9)),
+            "clock_began_s": float(rng.uniform(10, 1000)),
+            "disturbed": disturbed,
+            "cold_s": float(rng.uniform(0.5, 2.0)),
+        })  # fmt: skip
+    return inputs
+
+
+class _Link:
+    """A clock, and an exchange that is all that moves it."""
+
+    def __init__(self, inputs: Values) -> None:
+        self.inputs, self.now_s = inputs, inputs["clock_began_s"]
+        self.calls: dict[int, int] = {}
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def exchange(self, num_bytes: int) -> None:
+        if num_bytes not in SIZES:
+            raise ValueError(f"exchange({num_bytes!r}): expected one of the given sizes, in bytes")
+        call = self.calls.get(num_bytes, 0)
+        self.calls[num_bytes] = call + 1
+        taken_s = self.inputs["latency_s"] + num_bytes / self.inputs["bandwidth_bytes_per_s"]
+        warmup = self.inputs["warmup"]
+        if call < warmup:
+            taken_s += self.inputs["cold_s"]
+        elif call - warmup in self.inputs["disturbed"][SIZES.index(num_bytes)]:
+            taken_s *= 7.5
+        self.now_s += taken_s
+
+
+def observe_measure(measure_link: Any, inputs: Values, context: Context) -> Values:
+    """What the function makes of the link."""
+    link = _Link(inputs)
+    found = measure_link(
+        link.exchange, list(SIZES),
+        clock=link.clock, warmup=inputs["warmup"], repeats=inputs["repeats"],
+    )  # fmt: skip
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise TypeError(f"measure_link: expected (latency_s, bandwidth_bytes_per_s), got {found!r}")
+    return {"found": np.array([float(found[0]), float(found[1])])}
+
+
+def judge_measure(case: Case) -> list[Finding]:
+    """Latency and bandwidth of the link, within one in a thousand."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        given, got = case.inputs[rank], answer.get("found")
+        right = np.array([given["latency_s"], given["bandwidth_bytes_per_s"]])
+        hint = "" if not isinstance(got, np.ndarray) else _reason(got, right, given)
+        compare(
+            findings, rank, "[latency_s, bandwidth_bytes_per_s]", got, right,
+            rtol=1e-3, atol=0.0, hint=hint,
+        )  # fmt: skip
+    return findings
+
+
+def _reason(got: np.ndarray, right: np.ndarray, given: Values) -> str:
+    if got.shape != (2,) or got.dtype.kind != "f" or not np.isfinite(got).all():
+        return ""
+    for factor, what in ((8, "bits instead of bytes"), (1e-6, "megabytes"), (1e-9, "gigabytes")):
+        if abs(got[1] / right[1] / factor - 1) < 1e-3:
+            return f"The bandwidth is in {what} per second; bytes per second were asked for."
+    if got[0] > 10 * right[0] and got[0] > given["cold_s"] / 20:
+        return "Are the warm-up calls timed? The first ones open connections."
+    return (
+        "Time each call, take the median of a size's repeats (one disturbed call must not count), "
+        "and lay a straight line seconds = latency + bytes / bandwidth through the sizes."
+    )
+
+
+# --- link_bus ------------------------------------------------------------------------------------
+
+
+def draw_bus(draw: Draw) -> list[Values]:
+    """Per rank a few measured collectives."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        runs = [
+            {
+                "kind": kind,
+                "num_bytes": int(rng.integers(10**6, 10**9)),
+                "seconds": float(rng.uniform(1e-3, 2.0)),
+                "num_ranks": int(rng.integers(2, 65)),
+            }
+            for kind in KINDS
+        ]
+        runs.append(dict(runs[0], num_ranks=1))
+        inputs.append({"runs": runs})
+    return inputs
+
+
+def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:
+    """The bus bandwidth of every run."""
+    found = [
+        float(bus_bandwidth(r["kind"], r["num_bytes"], r["seconds"], r["num_ranks"]))
+        for r in inputs["runs"]
+    ]
+    return {"found": np.array(found)}
+
+
+def bus_gbit_per_s(run: Values) -> float:
+    """What a link must have carried, in Gbit/s."""
+    n = run["num_ranks"]
+    factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(run["kind"], (n - 1) / n)
+    return factor * run["num_bytes"] * 8 / run["seconds"] / 1e9
+
+
+def judge_bus(case: Case) -> list[Finding]:
+    """In Gbit/s, with each collective's own factor."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        runs, got = case.inputs[rank]["runs"], answer.get("found")
+        if not isinstance(got, np.ndarray) or got.shape != (len(runs),) or got.dtype.kind != "f":
+            findings.append(Finding("there is no answer for every collective.", rank))
+            continue
+        for run, value in zip(runs, got, strict=True):
+            right = np.array(bus_gbit_per_s(run))
+            what = f"{run['kind']} of {run['num_bytes']} bytes on {run['num_ranks']} ranks, Gbit/s"
+            hint = f"The factor is {KINDS[run['kind']]}."
+            for factor, reason in (
+                (1 / 8, "That is in gigabytes; network cards are sold in gigabits."),
+                (1e9 / 2**30, "A gigabit is 1e9 bits."),
+            ):
+                if abs(value - right * factor) < 1e-9 * abs(right):
+                    hint = reason
+            ok = compare(
+                findings, rank, what, np.asarray(value), right, rtol=1e-6, atol=1e-12, hint=hint
+            )
+            if not ok:
+                break
+    return findings

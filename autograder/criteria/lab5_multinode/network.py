@@ -1,0 +1,146 @@
+"""Criteria for task 2 of lab 5: the network interface that gloo and NCCL are told to use."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+
+NO_WAY = "ValueError"
+CASES = ("plain", "own", "overlap", "ipv6", "ipv6 peer", "nowhere")
+
+
+def draw_interface(draw: Draw) -> list[Values]:
+    """Per rank one node's interfaces and an address of another node, in five situations."""
+    return [_draw_tables(draw.private(rank), CASES) for rank in range(draw.world_size)]
+
+
+def draw_nccl(draw: Draw) -> list[Values]:
+    """Two plain situations; the right name is the beginning of another one."""
+    return [_draw_tables(draw.private(r), ("plain", "plain")) for r in range(draw.world_size)]
+
+
+def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
+    tables = []
+    for kind in kinds:
+        a, b, c, d, e = (int(n) for n in rng.integers(2, 250, 5))
+        fast = {"plain": "eth1", "own": "ens3", "overlap": "ib0", "ipv6": "eno2"}.get(kind, "ib1")
+        table = [
+            ("lo", ["127.0.0.1/8"]),
+            ("docker0", ["172.17.0.1/16"]),
+            ("eth0" if kind == "plain" else "eno1", [f"192.168.{c}.{d}/24"]),
+            (fast, [f"10.{a}.{b}.{e}/16"]),
+        ]
+        peer = f"10.{a}.{(b + 1) % 250}.{(e + 7) % 250 + 1}"
+        if kind == "plain":
+            table.append(("eth10", [f"10.{(a + 1) % 250}.{b}.{e}/16"]))
+        if kind == "own":
+            peer = f"10.{a}.{b}.{e}"
+        if kind == "overlap":
+            table.append(("tun0", [f"10.{(a + 1) % 250}.{c}.{d}/8"]))
+        if kind == "ipv6":
+            table[-1] = (fast, [f"fe80::{e:x}/64", *table[-1][1]])
+        if kind == "ipv6 peer":
+            table[-1] = (fast, [*table[-1][1], f"fd00:{a:x}:{b:x}::{e:x}/64"])
+            table[2] = (table[2][0], [*table[2][1], f"fd00:{a:x}:{b + 1:x}::{e:x}/64"])
+            peer = f"fd00:{a:x}:{b:x}::{e + 1:x}"
+        if kind == "nowhere":
+            peer = f"11.{a}.{b}.{e}"
+        order = rng.permutation(len(table))
+        tables.append({"kind": kind, "peer": peer, "interfaces": [table[i] for i in order]})
+    return {"tables": tables}
+
+
+def observe_interface(network_env: Any, inputs: Values, context: Context) -> Values:
+    """The two variables, or that there was a ValueError, per situation."""
+    said: list[Any] = []
+    for table in inputs["tables"]:
+        interfaces = {name: list(addresses) for name, addresses in table["interfaces"]}
+        try:
+            env = network_env(interfaces, table["peer"])
+        except ValueError:
+            if table["kind"] != "nowhere":
+                raise
+            said.append(NO_WAY)
+            continue
+        if not isinstance(env, dict):
+            raise TypeError(f"network_env: expected a dict, got {type(env).__name__}")
+        said.append({str(key): str(value) for key, value in env.items()})
+    return {"said": said}
+
+
+def right_interface(table: Values) -> str | None:
+    """The interface whose network holds the peer, the narrowest one if there are several."""
+    peer = ipaddress.ip_address(table["peer"])
+    best: tuple[int, str] | None = None
+    for name, addresses in table["interfaces"]:
+        for text in addresses:
+            network = ipaddress.ip_interface(text).network
+            if peer.version == network.version and peer in network:
+                best = max(best or (-1, ""), (network.prefixlen, name))
+    return best[1] if best else None
+
+
+_WHY = {
+    "own": " The peer may be this node itself: node 0 looks for its own address.",
+    "overlap": " Two networks hold that address: the narrower one (longer prefix) is meant.",
+}
+
+
+def judge_interface(case: Case) -> list[Finding]:
+    """GLOO_SOCKET_IFNAME is the interface that leads to the peer."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(map(plain, case.answers)):
+        for number, table in enumerate(case.inputs[rank]["tables"]):
+            said, right = item_of(answer.get("said"), number), right_interface(table)
+            where = f"{dict(table['interfaces'])}, peer {table['peer']}"
+            if right is None:
+                if said != NO_WAY:
+                    findings.append(Finding(
+                        f"{where}: no interface leads there, so a ValueError was expected, got "
+                        f"{said}. A wrong guess hangs later, with no message.", rank))  # fmt: skip
+                continue
+            got = said.get("GLOO_SOCKET_IFNAME") if isinstance(said, dict) else None
+            if got != right:
+                findings.append(Finding(
+                    f"{where}: GLOO_SOCKET_IFNAME expected {right}, got {got}."
+                    f"{_WHY.get(table['kind'], '')}", rank))  # fmt: skip
+                break
+    return findings
+
+
+def judge_nccl(case: Case) -> list[Finding]:
+    """NCCL_SOCKET_IFNAME admits the interface that gloo was given, and no other."""
+    findings: list[Finding] = []
+    for rank, answer in enumerate(map(plain, case.answers)):
+        for number, table in enumerate(case.inputs[rank]["tables"]):
+            said = item_of(answer.get("said"), number)
+            said = said if isinstance(said, dict) else {}
+            names = [name for name, _ in table["interfaces"]]
+            wanted = {said.get("GLOO_SOCKET_IFNAME", right_interface(table))}
+            value = said.get("NCCL_SOCKET_IFNAME")
+            admitted = _admitted(value, names)
+            if admitted != wanted:
+                findings.append(Finding(
+                    f"interfaces {names}: NCCL_SOCKET_IFNAME={value} admits "
+                    f"{sorted(admitted) or 'none'}, expected only {sorted(map(str, wanted))}. NCCL "
+                    "takes the value for the beginning of a name; =NAME means that name alone.",
+                    rank))  # fmt: skip
+                break
+    return findings
+
+
+def _admitted(value: Any, names: list[str]) -> set[str]:
+    """The interfaces that NCCL would use for this value of its variable."""
+    if not isinstance(value, str) or not value:
+        return set()
+    exclude, exact = value.startswith("^"), value.lstrip("^").startswith("=")
+    parts = [part for part in value.lstrip("^").lstrip("=").split(",") if part]
+    matched = {
+        n for n in names for part in parts if n == part or (not exact and n.startswith(part))
+    }
+    return set(names) - matched if exclude else matched

@@ -1,0 +1,381 @@
+"""Criteria for task 4 of lab 5: everything that decides the next step is in the checkpoint.
+
+Each criterion runs on after the state was collected (the run without a break), and once more from
+a fresh training that the state was restored into. Both must agree bit for bit, and the first must
+be what one trusted process computes. Each looks at its own part only: what else is restored or
+not does not matter there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import plain
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+
+SIZES = (5, 7, 2)
+BATCH, BEFORE, AFTER = 6, 4, 5
+RTOL = 1e-7
+
+
+class Positions:
+    """A stand-in for the lab's sampler: `epoch`, `position` and `take`."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples, self.seed = num_samples, seed
+        self.epoch, self.position = 0, 0
+
+    def take(self, count: int) -> list[int]:
+        """The next indices; a new epoch begins where one ends."""
+        taken: list[int] = []
+        for _ in range(count):
+            if self.position == self.num_samples:
+                self.epoch, self.position = self.epoch + 1, 0
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_samples)
+            taken.append(int(order[self.position]))
+            self.position += 1
+        return taken
+
+
+@dataclass
+class Training:
+    """What the lab's `Training` has."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    sampler: Any
+    step: int = 0
+
+
+def _training(arrays: Values, settings: Values, device: torch.device) -> Training:
+    model = oracle.mlp(arrays, torch.float64)
+    # It has buffers. Not right behind the first layer, whose bias would have no gradient but noise,
+    # which Adam makes large.
+    model.insert(2, nn.BatchNorm1d(SIZES[1], dtype=torch.float64))
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], weight_decay=0.1)
+    warmup = settings["warmup"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / warmup) * 0.9**step
+    )
+    return Training(model, optimizer, scheduler, Positions(11, settings["seed"]))
+
+
+def _run(training: Training, x: torch.Tensor, y: torch.Tensor, steps: int) -> list[float]:
+    """Some steps on the rows that belong to the step's number."""
+    losses = []
+    for _ in range(steps):
+        rows = slice(training.step * BATCH, (training.step + 1) * BATCH)
+        training.optimizer.zero_grad()
+        loss = oracle.mse(training.model(x[rows]), y[rows])
+        loss.backward()
+        training.optimizer.step()
+        training.scheduler.step()
+        training.step += 1
+        losses.append(loss.item())
+    return losses
+
+
+def _through_a_file(state: Any, context: Context, *, strict: bool) -> Any:
+    """Rank 0's state as all ranks read it from its file.
+
+    Raises:
+        TypeError: `strict`, and it holds more than tensors and plain values.
+    """
+    data: list[Any] = [None]
+    if context.rank == 0:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        data = [buffer.getvalue()]
+    dist.broadcast_object_list(data, src=0)
+    file = io.BytesIO(data[0])
+    if not strict:
+        return torch.load(file, map_location="cpu", weights_only=False)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            "the state must hold only tensors, numbers, text, None, lists, tuples and dicts, so "
+            f"that torch.load(…, weights_only=True) reads it: {str(error)[:300]}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Whatever happens inside, the notebook's random numbers go on as before."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def _settings(rng: np.random.Generator) -> Values:
+    return {
+        "lr": float(rng.uniform(0.02, 0.1)),
+        "warmup": int(rng.integers(6, 9)),
+        "seed": int(rng.integers(2**31)),
+    }
+
+
+# --- resume_training: model, optimizer, schedule -------------------------------------------------
+
+
+def draw_training(draw: Draw) -> list[Values]:
+    """One training for all ranks, as data parallel has it; other weights for the fresh one."""
+    rng = draw.shared()
+    inputs = oracle.draw_parameters(rng, SIZES)
+    inputs |= {f"fresh{k}": v for k, v in oracle.draw_parameters(rng, SIZES).items()}
+    inputs |= oracle.draw_batch(rng, BATCH * (BEFORE + AFTER), SIZES)
+    inputs["settings"] = _settings(rng)
+    return [dict(inputs) for _ in range(draw.world_size)]
+
+
+def observe_training(functions: Any, inputs: Values, context: Context) -> Values:
+    """The losses and learning rates with and without a break, and the last parameters."""
+    collect_state, restore_state = functions
+    x, y = (torch.from_numpy(inputs[k]).double().to(context.device) for k in "xy")
+    with _own_random_numbers():
+        one = _training(inputs, inputs["settings"], context.device)
+        _run(one, x, y, BEFORE)
+        state = _through_a_file(collect_state(one), context, strict=False)
+        fresh = {k.removeprefix("fresh"): v for k, v in inputs.items() if k.startswith("fresh")}
+        two = _training(fresh, inputs["settings"], context.device)
+        restore_state(two, state)
+        answer: Values = {}
+        for name, training in (("whole", one), ("resumed", two)):
+            training.step = BEFORE  # resume_sampler asks for it
+            answer[f"lr/{name}"] = np.array([g["lr"] for g in training.optimizer.param_groups])
+            answer[f"losses/{name}"] = np.array(_run(training, x, y, AFTER))
+            tensors = [*training.model.parameters(), *training.model.buffers()]
+            for i, tensor in enumerate(tensors):
+                answer[f"{i}/{name}"] = tensor.detach().double().cpu().numpy()
+        return answer
+
+
+def judge_training(case: Case) -> list[Finding]:
+    """The break changes nothing, and the run without it is the oracle's."""
+    given = case.inputs[0]
+    x, y = (torch.from_numpy(given[k]).double() for k in "xy")
+    right = _training(given, given["settings"], torch.device("cpu"))
+    _run(right, x, y, BEFORE)
+    lr = np.array([group["lr"] for group in right.optimizer.param_groups])
+    losses = np.array(_run(right, x, y, AFTER))
+    tensors = [t.detach().double().numpy() for t in
+               [*right.model.parameters(), *right.model.buffers()]]  # fmt: skip
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        if not _close(
+            findings, rank, "losses after collect_state, without a break",
+            answer.get("losses/whole"), losses,
+            hint="collect_state must not change the training.",
+        ):  # fmt: skip
+            continue
+        got, kept = answer.get("losses/resumed"), answer.get("losses/whole")
+        what = f"losses of steps {BEFORE} to {BEFORE + AFTER - 1} after restore_state"
+        if not _close(findings, rank, what, got, losses, hint=_hint(
+            got, losses, answer.get("lr/resumed"), lr
+        )):  # fmt: skip
+            continue
+        close = [
+            _close(
+                findings, rank, f"tensor {i} of the model at the end", answer.get(f"{i}/resumed"),
+                value,
+                hint="Buffers, such as a BatchNorm's running mean, belong to the model's state.",
+            )
+            for i, value in enumerate(tensors)
+        ]  # fmt: skip
+        pairs = [(got, kept)]
+        pairs += [(answer.get(f"{i}/resumed"), answer.get(f"{i}/whole")) for i in range(len(close))]
+        if all(close) and not all(_identical(*pair) for pair in pairs):
+            findings.append(Finding(
+                "the resumed run is close to the one without a break, but not the same bit for "
+                "bit: is something converted to another type on the way?", rank))  # fmt: skip
+    return findings
+
+
+def _close(
+    findings: list[Finding], rank: int, what: str, got: Any, right: np.ndarray, *, hint: str
+) -> bool:
+    """As `oracle.close`, with room for what Adam makes of rounding."""
+    atol = RTOL * float(np.abs(right).max())
+    return compare(findings, rank, what, got, right, rtol=RTOL, atol=atol, hint=hint)
+
+
+def _identical(one: Any, two: Any) -> bool:
+    both_arrays = isinstance(one, np.ndarray) and isinstance(two, np.ndarray)
+    return both_arrays and np.array_equal(one, two)
+
+
+def _hint(got: Any, right: np.ndarray, lr: Any, right_lr: np.ndarray) -> str:
+    if not isinstance(got, np.ndarray) or got.shape != right.shape or got.dtype.kind != "f":
+        return ""
+    if not np.isclose(got[0], right[0], rtol=1e-6):
+        return "The first loss differs already: the model's state (state_dict) is not restored."
+    if not (isinstance(lr, np.ndarray) and np.allclose(lr, right_lr, rtol=1e-6)):
+        return (
+            "The learning rate is not the one before the break: the optimizer keeps it, and the "
+            "scheduler how far it has come. Both have a state_dict."
+        )
+    if not np.isclose(got[1], right[1], rtol=1e-6):
+        return "The first step differs: Adam's moments are the optimizer's state."
+    return "Later steps differ: the scheduler has a state_dict too."
+
+
+# --- resume_rng ----------------------------------------------------------------------------------
+
+
+def draw_rng(draw: Draw) -> list[Values]:
+    """Three seeds per rank."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        values = oracle.draw_parameters(draw.shared(), SIZES)
+        values |= {"settings": _settings(draw.shared("settings"))}
+        values |= {"seeds": [int(s) for s in rng.integers(1, 2**31, 3)], "skip": 3 + rank % 3}
+        inputs.append(values)
+    return inputs
+
+
+def _draws() -> list[float]:
+    """The next numbers of the three generators that training code uses."""
+    return [*torch.rand(3, dtype=torch.float64).tolist(), *np.random.random_sample(3).tolist(),
+            *(random.random() for _ in range(3)),
+            # Of these, one call makes two numbers and keeps the second for the next call.
+            float(np.random.standard_normal()), random.gauss(0.0, 1.0)]  # fmt: skip
+
+
+def _seed(seeds: list[int]) -> None:
+    torch.manual_seed(seeds[0])
+    np.random.seed(seeds[1])
+    random.seed(seeds[2])
+
+
+def observe_rng(functions: Any, inputs: Values, context: Context) -> Values:
+    """The numbers that come after collect_state, and those after restore_state."""
+    collect_state, restore_state = functions
+    with _own_random_numbers():
+        one = _training(inputs, inputs["settings"], context.device)
+        two = _training(inputs, inputs["settings"], context.device)
+        _seed(inputs["seeds"])
+        for _ in range(inputs["skip"]):
+            _draws()
+        state = collect_state(one)
+        whole = _draws()
+        state = _through_a_file(state, context, strict=True)
+        _seed([1, 2, 3])
+        restore_state(two, state)
+        return {"whole": np.array(whole), "resumed": np.array(_draws())}
+
+
+def _expected_draws(inputs: Values) -> np.ndarray:
+    seeds = inputs["seeds"]
+    one = torch.Generator().manual_seed(seeds[0])
+    two, three = np.random.RandomState(seeds[1]), random.Random(seeds[2])
+    drawn: list[float] = []
+    for _ in range(inputs["skip"] + 1):
+        drawn = [*torch.rand(3, dtype=torch.float64, generator=one).tolist(),
+                 *two.random_sample(3).tolist(), *(three.random() for _ in range(3)),
+                 float(two.standard_normal()), three.gauss(0.0, 1.0)]  # fmt: skip
+    return np.array(drawn)
+
+
+def judge_rng(case: Case) -> list[Finding]:
+    """Every rank's own numbers go on, of torch, NumPy and Python."""
+    findings: list[Finding] = []
+    expected = [_expected_draws(inputs) for inputs in case.inputs]
+    for rank, answer in enumerate(case.answers):
+        right, got = expected[rank], answer.get("resumed")
+        if not np.array_equal(answer.get("whole", ()), right):
+            findings.append(Finding("collect_state itself draws random numbers.", rank))
+            continue
+        if not isinstance(got, np.ndarray) or got.shape != right.shape:
+            findings.append(Finding("no random numbers came back.", rank))
+            continue
+        if np.array_equal(got, right):
+            continue
+        wrong = [
+            name for name, places in
+            {"torch": [0, 1, 2], "NumPy": [3, 4, 5, 9], "random": [6, 7, 8, 10]}.items()
+            if not np.array_equal(got[places], right[places])
+        ]  # fmt: skip
+        why = "their states are not restored."
+        if rank and np.array_equal(got, expected[0]):
+            why = (
+                "this rank now draws rank 0's numbers: dropout would be the same on every rank. "
+                "Gather the states of all ranks, and give each its own."
+            )
+        findings.append(Finding(
+            f"after restore_state the random numbers of {', '.join(wrong)} are not those that "
+            f"came after collect_state: {why}", rank))  # fmt: skip
+    return findings
+
+
+# --- resume_sampler ------------------------------------------------------------------------------
+
+
+def draw_sampler(draw: Draw) -> list[Values]:
+    """A sampler that is in the middle of its second or third epoch."""
+    rng = draw.shared()
+    values = oracle.draw_parameters(rng, SIZES)
+    values |= {"settings": _settings(rng), "taken": int(rng.integers(14, 31)),
+               "step": int(rng.integers(5, 500))}  # fmt: skip
+    if values["taken"] == 22:  # exactly at the end of an epoch
+        values["taken"] = 19
+    return [dict(values) for _ in range(draw.world_size)]
+
+
+def observe_sampler(functions: Any, inputs: Values, context: Context) -> Values:
+    """Step number and next samples, with and without a break."""
+    collect_state, restore_state = functions
+    with _own_random_numbers():
+        one = _training(inputs, inputs["settings"], context.device)
+        two = _training(inputs, inputs["settings"], context.device)
+        one.sampler.take(inputs["taken"])
+        one.step = inputs["step"]
+        state = _through_a_file(collect_state(one), context, strict=False)
+        restore_state(two, state)
+        return {
+            "whole": [int(one.step), *one.sampler.take(15)],
+            "resumed": [int(two.step), *two.sampler.take(15)],
+        }
+
+
+def judge_sampler(case: Case) -> list[Finding]:
+    """Where the sampler stood, and the number of the step."""
+    given = case.inputs[0]
+    sampler = Positions(11, given["settings"]["seed"])
+    sampler.take(given["taken"])
+    epoch, position = sampler.epoch, sampler.position
+    right = [given["step"], *sampler.take(15)]
+    findings: list[Finding] = []
+    for rank, answer in enumerate(map(plain, case.answers)):
+        got = answer.get("resumed")
+        if answer.get("whole") != right:
+            findings.append(Finding("collect_state changed the step or the sampler.", rank))
+        elif not isinstance(got, list) or len(got) != len(right):
+            findings.append(Finding("nothing came back.", rank))
+        elif got[0] != right[0]:
+            findings.append(Finding(
+                f"training.step after restore_state: expected {right[0]}, got {got[0]}.", rank
+            ))  # fmt: skip
+        elif got != right:
+            findings.append(Finding(
+                f"the sampler stood in epoch {epoch} at position {position}. The next samples "
+                f"should be {right[1:6]} …, they are {got[1:6]} …: samples would be seen twice "
+                "and others not at all. Both numbers belong to the state.", rank))  # fmt: skip
+    return findings

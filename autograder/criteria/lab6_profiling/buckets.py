@@ -1,0 +1,306 @@
+"""Criteria for planning buckets: which gradients travel together, and how long it takes.
+
+Everything here is arithmetic on drawn networks; nothing runs and nothing is timed. Some networks
+have a high latency, so that small buckets are bad, others a low bandwidth, so that large ones are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.common.answers import as_number, is_close
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.lab6_profiling.spans import nth
+
+SLACK = 1.04  # a step may take this much longer than with the best equal caps
+MAX_MEASUREMENTS = 64
+
+Plan = list[list[int]]
+
+
+def step_seconds(
+    plan: Plan,
+    sizes: Sequence[float],
+    backward_s: Sequence[float],
+    forward_s: float,
+    all_reduce_s: Callable[[float], float],
+) -> float:
+    """Seconds of a step: buckets travel one after another, each when its gradients are there."""
+    ready = forward_s + np.cumsum(np.asarray(backward_s)[::-1])[::-1]
+    free = 0.0
+    for bucket in plan:
+        free = max(free, float(ready[bucket].max())) + all_reduce_s(sum(sizes[i] for i in bucket))
+    return max(float(ready[0]), free)
+
+
+def fill_buckets(sizes: Sequence[float], cap: float) -> Plan:
+    """From the last gradient to the first, as many per bucket as fit under the cap."""
+    plan: Plan = []
+    total = 0.0
+    for index, size in sorted(enumerate(sizes), reverse=True):
+        if plan and total + size <= cap:
+            plan[-1].append(index)
+            total += size
+        else:
+            plan.append([index])
+            total = size
+    return plan
+
+
+def best_plan(sizes: Sequence[float], measure: Callable[[Plan], float]) -> Plan:
+    """The best of the plans with equal caps."""
+    total = float(sum(sizes))
+    plans = [fill_buckets(sizes, total / k * (1 + 1e-9)) for k in range(1, len(sizes) + 1)]
+    return min([*plans, fill_buckets(sizes, 0.0)], key=measure)
+
+
+def read_plan(value: Any, what: str) -> Plan:
+    """A student's plan as lists of ints."""
+    return [[integer(i, f"an index from {what}") for i in bucket] for bucket in value]
+
+
+# --- plan_buckets --------------------------------------------------------------------------------
+
+
+def draw_plans(draw: Draw) -> list[Values]:
+    """Sizes with gradients that are larger than the cap, and buckets that are full exactly."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, cases = draw.private(rank), []
+        for number in range(5):
+            unit = int(rng.integers(100, 5000)) * 4
+            sizes = (rng.integers(1, 6, int(rng.integers(9, 20))) * unit).tolist()
+            sizes[int(rng.integers(len(sizes)))] = 20 * unit
+            sizes[-2:] = [2 * unit, 3 * unit]  # together exactly the cap of 5
+            cap = (5, 8, 10, 1, 500)[number] * unit
+            cases.append({"sizes": sizes, "cap": cap})
+        inputs.append({"cases": cases})
+    return inputs
+
+
+def observe_plans(plan_buckets: Any, inputs: Values, context: Context) -> Values:
+    """The plan for every case."""
+    plans = [plan_buckets(list(case["sizes"]), case["cap"]) for case in inputs["cases"]]
+    return {"plans": [read_plan(plan, "plan_buckets") for plan in plans]}
+
+
+def judge_plans(case: Case) -> list[Finding]:
+    """Reverse order, as many as fit, none above the cap but a single one."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, drawn in enumerate(inputs["cases"]):
+            sizes, cap = drawn["sizes"], drawn["cap"]
+            wanted, got = fill_buckets(sizes, cap), nth(answer.get("plans"), number)
+            if [sorted(b) for b in wanted] != _sorted_buckets(got):
+                findings.append(Finding(
+                    f"sizes {sizes}, cap {cap}: expected {wanted}, got {got!r}."
+                    f"{_explain_plan(got, sizes, cap)}", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def _sorted_buckets(plan: Any) -> list[Any] | None:
+    if not isinstance(plan, list) or not all(isinstance(b, list) for b in plan):
+        return None
+    if not all(isinstance(i, int) for b in plan for i in b):
+        return None
+    return [sorted(bucket) for bucket in plan]
+
+
+def _explain_plan(got: Any, sizes: list[int], cap: float) -> str:
+    plan = _sorted_buckets(got)
+    if plan is None:
+        return ""
+    if any(not bucket for bucket in plan):
+        return " A bucket is empty."
+    flat = sorted(i for bucket in plan for i in bucket)
+    if flat != list(range(len(sizes))):
+        return " Each gradient belongs to exactly one bucket."
+    if plan[0][-1] != len(sizes) - 1:
+        return " Backward delivers the last gradient first: begin there."
+    if any(len(b) > 1 and sum(sizes[i] for i in b) > cap for b in plan):
+        return " A bucket is larger than the cap though it holds several gradients."
+    return " A bucket was closed though the next gradient would have fitted."
+
+
+# --- predict_step --------------------------------------------------------------------------------
+
+
+def draw_network(rng: np.random.Generator, latency: float, transfer: float, count: int) -> Values:
+    """Layers and a network on which all gradients take `transfer` of the backward pass, and one
+    all-reduce per layer `latency` of it on top."""
+    scale = float(10 ** rng.uniform(-3, 0))
+    backward = rng.uniform(0.8, 1.2, count)
+    backward *= scale / backward.sum()
+    sizes = rng.integers(600, 1400, count) * 4
+    return {
+        "sizes": sizes.tolist(),
+        "backward_s": backward.tolist(),
+        "forward_s": float(rng.uniform(0.45, 0.55)) * scale,
+        "fixed_s": latency * scale / count,
+        "s_per_byte": transfer * scale / float(sizes.sum()),
+    }
+
+
+def all_reduce_of(network: Values) -> Callable[[float], float]:
+    """Seconds of an all-reduce of some bytes."""
+    return lambda nbytes: network["fixed_s"] + network["s_per_byte"] * nbytes
+
+
+def draw_predictions(draw: Draw) -> list[Values]:
+    """Plans in the usual order, with a slow network, and with buckets that wait for a late one."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, cases = draw.private(rank), []
+        for number in range(6):
+            count = int(rng.integers(6, 12))
+            network = draw_network(
+                rng, float(rng.uniform(0.2, 1.5)), float(rng.uniform(0.2, 1.2)), count
+            )
+            order = list(reversed(range(count)))
+            if number in (3, 4):  # the order of the plan is the order on the wire
+                order = [int(i) for i in rng.permutation(count)]
+            cuts = sorted({int(c) for c in rng.integers(1, count, 3)})
+            if number == 0:  # a network so fast that only the last bucket is exposed
+                network |= {"fixed_s": 0.0, "s_per_byte": network["s_per_byte"] / 20}
+            if number == 5:  # one bucket
+                cuts = []
+            bounds = zip([0, *cuts], [*cuts, count], strict=True)
+            cases.append(network | {"plan": [order[a:b] for a, b in bounds]})
+        inputs.append({"cases": cases})
+    return inputs
+
+
+def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> Values:
+    """Predicted seconds for every case."""
+    seconds = [
+        float(predict_step(
+            [list(b) for b in case["plan"]], list(case["sizes"]), list(case["backward_s"]),
+            case["forward_s"], all_reduce_of(case),
+        ))
+        for case in inputs["cases"]
+    ]  # fmt: skip
+    return {"seconds": seconds}
+
+
+def judge_predictions(case: Case) -> list[Finding]:
+    """The seconds that follow from the rules."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, drawn in enumerate(inputs["cases"]):
+            got = nth(answer.get("seconds"), number)
+            wanted = _seconds(drawn, drawn["plan"])
+            if not is_close(got, wanted):
+                findings.append(Finding(
+                    f"{len(drawn['sizes'])} gradients, plan {drawn['plan']}: expected "
+                    f"{wanted:.6g} s, got {got!r}.{_explain_prediction(got, drawn)}", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def _seconds(network: Values, plan: Plan) -> float:
+    return step_seconds(
+        plan, network["sizes"], network["backward_s"], network["forward_s"], all_reduce_of(network)
+    )
+
+
+def _explain_prediction(got: Any, drawn: Values) -> str:
+    compute = drawn["forward_s"] + sum(drawn["backward_s"])
+    reduce_s = [all_reduce_of(drawn)(sum(drawn["sizes"][i] for i in b)) for b in drawn["plan"]]
+    ready = drawn["forward_s"] + np.cumsum(drawn["backward_s"][::-1])[::-1]
+    alone = [float(ready[b].max()) + s for b, s in zip(drawn["plan"], reduce_s, strict=True)]
+    if is_close(got, compute + sum(reduce_s)):
+        return " That is without overlap: a bucket travels while backward goes on."
+    if is_close(got, max(compute, *alone)):
+        return " The network carries one bucket at a time."
+    value = as_number(got)
+    if value is not None and value < compute:
+        return " A step is never shorter than its computation."
+    return " A bucket starts when its last gradient is there and the one before it has arrived."
+
+
+# --- tune_plan -----------------------------------------------------------------------------------
+
+
+def draw_tuning(draw: Draw) -> list[Values]:
+    """Huge gradients where each all-reduce costs much, small ones where each byte does."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, cases = draw.private(rank), []
+        for number in range(5):
+            # The last has more gradients than there are measurements.
+            count = int(rng.integers(28, 36)) if number < 4 else int(rng.integers(90, 120))
+            if number % 2:
+                network = draw_network(
+                    rng, float(rng.uniform(2.7, 3.0)), float(rng.uniform(0.06, 0.1)), count
+                )
+                factor = 2**16  # each gradient exceeds any usual cap
+            else:
+                network = draw_network(
+                    rng, float(rng.uniform(0.01, 0.03)), float(rng.uniform(0.9, 0.95)), count
+                )
+                factor = 1  # all of them together are below any usual cap
+            network["sizes"] = [size * factor for size in network["sizes"]]
+            network["s_per_byte"] /= factor
+            cases.append(network)
+        inputs.append({"cases": [cases[i] for i in rng.permutation(5)]})
+    return inputs
+
+
+def observe_tuning(tune_plan: Any, inputs: Values, context: Context) -> Values:
+    """The plan that is found on each network, and how many plans were measured."""
+    plans, counts = [], []
+    for network in inputs["cases"]:
+        measured: list[Plan] = []
+
+        def measure(plan: Any, network: Values = network, measured: list = measured) -> float:
+            measured.append(read_plan(plan, "the plan to measure"))
+            return _seconds(network, measured[-1])
+
+        plans.append(read_plan(tune_plan(list(network["sizes"]), measure), "tune_plan"))
+        counts.append(len(measured))
+    return {"plans": plans, "counts": counts}
+
+
+def judge_tuning(case: Case) -> list[Finding]:
+    """About as good as the best equal caps, which are at least 90 % efficient."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, network in enumerate(inputs["cases"]):
+            got = nth(answer.get("plans"), number)
+            if problem := _tuning_problem(got, nth(answer.get("counts"), number), network):
+                findings.append(Finding(problem, rank))
+                break
+    return findings
+
+
+def _tuning_problem(plan: Any, count: Any, network: Values) -> str | None:
+    sizes = network["sizes"]
+    buckets = _sorted_buckets(plan)
+    if buckets is None or any(not b for b in buckets):
+        return "expected a plan: a list of buckets, each a list of indices."
+    if sorted(i for b in buckets for i in b) != list(range(len(sizes))):
+        return "each gradient belongs to exactly one bucket of the plan."
+    if not isinstance(count, int) or count > MAX_MEASUREMENTS:
+        return f"{count!r} plans were measured; at most {MAX_MEASUREMENTS} are paid for."
+
+    def measure(plan: Plan) -> float:
+        return _seconds(network, plan)
+
+    best_s, got_s = measure(best_plan(sizes, measure)), measure(buckets)
+    compute = network["forward_s"] + sum(network["backward_s"])
+    efficiency = compute / got_s
+    if got_s <= SLACK * best_s:
+        return None
+    return (
+        f"{len(sizes)} gradients, {sum(sizes) / 1e6:.3g} MB: the plan has {len(plan)} buckets and "
+        f"an efficiency of {efficiency:.3f}; {compute / best_s:.3f} is possible. One bucket for "
+        f"all would have {compute / measure(fill_buckets(sizes, float(sum(sizes)))):.3f}, one for "
+        f"each {compute / measure(fill_buckets(sizes, 0.0)):.3f}. Try many caps, from the "
+        "smallest gradient to the sum of all, and measure each."
+    )

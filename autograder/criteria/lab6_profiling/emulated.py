@@ -1,0 +1,347 @@
+"""Criteria for gradients that travel in planned buckets, on the emulated cluster.
+
+Every layer is charged, so the broker knows when its gradient can be known at the earliest; and it
+carries each all-reduce, so it sees what is in it. Layers, network and plan are drawn; the plan
+makes a right submission more than 90 % efficient. Nothing here rests on what a rank reports.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab6_profiling.buckets import best_plan, fill_buckets, step_seconds
+from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.plan import ChargePlan, PlanChannel
+from minidist.emulate.simulate import simulate
+from minidist.emulate.trace import Collective
+
+LAYERS, BATCH, STEPS = 16, 2, 3
+LATENCY, TRANSFER = 0.9, 0.3  # of the backward pass: an all-reduce per layer; all bytes
+EFFICIENCY, ROOM = 0.9, 0.93  # asked for, and possible with the plan
+
+# --- gradients are means -------------------------------------------------------------------------
+
+
+def draw_mean(draw: Draw) -> list[Values]:
+    """A network, a plan with buckets in an unusual order, and other data on every rank."""
+    rng = draw.shared()
+    sizes = [int(rng.integers(3, 9)) for _ in range(5)]
+    values = oracle.draw_parameters(rng, sizes)
+    order = list(reversed(range(8)))
+    cuts = sorted(int(c) for c in rng.choice(np.arange(1, 8), 3, replace=False))
+    plan = [order[a:b] for a, b in zip([0, *cuts], [*cuts, 8], strict=True)]
+    # Two neighbours change places: the plan says what comes first, not the order of gradients.
+    plan[1], plan[2] = plan[2], plan[1]
+    inputs = []
+    for rank in range(draw.world_size):
+        own = draw.private(rank)
+        mine = values | {"plan": plan}
+        for step in range(STEPS):
+            batch = oracle.draw_batch(own, 5, sizes)
+            mine |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
+        inputs.append(mine)
+    return inputs
+
+
+def observe_mean(buckets_class: Any, inputs: Values, context: Context) -> Values:
+    """The gradients of several steps."""
+    model = oracle.mlp(inputs).to(context.device)
+    buckets = buckets_class(model, [list(bucket) for bucket in inputs["plan"]])
+    answer: Values = {}
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=step != 2)
+        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).to(context.device) for k in "xy")
+        oracle.mse(model(x), y).backward()
+        buckets.finish()
+        for i, p in enumerate(model.parameters()):
+            answer[f"g{step}/{i}"] = oracle.grad_of(p).astype(np.float64)
+    return answer
+
+
+def judge_mean(case: Case) -> list[Finding]:
+    """The mean over ranks, in every step and on every rank."""
+    findings: list[Finding] = []
+    for step in range(STEPS):
+        local = [
+            oracle.gradients(inputs, inputs[f"x/{step}"], inputs[f"y/{step}"])
+            for inputs in case.inputs
+        ]
+        for rank, answer in enumerate(case.answers):
+            for i, per_rank in enumerate(zip(*local, strict=True)):
+                mean, got = oracle.mean(per_rank), answer.get(f"g{step}/{i}")
+                hint = oracle.explain_gradient(got, mean, local[rank][i], case.world_size)
+                what = f"step {step}, gradient of parameter {i}"
+                if not oracle.close(findings, rank, what, got, mean, hint=hint):
+                    return findings
+    return findings
+
+
+# --- on the emulated cluster ---------------------------------------------------------------------
+
+
+def draw_steps(draw: Draw) -> list[Values]:
+    """Layers of other widths, a plan that is right for them, other data per rank and step."""
+    shape = _shape(draw)
+    rng, widths = draw.shared("weights"), shape["widths"]
+    weights = {
+        f"p{i}": rng.normal(0, a**-0.5, (b, a)).astype(np.float32)
+        for i, (a, b) in enumerate(pairwise(widths))
+    }
+    inputs = []
+    for rank in range(draw.world_size):
+        own, values = draw.private(rank), weights | shape
+        for step in range(STEPS):
+            batch = oracle.draw_batch(own, BATCH, widths)
+            values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
+        inputs.append(values)
+    return inputs
+
+
+def draw_sends(draw: Draw) -> list[Values]:
+    """The same with two buckets that change places: the plan says what travels first."""
+    inputs = draw_steps(draw)
+    plan = inputs[0]["plan"]
+    plan = [plan[0], plan[2], plan[1], *plan[3:]]
+    return [values | {"plan": plan} for values in inputs]
+
+
+def _shape(draw: Draw) -> Values:
+    """Widths, seconds of each layer, the network's figures, and a plan that leaves some room."""
+    values: Values = {}
+    for attempt in range(100):
+        values = _draw_shape(draw.shared(f"shape {attempt}"))
+        values["plan"] = best_plan(values["sizes"], partial(_predicted, values))
+        if _compute_s(values) / _predicted(values, values["plan"]) > ROOM:
+            break
+    return values
+
+
+def _draw_shape(rng: np.random.Generator) -> Values:
+    widths = [int(w) * 2 for w in rng.integers(16, 33, LAYERS + 1)]
+    sizes = [4 * a * b for a, b in pairwise(widths)]
+    scale = float(rng.uniform(0.02, 0.2))
+    backward = rng.uniform(0.8, 1.2, LAYERS)
+    backward *= scale / backward.sum()
+    return {
+        "widths": widths, "sizes": sizes, "backward_s": backward.tolist(),
+        "forward_s": (backward / 2).tolist(), "fixed_s": LATENCY * scale / LAYERS,
+        "s_per_byte": TRANSFER * scale / sum(sizes),
+    }  # fmt: skip
+
+
+def _compute_s(values: Values) -> float:
+    return sum(values["forward_s"]) + sum(values["backward_s"])
+
+
+def _predicted(values: Values, plan: list[list[int]]) -> float:
+    return step_seconds(
+        plan, values["sizes"], values["backward_s"], sum(values["forward_s"]),
+        lambda nbytes: values["fixed_s"] + values["s_per_byte"] * nbytes,
+    )  # fmt: skip
+
+
+def charge_plan(draw: Draw) -> ChargePlan:
+    """What each layer costs, and the secret of its factors."""
+    shape, secret = _shape(draw), draw.seed("charges").to_bytes(16, "big")
+    return ChargePlan(tuple(shape["forward_s"]), tuple(shape["backward_s"]), secret)
+
+
+def grading_cluster(values: Values, world_size: int) -> Cluster:
+    """Links on which an all-reduce costs what was drawn, whatever the number of ranks."""
+    rounds = 2 * (world_size - 1)
+    link = Link(
+        bandwidth_bytes_per_s=rounds / world_size / values["s_per_byte"],
+        latency_s=values["fixed_s"] / rounds,
+    )
+    return Cluster(
+        name="drawn", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
+        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
+    )  # fmt: skip
+
+
+def _charged_model(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Sequential:
+    from minidist.emulate.device import Charged
+
+    layers = []
+    for i in range(LAYERS):
+        weight = torch.from_numpy(inputs[f"p{i}"])
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=dtype)
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+        layers.append(Charged(nn.Sequential(linear, nn.Tanh()), i, channel))
+    return nn.Sequential(*layers)
+
+
+def _train(model: nn.Module, inputs: Values, finish: Any, dtype: torch.dtype) -> None:
+    for step in range(STEPS):
+        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).to(dtype) for k in "xy")
+        model.zero_grad()
+        oracle.mse(model(x), y).backward()
+        finish()
+
+
+def observe_steps(buckets_class: Any, inputs: Values, context: Context) -> Values:
+    """Trains with the plan that was drawn."""
+    model = _charged_model(inputs, context.broker, torch.float32)
+    buckets = buckets_class(model, [list(bucket) for bucket in inputs["plan"]])
+    _train(model, inputs, buckets.finish, torch.float32)
+    return {"done": True}
+
+
+def _last_all_reduces(case: Case, rank: int) -> list[Collective] | Finding:
+    """The all-reduces of the last step, in the order of their calls."""
+    assert case.trace is not None
+    events = case.trace.events[rank]
+    backward = [
+        i for i, e in enumerate(events)
+        if e.kind == "compute" and e.direction == "backward" and e.step == STEPS - 1
+    ]  # fmt: skip
+    if len(backward) != LAYERS:
+        return Finding(f"backward ran {len(backward)} of {LAYERS} layers in the last step.", rank)
+    if ahead := find_ahead(events, rank):
+        return ahead
+    by_key = {c.key: c for c in case.trace.collectives if reaches_all(c, case.world_size)}
+    issued = [by_key.get(e.key) for e in events[backward[0] :] if e.kind == "issue"]
+    return [c for c in issued if c and c.kind == "all_reduce" and "float" in c.dtype]
+
+
+def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
+    """This rank's own gradients of the last step, in float64, with the factors it was handed."""
+    assert case.plan is not None
+    model = _charged_model(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
+    _train(model, case.inputs[rank], lambda: None, torch.float64)
+    return [oracle.grad_of(p) for p in model.parameters()]
+
+
+def _carries(payload: Any, gradients: list[np.ndarray], world_size: int) -> bool:
+    """Whether a payload consists of these gradients, in any order, divided already or not."""
+    sent = np.sort(np.asarray(payload, dtype=np.float64).ravel())
+    wanted = np.sort(np.concatenate([g.ravel() for g in gradients]))
+    if len(sent) != len(wanted):
+        return False
+    tolerance = 1e-4 * np.abs(wanted).max()
+    return any(
+        bool((np.abs(sent - wanted * scale) <= tolerance * scale).all())
+        for scale in (1.0, 1.0 / world_size)
+    )
+
+
+def _check_buckets(case: Case) -> list[Finding]:
+    """One all-reduce per bucket of the plan, in its order, with its gradients in it."""
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    findings: list[Finding] = []
+    plan, sizes = case.inputs[0]["plan"], case.inputs[0]["sizes"]
+    wanted = [sum(sizes[i] for i in bucket) for bucket in plan]
+    for rank in range(case.world_size):
+        found = _last_all_reduces(case, rank)
+        if isinstance(found, Finding):
+            findings.append(found)
+            continue
+        got = [c.nbytes for c in found]
+        if got != wanted:
+            same = sorted(got) == sorted(wanted)
+            findings.append(Finding(
+                f"expected {len(wanted)} all-reduces of {wanted} bytes, one per bucket, got "
+                f"{len(got)} of {got}."
+                + (" The plan's order is the order on the wire." if same else ""), rank,
+            ))  # fmt: skip
+            continue
+        local = _local_gradients(case, rank)
+        for number, (bucket, collective) in enumerate(zip(plan, found, strict=True)):
+            payload = collective.payloads.get(rank)
+            if payload is None or not _carries(
+                payload, [local[i] for i in bucket], case.world_size
+            ):
+                findings.append(Finding(
+                    f"all-reduce {number} of the last step does not carry the gradients of bucket "
+                    f"{number}: was it started before they were there?", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def judge_sends(case: Case) -> list[Finding]:
+    """The buckets of the plan travel, one all-reduce each."""
+    return [] if case.world_size == 1 else _check_buckets(case)
+
+
+def judge_efficiency(case: Case) -> list[Finding]:
+    """At least 90 % of the virtual time of the steps is computation, and the gradients travel."""
+    if case.world_size == 1:
+        return []
+    assert case.trace is not None
+    if case.trace.faults:
+        return [Finding(fault) for fault in case.trace.faults]
+    findings = _missing_gradients(case)
+    if findings:
+        return findings
+    values = case.inputs[0]
+    compute_s = _compute_s(values)
+    step_s = seconds_per_step(case)
+    if compute_s / step_s >= EFFICIENCY:
+        return []
+    each = compute_s / _predicted(values, fill_buckets(values["sizes"], 0.0))
+    late = compute_s / (compute_s + sum(
+        values["fixed_s"] + values["s_per_byte"] * sum(values["sizes"][i] for i in bucket)
+        for bucket in values["plan"]
+    ))  # fmt: skip
+    return [Finding(
+        f"efficiency {compute_s / step_s:.3f}, target {EFFICIENCY}: a step computes for "
+        f"{compute_s * 1e3:.1f} ms and takes {step_s * 1e3:.1f} ms of virtual time. Here each "
+        f"gradient alone gives {each:.2f}, the plan's buckets all after backward {late:.2f}. "
+        "Start a bucket's all-reduce with async_op=True in the hook of its last gradient, and wait "
+        "in finish() only."
+    )]  # fmt: skip
+
+
+def _missing_gradients(case: Case) -> list[Finding]:
+    """Gradients of the last step that were in no all-reduce."""
+    for rank in range(case.world_size):
+        found = _last_all_reduces(case, rank)
+        if isinstance(found, Finding):
+            return [found]
+        sent = [np.sort(np.asarray(c.payloads[rank], dtype=np.float64).ravel())
+                for c in found if rank in c.payloads]  # fmt: skip
+        for layer, gradient in enumerate(_local_gradients(case, rank)):
+            if not any(_holds(payload, gradient, case.world_size) for payload in sent):
+                return [Finding(
+                    f"the gradient of layer {layer} was in no all-reduce of the last step.", rank
+                )]  # fmt: skip
+    return []
+
+
+def _holds(payload: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:
+    """Whether every value of a gradient, or its share of the mean, is in the (sorted) payload."""
+    if len(payload) < max(2, gradient.size):
+        return False
+    for scale in (1.0, 1.0 / world_size):
+        wanted = gradient.ravel() * scale
+        at = np.clip(np.searchsorted(payload, wanted), 1, len(payload) - 1)
+        near = np.minimum(np.abs(payload[at] - wanted), np.abs(payload[at - 1] - wanted))
+        if (near <= 1e-5 * np.abs(wanted).max()).all():
+            return True
+    return False
+
+
+def seconds_per_step(case: Case) -> float:
+    """Virtual seconds of a step, the first left out."""
+    assert case.trace is not None
+    timeline = simulate(case.trace, grading_cluster(case.inputs[0], case.world_size))
+    begin = min(
+        timeline.event_times[rank][i][0]
+        for rank, events in enumerate(case.trace.events)
+        for i, e in enumerate(events)
+        if e.kind == "compute" and e.direction == "forward" and e.step == 1
+    )
+    return (timeline.makespan_s - begin) / (STEPS - 1)

@@ -1,0 +1,348 @@
+"""Criteria for data loading: is it waited for, is it done ahead, with which settings.
+
+Waiting is judged on a clock and a device made of drawn numbers. Loading ahead is judged by what
+the source of the batches sees: it counts how far it was asked, while the loop holds one batch.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from autograder.criteria.common.answers import as_number, is_close
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab6_profiling.spans import is_same, nth
+
+PATIENCE_S = 6.0  # for a thread to get something done; an honest one needs milliseconds
+MANY = 200_000  # batches that a loop breaks off from
+GRACE_S = 0.2  # a source that is asked for too much is asked at once
+
+# --- loader_wait ---------------------------------------------------------------------------------
+
+LAUNCH_S = 1e-4
+
+
+class SlowLoader:
+    """A loader and a device that works off its queue later; all times are drawn."""
+
+    def __init__(self, load_s: list[float], work_s: list[float]) -> None:
+        self.load_s, self.work_s = load_s, work_s
+        self.now = self.ready = 10.0
+        self.seen: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for number, seconds in enumerate(self.load_s):
+            self.now += seconds
+            yield number
+
+    def step(self, batch: int) -> None:
+        """Queues one step's work."""
+        self.seen.append(int(batch))
+        self.now += LAUNCH_S
+        self.ready = max(self.ready, self.now) + self.work_s[len(self.seen) - 1]
+
+    def synchronize(self) -> None:
+        """Waits until the queue is empty."""
+        self.now = max(self.now, self.ready)
+
+    def clock(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+def draw_wait(draw: Draw) -> list[Values]:
+    """Loaders that are slower and faster than the step; the first batch takes very long."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, values = draw.private(rank), Values()
+        for number in range(3):
+            count = int(rng.integers(4, 9))
+            load = rng.uniform(0.5, 1.5, count) * rng.uniform(1e-3, 2e-2)
+            load[0] *= 60
+            values[f"load/{number}"] = load
+            values[f"work/{number}"] = rng.uniform(0.5, 1.5, count) * rng.uniform(1e-3, 2e-2)
+        inputs.append(values)
+    return inputs
+
+
+def observe_wait(loader_wait: Any, inputs: Values, context: Context) -> Values:
+    """Both means for every loader, and which batches were worked on."""
+    means, seen = [], []
+    for number in range(3):
+        load, work = (inputs[f"{k}/{number}"].tolist() for k in ("load", "work"))
+        slow = SlowLoader(load, work)
+        wait_s, step_s = loader_wait(slow, slow.step, slow.synchronize, clock=slow.clock)
+        means.append([float(wait_s), float(step_s)])
+        seen.append(slow.seen)
+    return {"means": means, "seen": seen}
+
+
+def judge_wait(case: Case) -> list[Finding]:
+    """Mean seconds waiting for a batch and working on it, the first batch left out."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number in range(3):
+            load, work = inputs[f"load/{number}"], inputs[f"work/{number}"] + LAUNCH_S
+            if nth(answer.get("seen"), number) != list(range(len(load))):
+                findings.append(Finding("step(batch) is called once for each batch.", rank))
+                break
+            got = nth(answer.get("means"), number)
+            wait, step = (nth(got, i) for i in (0, 1))
+            if not is_close(wait, load[1:].mean()):
+                first = is_close(wait, load.mean())
+                hint = "The first batch pays for the start of the workers: leave it out." * first
+                findings.append(Finding(
+                    f"{len(load)} batches: expected {load[1:].mean() * 1e3:.4f} ms of waiting per "
+                    f"batch, got {_milliseconds(wait)}. {hint or _WAIT_HINT}", rank,
+                ))  # fmt: skip
+                break
+            if not is_close(step, work[1:].mean()):
+                queued = is_close(step, LAUNCH_S)
+                hint = " That is what it takes to queue a step: synchronize() first." * queued
+                findings.append(Finding(
+                    f"{len(load)} batches: expected {work[1:].mean() * 1e3:.4f} ms of work per "
+                    f"batch, got {_milliseconds(step)}.{hint}", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+_WAIT_HINT = "The loop waits from the moment it asks for a batch until it has it."
+
+
+def _milliseconds(value: Any) -> str:
+    number = as_number(value)
+    return repr(value) if number is None else f"{number * 1e3:.4f} ms"
+
+
+# --- prefetch ------------------------------------------------------------------------------------
+
+
+def draw_ahead(draw: Draw) -> list[Values]:
+    """How many batches to make ahead."""
+    return [
+        {"depths": [int(d) for d in draw.private(rank).choice(np.arange(1, 7), 2, replace=False)]}
+        for rank in range(draw.world_size)
+    ]
+
+
+def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
+    """Batches that the source was asked for while the loop works on one: at first, and later."""
+    counts = []
+    for depth in inputs["depths"]:
+        produced = [0]
+
+        def source(produced: list[int] = produced) -> Iterator[int]:
+            for number in range(60):
+                produced[0] += 1
+                yield number
+
+        batches = iter(prefetch(source(), depth))
+        row = []
+        for taken in (1, 2, 3):
+            next(batches)
+            deadline = time.monotonic() + PATIENCE_S
+            while produced[0] < taken + depth and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(GRACE_S)
+            row.append(produced[0] - taken)
+            if row[-1] < depth:
+                return {"counts": [*counts, row]}
+        counts.append(row)
+        for _ in batches:
+            pass
+    return {"counts": counts}
+
+
+def judge_ahead(case: Case) -> list[Finding]:
+    """`depth` batches are made while one is used, and hardly more."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, depth in enumerate(inputs["depths"]):
+            row = nth(answer.get("counts"), number)
+            numbers = [n for n in row if as_number(n) is not None] if isinstance(row, list) else []
+            if len(numbers) < 3 or min(numbers) < depth:
+                got = min(numbers, default=None)
+                findings.append(Finding(
+                    f"depth={depth}: while the loop works on a batch, {depth} more should get "
+                    f"ready; {got} did. A thread of its own has to fill the queue.", rank,
+                ))  # fmt: skip
+                break
+            if max(numbers) > depth + 2:
+                findings.append(Finding(
+                    f"depth={depth}: {max(numbers)} batches were loaded ahead. Memory is not "
+                    "endless: the queue needs a limit (queue.Queue(maxsize=…)).", rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def draw_ends(draw: Draw) -> list[Values]:
+    """Numbers to deliver, some of which are missing; where the source breaks, where the loop."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        count = int(rng.integers(9, 16))
+        batches: list[int | None] = [int(n) for n in rng.integers(0, 99, count)]
+        batches[int(rng.integers(2, count - 2))] = None
+        batches[1] = 0
+        inputs.append({
+            "batches": batches, "depth": int(rng.integers(1, 4)),
+            "broken": int(rng.integers(4, 8)), "word": f"disk {int(rng.integers(1 << 30))}",
+        })  # fmt: skip
+    return inputs
+
+
+class _DiskError(RuntimeError):
+    """What the source raises."""
+
+
+def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
+    """All batches in order; an error of the source; threads after a loop that breaks off."""
+    batches, depth, broken = inputs["batches"], inputs["depth"], inputs["broken"]
+    delivered = list(prefetch(iter(batches), depth))
+
+    def breaks() -> Iterator[Any]:
+        yield from batches[:broken]
+        raise _DiskError(inputs["word"])
+
+    before_error, said = [], ""
+    try:
+        for batch in prefetch(breaks(), depth):
+            before_error.append(batch)
+    except Exception as error:
+        said = f"{error} {error.__cause__ or ''}"
+    before = set(threading.enumerate())
+
+    loop = iter(prefetch(iter(range(MANY)), depth))
+    for _ in range(3):
+        next(loop)
+    getattr(loop, "close", lambda: None)()
+    del loop
+    deadline = time.monotonic() + PATIENCE_S
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = len(set(threading.enumerate()) - before)
+    return {"delivered": delivered, "before_error": before_error, "said": said, "left": left}
+
+
+def judge_ends(case: Case) -> list[Finding]:
+    """Everything in order, errors are passed on, and no thread stays behind."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        batches, broken = inputs["batches"], inputs["broken"]
+        if not is_same(answer.get("delivered"), batches):
+            findings.append(Finding(
+                f"expected the {len(batches)} batches in order, got {answer.get('delivered')!r}. "
+                "None and 0 are batches, too: mark the end with an object of your own.", rank,
+            ))  # fmt: skip
+        elif inputs["word"] not in str(answer.get("said")):
+            findings.append(Finding(
+                "the source raised an error and the loop never heard of it. Catch it in the "
+                "thread, send it through the queue, and raise it in the loop.", rank,
+            ))  # fmt: skip
+        elif not is_same(answer.get("before_error"), batches[:broken]):
+            findings.append(Finding(
+                f"the source raised after {broken} batches; expected these first, got "
+                f"{answer.get('before_error')!r}.", rank,
+            ))  # fmt: skip
+        elif not is_same(answer.get("left"), 0):
+            findings.append(Finding(
+                "a loop broke off after 3 batches, and the loading thread is still there: it waits "
+                "for room in the queue that nobody will make.", rank,
+            ))  # fmt: skip
+    return findings
+
+
+# --- loader_settings -----------------------------------------------------------------------------
+
+
+def draw_settings(draw: Draw) -> list[Values]:
+    """Times and machines: enough cores, too few, none at all."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, cases = draw.private(rank), []
+        for number in range(6):
+            step_s = float(rng.uniform(0.01, 0.2))
+            workers, part = int(rng.integers(1, 7)), float(rng.uniform(0.1, 0.9))
+            if number > 3:  # loading takes a whole number of steps, without rounding
+                step_s, part = 2.0 ** -int(rng.integers(2, 7)), 0.0
+            ranks = int(rng.integers(2, 9))
+            # Cores beyond those of the last rank's share go to nobody.
+            cores = ranks * int(rng.integers(7, 12)) + int(rng.integers(1, ranks))
+            if number in (1, 2):
+                workers, cores = workers + 4, ranks * int(rng.integers(1, 4)) + ranks - 1
+            if number == 3:
+                cores = int(rng.integers(1, ranks))
+            cases.append({
+                "load_s": (workers - part) * step_s, "step_s": step_s, "cores": cores,
+                "ranks_per_node": ranks, "device": f"cuda:{number}" if number % 2 else "cpu",
+            })  # fmt: skip
+        inputs.append({"cases": cases})
+    return inputs
+
+
+def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> Values:
+    """The settings, after a DataLoader has accepted them."""
+    found = []
+    for case in inputs["cases"]:
+        numbers = {key: case[key] for key in ("load_s", "step_s", "cores", "ranks_per_node")}
+        settings = dict(loader_settings(**numbers, device=torch.device(case["device"])))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this machine may have fewer cores
+            loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, **settings)
+        found.append({
+            "num_workers": int(loader.num_workers), "pin_memory": bool(loader.pin_memory),
+            "persistent_workers": bool(loader.persistent_workers),
+            "prefetch_factor": loader.prefetch_factor,
+        })  # fmt: skip
+    return {"found": found}
+
+
+def judge_settings(case: Case) -> list[Finding]:
+    """As many workers as the step needs and the rank's share of cores allows; pinned for a GPU."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, drawn in enumerate(inputs["cases"]):
+            got = nth(answer.get("found"), number)
+            problem = _settings_problem(got if isinstance(got, dict) else {}, drawn)
+            if problem:
+                what = ", ".join(
+                    f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in drawn.items()
+                )
+                findings.append(Finding(f"{what}: {problem}", rank))
+                break
+    return findings
+
+
+def _settings_problem(got: Values, drawn: Values) -> str | None:
+    enough = math.ceil(drawn["load_s"] / drawn["step_s"])
+    share = drawn["cores"] // drawn["ranks_per_node"]
+    workers, on_gpu = min(enough, share), drawn["device"] != "cpu"
+    if got.get("num_workers") != workers:
+        hint = "" if got.get("num_workers") != enough else " All ranks of a node share its cores."
+        return (
+            f"expected {workers} workers ({enough} would keep up, {share} cores per rank), got "
+            f"{got.get('num_workers')!r}.{hint}"
+        )
+    if got.get("pin_memory") is not on_gpu:
+        return f"pin_memory: expected {on_gpu}, got {got.get('pin_memory')!r}."
+    if got.get("persistent_workers") is not (workers > 0):
+        return (
+            f"persistent_workers: expected {workers > 0} with {workers} workers, got "
+            f"{got.get('persistent_workers')!r}: workers that end with the epoch start anew."
+        )
+    if got.get("prefetch_factor") != (2 if workers else None):
+        return (
+            f"prefetch_factor: expected {2 if workers else None} with {workers} workers, got "
+            f"{got.get('prefetch_factor')!r}: each batch ahead costs memory."
+        )
+    return None

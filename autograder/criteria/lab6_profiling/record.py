@@ -1,0 +1,298 @@
+"""Criteria for recording with torch's profiler, and for reading what it writes.
+
+Recording is judged by labels that the step itself puts into the trace, new ones in every call.
+Reading is judged on events made of drawn names and times, as a CPU and a GPU leave them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autograder.criteria.common.answers import as_number
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab6_profiling.spans import KINDS, Span, active_seconds, draw_name, is_same
+
+# --- profile_steps -------------------------------------------------------------------------------
+
+
+def draw_record(draw: Draw) -> list[Values]:
+    """How many steps; and a label that only this rank knows."""
+    rng = draw.shared()
+    settings = {"warmup": int(rng.integers(1, 4)), "num_steps": int(rng.integers(2, 5))}
+    return [
+        settings | {"label": f"part_{int(draw.private(rank).integers(1 << 40)):x}"}
+        for rank in range(draw.world_size)
+    ]
+
+
+def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Values:
+    """Calls of the step, and of the events those that matter here."""
+    calls = [0]
+    weight = torch.randn(16, 16, device=context.device)
+
+    def step() -> None:
+        with torch.profiler.record_function(f"{inputs['label']}/{calls[0]}"):
+            total = (weight @ weight).sum()
+            dist.all_reduce(total)
+        calls[0] += 1
+
+    before = set(Path.cwd().iterdir())
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
+        events = profile_steps(step, warmup=inputs["warmup"], num_steps=inputs["num_steps"])
+        temporary = list(Path(folder).iterdir())
+    left = set(Path.cwd().iterdir()) - before
+    for _ in range(20):  # another rank, in the same folder, may be at it still
+        left = {path for path in left if path.exists()}
+        if left:
+            time.sleep(0.05)
+    kept = []
+    for event in events:
+        name, category = str(event.get("name")), str(event.get("cat"))
+        wanted = name == "step" or name.startswith(inputs["label"]) or name == "aten::mm"
+        if event.get("ph") == "X" and category in ("user_annotation", "cpu_op") and wanted:
+            kept.append([name, float(event["ts"]), float(event["dur"])])
+    names = sorted(path.name for path in [*left, *temporary])
+    return {"calls": calls[0], "events": kept[:200], "left": names[:3]}
+
+
+def judge_record(case: Case) -> list[Finding]:
+    """Each of the profiled steps, and no warm-up step, lies inside a "step" of its own."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        if problem := _record_problem(inputs, answer):
+            findings.append(Finding(problem, rank))
+    return findings
+
+
+def _record_problem(inputs: Values, answer: Values) -> str | None:
+    warmup, num_steps, label = inputs["warmup"], inputs["num_steps"], inputs["label"]
+    events: list[tuple[str, float, float]] = []
+    came = answer.get("events")
+    for event in came if isinstance(came, list) else []:
+        if isinstance(event, list) and len(event) == 3 and isinstance(event[0], str):
+            start, length = as_number(event[1]), as_number(event[2])
+            if start is not None and length is not None:
+                events.append((event[0], start, start + length))
+    if not is_same(answer.get("calls"), warmup + num_steps):
+        return (
+            f"warmup={warmup}, num_steps={num_steps}: step() was called {answer.get('calls')!r} "
+            f"times, expected {warmup + num_steps}."
+        )
+    if answer.get("left") != []:
+        return f"files are left behind: {answer.get('left')}."
+    seen = {name for name, _, _ in events if name.startswith(label)}
+    if too_early := [n for n in range(warmup) if f"{label}/{n}" in seen]:
+        return f"{len(too_early)} warm-up steps are in the trace: start the profiler after them."
+    if missing := [n for n in range(warmup, warmup + num_steps) if f"{label}/{n}" not in seen]:
+        return f"{len(missing)} of {num_steps} steps are not in the trace."
+    steps = sorted((a, b) for name, a, b in events if name == "step")
+    if len(steps) != num_steps:
+        return f'expected {num_steps} events called "step", one around each step, got {len(steps)}.'
+    for number, (start, end) in enumerate(steps):
+        wanted = f"{label}/{warmup + number}"
+        inside = [name for name, a, b in events if a >= start - 1 and b <= end + 1]
+        if wanted not in inside:
+            return (
+                f'call {warmup + number} of step() does not lie inside the "step" number {number}.'
+            )
+        if "aten::mm" not in inside:
+            return "no operator is in the trace: ask for ProfilerActivity.CPU."
+    return None
+
+
+# --- to_spans ------------------------------------------------------------------------------------
+
+
+def draw_cpu(draw: Draw) -> list[Values]:
+    """What a CPU with gloo leaves: operators, annotations, loading, and noise."""
+    return _draw_events(draw, _cpu_events)
+
+
+def draw_gpu(draw: Draw) -> list[Values]:
+    """What a GPU leaves: kernels, copies, and host operators that only launch."""
+    return _draw_events(draw, _gpu_events)
+
+
+def _draw_events(
+    draw: Draw, make: Callable[[_Recorder, np.random.Generator], None]
+) -> list[Values]:
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, traces = draw.private(rank), []
+        for _ in range(2):
+            record = _Recorder(rng, float(rng.integers(1 << 30)))
+            record.noise()
+            make(record, rng)
+            traces.append([record.events[i] for i in rng.permutation(len(record.events))])
+        inputs.append({"rank": rank + 3, "traces": traces})
+    return inputs
+
+
+class _Recorder:
+    """Writes events as torch.profiler exports them."""
+
+    def __init__(self, rng: np.random.Generator, base: float) -> None:
+        self.rng, self.base = rng, base
+        self.events: list[Values] = []
+
+    def add(self, name: str, category: str, tid: int, start: float, end: float) -> None:
+        """A complete event from `start` to `end`, in microseconds after the base."""
+        self.events.append({
+            "ph": "X", "cat": category, "name": name, "pid": 77, "tid": tid,
+            "ts": self.base + start, "dur": end - start, "args": {},
+        })  # fmt: skip
+
+    def noise(self) -> None:
+        """Events that are no spans at all."""
+        for phase in ("M", "i", "s", "f"):
+            event = {"ph": phase, "name": draw_name(self.rng), "pid": 77, "tid": 1, "ts": self.base}
+            self.events.append(event | ({"cat": "cpu_op"} if phase == "i" else {}))
+        self.add("PyTorch Profiler (0)", "Trace", 1, 0, 9000)
+        self.add("step", "user_annotation", 1, 0, 8800)
+
+    def cuts(self, begin: float, end: float, count: int) -> list[tuple[float, float]]:
+        """Disjoint times between two points, whole microseconds."""
+        points = self.rng.choice(np.arange(begin + 1, end), 2 * count, replace=False)
+        ordered = np.sort(points).tolist()
+        return list(zip(ordered[::2], ordered[1::2], strict=True))
+
+    def each(self, prefix: str, category: str, tid: int, begin: float, end: float, count: int):
+        """`count` disjoint events of a kind, with names drawn."""
+        for a, b in self.cuts(begin, end, count):
+            self.add(prefix + draw_name(self.rng), category, tid, a, b)
+
+
+def _cpu_events(record: _Recorder, rng: np.random.Generator) -> None:
+    for begin in (0, 500):
+        a = begin + float(rng.integers(1, 100))
+        b = a + float(rng.integers(200, 350))
+        loader = f"enumerate(DataLoader)#_{draw_name(rng)}.__next__"
+        record.add(loader, "user_annotation", 1, a, b)
+        record.add("aten::stack", "cpu_op", 1, a + 20, b - 30)  # collate: inside the loader
+        record.add("aten::" + draw_name(rng), "cpu_op", 2, a + 50, a + 90)  # another thread
+    record.each("aten::", "cpu_op", 1, 1000, 3000, 5)
+    record.each("aten::", "cpu_op", 2, 1500, 3500, 3)
+    record.each("gloo:", "user_annotation", 9, 2000, 4000, 4)
+    record.each("c10d::", "cpu_op", 1, 4000, 5000, 2)
+    record.each("", "user_annotation", 1, 4000, 5000, 2)
+    record.each("host: ", "user_annotation", 1, 5000, 6000, 2)
+    record.each("about host: ", "user_annotation", 1, 6000, 7000, 2)  # names that only contain it
+    record.each("before gloo:", "user_annotation", 1, 7000, 8000, 2)
+    record.each("aten::c10d::", "cpu_op", 1, 8000, 8500, 2)
+
+
+def _gpu_events(record: _Recorder, rng: np.random.Generator) -> None:
+    record.each("kernel_", "kernel", 7, 0, 3000, 6)
+    record.each("ncclDevKernel_", "kernel", 13, 1000, 4000, 4)
+    record.each("copy_for_nccl_", "kernel", 7, 3000, 3500, 2)
+    record.each("Memcpy HtoD ", "gpu_memcpy", 9, 3000, 5000, 3)
+    record.each("Memset ", "gpu_memset", 7, 5000, 5500, 2)
+    record.each("aten::", "cpu_op", 1, 5500, 7000, 5)  # these only launch
+    record.each("cudaLaunchKernel ", "cuda_runtime", 1, 5500, 7000, 5)
+    record.each("nccl:", "user_annotation", 1, 6000, 7000, 2)
+    record.each("host: ", "user_annotation", 1, 7000, 8000, 2)
+    record.each("enumerate(DataLoader)#", "user_annotation", 1, 8000, 8500, 2)
+
+
+def expected_spans(events: list[Values]) -> list[Span]:
+    """What the lab's table says, event by event."""
+    timed = [event for event in events if "dur" in event and event.get("ph") == "X"]
+    categories = {event["cat"] for event in timed}
+    loading = [event for event in timed if event["name"].startswith("enumerate(DataLoader)")]
+    spans = []
+    for event in timed:
+        name, category, kind = event["name"], event["cat"], None
+        start, end = event["ts"], event["ts"] + event["dur"]
+        if event in loading:
+            kind = "loader"
+        elif category == "kernel":
+            kind = "communication" if name.startswith("nccl") else "compute"
+        elif category in ("gpu_memcpy", "gpu_memset"):
+            kind = "copy"
+        elif category == "user_annotation" and name.startswith("gloo:"):
+            kind = "communication"
+        elif category == "user_annotation" and name.startswith("host:"):
+            kind = "host"
+        elif category == "cpu_op" and "kernel" not in categories and not name.startswith("c10d::"):
+            inside = any(
+                o["tid"] == event["tid"] and o["ts"] <= start and end <= o["ts"] + o["dur"]
+                for o in loading
+            )
+            kind = None if inside else "compute"
+        if kind:
+            spans.append(Span(0, kind, name, start / 1e6, end / 1e6))
+    return spans
+
+
+def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
+    """What the function makes of each list of events."""
+    answer: Values = {}
+    for number, events in enumerate(inputs["traces"]):
+        spans = [
+            Span(int(s.rank), str(s.kind), str(s.name), float(s.start), float(s.end))
+            for s in to_spans(events, inputs["rank"])
+        ]
+        answer[f"{number}/kinds"] = [s.kind for s in spans]
+        answer[f"{number}/names"] = [s.name[:200] for s in spans]
+        answer[f"{number}/ranks"] = sorted({s.rank for s in spans})
+        answer[f"{number}/times"] = np.array([[s.start, s.end] for s in spans], dtype=np.float64)
+    return answer
+
+
+def judge_spans(case: Case) -> list[Finding]:
+    """Per kind, the same moments are covered. Nested operators may be kept or left out."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number in range(2):
+            if problem := _spans_problem(inputs, answer, number):
+                findings.append(Finding(problem, rank))
+                break
+    return findings
+
+
+def _spans_problem(inputs: Values, answer: Values, number: int) -> str | None:
+    kinds, times = answer.get(f"{number}/kinds"), answer.get(f"{number}/times")
+    if not isinstance(kinds, list) or not isinstance(times, np.ndarray):
+        return "expected a list of Span."
+    if times.shape != (len(kinds), 2) or not np.isfinite(times).all():
+        return "a span has a start or an end that is no number." if kinds else "no span came back."
+    if unknown := sorted({str(k) for k in kinds} - set(KINDS)):
+        return f"kind {unknown[0]!r}: expected one of {', '.join(KINDS)}."
+    if not is_same(answer.get(f"{number}/ranks"), [inputs["rank"]]):
+        return f"every span has the rank that was given, {inputs['rank']}."
+    names = answer.get(f"{number}/names")
+    known = {str(event.get("name"))[:200] for event in inputs["traces"][number]}
+    if not isinstance(names, list) or not set(map(str, names)) <= known:
+        return "a span has a name that no event has: it is the event's."
+    got = [Span(0, k, "", a, b) for k, (a, b) in zip(kinds, times.tolist(), strict=True)]
+    right = expected_spans(inputs["traces"][number])
+    for kind in KINDS:
+        if problem := _kind_problem(kind, got, right):
+            return problem
+    return None
+
+
+def _kind_problem(kind: str, got: list[Span], right: list[Span]) -> str | None:
+    ours, theirs = ([s for s in spans if s.kind == kind] for spans in (right, got))
+    begin, end = min(s.start for s in right) - 1, max(s.end for s in right) + 1
+    if any(not begin <= s.start <= s.end <= end for s in theirs):
+        return "a span lies far away: times are in seconds, ts and dur in microseconds."
+    relabelled = [Span(0, "right", "", s.start, s.end) for s in ours]
+    found = active_seconds([*theirs, *relabelled], begin, end)
+    missing = found.get(frozenset({"right"}), 0.0)
+    extra = found.get(frozenset({kind}), 0.0)
+    if missing <= 1e-7 and extra <= 1e-7:
+        return None
+    return (
+        f"{kind}: the table makes {len(ours)} events {kind}. Of their time {missing * 1e6:.0f} "
+        f"microseconds are missing, and {extra * 1e6:.0f} that are something else were added."
+    )

@@ -1,0 +1,201 @@
+"""Criteria for scaling figures, and for what communication costs in a step.
+
+Nothing is timed: seconds are drawn, and the machine that is measured becomes slower and faster
+while it is measured, as real ones do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.common.answers import as_number, is_close
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab6_profiling.spans import is_same, nth
+
+MODES = ("weak", "strong")
+
+
+# --- scaling -------------------------------------------------------------------------------------
+
+
+def draw_scaling(draw: Draw) -> list[Values]:
+    """Seconds per step for several sizes; some begin at more than one rank."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, cases = draw.private(rank), []
+        for number, mode in enumerate(MODES * 2):
+            first = 1 if number < 2 else int(rng.integers(2, 5))
+            sizes = [first * 2**i for i in range(4)]
+            seconds = float(rng.uniform(0.5, 3.0))
+            times = []
+            for size in sizes:
+                ideal = seconds / (size / first if mode == "strong" else 1)
+                times.append(ideal * (1 if size == first else float(rng.uniform(1.05, 1.6))))
+            order = rng.permutation(len(sizes)).tolist()
+            cases.append({
+                "mode": mode, "sizes": [sizes[i] for i in order],
+                "seconds": [times[i] for i in order],
+            })  # fmt: skip
+        inputs.append({"cases": cases})
+    return inputs
+
+
+def observe_scaling(scaling: Any, inputs: Values, context: Context) -> Values:
+    """(size, speed-up, efficiency) for every case."""
+    rows = []
+    for case in inputs["cases"]:
+        times = dict(zip(case["sizes"], case["seconds"], strict=True))
+        found = scaling(times, case["mode"])
+        rows.append([[int(n), float(found[n][0]), float(found[n][1])] for n in sorted(found)])
+    return {"rows": rows}
+
+
+def judge_scaling(case: Case) -> list[Finding]:
+    """Efficiency against the smallest size, and speed-up = ranks × efficiency."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, drawn in enumerate(inputs["cases"]):
+            problem = _scaling_problem(nth(answer.get("rows"), number), drawn)
+            if problem:
+                findings.append(Finding(problem, rank))
+                break
+    return findings
+
+
+def _scaling_problem(rows: Any, drawn: Values) -> str | None:
+    times, mode = dict(zip(drawn["sizes"], drawn["seconds"], strict=True)), drawn["mode"]
+    base, got = min(times), {}
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, list) and len(row) == 3 and isinstance(row[0], int):
+            got[row[0]] = row[1:]
+    for size in sorted(times):
+        efficiency = times[base] / times[size]
+        if mode == "strong":
+            efficiency *= base / size
+        pair = got.get(size, [None, None])
+        for what, value, wanted in (
+            ("efficiency", pair[1], efficiency), ("speed-up", pair[0], size * efficiency),
+        ):  # fmt: skip
+            if not is_close(value, wanted):
+                return (
+                    f'"{mode}", {base} ranks: {times[base]:.4f} s, {size} ranks: '
+                    f"{times[size]:.4f} s: expected {what} {wanted:.4f}, got {value!r}."
+                    f"{_explain(value, mode, base, size, times)}"
+                )
+    return None
+
+
+def _explain(value: Any, mode: str, base: int, size: int, times: dict[int, float]) -> str:
+    weak = times[base] / times[size]
+    strong = weak * base / size
+    other = strong if mode == "weak" else weak
+    if is_close(value, other) or is_close(value, size * other):
+        return f' That is the figure of "{MODES[mode == "weak"]}" scaling.'
+    if base > 1 and (is_close(value, strong / base) or is_close(value, weak / base * size)):
+        return f" Not one rank but {base} are the base here."
+    return ""
+
+
+# --- communication_overhead ----------------------------------------------------------------------
+
+
+class DriftingMachine:
+    """Steps with and without communication on a device that queues, and a clock. All is drawn.
+
+    Args:
+        speed: of each round, by which both of its steps take longer.
+        noise: of each round, by which its step with communication takes longer on top.
+    """
+
+    def __init__(
+        self, with_s: float, without_s: float, speed: np.ndarray, noise: np.ndarray
+    ) -> None:
+        self.seconds = {True: with_s, False: without_s}
+        self.speed, self.noise = speed, noise
+        self.counts = {True: 0, False: 0}
+        self.now = self.ready = 50.0
+
+    def run(self, with_communication: bool) -> None:
+        """Queues a step."""
+        index = min(sum(self.counts.values()) // 2, len(self.speed) - 1)
+        turn = min(self.counts[True], len(self.noise) - 1)
+        self.counts[with_communication] += 1
+        self.now += 1e-5
+        speed = float(self.speed[index])
+        if with_communication:
+            speed *= float(self.noise[turn])
+        work = self.seconds[with_communication] * speed - 1e-5
+        self.ready = max(self.ready, self.now) + work
+
+    def synchronize(self) -> None:
+        """Waits until the queue is empty."""
+        self.now = max(self.now, self.ready)
+
+    def clock(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+def draw_overhead(draw: Draw) -> list[Values]:
+    """Another rank is slowest with communication than without; the machine drifts."""
+    rng, world_size = draw.shared(), draw.world_size
+    rounds = int(rng.integers(4, 8)) * 2 + 1
+    speed = np.linspace(1.0, 3.0, rounds) * rng.uniform(0.95, 1.05, rounds)
+    speed[int(rng.integers(rounds))] *= 8
+    noise = rng.uniform(1.0, 1.3, rounds)
+    noise[int(rng.integers(rounds))] *= 5  # far from the median, so that a mean is wrong
+    inputs = []
+    for rank in range(world_size):
+        own = draw.private(rank)
+        without = float(own.uniform(0.02, 0.03))
+        inputs.append({
+            "rounds": rounds, "speed": speed, "noise": noise, "without_s": without,
+            "with_s": without + float(own.uniform(0.005, 0.02)),
+        })  # fmt: skip
+    return inputs
+
+
+def observe_overhead(communication_overhead: Any, inputs: Values, context: Context) -> Values:
+    """The share that the function finds, and how often it ran each kind of step."""
+    machine = DriftingMachine(*(inputs[k] for k in ("with_s", "without_s", "speed", "noise")))
+    share = communication_overhead(
+        lambda: machine.run(True), lambda: machine.run(False), machine.synchronize,
+        context.device, rounds=inputs["rounds"], clock=machine.clock,
+    )  # fmt: skip
+    return {"share": float(share), "counts": [machine.counts[True], machine.counts[False]]}
+
+
+def judge_overhead(case: Case) -> list[Finding]:
+    """1 − without/with, each of the slowest rank, the median over rounds."""
+    without = [inputs["without_s"] for inputs in case.inputs]
+    with_s = [inputs["with_s"] for inputs in case.inputs]
+    shares = 1 - max(without) / (max(with_s) * case.inputs[0]["noise"])
+    wanted = float(np.median(shares))
+    rounds = case.inputs[0]["rounds"]
+    findings: list[Finding] = []
+    for rank, answer in enumerate(case.answers):
+        got = answer.get("share")
+        if not is_same(answer.get("counts"), [rounds, rounds]):
+            findings.append(Finding(
+                f"rounds={rounds}: expected {rounds} steps of each kind, got "
+                f"{answer.get('counts')!r}.", rank,
+            ))  # fmt: skip
+        elif not is_close(got, wanted, rtol=1e-4):
+            own = 1 - without[rank] / with_s[rank]
+            hint = (
+                "That is this rank's own share: all wait for the slowest rank."
+                if is_close(got, own, rtol=1e-4)
+                else "That is without/with." if is_close(got, 1 - wanted, rtol=1e-4)
+                else "That is the share of the step without communication."
+                if is_close(got, 1 / (1 - wanted) - 1, rtol=1e-4)
+                else "The machine became slower meanwhile: run both kinds in every round, and take "
+                "the ratio within the round."
+            )  # fmt: skip
+            shown = as_number(got)
+            findings.append(Finding(
+                f"expected {wanted:.4f}, got {got if shown is None else f'{shown:.4f}'}. {hint}",
+                rank,
+            ))  # fmt: skip
+    return findings

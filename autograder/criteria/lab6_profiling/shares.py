@@ -1,0 +1,305 @@
+"""Criteria for what is computed from a trace: utilisation, overlap, a breakdown, an export.
+
+Every rank gets traces of its own, with names, kinds and times drawn at random.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.common.answers import as_number, is_close
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab6_profiling.spans import (
+    KINDS,
+    Span,
+    active_seconds,
+    draw_name,
+    nth,
+    pack,
+    seconds_of,
+    unpack,
+)
+
+CASES = 5
+PARTS = (*KINDS, "idle")
+
+
+def _row(rng: np.random.Generator, kind: str, begin: float, end: float, count: int) -> list[Span]:
+    """Disjoint spans of one kind between two points, with gaps."""
+    cuts = np.sort(rng.uniform(begin, end, 2 * count)).tolist()
+    pairs = zip(cuts[::2], cuts[1::2], strict=True)
+    return [Span(0, kind, draw_name(rng), a, b) for a, b in pairs]
+
+
+def _shuffled(rng: np.random.Generator, spans: list[Span]) -> list[Span]:
+    return [spans[i] for i in rng.permutation(len(spans))]
+
+
+def _draw(draw: Draw, make: Callable[..., tuple[list[Span], float, float]]) -> list[Values]:
+    """`CASES` traces per rank, all of that rank, each with a window."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, values = draw.private(rank), Values(windows=[])
+        for number in range(CASES):
+            spans, start, end = make(rng, number)
+            spans = [Span(rank, s.kind, s.name, s.start, s.end) for s in spans]
+            values["windows"].append([start, end])
+            values |= pack(_shuffled(rng, spans), str(number))
+        inputs.append(values)
+    return inputs
+
+
+def draw_utilisation(draw: Draw) -> list[Values]:
+    """Two streams that compute at once, kernels inside others, and a window that cuts some."""
+
+    def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
+        end = float(rng.uniform(0.05, 5.0))
+        spans = _row(rng, "compute", -0.3 * end, 1.3 * end, 9)
+        spans += _row(rng, "compute", -0.3 * end, 1.3 * end, 6)
+        spans.append(Span(0, "compute", draw_name(rng), -0.1 * end, 0.1 * end))
+        spans.append(Span(0, "compute", draw_name(rng), 0.05 * end, 0.08 * end))
+        spans.append(Span(0, "compute", draw_name(rng), 0.9 * end, 1.2 * end))
+        for kind in KINDS[1:]:
+            spans += _row(rng, kind, 0, end, 3)
+        shift = float(rng.uniform(0, 50))
+        return _moved(spans, shift), shift, shift + end
+
+    return _draw(draw, make)
+
+
+def draw_overlap(draw: Draw) -> list[Values]:
+    """Communication that hides fully, partly or not at all; in one case the window has none."""
+
+    def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
+        end = float(rng.uniform(0.05, 5.0))
+        spans = _row(rng, "compute", -0.2 * end, 0.7 * end, 4 if number else 7)
+        spans += _row(rng, "compute", -0.2 * end, 0.7 * end, 3)  # a second stream
+        if number == CASES - 1:  # one long computation that hides all
+            spans = [Span(0, "compute", draw_name(rng), 0.0, end)]
+        if number != 1:
+            spans += _row(rng, "communication", 0.1 * end, 1.3 * end, 6)
+            spans += _row(rng, "communication", 0.1 * end, 0.8 * end, 2)  # a second group of ranks
+        else:
+            spans += _row(rng, "communication", 1.1 * end, 1.3 * end, 2)  # not in the window
+        for kind in ("copy", "loader", "host"):
+            spans += _row(rng, kind, 0, end, 2)
+        shift = float(rng.uniform(0, 50))
+        return _moved(spans, shift), shift, shift + end
+
+    return _draw(draw, make)
+
+
+def draw_breakdown(draw: Draw) -> list[Values]:
+    """All kinds, on top of each other and alone."""
+
+    def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
+        end = float(rng.uniform(0.05, 5.0))
+        spans = [span for kind in KINDS for span in _row(rng, kind, 0.05 * end, 0.9 * end, 4)]
+        # Of every kind one that begins before the window, and one that is not in it at all.
+        for place, kind in enumerate(KINDS):
+            spans.append(Span(0, kind, draw_name(rng), -0.2 * end, 0.01 * (place + 1) * end))
+            spans.append(Span(0, kind, draw_name(rng), 1.1 * end, 1.2 * end))
+        shift = float(rng.uniform(0, 50))
+        return _moved(spans, shift), shift, shift + end
+
+    return _draw(draw, make)
+
+
+def draw_export(draw: Draw) -> list[Values]:
+    """Several ranks; spans of different kinds overlap, those of one kind do not."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        spans = []
+        for r in range(3):
+            for kind in rng.permutation(KINDS):
+                row = _row(rng, str(kind), 0, 0.5, int(rng.integers(2, 6)))
+                # Each name once: the judge finds the events by it.
+                spans += [
+                    Span(r + 2, s.kind, f"{s.name} {len(spans) + i}", s.start, s.end)
+                    for i, s in enumerate(row)
+                ]
+        inputs.append(pack(_shuffled(rng, spans), "0"))
+    return inputs
+
+
+def _moved(spans: list[Span], shift: float) -> list[Span]:
+    return [Span(s.rank, s.kind, s.name, s.start + shift, s.end + shift) for s in spans]
+
+
+# --- observe -------------------------------------------------------------------------------------
+
+
+def observe_share(function: Any, inputs: Values, context: Context) -> Values:
+    """The function's number for every trace."""
+    return {
+        "shares": [
+            float(function(unpack(inputs, str(number)), start, end))
+            for number, (start, end) in enumerate(inputs["windows"])
+        ]
+    }
+
+
+def observe_breakdown(breakdown: Any, inputs: Values, context: Context) -> Values:
+    """The parts of every window."""
+    parts = []
+    for number, (start, end) in enumerate(inputs["windows"]):
+        found = breakdown(unpack(inputs, str(number)), start, end)
+        parts.append({str(key): float(value) for key, value in found.items()})
+    return {"parts": parts}
+
+
+def observe_export(chrome_trace: Any, inputs: Values, context: Context) -> Values:
+    """The exported trace, as a JSON file would hold it."""
+    trace = json.loads(json.dumps(chrome_trace(unpack(inputs, "0"))))
+    return {"trace": trace}
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+def judge_utilisation(case: Case) -> list[Finding]:
+    """The share of the window in which something computes."""
+
+    def expected(spans: list[Span], start: float, end: float) -> float:
+        return seconds_of(active_seconds(spans, start, end), "compute") / (end - start)
+
+    def explain(got: float, spans: list[Span], start: float, end: float) -> str:
+        compute = [s for s in spans if s.kind == "compute"]
+        clipped = math.fsum(max(0, min(s.end, end) - max(s.start, start)) for s in compute)
+        if is_close(got, clipped / (end - start)):
+            return "Two computations at the same time count once: merge them first."
+        whole = active_seconds(spans, min(s.start for s in spans), max(s.end for s in spans))
+        if is_close(got, seconds_of(whole, "compute") / (end - start)):
+            return "What lies outside the window does not count: clip it."
+        busy = (end - start) - active_seconds(spans, start, end).get(frozenset(), 0.0)
+        if is_close(got, busy / (end - start)):
+            return "Only computation counts: a device that waits for data is not used."
+        return ""
+
+    return _judge_shares(case, "utilisation", expected, explain)
+
+
+def judge_overlap(case: Case) -> list[Finding]:
+    """The share of communication beside which something computes; 1 if there is none."""
+
+    def expected(spans: list[Span], start: float, end: float) -> float:
+        found = active_seconds(spans, start, end)
+        all_s = seconds_of(found, "communication")
+        return seconds_of(found, "communication", "compute") / all_s if all_s else 1.0
+
+    def explain(got: float, spans: list[Span], start: float, end: float) -> str:
+        found = active_seconds(spans, start, end)
+        all_s = seconds_of(found, "communication")
+        hidden = seconds_of(found, "communication", "compute")
+        if not all_s:
+            return "Without communication nothing is exposed: 1.0."
+        if is_close(got, 1 - hidden / all_s):
+            return "That is the exposed share."
+        if is_close(got, hidden / (end - start)):
+            return "That is the share of the window; divide by all communication."
+        if is_close(got, hidden / seconds_of(found, "compute")):
+            return "That is the share of the computation; divide by all communication."
+        return ""
+
+    return _judge_shares(case, "overlap", expected, explain)
+
+
+def _judge_shares(
+    case: Case, what: str, expected: Callable[..., float], explain: Callable[..., str]
+) -> list[Finding]:
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, (start, end) in enumerate(inputs["windows"]):
+            spans, got = unpack(inputs, str(number)), nth(answer.get("shares"), number)
+            wanted = expected(spans, start, end)
+            if not is_close(got, wanted):
+                value = as_number(got)
+                hint = "" if value is None else explain(value, spans, start, end)
+                findings.append(Finding(
+                    f"{what} of a trace with {len(spans)} spans: expected {wanted:.4f}, got "
+                    f"{got!r}. {hint}".rstrip(), rank,
+                ))  # fmt: skip
+                break
+    return findings
+
+
+def judge_breakdown(case: Case) -> list[Finding]:
+    """Each moment of the window belongs to one part, the first that applies."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, (start, end) in enumerate(inputs["windows"]):
+            got = nth(answer.get("parts"), number)
+            wanted: dict[str, float] = {part: 0.0 for part in PARTS}
+            for kinds, seconds in active_seconds(unpack(inputs, str(number)), start, end).items():
+                wanted[next((k for k in KINDS if k in kinds), "idle")] += seconds
+            if problem := _breakdown_problem(got, wanted, end - start):
+                findings.append(Finding(problem, rank))
+                break
+    return findings
+
+
+def _breakdown_problem(got: Any, wanted: dict[str, float], window_s: float) -> str | None:
+    if not isinstance(got, dict) or sorted(got) != sorted(wanted):
+        keys = sorted(got) if isinstance(got, dict) else got
+        return f"expected the keys {sorted(wanted)}, got {keys!r}."
+    for part in PARTS:
+        if not is_close(got[part], wanted[part], atol=1e-7 * window_s):
+            numbers = [as_number(v) for v in got.values()]
+            total = math.fsum(n for n in numbers if n is not None)
+            hint = (
+                "The parts add up to the window, so some moment is in the wrong part: compute > "
+                "communication > copy > loader > host > idle."
+                if is_close(total, window_s)
+                else f"The parts add up to {total:.6g} s, the window has {window_s:.6g} s."
+            )
+            return f"{part}: expected {wanted[part]:.6g} s, got {got[part]!r}. {hint}"
+    return None
+
+
+def judge_export(case: Case) -> list[Finding]:
+    """One complete event per span, in microseconds, and lanes that a viewer can draw."""
+    findings: list[Finding] = []
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        if problem := _export_problem(answer.get("trace"), unpack(inputs, "0")):
+            findings.append(Finding(problem, rank))
+    return findings
+
+
+def _export_problem(trace: Any, spans: list[Span]) -> str | None:
+    events = trace.get("traceEvents") if isinstance(trace, dict) else None
+    if not isinstance(events, list):
+        return "expected a dict with a list under 'traceEvents'."
+    complete = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"]
+    if len(complete) != len(spans):
+        return f"expected {len(spans)} events with ph 'X', one per span, got {len(complete)}."
+    by_name = {str(e.get("name")): e for e in complete}
+    lanes: dict[str, list[Span]] = {}
+    for span in spans:
+        event = by_name.get(span.name)
+        if event is None:
+            return f"no event is called {span.name!r}."
+        for key, wanted in (("ts", span.start * 1e6), ("dur", (span.end - span.start) * 1e6)):
+            if not is_close(event.get(key), wanted, atol=1e-3):
+                hint = "Microseconds." if key == "ts" else "A duration in microseconds, not an end."
+                return f"{key} of a span: expected {wanted:.3f}, got {event.get(key)!r}. {hint}"
+        if event.get("pid") != span.rank:
+            return f"pid: expected the rank, {span.rank}, got {event.get('pid')!r}."
+        if event.get("cat") != span.kind:
+            return f"cat: expected the kind, {span.kind!r}, got {event.get('cat')!r}."
+        lanes.setdefault(f"{span.rank} {event.get('tid')!r}", []).append(span)
+    for lane in lanes.values():
+        lane.sort(key=lambda s: s.start)
+        for one, two in pairwise(lane):
+            if one.end > two.start and one.kind != two.kind:
+                return (
+                    f"a {one.kind} and a {two.kind} span of rank {one.rank} overlap and have the "
+                    "same tid: a viewer would draw one over the other. Give each kind its own tid."
+                )
+    return None

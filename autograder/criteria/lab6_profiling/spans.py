@@ -1,0 +1,84 @@
+"""Traces that a referee draws: spans as arrays, and what is right about them.
+
+The judge does not merge intervals as a student would. It cuts the time axis at every start and
+end, and asks for each piece which kinds of span run in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.criterion import Values
+
+KINDS = ("compute", "communication", "copy", "loader", "host")
+_WORDS = ("gemm", "softmax", "layer_norm", "gelu", "embed", "attn", "bias", "reduce", "conv", "sgd")
+
+
+@dataclass(frozen=True)
+class Span:
+    """What the lab's own `Span` is: something that took a while, in seconds."""
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    end: float
+
+
+def pack(spans: Sequence[Span], prefix: str) -> Values:
+    """Spans as arrays that travel to a rank."""
+    return {
+        f"{prefix}/rank": np.array([s.rank for s in spans], dtype=np.int64),
+        f"{prefix}/kind": np.array([KINDS.index(s.kind) for s in spans], dtype=np.int64),
+        f"{prefix}/start": np.array([s.start for s in spans], dtype=np.float64),
+        f"{prefix}/end": np.array([s.end for s in spans], dtype=np.float64),
+        f"{prefix}/names": [s.name for s in spans],
+    }
+
+
+def unpack(values: Values, prefix: str) -> list[Span]:
+    """The spans of `pack`."""
+    columns = (values[f"{prefix}/{c}"].tolist() for c in ("rank", "kind", "start", "end"))
+    return [
+        Span(rank, KINDS[kind], name, start, end)
+        for rank, kind, start, end, name in zip(*columns, values[f"{prefix}/names"], strict=True)
+    ]
+
+
+def draw_name(rng: np.random.Generator) -> str:
+    """A name that says nothing about its kind."""
+    return f"{rng.choice(_WORDS)}_{int(rng.integers(1 << 20)):05x}"
+
+
+def active_seconds(spans: Sequence[Span], start: float, end: float) -> dict[frozenset[str], float]:
+    """Seconds of the window, by the set of kinds that run at that moment."""
+    inside = [s for s in spans if s.end > start and s.start < end and s.end > s.start]
+    cuts = {start, end} | {t for s in inside for t in (s.start, s.end) if start < t < end}
+    points = sorted(cuts)
+    found: dict[frozenset[str], float] = {}
+    for left, right in pairwise(points):
+        middle = (left + right) / 2
+        kinds = frozenset(s.kind for s in inside if s.start <= middle < s.end)
+        found[kinds] = found.get(kinds, 0.0) + right - left
+    return found
+
+
+def seconds_of(found: dict[frozenset[str], float], *kinds: str) -> float:
+    """Seconds in which all of these kinds run."""
+    return math.fsum(v for active, v in found.items() if active.issuperset(kinds))
+
+
+def nth(values: Any, number: int) -> Any:
+    """`values[number]`, or None where there is none."""
+    return values[number] if isinstance(values, list) and number < len(values) else None
+
+
+def is_same(got: Any, wanted: Any) -> bool:
+    """Equality of plain values; an array, say, is never the same as a list."""
+    return type(got) is type(wanted) and got == wanted

@@ -1,0 +1,1 @@
+"""nbgrader's gradebook, and what goes from it to students and to an LMS."""

@@ -1,0 +1,206 @@
+"""nbgrader's gradebook: opened the way that nbgrader needs it, and the grades that are in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import unicodedata
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbgrader.api import Gradebook, MissingEntry
+from nbgrader.utils import parse_utc
+from sqlalchemy.exc import DatabaseError
+
+from autograder.course.course import Course, CourseError
+from autograder.files import write_whole
+
+TIMESTAMP = "timestamp.txt"  # nbgrader's, beside a notebook: when it was handed in
+_MAX_TIME_CHARS = 100
+
+
+def gradebook_path(course: Course) -> Path:
+    """The database that `nbgrader_config.py` names."""
+    return course.build / "nbgrader" / "gradebook.db"
+
+
+@contextmanager
+def open_gradebook(course: Course, *, create: bool = False) -> Iterator[Gradebook]:
+    """The gradebook, closed again at the end; what is not committed by then is dropped.
+
+    Args:
+        create: make it if there is none.
+
+    Raises:
+        CourseError: there is none, it is locked by somebody else, or it is no gradebook.
+    """
+    path = gradebook_path(course)
+    if not path.is_file() and not create:
+        raise CourseError(f"there is no gradebook yet ({path}): run `autograder grade` first")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # nbgrader calls `alembic` by name, also when its virtual environment is not activated.
+    scripts, folders = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if scripts not in folders.split(os.pathsep):
+        os.environ["PATH"] = f"{scripts}{os.pathsep}{folders}"
+    try:
+        with Gradebook(f"sqlite:///{path}") as book:
+            yield book
+    except DatabaseError as error:
+        raise CourseError(
+            f"{path} cannot be used ({error.orig}): is another nbgrader writing to it?"
+        ) from error
+
+
+def same_name(name: str) -> str:
+    """Equal for two spellings of a name: capitals, and accents as file names of macOS have them."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One graded cell of one submission."""
+
+    name: str
+    score: float
+    max_score: float
+    needs_person: bool
+    comment: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grade:
+    """One student's grade in one lab, as nbgrader has it.
+
+    Attributes:
+        submitted: whether there is a submission; without one there is no score.
+        score: points of all cells, a person's included, less the late penalty; at least 0.
+        penalty: what was taken off for handing in late.
+        needs_person: cells are left that a person has to grade.
+    """
+
+    student: str
+    first_name: str
+    last_name: str
+    email: str
+    lms_id: str
+    submitted: bool
+    score: float = 0.0
+    penalty: float = 0.0
+    max_score: float
+    cells: tuple[Cell, ...] = ()
+
+    @property
+    def needs_person(self) -> bool:
+        """Whether a person still has to grade something."""
+        return any(cell.needs_person for cell in self.cells)
+
+    def names(self) -> set[str]:
+        """All that can stand for this student in a class list; see `Person.names`."""
+        names = {same_name(name) for name in (self.student, self.email) if name}
+        return names | ({f"LMS {same_name(self.lms_id)}"} if self.lms_id else set())
+
+
+def handed_in_at(notebook: Path) -> str:
+    """What `timestamp.txt` beside a notebook says, in nbgrader's form; empty without one.
+
+    Raises:
+        ValueError: it is no time, or cannot be read.
+    """
+    path = notebook.with_name(TIMESTAMP)
+    if not path.is_file() or path.is_symlink():
+        return ""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_TIME_CHARS + 1).decode("utf-8")
+        if len(text) > _MAX_TIME_CHARS:
+            raise ValueError(f"over {_MAX_TIME_CHARS} characters")
+        return f"{parse_utc(text.strip()).isoformat(' ')} UTC" if text.strip() else ""
+    except Exception as error:  # a student may have written it, and dateutil raises many kinds
+        raise ValueError(f"{path}: expected a time, got {error}") from None
+
+
+def seconds_late(book: Gradebook, lab: str) -> dict[str, float]:
+    """By how much each student is late as things are now: due dates and extensions may change."""
+    late = {str(s.student_id): s.total_seconds_late for s in book.assignment_submissions(lab)}
+    return {student: float(seconds) for student, seconds in late.items()}
+
+
+def note_lateness(course: Course, lab: str, students: Collection[str]) -> None:
+    """Notes by how much these students are late, for which nbgrader has just taken points off."""
+    with open_gradebook(course) as book:
+        late = seconds_late(book, lab)
+    noted = noted_lateness(course, lab) | {name: late.get(name, 0.0) for name in students}
+    write_whole(_lateness_path(course, lab), json.dumps(noted).encode())
+
+
+def noted_lateness(course: Course, lab: str) -> dict[str, float]:
+    """By how much each student was late when nbgrader last took the submission in."""
+    try:
+        return json.loads(_lateness_path(course, lab).read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _lateness_path(course: Course, lab: str) -> Path:
+    return gradebook_path(course).with_name(f"{lab}.seconds_late.json")
+
+
+def graded_labs(book: Gradebook) -> list[str]:
+    """Labs that somebody has handed in."""
+    return sorted(str(each.name) for each in book.assignments if each.num_submissions)
+
+
+def read_grades(book: Gradebook, lab: str) -> list[Grade]:
+    """The grade of every student that nbgrader knows.
+
+    Raises:
+        CourseError: nbgrader does not know the lab.
+    """
+    try:
+        assignment: Any = book.find_assignment(lab)
+    except MissingEntry:
+        raise CourseError(f"the gradebook has no {lab}: run `autograder grade` first") from None
+    by_student: dict[str, Any] = {
+        str(each.student_id): each for each in book.assignment_submissions(lab)
+    }
+    grades = []
+    for student in book.students:
+        submission = by_student.get(str(student.id))
+        about: dict[str, Any] = {}
+        if submission is not None:
+            penalty = float(submission.late_submission_penalty or 0.0)
+            about = {
+                "score": max(0.0, float(submission.score) - penalty),
+                "penalty": penalty,
+                "cells": tuple(_cells(submission)),
+            }
+        grades.append(
+            Grade(
+                student=str(student.id),
+                first_name=str(student.first_name or ""),
+                last_name=str(student.last_name or ""),
+                email=str(student.email or ""),
+                lms_id=str(student.lms_user_id or ""),
+                submitted=submission is not None,
+                max_score=float(assignment.max_score),
+                **about,
+            )
+        )
+    return grades
+
+
+def _cells(submission: Any) -> Iterator[Cell]:
+    for notebook in submission.notebooks:
+        comments = {str(c.name): str(c.comment or "") for c in notebook.comments}
+        for grade in notebook.grades:
+            yield Cell(
+                name=str(grade.name),
+                score=float(grade.score),
+                max_score=float(grade.max_score),
+                needs_person=bool(grade.needs_manual_grade),
+                comment=comments.get(str(grade.name), ""),
+            )

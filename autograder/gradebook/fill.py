@@ -1,0 +1,162 @@
+"""Verdicts of a class into nbgrader's gradebook."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import nbformat
+
+from autograder.course.course import Course, CourseError
+from autograder.gradebook.database import TIMESTAMP, handed_in_at, note_lateness
+from autograder.gradebook.preprocessors import refused
+from autograder.gradebook.roster import may_be_id
+from autograder.records.journal import Journal
+from autograder.submission.attempt import (
+    Record,
+    Settings,
+    executed_path,
+    known_record,
+    record_key,
+)
+from autograder.submission.intake import Submission, read_submission
+
+NBGRADER_DEADLINE_S = 1800.0
+
+
+def check_names(submissions: Sequence[Submission]) -> None:
+    """Raises ValueError where nbgrader could not keep the students apart, or not name them."""
+    names = Counter(submission.student for submission in submissions)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(f"{count} submissions are by {name!r}: grade them one by one")
+        if not may_be_id(name):
+            raise ValueError(
+                f"{name!r} cannot be a student's name in nbgrader: rename the folder, "
+                "or grade with --no-gradebook"
+            )
+
+
+def fill_gradebook(
+    submissions: Sequence[Submission],
+    records: Sequence[Record],
+    settings: Settings,
+    settled: Collection[str] = (),
+) -> Path:
+    """Has nbgrader take the verdicts into its gradebook and write each student's feedback.
+
+    Args:
+        settled: students whose verdicts the gradebook has already; it is left as it is for them.
+
+    Returns:
+        the folder with one feedback page per student.
+
+    Raises:
+        CourseError: nbgrader failed; the message has the end of what it said.
+    """
+    course, lab = settings.course, settings.lab
+    made = course.build / "nbgrader"
+    ours = {submission.student for submission in submissions}
+    for submission, record in zip(submissions, records, strict=True):
+        target = made / "submitted" / submission.student / lab / f"{lab}.ipynb"
+        if submission.path.resolve() == target.resolve():
+            if what := _unreadable(target):  # not ours to change
+                ours.remove(submission.student)
+                print(f"autograder: not in the gradebook, as nbgrader cannot read it: {what}",
+                      file=sys.stderr)  # fmt: skip
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy_time(submission.path, target)
+        intake = read_submission(submission.path, course.master(lab))
+        # nbgrader would stop, for the whole class, at a file that it cannot read.
+        if intake.notebook is None or not _is_readable(submission.path):
+            stand_in = intake.notebook or refused(course.master(lab), intake.invalid or "")
+            nbformat.write(stand_in, target)
+            if known_record(Submission(submission.student, target), settings) is None:
+                key = record_key(read_submission(target, course.master(lab)).sha256, settings)
+                executed = executed_path(course, lab, record_key(intake.sha256, settings))
+                if executed.is_file():
+                    shutil.copyfile(executed, executed_path(course, lab, key))
+                entry = {"kind": "submission", "key": key, "record": record}
+                Journal(course.journal_path).append(entry)
+        else:
+            shutil.copyfile(submission.path, target)
+    everyone = {f.name for f in (made / "submitted").iterdir() if "," not in f.name}
+
+    def only(students: set[str]) -> str:
+        return f"--CourseDirectory.student_id_exclude={','.join(sorted(everyone - students))}"
+
+    # nbgrader takes a release away before it writes it anew, and may fail in between: not the
+    # students' own, therefore.
+    elsewhere = f"--CourseDirectory.release_directory={made / 'release'}"
+    _nbgrader(course, "generate_assignment", lab, "--force", elsewhere)
+    trusted = f"--GradeWithReferee.trusted={not settings.sandboxed}"
+    failed: CourseError | None = None
+    if new := ours - set(settled):
+        try:
+            _nbgrader(course, "autograde", lab, "--force", only(new), trusted)
+        except CourseError as error:  # of one; nbgrader goes on with the others
+            failed = error
+        note_lateness(course, lab, new)
+    if ours:
+        _nbgrader(course, "generate_feedback", lab, "--force", only(ours))
+    if failed is not None:
+        raise failed
+    return made / "feedback"
+
+
+def _copy_time(path: Path, target: Path) -> None:
+    """nbgrader's note of when a notebook was handed in, by which it counts late penalties.
+
+    nbgrader would stop, for the whole class, at one that it cannot read.
+    """
+    copy = target.with_name(TIMESTAMP)
+    try:
+        text = handed_in_at(path)
+    except ValueError as error:
+        text = ""
+        print(f"autograder: {error}: taken as if it was not there", file=sys.stderr)
+    if not text:
+        copy.unlink(missing_ok=True)
+    elif not copy.is_file() or copy.read_bytes() != text.encode():
+        copy.write_bytes(text.encode())
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether nbformat, which asks more of a notebook than intake, can read this one."""
+    try:
+        notebook = nbformat.read(path, as_version=nbformat.current_nbformat)
+        nbformat.validate(notebook)
+    except Exception:
+        return False
+    return True
+
+
+def _unreadable(path: Path) -> str:
+    """What of a submission in nbgrader's own folder it cannot read; empty if nothing."""
+    if not _is_readable(path):
+        return str(path)
+    try:
+        handed_in_at(path)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _nbgrader(course: Course, command: str, *arguments: str) -> None:
+    scripts = str(Path(sys.executable).parent)  # nbgrader calls `alembic` by name
+    env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "nbgrader", command, *arguments], cwd=course.root, env=env,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=NBGRADER_DEADLINE_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise CourseError(f"nbgrader {command} took over {NBGRADER_DEADLINE_S:.0f} s") from None
+    if done.returncode != 0:
+        raise CourseError(f"nbgrader {command} failed:\n{(done.stdout + done.stderr)[-3000:]}")

@@ -1,0 +1,147 @@
+"""nbgrader's side: verdicts become the outputs of test cells; the gradebook is nbgrader's.
+
+nbgrader reads a grade off a cell's outputs: an error is zero, nothing at all is full marks. So
+what a submission printed in a check's cell is dropped, and the referee's verdict is the only
+output there.
+
+    sanitize:  ReadWithIntake   the same intake as `autograder grade`, before nbgrader looks at it
+    autograde: GradeWithReferee box + kernel + papermill + referee, or the journal's record of it
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+from nbformat.v4 import new_output
+from nbgrader.api import Gradebook
+from nbgrader.coursedir import CourseDirectory
+from nbgrader.preprocessors import NbGraderPreprocessor
+from traitlets import Bool
+
+from autograder.box.sandbox import probe_support
+from autograder.course.course import Course, CourseError
+from autograder.criteria import get_lab
+from autograder.criteria.criterion import Status
+from autograder.proof.bundled import is_bundled
+from autograder.report.safe_html import shorten
+from autograder.submission.attempt import (
+    Record,
+    Settings,
+    executed_path,
+    grade,
+    known_record,
+    record_key,
+)
+from autograder.submission.choose_box import choose_sandbox
+from autograder.submission.intake import Submission, read_submission
+
+
+class _Bridge(NbGraderPreprocessor):
+    def submission(self, resources: dict[str, Any]) -> Submission:
+        """The file as it was handed in."""
+        names = resources["nbgrader"]
+        folder = CourseDirectory(parent=self)
+        path = folder.format_path(folder.submitted_directory, names["student"], names["assignment"])
+        return Submission(names["student"], Path(path) / f"{names['notebook']}.ipynb")
+
+
+class ReadWithIntake(_Bridge):
+    """First of nbgrader's sanitizers."""
+
+    def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
+        """The submission's code with the master's locked cells; the master where it is invalid."""
+        master = Course.find().master(resources["nbgrader"]["assignment"])
+        intake = read_submission(self.submission(resources).path, master)
+        return intake.notebook or refused(master, intake.invalid or ""), resources
+
+
+class GradeWithReferee(_Bridge):
+    """Takes the place of nbgrader's Execute."""
+
+    trusted = Bool(False, help="Grade without a sandbox where there is none.").tag(config=True)
+
+    def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
+        """Runs the submission, or takes what the journal has of it."""
+        course, lab = Course.find(), get_lab(resources["nbgrader"]["assignment"])
+        submission = self.submission(resources)
+        settings = Settings(course, lab.name, lab.grading_world_size, sandboxed=True)
+        intake = read_submission(submission.path, course.master(lab.name))
+        record = known_record(submission, settings)  # of a machine that had a sandbox, perhaps
+        if record is None:
+            bundled = not probe_support().works and is_bundled(submission.path, lab.name)
+            sandboxed = choose_sandbox(self.trusted, bundled)
+            record = grade(submission, replace(settings, sandboxed=sandboxed))
+        if any(c["status"] == "INFRA" for c in record["criteria"]):
+            raise CourseError(record["criteria"][0]["message"])
+        executed = executed_path(course, lab.name, record_key(intake.sha256, settings))
+        if executed.is_file():
+            nb.cells = nbformat.read(executed, as_version=4).cells
+        shorten(nb)
+        show_verdicts(nb, record)
+        resources["minidist_record"] = record
+        return nb, resources
+
+
+class SaveExtraPoints(_Bridge):
+    """After nbgrader's SaveAutoGrades: what criteria with extra points are worth.
+
+    Full marks of their cells are 0, which nbgrader reads off an output as 0 of 0. Where one is
+    BLOCKED there is no score, so nbgrader lists it as one for a person to grade.
+    """
+
+    def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
+        """Writes the scores into the gradebook."""
+        extra = [c for c in resources["minidist_record"]["criteria"] if c.get("extra")]
+        names = resources["nbgrader"]
+        with Gradebook(names["db_url"]) as book:
+            for criterion in extra:
+                grade: Any = book.find_grade(
+                    criterion["name"], names["notebook"], names["assignment"], names["student"]
+                )
+                blocked = criterion["status"] == Status.BLOCKED
+                grade.auto_score = None if blocked else criterion["points"]
+                grade.needs_manual_grade = blocked or grade.manual_score is not None
+            book.db.commit()
+        return nb, resources
+
+
+def show_verdicts(nb: NotebookNode, record: Record) -> None:
+    """Makes the verdict the only output of every check cell."""
+    verdicts = {criterion["name"]: criterion for criterion in record["criteria"]}
+    titles = {c.name: c.title for c in get_lab(record["lab"]).criteria}
+    for cell in nb.cells:
+        name = cell.metadata.get("nbgrader", {}).get("grade_id")
+        if cell.cell_type == "code" and name in verdicts:
+            cell.outputs = [verdict_output(verdicts[name], titles[name], record["sandboxed"])]
+
+
+def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> NotebookNode:
+    """A display for a pass, an error for anything else: what nbgrader counts as all or nothing."""
+    extra = " extra" if verdict.get("extra") else ""
+    score = f"{verdict['points']:g}/{verdict['max_points']:g}{extra}"
+    note = "" if sandboxed else "  (UNSANDBOXED)"
+    if verdict["status"] == "PASS":
+        text = f"✓ {score}  {title}{note}"
+        shown = f'<div style="color:#1a7f37"><b>✓ {score}</b> {html.escape(title + note)}</div>'
+        return new_output("display_data", {"text/plain": text, "text/html": shown})
+    if verdict["status"] == Status.BLOCKED:  # costs nothing, so it is no error
+        text = f"○ {score}  {title}: not here. {verdict['message']}{note}"
+        return new_output("display_data", {"text/plain": text})
+    ranks = ", ".join(f"rank {r['rank']}: {r['status']}" for r in verdict["ranks"])
+    lines = [f"✗ {score}  {title}: {verdict['status']}{note}", *verdict["message"].splitlines()]
+    return new_output(
+        "error", ename=verdict["status"], evalue=verdict["message"][:500],
+        traceback=[*lines, *([f"({ranks})"] if ranks else [])],
+    )  # fmt: skip
+
+
+def refused(master: NotebookNode, reason: str) -> NotebookNode:
+    """The untouched lab with the reason on top: stands for a notebook that cannot be read."""
+    text = f"**This submission could not be graded.** {html.escape(reason)}"
+    master.cells.insert(0, nbformat.v4.new_markdown_cell(text, id="refused"))
+    return master

@@ -1,0 +1,333 @@
+"""`check("name", what_you_wrote)`: the same code at the student's desk and in the grader's box.
+
+It asks the referee for this rank's inputs, calls the student's code with them and sends back
+raw arrays. It knows no expected value and cannot say PASS: the referee, a process of its own,
+judges.
+
+At the desk there is no referee at first: rank 0 starts one for practice, with public seeds.
+Under the grader each rank is connected by `attach()` before any of the student's code runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from autograder.inside.wire import Message, receive, send
+from minidist.errors import DeadlineError, MinidistError, ProtocolError
+
+START_DEADLINE_S = 60.0
+NOT_WRITTEN = "not written yet"  # what a check says of a cell that is still as it was handed out
+REFEREE_SLACK_S = 10.0  # the referee answers a check this long after its deadline at the latest
+
+
+class CheckFailed(AssertionError):
+    """A check did not pass; the message says what was expected and what came."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this instead of a traceback through our own code."""
+        return [str(self)]
+
+
+@dataclass
+class _Channels:
+    """This rank's connections to the referee: one for checks, one for the emulated cluster."""
+
+    rank: int
+    world_size: int
+    check: socket.socket
+    broker: socket.socket
+
+
+_channels: _Channels | None = None
+_base_store: Any = None
+
+
+def attach() -> None:
+    """Connects this rank to the referee; called by the kernel before any user code.
+
+    Raises:
+        DeadlineError: there is no referee at the path in MINIDIST_REFEREE.
+    """
+    _connect(Path(os.environ["MINIDIST_REFEREE"]))
+
+
+def check(name: str, subject: Any = None) -> None:
+    """Runs the check called `name` on `subject`, on every rank.
+
+    Args:
+        name: the criterion, as in the lab's text.
+        subject: what the student wrote: a function, a class, or a path.
+
+    Raises:
+        CheckFailed: at the student's desk, on rank 0, if the answer is not right.
+    """
+    from autograder.criteria import find_criterion
+    from autograder.criteria.criterion import Context, HardwareMissingError, split
+
+    _, criterion = find_criterion(name)
+    channels = _channels or _connect(_practice_referee())
+    asked = _talk(channels, Message("ask", {"criterion": name}), START_DEADLINE_S)
+    if asked.kind != "inputs":
+        raise ProtocolError(f"check {name!r}: {asked.fields.get('why', asked.kind)}")
+    inputs = asked.fields["values"] | asked.arrays
+    try:
+        with (
+            _harmless_cuda_calls(),
+            _world(criterion, asked.fields["case"], channels) as (device, broker),
+        ):
+            context = Context(channels.rank, channels.world_size, device, broker)
+            values = criterion.observe(subject, inputs, context)
+        answer = Message("answer", {"criterion": name, "status": "ok"})
+        answer.fields["values"], answer.arrays = split(values)
+    except HardwareMissingError as error:
+        answer = Message("answer", {"criterion": name, "status": "blocked", "message": str(error)})
+    except BaseException as error:
+        told = {"criterion": name, "status": "error", "message": describe_error(error)[:4000]}
+        _tell(channels, Message("answer", told), criterion.deadline_s)
+        raise
+    verdict = _tell(channels, answer, criterion.deadline_s)
+    if verdict.kind == "verdict":
+        _show(verdict.fields)
+
+
+def _tell(channels: _Channels, answer: Message, deadline_s: float) -> Message:
+    """Sends the answer; at the desk the reply comes when all ranks have answered."""
+    return _talk(channels, answer, deadline_s + REFEREE_SLACK_S)
+
+
+def _talk(channels: _Channels, message: Message, deadline_s: float) -> Message:
+    channels.check.settimeout(deadline_s)
+    send(channels.check, message)
+    return receive(channels.check)
+
+
+def _show(fields: dict[str, Any]) -> None:
+    """Prints a passed check, raises for another."""
+    score = f"{fields['points']:g}/{fields['max_points']:g}"
+    if fields["status"] == "PASS":
+        print(f"✓ {fields['name']}  {score}  {fields['title']}  ({fields['so_far']})")
+        return
+    if fields["status"] == "BLOCKED":
+        print(
+            f"○ {fields['name']}  +{fields['max_points']:g} extra  {fields['title']}: not here. "
+            f"{fields['message']}"
+        )
+        return
+    raise CheckFailed(
+        f"✗ {fields['name']}  {score}  {fields['title']}\n{fields['message']}\n"
+        f"Reread: {fields['task']}."
+    )
+
+
+def describe_error(error: BaseException) -> str:
+    """The exception, and the innermost line of the student's own that led to it."""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        cell = _cell_name(frame.filename)
+        if cell or frame.filename.endswith("lab.py"):
+            place = f" ({cell or frame.filename}, line {frame.lineno}: {frame.line})"
+    if isinstance(error, NotImplementedError) and not str(error):
+        return f"{NOT_WRITTEN}{place}"
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _cell_name(filename: str) -> str | None:
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    named = shell.compile.format_code_name(filename) if shell else None
+    return " ".join(named) if named else None
+
+
+@contextmanager
+def _world(criterion: Any, case: int, channels: _Channels) -> Iterator[tuple[Any, Any]]:
+    """Makes the process group that a criterion asks for torch's default one; device and broker.
+
+    Raises:
+        HardwareMissingError: the criterion needs a GPU that this rank cannot have.
+    """
+    import torch
+
+    from minidist import device as devices
+
+    kind = criterion.world
+    if kind == "emulated":
+        from minidist.emulate.backend import emulated_world
+
+        with emulated_world(channels.broker, channels.rank, channels.world_size) as broker:
+            yield torch.device("cpu"), broker
+        return
+    device = devices.choose_device() if not criterion.extra else _own_gpu(criterion.needs)
+    if kind in ("own", "none"):
+        yield device, None
+        return
+    from minidist.launch import isolated_world
+
+    # A group of its own per check, never torn down: an operation that a wrong submission left
+    # pending cannot meet the next check's.
+    with isolated_world(
+        devices.choose_backend(), store=_store(channels, case), rank=channels.rank,
+        world_size=channels.world_size, base=10_000 * (case + 1),
+    ):  # fmt: skip
+        yield device, None
+
+
+def _own_gpu(needs: str) -> Any:
+    """The GPU that a criterion with extra points runs on here; ranks may have to share one.
+
+    Raises:
+        HardwareMissingError: there is none, or not one for each rank where that is needed.
+    """
+    import torch
+
+    from autograder.criteria.criterion import HardwareMissingError
+
+    count = torch.cuda.device_count() if _cuda_works() else 0
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if needs == "cuda per rank" else 1
+    if count < wanted:
+        raise HardwareMissingError(
+            f"It needs {wanted} CUDA device{'s' * (wanted > 1)}; torch sees {count or 'none'}."
+        )
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
+    try:
+        torch.cuda.set_device(device)
+        torch.empty(1, device=device)
+    except RuntimeError as error:  # one process at a time, perhaps, and another rank was first
+        said = str(error).partition("\n")[0]
+        raise HardwareMissingError(f"It needs a GPU that works; {device}: {said}.") from None
+    return device
+
+
+@functools.cache
+def _cuda_works() -> bool:
+    """Whether CUDA starts: that a driver counts devices is not enough."""
+    import torch
+
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.init()
+            return True
+    except RuntimeError:
+        pass
+    return False
+
+
+def _store(channels: _Channels, case: int) -> Any:
+    """A key-value store for this check, on the store that torchrun already serves."""
+    global _base_store
+    import torch.distributed as dist
+
+    if _base_store is None:
+        if "MASTER_ADDR" in os.environ:
+            _base_store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+                and channels.rank == 0,
+            )
+        else:
+            _base_store = dist.HashStore()
+    return dist.PrefixStore(f"autograder/{case}", _base_store)
+
+
+@contextmanager
+def _harmless_cuda_calls() -> Iterator[None]:
+    """Lets code that synchronises or annotates a GPU run where there is none.
+
+    Such calls are right on the machine that students write them for, and change no value.
+    """
+    import torch
+
+    if _cuda_works():
+        yield
+        return
+    with ExitStack() as stack:
+        for target, name, harmless in (
+            (torch.cuda, "synchronize", lambda *_: None),
+            (torch.cuda, "current_stream", _NoGpu),
+            (torch.cuda, "stream", lambda _: nullcontext()),
+            (torch.cuda, "Stream", _NoGpu),
+            (torch.cuda, "Event", _NoGpu),
+            (torch.cuda.nvtx, "range", lambda *_, **__: nullcontext()),
+            (torch.cuda.nvtx, "range_push", lambda *_: 0),
+            (torch.cuda.nvtx, "range_pop", lambda: 0),
+            (torch.cuda.nvtx, "mark", lambda *_: None),
+        ):
+            stack.enter_context(mock.patch.object(target, name, harmless))
+        yield
+
+
+class _NoGpu:
+    """A CUDA stream or event on a machine that has none: nothing happens, in no time."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: 0.0
+
+
+# --- connecting ----------------------------------------------------------------------------------
+
+
+def _connect(path: Path) -> _Channels:
+    global _channels
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    sockets = []
+    for channel in ("check", "broker"):
+        sock = _dial(path)
+        sock.settimeout(START_DEADLINE_S)
+        send(sock, Message("hello", {"rank": rank, "channel": channel}))
+        welcome = receive(sock)
+        if welcome.kind != "welcome":
+            raise ProtocolError(f"[rank {rank}] refused: {welcome.fields.get('why', '')}")
+        sock.settimeout(None)
+        sockets.append(sock)
+    _channels = _Channels(rank, world_size, *sockets)
+    return _channels
+
+
+def _dial(path: Path) -> socket.socket:
+    deadline = time.monotonic() + START_DEADLINE_S
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"no referee at {path} after {START_DEADLINE_S:.0f} s; restart the kernel"
+                ) from None
+            time.sleep(0.05)
+        else:
+            return sock
+
+
+def _practice_referee() -> Path:
+    """The path of this notebook's practice referee; rank 0 starts it."""
+    run_dir = os.environ.get("MINIDIST_RUN_DIR")
+    if run_dir is None:  # a plain script, under torchrun or alone
+        job = os.environ.get("MASTER_PORT") or str(os.getpid())
+        run_dir = str(Path(tempfile.gettempdir(), f"minidist-{os.getuid()}-{job}"))
+        Path(run_dir).mkdir(mode=0o700, exist_ok=True)
+    if Path(run_dir).stat().st_uid != os.getuid():
+        raise MinidistError(f"{run_dir} belongs to somebody else")
+    path = Path(run_dir, f"practice-{os.environ.get('MINIDIST_GENERATION', 0)}.sock")
+    if int(os.environ.get("RANK", 0)) == 0:
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        subprocess.Popen(
+            [sys.executable, "-m", "autograder.referee.practice", str(path), "--world-size", ranks],
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    return path

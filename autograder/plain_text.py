@@ -1,0 +1,58 @@
+"""Text by strangers, made fit for a terminal, a page and a spreadsheet; marks of verdicts."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import NamedTuple
+
+
+class Mark(NamedTuple):
+    """How a status is shown: never by colour alone."""
+
+    symbol: str
+    style: str
+    meaning: str
+
+
+MARKS = {
+    "PASS": Mark("✓", "green", "right on every rank"),
+    "WRONG": Mark("✗", "red", "ran, and gave a wrong answer"),
+    "STUDENT_ERROR": Mark("!", "yellow", "the student's code raised an error"),
+    "TIMEOUT": Mark("∞", "magenta", "no answer in time: a hang or an endless loop"),
+    "RANK_LOST": Mark("†", "bright_red", "a rank's process ended"),
+    "NOT_RUN": Mark("·", "bright_black", "the check was never reached"),
+    "INVALID": Mark("–", "bright_black", "not a notebook that can be graded"),
+    "BLOCKED": Mark("○", "cyan", "needs hardware that is not here; costs nothing"),
+    "INFRA": Mark("?", "bright_yellow", "the grader itself failed; will be tried again"),
+}
+UNKNOWN = Mark("?", "bright_yellow", "unknown")
+_MESSAGE_CHARS = 6000
+# Terminal sequences: CSI, then OSC/DCS/APC/PM/SOS with their text, then any other two-byte escape.
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
+    r"|\x1b[ -/]*[0-~]?"
+)
+
+
+def clean(text: object, limit: int = _MESSAGE_CHARS) -> str:
+    """Text without anything that a terminal acts on, or that reorders or hides what is read."""
+    plain = _ESCAPES.sub("", str(text)).expandtabs(4).replace("\r\n", "\n").replace("\r", "\n")
+    plain = "".join(
+        c for c in plain if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs")
+    )
+    return plain if len(plain) <= limit else plain[:limit] + " […]"
+
+
+def spreadsheet(text: str) -> str:
+    """Text that a spreadsheet does not take for a formula."""
+    # Where ";" separates, it begins a cell in the midst of a text that is not quoted.
+    cells = re.split(r"([;\t\n]\s*)", text)
+    return "".join(f"'{cell}" if _is_formula(cell) else cell for cell in cells)
+
+
+def _is_formula(cell: str) -> bool:
+    # Some spreadsheets take full-width signs for the usual ones.
+    plain = unicodedata.normalize("NFKC", cell.lstrip()[:1])
+    return plain.startswith(("=", "+", "-", "@", "|", "%"))

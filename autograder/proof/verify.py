@@ -1,0 +1,243 @@
+"""`autograder verify`: proves that a lab's tests are right.
+
+Every submission of the bundled class says in its docstring which criteria it must lose. All are
+graded like a student's, in a course of their own that is thrown away, and the result is the kill
+matrix: submission x criterion. A cell that differs from the docstring fails the proof, and so do a
+reference below full marks, a starter above 0, and a class with too few wrong or right submissions.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autograder.batch.grade_class import default_jobs, grade_class
+from autograder.course.course import Course
+from autograder.criteria import get_lab
+from autograder.criteria.criterion import Lab, Status
+from autograder.inside.probe import NOT_WRITTEN
+from autograder.plain_text import MARKS
+from autograder.proof.zoo import ZooEntry, combine, load_zoo, write_class
+from autograder.submission.attempt import Settings
+from autograder.submission.intake import Submission
+
+MIN_WRONG, MIN_RIGHT = 15, 6
+_NOT_LOST = (Status.PASS, Status.INFRA, Status.BLOCKED)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One submission: the statuses that its docstring asks for, and those that it got.
+
+    `parts` names the submissions that were graded as this one.
+    """
+
+    name: str
+    expected: dict[str, str]  # criterion -> status; "" for lost in any way
+    got: dict[str, str]
+    seconds: float
+    messages: dict[str, str]
+    parts: tuple[str, ...] = ()
+    extra: frozenset[str] = frozenset()  # criteria that may be BLOCKED here
+
+    def wrong(self) -> dict[str, str]:
+        """Criterion -> what is wrong with its cell."""
+        found = {}
+        for name, want in self.expected.items():
+            got = self.got.get(name, "")
+            right = got == want if want else bool(got) and got not in _NOT_LOST
+            if got == Status.BLOCKED and name in self.extra:
+                right = True  # nothing can be said without the hardware
+            if not right:
+                why = self.messages.get(name)
+                found[name] = f"expected {want or 'a loss'}, got {got or 'nothing'}: {why}"
+        return found
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came out for one lab."""
+
+    lab: str
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]
+    seconds: float
+    left_out: tuple[str, ...] = field(default=())
+
+    @property
+    def num_entries(self) -> int:
+        """How many submissions of the bundled class were graded, alone or as a part."""
+        return sum(len(row.parts) or 1 for row in self.rows)
+
+    def record(self) -> dict[str, Any]:
+        """The proof as JSON."""
+        return {
+            "lab": self.lab,
+            "proven": not self.problems,
+            "seconds": round(self.seconds, 1),
+            "problems": list(self.problems),
+            "left_out": list(self.left_out),
+            "matrix": {row.name: row.got for row in self.rows},
+            "graded_as_one": {row.name: row.parts for row in self.rows if row.parts},
+        }
+
+
+def verify_lab(
+    name: str,
+    console: Console,
+    *,
+    jobs: int | None = None,
+    covering: bool = False,
+    alone: bool = False,
+    sandbox: bool = True,
+    root: Path | None = None,
+) -> Proof:
+    """Grades the bundled class of one lab and holds it against its docstrings.
+
+    Submissions with different bugs are graded as one, which must lose what each of them loses and
+    no more; where it does not, they are graded again, one by one, and that is what counts.
+
+    Args:
+        covering: only as many submissions as it takes for every criterion to be lost once and
+            passed once; what is left out is named.
+        alone: grade every submission by itself.
+        sandbox: False runs the class, which is ours, without one.
+        root: the checkout; default: the one that this module lies in.
+    """
+    lab, began = get_lab(name), time.monotonic()
+    checkout = root or Course.find().root
+    entries = load_zoo(name, root=checkout)
+    chosen = choose_covering(lab, entries) if covering else entries
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        course = _throwaway_course(Path(folder), checkout)
+        settings = Settings(course, name, lab.grading_world_size, sandbox)
+
+        def rows_of(some: Sequence[ZooEntry]) -> list[Row]:
+            paths = write_class(name, course.root / "class", root=checkout, entries=some)
+            submissions = [Submission(e.name, path) for e, path in zip(some, paths, strict=True)]
+            at_once = jobs or default_jobs(settings.world_size, lab)
+            records = grade_class(submissions, settings, at_once, console)
+            return [_row(lab, entry, r) for entry, r in zip(some, records, strict=True)]
+
+        if alone:
+            rows = rows_of(chosen)
+        else:
+            together = combine(chosen)
+            first = dict(zip([entry.name for entry in together], rows_of(together), strict=True))
+            again = [part for entry in together if first[entry.name].wrong()
+                     for part in entry.parts]  # fmt: skip
+            rows = [row for e in together if not ((row := first[e.name]).wrong() and e.parts)]
+            rows += rows_of(again) if again else []
+    names = {entry.name for entry in chosen}
+    return Proof(
+        lab=name,
+        rows=tuple(sorted(rows, key=lambda row: row.name)),
+        problems=tuple(find_problems(lab, entries, rows)),
+        seconds=time.monotonic() - began,
+        left_out=tuple(sorted({entry.name for entry in entries} - names)),
+    )
+
+
+def matrix_table(proof: Proof) -> Table:
+    """The kill matrix, for a terminal: a sign per criterion, in the lab's order."""
+    names = [c.name for c in get_lab(proof.lab).criteria]
+    table = Table(
+        title=f"{proof.lab}: who loses what", caption="  ".join(names), box=box.SIMPLE_HEAD
+    )
+    table.add_column("submission", no_wrap=True)
+    table.add_column("criteria", no_wrap=True)
+    table.add_column("loses")
+    for row in proof.rows:
+        wrong, signs = row.wrong(), Text()
+        for name in names:
+            mark = MARKS.get(row.got.get(name, ""), MARKS["INFRA"])
+            signs.append(mark.symbol, "bold white on red" if name in wrong else mark.style)
+        lost = [name for name in names if row.got.get(name) not in ("PASS", "BLOCKED")]
+        short = "everything" if len(lost) == len(names) else ", ".join(lost)
+        table.add_row(Text("\n".join(row.parts) or row.name), signs, Text(short))
+    return table
+
+
+def _throwaway_course(folder: Path, checkout: Path) -> Course:
+    shutil.copytree(checkout / "labs", folder / "labs")
+    shutil.copy(checkout / "nbgrader_config.py", folder)
+    course = Course(folder)
+    course.make_key()
+    return course
+
+
+def _row(lab: Lab, entry: ZooEntry, record: dict[str, Any]) -> Row:
+    lost = {c.name for c in lab.criteria} if entry.loses == "everything" else entry.loses
+    return Row(
+        name=entry.name,
+        expected={
+            c.name: entry.statuses.get(c.name, "") if c.name in lost else str(Status.PASS)
+            for c in lab.criteria
+        },
+        got={c["name"]: c["status"] for c in record["criteria"]},
+        seconds=record["seconds"],
+        messages={c["name"]: c["message"] for c in record["criteria"]},
+        parts=tuple(part.name for part in entry.parts),
+        extra=frozenset(c.name for c in lab.criteria if c.extra),
+    )
+
+
+def find_problems(lab: Lab, entries: Sequence[ZooEntry], rows: Sequence[Row]) -> list[str]:
+    """What keeps the class and its results from being a proof."""
+    problems = [
+        f"{row.name}: {criterion}: {text}"
+        for row in rows
+        for criterion, text in row.wrong().items()
+    ]
+    # The starter's checks say what to do first, not what went wrong somewhere.
+    problems += [
+        f"starter: {criterion}: the check does not say what is to be written yet: {message[:200]}"
+        for row in rows
+        if row.name == "starter"
+        for criterion, message in row.messages.items()
+        if NOT_WRITTEN not in message and row.got[criterion] != Status.BLOCKED
+    ]
+    by_name = {entry.name: entry for entry in entries}
+    for name, loses in (("reference", frozenset()), ("starter", "everything")):
+        if name not in by_name or by_name[name].loses != loses:
+            problems.append(f"the class has no {name!r} that loses {loses or 'nothing'}")
+    right = [e.name for e in entries if not e.loses and e.name != "reference"]
+    wrong = [e.name for e in entries if e.loses and e.name != "starter"]
+    lost = set().union(*(e.loses for e in entries if e.loses != "everything"))
+    if never := sorted({c.name for c in lab.criteria} - lost):
+        problems.append(f"no wrong submission loses {', '.join(never)}")
+    if len(wrong) < MIN_WRONG:
+        problems.append(f"{len(wrong)} wrong submissions; there should be at least {MIN_WRONG}")
+    if len(right) < MIN_RIGHT:
+        problems.append(f"{len(right)} right ones beside the reference; at least {MIN_RIGHT}")
+    return problems
+
+
+def choose_covering(lab: Lab, entries: Sequence[ZooEntry]) -> list[ZooEntry]:
+    """Reference, starter, the first right one, and few wrong ones that lose every criterion.
+
+    Criteria with extra points are left out: most machines cannot tell who loses them.
+    """
+    missing = {criterion.name for criterion in lab.criteria if not criterion.extra}
+    right = [e for e in entries if not e.loses and e.name != "reference"][:1]
+    chosen = [e for e in entries if e.name in ("reference", "starter")] + right
+    wrong = [e for e in entries if e.loses and e.loses != "everything"]
+    while missing and wrong:
+        best = max(wrong, key=lambda e: len(missing & set(e.loses)))
+        if not missing & set(best.loses):
+            break
+        missing -= set(best.loses)
+        wrong.remove(best)
+        chosen.append(best)
+    names = {e.name for e in chosen}
+    return [e for e in entries if e.name in names]

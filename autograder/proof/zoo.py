@@ -1,0 +1,264 @@
+"""The bundled class: wrong, unusual and right submissions, each a small change to the reference.
+
+tests/zoo/LAB/NAME.py is a percent script:
+
+    '''Sums the gradients instead of averaging them.
+
+    loses: ddp_gradients, ddp_unused
+    status: ddp_unused TIMEOUT
+    '''
+
+    # %% replaces="task7_ddp"
+    class DDP(nn.Module): ...
+
+A cell stands for the whole solution cell of that name; the other solution cells are the
+reference's. `loses:` takes `nothing` and `everything` too, `base: starter` takes the untouched
+lab, `class: example` puts it into the class that `make grade` shows, and `status:` lines say how
+a criterion is lost where WRONG is not the answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nbformat import NotebookNode
+
+from autograder.authoring.notebooks import COURSE_ROOT, build_notebook, release_notebook, to_bytes
+from autograder.authoring.percent import BuildError, read_cells
+from autograder.criteria import get_lab
+
+MAX_COMBINED = 8  # of one submission, so that all its losses fit into its time
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZooEntry:
+    """One submission of the bundled class.
+
+    Attributes:
+        name: the file's name; also the student's id.
+        docstring: what is special about it.
+        loses: the criteria that it must lose, and no other.
+        statuses: criterion -> status, for criteria of `loses` where the file says how.
+        in_example: whether it is in the class that `make grade` shows (`class: example`).
+        notebook: what the student hands in.
+        replaced: the solution cells that are not the reference's, and what they hold instead.
+        base: where the other solution cells are from.
+        parts: the entries that it was combined from; empty for an entry that is a file.
+    """
+
+    name: str
+    docstring: str
+    loses: frozenset[str] | Literal["everything"]
+    statuses: dict[str, str] = field(default_factory=dict)
+    in_example: bool = False
+    notebook: NotebookNode
+    replaced: dict[str, str] = field(default_factory=dict)
+    base: str = "reference"
+    parts: tuple[ZooEntry, ...] = ()
+
+    def expected_score(self, points: dict[str, float]) -> float:
+        """The score that the entry must get, given the points of every criterion."""
+        if self.loses == "everything":
+            return 0.0
+        return sum(value for name, value in points.items() if name not in self.loses)
+
+
+def load_zoo(lab: str, *, root: Path = COURSE_ROOT) -> list[ZooEntry]:
+    """Every entry of a lab, in the order of their names.
+
+    Raises:
+        BuildError: an entry names a cell or a criterion that the lab does not have, or has no
+            `loses:` line; the message names the file.
+    """
+    folder = root / "tests" / "zoo" / lab
+    files = sorted(folder.glob("[!_]*.py"))
+    if not files:
+        raise BuildError(f"{folder}: no submissions; expected NAME.py files in a checkout")
+    reference = build_notebook(root / "solutions" / lab / f"{lab}.py")
+    starter = release_notebook(reference, lab)
+    return [_load_entry(py, lab, reference, starter) for py in files]
+
+
+def write_class(
+    lab: str,
+    dest: Path,
+    layout: Literal["nbgrader", "flat"] = "nbgrader",
+    *,
+    only_example: bool = False,
+    root: Path = COURSE_ROOT,
+    entries: Sequence[ZooEntry] | None = None,
+) -> list[Path]:
+    """Writes entries as submitted notebooks.
+
+    Args:
+        lab: such as "lab1_ddp".
+        dest: the folder that gets one folder per student.
+        layout: "nbgrader" for DEST/NAME/LAB/LAB.ipynb, "flat" for DEST/NAME/LAB.ipynb.
+        only_example: leave out what is not in the example class.
+        entries: what to write; default: all of the lab's.
+
+    Returns:
+        The notebooks, in the order of the students' names. A notebook that is there already with
+        the same content is not touched.
+    """
+    if layout not in ("nbgrader", "flat"):
+        raise ValueError(f"layout must be 'nbgrader' or 'flat', got {layout!r}")
+    paths = []
+    for entry in load_zoo(lab, root=root) if entries is None else entries:
+        if only_example and not entry.in_example:
+            continue
+        folder = dest / entry.name / lab if layout == "nbgrader" else dest / entry.name
+        path = folder / f"{lab}.ipynb"
+        data = to_bytes(entry.notebook)
+        if not path.exists() or path.read_bytes() != data:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        paths.append(path)
+    return paths
+
+
+def _load_entry(py: Path, lab: str, reference: NotebookNode, starter: NotebookNode) -> ZooEntry:
+    text = py.read_text("utf-8")
+    try:
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+    except SyntaxError as error:
+        raise BuildError(f"{py}: not Python (is a magic not commented?): {error}") from error
+    base = _line(docstring, "base") or "reference"
+    if base not in ("reference", "starter"):
+        raise BuildError(f"{py}: base must be reference or starter, got {base!r}")
+    replaced = _replaced_cells(py, text)
+
+    notebook = copy.deepcopy(starter)
+    if base == "reference":
+        solutions = {cell.id: _without_markers(cell.source) for cell in reference.cells}
+        for cell in notebook.cells:
+            if cell.metadata.get("nbgrader", {}).get("solution"):
+                cell.source = solutions[cell.id]
+    by_id = {
+        cell.id: cell
+        for cell in notebook.cells
+        if cell.metadata.get("nbgrader", {}).get("solution")
+    }
+    for name, source in replaced.items():
+        if name not in by_id:
+            raise BuildError(
+                f"{py}: replaces={name!r}, but {lab} has no such solution cell; "
+                f"it has: {', '.join(by_id)}"
+            )
+        by_id[name].source = source
+
+    criteria = {criterion.name for criterion in get_lab(lab).criteria}
+    loses, statuses = _expectations(py, docstring, criteria)
+    return ZooEntry(
+        name=py.stem,
+        docstring=docstring,
+        loses=loses,
+        statuses=statuses,
+        in_example=_line(docstring, "class") == "example",
+        notebook=notebook,
+        replaced=replaced,
+        base=base,
+    )
+
+
+def combine(entries: Sequence[ZooEntry]) -> list[ZooEntry]:
+    """Fewer submissions, each with the changes of several; every bug costs what it costs alone.
+
+    Those go together that change different cells of the reference and lose different criteria, and
+    right ones only with right ones.
+    """
+    bins: list[list[ZooEntry]] = []
+    alone = []
+    for entry in sorted(entries, key=lambda e: (-len(e.replaced) - len(e.loses), e.name)):
+        if entry.base != "reference" or entry.loses == "everything" or not entry.replaced:
+            alone.append([entry])
+            continue
+        for together in bins:
+            if len(together) < MAX_COMBINED and all(_are_apart(entry, other) for other in together):
+                together.append(entry)
+                break
+        else:
+            bins.append([entry])
+    return sorted((_combined(each) for each in alone + bins), key=lambda e: e.name)
+
+
+def _are_apart(one: ZooEntry, other: ZooEntry) -> bool:
+    return (
+        bool(one.loses) == bool(other.loses)
+        and not set(one.replaced) & set(other.replaced)
+        and not set(one.loses) & set(other.loses)
+    )
+
+
+def _combined(parts: Sequence[ZooEntry]) -> ZooEntry:
+    if len(parts) == 1:
+        return parts[0]
+    replaced = {name: source for part in parts for name, source in part.replaced.items()}
+    notebook = copy.deepcopy(parts[0].notebook)
+    for cell in notebook.cells:
+        cell.source = replaced.get(cell.id, cell.source)
+    return ZooEntry(
+        name=f"{parts[0].name}-and-{len(parts) - 1}-more",
+        docstring="\n".join(part.name for part in parts),
+        loses=frozenset[str]().union(*(part.loses for part in parts)),
+        statuses={name: status for part in parts for name, status in part.statuses.items()},
+        notebook=notebook,
+        replaced=replaced,
+        parts=tuple(parts),
+    )
+
+
+def _replaced_cells(py: Path, text: str) -> dict[str, str]:
+    replaced: dict[str, str] = {}
+    cells, _ = read_cells(text, where=str(py))
+    for number, cell in enumerate(cells):
+        name = cell.options.get("replaces")
+        is_docstring = number == 0 and not cell.options
+        if name is None and not is_docstring and cell.cell_type == "code" and cell.source.strip():
+            raise BuildError(f'{py}: cell {number + 1} has no replaces="name of a solution cell"')
+        if name in replaced:
+            raise BuildError(f"{py}: replaces {name!r} twice")
+        if name is not None:
+            replaced[name] = _without_markers(cell.source)
+    return replaced
+
+
+def _expectations(
+    py: Path, docstring: str, criteria: set[str]
+) -> tuple[frozenset[str] | Literal["everything"], dict[str, str]]:
+    value = _line(docstring, "loses")
+    if not value:
+        raise BuildError(f"{py}: the docstring needs a line 'loses: criterion, criterion'")
+    loses: frozenset[str] | Literal["everything"] = frozenset()
+    if value == "everything":
+        loses = "everything"
+    elif value != "nothing":
+        loses = frozenset(re.split(r"[,\s]+", value.strip(", ")))
+    statuses = dict(re.findall(r"^status:\s*(\w+)\s+([A-Z_]+)\s*$", docstring, re.MULTILINE))
+    named = set(statuses) | (set() if loses == "everything" else set(loses))
+    if unknown := sorted(named - criteria):
+        raise BuildError(f"{py}: no such criteria: {unknown}; the lab has {sorted(criteria)}")
+    if loses != "everything" and (extra := sorted(set(statuses) - loses)):
+        raise BuildError(f"{py}: status: lines for criteria that are not in loses: {extra}")
+    return loses, statuses
+
+
+def _line(docstring: str, key: str) -> str:
+    """The value of a `key: value` line, with the lines that are indented or follow a comma."""
+    pattern = rf"^{key}:[ \t]*((?:.*,[ \t]*\n)*.*(?:\n[ \t]+\S.*)*)"
+    match = re.search(pattern, docstring, re.MULTILINE)
+    return " ".join(match[1].split()) if match else ""
+
+
+def _without_markers(source: str) -> str:
+    """A solution as a student would have it, without nbgrader's BEGIN/END SOLUTION lines."""
+    lines = source.split("\n")
+    return "\n".join(
+        line for line in lines if not re.match(r"\s*### (BEGIN|END) SOLUTION\s*$", line)
+    )

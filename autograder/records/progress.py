@@ -1,0 +1,276 @@
+"""`autograder status`: what a `grade` in another terminal is doing, or what became of it.
+
+A grader notes in the journal whom it is going to grade (`batch`), whom it has finished (`done`)
+and that it is through (`batch_end`); `run` notes every attempt, verdict and failure of ours. The
+reader takes no lock and never writes, so whoever grades does not notice it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autograder.records.journal import Journal
+
+Record = dict[str, Any]
+MIN_RUN_S = 1.0  # less than that, nothing was run
+LAST_RUNS = 50  # of which the usual time is taken
+
+
+# --- what the grader notes ----------------------------------------------------------------------
+
+
+class Announcer:
+    """Notes a batch in the journal. A journal that cannot be written never stops the grading."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = Journal(journal)
+
+    def begin(self, students: Sequence[str], known: Sequence[str], **about: Any) -> None:
+        """Notes who grades whom; `known` are those whom the journal knew already."""
+        pid = os.getpid()
+        self._note("batch", students=list(students), known=list(known), pid=pid, **about)
+
+    def done(self, record: Mapping[str, Any]) -> None:
+        """Notes that a student's record is there."""
+        infra = next((c for c in record["criteria"] if c["status"] == "INFRA"), None)
+        why = {"message": infra["message"]} if infra else {}
+        self._note("done", student=record["student"], lab=record["lab"], **why)
+
+    def end(self, lab: str) -> None:
+        """Notes that the batch is through."""
+        self._note("batch_end", lab=lab, pid=os.getpid())
+
+    def _note(self, kind: str, **about: Any) -> None:
+        if kind == "batch":
+            about |= {"born": birth(os.getpid()), "host": socket.gethostname()}
+        with contextlib.suppress(OSError):
+            self._journal.append({"kind": kind, "time": time.time(), **about})
+
+
+def birth(pid: int) -> str:
+    """When a process was started, in a form that only it has; empty if there is no such process."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else rest[18]  # one that nobody has waited for is no more
+    except (OSError, IndexError):
+        pass
+    if Path("/proc/self/stat").exists():
+        return ""
+    import psutil  # comes with ipykernel
+
+    try:
+        return str(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return ""
+
+
+# --- what the reader makes of it ----------------------------------------------------------------
+
+
+class Tail:
+    """Reads a journal that grows, without its lock: what is not a whole line yet comes later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._place, self._file = 0, (0, 0)
+
+    def read(self) -> tuple[list[Record], bool]:
+        """The records that are new, and whether the file is another one and began anew."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                which = (status.st_dev, status.st_ino)
+                anew = which != self._file or status.st_size < self._place
+                self._file, self._place = which, 0 if anew else self._place
+                file.seek(self._place)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return [], False
+        self._place += len(whole) + len(newline)
+        records = []
+        for line in whole.split(b"\n"):
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(record := json.loads(line), dict):
+                    records.append(record)
+        return records, anew
+
+
+@dataclass
+class Run:
+    """One student in a batch."""
+
+    student: str
+    state: str = "waiting"  # waiting, queued (as a job), running, done, known, INFRA
+    tries: int = 0
+    key: str = ""
+    began: float = 0.0
+    after: str = ""  # the criterion whose verdict came last
+    message: str = ""  # of our last failure
+
+    def at(self, criteria: Sequence[str]) -> str:
+        """What it is at: the check after the one that was judged last."""
+        if self.state != "running":
+            return ""
+        place = criteria.index(self.after) + 1 if self.after in criteria else 0
+        if self.after and place == len(criteria):
+            return "after the last check"
+        number = f"check {place + 1} of {len(criteria)}"
+        return f"{number}: {criteria[place]}" if criteria else ""
+
+
+@dataclass
+class Batch:
+    """One `autograder grade`."""
+
+    lab: str
+    world_size: int
+    pid: int
+    born: str
+    host: str
+    jobs: int
+    began: float
+    runs: dict[str, Run]
+    ended: float | None = None
+    criteria: tuple[str, ...] = ()
+    usual: list[float] = field(default_factory=list)  # seconds of the last runs
+
+    def count(self, *states: str) -> int:
+        """How many students are in one of these states."""
+        return sum(run.state in states for run in self.runs.values())
+
+    def alive(self) -> bool | None:
+        """Whether the grader's process is there; None if it is another machine's."""
+        if self.host != socket.gethostname():
+            return None
+        return bool(self.born) and birth(self.pid) == self.born
+
+    def is_repeated_by(self, later: Batch) -> bool:
+        """Whether somebody of it is graded again in a later one."""
+        same = (self.lab, self.world_size) == (later.lab, later.world_size)
+        return same and not self.runs.keys().isdisjoint(later.runs)
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds until all are graded, as far as can be told."""
+        if not self.usual or self.ended is not None or self.alive() is False:
+            return None
+        usual = statistics.fmean(self.usual)
+        running = [run for run in self.runs.values() if run.state == "running"]
+        work = sum(max(usual - (now - run.began), 0.1 * usual) for run in running)
+        waiting = self.count("waiting", "queued")
+        return (work + usual * waiting) / max(1, min(self.jobs, len(running) + waiting))
+
+
+class Progress:
+    """All batches of a journal, as its entries come."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.num_records = 0
+        self._usual: dict[str, list[float]] = {}
+
+    def feed(self, entries: Iterator[Record] | Sequence[Record]) -> None:
+        """Takes in entries, oldest first; what they lack or have too much does no harm."""
+        for entry in entries:
+            take = getattr(self, f"_take_{entry.get('kind')}", None)
+            if take is not None:
+                with contextlib.suppress(
+                    KeyError, TypeError, ValueError, AttributeError, OverflowError
+                ):
+                    take(entry)
+
+    def shown(self, lab: str | None = None) -> list[Batch]:
+        """The last batch, and every other one that is still being graded."""
+        mine = [batch for batch in self.batches if lab in (None, batch.lab)]
+        busy = [
+            batch
+            for place, batch in enumerate(mine[:-1], start=1)
+            if batch.ended is None
+            and batch.alive() is not False
+            and not (batch.alive() is None and any(map(batch.is_repeated_by, mine[place:])))
+        ]
+        return busy + mine[-1:]
+
+    def _take_batch(self, entry: Record) -> None:
+        known = set(entry["known"])
+        runs = {s: Run(s, "known" if s in known else "waiting") for s in entry["students"]}
+        self.batches.append(
+            Batch(
+                lab=str(entry["lab"]),
+                world_size=int(entry["world_size"]),
+                pid=int(entry["pid"]),
+                born=str(entry["born"]),
+                host=str(entry["host"]),
+                jobs=int(entry["jobs"]),
+                began=_time(entry),
+                runs=runs,
+                usual=self._usual.setdefault(str(entry["lab"]), []),
+            )
+        )
+
+    def _take_batch_end(self, entry: Record) -> None:
+        for batch in reversed(self.batches):
+            if (batch.lab, batch.pid) == (entry["lab"], entry["pid"]) and batch.ended is None:
+                batch.ended = _time(entry)
+                return
+
+    def _take_queued(self, entry: Record) -> None:
+        for student in entry["jobs"]:
+            if run := self._run(entry["lab"], student):
+                run.state = "queued"
+
+    def _take_attempt(self, entry: Record) -> None:
+        if run := self._run(entry["lab"], entry["student"]):
+            run.state, run.tries, run.after = "running", int(entry["try"]), ""
+            run.key, run.began = entry["key"], _time(entry)
+
+    def _take_verdict(self, entry: Record) -> None:
+        student = entry["seed_id"].rpartition(":")[0]
+        for batch in reversed(self.batches):
+            run = batch.runs.get(student)
+            if run and run.state == "running" and run.key == entry["key"]:
+                run.after = str(entry["name"])
+                return
+
+    def _take_infra(self, entry: Record) -> None:
+        if run := self._run(entry["lab"], entry["student"]):
+            run.message = str(entry["message"])
+            run.state = str(entry.get("state", run.state))  # a job that was lost waits again
+
+    def _take_submission(self, entry: Record) -> None:
+        record = entry["record"]
+        self.num_records += 1
+        if record["seconds"] >= MIN_RUN_S:
+            usual = self._usual.setdefault(record["lab"], [])
+            usual.append(float(record["seconds"]))
+            del usual[:-LAST_RUNS]
+        if run := self._run(record["lab"], record["student"]):
+            run.state = "done"
+
+    def _take_done(self, entry: Record) -> None:
+        if run := self._run(entry["lab"], entry["student"]):
+            run.state = "INFRA" if "message" in entry else "done"
+            run.message = str(entry.get("message", ""))
+
+    def _run(self, lab: str, student: str) -> Run | None:
+        """The student's run in the last batch of this lab that has him and is not through."""
+        for batch in reversed(self.batches):
+            if batch.lab == lab and student in batch.runs and batch.ended is None:
+                return batch.runs[student]
+        return None
+
+
+def _time(entry: Record) -> float:
+    time_s = float(entry["time"])
+    if not math.isfinite(time_s):
+        raise ValueError(f"expected a time, got {time_s}")
+    return time_s

@@ -1,0 +1,1 @@
+"""The judge: outside the ranks, trusted, never run with student code."""

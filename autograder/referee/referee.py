@@ -1,0 +1,347 @@
+"""The referee: trusted, outside the ranks. Draws inputs, receives every rank's answer, judges.
+
+A submission's ranks reach it over one unix socket, each with one connection for checks and one
+for the emulated cluster, whose broker belongs to the referee. The grader says which check is
+open; an answer to anything else is refused. What the ranks print, raise or claim about
+themselves is never evidence. At a student's desk, `practice.py` has one that opens checks itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autograder.criteria.criterion import (
+    Case,
+    Criterion,
+    Draw,
+    Finding,
+    Status,
+    Values,
+    Verdict,
+    split,
+)
+from autograder.inside.wire import Message, receive, send
+from autograder.referee.judging import judge
+from minidist.emulate.broker import Broker
+from minidist.emulate.plan import ChargePlan
+from minidist.errors import DeadlineError, ProtocolError
+from minidist.kernel.cell import printable
+
+HELLO_DEADLINE_S = 20.0
+ANSWER_DEADLINE_S = 60.0
+MAX_MESSAGE_CHARS = 6000
+# What a rank may send through the emulated cluster at once, and all of them in a check. It is kept
+# until the check is judged, up to five times. Honest work takes an eighth of it on three ranks.
+MAX_PAYLOAD_BYTES = 1 << 26
+MAX_SESSION_BYTES = 1 << 28
+MAX_SESSION_EVENTS = 5_000  # replaying takes longer than in proportion to them
+_REASONS = {
+    Status.TIMEOUT: "no answer before the deadline",
+    Status.RANK_LOST: "the process ended before it answered",
+    Status.NOT_RUN: "the check was not reached",
+    Status.STUDENT_ERROR: "the code raised",
+    Status.WRONG: "no answer",
+}
+# The worst of the ranks' statuses is the criterion's, in this order. BLOCKED comes first: without
+# that rank the others had nobody to work with.
+_WORST = (
+    Status.BLOCKED, Status.RANK_LOST, Status.TIMEOUT, Status.STUDENT_ERROR, Status.WRONG,
+    Status.NOT_RUN,
+)  # fmt: skip
+
+
+def draw_for(key: bytes, lab: str, criterion: str, attempt: str, world_size: int) -> Draw:
+    """Secret draws: 128 bits of HMAC-SHA256(course key; lab, criterion, attempt, purpose)."""
+
+    def seed(purpose: str) -> int:
+        text = "\0".join((lab, criterion, attempt, str(world_size), purpose))
+        return int.from_bytes(hmac.new(key, text.encode(), hashlib.sha256).digest()[:16], "big")
+
+    return Draw(world_size, seed)
+
+
+@dataclass
+class OpenCheck:
+    """The check that is being answered."""
+
+    case: int
+    criterion: Criterion
+    inputs: list[Values]
+    plan: ChargePlan | None
+    asked: set[int] = field(default_factory=set)
+    answers: dict[int, Values] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    blocked: dict[int, str] = field(default_factory=dict)  # of a criterion with extra points only
+
+    def has_heard(self, rank: int) -> bool:
+        """Whether `rank` has answered in some way."""
+        return rank in self.answers or rank in self.errors or rank in self.blocked
+
+
+class Referee:
+    """Serves one submission's ranks.
+
+    Args:
+        path: of the unix socket, bound here before any rank starts.
+        world_size: number of ranks.
+        draw: makes the draws of a criterion.
+    """
+
+    def __init__(self, path: Path, world_size: int, draw: Callable[[Criterion], Draw]) -> None:
+        self.path, self.world_size = path, world_size
+        self._draw = draw
+        self._changed = threading.Condition()
+        self._open: OpenCheck | None = None
+        self._cases = 0
+        self._connections: dict[tuple[str, int], socket.socket] = {}
+        self._gone: set[int] = set()  # ranks that were here and have hung up
+        self._stopped = False
+        self._greeting = threading.BoundedSemaphore(8 * world_size)  # connections without a name
+        self.broker = Broker(
+            world_size, keep_payloads=True, max_payload_bytes=MAX_PAYLOAD_BYTES,
+            max_session_bytes=MAX_SESSION_BYTES, max_session_events=MAX_SESSION_EVENTS,
+        )  # fmt: skip
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(4 * world_size)
+        threading.Thread(target=self._accept, name="referee", daemon=True).start()
+
+    # --- the grader's side -----------------------------------------------------------------------
+
+    def open(self, criterion: Criterion) -> None:
+        """Draws fresh inputs; from now on ranks may ask for and answer this criterion."""
+        draw = self._draw(criterion)
+        plan = criterion.plan(draw) if criterion.plan else None
+        inputs = criterion.draw(draw)
+        assert len(inputs) == self.world_size, f"{criterion.name} drew for {len(inputs)} ranks"
+        if criterion.world == "emulated":
+            self.broker.begin(plan)
+        with self._changed:
+            self._open = OpenCheck(self._cases, criterion, inputs, plan)
+            self._cases += 1
+
+    def close(
+        self, missing: Status, reason: str = "", ranks: dict[int, Status] | None = None
+    ) -> Verdict:
+        """Ends the open check and judges what came.
+
+        Args:
+            missing: the status of a rank that did not answer.
+            reason: why, in words for the student (the kernel's diagnosis).
+            ranks: where the kernel knows more about a rank that did not answer.
+        """
+        with self._changed:
+            opened, self._open = self._open, None
+            assert opened is not None, "close() without open()"
+            criterion = opened.criterion
+            # Before anybody may open the next check, whose session would be ended in its place.
+            trace = self.broker.end() if criterion.world == "emulated" else None
+            self._changed.notify_all()
+        statuses, notes = [], []
+        for rank in range(self.world_size):
+            if rank in opened.answers:
+                statuses.append(Status.PASS)
+            elif rank in opened.errors:
+                statuses.append(Status.STUDENT_ERROR)
+                notes.append(Finding(opened.errors[rank], rank))
+            elif rank in opened.blocked:
+                statuses.append(Status.BLOCKED)
+                notes.append(Finding(opened.blocked[rank], rank))
+            else:
+                statuses.append((ranks or {}).get(rank, missing))
+        if all(status == Status.PASS for status in statuses):
+            answers = [opened.answers[rank] for rank in range(self.world_size)]
+            case = Case(self.world_size, opened.inputs, answers, trace, opened.plan)
+            notes = judge(criterion, case)
+            for finding in notes:
+                for rank in range(self.world_size) if finding.rank is None else [finding.rank]:
+                    statuses[rank] = Status.WRONG
+        else:
+            spoke = set(opened.errors) | set(opened.blocked)
+            notes = self._explain_silence(statuses, spoke, reason) + notes
+        worst = next((s for s in _WORST if s in statuses), Status.PASS)
+        points = criterion.points if worst == Status.PASS else 0.0
+        message = _message(notes, self.world_size) if worst != Status.PASS else ""
+        return Verdict(
+            criterion.name, worst, points, criterion.points, message, tuple(statuses),
+            criterion.extra,
+        )  # fmt: skip
+
+    def _explain_silence(
+        self, statuses: list[Status], spoke: set[int], reason: str
+    ) -> list[Finding]:
+        """Why ranks did not answer; what the kernel said comes first and once."""
+        notes: list[Finding] = []
+        for status in _WORST:
+            silent = [r for r, s in enumerate(statuses) if s == status and r not in spoke]
+            if silent:
+                what = reason if reason and not notes else f"{_ranks(silent)}: {_REASONS[status]}"
+                notes.append(Finding(what))
+        return notes
+
+    def new_ranks(self) -> None:
+        """Forgets the connections of ranks that are gone; new ones may connect."""
+        with self._changed:
+            connections, self._connections = self._connections, {}
+            self._gone.clear()
+        for (channel, rank), sock in connections.items():
+            if channel == "broker":
+                self.broker.detach(rank)  # the broker's to close: it still watches the descriptor
+            else:
+                _close(sock)
+
+    def stop(self) -> None:
+        """Closes everything and removes the socket."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self.new_ranks()
+        self.broker.close()
+        self.path.unlink(missing_ok=True)
+
+    # --- the ranks' side -------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._stopped:
+                    return
+                time.sleep(0.05)  # too many open files, perhaps; ranks still have to connect
+                continue
+            if not self._greeting.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            channel, rank = self._hello(sock)
+        except (ProtocolError, DeadlineError) as error:
+            with contextlib.suppress(OSError, ProtocolError):
+                send(sock, Message("refused", {"why": str(error)}))
+            sock.close()
+            return
+        except OSError:
+            sock.close()
+            return
+        finally:
+            self._greeting.release()
+        sock.settimeout(None)
+        if channel == "broker":
+            self.broker.attach(rank, sock)
+        else:
+            self._serve(rank, sock)
+
+    def _hello(self, sock: socket.socket) -> tuple[str, int]:
+        """Which rank it is, and for what; nothing else is accepted as a first message."""
+        sock.settimeout(HELLO_DEADLINE_S)
+        hello = receive(sock, max_array_bytes=0)
+        rank, channel = hello.fields.get("rank"), hello.fields.get("channel")
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            raise ProtocolError(f"there is no rank {rank!r}")
+        if channel not in ("check", "broker"):
+            raise ProtocolError(f"there is no channel {channel!r}")
+        with self._changed:
+            # The broker drops what is broken without a word.
+            here = channel == "check" or rank in self.broker.attached()
+            if here and (channel, rank) in self._connections:
+                raise ProtocolError(f"rank {rank} is already connected for {channel}")
+            self._connections[channel, rank] = sock
+            self._gone.discard(rank)
+        send(sock, Message("welcome"))
+        return channel, rank
+
+    def _serve(self, rank: int, sock: socket.socket) -> None:
+        try:
+            while True:
+                message = receive(sock)
+                reply = self._handle(rank, message)
+                sock.settimeout(ANSWER_DEADLINE_S)
+                send(sock, reply)
+                sock.settimeout(None)
+        except (ProtocolError, DeadlineError, OSError):
+            pass
+        finally:
+            with self._changed:
+                if self._connections.get(("check", rank)) is sock:
+                    del self._connections["check", rank]
+                    self._gone.add(rank)
+                self._changed.notify_all()
+            _close(sock)
+
+    def _handle(self, rank: int, message: Message) -> Message:
+        name = message.fields.get("criterion")
+        if message.kind == "ask":
+            return self._ask(rank, name)
+        if message.kind == "answer":
+            return self._answer(rank, name, message)
+        raise ProtocolError(f"[rank {rank}] unknown message {message.kind!r}")
+
+    def _ask(self, rank: int, name: object) -> Message:
+        with self._changed:
+            opened = self._open
+            if opened is None or opened.criterion.name != name:
+                now = opened.criterion.name if opened else "none"
+                return Message("refused", {"why": f"the open check is {now}, not {name}"})
+            if rank in opened.asked:
+                return Message("refused", {"why": f"rank {rank} has asked for {name} already"})
+            opened.asked.add(rank)
+            handed_out = {k: v for k, v in opened.inputs[rank].items() if not k.startswith("_")}
+            fields, arrays = split(handed_out)
+            return Message("inputs", {"case": opened.case, "values": fields}, arrays)
+
+    def _answer(self, rank: int, name: object, message: Message) -> Message:
+        with self._changed:
+            opened = self._open
+            if opened is None or opened.criterion.name != name or rank not in opened.asked:
+                return Message("noted")
+            if not opened.has_heard(rank):
+                status, values = message.fields.get("status"), message.fields.get("values")
+                said = str(message.fields.get("message", "an error"))[:4000]
+                if status == "ok" and isinstance(values, dict):
+                    opened.answers[rank] = values | message.arrays
+                elif status == "blocked" and opened.criterion.extra:
+                    opened.blocked[rank] = said
+                else:
+                    opened.errors[rank] = said
+                self._changed.notify_all()
+        return self._reply(opened, rank)
+
+    def _reply(self, opened: OpenCheck, rank: int) -> Message:
+        """What a rank is told that has answered the open check."""
+        return Message("noted")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _message(findings: list[Finding], world_size: int, limit: int = 4) -> str:
+    """The findings as lines, the same one on several ranks once."""
+    where: dict[str, list[int]] = {}
+    for finding in findings:
+        where.setdefault(finding.message, []).extend([] if finding.rank is None else [finding.rank])
+    lines = []
+    for message, ranks in list(where.items())[:limit]:
+        everywhere = not ranks or len(ranks) == world_size
+        lines.append(message if everywhere else f"[{_ranks(ranks)}] {message}")
+    if len(where) > limit:
+        lines.append(f"… and {len(where) - limit} more.")
+    return printable("\n".join(lines)[:MAX_MESSAGE_CHARS])
+
+
+def _close(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()

@@ -1,0 +1,1 @@
+"""Verdicts that changed, and cases judged again without running a submission."""

@@ -1,0 +1,161 @@
+"""Grading again: whose scores have changed, and whom nbgrader has to look at because of it.
+
+nbgrader marks everything that a person has graded as "needs manual grade" when it takes a
+submission in anew, so only those go through it whose scores it does not have yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autograder.gradebook.settled import find_settled
+from autograder.plain_text import MARKS, clean
+from autograder.records.grading import Grading, Record
+from autograder.regrading.history import last_class, latest, read_history
+from autograder.submission.attempt import Settings
+from autograder.submission.intake import Submission
+
+NOTHING = "–"  # the criterion was not there
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is different between two gradings of one student.
+
+    Attributes:
+        criteria: criterion -> (status, points) before and after, for those that differ.
+        cause: what else is different between the two.
+    """
+
+    student: str
+    score: tuple[float, float]
+    max_score: tuple[float, float]
+    criteria: dict[str, tuple[tuple[str, float], tuple[str, float]]]
+    cause: str
+
+
+@dataclass(frozen=True)
+class Regrading:
+    """What there was before a class is graded, to be compared with what there is then."""
+
+    settings: Settings
+    before: dict[str, Grading]
+
+    @classmethod
+    def begin(cls, settings: Settings) -> Regrading:
+        """Reads the journal as it is now."""
+        history = read_history(settings.course)
+        return cls(settings, latest(history, settings.lab, settings.world_size))
+
+    def show(self, records: Sequence[Record], console: Console) -> None:
+        """Says whose score has changed, if anybody was graded before and again now."""
+        again = {r["student"] for r in records} & self.before.keys()
+        now = self._now()
+        if not any(now[name].record != self.before[name].record for name in again):
+            return
+        changes = find_changes(
+            {name: self.before[name] for name in again}, {name: now[name] for name in again}
+        )
+        if changes:
+            console.print(changes_table(changes))
+        console.print(summary(changes, len(again)), markup=False, highlight=False)
+
+    def whole_class(self, records: Sequence[Record]) -> list[Record]:
+        """Every student's last record of a class in which only `records` are new."""
+        settings = self.settings
+        students = last_class(settings.course, settings.lab, settings.world_size)
+        by_student = {name: g.record for name, g in self._now().items() if name in students}
+        by_student |= {record["student"]: record for record in records}
+        return [by_student[name] for name in sorted(by_student)]
+
+    def settled(self, submissions: Sequence[Submission], records: Sequence[Record]) -> set[str]:
+        """See `find_settled`."""
+        settings = self.settings
+        return find_settled(settings.course, settings.lab, submissions, records, self.before)
+
+    def _now(self) -> dict[str, Grading]:
+        settings = self.settings
+        return latest(read_history(settings.course), settings.lab, settings.world_size)
+
+
+def find_changes(before: Mapping[str, Grading], after: Mapping[str, Grading]) -> list[Change]:
+    """Students who were graded before, and whose verdicts or points are different now."""
+    changes = []
+    for student in sorted(before.keys() & after.keys()):
+        old, new = before[student], after[student]
+        then, now = _verdicts(old.record), _verdicts(new.record)
+        missing = (NOTHING, 0.0)
+        criteria = {
+            name: (then.get(name, missing), now.get(name, missing))
+            for name in dict.fromkeys([*now, *then])
+            if then.get(name) != now.get(name)
+        }
+        maxima = (old.record["max_score"], new.record["max_score"])
+        if criteria or maxima[0] != maxima[1]:
+            scores = (old.record["score"], new.record["score"])
+            changes.append(Change(student, scores, maxima, criteria, _cause(old, new)))
+    return changes
+
+
+def _verdicts(record: Record) -> dict[str, tuple[str, float]]:
+    return {c["name"]: (c["status"], c["points"]) for c in record["criteria"]}
+
+
+def _cause(old: Grading, new: Grading) -> str:
+    if old.key == new.key:
+        then, now = _verdicts(old.record), _verdicts(new.record)
+        same = all(now[name][0] == status for name, (status, _) in then.items() if name in now)
+        return "points of criteria" if same else "graded again"
+    if not old.seed_id or old.seed_id != new.seed_id:
+        return "another notebook"
+    if old.grader_version != new.grader_version:
+        return "the grader has changed"
+    return "the lab has changed"
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """Old -> new, for a terminal: one line per student, and each criterion that differs."""
+    table = Table(title="changed since the last record", box=box.SIMPLE_HEAD)
+    table.add_column("student", no_wrap=True)
+    table.add_column("score", no_wrap=True)
+    table.add_column("criteria")
+    table.add_column("what is different")
+    for change in changes:
+        old, new = change.score
+        style = "green" if new > old else "red" if new < old else ""
+        score = f"{old:g} → {new:g}"
+        if change.max_score[0] != change.max_score[1]:
+            score = f"{old:g}/{change.max_score[0]:g} → {new:g}/{change.max_score[1]:g}"
+        lines = Text("\n").join(
+            Text(f"{clean(name)} {_say(then, now)}")
+            for name, (then, now) in change.criteria.items()
+        )
+        table.add_row(Text(clean(change.student)), Text(score, style), lines, change.cause)
+    return table
+
+
+def _say(then: tuple[str, float], now: tuple[str, float]) -> str:
+    if then[0] == now[0]:
+        return f"{_sign(now[0])} {then[1]:g} → {now[1]:g} points"
+    return f"{_sign(then[0])} → {_sign(now[0])}"
+
+
+def _sign(status: str) -> str:
+    return f"{MARKS[status].symbol} {status}" if status in MARKS else status
+
+
+def summary(changes: Sequence[Change], graded_before: int) -> str:
+    """One line: how many of those who were graded before have another score now."""
+    scores = sum(change.score[0] != change.score[1] for change in changes)
+    verdicts = len(changes) - scores
+    also = f"; {verdicts} with other verdicts but the same score" if verdicts else ""
+    return f"{scores} of {graded_before} scores that were there before have changed{also}"
+
+
+# --- nbgrader -----------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""What the journal tells of gradings that were finished: for replay, regrading and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autograder.course.course import Course
+from autograder.records.grading import Grading
+from autograder.records.journal import Journal
+from autograder.submission.intake import Submission
+
+Record = dict[str, Any]
+MIN_PREFIX = 6  # characters of a record's key that name it
+
+
+def read_history(course: Course) -> list[Grading]:
+    """Every grading that was finished, oldest first."""
+    found: list[Grading] = []
+    # key -> seed_id -> grader_version; the same bytes may have been graded for two at once
+    ran: dict[str, dict[str, str]] = {}
+    for entry in Journal(course.journal_path).iter_records():
+        key = str(entry.get("key", ""))
+        if entry.get("kind") == "verdict":
+            of = ran.setdefault(key, {})
+            of[str(entry.get("seed_id", ""))] = str(entry.get("grader_version", ""))
+        elif entry.get("kind") == "submission" and _is_record(entry.get("record")):
+            seeds = ran.get(key, {"": ""})
+            own = [seed for seed in seeds if seed.startswith(f"{entry['record']['student']}:")]
+            seed = own[-1] if own else list(seeds)[-1]
+            grading = Grading(key, entry["record"], seed, seeds[seed])
+            if not grading.seed_id:  # filed a second time, under the key of its stand-in
+                same = (g for g in reversed(found) if g.record == grading.record and g.seed_id)
+                if twin := next(same, None):
+                    grading = replace(twin)
+            found.append(grading)
+    return found
+
+
+def latest(history: Iterable[Grading], lab: str, world_size: int) -> dict[str, Grading]:
+    """Student -> the last grading in a lab on so many ranks."""
+    return {
+        grading.student: grading
+        for grading in history
+        if grading.lab == lab and grading.record["world_size"] == world_size
+    }
+
+
+def find_grading(history: Sequence[Grading], name: str, lab: str | None = None) -> Grading:
+    """The last grading of a student, or the one whose key begins with `name`.
+
+    Raises:
+        ValueError: there is none, or `name` could mean several.
+    """
+    inside = [g for g in history if lab in (None, g.lab)]
+    by_student = [g for g in inside if g.student == name]
+    labs = sorted({g.lab for g in by_student})
+    if len(labs) > 1:
+        raise ValueError(f"{name!r} has records in {', '.join(labs)}: name one with --lab")
+    if by_student:
+        return by_student[-1]
+    by_key = {g.key: g for g in inside if len(name) >= MIN_PREFIX and g.key.startswith(name)}
+    if len(by_key) > 1:
+        raise ValueError(f"{len(by_key)} records' keys begin with {name!r}: write more of it")
+    if by_key:
+        return by_key.popitem()[1]
+    where = f" in {lab}" if lab else ""
+    students = sorted({g.student for g in inside})
+    known = ", ".join(students[:10]) + (", …" if len(students) > 10 else "")
+    raise ValueError(
+        f"the journal has no record of {name!r}{where} (a student's name, or the first "
+        f"{MIN_PREFIX} characters or more of a record's key); it has: {known or 'nobody'}"
+    )
+
+
+def last_class(course: Course, lab: str, world_size: int) -> set[str]:
+    """The students of the last batch in a lab that was not a few of them graded again."""
+    students: set[str] = set()
+    for entry in Journal(course.journal_path).iter_records():
+        where = (entry.get("lab"), entry.get("world_size"))
+        if entry.get("kind") == "batch" and where == (lab, world_size) and not entry.get("again"):
+            students = {str(name) for name in entry.get("students", ())}
+    return students
+
+
+# --- grade --student ----------------------------------------------------------------------------
+
+
+def choose(submissions: Sequence[Submission], students: Sequence[str]) -> list[Submission]:
+    """The submissions of these students.
+
+    Raises:
+        ValueError: one of them has none here.
+    """
+    here = {submission.student for submission in submissions}
+    if unknown := [name for name in students if name not in here]:
+        raise ValueError(
+            f"no submission by {', '.join(unknown)}; there are: {', '.join(sorted(here)[:20])}"
+        )
+    return [s for s in submissions if s.student in students]
+
+
+def handed_in_before(
+    history: Sequence[Grading], lab: str, students: Sequence[str]
+) -> list[Submission]:
+    """The last graded submissions of these students, whatever their files are called.
+
+    Raises:
+        ValueError: one of them was never graded.
+    """
+    paths: dict[str, Any] = {g.student: g.record["submission"] for g in history if g.lab == lab}
+    if unknown := [name for name in students if name not in paths]:
+        raise ValueError(f"no record of {', '.join(unknown)} in {lab}: name the notebook's path")
+    found = [Submission(name, Path(paths[name])) for name in dict.fromkeys(students)]
+    if gone := [submission.path for submission in found if not submission.path.exists()]:
+        raise ValueError(f"there is no file or folder {gone[0]}: name the notebook's path")
+    return found
+
+
+def _is_record(value: object) -> bool:
+    wanted = {"student", "lab", "world_size", "score", "max_score", "criteria", "submission"}
+    return isinstance(value, dict) and wanted <= set(value)

@@ -1,0 +1,196 @@
+"""`autograder replay`: the same notebook with the same draws again, held against its record.
+
+What is run is the notebook as it was graded (build/executed), so a file that was handed in anew
+since then changes nothing. Nothing is written to the journal or the gradebook.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import torch
+from nbformat import NotebookNode
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from autograder.course.course import Course, CourseError
+from autograder.criteria import get_lab
+from autograder.criteria.criterion import Status, Verdict
+from autograder.plain_text import MARKS, clean
+from autograder.records.version import grader_version
+from autograder.records.grading import Grading
+from autograder.submission.attempt import Settings, executed_path, record_key, run_once
+from autograder.submission.intake import read_submission
+
+NOTHING = "–"  # the criterion is not there
+
+
+@dataclass(frozen=True)
+class Row:
+    """One criterion: how it ended then and now; `NOTHING` where it is not there."""
+
+    name: str
+    then: str
+    now: str
+    message_then: str = ""
+    message_now: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it ended the same way."""
+        return self.then == self.now
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of it.
+
+    Attributes:
+        rows: one per criterion.
+        remarks: what a difference may come from, one line each.
+    """
+
+    grading: Grading
+    rows: tuple[Row, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every criterion ended the same way."""
+        return all(row.agrees for row in self.rows)
+
+
+def replay(
+    grading: Grading, course: Course, *, sandboxed: bool, keep: Path | None = None
+) -> Replay:
+    """Runs a graded notebook again with the same draws.
+
+    Args:
+        sandboxed: run in the box.
+        keep: where the notebook as it was run now is written.
+
+    Raises:
+        CourseError: what was run is no longer there.
+        InfrastructureError: our own failure.
+    """
+    torch.set_num_threads(1)  # as when it was graded
+    record = grading.record
+    settings = Settings(course, grading.lab, record["world_size"], sandboxed)
+    then = {c["name"]: c for c in record["criteria"]}
+    if not grading.seed_id:
+        return Replay(grading, _read_again(grading, settings), ())
+    notebook = _notebook(grading, settings)
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        executed = keep or Path(folder) / "executed.ipynb"
+        verdicts = run_once(notebook, settings, grading.seed_id, executed, lambda *_: None)
+    return Replay(grading, _rows(then, verdicts), _remarks(grading, settings))
+
+
+def _notebook(grading: Grading, settings: Settings) -> NotebookNode:
+    """What was run, without what came of it."""
+    path = executed_path(settings.course, grading.lab, grading.key)
+    if path.is_file():
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+                cell.metadata.get("minidist", {}).pop("verdict", None)
+        return notebook
+    handed_in = Path(grading.record["submission"])
+    intake = read_submission(handed_in, settings.course.master(grading.lab))
+    if intake.notebook is None or record_key(intake.sha256, settings) != grading.key:
+        raise CourseError(
+            f"{path} is gone, and {handed_in} is not what was graded, or the grader has changed: "
+            "it cannot be run again"
+        )
+    return intake.notebook
+
+
+def _read_again(grading: Grading, settings: Settings) -> tuple[Row, ...]:
+    """A file that could not be graded: nothing is run, but it can be read again."""
+    path = Path(grading.record["submission"])
+    intake = read_submission(path, settings.course.master(grading.lab))
+    now = str(Status.INVALID) if intake.notebook is None else "a notebook"
+    return tuple(
+        Row(c["name"], c["status"], now, c["message"], intake.invalid or "")
+        for c in grading.record["criteria"]
+    )
+
+
+def _rows(then: dict[str, dict[str, str]], verdicts: list[Verdict]) -> tuple[Row, ...]:
+    now = {verdict.criterion: verdict for verdict in verdicts}
+    rows = []
+    for name in dict.fromkeys([*now, *then]):
+        old, new = then.get(name), now.get(name)
+        rows.append(
+            Row(
+                name,
+                old["status"] if old else NOTHING,
+                str(new.status) if new else NOTHING,
+                old["message"] if old else "",
+                new.message if new else "",
+            )
+        )
+    return tuple(rows)
+
+
+def _remarks(grading: Grading, settings: Settings) -> tuple[str, ...]:
+    remarks = []
+    if (now := grader_version(grading.lab)) != grading.grader_version:
+        remarks.append(f"the grader has changed since (then {grading.grader_version}, now {now})")
+    if bool(grading.record["sandboxed"]) != settings.sandboxed:
+        words = {True: "in the sandbox", False: "without a sandbox"}
+        then = words[bool(grading.record["sandboxed"])]
+        remarks.append(f"it was graded {then} and is replayed {words[settings.sandboxed]}")
+    known = {criterion.name for criterion in get_lab(grading.lab).criteria}
+    if gone := [c["name"] for c in grading.record["criteria"] if c["name"] not in known]:
+        remarks.append(f"the lab no longer has {', '.join(gone)}")
+    return tuple(remarks)
+
+
+def replay_table(result: Replay) -> Table:
+    """Criterion by criterion, for a terminal."""
+    record = result.grading.record
+    table = Table(
+        title=f"{clean(record['student'])}, {record['lab']} on {record['world_size']} ranks, "
+        f"record {result.grading.key[:12]}",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in ("criterion", "record", "replay", ""):
+        table.add_column(column, no_wrap=column != "")
+    for row in result.rows:
+        same = Text("agrees", "green") if row.agrees else Text("DIFFERS", "bold red")
+        table.add_row(Text(row.name), _status(row.then), _status(row.now), same)
+    return table
+
+
+def _status(status: str) -> Text:
+    mark = MARKS.get(status)
+    return Text(f"{mark.symbol} {status}", mark.style) if mark else Text(status)
+
+
+def explain(result: Replay) -> list[str]:
+    """What to read below the table: messages of what differs, then remarks and the verdict."""
+    lines = []
+    for row in result.rows:
+        if not row.agrees:
+            lines += [
+                f"{row.name}, record: {_first(row.message_then) or row.then}",
+                f"{row.name}, replay: {_first(row.message_now) or row.now}",
+            ]
+    different = sum(not row.agrees for row in result.rows)
+    lines += result.remarks
+    if different:
+        lines.append(f"{different} of {len(result.rows)} criteria differ from the record")
+    else:
+        lines.append(f"all {len(result.rows)} criteria agree with the record")
+    return lines
+
+
+def _first(message: str) -> str:
+    lines = clean(message).strip().splitlines()
+    return lines[0] if lines else ""

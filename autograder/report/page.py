@@ -1,0 +1,288 @@
+"""What came out, as one page of HTML for the instructor: no scripts, nothing from elsewhere.
+
+Its texts come in part from submissions; all of them go through `_esc`.
+"""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from autograder.files import write_whole
+from autograder.plain_text import MARKS, UNKNOWN, clean
+from autograder.report.terminal import (
+    Record,
+    criteria_of,
+    is_missed,
+    reason,
+    score_of,
+    share_of,
+    unsandboxed,
+    was_boxed,
+    why_ungraded,
+)
+
+
+def write_html(
+    records: Sequence[Record],
+    path: Path,
+    similar: Sequence[Sequence[str]] = (),
+    suspicious: Sequence[Sequence[str]] = (),
+    left_out: Sequence[Record] = (),
+) -> None:
+    """One page without scripts or external assets: summary, matrix, and messages per student.
+
+    Args:
+        similar: rows of `similar.rows`.
+        suspicious: rows of `suspicious.rows`.
+        left_out: records of `report.left_out_of`.
+    """
+    labs = ", ".join(sorted({clean(r["lab"]) for r in records})) or "no submissions"
+    ranks = ", ".join(sorted({str(r["world_size"]) for r in records}))
+    warning = unsandboxed(records)
+    parts = [
+        f"<header><h1>{_esc(labs)}</h1>",
+        f"<p class=sub>{len(records)} submissions, graded on {_esc(ranks)} ranks</p></header>",
+        f"<p class=warning role=note>{_esc(warning)}</p>" if warning else "",
+        _tiles(records),
+        "<div class=cards>",
+        _distribution(records),
+        _most_missed(records),
+        _slowest(records),
+        "</div>",
+        _matrix(records),
+        _left_out(left_out),
+        _suspicious(suspicious),
+        _similar(similar),
+        "<section><h2>What went wrong, student by student</h2>",
+        *(_details(record, number) for number, record in enumerate(records)),
+        "</section>",
+    ]
+    style = Path(__file__).with_suffix(".css").read_text("utf-8")
+    page = _PAGE.format(title=_esc(labs), style=style, body="\n".join(parts))
+    write_whole(path, page.encode(), mode=0o644)
+
+
+def _tiles(records: Sequence[Record]) -> str:
+    graded = [r for r in records if not why_ungraded(r)]
+    shares = [100 * share_of(r) for r in graded]
+    tiles = [("submissions", str(len(records)))]
+    if shares:
+        tiles += [("mean", f"{statistics.mean(shares):.0f} %")]
+        tiles += [("median", f"{statistics.median(shares):.0f} %")]
+        tiles += [("full marks", str(sum(share >= 100 for share in shares)))]
+    for status, label in (("INVALID", "not gradable"), ("INFRA", "grader failed")):
+        if number := sum(why_ungraded(r) == status for r in records):
+            tiles.append((label, str(number)))
+    items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in tiles)
+    return f"<dl class=tiles>{items}</dl>"
+
+
+def _distribution(records: Sequence[Record]) -> str:
+    bins = [0] * 11
+    for record in records:
+        if not why_ungraded(record):
+            bins[min(10, int(10 * share_of(record) + 1e-9))] += 1
+    names = [f"{10 * i}–{10 * i + 9} %" for i in range(10)] + ["100 %"]
+    rows = [(name, str(number), number) for name, number in zip(names, bins, strict=True)]
+    return _bars("Scores", "score", "submissions", rows[::-1])
+
+
+def _most_missed(records: Sequence[Record]) -> str:
+    graded = [r for r in records if not why_ungraded(r)]
+    missed = Counter(c["name"] for r in graded for c in r["criteria"] if is_missed(c))
+    rows = [(name, f"{n} of {len(graded)}", n) for name, n in missed.most_common(11)]
+    return _bars("Criteria that most students miss", "criterion", "missed by", rows, len(graded))
+
+
+def _slowest(records: Sequence[Record]) -> str:
+    slow = sorted(records, key=lambda r: -r["seconds"])[:11]
+    rows = [(r["student"], f"{r['seconds']:.1f} s", r["seconds"]) for r in slow]
+    return _bars("Slowest", "student", "time", rows)
+
+
+def _bars(
+    title: str, what: str, value: str, rows: Sequence[tuple[str, str, float]], top: float = 0
+) -> str:
+    """A bar chart that is a table."""
+    if not rows:
+        return f"<section class=card><h2>{title}</h2><p class=sub>none</p></section>"
+    top = max([top, *(size for *_, size in rows)]) or 1
+    body = "".join(
+        f"<tr><th scope=row>{_esc(name)}</th><td class=num>{_esc(label)}</td>"
+        f'<td class=bar aria-hidden=true><i style="width:{100 * size / top:.1f}%"></i></td></tr>'
+        for name, label, size in rows
+    )
+    head = f"<thead class=unseen><tr><th>{what}</th><th>{value}</th><td></td></tr></thead>"
+    return f"<section class=card><h2>{title}</h2><table class=bars>{head}{body}</table></section>"
+
+
+def _matrix(records: Sequence[Record]) -> str:
+    names = criteria_of(records)
+    head = "".join(f"<th scope=col class=turned><span>{_esc(name)}</span></th>" for name in names)
+    rows = []
+    for number, record in enumerate(records):
+        by_name = {c["name"]: c for c in record["criteria"]}
+        cells = "".join(_mark_cell(name, by_name.get(name)) for name in names)
+        flag = "" if was_boxed(record) else " <b class=flag>UNSANDBOXED</b>"
+        rows.append(
+            f"<tr><th scope=row><a class=name href=#s{number}>{_esc(record['student'])}</a>{flag}"
+            f"</th><td class=num>{_esc(score_of(record))}</td>{cells}"
+            f"<td class=num>{record['seconds']:.1f}</td></tr>"
+        )
+    used = {c["status"] for r in records for c in r["criteria"]}
+    legend = "".join(
+        f"<li><span class='mark {status}'>{mark.symbol}</span> <b>{status}</b> {mark.meaning}</li>"
+        for status, mark in MARKS.items()
+        if status in used
+    )
+    return (
+        "<section><h2>Every student, every criterion</h2><div class=scroll><table class=matrix>"
+        "<caption class=unseen>Status of every criterion per student</caption>"
+        f"<thead><tr><th scope=col>student</th><th scope=col class=num>score</th>{head}"
+        f"<th scope=col class=num>seconds</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        f"</div><ul class=legend>{legend}</ul></section>"
+    )
+
+
+def _left_out(records: Sequence[Record]) -> str:
+    """Folders of the class in which there is nothing to grade."""
+    if not records:
+        return ""
+    body = "".join(
+        f"<tr><th scope=row>{_esc(r['student'])}</th><td>{_esc(r['left_out'])}</td></tr>"
+        for r in records
+    )
+    return (
+        "<section><h2>Not graded</h2><p class=sub>Folders of the class in which there is nothing "
+        "to grade. They have no score, here and in the gradebook.</p><div class=scroll>"
+        "<table class=findings><thead><tr><th scope=col>student</th><th scope=col>why</th></tr>"
+        f"</thead><tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _suspicious(rows: Sequence[Sequence[str]]) -> str:
+    """Evidence for a person; nothing where there is none."""
+    if not rows:
+        return ""
+    body = "".join(
+        f"<tr><th scope=row>{_esc(student)}</th><td>{_esc(where)}</td><td>{_esc(what)}</td></tr>"
+        for student, where, what in rows
+    )
+    return (
+        "<section><h2>Worth a look</h2><p class=sub>For a person to look at, no verdict: names "
+        "that the course's own solution of the task does without, and ranks that ended in checks."
+        "</p><div class=scroll><table class=findings><thead><tr><th scope=col>student</th>"
+        "<th scope=col>where</th><th scope=col>what</th></tr></thead>"
+        f"<tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _similar(rows: Sequence[Sequence[str]]) -> str:
+    """Near-identical submissions; nothing where there are none."""
+    if not rows:
+        return ""
+    body = "".join(
+        f"<tr><th scope=row>{_esc(one)}</th><td>{_esc(other)}</td><td class=num>{_esc(share)}</td>"
+        f"<td>{_esc(cells)}</td></tr>"
+        for one, other, share, cells in rows
+    )
+    return (
+        "<section><h2>Near-identical submissions</h2><p class=sub>For a person to look at: names, "
+        "comments, layout and the template are left out, and short tasks have few right answers."
+        "</p><div class=scroll><table class=findings><thead><tr><th scope=col>student</th>"
+        "<th scope=col>and</th><th scope=col class=num>in common</th>"
+        f"<th scope=col>cells that are the same</th></tr></thead><tbody>{body}</tbody></table>"
+        "</div></section>"
+    )
+
+
+def _mark_cell(name: str, criterion: Record | None) -> str:
+    if criterion is None:
+        return "<td></td>"
+    tip = f"{name}: {criterion['status']}, {_points(criterion)}"
+    return f'<td title="{_esc(tip)}">{_mark(criterion["status"])}</td>'
+
+
+def _mark(status: str) -> str:
+    known = status if status in MARKS else "INFRA"
+    return (
+        f"<span class='mark {known}' aria-hidden=true>{MARKS[known].symbol}</span>"
+        f"<span class=unseen>{_esc(status)}</span>"
+    )
+
+
+def _details(record: Record, number: int) -> str:
+    missed = [c for c in record["criteria"] if c["status"] != "PASS"]
+    passed = [c["name"] for c in record["criteria"] if c["status"] == "PASS"]
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for criterion in missed:  # what is the same for several is said once
+        ranks = (r["status"] for r in criterion["ranks"])
+        key = (criterion["status"], clean(criterion["message"]), *ranks)
+        groups.setdefault(key, []).append(criterion)
+    whole = len(groups) == 1 and len(missed) == len(record["criteria"]) > 1
+    rows = "".join(_finding(criteria, whole) for criteria in groups.values())
+    table = "<p>Nothing: every criterion passed.</p>"
+    if rows:
+        table = (
+            "<table class=findings><thead><tr><th scope=col>criterion</th><th scope=col>status</th>"
+            f"<th scope=col>what happened</th></tr></thead><tbody>{rows}</tbody></table>"
+        )
+    done = f"<p class=sub>Passed: {_esc(', '.join(passed))}</p>" if passed else ""
+    flag = "" if was_boxed(record) else " <b class=flag>UNSANDBOXED</b>"
+    return (
+        f"<details id=s{number}><summary><span class=who>{_esc(record['student'])}</span>"
+        f"<span class=num>{_esc(score_of(record))}</span>{flag}"
+        f"<span class=why>{_esc(reason(record)) or 'all right'}</span></summary>"
+        f"{table}{done}<p class=sub>{_esc(record['submission'])}</p></details>"
+    )
+
+
+def _finding(criteria: Sequence[Record], whole: bool) -> str:
+    """A row for criteria that ended alike; `whole`: they are all that there are."""
+    status, message = criteria[0]["status"], clean(criteria[0]["message"])
+    names = "<br>".join(
+        f"<b>{_esc(c['name'])}</b> <small>{_esc(_points(c))}</small>" for c in criteria
+    )
+    if whole:
+        names = f"<b>all {len(criteria)} criteria</b>"
+    ranks = "".join(
+        f"<li>rank {int(r['rank'])} {_mark(r['status'])} <small>{_esc(r['status'])}</small></li>"
+        for r in criteria[0]["ranks"]
+    )
+    chips = f"<ul class=ranks>{ranks}</ul>" if ranks else ""
+    said = message.strip() or MARKS.get(status, UNKNOWN).meaning
+    return (
+        f"<tr><th scope=row>{names}</th><td class=status>{_mark(status)} <small>{_esc(status)}"
+        f"</small></td><td><pre>{_esc(said)}</pre>{chips}</td></tr>"
+    )
+
+
+def _esc(text: object) -> str:
+    return html.escape(clean(text), quote=True)
+
+
+def _points(criterion: Record) -> str:
+    extra = " extra" if criterion.get("extra") else ""
+    points = "–" if criterion["points"] is None else f"{criterion['points']:g}"
+    return f"{points} of {criterion['max_points']:g}{extra}"
+
+
+_PAGE = """<!doctype html>
+<html lang=en>
+<head>
+<meta charset=utf-8>
+<meta name=viewport content="width=device-width, initial-scale=1">
+<meta http-equiv=Content-Security-Policy
+  content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'">
+<title>{title}: grading report</title>
+<style>{style}</style>
+</head>
+<body><main>
+{body}
+</main></body>
+</html>
+"""

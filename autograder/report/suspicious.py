@@ -1,0 +1,171 @@
+"""What a person should look at in a submission: evidence with its line, never a verdict.
+
+Names and strings that the author of a notebook used and that the course's own solution of the same
+task does without: a ready-made class of torch's where the task is to write one, or tools for
+looking around in the process, the machine and the grader. Both may have good reasons, and whoever
+wants to hide can write such names in another way: what is found is worth a question, what is not
+found proves nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+
+from autograder.course.course import Course
+from autograder.criteria.criterion import Status
+from autograder.report.authored import code_of, is_given, name_of
+
+MAX_ROWS = 200  # of the report
+MAX_PER_STUDENT = 8
+MAX_CHARS = 300_000  # of a notebook that are looked at
+_READY_MADE = """
+    DistributedDataParallel Reducer DataParallel FullyShardedDataParallel fully_shard
+    ZeroRedundancyOptimizer GradScaler DistributedSampler PostLocalSGDOptimizer powerSGD_hook
+    batched_powerSGD_hook fp16_compress_hook bf16_compress_hook allreduce_hook PipelineStage
+    ScheduleGPipe Schedule1F1B ScheduleInterleaved1F1B parallelize_module DTensor distribute_tensor
+    distribute_module ColwiseParallel RowwiseParallel SequenceParallel loss_parallel
+"""
+_LOOKS_AROUND = """
+    _getframe currentframe get_objects get_referrers get_referents settrace setprofile f_locals
+    f_back ctypes shared_memory memfd_create mmap socket sitecustomize displayhook run_code prctl
+    ast_node_transformers input_transformers_cleanup input_transformers_post user_ns ptrace
+"""
+READY_MADE = frozenset(_READY_MADE.split())
+LOOKS_AROUND = frozenset(_LOOKS_AROUND.split())
+PLACES = ("/proc", "/dev/shm", "MINIDIST_", "referee", "course.key", "gradebook", "journal.jsonl")
+GIVEN_IMPORTS = {"autograder": {"check"}}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One thing to look at.
+
+    Attributes:
+        student: who handed it in.
+        task: the cell; "own cell" for one that the author added, empty for the whole notebook.
+        line: in that cell, from 1; 0 for none.
+        what: in words.
+    """
+
+    student: str
+    task: str
+    line: int
+    what: str
+
+
+def find_evidence(student: str, notebook: NotebookNode, solution: NotebookNode) -> list[Evidence]:
+    """What to look at in a notebook that intake has read, in the order of its cells.
+
+    Args:
+        solution: the course's own; what it uses in a task, students may use there, too.
+    """
+    usual = {
+        name_of(cell): set(_traces(cell.source))
+        for cell in solution.cells
+        if cell.cell_type == "code"
+    }
+    everywhere = set().union(*usual.values()) if usual else set()
+    found: list[Evidence] = []
+    left = MAX_CHARS
+    for cell in notebook.cells:
+        if cell.cell_type != "code" or is_given(cell):
+            continue
+        name = name_of(cell)
+        if len(cell.source) > left:
+            what = f"{MAX_CHARS} characters of code, and more that was not looked at"
+            found.insert(0, Evidence(student, "", 0, what))
+            break
+        left -= len(cell.source)
+        # A cell of the author's own may hold what belongs to any task.
+        allowed = usual.get(name, everywhere)
+        for what, line in _traces(cell.source).items():
+            if what not in allowed:
+                found.append(Evidence(student, name or "own cell", line, what))
+    return found[:MAX_PER_STUDENT]
+
+
+def evidence_in_record(record: Mapping[str, Any]) -> list[Evidence]:
+    """What the verdicts themselves say: processes that ended in checks of a working submission."""
+    lost = [c["name"] for c in record["criteria"] if c["status"] == Status.RANK_LOST]
+    if not lost or not record["score"]:
+        return []
+    checks = "1 check" if len(lost) == 1 else f"{len(lost)} checks"
+    what = f"ranks ended during {checks}: {', '.join(lost[:3])}"
+    return [Evidence(record["student"], "", 0, what)]
+
+
+def suspicious_in_class(
+    course: Course,
+    lab: str,
+    notebooks: Mapping[str, NotebookNode],
+    records: Sequence[Mapping[str, Any]],
+) -> list[Evidence]:
+    """Evidence for all students of a class; nothing where the course has no solution.
+
+    Args:
+        notebooks: as `read_class` reads them.
+    """
+    path = course.root / "solutions" / lab / f"{lab}.ipynb"
+    if not path.is_file():
+        return []
+    solution = nbformat.read(path, as_version=4)
+    found = []
+    for record in records:
+        if (notebook := notebooks.get(record["student"])) is not None:
+            found += find_evidence(record["student"], notebook, solution)
+        found += evidence_in_record(record)
+    return found
+
+
+def rows(evidence: Sequence[Evidence]) -> list[tuple[str, str, str]]:
+    """A line for each in the report: student, where, what."""
+    shown = [
+        (e.student, f"{e.task}, line {e.line}" if e.line else e.task, e.what)
+        for e in evidence[:MAX_ROWS]
+    ]
+    if len(evidence) > MAX_ROWS:
+        shown.append((f"and {len(evidence) - MAX_ROWS} more", "", ""))
+    return shown
+
+
+def _traces(source: str) -> dict[str, int]:
+    """What of the lists above is in the code, in words, with the first line that has it."""
+    try:
+        tree = ast.parse(code_of(source))
+    except Exception:  # source of a stranger: too deep, too odd or no Python at all
+        return {}
+    found: dict[str, int] = {}
+    for node in ast.walk(tree):
+        for what in _words(node):
+            line = getattr(node, "lineno", 0)
+            found[what] = min(found.get(what, line), line)
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    names: list[str] = []
+    if isinstance(node, ast.Name | ast.Attribute):
+        names = [node.id if isinstance(node, ast.Name) else node.attr]
+        if names == ["check"] and isinstance(node.ctx, ast.Store):
+            yield "gives the name check another meaning"
+    elif isinstance(node, ast.Import):
+        names = [part for alias in node.names for part in alias.name.split(".")]
+    elif isinstance(node, ast.ImportFrom):
+        names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield from (f"names {place}" for place in PLACES if place in node.value)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        given = GIVEN_IMPORTS.get(names[0]) if names else None
+        if given is not None and not (len(names) == 2 and names[1] in given):
+            yield f"imports from {names[0]}"
+    for name in names:
+        if name in READY_MADE:
+            yield f"uses torch's {name}"
+        elif name in LOOKS_AROUND:
+            yield f"uses {name}"

@@ -1,0 +1,155 @@
+"""What came out, for people: a table in the terminal and a CSV; `page.py` has the page.
+
+All take grading records (the JSON of ``autograder grade --json``). Their texts come in part from
+submissions, so nothing of them reaches a terminal, a spreadsheet or a browser as more than text.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from autograder.files import write_whole
+from autograder.plain_text import MARKS, UNKNOWN, clean, spreadsheet
+
+Record = dict[str, Any]
+
+
+_NOT_MISSED = frozenset({"PASS", "BLOCKED"})
+_NOT_GRADED = frozenset({"INVALID", "INFRA"})
+
+
+def left_out_of(folders: Mapping[Path, str], lab: str) -> list[Record]:
+    """A record without score and criteria for each folder of a class that holds nothing to grade.
+
+    Args:
+        folders: folder -> why.
+    """
+    return [
+        {"submission": str(folder), "student": clean(folder.name), "lab": lab, "score": None,
+         "max_score": None, "criteria": [], "left_out": clean(why)}
+        for folder, why in folders.items()
+    ]  # fmt: skip
+
+
+def reason(record: Record) -> str:
+    """One line on why points are missing; empty when none are."""
+    missed = [c for c in record["criteria"] if is_missed(c)]
+    if not missed:
+        return ""
+    first = missed[0]
+    lines = clean(first["message"]).strip().splitlines()
+    said = lines[0] if lines else MARKS.get(first["status"], UNKNOWN).meaning
+    if why_ungraded(record):
+        return f"{first['status']}: {said}"
+    more = f" (+{len(missed) - 1} more)" if len(missed) > 1 else ""
+    return f"{clean(first['name'])}{more}: {said}"
+
+
+def rich_table(records: Sequence[Record]) -> Table:
+    """The class on a terminal of 100 columns: one line per submission."""
+    labs = sorted({f"{clean(r['lab'])} on {r['world_size']} ranks" for r in records})
+    table = Table(
+        title=", ".join(labs), box=box.SIMPLE_HEAD, expand=True, title_style="bold", pad_edge=False
+    )
+    widest = max([6, *(len(record["criteria"]) for record in records)])
+    scores = max([5, *(len(score_of(record)) for record in records)])
+    table.add_column("Student", no_wrap=True, min_width=8, max_width=20, overflow="ellipsis")
+    table.add_column("Score", justify="right", no_wrap=True, min_width=scores)
+    table.add_column("Checks", no_wrap=True, min_width=widest)
+    table.add_column("Seconds", justify="right", no_wrap=True, min_width=7)
+    table.add_column("Why", no_wrap=True, overflow="ellipsis", ratio=1)
+    for record in records:
+        marks = Text()
+        for criterion in record["criteria"]:
+            mark = MARKS.get(criterion["status"], UNKNOWN)
+            marks.append(mark.symbol, mark.style)
+        table.add_row(
+            Text(clean(record["student"])),
+            Text(score_of(record), "bold green" if share_of(record) >= 1 else "bold"),
+            marks,
+            f"{record['seconds']:.1f}",
+            Text(reason(record)),
+        )
+    used = {c["status"] for r in records for c in r["criteria"]}
+    caption = Text(justify="left")
+    if warning := unsandboxed(records):
+        caption.append(f"{warning}\n", "bold red")
+    for status, mark in MARKS.items():
+        if status in used:
+            caption.append(f"{mark.symbol} ", mark.style).append(f"{status}  ")
+    if len(orders := {tuple(c["name"] for c in r["criteria"]) for r in records}) == 1:
+        caption.append("\nchecks: " + " ".join(clean(name) for name in orders.pop()))
+    table.caption = caption
+    return table
+
+
+def write_csv(records: Sequence[Record], path: Path) -> None:
+    """One row per submission; per criterion its points and its status."""
+    names = criteria_of(records)
+    head = ["student", "submission", "lab", "world_size", "score", "max_score", "seconds"]
+    head += ["sandboxed", "reason", *names, *(f"{name} status" for name in names)]
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(map(spreadsheet, head))
+    for record in records:
+        by_name = {c["name"]: c for c in record["criteria"]}
+        row = [spreadsheet(clean(record[key])) for key in ("student", "submission", "lab")]
+        row += [record[key] for key in ("world_size", "score", "max_score", "seconds")]
+        row += [str(bool(record["sandboxed"])).lower(), spreadsheet(reason(record))]
+        for key in ("points", "status"):
+            row += [by_name[name][key] if name in by_name else "" for name in names]
+        writer.writerow(row)
+    write_whole(path, text.getvalue().encode(), mode=0o644)
+
+
+# --- helpers ----------------------------------------------------------------------------------
+
+
+def criteria_of(records: Sequence[Record]) -> list[str]:
+    """Names of all criteria, in the order in which they first come up."""
+    return list(dict.fromkeys(c["name"] for r in records for c in r["criteria"]))
+
+
+def share_of(record: Record) -> float:
+    """Score over what can be had; above 1 with extra points, 0 where there is no score."""
+    return (record["score"] or 0.0) / record["max_score"] if record["max_score"] else 0.0
+
+
+def score_of(record: Record) -> str:
+    """Whom the grader has failed has no score."""
+    score = "–" if record["score"] is None else f"{record['score']:g}"
+    return f"{score} / {record['max_score']:g}"
+
+
+def is_missed(criterion: Record) -> bool:
+    """Whether it cost points; extra ones cost none."""
+    return criterion["status"] not in _NOT_MISSED and not criterion.get("extra")
+
+
+def why_ungraded(record: Record) -> str:
+    """INVALID or INFRA when that is all there is, else empty."""
+    statuses = {c["status"] for c in record["criteria"]}
+    return statuses.pop() if len(statuses) == 1 and statuses <= _NOT_GRADED else ""
+
+
+def was_boxed(record: Record) -> bool:
+    """Whether what ran, ran in the sandbox; nothing of an invalid notebook runs."""
+    return bool(record["sandboxed"]) or why_ungraded(record) == "INVALID"
+
+
+def unsandboxed(records: Sequence[Record]) -> str:
+    number = sum(not was_boxed(r) for r in records)
+    if not number:
+        return ""
+    return (
+        f"UNSANDBOXED: {number} of {len(records)} submissions ran with the grader's own rights. "
+        "Their scores hold only if their authors are trusted."
+    )

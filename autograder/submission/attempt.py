@@ -1,0 +1,361 @@
+"""One submission: box + kernel + papermill + referee -> verdicts -> a record."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import torch
+from nbformat import NotebookNode
+from papermill.exceptions import PapermillExecutionError
+
+from autograder.box.cgroup import make_group
+from autograder.box.gpus import num_gpus
+from autograder.box.sandbox import Box, build_box, build_open
+from autograder.course.course import Course
+from autograder.criteria.criterion import Criterion, Draw, Lab, Status, Verdict
+from autograder.records.grading import Grading
+from autograder.records.journal import Journal
+from autograder.records.version import grader_version, submission_key
+from autograder.referee.referee import Referee, draw_for
+from autograder.submission.engine import InfrastructureError, Session
+from autograder.submission.intake import Submission, read_submission
+from autograder.submission.scratch import scratch_folder
+
+INFRA_TRIES = 3
+INFRA_BACKOFF_S = 2.0  # the wait after a first failure of ours; it doubles
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a class is graded.
+
+    Args:
+        course: where files and key are.
+        lab: name of the lab.
+        world_size: number of ranks.
+        sandboxed: run in the box; without it nothing holds a submission back.
+        again: run also what the journal has a record of.
+    """
+
+    course: Course
+    lab: str
+    world_size: int
+    sandboxed: bool
+    again: bool = False
+
+
+def grade(submission: Submission, settings: Settings) -> Record:
+    """Grades one submission; whatever it does, a record comes back.
+
+    What the journal has for the same bytes, lab, world size and grader is not run again.
+    """
+    torch.set_num_threads(1)  # the oracle's models are small, and the cores belong to the ranks
+    known = known_record(submission, settings)
+    if known is not None:
+        return known
+    lab = settings.course.lab(settings.lab)
+    journal = Journal(settings.course.journal_path)
+    intake = read_submission(submission.path, settings.course.master(lab.name))
+    key = record_key(intake.sha256, settings)
+    began = time.monotonic()
+    if intake.notebook is None:
+        verdicts = _all(lab, Status.INVALID, intake.invalid or "not a notebook")
+        record = _record(submission, settings, verdicts, began, sandboxed=False)
+        return _filed(submission, settings, journal, key, record)
+    reason, seed_id = "", f"{submission.student}:{intake.sha256}"
+    entry = {"key": key, "seed_id": seed_id, "grader_version": grader_version(lab.name)}
+
+    def note(verdict: Verdict, seconds: float) -> None:
+        """On disk before the next cell runs."""
+        kind = {"kind": "verdict", "seconds": round(seconds, 3)}
+        journal.append(entry | kind | verdict.record())
+
+    executed = executed_path(settings.course, lab.name, key)
+    for number in range(1, INFRA_TRIES + 1):
+        about = {"key": key, "lab": lab.name, "student": submission.student, "try": number}
+        try:
+            now = {"kind": "attempt", "pid": os.getpid(), "time": time.time()}
+            journal.append(about | now)
+            verdicts = run_once(intake.notebook, settings, seed_id, executed, note)
+        except InfrastructureError as error:
+            reason = str(error)
+        except Exception:
+            reason = traceback.format_exc(limit=-3)
+        else:
+            record = _record(submission, settings, verdicts, began, settings.sandboxed)
+            return _filed(submission, settings, journal, key, record)
+        with contextlib.suppress(OSError):  # on a full disk the record alone says it
+            journal.append(about | {"kind": "infra", "time": time.time(), "message": reason})
+        if number < INFRA_TRIES:
+            back_off(number)
+    return not_graded(
+        submission, settings, f"The grader failed {INFRA_TRIES} times: {reason}", began
+    )
+
+
+def back_off(failures: int) -> None:
+    """Waits after that many failures of ours in a row: what was short may be there again."""
+    time.sleep(INFRA_BACKOFF_S * 2 ** (failures - 1))
+
+
+def _filed(
+    submission: Submission, settings: Settings, journal: Journal, key: str, record: Record
+) -> Record:
+    """The record, which is in the journal now; on a full disk our failure, and graded again."""
+    try:
+        journal.append({"kind": "submission", "key": key, "record": record})
+    except OSError as error:
+        return not_graded(submission, settings, f"The record could not be kept: {error}")
+    return record
+
+
+def known_record(
+    submission: Submission, settings: Settings, last: Mapping[str, Grading] | None = None,
+    finished: Mapping[str, Record] | None = None,
+) -> Record | None:  # fmt: skip
+    """The journal's record of the same bytes, lab, world size and grader, if there is one.
+
+    Args:
+        last: student -> last grading, as `history.latest` has it; where the student's is another
+            one, the journal gets this as his. The same bytes may be somebody else's, or those of
+            an earlier version.
+        finished: `Journal.all_finished`, where many are asked for: the journal is long.
+    """
+    if settings.again:
+        return None
+    sha256 = read_submission(submission.path, settings.course.master(settings.lab)).sha256
+    key = record_key(sha256, settings)
+    journal = Journal(settings.course.journal_path)
+    known = journal.finished(key) if finished is None else finished.get(key)
+    if known is None:
+        return None
+    blocked = any(c["status"] == Status.BLOCKED for c in known["criteria"])
+    if blocked and num_gpus() > known.get("num_gpus", 0):
+        return None  # graded where something was missing that may be here
+    invalid = all(c["status"] == Status.INVALID for c in known["criteria"])
+    if not invalid and not executed_path(settings.course, settings.lab, key).is_file():
+        return None
+    # The same notebook may have been handed in by somebody else, and points may be others now.
+    found = known | {"submission": str(submission.path.absolute()), "student": submission.student}
+    found = _with_points(found, settings.course.lab(settings.lab))
+    own = last.get(submission.student) if last is not None else None
+    is_last = own is not None and (own.key, own.record["criteria"]) == (key, found["criteria"])
+    if found["criteria"] != known["criteria"] or (last is not None and not is_last):
+        with contextlib.suppress(OSError):  # on a full disk it is noted the next time
+            journal.append({"kind": "submission", "key": key, "record": found})
+    return found
+
+
+def _with_points(record: Record, lab: Lab) -> Record:
+    """A record at what its criteria are worth now; each gives all of its points or none."""
+    worth = {criterion.name: criterion.points for criterion in lab.criteria}
+    criteria = [
+        c | {"points": worth[c["name"]] if c["status"] == Status.PASS else 0.0}
+        | {"max_points": worth[c["name"]]}
+        for c in record["criteria"]
+    ]  # fmt: skip
+    return record | {"criteria": criteria} | _scores(criteria)
+
+
+def not_graded(
+    submission: Submission, settings: Settings, reason: str, began: float | None = None
+) -> Record:
+    """A record of our own failure, without points; not journalled, so that it is tried again."""
+    verdicts = _all(settings.course.lab(settings.lab), Status.INFRA, reason)
+    began = time.monotonic() if began is None else began
+    record = _record(submission, settings, verdicts, began, settings.sandboxed)
+    criteria = [criterion | {"points": None} for criterion in record["criteria"]]
+    return record | {"score": None, "criteria": criteria}
+
+
+def record_key(sha256: str, settings: Settings) -> str:
+    """What a record is filed under: the file's bytes, lab, world size and version of the grader."""
+    limits = repr(settings.course.lab(settings.lab).limits).encode()
+    master = settings.course.master(settings.lab)
+    code = "\n".join(cell.source for cell in master.cells if cell.cell_type == "code").encode()
+    version = grader_version(settings.lab, _what_matters(master), limits, code=code)
+    return submission_key(sha256, settings.lab, settings.world_size, version)
+
+
+def _what_matters(master: NotebookNode) -> bytes:
+    """Of a master, what can change a verdict; what a check is worth cannot."""
+    cells = []
+    for cell in master.cells:
+        nbgrader = dict(cell.metadata.get("nbgrader", {}))
+        kept = {k: v for k, v in nbgrader.items() if k not in ("points", "checksum")}
+        cells.append(
+            [cell.get("id"), cell.cell_type, cell.source, cell.metadata | {"nbgrader": kept}]
+        )
+    return json.dumps(cells, sort_keys=True).encode()
+
+
+def executed_path(course: Course, lab: str, key: str) -> Path:
+    """The notebook as it was run, with outputs and verdicts."""
+    return course.build / "executed" / lab / f"{key}.ipynb"
+
+
+def run_once(
+    notebook: NotebookNode,
+    settings: Settings,
+    seed_id: str,
+    executed: Path,
+    note: Callable[[Verdict, float], None],
+) -> list[Verdict]:
+    """Runs a notebook that intake has read, and has it judged; nothing is journalled here.
+
+    Args:
+        seed_id: the same one gives the same draws, as long as course key and criteria are the same.
+        executed: where the notebook as it was run goes.
+        note: told each verdict, and how long its cell took in seconds, before the next cell runs.
+
+    Raises:
+        InfrastructureError: our own failure.
+    """
+    lab = settings.course.lab(settings.lab)
+    if torch.cuda.device_count():
+        lab = replace(lab, limits=lab.limits.with_gpus(settings.world_size))
+    return _Attempt(lab, settings, seed_id, note).run(notebook, executed)
+
+
+class _Attempt:
+    """One try: everything that it makes is gone when it returns."""
+
+    def __init__(
+        self, lab: Lab, settings: Settings, seed_id: str, note: Callable[[Verdict, float], None]
+    ) -> None:
+        self.lab, self.settings, self.seed_id, self._note = lab, settings, seed_id, note
+
+    def run(self, notebook: NotebookNode, executed: Path) -> list[Verdict]:
+        with scratch_folder() as folder:
+            return self._run(notebook, executed, folder)
+
+    def _run(self, notebook: NotebookNode, executed: Path, folder: Path) -> list[Verdict]:
+        run_dir, front_dir = folder / "r", folder / "f"
+        run_dir.mkdir(mode=0o700)
+        front_dir.mkdir(mode=0o700)  # the notebook's side of the front; not in the box
+        referee = Referee(run_dir / "referee.sock", self.settings.world_size, self._draw)
+        wall = None
+        try:
+            box = self._box(run_dir, referee)
+            prefix, wall = box.prefix, box.container
+            if box.sandboxed and wall is None:
+                wall = make_group(folder.name, self.lab.limits)
+                prefix = [*(wall.prefix if wall else ()), *prefix]
+            launcher = {"prefix": prefix, "env": box.env, "run_dir": str(run_dir)}
+            launcher["client"] = os.getpid()
+            launcher["fixed_ranks"] = True  # the referee knows those that the engine asks for
+            if not box.sandboxed:
+                launcher["cwd"] = box.cwd
+            (front_dir / "launcher.json").write_text(json.dumps(launcher))
+            session = Session(
+                lab=self.lab, world_size=self.settings.world_size, referee=referee,
+                kernel_arguments=["--ranks", str(self.settings.world_size),
+                                  "--launcher", str(front_dir / "launcher.json")],
+                on_verdict=self._note, connection_file=str(front_dir / "kernel.json"),
+                wall=wall, sizes=box.sizes,
+            )  # fmt: skip
+            source, output = front_dir / "in.ipynb", front_dir / "out.ipynb"
+            nbformat.write(notebook, source)
+            # That a cell raised, papermill says after all of them have run.
+            with contextlib.suppress(PapermillExecutionError):
+                papermill.execute_notebook(
+                    source, output, engine_name="referee", kernel_name="torchrun-2",
+                    progress_bar=False, request_save_on_cell_execute=False, session=session,
+                )  # fmt: skip
+            _keep(output, session, executed)
+            return [session.verdicts.get(c.name) or _not_run(c) for c in self.lab.criteria]
+        finally:
+            referee.stop()
+            if wall is not None:
+                wall.remove()
+
+    def _draw(self, criterion: Criterion) -> Draw:
+        key = self.settings.course.key()
+        return draw_for(key, self.lab.name, criterion.name, self.seed_id, self.settings.world_size)
+
+    def _box(self, run_dir: Path, referee: Referee) -> Box:
+        env = {
+            "MINIDIST_REFEREE": str(referee.path),
+            "MINIDIST_RANK_INIT": "autograder.inside.probe:attach",
+            # Imported once by the launcher, not by every rank: the first DDP needs torch._dynamo.
+            "MINIDIST_PRELOAD": ",".join(
+                ("torch._dynamo", "matplotlib.pyplot", f"autograder.criteria.{self.lab.name}")
+            ),
+        }
+        if self.settings.sandboxed:
+            return build_box(
+                run_dir=run_dir, withheld=self.lab.withheld, limits=self.lab.limits, env_extra=env
+            )
+        return build_open(run_dir=run_dir, env_extra=env)
+
+
+def _keep(output: Path, session: Session, executed: Path) -> None:
+    """Saves the run notebook with every check cell's verdict in its metadata."""
+    notebook = nbformat.read(output, as_version=4)
+    # papermill puts markers of its own before a cell that failed
+    notebook.cells = [
+        c for c in notebook.cells if "minidist" in c.metadata or c.cell_type != "code"
+    ]
+    notebook.cells = [
+        c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])
+    ]
+    for cell in notebook.cells:
+        cell.metadata.pop("papermill", None)
+        meta = cell.metadata.get("minidist", {})
+        if meta.get("kind") == "check" and meta["grade_id"] in session.verdicts:
+            meta["verdict"] = session.verdicts[meta["grade_id"]].record()
+    notebook.metadata.pop("papermill", None)
+    executed.parent.mkdir(parents=True, exist_ok=True)
+    partial = executed.with_name(f"{executed.stem}.{os.getpid()}.partial")
+    nbformat.write(notebook, partial)
+    partial.replace(executed)
+
+
+def _not_run(criterion: Criterion) -> Verdict:
+    message = (
+        "the check was not reached: its cell is missing, or the time for the notebook was used up"
+    )
+    return Verdict(
+        criterion.name, Status.NOT_RUN, 0.0, criterion.points, message, extra=criterion.extra
+    )
+
+
+def _all(lab: Lab, status: Status, message: str) -> list[Verdict]:
+    return [Verdict(c.name, status, 0.0, c.points, message, extra=c.extra) for c in lab.criteria]
+
+
+def _record(
+    submission: Submission, settings: Settings, verdicts: list[Verdict], began: float,
+    sandboxed: bool,
+) -> Record:  # fmt: skip
+    criteria = [v.record() for v in verdicts]
+    return {
+        "submission": str(submission.path.absolute()),
+        "student": submission.student,
+        "lab": settings.lab,
+        "world_size": settings.world_size,
+        **_scores(criteria),
+        "seconds": round(time.monotonic() - began, 2),
+        "sandboxed": sandboxed,
+        "num_gpus": num_gpus(),
+        "criteria": criteria,
+    }
+
+
+def _scores(criteria: list[dict[str, Any]]) -> dict[str, float]:
+    """Extra points come on top; full marks need none of them."""
+    return {
+        "score": sum(c["points"] for c in criteria),
+        "max_score": sum(c["max_points"] for c in criteria if not c.get("extra")),
+    }

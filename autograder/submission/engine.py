@@ -1,0 +1,336 @@
+"""The papermill engine that runs a submission: every cell, whatever failed before it.
+
+Only the lab's own demonstrations are left out: they show something and nothing depends on them.
+
+After a hang or a lost rank it asks the kernel for fresh ranks, runs again what had worked so
+far and goes on with the next cell, so one bug costs one criterion. What a check is worth is the
+referee's to say; the engine tells it when a check begins and how its cell ended.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import zmq
+from IPython.core.inputtransformer2 import TransformerManager
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+from nbclient import NotebookClient
+from nbclient.client import CellExecutionComplete
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+from nbformat.v4 import new_output
+from papermill.engines import Engine, papermill_engines
+
+from autograder.box.guard import Guard, Wall
+from autograder.criteria.criterion import Lab, Status, Verdict
+from autograder.referee.referee import Referee
+from autograder.submission.outputs import Tidier
+from minidist.kernel.cell import printable
+
+START_TIMEOUT_S = 120.0
+RESTART_TIMEOUT_S = 90.0
+CONTROL_TIMEOUT_S = 60.0  # the front may have much to read first
+KERNEL_SLACK_S = 45.0  # the kernel ends a cell this long after its deadline at the latest
+MAX_RESTARTS = 40
+MAX_SOURCE_CHARS = 50_000  # of a cell whose definitions are looked for: that may take its square
+BROKEN = ("hang", "deadline", "rank_lost")
+
+
+class InfrastructureError(Exception):
+    """Our own failure, not the student's: the kernel's front died or did not answer."""
+
+
+@dataclass
+class Session:
+    """One submission's run: what it needs, and what comes of it."""
+
+    lab: Lab
+    world_size: int
+    referee: Referee
+    kernel_arguments: list[str]
+    on_verdict: Callable[[Verdict, float], None]
+    connection_file: str
+    wall: Wall | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    worked: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # to run again: source and its In[n]
+    renumbered: dict[str, str] = field(default_factory=dict)  # In[n] of a rerun -> the cell's own
+    restarts: int = 0
+
+
+class RefereeEngine(Engine):
+    """Registered with papermill as "referee"."""
+
+    @classmethod
+    def execute_managed_notebook(cls, nb_man, kernel_name, *, session: Session, **kwargs):
+        """Runs all cells of `nb_man.nb` on the ranks of `session`."""
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(_Run(nb_man, kernel_name, session).run())
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Leaves signals to those who run the grader.
+
+    nbclient would hang a handler on SIGTERM and SIGINT that ends the kernel and nothing else: a
+    worker that was told to end would take that for our own failure, and grade once more.
+    """
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> NoReturn:
+        raise RuntimeError("signals are not this loop's")  # as outside of the main thread
+
+
+papermill_engines.register("referee", RefereeEngine)
+
+
+class _Client(NotebookClient):
+    """Survives what is malformed: outputs come from the student's ranks."""
+
+    def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
+        """Keeps no state of widgets: nobody will see them, and it would have no bound."""
+
+    async def _async_poll_output_msg(
+        self, parent_msg_id: str, cell: NotebookNode, cell_index: int
+    ) -> None:
+        """Reads output until the cell is idle; what cannot be read or kept is as good as not sent.
+
+        nbclient's own would end with the first such message, and the grader with it.
+        """
+        assert self.kc is not None
+        while True:
+            try:
+                msg = await self.kc.iopub_channel.get_msg(timeout=None)
+                if msg["parent_header"].get("msg_id") == parent_msg_id:
+                    self.process_message(msg, cell, cell_index)
+            except CellExecutionComplete:
+                return
+            except zmq.ZMQError:
+                raise  # the channel itself
+            except Exception:
+                # Twice the same signature, a date or a version that is none, JSON that is too deep
+                continue
+
+    def forget_displays(self) -> None:
+        """Outputs of a cell that has ended stay as they were tidied, whoever updates a display."""
+        self._display_id_map.clear()
+
+
+class _Run:
+    def __init__(self, nb_man: Any, kernel_name: str, session: Session) -> None:
+        self.nb_man, self.session = nb_man, session
+        self.ends_at = time.monotonic() + session.lab.limits.wall_s
+        self.outcome: dict[str, Any] = {}
+        self.broken = False
+        self.last: NotebookNode | None = None
+        self.client = _Client(
+            nb_man.nb, kernel_name=kernel_name, allow_errors=True, timeout_func=self._timeout,
+            startup_timeout=int(START_TIMEOUT_S),
+            extra_arguments=list(session.kernel_arguments), on_cell_executed=self._executed,
+            coalesce_streams=False,  # takes the square of a line's length; Tidier does it
+        )  # fmt: skip
+        self.deadline_s = session.lab.cell_deadline_s
+        self.tidier = Tidier(session.lab.limits.output_bytes)
+        self.guard: Guard | None = None
+
+    async def run(self) -> None:
+        self.client.km = self.client.create_kernel_manager()
+        # Unix sockets in the submission's own folder: no port of the machine is used.
+        self.client.km.transport = "ipc"
+        self.client.km.connection_file = self.session.connection_file
+        try:
+            async with self.client.async_setup_kernel():
+                front = self.client.km.provisioner
+                assert isinstance(front, LocalProvisioner)
+                assert front.pid is not None
+                self.guard = Guard(
+                    front.pid, self.session.lab.limits, self.session.wall, self.session.sizes
+                ).start()
+                for index, cell in enumerate(self.nb_man.nb.cells):
+                    if cell.cell_type == "code" and cell.source.strip():
+                        await self._cell(cell, index)
+        except (DeadKernelError, CellTimeoutError, RuntimeError, TimeoutError) as error:
+            raise InfrastructureError(f"the kernel failed: {error}") from error
+        finally:
+            if self.guard is not None:
+                self.guard.stop()
+        self.nb_man.nb.metadata.pop("widgets", None)
+
+    async def _cell(self, cell: NotebookNode, index: int) -> None:
+        meta = cell.metadata.minidist
+        check = meta.grade_id if meta.kind == "check" else None
+        if meta.kind == "given" and not meta.replay:
+            return  # shows something to a student; nothing depends on it
+        if time.monotonic() > self.ends_at:
+            return  # what is left stays NOT_RUN
+        self.nb_man.cell_start(cell, index)
+        # Ranks that died after the last cell had ended are not this cell's fault, and would die of
+        # that one again.
+        if lost := not self.broken and await self._are_lost():
+            self._shorten_last()
+        if (self.broken or lost) and not await self._fresh_ranks():
+            self.ends_at = 0.0
+            return
+        began = time.monotonic()
+        if check is None:
+            await self._execute(cell, index, self.session.lab.cell_deadline_s)
+        else:
+            criterion = self.session.lab[check]
+            self.session.referee.open(criterion)
+            await self._execute(cell, index, criterion.deadline_s)
+            verdict = self._own_numbers(self._close())
+            self.session.verdicts[check] = verdict
+            self.session.on_verdict(verdict, time.monotonic() - began)
+        kind = self.outcome["kind"]
+        if check is None and meta.replay:
+            source = definitions(cell.source) if kind in BROKEN else cell.source
+            self.session.worked.append((source, cell.execution_count or 0))
+        self.broken, self.last = kind in BROKEN, cell
+        self.nb_man.cell_complete(cell, index)
+
+    def _shorten_last(self) -> None:
+        """Of the cell that was run last, keeps definitions only, if it would be run again."""
+        worked, cell = self.session.worked, self.last
+        if cell is not None and worked and worked[-1][0] == cell.source:
+            worked[-1] = (definitions(cell.source), worked[-1][1])
+
+    async def _execute(self, cell: NotebookNode, index: int, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.outcome = {}
+        await self._control("deadline", seconds=deadline_s)
+        await self.client.async_execute_cell(cell, index)
+        self.client.forget_displays()
+        self.tidier.tidy(cell)
+        if not self.outcome:
+            raise InfrastructureError("the kernel answered a cell without saying how it ended")
+        if self.guard is not None and (reason := self.guard.take_reason()):
+            self.outcome["why"] = reason
+            cell.outputs.append(new_output("stream", name="stderr", text=f"{reason}\n"))
+
+    def _executed(self, *, execute_reply: Any, **_: Any) -> None:
+        content = execute_reply["content"]
+        kind = "ok" if content.get("status") == "ok" else "error"
+        self.outcome = {"kind": kind, "ranks": []} | dict(content.get("minidist") or {})
+        self.outcome["why"] = printable(str(content.get("evalue") or "")[:6000])
+
+    def _timeout(self, _: Any) -> float:
+        return self.deadline_s + KERNEL_SLACK_S
+
+    def _close(self) -> Verdict:
+        """Has the open check judged; the kernel's word counts only for ranks without an answer."""
+        kind, why = self.outcome["kind"], self.outcome["why"]
+        said = {r["rank"]: r["status"] for r in self.outcome["ranks"]}
+        if kind == "rank_lost":
+            lost = {r: Status.RANK_LOST for r, status in said.items() if status == "lost"}
+            missing = Status.NOT_RUN if lost else Status.RANK_LOST
+            return self.session.referee.close(missing, why, lost)
+        if kind in ("hang", "deadline"):
+            failed = {r: Status.STUDENT_ERROR for r, status in said.items() if status == "error"}
+            return self.session.referee.close(Status.TIMEOUT, why, failed)
+        if kind == "error":
+            return self.session.referee.close(Status.STUDENT_ERROR, why)
+        return self.session.referee.close(Status.NOT_RUN, "the cell ended without an answer")
+
+    async def _are_lost(self) -> bool:
+        """Whether there are no ranks; waits for those that are being started."""
+        ends_at = time.monotonic() + START_TIMEOUT_S
+        while (state := (await self._control("status"))["state"]) == "starting":
+            if time.monotonic() > ends_at:
+                raise InfrastructureError(f"the ranks did not start in {START_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(0.1)
+        return state == "lost"
+
+    async def _fresh_ranks(self) -> bool:
+        """New ranks, with everything run again that was run; False if no time is left."""
+        while True:
+            self.session.restarts += 1
+            if self.session.restarts > MAX_RESTARTS or time.monotonic() > self.ends_at:
+                return False
+            reply = await self._start()
+            if reply.get("status") != "ok":
+                # The submission may have left something in its box that keeps ranks from starting;
+                # a start that failed takes the box along, so the next one has a box of its own.
+                reply = await self._start()
+            if reply.get("status") != "ok":
+                raise InfrastructureError(f"no fresh ranks: {reply}")
+            for position, (source, number) in enumerate(self.session.worked):
+                if not source.strip():
+                    continue
+                if time.monotonic() > self.ends_at:
+                    return False
+                await self._again(source, number)
+                if self.outcome["kind"] in BROKEN:
+                    # What worked once does not now: keep its definitions at most.
+                    shorter = definitions(source)
+                    self.session.worked[position] = (shorter if shorter != source else "", number)
+                    break
+            else:
+                return True
+
+    async def _start(self) -> dict[str, Any]:
+        """Asks for ranks in place of those that are lost; the front's reply."""
+        self.session.referee.new_ranks()
+        return await self._control(
+            "restart", timeout=RESTART_TIMEOUT_S, ranks=self.session.world_size
+        )
+
+    async def _again(self, source: str, number: int) -> None:
+        """Runs a cell that was run as In[`number`] once more."""
+        cell = NotebookNode(cell_type="code", source=source, metadata={}, outputs=[])
+        self.client.nb.cells.append(cell)  # nbclient wants it to have a place
+        try:
+            index = len(self.client.nb.cells) - 1
+            await self._execute(cell, index, self.session.lab.cell_deadline_s)
+        finally:
+            self.client.nb.cells.pop()
+        self.session.renumbered[f"In[{cell.get('execution_count')}]"] = f"In[{number}]"
+
+    def _own_numbers(self, verdict: Verdict) -> Verdict:
+        """Names cells by the numbers that the student sees, whatever was run again since."""
+        names = self.session.renumbered
+        message = re.sub(r"In\[\d+\]", lambda m: names.get(m[0], m[0]), verdict.message)
+        return replace(verdict, message=message)
+
+    async def _control(
+        self, action: str, timeout: float = CONTROL_TIMEOUT_S, **content: Any
+    ) -> dict[str, Any]:
+        """Sends a request to the front on its control channel and returns the reply's content."""
+        kc = self.client.kc
+        assert kc is not None
+        message = kc.session.msg("minidist_request", {"action": action, **content})
+        kc.control_channel.send(message)
+        ends_at = time.monotonic() + timeout
+        while (left := ends_at - time.monotonic()) > 0:
+            try:
+                reply = await kc.control_channel.get_msg(timeout=left)
+            except Exception as error:  # queue.Empty, or the channel is closed
+                raise InfrastructureError(f"the kernel did not answer {action!r}") from error
+            if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
+                return reply["content"]
+        raise InfrastructureError(f"the kernel did not answer {action!r} in {timeout:.0f} s")
+
+
+def definitions(source: str) -> str:
+    """The imports, functions and classes of a cell, without what it does.
+
+    >>> print(definitions("import os; x = 1\\nclass A:\\n    n = 2\\nwhile True: pass"))
+    import os
+    <BLANKLINE>
+    class A:
+        n = 2
+    """
+    if len(source) > MAX_SOURCE_CHARS:
+        return ""
+    keep = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    try:
+        tree = ast.parse(TransformerManager().transform_cell(source))  # magics become calls
+        tree.body = [node for node in tree.body if isinstance(node, keep)]
+        return ast.unparse(tree)
+    except Exception:  # source of a stranger: too deep, too odd or no Python at all
+        return ""

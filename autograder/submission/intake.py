@@ -1,0 +1,443 @@
+"""From an untrusted file to a notebook that can be run. Nothing of the submission is executed here.
+
+A submission gives its code, and nothing else: the source of its code cells, in its own order.
+The cells that the lab locks come from the master (the released lab), whatever the submission
+says they are. Outputs, tags, metadata, attachments and ids are dropped, because other tools act
+on them: a `skip-execution` tag, say, would keep a check from running.
+
+    submission.ipynb -> bounded read -> JSON, depth checked first -> cells -> master's put back
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+
+from autograder.criteria.limits import MIB
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z|\\\Z)', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_MAX_NOTES = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntakeLimits:
+    """What a submission may be at most; far above any honest notebook.
+
+    Attributes:
+        max_bytes: size of the file, outputs included.
+        max_depth: nesting of the JSON.
+        max_containers: lists and objects in the JSON, which bounds what parsing it costs.
+        max_cells: number of cells.
+        max_source: characters in one cell.
+    """
+
+    max_bytes: int = 20 * MIB
+    max_depth: int = 100
+    max_containers: int = 500_000
+    max_cells: int = 10_000
+    max_source: int = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intake:
+    """What became of a submission: either `notebook` is set, or `invalid` says why not.
+
+    Attributes:
+        notebook: a fresh nbformat 4.5 notebook. Each code cell has ``metadata.minidist`` with
+            ``kind`` ("check", "given", "solution" or "student"), ``grade_id`` and ``replay``
+            (whether to run it again on fresh ranks).
+        invalid: the reason, written for the student.
+        sha256: of the file's bytes; of what is known about it where it was not read whole.
+        notes: what was repaired.
+    """
+
+    notebook: NotebookNode | None = None
+    invalid: str | None = None
+    sha256: str
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, order=True)
+class Submission:
+    """A notebook to grade; `student` is safe to display and not necessarily unique."""
+
+    student: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is to grade, and the folders of a class that hold nothing: folder -> why not."""
+
+    submissions: list[Submission]
+    left_out: dict[Path, str]
+
+
+class _Invalid(Exception):
+    """The submission cannot be graded; the message is for the student."""
+
+
+# --- one submission ---------------------------------------------------------------------------
+
+
+def read_submission(path: Path, master: NotebookNode, limits: IntakeLimits | None = None) -> Intake:
+    """Reads a submission and puts the master's locked cells back.
+
+    Never raises for what the file is or holds: that is an `Intake` with `invalid` set.
+
+    Args:
+        path: the submitted file.
+        master: the lab as it was released, with nbgrader's metadata. It is trusted.
+        limits: see `IntakeLimits`.
+    """
+    limits = limits or IntakeLimits()
+    notes: list[str] = []
+    digest = hashlib.sha256(b"nothing was read")
+    try:
+        try:
+            raw, digest = _read(path, limits.max_bytes)
+        except _Invalid as reason:
+            digest.update(str(reason).encode())
+            raise
+        cells = _cells(_parse(raw, limits), limits, notes)
+        notebook = _assemble(cells, master, notes)
+    except _Invalid as reason:
+        return Intake(invalid=str(reason), sha256=digest.hexdigest(), notes=notes[:_MAX_NOTES])
+    return Intake(notebook=notebook, sha256=digest.hexdigest(), notes=notes[:_MAX_NOTES])
+
+
+def _read(path: Path, max_bytes: int) -> tuple[bytes, Any]:
+    """The bytes of a regular file. O_NONBLOCK: opening a FIFO must not wait for a writer."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ELOOP:
+            raise _Invalid("the submission is a symbolic link; hand in the file itself") from None
+        if isinstance(error, FileNotFoundError):
+            raise _Invalid(f"there is no file called {display_name(path.name)}") from None
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise _Invalid(f"the submission cannot be opened: {reason}") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise _Invalid("the submission is not a regular file")
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            raw = file.read(max_bytes + 1)
+        except OSError as error:
+            raise _Invalid(f"the submission cannot be read: {error.strerror}") from None
+    if len(raw) > max_bytes:
+        raise _Invalid(
+            f"the file is too big: {status.st_size / MIB:.1f} MiB, at most "
+            f"{max_bytes / MIB:.0f} MiB are accepted; clear the outputs and save it again"
+        )
+    return raw, hashlib.sha256(raw)
+
+
+def _parse(raw: bytes, limits: IntakeLimits) -> dict[str, Any]:
+    if not raw.strip():
+        raise _Invalid("the file is empty")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _Invalid(
+            f"the file is not UTF-8 text (byte {error.start}); save it again in JupyterLab"
+        ) from None
+    depth = deepest = containers = 0
+    for bracket in _BRACKET.finditer(_STRING.sub(b"", raw)):
+        if bracket.group() in b"[{":
+            depth += 1
+            containers += 1
+            deepest = max(deepest, depth)
+        else:
+            depth -= 1
+        if deepest > limits.max_depth or containers > limits.max_containers:
+            raise _Invalid("the file is nested too deeply or has too many parts for a notebook")
+    try:
+        notebook = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
+        raise _Invalid(f"the file is not JSON, so not a notebook: {str(error)[:200]}") from None
+    if not isinstance(notebook, dict) or ("cells" not in notebook and "nbformat" not in notebook):
+        raise _Invalid("the file is JSON, but not a notebook: it has no cells")
+    version = notebook.get("nbformat")
+    if version != 4 or isinstance(version, bool):
+        raise _Invalid(
+            f"the notebook's format is {str(version)[:20]}, expected 4; "
+            "open it in JupyterLab and save it"
+        )
+    return notebook
+
+
+def _cells(notebook: dict[str, Any], limits: IntakeLimits, notes: list[str]) -> list[_Cell]:
+    raw = notebook.get("cells")
+    if not isinstance(raw, list):
+        raise _Invalid("the notebook has no list of cells")
+    if len(raw) > limits.max_cells:
+        raise _Invalid(
+            f"the notebook has {len(raw)} cells, at most {limits.max_cells} are accepted"
+        )
+    cells = [_cell(value, number, limits, notes) for number, value in enumerate(raw, 1)]
+    if not any(cell.type == "code" for cell in cells):
+        raise _Invalid("the notebook has no code cells")
+    return cells
+
+
+@dataclass
+class _Cell:
+    """A cell of the submission, and the master's cell that it stands for."""
+
+    type: str
+    source: str
+    id: str | None = None
+    grade_id: str | None = None
+    master: NotebookNode | None = None
+
+
+def _cell(value: Any, number: int, limits: IntakeLimits, notes: list[str]) -> _Cell:
+    if not isinstance(value, dict):
+        raise _Invalid(f"cell {number} is not a cell, but {type(value).__name__}")
+    source = value.get("source", "")
+    if isinstance(source, list) and all(isinstance(line, str) for line in source):
+        source = "".join(source)
+    if not isinstance(source, str):
+        raise _Invalid(f"cell {number}: its source is not text")
+    if len(source) > limits.max_source:
+        raise _Invalid(
+            f"cell {number}: {len(source)} characters, at most {limits.max_source} are accepted"
+        )
+    if "\r" in source:
+        source = source.replace("\r\n", "\n").replace("\r", "\n")
+    if _SURROGATE.search(source):
+        source = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", source)
+        notes.append(f"cell {number}: characters that are not Unicode text were replaced")
+    kind = value.get("cell_type")
+    if kind not in ("code", "markdown", "raw"):
+        notes.append(f"cell {number}: of no known type, kept as text")
+        kind = "raw"
+    cell = _Cell(kind, source)
+    if isinstance(identity := value.get("id"), str):
+        cell.id = identity
+    metadata = value.get("metadata")
+    nbgrader = metadata.get("nbgrader") if isinstance(metadata, dict) else None
+    if isinstance(nbgrader, dict) and isinstance(claimed := nbgrader.get("grade_id"), str):
+        cell.grade_id = claimed
+    return cell
+
+
+# --- the master's cells -----------------------------------------------------------------------
+
+
+def _assemble(cells: list[_Cell], master: NotebookNode, notes: list[str]) -> NotebookNode:
+    ours = {id_: cell for cell in master.cells if (id_ := _grade_id(cell)) is not None}
+    _match(cells, ours, notes)
+    present = {_grade_id(cell.master) for cell in cells if cell.master is not None}
+    previous: str | None = None
+    for grade_id, cell in ours.items():
+        if grade_id in present:
+            previous = grade_id
+        elif _is_locked(cell):
+            place = 0
+            if previous is not None:
+                place = 1 + next(
+                    i for i, c in enumerate(cells) if c.master is not None
+                    and _grade_id(c.master) == previous
+                )  # fmt: skip
+            cells.insert(place, _Cell(cell.cell_type, cell.source, master=cell))
+            notes.append(f"{grade_id}: the cell was missing and has been put back")
+            previous = grade_id
+        elif cell.cell_type == "code":
+            notes.append(f"{grade_id}: the cell to fill in is missing")
+    metadata = {
+        key: copy.deepcopy(master.metadata[key])
+        for key in ("kernelspec", "language_info")
+        if key in master.metadata
+    }
+    taken: set[str] = set()
+    built = [_build(cell, number, taken, notes) for number, cell in enumerate(cells, 1)]
+    top = {"cells": built, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    return NotebookNode(nbformat.from_dict(top))
+
+
+def _match(cells: list[_Cell], ours: dict[str, NotebookNode], notes: list[str]) -> None:
+    """Finds the cell that stands for each of the master's; the first one that claims it, does.
+
+    By grade_id. For editors that lose the metadata: by cell id, then, for locked cells, by the same
+    source. A wrong guess gains nothing, since a locked cell's source is the master's anyway.
+    """
+    by_source = {
+        cell.source.strip(): grade_id for grade_id, cell in ours.items() if _is_locked(cell)
+    }
+    by_id = {cell.get("id", grade_id): grade_id for grade_id, cell in ours.items()}
+    taken: set[str] = set()
+    doubled: set[str] = set()
+    for claim in (
+        lambda cell: cell.grade_id,
+        lambda cell: by_id.get(cell.id),
+        lambda cell: by_source.get(cell.source.strip()),
+    ):
+        for cell in cells:
+            grade_id = claim(cell)
+            if cell.master is not None or grade_id not in ours:
+                continue
+            if cell.type != ours[grade_id].cell_type and not _is_locked(ours[grade_id]):
+                continue
+            if grade_id not in taken:
+                taken.add(grade_id)
+                cell.master = ours[grade_id]
+            elif cell.grade_id == grade_id and grade_id not in doubled:
+                doubled.add(grade_id)
+                notes.append(f"{grade_id}: there is a second cell of that name, run as it is")
+
+
+def _build(cell: _Cell, number: int, taken: set[str], notes: list[str]) -> dict[str, Any]:
+    kind, source, name = cell.type, cell.source, f"cell-{number:03d}"
+    metadata: dict[str, Any] = {}
+    grade_id, replay, role = None, True, "student"
+    if cell.master is not None:
+        grade_id = _grade_id(cell.master)
+        metadata["nbgrader"] = copy.deepcopy(cell.master.metadata["nbgrader"])
+        replay = cell.master.metadata.get("minidist", {}).get("replay", True) is not False
+        role = "solution"
+        if _is_locked(cell.master):
+            role = "check" if metadata["nbgrader"].get("grade") else "given"
+            if (kind, source.strip()) != (cell.master.cell_type, cell.master.source.strip()):
+                notes.append(f"{grade_id}: the cell was edited and has been put back")
+            kind, source = cell.master.cell_type, cell.master.source
+        if grade_id is not None and _ID.fullmatch(grade_id):
+            name = grade_id
+    if kind == "code":
+        metadata["minidist"] = {"kind": role, "grade_id": grade_id, "replay": replay}
+    while name in taken:
+        name = f"cell-{number:03d}-{len(taken)}"
+    taken.add(name)
+    built = {"cell_type": kind, "id": name, "metadata": metadata, "source": source}
+    return built | {"execution_count": None, "outputs": []} if kind == "code" else built
+
+
+def _nbgrader(cell: NotebookNode) -> dict[str, Any]:
+    return cell.metadata.get("nbgrader", {})
+
+
+def _grade_id(cell: NotebookNode) -> str | None:
+    return _nbgrader(cell).get("grade_id")
+
+
+def _is_locked(cell: NotebookNode) -> bool:
+    """As nbgrader has it: never what students fill in, always what is graded otherwise."""
+    nbgrader = _nbgrader(cell)
+    if nbgrader.get("solution"):
+        return False
+    return bool(nbgrader.get("grade") or nbgrader.get("locked"))
+
+
+# --- a class ----------------------------------------------------------------------------------
+
+
+def find_submissions(paths: Sequence[Path], lab: str) -> Found:
+    """The notebooks of one lab in files and folders, sorted by student.
+
+    A path is a notebook, the folder of one student (``lab.ipynb`` or ``lab/lab.ipynb`` in it), or
+    the folder of a class: ``STUDENT/lab.ipynb`` or nbgrader's ``STUDENT/lab/lab.ipynb``. There, a
+    student's only notebook is taken under another name too. Links to folders outside are not
+    followed.
+
+    Raises:
+        ValueError: a path does not exist, cannot be listed, holds no submission, or may be the
+            folder of one student as well as that of a class.
+    """
+    found: dict[Path, Submission] = {}
+    left_out: dict[Path, str] = {}
+    for path in map(Path, paths):
+        if not os.path.lexists(path):
+            raise ValueError(f"there is no file or folder {path}")
+        try:
+            here = list(_submissions(path, lab, left_out))
+        except OSError as error:
+            raise ValueError(f"{path} cannot be listed: {error.strerror}") from None
+        if not here:
+            raise ValueError(
+                f"{path} holds no submission: expected {lab}.ipynb, STUDENT/{lab}.ipynb "
+                f"or STUDENT/{lab}/{lab}.ipynb in it"
+            )
+        found |= {submission.path: submission for submission in here}
+    return Found(sorted(found.values()), dict(sorted(left_out.items())))
+
+
+def display_name(name: str) -> str:
+    """A file's or student's name with nothing in it that a terminal or page would act on."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
+
+
+def _submissions(path: Path, lab: str, left_out: dict[Path, str]) -> Iterator[Submission]:
+    absolute = Path(os.path.abspath(path))
+    if not path.is_dir():
+        folder = absolute.parent
+        student = folder.parent.name if folder.name == lab else folder.name
+        yield Submission(display_name(student if absolute.stem == lab else absolute.stem), path)
+    elif alone := _of_student(path, lab):
+        others = [f for f in path.iterdir() if f != alone.parent and _is_students(f, lab)]
+        if alone.parent == path and others:
+            names = ", ".join(sorted(display_name(folder.name) for folder in others))
+            raise ValueError(
+                f"{path} holds {lab}.ipynb, as the folder of one student does, and folders that "
+                f"hold one, as that of a class does ({names}): move the one or the others away, "
+                "or name the notebooks that are to be graded"
+            )
+        student = absolute.parent.name if absolute.name == lab else absolute.name
+        yield Submission(display_name(student), alone)
+    else:
+        for child in path.iterdir():
+            if child.name.startswith(".") or not child.is_dir():
+                continue
+            if child.is_symlink() and not child.resolve().is_relative_to(path.resolve()):
+                left_out[child] = "a link that leads out of the class's folder"
+                continue
+            try:
+                notebook = _of_student(child, lab) or _only_notebook(child, lab)
+            except OSError:  # not listable: reported for that student when it is read
+                notebook = child / f"{lab}.ipynb"
+            if notebook:
+                yield Submission(display_name(child.name), notebook)
+            else:
+                left_out[child] = f"there is no {lab}.ipynb and no other notebook in it"
+
+
+def _is_students(folder: Path, lab: str) -> bool:
+    """Whether it holds a submission under the lab's very name."""
+    if folder.name.startswith(".") or not folder.is_dir():
+        return False
+    return any(os.path.lexists(folder / name) for name in (f"{lab}.ipynb", f"{lab}/{lab}.ipynb"))
+
+
+def _of_student(folder: Path, lab: str) -> Path | None:
+    direct, nested = folder / f"{lab}.ipynb", folder / lab
+    if os.path.lexists(direct):
+        return direct
+    if nested.is_dir() and not nested.is_symlink():
+        return _only_notebook(nested, lab)
+    return None
+
+
+def _only_notebook(folder: Path, lab: str) -> Path | None:
+    """`lab`.ipynb, else the only notebook; with several others the missing one, to be reported."""
+    expected = folder / f"{lab}.ipynb"
+    if os.path.lexists(expected):
+        return expected
+    others = [path for path in folder.glob("*.ipynb") if not path.name.startswith(".")]
+    return others[0] if len(others) == 1 else expected if others else None

@@ -1,0 +1,1 @@
+"""What of the kernel runs in the ranks and beside them."""

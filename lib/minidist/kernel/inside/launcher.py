@@ -1,0 +1,210 @@
+"""The launcher: imports torch and ipykernel once, and forks an agent for each set of ranks.
+
+The agent is torch's elastic agent, the one that `torchrun` runs, so ranks find torchrun's own
+environment; it forks the ranks. The launcher itself never runs anything of the user's and stays
+fit to fork again: fresh ranks cost a fork, not another import of torch. Its configuration comes as
+one JSON line on standard input; then the front asks over the link for ranks, or for their end.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import multiprocessing.connection
+import os
+import queue
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from minidist.kernel.link import Link, endpoint
+from minidist.processes import fork_server
+from minidist.processes.lifetime import adopt_orphans
+from minidist.processes.ports import free_port
+from minidist.processes.tree import children, descendants, fork_child, kill_descendants
+
+# How soon the launcher looks again for ranks that its agent has forked.
+_LOOK_AGAIN_S = 0.2
+# torch's agent would collect the exit status of a rank within this time, and then nobody else could
+# read it. It has no need to: it may restart nothing, and on a loss the front ends the other ranks.
+_NEVER_S = 1e9
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_environment(config: dict[str, Any]) -> None:
+    """What has to be set before torch and numpy are imported, and what ranks are promised."""
+    threads = str(max(1, _cores() // config["ranks"]))
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, threads)
+    # Counting GPUs must not initialise CUDA in the process that forks.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ.update(
+        MINIDIST_KERNEL="1",
+        MINIDIST_RUN_DIR=config["run_dir"],
+    )
+    if config.get("rank_init"):
+        os.environ["MINIDIST_RANK_INIT"] = config["rank_init"]
+
+
+def _end_everything(config: dict[str, Any]) -> None:
+    """The front is gone: leave nothing behind."""
+    kill_descendants(os.getpid())
+    for path in config.get("remove", []):
+        shutil.rmtree(path, ignore_errors=True)
+    os._exit(1)
+
+
+def _serve(link: Link, config: dict[str, Any], orders: queue.Queue[dict[str, Any]]) -> None:
+    """Thread: obey the front, and end everything when it has gone."""
+    while (message := link.receive()) is not None:
+        if message.get("do") == "start":
+            orders.put(message)
+        elif message.get("do") == "stop":
+            kill_descendants(os.getpid())
+            left = len(descendants(os.getpid()))
+            link.send({"id": message.get("id"), "stopped": not left})
+    _end_everything(config)
+
+
+def _report_exits(link: Link, agent: int, ranks: int, generation: Any) -> None:
+    """Thread: tell the front how the agent and each rank ended, without collecting them (WNOWAIT).
+
+    And of which generation it was: the last one's ends may be told when the next one starts. Ranks
+    that ended before they were seen here are found, too: as nobody collects them, they stay.
+    """
+    watched: dict[int, int] = {}
+    seen: set[int] = set()
+    while watched or not seen:
+        everyone = len(seen) > ranks
+        for pid in () if everyone else {agent, *children(agent)} - seen:
+            seen.add(pid)
+            with contextlib.suppress(OSError):
+                watched[os.pidfd_open(pid)] = pid
+        timeout_s = None if everyone else _LOOK_AGAIN_S
+        for fd in multiprocessing.connection.wait(list(watched), timeout_s):
+            pid = watched.pop(fd)  # type: ignore[arg-type]
+            with contextlib.suppress(OSError):
+                end = {"exit": pid, "code": _exit_code(pid), "agent": pid == agent}
+                link.send({**end, "generation": generation})
+            os.close(fd)  # type: ignore[arg-type]
+
+
+def _exit_code(pid: int) -> int | None:
+    """Exit status of an ended process, negative for a signal; None where it cannot be known."""
+    try:  # only its parent may ask, so a grandchild's comes from /proc
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if result is None:
+            return None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+    except ChildProcessError:
+        pass
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            status = int(file.read().rpartition(")")[2].split()[-1])
+    except (OSError, ValueError):
+        return None
+    return os.waitstatus_to_exitcode(status)
+
+
+def _launch(config: dict[str, Any]) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from minidist.kernel.inside import rank
+
+    # A static rendezvous on the loopback address needs no name look-up, so it also works in a
+    # sandbox that has only `lo`. The port is free when it is drawn; if it was taken since, again.
+    # Several nodes must agree on one, so the front has drawn it.
+    share = config.get("share")
+    for attempt in range(1 if share else 5):
+        own = f"127.0.0.1:{free_port()}"
+        num_nodes, node = (share["num_nodes"], share["node"]) if share else (1, 0)
+        launch = LaunchConfig(
+            min_nodes=num_nodes,
+            max_nodes=num_nodes,
+            nproc_per_node=config["ranks"],
+            run_id="minidist" if share else f"minidist-{os.getpid()}-{attempt}",
+            rdzv_backend="static",
+            rdzv_endpoint=endpoint(share["master"], share["port"]) if share else own,
+            rdzv_configs={"rank": node, "timeout": 180 if share else 60},
+            local_addr=None if share else "127.0.0.1",
+            start_method="fork",
+            max_restarts=0,
+            monitor_interval=_NEVER_S,
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        )
+        try:
+            elastic_launch(launch, rank.main)(config, os.getpid())
+            return
+        except RuntimeError as error:  # torch's DistNetworkError
+            if "EADDRINUSE" not in str(error) or attempt == 4 or share:
+                raise
+
+
+def _fork_agent(link: Link, config: dict[str, Any]) -> int:
+    """Fork the process that runs torch's agent, and the one that forks for its ranks."""
+    requests, served = socket.socketpair()
+
+    def serve() -> None:
+        os.close(link.fileno())
+        requests.close()
+        fork_server.serve(served)
+
+    def launch() -> None:
+        os.close(link.fileno())
+        served.close()
+        os.environ["MINIDIST_GENERATION"] = str(config["generation"])
+        os.environ[fork_server.VARIABLE] = fork_server.name_of(requests)
+        _launch(config)
+
+    with requests, served:
+        fork_child(serve)
+        return fork_child(launch)
+
+
+def load(more: Iterable[str] = ()) -> None:
+    """What ranks need, once, before they are forked."""
+    needed = ["torch.distributed", "ipykernel.debugger", "minidist.kernel.inside.rank"]
+    needed += ["torch.distributed.launcher.api"]  # by the agent
+    needed += ["stack_data", "pygments.formatters.terminal256"]  # by the first traceback
+    # The front answers no debugger's requests, and every rank would load one.
+    sys.modules["debugpy"] = None  # type: ignore[assignment]
+    fork_server.import_for_good([*needed, *more])
+    del sys.modules["debugpy"]
+
+
+def main() -> int:
+    config = json.loads(sys.stdin.buffer.readline())
+    # Neither ranks nor what they start may read from the front's pipe.
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return run(config)
+
+
+def run(config: dict[str, Any]) -> int:
+    """Serve the front until it has gone."""
+    config["key"] = base64.b64decode(config["key"])
+    adopt_orphans()
+    set_environment(config)
+    link = Link(config["run_dir"], config["key"], "launcher", 0)
+    orders: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_serve, args=(link, config, orders), daemon=True).start()
+
+    load(filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")))
+    while True:
+        order = orders.get()
+        config.update({key: order.get(key) for key in ("ranks", "generation", "share")})
+        watch = (link, _fork_agent(link, config), order["ranks"], order["generation"])
+        threading.Thread(target=_report_exits, args=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

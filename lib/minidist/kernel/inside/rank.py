@@ -1,0 +1,235 @@
+"""One rank: a real IPython kernel whose sockets connect to the front instead of being bound."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import inspect
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import zmq
+from ipykernel.iostream import IOPubThread
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelapp import IPKernelApp
+from tornado.ioloop import IOLoop
+from traitlets.config import Config
+
+from minidist.kernel.inside import recover
+from minidist.kernel.inside.companion import Companion
+from minidist.kernel.inside.diagnose import collectives_started
+from minidist.kernel.inside.stream import BoundedStream
+from minidist.kernel.link import Link, socket_name
+from minidist.processes.fork_server import reseed_numpy
+from minidist.processes.lifetime import die_with_parent, keep_backends
+
+_CONNECT_MS = 20_000
+_CHANNELS = {1: "shell", 2: "stdin", 3: "control"}
+
+
+class RankKernel(IPythonKernel):
+    """The IPython kernel with the front's cell numbers, so that all ranks agree on In[n]."""
+
+    cells_started = 0
+    cell_id = ""
+    collectives_before = 0
+    executing = False  # whether there is a cell to interrupt
+
+    async def do_execute(  # type: ignore[override]
+        self,
+        code: str,
+        silent: bool,
+        store_history: bool = True,
+        user_expressions: Any = None,
+        allow_stdin: bool = False,
+        *,
+        cell_meta: Any = None,
+        cell_id: Any = None,
+    ) -> dict[str, Any]:
+        ours = (cell_meta or {}).get("minidist", {})
+        shell: Any = self.shell
+        if ours.get("count"):
+            shell.execution_count = ours["count"]
+            history = shell.history_manager
+            for inputs in (history.input_hist_parsed, history.input_hist_raw):
+                # Cells that this rank did not run leave empty entries, so In[n] stays right.
+                inputs.extend([""] * (ours["count"] - len(inputs)))
+        self.cells_started += 1
+        self.cell_id = str(ours.get("cell", self.cells_started))
+        self.collectives_before = collectives_started()
+        recover.new_cell(self.cell_id)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, BoundedStream):
+                stream.new_cell(f"In{ours.get('count') or self.cell_id}")
+        self.executing = True
+        try:
+            return await super().do_execute(
+                code,
+                silent,
+                store_history,
+                user_expressions,
+                allow_stdin,
+                cell_meta=cell_meta,
+                cell_id=cell_id,
+            )
+        finally:
+            self.executing = False
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, BoundedStream):
+                    stream.end_cell()
+
+    # ipykernel looks at it for every cell.
+    do_execute.__signature__ = inspect.signature(do_execute)  # type: ignore[attr-defined]
+
+    # The front says once what is run and that the kernel is busy; N ranks need not say it too.
+
+    def _publish_execute_input(self, *_: Any, **__: Any) -> None: ...
+
+    def _publish_status(self, status: str, channel: str, parent: Any = None) -> None:
+        request: Any = parent or self.get_parent(channel)
+        asked = request.get("header", {}).get("msg_type")
+        if (status, asked) != ("busy", "execute_request"):
+            super()._publish_status(status, channel, parent)
+
+
+class RankApp(IPKernelApp):
+    """IPKernelApp that connects to sockets which the front has bound already."""
+
+    run_dir = ""
+    generation = 0
+    rank = 0
+
+    def _address(self, channel: str) -> str:
+        return f"ipc://{self.run_dir}/{socket_name(self.generation, channel, self.rank)}"
+
+    def _bind_socket(self, s: Any, port: int) -> int:
+        _connect(s, self._address(_CHANNELS[port]))
+        return port
+
+    def init_control(self, context: Any) -> None:
+        super().init_control(context)
+        # The debugger's socket has just connected to the shell's address, which here is the
+        # front's: the front would deal every other request to it.
+        self.debug_shell_socket.close(0)
+        self.debug_shell_socket = context.socket(zmq.DEALER)
+
+    def init_iopub(self, context: Any) -> None:
+        # PUSH, not PUB: it waits where a PUB would drop, so no line of output is lost.
+        self.iopub_socket = context.socket(zmq.PUSH)
+        self.iopub_socket.linger = 1000
+        _connect(self.iopub_socket, self._address("iopub"))
+        self.configure_tornado_logger()
+        self.iopub_thread = IOPubThread(self.iopub_socket, pipe=True, session=self.session)
+        self.iopub_thread.start()
+        self.iopub_socket = self.iopub_thread.background_socket
+
+    def init_connection_file(self) -> None:
+        pass
+
+    def write_connection_file(self, **kwargs: Any) -> None:
+        pass
+
+    def init_poller(self) -> None:
+        pass
+
+    def init_heartbeat(self) -> None:
+        pass
+
+    def log_connection_info(self) -> None:
+        pass
+
+
+def _connect(sock: zmq.Socket[bytes], address: str) -> None:
+    """Connects, and waits until that is done: the front takes the addresses away afterwards.
+
+    Raises:
+        ConnectionError: nobody has accepted it in time.
+    """
+    events = sock.get_monitor_socket(zmq.EVENT_CONNECTED)
+    try:
+        sock.connect(address)
+        if not events.poll(_CONNECT_MS):
+            raise ConnectionError(f"no connection to {address} within {_CONNECT_MS // 1000} s")
+    finally:
+        sock.disable_monitor()
+
+
+def _make_app(config: dict[str, Any], rank: int) -> RankApp:
+    settings = Config()
+    settings.IPKernelApp.outstream_class = f"{BoundedStream.__module__}.BoundedStream"
+    settings.IPKernelApp.kernel_class = RankKernel
+    if rank != 0:  # one history is enough, and N writers of one file get in each other's way
+        settings.HistoryManager.hist_file = ":memory:"
+    BoundedStream.folder, BoundedStream.rank = config.get("output_dir"), rank
+    app: Any = RankApp.instance(config=settings)
+    app.kernel_class = RankKernel
+    app.outstream_class = f"{BoundedStream.__module__}.BoundedStream"
+    app.run_dir, app.generation, app.rank = config["run_dir"], config["generation"], rank
+    app.shell_port, app.stdin_port, app.control_port = 1, 2, 3
+    app.transport = "ipc"
+    app.session.key = config["key"]
+    app.session.signature_scheme = config["signature_scheme"]
+    app.initialize([])
+    app.shell.ask_exit = _refuse_exit
+    app.log.setLevel(logging.WARNING)  # what is below goes nowhere, and yet takes time to write
+    return app
+
+
+def _refuse_exit() -> None:
+    """What `exit()` and `quit()` do in a cell."""
+    raise RuntimeError(
+        "exit() and quit() would end this rank some time after the cell; nothing was ended. "
+        "%restart_ranks starts fresh ranks"
+    )
+
+
+def _run_hook() -> None:
+    name = os.environ.get("MINIDIST_RANK_INIT")
+    if name:
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function)()
+
+
+def main(config: dict[str, Any], launcher: int) -> None:
+    """Serve cells until killed; runs in the process that torch's agent has forked."""
+    die_with_parent(launcher)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the agent's handlers came with the fork
+    faulthandler.disable()
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    torch.set_num_threads(max(1, cores // config["ranks"]))
+    reseed_numpy()
+    rank = int(os.environ["RANK"])
+    link = Link(config["run_dir"], config["key"], str(rank), config["generation"])
+    link.send({"pid": os.getpid()})
+    try:
+        app = _make_app(config, rank)
+        recover.install_fresh_store_keys()
+        keep_backends()
+        _run_hook()
+        app.iopub_thread.schedule(lambda: None)  # type: ignore[union-attr]
+    except BaseException:
+        link.send({"init_error": traceback.format_exc()[-8000:]})
+        with contextlib.suppress(OSError):
+            link.receive()  # the front ends this process
+        raise
+    Companion(
+        link,
+        kernel=app.kernel,
+        loop=IOLoop.current(),
+        main_thread=threading.main_thread(),
+        inherited=recover.own_sockets(),
+    ).start()
+    link.send({"ready": True})
+    app.start()
+    time.sleep(0.2)  # its last messages are on their way
+    os._exit(0)  # else the threads of a kernel would keep a process that no longer answers

@@ -1,0 +1,1 @@
+"""Ranks that are kept warm for the next kernel."""
