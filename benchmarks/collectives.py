@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness import Row, main_arguments, paired, row, run_bench, write
 
 import minidist.collectives as collectives
-from minidist.collectives.shared.group import SharedMemoryGroup
+from minidist.collectives.shared import SharedMemoryGroup
 from minidist.device import reduce_scatter_single
 
 KIB, MIB = 1 << 10, 1 << 20

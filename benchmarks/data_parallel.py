@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import Row, main_arguments, paired, row, run_bench, write
 from torch import nn
 
-from minidist.collectives.shared.group import SharedMemoryGroup
+from minidist.collectives.shared import SharedMemoryGroup
 from minidist.model import GPT, GPTConfig, lm_loss
 from minidist.parallel.data import (
     BucketedDDP,

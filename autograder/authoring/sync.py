@@ -1,4 +1,4 @@
-"""Cells edited in a built notebook, written back into its source: `notebooks.py` the other way round."""
+"""Writes the cells that were edited in a built notebook back into its source."""
 
 from __future__ import annotations
 

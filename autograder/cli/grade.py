@@ -69,6 +69,7 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     from autograder.batch.grade_class import default_jobs, grade_class
     from autograder.criteria.criterion import Status
     from autograder.gradebook.fill import check_names, fill_gradebook
+    from autograder.gradebook.settled import find_settled
     from autograder.plain_text import clean
     from autograder.regrading.changes import Regrading
     from autograder.report.page import write_html
@@ -127,7 +128,8 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     if not options.no_gradebook and settings.world_size == lab.grading_world_size and done:
         with console.status("nbgrader: gradebook and feedback"):
             graded = [s for s, _ in done], [r for _, r in done]
-            left.append(fill_gradebook(*graded, settings, regrading.settled(*graded)))
+            settled = find_settled(course, lab.name, *graded, regrading.before)
+            left.append(fill_gradebook(*graded, settings, settled))
         left.append(course.build / "nbgrader" / "gradebook.db")
     if evidence:
         students = len({each.student for each in evidence})

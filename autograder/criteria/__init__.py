@@ -1,10 +1,11 @@
-"""The criteria of every lab, one file per lab."""
+"""The criteria of every lab, one folder per lab; its `__init__.py` is the lab's table."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from functools import cache
+from pathlib import Path
 
 from autograder.criteria.criterion import Criterion, Lab
 
@@ -35,8 +36,13 @@ def find_criterion(name: str) -> tuple[Lab, Criterion]:
     Raises:
         ValueError: no lab has a criterion of that name.
     """
-    for lab in map(get_lab, lab_names()):
+    # Importing a lab takes long: first the one whose table has the name.
+    for lab in map(get_lab, sorted(lab_names(), key=lambda lab: not _names(lab, name))):
         for criterion in lab.criteria:
             if criterion.name == name:
                 return lab, criterion
     raise ValueError(f"no lab has a check called {name!r}")
+
+
+def _names(lab: str, name: str) -> bool:
+    return f'"{name}"' in Path(__path__[0], lab, "__init__.py").read_text("utf-8")

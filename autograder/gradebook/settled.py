@@ -1,4 +1,8 @@
-"""What the gradebook already has as it should be, and need not be filled in again."""
+"""Whom nbgrader need not look at again: the gradebook has these verdicts already.
+
+nbgrader marks everything that a person has graded as "needs manual grade" when it takes a
+submission in anew, so only those go through it whose scores it does not have yet.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Grading again: whose scores have changed, and whom nbgrader has to look at because of it.
-
-nbgrader marks everything that a person has graded as "needs manual grade" when it takes a
-submission in anew, so only those go through it whose scores it does not have yet.
-"""
+"""Grading again: whose scores have changed."""
 
 from __future__ import annotations
 
@@ -14,12 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autograder.gradebook.settled import find_settled
 from autograder.plain_text import MARKS, clean
 from autograder.records.grading import Grading, Record
 from autograder.regrading.history import last_class, latest, read_history
 from autograder.submission.attempt import Settings
-from autograder.submission.intake import Submission
 
 NOTHING = "–"  # the criterion was not there
 
@@ -73,11 +67,6 @@ class Regrading:
         by_student = {name: g.record for name, g in self._now().items() if name in students}
         by_student |= {record["student"]: record for record in records}
         return [by_student[name] for name in sorted(by_student)]
-
-    def settled(self, submissions: Sequence[Submission], records: Sequence[Record]) -> set[str]:
-        """See `find_settled`."""
-        settings = self.settings
-        return find_settled(settings.course, settings.lab, submissions, records, self.before)
 
     def _now(self) -> dict[str, Grading]:
         settings = self.settings
@@ -156,6 +145,3 @@ def summary(changes: Sequence[Change], graded_before: int) -> str:
     verdicts = len(changes) - scores
     also = f"; {verdicts} with other verdicts but the same score" if verdicts else ""
     return f"{scores} of {graded_before} scores that were there before have changed{also}"
-
-
-# --- nbgrader -----------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Status, Verdict
 from autograder.plain_text import MARKS, clean
-from autograder.records.version import grader_version
 from autograder.records.grading import Grading
+from autograder.records.version import grader_version
 from autograder.submission.attempt import Settings, executed_path, record_key, run_once
 from autograder.submission.intake import read_submission
 

@@ -82,6 +82,8 @@ def run(
         _collect(ranks, time.monotonic() + deadline_s, deadline_s)
     finally:
         for each in ranks:
+            each.let_end()
+        for each in ranks:
             each.close()
         let_go(port)
     return [each.result for each in ranks]
@@ -127,6 +129,10 @@ class _Rank:
             self.result = value
         else:
             self.error = value
+
+    def let_end(self) -> None:
+        """It ends now, if it is done; all ranks are."""
+        self.process.pipe.close()
 
     def close(self) -> None:
         # A rank that is done may still be closing its groups: give it a moment, then end it.
@@ -176,7 +182,10 @@ def _names(ranks: list[int]) -> str:
 
 
 def _rank_main(pipe: connection.Connection, job: bytes) -> None:
-    """What a rank's process runs: calls the function, sends one message."""
+    """What a rank's process runs: calls the function, sends one message, waits for all ranks.
+
+    Rank 0 serves the store: without it, a rank that is still making a group would fail.
+    """
     try:
         tell_when_asked(pipe.fileno())
         import torch
@@ -189,8 +198,9 @@ def _rank_main(pipe: connection.Connection, job: bytes) -> None:
         message = pickle.dumps(("error", traceback.format_exc()))
     sys.stdout.flush()
     sys.stderr.flush()
-    pipe.send_bytes(message)
-    pipe.close()
+    with contextlib.suppress(OSError, EOFError):
+        pipe.send_bytes(message)
+        pipe.recv_bytes()  # until the parent closes its end, or is gone
 
 
 _c10d_maps = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import replace
 
@@ -105,7 +106,16 @@ def test_the_pool_is_given_what_the_machine_has(machine, monkeypatch, tmp_path):
     assert [place["CUDA_VISIBLE_DEVICES"] for place in given[0]] == ["0,1", "2,3"]
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["", "in the background"])
+def ctrl_c(request):
+    """What a program does on Ctrl-C; the shell has those in the background ignore it."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("ctrl_c")
 def test_jobs_without_slurm_have_their_own_too(machine, monkeypatch, tmp_path):
     def show(task: str) -> None:  # nested, so that submitit's process need not import this file
         import os
@@ -131,12 +141,12 @@ def test_jobs_without_slurm_have_their_own_too(machine, monkeypatch, tmp_path):
     try:
         ids = [backend.submit([tmp_path / str(number)])[0] for number in range(2)]
         assert [seen(0), seen(1)] == ["0,1 3", "2 3"]
-        backend.cancel(ids[1:])
+        assert backend.cancel(ids[1:])
         backend.submit([tmp_path / "2"])
         assert seen(2) == "2 3"
         (tmp_path / "end").touch()
     finally:
-        backend.cancel()
+        assert backend.cancel()
 
 
 def test_what_was_blocked_is_graded_again_where_there_are_more(machine, monkeypatch, tmp_path):

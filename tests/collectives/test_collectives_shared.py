@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from minidist.collectives.shared import algorithms, memory
-from minidist.collectives.shared.group import (
+from minidist.collectives.shared import (
     SharedMemoryError,
     SharedMemoryGroup,
+    algorithms,
+    memory,
     shared_memory_hook,
 )
 from minidist.errors import DeadlineError, LaunchError, MinidistError, MismatchError

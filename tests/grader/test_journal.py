@@ -6,7 +6,6 @@ import errno
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import stat
 import time
@@ -14,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import autograder
-import minidist
 from autograder.records.journal import Journal
-from autograder.records.version import grader_version, submission_key
+from autograder.records.version import submission_key
 
 FORK = multiprocessing.get_context("fork")
 

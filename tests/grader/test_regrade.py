@@ -21,9 +21,9 @@ from autograder.criteria.criterion import Status, Verdict
 from autograder.gradebook import fill
 from autograder.gradebook.database import TIMESTAMP, note_lateness, noted_lateness, open_gradebook
 from autograder.gradebook.settled import find_settled
+from autograder.records.grading import Grading
 from autograder.records.journal import Journal
 from autograder.regrading.changes import changes_table, find_changes, summary
-from autograder.records.grading import Grading
 from autograder.regrading.history import find_grading, latest, read_history
 from autograder.submission.attempt import grade as grade_one
 from autograder.submission.engine import InfrastructureError

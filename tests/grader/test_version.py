@@ -1,4 +1,4 @@
-"""What a grade depends on: what is edited there grades again, and what is edited elsewhere does not."""
+"""What a grade depends on: an edit there grades again, and an edit elsewhere does not."""
 
 from __future__ import annotations
 
@@ -70,7 +70,16 @@ def test_every_file_that_a_submission_passes_counts(house):
 
 def test_no_file_that_a_submission_does_not_pass_counts(house):
     def others(at: Path) -> list[Path]:
-        folders = "authoring batch cli gradebook proof records regrading report".split()
+        folders = [
+            "authoring",
+            "batch",
+            "cli",
+            "gradebook",
+            "proof",
+            "records",
+            "regrading",
+            "report",
+        ]
         found = [file for name in folders for file in (at / "autograder" / name).rglob("*.py")]
         found += [at / "autograder/__main__.py", at / "autograder/plain_text.py"]
         found += [at / "autograder/cli/new.py", at / "autograder/referee/notes.txt"]
@@ -105,7 +114,7 @@ def test_what_the_master_imports_counts(house):
 
 @pytest.mark.parametrize("lab", lab_names())
 def test_whatever_grading_imports_is_in_the_version(lab):
-    """Python's own reading of each import, from the two ends of a grade to the last file of ours."""
+    """Read with Python's own parser, from both ends of a grade to the last file of ours."""
     ours, lib = Path(autograder.__file__).parent, Path(minidist.__file__).parent
     known = set(graded_by(lab))
     todo = [ours / "submission/attempt.py", ours / f"criteria/{lab}/__init__.py"]

@@ -1,4 +1,4 @@
-"""Who may import whom: the layers of the course, read from the source."""
+"""Who may import whom: floors between folders, read from the source."""
 
 from __future__ import annotations
 
@@ -10,74 +10,63 @@ from pathlib import Path
 
 import pytest
 
-from autograder.records import version
+from autograder.box import sandbox
+from autograder.criteria import lab_names
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT / "lib" / "minidist"
 GRADER = ROOT / "autograder"
 
-BASE = {"errors", "config", "cost"}
-COMMUNICATION = {"launch", "device", "mesh", "collectives"}
-PARTS = {"model", "data", "sampler", "precision", "checkpoint", "lr", "seeding", "metrics"}
-TOOLS = {"emulate", "profile"}
-LAYERS = BASE | COMMUNICATION | PARTS | TOOLS | {"parallel"}
-
-# A part of minidist (a module or folder of lib/minidist) -> the parts that it may import.
-MAY_IMPORT: dict[str, set[str]] = {
-    **{part: set() for part in BASE},
-    "lifetime": set(),
-    "stacks": set(),
-    "ports": set(),
-    "fork_server": {"lifetime"},
-    "launch": {"errors", "config", "fork_server", "lifetime", "ports", "stacks"},
-    "device": {"errors", "config"},
-    "mesh": {"errors", "config", "device"},
-    "collectives": {"errors", "config", "device"},
-    **{part: BASE | COMMUNICATION for part in PARTS | TOOLS},
-    "sampler": BASE | COMMUNICATION | {"seeding"},  # a loader's workers are seeded per rank
-    "parallel": {"errors", "config", "cost", "collectives", "mesh", "device", "precision"},
-    "elastic": LAYERS,
-    "train": LAYERS | {"elastic"},
-    "peers": LAYERS | {"train"},
-    "kernel": {"errors", "fork_server", "lifetime", "ports"},
-    "claims": BASE,
-    "plots": LAYERS,
-    "widgets": LAYERS | {"plots"},
-}
+# A room is a folder, or a file that lies beside the folders. What is in it may import what is in
+# the same room and on a floor below; rooms on one floor stay apart.
+GRADER_FLOORS = [
+    {"__main__"},
+    {"cli"},
+    {"gradebook"},
+    {"report"},
+    {"proof"},
+    {"batch"},
+    {"regrading"},
+    {"submission"},
+    {"referee", "records", "authoring"},
+    {"__init__"},
+    {"inside"},
+    {"criteria/LAB"},
+    {"criteria/common"},
+    {"box"},
+    {"course"},
+    {"criteria"},  # which labs there are, what a criterion is, limits
+    {"plain_text", "files"},
+]
+LIB_FLOORS = [
+    {"widgets"},
+    {"plots", "peers"},
+    {"train"},
+    {"elastic"},
+    {"parallel", "checkpoint", "lr", "metrics", "profile"},
+    {"sampler", "precision", "emulate", "data", "model"},
+    {"seeding"},
+    {"collectives"},
+    {"mesh"},
+    {"launch", "device", "kernel", "claims"},
+    {"processes"},
+    {"errors", "cost"},
+]
 # Inside parallel/: siblings stay apart, except these.
 PARALLEL_MAY_IMPORT = {"fsdp": {"zero"}, "hybrid": {"*"}}
-
 # The oracle is torch or one process: never the course's own parallel code.
 GRADER_MAY_IMPORT = {
-    "errors",
+    "data",
     "device",
+    "emulate",
+    "errors",
     "kernel",
     "launch",
-    "fork_server",
-    "ports",
-    "emulate",
-    "lifetime",
     "model",
-    "data",
+    "processes",
 }
-# These hold secrets or expected values, so what runs in the box must not need them.
-TRUSTED = {
-    "intake",
-    "sandbox",
-    "run",
-    "practice",
-    "referee",
-    "journal",
-    "bridge",
-    "report",
-    "report_page",
-    "engine",
-}
-TRUSTED |= {"build", "sync", "zoo", "release", "doctor", "__main__", "safe_html", "scratch", "tidy"}
-TRUSTED |= {"commands", "gradebook", "history", "lms", "publish", "regrade", "replay", "roster"}
-TRUSTED |= {"course", "files", "guard", "judging", "options", "syscalls"}
-TRUSTED |= {"executor", "job", "job_batch", "job_files", "slurm_jobs", "slurm_options"}
-TRUSTED |= {"authored", "similar", "status", "status_view", "suspicious"}
+# Whose criteria a lab may borrow.
+LAB_MAY_IMPORT = {"bonus_debug_ddp": {"lab2_accumulation"}}
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -97,35 +86,107 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{base}.{name.name}"
 
 
+def file_of(dotted: str) -> Path | None:
+    """The file of ours that an imported name comes from; None for other packages."""
+    names = dotted.split(".")
+    root = {"minidist": LIB, "autograder": GRADER}.get(names[0])
+    while root is not None and len(names) > 1:
+        place = root.joinpath(*names[1:])
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return file
+        names.pop()
+    return root and root / "__init__.py"
+
+
+def room_of(file: Path) -> str:
+    """autograder/criteria/lab1_ddp/script.py -> criteria/LAB; minidist/mesh.py -> mesh."""
+    first, *more = file.relative_to(LIB if LIB in file.parents else GRADER).with_suffix("").parts
+    if first == "criteria" and len(more) > 1:
+        return "criteria/common" if more[0] == "common" else "criteria/LAB"
+    return first
+
+
 def part_of(dotted: str) -> str | None:
     """minidist.emulate.broker.Broker -> emulate; None for other packages and minidist itself."""
-    names = dotted.split(".")
-    if names[0] != "minidist" or len(names) == 1:
+    file = file_of(dotted)
+    if file is None or LIB not in file.parents or file == LIB / "__init__.py":
         return None
-    return names[1] if (LIB / names[1]).is_dir() or (LIB / f"{names[1]}.py").exists() else None
+    return room_of(file)
 
 
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if ".ipynb_checkpoints" not in path.parts)
 
 
-def test_every_part_of_minidist_has_a_rule():
-    parts = {path.stem for path in LIB.glob("*.py")} | {
-        path.parent.name for path in LIB.glob("*/*.py")
-    }
-    assert parts - {"__init__"} <= set(MAY_IMPORT), "say in MAY_IMPORT what a new part may import"
+def arrows(folder: Path) -> Iterator[tuple[Path, int, Path]]:
+    """(file, line, file that it imports), for all that is ours."""
+    for file in files(folder):
+        for line, name in imports(file):
+            target = file_of(name)
+            if target is not None and target != file:
+                yield file, line, target
 
 
-def test_parts_of_minidist_import_only_what_is_below_them():
+@pytest.mark.parametrize(("root", "floors"), [(GRADER, GRADER_FLOORS), (LIB, LIB_FLOORS)])
+def test_every_room_has_one_floor_and_every_floor_its_rooms(root, floors):
+    rooms = {room_of(file) for file in files(root)} - ({"__init__"} if root == LIB else set())
+    listed = [room for floor in floors for room in floor]
+    assert sorted(listed) == sorted(rooms), "say above on which floor a new folder lies"
+
+
+@pytest.mark.parametrize(("root", "floors"), [(GRADER, GRADER_FLOORS), (LIB, LIB_FLOORS)])
+def test_nothing_imports_what_is_above_it(root, floors):
+    floor_of = {room: number for number, floor in enumerate(floors) for room in floor}
     wrong = []
-    for path in files(LIB):
-        own = path.relative_to(LIB).parts[0].removesuffix(".py")
-        if own == "__init__":
-            continue
-        for line, name in imports(path):
-            part = part_of(name)
-            if part is not None and part != own and part not in MAY_IMPORT[own]:
-                wrong.append(f"{path}:{line}: {own} may not import {name}")
+    for file, line, target in arrows(root):
+        if (root in target.parents) and target != LIB / "__init__.py" and file != target:
+            own, other = room_of(file), room_of(target)
+            if own != other and floor_of.get(own, 0) >= floor_of[other]:
+                wrong.append(f"{file}:{line}: {own} may not import {target.relative_to(root)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_lab_imports_the_criteria_of_another():
+    wrong = []
+    for lab in lab_names():
+        own = GRADER / "criteria" / lab
+        allowed = {lab, *LAB_MAY_IMPORT.get(lab, ())}
+        for file, line, target in arrows(own):
+            if room_of(target) == "criteria/LAB" and target.parent.name not in allowed:
+                wrong.append(f"{file}:{line}: {lab} may not import {target.parent.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle_among_files():
+    """In the order of a depth-first search, no file is met again while it is open."""
+    below: dict[Path, set[Path]] = {}
+    for file, _, target in [*arrows(GRADER), *arrows(LIB)]:
+        below.setdefault(file, set()).add(target)
+    done: set[Path] = set()
+
+    def visit(file: Path, open_files: tuple[Path, ...]) -> None:
+        assert file not in open_files, " -> ".join(map(str, [*open_files, file]))
+        if file not in done:
+            for target in sorted(below.get(file, ())):
+                visit(target, (*open_files, file))
+            done.add(file)
+
+    for file in sorted(below):
+        visit(file, ())
+
+
+def test_a_box_shows_what_it_needs_and_no_more():
+    """What runs there imports nothing of the grader that is not shown; folders are shown whole."""
+    shown = {name for name in sandbox._SHOWN if (GRADER / name).is_dir()}
+    assert shown == {"inside", "criteria"}
+    wrong = [
+        f"{file}:{line}: {target.relative_to(GRADER)} is not in the box"
+        for folder in sorted(shown)
+        for file, line, target in arrows(GRADER / folder)
+        if GRADER in target.parents
+        and room_of(target).partition("/")[0] not in {*shown, "__init__"}
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -150,39 +211,6 @@ def test_grader_imports_no_parallel_code_of_the_course():
             part = part_of(name)
             if part is not None and part not in GRADER_MAY_IMPORT:
                 wrong.append(f"{path}:{line}: the grader may not import {name}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_what_runs_while_grading_is_part_of_the_grader_s_version():
-    """Else a class stays graded by what such a part did before it was mended."""
-    todo, needed = set(GRADER_MAY_IMPORT), set()
-    while todo:
-        part = todo.pop()
-        needed.add(part)
-        paths = [LIB / f"{part}.py"] if (LIB / f"{part}.py").exists() else files(LIB / part)
-        found = {part_of(name) for path in paths for _, name in imports(path)}
-        todo |= {below for below in found if below is not None and below not in needed}
-    assert needed <= set(version._GRADING), "a part that the grader imports"
-
-
-def test_what_runs_in_the_box_needs_nothing_trusted():
-    wrong = []
-    seen: set[Path] = set()
-    todo = [GRADER / "probe.py", GRADER / "__init__.py"]
-    while todo:
-        path = todo.pop()
-        if path in seen or not path.exists():
-            continue
-        seen.add(path)
-        tree = ast.parse(path.read_text("utf-8"))
-        top = {node.lineno for node in tree.body}
-        for line, name in imports(path):
-            names = name.split(".")
-            if names[0] != "autograder" or len(names) == 1 or line not in top:
-                continue
-            if names[1] in TRUSTED:
-                wrong.append(f"{path}:{line}: imports {name}")
-            todo += [GRADER / f"{names[1]}.py", GRADER / names[1] / "__init__.py"]
     assert not wrong, "\n".join(wrong)
 
 

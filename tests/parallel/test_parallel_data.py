@@ -564,7 +564,7 @@ def checkpointing_frozen_later_and_more():
 
 def other_ways_to_reduce():
     """A hand-written ring and shared memory instead of dist.all_reduce."""
-    from minidist.collectives.shared.group import SharedMemoryGroup
+    from minidist.collectives.shared import SharedMemoryGroup
 
     rank, n = dist.get_rank(), dist.get_world_size()
     shared = SharedMemoryGroup()

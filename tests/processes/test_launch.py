@@ -148,6 +148,22 @@ def test_a_destroyed_group_goes_and_its_backend_stays():
     assert run(destroys_its_group, 2) == [(True, True)] * 2
 
 
+def needs_rank_0_later():
+    import torch.distributed as dist
+
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    globals()["kept"] = store
+    if rank:
+        time.sleep(0.5)
+        store.set("late", str(rank))
+
+
+def test_the_store_is_there_until_every_rank_is_done():
+    """Rank 0 serves it, and may be done long before the others have met."""
+    assert run(needs_rank_0_later, 3) == [None] * 3
+
+
 def unpicklable_result():
     return threading.Lock()
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -233,7 +235,8 @@ class LocalJobs:
         executor.update_parameters(
             timeout_min=self._time_s / 60 + 2, gpus_per_node=len(gpus), visible_gpus=gpus
         )
-        job = executor.submit(run_task, str(task))
+        with _ctrl_c():
+            job = executor.submit(run_task, str(task))
         self._jobs[job.job_id], self._share_of[job.job_id] = job, share
         return job.job_id
 
@@ -251,6 +254,23 @@ class LocalJobs:
         while time.monotonic() < ends_at and not all(job.done() for job in alive):
             time.sleep(0.1)
         return all(job.done() for job in alive)
+
+
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[None]:
+    """What is started here can be interrupted, which is how submitit cancels.
+
+    A grader that runs in the background (nohup, cron) ignores Ctrl-C, and so would its jobs.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def cancel_by_name(name: str) -> bool:

@@ -46,7 +46,7 @@ from minidist.collectives.algorithms import (
 from minidist.collectives.schedule import Schedule, Transfer, chunk_offsets, simulate
 
 if TYPE_CHECKING:
-    from minidist.collectives.all_to_all import all_to_all
+    from minidist.collectives.alltoall import all_to_all
     from minidist.collectives.async_work import CollectiveWork
     from minidist.collectives.ddp_hooks import (
         direct_hook,
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from minidist.collectives.records import MergedLog, Record
     from minidist.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
     from minidist.collectives.rooted import broadcast, gather, reduce, scatter
-    from minidist.collectives.shared.group import (
+    from minidist.collectives.shared import (
         SharedMemoryError,
         SharedMemoryGroup,
         SharedWork,
@@ -135,40 +135,40 @@ __all__ = [
 
 _LAZY = {
     "CollectiveLog": "log",
-    "CollectiveWork": "work",
+    "CollectiveWork": "async_work",
     "MergedLog": "records",
     "Record": "records",
     "SharedMemoryError": "shared",
     "SharedMemoryGroup": "shared",
     "SharedWork": "shared",
     "Transport": "executor",
-    "all_to_all": "exchange",
+    "all_to_all": "alltoall",
     "broadcast": "rooted",
     "direct_all_gather": "direct",
     "direct_all_reduce": "direct",
-    "direct_hook": "hooks",
+    "direct_hook": "ddp_hooks",
     "direct_reduce_scatter": "direct",
-    "double_tree_hook": "hooks",
+    "double_tree_hook": "ddp_hooks",
     "even_chunks": "executor",
     "gather": "rooted",
     "halving_doubling_all_reduce": "halving_doubling",
-    "halving_doubling_hook": "hooks",
+    "halving_doubling_hook": "ddp_hooks",
     "hierarchical_all_reduce": "hierarchical",
-    "hierarchical_hook": "hooks",
+    "hierarchical_hook": "ddp_hooks",
     "list_chunks": "executor",
-    "make_hook": "hooks",
+    "make_hook": "ddp_hooks",
     "node_groups": "hierarchical",
     "reduce": "rooted",
-    "register": "backend",
+    "register": "torch_backend",
     "ring_all_gather": "ring",
     "ring_all_reduce": "ring",
-    "ring_hook": "hooks",
+    "ring_hook": "ddp_hooks",
     "ring_reduce_scatter": "ring",
     "run_steps": "executor",
     "scatter": "rooted",
     "shared_memory_hook": "shared",
     "tree_all_reduce": "tree",
-    "tree_hook": "hooks",
+    "tree_hook": "ddp_hooks",
 }
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.collectives.all_to_all import all_to_all
+from minidist.collectives.alltoall import all_to_all
 from minidist.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from minidist.collectives.rooted import broadcast, gather, reduce, scatter
 from minidist.collectives.tree import tree_all_reduce

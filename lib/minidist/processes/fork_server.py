@@ -299,9 +299,9 @@ def serve(requests: socket.socket, preload: Sequence[str] = PRELOAD) -> None:
                     os.close(fd)
                 _be_child(fds, server)
             pipe, statuses[pid], out, err = fds
-            _tell(statuses[pid], pid)
             for fd in (pipe, out, err):
                 os.close(fd)
+            _tell(statuses[pid], pid)  # from now on, only the child holds the other end of its pipe
 
 
 def _report_ends(statuses: dict[int, int]) -> None:

@@ -28,9 +28,10 @@ _SOURCE_CHARS = 120
 _MAX_BYTES = 1 << 16
 _QUIET_S = 0.2
 _DECORATORS = ("wrapper", "decorate_context", "_fn", "inner")
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _NOT_OWN = (
     *(
-        f"{folder}{os.sep}".encode("ascii", "backslashreplace").decode()  # as faulthandler does
+        f"{folder}{os.sep}"
         for folder in (
             *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
             Path(__file__).parents[1],
@@ -77,6 +78,8 @@ def ask(readers: Mapping[int, int], within_s: float = 1.0) -> dict[int, str]:
 
 def _words(stack: str) -> str:
     """The innermost line that is not a library's, and what it has called there."""
+    # faulthandler writes what is not ASCII as an escape.
+    stack = _ESCAPED.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), stack)
     frames = _FRAME.findall(stack)
     if not frames:
         return ""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from minidist.collectives.shared.group import SharedMemoryGroup
+from minidist.collectives.shared.group import SharedMemoryGroup
 
 
 def shared_memory_hook(
@@ -23,3 +20,10 @@ def shared_memory_hook(
     work = state.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, async_op=True)
     assert work is not None
     return work.get_future()
+
+
+# DDP compares a hook's annotations with types, not with their names.
+shared_memory_hook.__annotations__ |= {
+    "bucket": dist.GradBucket,
+    "return": torch.futures.Future[torch.Tensor],
+}

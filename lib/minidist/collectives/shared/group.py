@@ -46,13 +46,9 @@ from minidist.collectives.reduction import Reduction
 from minidist.collectives.schedule import chunk_offsets
 from minidist.collectives.shared import algorithms
 from minidist.collectives.shared.calls import REDUCIBLE, check_dtype
-from minidist.collectives.shared.ddp_hook import shared_memory_hook
-from minidist.collectives.shared.memory import SharedMemoryError
 from minidist.collectives.shared.space import LINE_BYTES, SharedSpace, round_up
 from minidist.collectives.shared.work import SharedWork, Worker
 from minidist.errors import MinidistError
-
-__all__ = ["SharedMemoryError", "SharedMemoryGroup", "SharedWork", "shared_memory_hook"]
 
 # Large enough that a barrier per chunk costs little, small enough to stay in a level-3 cache.
 CHUNK_BYTES = 1 << 20

@@ -10,16 +10,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from minidist.collectives.shared.ddp_hook import shared_memory_hook
 from minidist.errors import MinidistError
-
-if TYPE_CHECKING:
-    pass
 
 
 class SharedWork:
@@ -96,10 +90,3 @@ def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], None], SharedWork] | None]
             error = caught
         work._finish(error)
         del item, job, work  # nothing of a finished collective stays alive here
-
-
-# DDP compares a hook's annotations with types, not with their names.
-shared_memory_hook.__annotations__ |= {
-    "bucket": dist.GradBucket,
-    "return": torch.futures.Future[torch.Tensor],
-}
