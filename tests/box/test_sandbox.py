@@ -84,7 +84,7 @@ for path in {
                 str(beside),
                 "/root/.ssh",
                 os.path.expanduser("~/.ssh"),
-                "/home",
+                *([] if PROJECT.is_relative_to("/home") else ["/home"]),
                 str(PROJECT / "tests/zoo"),
                 str(PROJECT / "tests"),
                 str(PROJECT / "solutions"),

@@ -11,7 +11,7 @@ from autograder.criteria import get_lab, lab_names
 def test_points_add_up(name):
     lab = get_lab(name)
     points = {c.name: c.points for c in lab.criteria if not c.extra}
-    where = f"change `points` in autograder/criteria/{name}.py, where they are"
+    where = f"change `points` in autograder/criteria/{name}/__init__.py, where they are"
     assert lab.max_score == sum(points.values()) == 100, f"{where} {points}"
 
 
@@ -20,5 +20,5 @@ def test_grading_is_not_what_was_practised(name):
     lab = get_lab(name)
     assert len(lab.criteria) >= 10
     assert lab.practice_world_size != lab.grading_world_size, (
-        f"autograder/criteria/{name}.py: a solution for {lab.practice_world_size} ranks would pass"
+        f"autograder/criteria/{name}/__init__.py: a solution for {lab.practice_world_size} ranks would pass"
     )
