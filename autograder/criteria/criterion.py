@@ -83,13 +83,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """All that `judge` sees: what was handed out, what came back, and what the broker saw."""
+    """All that `judge` sees: what was handed out, what came back, and what the broker saw.
+
+    Attributes:
+        trace, plan: only where the criterion's world is emulated.
+    """
 
     world_size: int
     inputs: Sequence[Values]
     answers: Sequence[Values]
-    trace: Trace | None = None
-    plan: ChargePlan | None = None
+    trace: Trace | Any = None
+    plan: ChargePlan | Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,8 @@ class Criterion:
             own on real hardware, one on the emulated cluster, or whatever the student has ("own").
         deadline_s: seconds until the ranks are taken for hung.
         plan: makes the compute charges of the emulated cluster from the draw.
+        between_ranks: it is about what ranks exchange, so one rank alone cannot be wrong.
+        fault_hint: follows the message where the emulated ranks' collectives did not match.
         needs: a CUDA device, or one for each rank of the node. Where it is missing the criterion is
             BLOCKED; where it is there, its points are extra, on top of the lab's.
     """
@@ -119,6 +125,8 @@ class Criterion:
     world: Literal["own", "none", "real", "emulated"] = "real"
     deadline_s: float = 25.0
     plan: Callable[[Draw], ChargePlan] | None = None
+    between_ranks: bool = False
+    fault_hint: str = ""
     needs: Needs = "nothing"
 
     @property

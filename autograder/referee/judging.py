@@ -27,12 +27,23 @@ def judge(criterion: Criterion, case: Case, max_cpu_s: float = MAX_CPU_S) -> lis
     """
     try:
         with _limited(max_cpu_s):
-            return [_checked(finding, case.world_size) for finding in criterion.judge(case)]
+            return [_checked(finding, case.world_size) for finding in _findings(criterion, case)]
     except _TooLong:
         return [Finding(f"the answer cannot be judged: that took more than {max_cpu_s:g} s")]
     except Exception as error:
         traceback.print_exc()
         return [Finding(f"the answer cannot be judged ({type(error).__name__}: {error})")]
+
+
+def _findings(criterion: Criterion, case: Case) -> list[Finding]:
+    """What holds for every criterion, then its own judge."""
+    if criterion.between_ranks and case.world_size == 1:
+        return []
+    if case.trace is not None and case.trace.faults:
+        # Collectives that do not match have no time and no traffic that could be judged.
+        hint = f". {criterion.fault_hint}" if criterion.fault_hint else ""
+        return [Finding(f"{fault}{hint}") for fault in case.trace.faults]
+    return criterion.judge(case)
 
 
 def _checked(finding: Finding, world_size: int) -> Finding:

@@ -9,12 +9,19 @@ from types import SimpleNamespace
 
 from autograder.criteria.criterion import Case, Finding
 from autograder.referee.judging import judge
+from minidist.emulate.trace import Trace
 
 CASE = Case(1, [{}], [{}])
 
 
-def criterion(judge_):
-    return SimpleNamespace(name="made_up", judge=judge_)
+def criterion(judge_, between_ranks=False, fault_hint=""):
+    return SimpleNamespace(
+        name="made_up", judge=judge_, between_ranks=between_ranks, fault_hint=fault_hint
+    )
+
+
+def no_judge(_):
+    raise AssertionError("was asked")
 
 
 def test_findings_are_passed_on():
@@ -26,6 +33,20 @@ def test_a_rank_that_is_none_stands_for_all():
     """A judge may count through what an answer has brought, however long that is."""
     found = judge(criterion(lambda _: [Finding("odd", 5), Finding("odder", -1)]), CASE)
     assert found == [Finding("odd"), Finding("odder")]
+
+
+def test_collectives_that_do_not_match_are_wrong_whatever_the_judge_thinks():
+    trace = Trace(world_size=2, events=[[], []], faults=["rank 0 sends", "rank 1 waits"])
+    case = Case(2, [{}] * 2, [{}] * 2, trace)
+    assert judge(criterion(no_judge), case) == [Finding("rank 0 sends"), Finding("rank 1 waits")]
+    [first, _] = judge(criterion(no_judge, fault_hint="One order."), case)
+    assert first == Finding("rank 0 sends. One order.")
+
+
+def test_one_rank_alone_exchanges_nothing():
+    assert judge(criterion(no_judge, between_ranks=True), CASE) == []
+    two = Case(2, [{}] * 2, [{}] * 2)
+    assert judge(criterion(lambda _: [Finding("odd")], between_ranks=True), two) == [Finding("odd")]
 
 
 def test_an_error_is_a_finding(capsys):

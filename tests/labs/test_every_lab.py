@@ -20,5 +20,6 @@ def test_grading_is_not_what_was_practised(name):
     lab = get_lab(name)
     assert len(lab.criteria) >= 10
     assert lab.practice_world_size != lab.grading_world_size, (
-        f"autograder/criteria/{name}/__init__.py: a solution for {lab.practice_world_size} ranks would pass"
+        f"autograder/criteria/{name}/__init__.py: a solution for {lab.practice_world_size} ranks "
+        "would pass"
     )

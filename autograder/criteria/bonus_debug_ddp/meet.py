@@ -145,9 +145,6 @@ def observe_once(prepare_once: Any, inputs: Values, context: Context) -> Values:
 
 def judge_once(case: Case) -> list[Finding]:
     """Rank 0 builds, then they meet, then each loads once."""
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     findings: list[Finding] = []
     events = case.trace.events
     built = [_computed(own, BUILD) for own in events]
@@ -223,8 +220,6 @@ def observe_metrics(reduce_metrics: Any, inputs: Values, context: Context) -> Va
 
 def judge_metrics(case: Case) -> list[Finding]:
     """Each metric is its mean over the ranks that have it, on every rank."""
-    if case.trace is not None and case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     findings: list[Finding] = []
     everyone = [inputs["metrics"] for inputs in case.inputs]
     names = sorted(set().union(*everyone))

@@ -56,15 +56,11 @@ def observe_run(run_pipeline: Any, inputs: Values, context: Context) -> Values:
 
 
 def _sends(case: Case, rank: int) -> list[Event]:
-    assert case.trace is not None
     return [e for e in case.trace.events[rank] if e.kind == "issue" and e.collective == "send"]
 
 
 def _trouble(case: Case) -> list[Finding]:
     """What keeps a run from being judged."""
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     if any(answer.get("done") is not True for answer in case.answers):
         return [Finding("the call did not come to its end.")]
     return []
@@ -84,7 +80,6 @@ def _crossing(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def _rows(case: Case, source: int, target: int) -> np.ndarray:
     """The micro-batches that one rank has sent to another: one row of numbers each."""
-    assert case.trace is not None
     m = len(case.inputs[0]["cases"][0]["sizes"])
     sent = [
         c.payloads.get(source) for c in case.trace.collectives
@@ -124,7 +119,6 @@ def _wrong_content(case: Case) -> list[Finding]:
 def judge_messages(case: Case) -> list[Finding]:
     """M activations on, M gradients back, between neighbours; nothing else of any size."""
     findings = _trouble(case)
-    assert case.trace is not None
     n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
     others = {
         e.collective for events in case.trace.events for e in events
@@ -192,7 +186,6 @@ def judge_time(case: Case) -> list[Finding]:
     findings = _trouble(case) or _wrong_order(case) or _wrong_activations(case)
     if findings:
         return findings
-    assert case.trace is not None
     n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
     timeline = simulate(case.trace, grading_cluster(n))
     spans = [
@@ -217,7 +210,6 @@ def judge_time(case: Case) -> list[Finding]:
 
 def _wrong_order(case: Case) -> list[Finding]:
     """Ranks whose forwards and backwards are not those of their schedule."""
-    assert case.trace is not None
     findings = []
     for rank, events in enumerate(case.trace.events):
         did = [(e.direction, e.layer) for e in events if e.kind == "compute"]
@@ -232,8 +224,6 @@ def _wrong_order(case: Case) -> list[Finding]:
 
 def _wrong_activations(case: Case) -> list[Finding]:
     """Activations that do not come from a stage that was paid for."""
-    assert case.trace is not None
-    assert case.plan is not None
     h = torch.from_numpy(case.inputs[0]["x/0"])
     steps = case.inputs[0]["cases"][0]["schedule"]
     order = [i for what, i in steps if what == FORWARD]

@@ -55,7 +55,6 @@ def observe(powersgd: Any, inputs: Values, context: Context) -> Values:
 
 def _steps(case: Case, rank: int) -> list[list[Event]] | Finding:
     """What a rank sent in each step, barriers left out."""
-    assert case.trace is not None
     steps: list[list[Event]] = []
     for event in case.trace.events[rank]:
         if event.kind == "compute":
@@ -92,7 +91,6 @@ def _too_little(case: Case, rank: int, step: list[Event]) -> str | None:
 
 def _payloads(case: Case, rank: int, step: list[Event]) -> dict[str, np.ndarray]:
     """What this rank brought into the collectives of a step that all ranks took part in."""
-    assert case.trace is not None
     keys = {event.key for event in step}
     nothing = np.zeros(0)
     return {
@@ -111,9 +109,6 @@ def _least_numbers(case: Case) -> int:
 
 
 def _all_steps(case: Case) -> list[list[list[Event]]] | list[Finding]:
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     found = [_steps(case, rank) for rank in range(case.world_size)]
     problems = [steps for steps in found if isinstance(steps, Finding)]
     return problems or [steps for steps in found if not isinstance(steps, Finding)]

@@ -76,7 +76,6 @@ def observe_sequence(build: Any, inputs: Values, context: Context) -> Values:
 
 def passes_of(case: Case, rank: int) -> dict[str, list[Event]] | Finding:
     """What a rank sent in its forward and in its backward pass."""
-    assert case.trace is not None
     sent: dict[str, list[Event]] = {}
     now: list[Event] = []
     for event in case.trace.events[rank]:
@@ -99,9 +98,6 @@ def cost(events: list[Event]) -> float:
 
 
 def _all_passes(case: Case) -> list[dict[str, list[Event]]] | list[Finding]:
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     found = [passes_of(case, rank) for rank in range(case.world_size)]
     problems = [each for each in found if isinstance(each, Finding)]
     return problems or [each for each in found if not isinstance(each, Finding)]
@@ -114,7 +110,6 @@ def _words(events: list[Event]) -> str:
 
 def shared(case: Case, events: list[Event]) -> dict[str, Collective]:
     """Those of a rank's collectives in which all ranks take part."""
-    assert case.trace is not None
     keys = {event.key for event in events}
     return {
         c.key: c

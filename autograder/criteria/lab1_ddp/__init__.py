@@ -103,17 +103,17 @@ LAB = Lab(
         _emulated(
             name="ddp_buckets", title="no bucket larger than asked for", points=5,
             draw=emulated.draw_buckets, observe=emulated.observe_buckets,
-            judge=emulated.judge_buckets,
+            judge=emulated.judge_buckets, between_ranks=True,
         ),
         _emulated(
             name="ddp_overlap", title="reduction starts before backward has ended", points=5,
             draw=emulated.draw_steps, observe=emulated.observe_steps,
-            judge=emulated.judge_overlap,
+            judge=emulated.judge_overlap, between_ranks=True,
         ),
         _emulated(
             name="ddp_scaling", title="90 % scaling efficiency in virtual time", points=6,
             draw=emulated.draw_steps, observe=emulated.observe_steps,
-            judge=emulated.judge_scaling,
+            judge=emulated.judge_scaling, between_ranks=True,
         ),
     ),
 )  # fmt: skip

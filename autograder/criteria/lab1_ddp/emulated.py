@@ -126,7 +126,6 @@ class _LastStep:
     """
 
     def __init__(self, case: Case, rank: int) -> None:
-        assert case.trace is not None
         events = case.trace.events[rank]
         backward = [i for i, e in enumerate(events)
                     if _is_compute(e, "backward") and e.step == STEPS - 1]  # fmt: skip
@@ -174,7 +173,6 @@ def _is_compute(event: Event, direction: str) -> bool:
 
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
     """This rank's own gradients of the last step, in float64, with the factors it was handed."""
-    assert case.plan is not None
     model = _charged_model(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
     _train_steps(model, model, case.inputs[rank], lambda _: None, torch.float64)
     return [oracle.grad_of(p) for p in model.parameters()]
@@ -197,9 +195,6 @@ def _contains(payload: Any, gradient: np.ndarray, world_size: int) -> bool:
 
 
 def _last_steps(case: Case) -> list[_LastStep] | list[Finding]:
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     steps = [_LastStep(case, rank) for rank in range(case.world_size)]
     return [step.finding for step in steps if step.finding] or steps
 
@@ -209,8 +204,6 @@ def _last_steps(case: Case) -> list[_LastStep] | list[Finding]:
 
 def judge_buckets(case: Case) -> list[Finding]:
     """No all-reduce is larger than the cap, unless it carries one large parameter."""
-    if case.world_size == 1:
-        return []
     cap = case.inputs[0]["cap_mb"]
     largest_parameter = WIDTH * WIDTH * 4
     findings: list[Finding] = []
@@ -236,8 +229,6 @@ def judge_buckets(case: Case) -> list[Finding]:
 
 def judge_overlap(case: Case) -> list[Finding]:
     """Some gradient is on its way before the last layer's backward has begun."""
-    if case.world_size == 1:
-        return []
     findings: list[Finding] = []
     for rank, step in enumerate(_last_steps(case)):
         if isinstance(step, Finding):
@@ -252,9 +243,6 @@ def judge_overlap(case: Case) -> list[Finding]:
 
 def judge_scaling(case: Case) -> list[Finding]:
     """At least 90 % of the time of the steps is compute, in virtual time."""
-    if case.world_size == 1:
-        return []
-    assert case.trace is not None
     steps = _last_steps(case)
     if isinstance(steps[0], Finding):
         return [step for step in steps if isinstance(step, Finding)]
@@ -272,7 +260,6 @@ def judge_scaling(case: Case) -> list[Finding]:
 
 def scaling_efficiency(case: Case) -> tuple[float, float]:
     """Compute time over virtual time of all steps but the first, and seconds per step."""
-    assert case.trace is not None
     timeline = simulate(case.trace, grading_cluster(case.world_size))
     begin = min(
         timeline.event_times[rank][i][0]

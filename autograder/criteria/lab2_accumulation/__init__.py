@@ -87,15 +87,15 @@ LAB = Lab(
         ),
         _emulated(
             name="accum_ddp_collectives", title="gradients travel once, not k times", points=6,
-            observe=emulated.observe_ddp, judge=emulated.judge_collectives,
+            observe=emulated.observe_ddp, judge=emulated.judge_collectives, between_ranks=True,
         ),
         _emulated(
             name="accum_ddp_backward", title="backward inside no_sync too", points=4,
-            observe=emulated.observe_backward, judge=emulated.judge_backward,
+            observe=emulated.observe_backward, judge=emulated.judge_backward, between_ranks=True,
         ),
         _emulated(
             name="accum_ddp_time", title="75 % efficiency on slow links, in virtual time",
-            points=4, observe=emulated.observe_ddp, judge=emulated.judge_time,
+            points=4, observe=emulated.observe_ddp, judge=emulated.judge_time, between_ranks=True,
         ),
         _tokens(
             name="accum_token_gradients", title="mean over all tokens of all ranks", points=5,
@@ -107,7 +107,7 @@ LAB = Lab(
         ),
         Criterion(
             name="accum_token_traffic", title="gradients travel once, not k times", points=2,
-            task=_TOKENS, world="emulated", plan=traffic.plan, deadline_s=40.0,
+            task=_TOKENS, world="emulated", plan=traffic.plan, deadline_s=40.0, between_ranks=True,
             draw=traffic.draw_tokens, observe=traffic.observe_tokens, judge=traffic.judge_tokens,
         ),
         _amp(
@@ -124,7 +124,7 @@ LAB = Lab(
         ),
         Criterion(
             name="accum_amp_traffic", title="gradients travel once, not k times", points=2,
-            task=_AMP, world="emulated", plan=traffic.plan, deadline_s=40.0,
+            task=_AMP, world="emulated", plan=traffic.plan, deadline_s=40.0, between_ranks=True,
             draw=traffic.draw_amp, observe=traffic.observe_amp, judge=traffic.judge_amp,
         ),
         Criterion(

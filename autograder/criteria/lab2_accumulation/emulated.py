@@ -148,7 +148,6 @@ class _LastCall:
     """What one rank sent in its last accumulation; DDP settles its buckets in the ones before."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        assert case.trace is not None
         self.rank, self.finding = rank, None
         events = case.trace.events[rank]
         layers = sum(e.kind == "compute" for e in events)
@@ -192,7 +191,6 @@ def _is_forward(event: Event, step: int) -> bool:
 
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
     """This rank's own sum of gradients of the last call, in float64, with its factors."""
-    assert case.plan is not None
     inputs = case.inputs[rank]
     model = _charged_model(inputs, PlanChannel(case.plan, rank), torch.float64)
     for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
@@ -218,9 +216,6 @@ def _contains(sent: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:
 
 
 def _last_calls(case: Case) -> list[_LastCall] | list[Finding]:
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     calls = [_LastCall(case, rank) for rank in range(case.world_size)]
     return [call.finding for call in calls if call.finding] or calls
 
@@ -230,8 +225,6 @@ def _last_calls(case: Case) -> list[_LastCall] | list[Finding]:
 
 def judge_collectives(case: Case) -> list[Finding]:
     """Per accumulation the gradients travel once, in few collectives, and they are all there."""
-    if case.world_size == 1:
-        return []
     findings: list[Finding] = []
     for call in _last_calls(case):
         if isinstance(call, Finding):
@@ -247,8 +240,6 @@ def judge_collectives(case: Case) -> list[Finding]:
 
 def judge_backward(case: Case) -> list[Finding]:
     """Gradients travel once, too, with a wrapper that decides in backward."""
-    if case.world_size == 1:
-        return []
     findings: list[Finding] = []
     for call in _last_calls(case):
         if isinstance(call, Finding):
@@ -285,8 +276,6 @@ def _too_many(call: _LastCall) -> Finding | None:
 
 def judge_time(case: Case) -> list[Finding]:
     """In virtual time at least `EFFICIENCY` of all calls but the first is compute."""
-    if case.world_size == 1:
-        return []
     calls = _last_calls(case)
     if isinstance(calls[0], Finding):
         return [call for call in calls if isinstance(call, Finding)]
@@ -304,7 +293,6 @@ def judge_time(case: Case) -> list[Finding]:
 
 def scaling_efficiency(case: Case) -> tuple[float, float]:
     """Compute time over virtual time of all calls but the first, and seconds per call."""
-    assert case.trace is not None
     timeline = simulate(case.trace, grading_cluster(case.world_size))
     begin = min(
         timeline.event_times[rank][i][0]

@@ -105,7 +105,6 @@ def _contributed(events: Iterable[Event]) -> float:
 
 def _missing(case: Case, rank: int, gradients: Gradients, rest: float) -> Finding | None:
     """A parameter whose gradient this rank did not send in the first step, if there is one."""
-    assert case.trace is not None
     inputs = case.inputs[rank]
     sent = [
         c.payloads[rank]
@@ -160,11 +159,6 @@ def judge_amp(case: Case) -> list[Finding]:
 
 def _judge(case: Case, gradients_of: Gradients, rest: float) -> list[Finding]:
     """About once the gradients per step, not once per micro-batch."""
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
-    if case.world_size == 1:
-        return []
     gradients = sum(p.nbytes for p in oracle.parameters_of(case.inputs[0]))
     whole = {c.key for c in case.trace.collectives if reaches_all(c, case.world_size)}
     findings: list[Finding] = []

@@ -69,15 +69,15 @@ LAB = Lab(
         ),
         _units(
             name="fsdp_units", title="one all-gather, one reduce-scatter per unit", points=7,
-            judge=emulated.judge_units,
+            judge=emulated.judge_units, between_ranks=True,
         ),
         _units(
             name="fsdp_prefetch_forward", title="the next unit is gathered meanwhile", points=4,
-            judge=emulated.judge_prefetch_forward,
+            judge=emulated.judge_prefetch_forward, between_ranks=True,
         ),
         _units(
             name="fsdp_prefetch_backward", title="and in backward the one before", points=4,
-            judge=emulated.judge_prefetch_backward,
+            judge=emulated.judge_prefetch_backward, between_ranks=True,
         ),
         _native(
             name="fsdp_fully_shard", title="fully_shard, unit by unit", points=6,

@@ -142,7 +142,6 @@ class _LastStep:
     """The last step of one rank: its computes, all-gathers and reductions, in their order."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        assert case.trace is not None
         self.rank, self.finding = rank, None
         events = case.trace.events[rank]
         computes = [i for i, e in enumerate(events) if e.kind == "compute"]
@@ -219,16 +218,12 @@ def _units_in(c: Collective, rank: int, values: np.ndarray, order: np.ndarray) -
 
 
 def _last_steps(case: Case) -> list[_LastStep] | list[Finding]:
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     steps = [_LastStep(case, rank) for rank in range(case.world_size)]
     return [step.finding for step in steps if step.finding] or steps
 
 
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
     """This rank's own gradients of the last step, per unit, float64, with its factors."""
-    assert case.plan is not None
     model = _model(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
     _steps(model, case.inputs[rank], torch.float64, model.zero_grad)
     grads = [oracle.grad_of(p).ravel() for p in model.parameters()]
@@ -252,8 +247,6 @@ def _carries(sent: np.ndarray, gradient: np.ndarray) -> bool:
 
 def judge_units(case: Case) -> list[Finding]:
     """Each unit has its own all-gathers and its own reduce-scatter, with the right gradients."""
-    if case.world_size == 1:
-        return []
     findings: list[Finding] = []
     for step in _last_steps(case):
         if isinstance(step, Finding):
@@ -324,9 +317,6 @@ def judge_prefetch_backward(case: Case) -> list[Finding]:
 
 
 def _judge_prefetch(case: Case, direction: str, hint: str) -> list[Finding]:
-    if case.world_size == 1:
-        return []
-    assert case.trace is not None
     steps = _last_steps(case)
     findings = [s if isinstance(s, Finding) else s.not_gathered() for s in steps]
     if any(findings):

@@ -127,7 +127,7 @@ LAB = Lab(
         ),
         _hook(
             name="amp_hook_bytes", title="half of the bytes", points=4,
-            draw=hook.draw_bytes, judge=hook.judge_bytes,
+            draw=hook.draw_bytes, judge=hook.judge_bytes, between_ranks=True,
         ),
         _gpu(
             name="amp_gpu_speed", title="twice as fast as float32", points=3,

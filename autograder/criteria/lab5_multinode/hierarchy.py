@@ -184,14 +184,8 @@ def _flows(event: Event, rank: int) -> list[tuple[int, float]]:
     return []
 
 
-def _faults(case: Case) -> list[Finding]:
-    assert case.trace is not None
-    return [Finding(fault) for fault in case.trace.faults]
-
-
 def _sent(case: Case) -> list[tuple[int, list[tuple[float, float]]]]:
     """Per node size (size, what each rank sent inside and outside its node)."""
-    assert case.trace is not None
     sizes = case.inputs[0]["local_sizes"]
     parts = [_by_size(events, len(sizes)) for events in case.trace.events]
     return [
@@ -214,7 +208,6 @@ def _found(case: Case, number: int, rank: int, local_size: int, *, inside: bool)
     Inside these are tensors of the node's ranks and sums of them, between nodes sums over whole
     nodes, and sums of those; both hold the sum over all ranks, too.
     """
-    assert case.trace is not None
     sizes = case.inputs[0]["local_sizes"]
     node = rank // local_size
     keys = {
@@ -236,8 +229,8 @@ def _found(case: Case, number: int, rank: int, local_size: int, *, inside: bool)
 
 def judge_slow(case: Case) -> list[Finding]:
     """No rank sends more between nodes than a ring all-reduce of its 1/local_size needs."""
-    findings = _faults(case)
-    for number, (local_size, sent) in enumerate([] if findings else _sent(case)):
+    findings: list[Finding] = []
+    for number, (local_size, sent) in enumerate(_sent(case)):
         nodes = case.world_size // local_size
         num_bytes = 4 * FLOATS_PER_RANK * case.world_size
         ideal = CALLS * 2 * (nodes - 1) / nodes * num_bytes / local_size
@@ -271,8 +264,8 @@ def judge_slow(case: Case) -> list[Finding]:
 
 def judge_local(case: Case) -> list[Finding]:
     """Inside a node a reduce-scatter and an all-gather, no more."""
-    findings = _faults(case)
-    for number, (local_size, sent) in enumerate([] if findings else _sent(case)):
+    findings: list[Finding] = []
+    for number, (local_size, sent) in enumerate(_sent(case)):
         num_bytes = 4 * FLOATS_PER_RANK * case.world_size
         ideal = CALLS * 2 * (local_size - 1) / local_size * num_bytes
         total = sum(inside for inside, _ in sent)

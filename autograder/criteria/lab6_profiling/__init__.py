@@ -136,11 +136,11 @@ LAB = Lab(
         ),
         _emulated(
             name="prof_bucket_sends", title="one all-reduce per bucket of the plan", points=3,
-            draw=emulated.draw_sends, judge=emulated.judge_sends,
+            draw=emulated.draw_sends, judge=emulated.judge_sends, between_ranks=True,
         ),
         _emulated(
             name="prof_efficiency", title="90 % efficiency in virtual time", points=5,
-            draw=emulated.draw_steps, judge=emulated.judge_efficiency,
+            draw=emulated.draw_steps, judge=emulated.judge_efficiency, between_ranks=True,
         ),
         Criterion(
             name="prof_scaling", title="speed-up and efficiency, weak and strong", task=_SCALING,

@@ -199,7 +199,6 @@ def observe_steps(buckets_class: Any, inputs: Values, context: Context) -> Value
 
 def _last_all_reduces(case: Case, rank: int) -> list[Collective] | Finding:
     """The all-reduces of the last step, in the order of their calls."""
-    assert case.trace is not None
     events = case.trace.events[rank]
     backward = [
         i for i, e in enumerate(events)
@@ -216,7 +215,6 @@ def _last_all_reduces(case: Case, rank: int) -> list[Collective] | Finding:
 
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
     """This rank's own gradients of the last step, in float64, with the factors it was handed."""
-    assert case.plan is not None
     model = _charged_model(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
     _train(model, case.inputs[rank], lambda: None, torch.float64)
     return [oracle.grad_of(p) for p in model.parameters()]
@@ -237,9 +235,6 @@ def _carries(payload: Any, gradients: list[np.ndarray], world_size: int) -> bool
 
 def _check_buckets(case: Case) -> list[Finding]:
     """One all-reduce per bucket of the plan, in its order, with its gradients in it."""
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     findings: list[Finding] = []
     plan, sizes = case.inputs[0]["plan"], case.inputs[0]["sizes"]
     wanted = [sum(sizes[i] for i in bucket) for bucket in plan]
@@ -273,16 +268,11 @@ def _check_buckets(case: Case) -> list[Finding]:
 
 def judge_sends(case: Case) -> list[Finding]:
     """The buckets of the plan travel, one all-reduce each."""
-    return [] if case.world_size == 1 else _check_buckets(case)
+    return _check_buckets(case)
 
 
 def judge_efficiency(case: Case) -> list[Finding]:
     """At least 90 % of the virtual time of the steps is computation, and the gradients travel."""
-    if case.world_size == 1:
-        return []
-    assert case.trace is not None
-    if case.trace.faults:
-        return [Finding(fault) for fault in case.trace.faults]
     findings = _missing_gradients(case)
     if findings:
         return findings
@@ -336,7 +326,6 @@ def _holds(payload: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:
 
 def seconds_per_step(case: Case) -> float:
     """Virtual seconds of a step, the first left out."""
-    assert case.trace is not None
     timeline = simulate(case.trace, grading_cluster(case.inputs[0], case.world_size))
     begin = min(
         timeline.event_times[rank][i][0]

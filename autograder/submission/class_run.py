@@ -1,0 +1,103 @@
+"""How a class is graded in one lab, and what that takes, read once and handed on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nbformat import NotebookNode
+
+from autograder.course.course import Course
+from autograder.criteria.criterion import Lab
+from autograder.records.grading import Grading, latest, read_history
+from autograder.records.journal import Journal
+from autograder.records.version import grader_version, submission_key
+from autograder.submission.intake import Intake, read_submission
+
+
+@dataclass(frozen=True)
+class ClassRun:
+    """How a class is graded, and what that takes.
+
+    Args:
+        course: where files and key are.
+        lab_name: name of the lab.
+        world_size: number of ranks.
+        sandboxed: run in the box; without it nothing holds a submission back.
+        again: run also what the journal has a record of.
+    """
+
+    course: Course
+    lab_name: str
+    world_size: int
+    sandboxed: bool
+    again: bool = False
+
+    @cached_property
+    def lab(self) -> Lab:
+        """With the points and limits that the course sets."""
+        return self.course.lab(self.lab_name)
+
+    @cached_property
+    def master(self) -> NotebookNode:
+        """The notebook that students were given; not to be changed."""
+        return self.course.master(self.lab_name)
+
+    @property
+    def journal(self) -> Journal:
+        """The record of every verdict."""
+        return Journal(self.course.journal_path)
+
+    @cached_property
+    def history(self) -> list[Grading]:
+        """What the journal told when it was first asked, oldest first."""
+        return read_history(self.course)
+
+    @cached_property
+    def before(self) -> Mapping[str, Grading]:
+        """Student -> the last grading in this lab on so many ranks, as of `history`."""
+        return latest(self.history, self.lab_name, self.world_size)
+
+    @cached_property
+    def version(self) -> str:
+        """Of all that can change a verdict: our code, the master, the limits."""
+        code = "\n".join(cell.source for cell in self.master.cells if cell.cell_type == "code")
+        limits = repr(self.lab.limits).encode()
+        return grader_version(
+            self.lab_name, _what_matters(self.master), limits, code=code.encode()
+        )
+
+    def read(self, path: Path) -> Intake:
+        """The submission, with the master's locked cells put back."""
+        return read_submission(path, self.master)
+
+    def key_of(self, sha256: str) -> str:
+        """What a record is filed under: the file's bytes, lab, world size and version."""
+        return submission_key(sha256, self.lab_name, self.world_size, self.version)
+
+    def executed_path(self, key: str) -> Path:
+        """The notebook as it was run, with outputs and verdicts."""
+        return self.course.build / "executed" / self.lab_name / f"{key}.ipynb"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker needs: the history of a long term is not part of it."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("history", "before")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _what_matters(master: NotebookNode) -> bytes:
+    """Of a master, what can change a verdict; what a check is worth cannot."""
+    cells = []
+    for cell in master.cells:
+        nbgrader = dict(cell.metadata.get("nbgrader", {}))
+        kept = {k: v for k, v in nbgrader.items() if k not in ("points", "checksum")}
+        cells.append(
+            [cell.get("id"), cell.cell_type, cell.source, cell.metadata | {"nbgrader": kept}]
+        )
+    return json.dumps(cells, sort_keys=True).encode()
