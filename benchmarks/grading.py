@@ -53,7 +53,8 @@ from autograder.batch.grade_class import default_jobs
 from autograder.box.sandbox import probe_support
 from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.submission.attempt import Settings, grade
+from autograder.submission.attempt import grade
+from autograder.submission.class_run import ClassRun
 from autograder.submission.intake import Submission
 
 LAB = "lab1_ddp"
@@ -162,9 +163,9 @@ def one_submission(rounds: int, folder: Path) -> list[Row]:
     def in_process(sandboxed: bool) -> float:
         each, submitted = fresh()
         path = submitted / each.student / LAB / f"{LAB}.ipynb"
-        settings = Settings(Course(warm.folder), LAB, lab.grading_world_size, sandboxed)
+        class_run = ClassRun(Course(warm.folder), LAB, lab.grading_world_size, sandboxed)
         began = time.perf_counter()
-        record = grade(Submission(each.student, path), settings)
+        record = grade(Submission(each.student, path), class_run)
         seconds = time.perf_counter() - began
         check_scores("one submission", {each.student: record["score"]}, [each])
         if record["sandboxed"] != sandboxed:

@@ -12,24 +12,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autograder.batch import pool
 from autograder.box.gpus import divide, most_jobs, visible_gpus
 from autograder.criteria.criterion import Lab
-from autograder.records.journal import Journal
 from autograder.records.progress import Announcer
-from autograder.regrading.history import latest, read_history
-from autograder.submission.attempt import (
-    Record,
-    Settings,
-    back_off,
-    grade,
-    known_record,
-    not_graded,
-)
+from autograder.submission.attempt import Record, back_off, grade, known_record, not_graded
+from autograder.submission.class_run import ClassRun
 from autograder.submission.intake import Submission
 from autograder.submission.scratch import remove_abandoned
 
 POOL_TRIES = 3
 # Runs what is left; returns those that came to nothing, and why.
 Runner = Callable[
-    [dict[int, Submission], Settings, int, Callable[[int, Record], None]], dict[int, str]
+    [dict[int, Submission], ClassRun, int, Callable[[int, Record], None]], dict[int, str]
 ]
 
 
@@ -49,7 +41,7 @@ def default_jobs(world_size: int, lab: Lab | None = None) -> int:
 
 def grade_class(
     submissions: Sequence[Submission],
-    settings: Settings,
+    class_run: ClassRun,
     jobs: int,
     console: Console,
     runner: Runner | None = None,
@@ -65,7 +57,7 @@ def grade_class(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(f"grading {settings.lab}", total=len(submissions))
+        bar = progress.add_task(f"grading {class_run.lab_name}", total=len(submissions))
 
         def done(index: int, record: Record) -> None:
             records[index] = record
@@ -73,42 +65,42 @@ def grade_class(
                 announcer.done(record)
             progress.update(bar, advance=1, description=f"graded {record['student']}")
 
-        last = latest(read_history(settings.course), settings.lab, settings.world_size)
-        finished = Journal(settings.course.journal_path).all_finished()
+        finished = class_run.journal.all_finished()
         for index, submission in enumerate(submissions):
-            if known := known_record(submission, settings, last, finished):
+            if known := known_record(submission, class_run, class_run.before, finished):
                 done(index, known)
-        announcer = Announcer(settings.course.journal_path)
+        announcer = Announcer(class_run.course.journal_path)
         announcer.begin(
             [s.student for s in submissions], [r["student"] for r in records.values()],
-            lab=settings.lab, world_size=settings.world_size, jobs=jobs, again=settings.again,
+            lab=class_run.lab_name, world_size=class_run.world_size, jobs=jobs,
+            again=class_run.again,
         )  # fmt: skip
         run = runner or _run_pool
         todo = {i: s for i, s in enumerate(submissions) if i not in records}
-        lost = run(todo, settings, min(jobs, len(todo)), done) if todo else {}
+        lost = run(todo, class_run, min(jobs, len(todo)), done) if todo else {}
         remove_abandoned()
         for index, reason in lost.items():  # alone: one of them may have killed the others' workers
             for failures in range(POOL_TRIES):
                 if failures:
                     back_off(failures)
-                again = run({index: todo[index]}, settings, 1, done)
+                again = run({index: todo[index]}, class_run, 1, done)
                 remove_abandoned()
                 if index not in again:
                     break
                 reason = again[index]
             else:
                 reason += f", {POOL_TRIES} times in a row"
-                done(index, not_graded(todo[index], settings, reason))
-    announcer.end(settings.lab)
+                done(index, not_graded(todo[index], class_run, reason))
+    announcer.end(class_run.lab_name)
     return [records[index] for index in range(len(submissions))]
 
 
 def _run_pool(
     todo: dict[int, Submission],
-    settings: Settings,
+    class_run: ClassRun,
     jobs: int,
     done: Callable[[int, Record], None],
 ) -> dict[int, str]:
-    pool.begin(settings.lab)
+    pool.begin(class_run.lab_name)
     places = divide(visible_gpus(), jobs)
-    return pool.run_pool(partial(grade, settings=settings), todo, places, done)
+    return pool.run_pool(partial(grade, class_run=class_run), todo, places, done)

@@ -17,7 +17,8 @@ from autograder.batch import pool
 from autograder.cli.arguments import EXIT_FAILED, positive, writable
 from autograder.course.course import Course
 from autograder.criteria import get_lab, lab_names
-from autograder.regrading.history import choose, handed_in_before, read_history
+from autograder.records.grading import read_history
+from autograder.regrading.history import choose, handed_in_before
 from autograder.submission.intake import Found, find_submissions
 
 if TYPE_CHECKING:
@@ -76,23 +77,23 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     from autograder.report.similar import rows
     from autograder.report.suspicious import rows as evidence_rows
     from autograder.report.terminal import left_out_of, rich_table, write_csv
-    from autograder.submission.attempt import Settings
     from autograder.submission.choose_box import choose_sandbox
+    from autograder.submission.class_run import ClassRun
 
     if not options.no_gradebook:
         check_names(submissions)
     lab = get_lab(options.lab)
     bundled = options.example and not options.paths
-    settings = Settings(
+    class_run = ClassRun(
         course, lab.name, options.ranks or lab.grading_world_size,
         # Under Slurm, each node looks for a sandbox of its own.
         options.executor == "slurm" or choose_sandbox(options.trusted, bundled=bundled),
         again=bool(options.student),
     )  # fmt: skip
-    if not settings.sandboxed:
+    if not class_run.sandboxed:
         console.print("[bold red]UNSANDBOXED[/]: nothing holds these submissions back")
-    jobs = options.jobs or default_jobs(settings.world_size, lab)
-    regrading = Regrading.begin(settings)
+    jobs = options.jobs or default_jobs(class_run.world_size, lab)
+    regrading = Regrading(class_run)
     runner = None
     if options.executor != "pool":
         from autograder.batch.slurm.runner import JobRunner
@@ -100,7 +101,7 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
         trusted = options.trusted or bundled
         runner = JobRunner(options.executor, course, console, trusted=trusted)
         jobs = runner.parallel(jobs)
-    records = grade_class(submissions, settings, jobs, console, runner)
+    records = grade_class(submissions, class_run, jobs, console, runner)
     console.print(rich_table(records))
     left_out = left_out_of(found.left_out, lab.name)
     if left_out:
@@ -125,11 +126,11 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     infra = [r for r in records if any(c["status"] == Status.INFRA for c in r["criteria"])]
     # Whom the grader has failed is left out, and is not in the way of the others.
     done = [(s, r) for s, r in zip(submissions, records, strict=True) if r not in infra]
-    if not options.no_gradebook and settings.world_size == lab.grading_world_size and done:
+    if not options.no_gradebook and class_run.world_size == lab.grading_world_size and done:
         with console.status("nbgrader: gradebook and feedback"):
             graded = [s for s, _ in done], [r for _, r in done]
             settled = find_settled(course, lab.name, *graded, regrading.before)
-            left.append(fill_gradebook(*graded, settings, settled))
+            left.append(fill_gradebook(*graded, class_run, settled))
         left.append(course.build / "nbgrader" / "gradebook.db")
     if evidence:
         students = len({each.student for each in evidence})

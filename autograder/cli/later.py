@@ -52,7 +52,8 @@ def _add_replay(commands: Any) -> None:
 
 def _replay(options: argparse.Namespace, console: Console) -> int:
     from autograder.plain_text import clean
-    from autograder.regrading.history import find_grading, read_history
+    from autograder.records.grading import read_history
+    from autograder.regrading.history import find_grading
     from autograder.regrading.replay import explain, replay, replay_table
     from autograder.submission.choose_box import choose_sandbox
     from autograder.submission.engine import InfrastructureError

@@ -16,15 +16,9 @@ from autograder.course.course import Course, CourseError
 from autograder.gradebook.database import TIMESTAMP, handed_in_at, note_lateness
 from autograder.gradebook.preprocessors import refused
 from autograder.gradebook.roster import may_be_id
-from autograder.records.journal import Journal
-from autograder.submission.attempt import (
-    Record,
-    Settings,
-    executed_path,
-    known_record,
-    record_key,
-)
-from autograder.submission.intake import Submission, read_submission
+from autograder.submission.attempt import Record, known_record
+from autograder.submission.class_run import ClassRun
+from autograder.submission.intake import Submission, sha256_of
 
 NBGRADER_DEADLINE_S = 1800.0
 
@@ -45,7 +39,7 @@ def check_names(submissions: Sequence[Submission]) -> None:
 def fill_gradebook(
     submissions: Sequence[Submission],
     records: Sequence[Record],
-    settings: Settings,
+    class_run: ClassRun,
     settled: Collection[str] = (),
 ) -> Path:
     """Has nbgrader take the verdicts into its gradebook and write each student's feedback.
@@ -59,7 +53,7 @@ def fill_gradebook(
     Raises:
         CourseError: nbgrader failed; the message has the end of what it said.
     """
-    course, lab = settings.course, settings.lab
+    course, lab = class_run.course, class_run.lab_name
     made = course.build / "nbgrader"
     ours = {submission.student for submission in submissions}
     for submission, record in zip(submissions, records, strict=True):
@@ -72,18 +66,18 @@ def fill_gradebook(
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         _copy_time(submission.path, target)
-        intake = read_submission(submission.path, course.master(lab))
+        intake = class_run.read(submission.path)
         # nbgrader would stop, for the whole class, at a file that it cannot read.
         if intake.notebook is None or not _is_readable(submission.path):
-            stand_in = intake.notebook or refused(course.master(lab), intake.invalid or "")
+            stand_in = intake.notebook or refused(class_run.master, intake.invalid or "")
             nbformat.write(stand_in, target)
-            if known_record(Submission(submission.student, target), settings) is None:
-                key = record_key(read_submission(target, course.master(lab)).sha256, settings)
-                executed = executed_path(course, lab, record_key(intake.sha256, settings))
+            if known_record(Submission(submission.student, target), class_run) is None:
+                key = class_run.key_of(sha256_of(target))
+                executed = class_run.executed_path(class_run.key_of(intake.sha256))
                 if executed.is_file():
-                    shutil.copyfile(executed, executed_path(course, lab, key))
+                    shutil.copyfile(executed, class_run.executed_path(key))
                 entry = {"kind": "submission", "key": key, "record": record}
-                Journal(course.journal_path).append(entry)
+                class_run.journal.append(entry)
         else:
             shutil.copyfile(submission.path, target)
     everyone = {f.name for f in (made / "submitted").iterdir() if "," not in f.name}
@@ -95,7 +89,7 @@ def fill_gradebook(
     # students' own, therefore.
     elsewhere = f"--CourseDirectory.release_directory={made / 'release'}"
     _nbgrader(course, "generate_assignment", lab, "--force", elsewhere)
-    trusted = f"--GradeWithReferee.trusted={not settings.sandboxed}"
+    trusted = f"--GradeWithReferee.trusted={not class_run.sandboxed}"
     failed: CourseError | None = None
     if new := ours - set(settled):
         try:

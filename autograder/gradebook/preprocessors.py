@@ -10,6 +10,7 @@ output there.
 
 from __future__ import annotations
 
+import copy
 import html
 from dataclasses import replace
 from pathlib import Path
@@ -29,16 +30,10 @@ from autograder.criteria import get_lab
 from autograder.criteria.criterion import Status
 from autograder.proof.bundled import is_bundled
 from autograder.report.safe_html import shorten
-from autograder.submission.attempt import (
-    Record,
-    Settings,
-    executed_path,
-    grade,
-    known_record,
-    record_key,
-)
+from autograder.submission.attempt import Record, grade, known_record
 from autograder.submission.choose_box import choose_sandbox
-from autograder.submission.intake import Submission, read_submission
+from autograder.submission.class_run import ClassRun
+from autograder.submission.intake import Submission, read_submission, sha256_of
 
 
 class _Bridge(NbGraderPreprocessor):
@@ -69,16 +64,15 @@ class GradeWithReferee(_Bridge):
         """Runs the submission, or takes what the journal has of it."""
         course, lab = Course.find(), get_lab(resources["nbgrader"]["assignment"])
         submission = self.submission(resources)
-        settings = Settings(course, lab.name, lab.grading_world_size, sandboxed=True)
-        intake = read_submission(submission.path, course.master(lab.name))
-        record = known_record(submission, settings)  # of a machine that had a sandbox, perhaps
+        class_run = ClassRun(course, lab.name, lab.grading_world_size, sandboxed=True)
+        record = known_record(submission, class_run)  # of a machine that had a sandbox, perhaps
         if record is None:
             bundled = not probe_support().works and is_bundled(submission.path, lab.name)
             sandboxed = choose_sandbox(self.trusted, bundled)
-            record = grade(submission, replace(settings, sandboxed=sandboxed))
+            record = grade(submission, replace(class_run, sandboxed=sandboxed))
         if any(c["status"] == "INFRA" for c in record["criteria"]):
             raise CourseError(record["criteria"][0]["message"])
-        executed = executed_path(course, lab.name, record_key(intake.sha256, settings))
+        executed = class_run.executed_path(class_run.key_of(sha256_of(submission.path)))
         if executed.is_file():
             nb.cells = nbformat.read(executed, as_version=4).cells
         shorten(nb)
@@ -143,5 +137,6 @@ def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> Note
 def refused(master: NotebookNode, reason: str) -> NotebookNode:
     """The untouched lab with the reason on top: stands for a notebook that cannot be read."""
     text = f"**This submission could not be graded.** {html.escape(reason)}"
+    master = copy.deepcopy(master)
     master.cells.insert(0, nbformat.v4.new_markdown_cell(text, id="refused"))
     return master

@@ -28,8 +28,8 @@ from autograder.gradebook.lms_files import (
     write_table,
 )
 from autograder.gradebook.roster import Person, Roster
-from autograder.regrading.history import latest, read_history
-from autograder.submission.intake import read_submission
+from autograder.records.grading import latest, read_history
+from autograder.submission.intake import sha256_of
 
 _WRITERS = {"csv": write_table, "canvas": write_canvas, "moodle": write_moodle}
 
@@ -273,7 +273,7 @@ def _gradescope(course: Course, lines: Sequence[Line], column: Column) -> Made:
             sha256 = grading.seed_id.rpartition(":")[2] if grading else ""
             if grading and not sha256:  # INVALID: nothing of it ran
                 notebook = Path(grading.record["submission"])
-                sha256 = read_submission(notebook, course.master(lab.name)).sha256
+                sha256 = sha256_of(notebook)
             results[address] = gradescope_result(grade, column, titles, messages, sha256)
             made.written.append(person.id)
     made.data = write_gradescope(results)

@@ -28,7 +28,7 @@ from autograder.criteria.criterion import Lab, Status
 from autograder.inside.probe import NOT_WRITTEN
 from autograder.plain_text import MARKS
 from autograder.proof.zoo import ZooEntry, combine, load_zoo, write_class
-from autograder.submission.attempt import Settings
+from autograder.submission.class_run import ClassRun
 from autograder.submission.intake import Submission
 
 MIN_WRONG, MIN_RIGHT = 15, 6
@@ -120,13 +120,13 @@ def verify_lab(
     chosen = choose_covering(lab, entries) if covering else entries
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         course = _throwaway_course(Path(folder), checkout)
-        settings = Settings(course, name, lab.grading_world_size, sandbox)
+        class_run = ClassRun(course, name, lab.grading_world_size, sandbox)
 
         def rows_of(some: Sequence[ZooEntry]) -> list[Row]:
             paths = write_class(name, course.root / "class", root=checkout, entries=some)
             submissions = [Submission(e.name, path) for e, path in zip(some, paths, strict=True)]
-            at_once = jobs or default_jobs(settings.world_size, lab)
-            records = grade_class(submissions, settings, at_once, console)
+            at_once = jobs or default_jobs(class_run.world_size, lab)
+            records = grade_class(submissions, class_run, at_once, console)
             return [_row(lab, entry, r) for entry, r in zip(some, records, strict=True)]
 
         if alone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rich import box
 from rich.console import Console
@@ -11,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autograder.plain_text import MARKS, clean
-from autograder.records.grading import Grading, Record
-from autograder.regrading.history import last_class, latest, read_history
-from autograder.submission.attempt import Settings
+from autograder.records.grading import Grading, Record, latest, read_history
+from autograder.regrading.history import last_class
+from autograder.submission.class_run import ClassRun
 
 NOTHING = "–"  # the criterion was not there
 
@@ -38,19 +39,23 @@ class Change:
 class Regrading:
     """What there was before a class is graded, to be compared with what there is then."""
 
-    settings: Settings
-    before: dict[str, Grading]
+    class_run: ClassRun
 
-    @classmethod
-    def begin(cls, settings: Settings) -> Regrading:
-        """Reads the journal as it is now."""
-        history = read_history(settings.course)
-        return cls(settings, latest(history, settings.lab, settings.world_size))
+    @property
+    def before(self) -> Mapping[str, Grading]:
+        """Student -> the last grading before this one."""
+        return self.class_run.before
+
+    @cached_property
+    def now(self) -> Mapping[str, Grading]:
+        """Student -> the last grading, once the class is graded."""
+        run = self.class_run
+        return latest(read_history(run.course), run.lab_name, run.world_size)
 
     def show(self, records: Sequence[Record], console: Console) -> None:
         """Says whose score has changed, if anybody was graded before and again now."""
         again = {r["student"] for r in records} & self.before.keys()
-        now = self._now()
+        now = self.now
         if not any(now[name].record != self.before[name].record for name in again):
             return
         changes = find_changes(
@@ -62,15 +67,11 @@ class Regrading:
 
     def whole_class(self, records: Sequence[Record]) -> list[Record]:
         """Every student's last record of a class in which only `records` are new."""
-        settings = self.settings
-        students = last_class(settings.course, settings.lab, settings.world_size)
-        by_student = {name: g.record for name, g in self._now().items() if name in students}
+        run = self.class_run
+        students = last_class(run.course, run.lab_name, run.world_size)
+        by_student = {name: g.record for name, g in self.now.items() if name in students}
         by_student |= {record["student"]: record for record in records}
         return [by_student[name] for name in sorted(by_student)]
-
-    def _now(self) -> dict[str, Grading]:
-        settings = self.settings
-        return latest(read_history(settings.course), settings.lab, settings.world_size)
 
 
 def find_changes(before: Mapping[str, Grading], after: Mapping[str, Grading]) -> list[Change]:

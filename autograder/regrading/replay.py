@@ -23,8 +23,8 @@ from autograder.criteria.criterion import Status, Verdict
 from autograder.plain_text import MARKS, clean
 from autograder.records.grading import Grading
 from autograder.records.version import grader_version
-from autograder.submission.attempt import Settings, executed_path, record_key, run_once
-from autograder.submission.intake import read_submission
+from autograder.submission.attempt import run_once
+from autograder.submission.class_run import ClassRun
 
 NOTHING = "–"  # the criterion is not there
 
@@ -79,20 +79,20 @@ def replay(
     """
     torch.set_num_threads(1)  # as when it was graded
     record = grading.record
-    settings = Settings(course, grading.lab, record["world_size"], sandboxed)
+    class_run = ClassRun(course, grading.lab, record["world_size"], sandboxed)
     then = {c["name"]: c for c in record["criteria"]}
     if not grading.seed_id:
-        return Replay(grading, _read_again(grading, settings), ())
-    notebook = _notebook(grading, settings)
+        return Replay(grading, _read_again(grading, class_run), ())
+    notebook = _notebook(grading, class_run)
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         executed = keep or Path(folder) / "executed.ipynb"
-        verdicts = run_once(notebook, settings, grading.seed_id, executed, lambda *_: None)
-    return Replay(grading, _rows(then, verdicts), _remarks(grading, settings))
+        verdicts = run_once(notebook, class_run, grading.seed_id, executed, lambda *_: None)
+    return Replay(grading, _rows(then, verdicts), _remarks(grading, class_run))
 
 
-def _notebook(grading: Grading, settings: Settings) -> NotebookNode:
+def _notebook(grading: Grading, class_run: ClassRun) -> NotebookNode:
     """What was run, without what came of it."""
-    path = executed_path(settings.course, grading.lab, grading.key)
+    path = class_run.executed_path(grading.key)
     if path.is_file():
         notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
@@ -101,8 +101,8 @@ def _notebook(grading: Grading, settings: Settings) -> NotebookNode:
                 cell.metadata.get("minidist", {}).pop("verdict", None)
         return notebook
     handed_in = Path(grading.record["submission"])
-    intake = read_submission(handed_in, settings.course.master(grading.lab))
-    if intake.notebook is None or record_key(intake.sha256, settings) != grading.key:
+    intake = class_run.read(handed_in)
+    if intake.notebook is None or class_run.key_of(intake.sha256) != grading.key:
         raise CourseError(
             f"{path} is gone, and {handed_in} is not what was graded, or the grader has changed: "
             "it cannot be run again"
@@ -110,10 +110,10 @@ def _notebook(grading: Grading, settings: Settings) -> NotebookNode:
     return intake.notebook
 
 
-def _read_again(grading: Grading, settings: Settings) -> tuple[Row, ...]:
+def _read_again(grading: Grading, class_run: ClassRun) -> tuple[Row, ...]:
     """A file that could not be graded: nothing is run, but it can be read again."""
     path = Path(grading.record["submission"])
-    intake = read_submission(path, settings.course.master(grading.lab))
+    intake = class_run.read(path)
     now = str(Status.INVALID) if intake.notebook is None else "a notebook"
     return tuple(
         Row(c["name"], c["status"], now, c["message"], intake.invalid or "")
@@ -138,14 +138,14 @@ def _rows(then: dict[str, dict[str, str]], verdicts: list[Verdict]) -> tuple[Row
     return tuple(rows)
 
 
-def _remarks(grading: Grading, settings: Settings) -> tuple[str, ...]:
+def _remarks(grading: Grading, class_run: ClassRun) -> tuple[str, ...]:
     remarks = []
     if (now := grader_version(grading.lab)) != grading.grader_version:
         remarks.append(f"the grader has changed since (then {grading.grader_version}, now {now})")
-    if bool(grading.record["sandboxed"]) != settings.sandboxed:
+    if bool(grading.record["sandboxed"]) != class_run.sandboxed:
         words = {True: "in the sandbox", False: "without a sandbox"}
         then = words[bool(grading.record["sandboxed"])]
-        remarks.append(f"it was graded {then} and is replayed {words[settings.sandboxed]}")
+        remarks.append(f"it was graded {then} and is replayed {words[class_run.sandboxed]}")
     known = {criterion.name for criterion in get_lab(grading.lab).criteria}
     if gone := [c["name"] for c in grading.record["criteria"] if c["name"] not in known]:
         remarks.append(f"the lab no longer has {', '.join(gone)}")

@@ -8,7 +8,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,14 @@ from papermill.exceptions import PapermillExecutionError
 from autograder.box.cgroup import make_group
 from autograder.box.gpus import num_gpus
 from autograder.box.sandbox import Box, build_box, build_open
-from autograder.course.course import Course
 from autograder.criteria.criterion import Criterion, Draw, Lab, Status, Verdict
 from autograder.records.grading import Grading
 from autograder.records.journal import Journal
-from autograder.records.version import grader_version, submission_key
+from autograder.records.version import grader_version
 from autograder.referee.referee import Referee, draw_for
+from autograder.submission.class_run import ClassRun
 from autograder.submission.engine import InfrastructureError, Session
-from autograder.submission.intake import Submission, read_submission
+from autograder.submission.intake import Submission, sha256_of
 from autograder.submission.scratch import scratch_folder
 
 INFRA_TRIES = 3
@@ -36,43 +36,23 @@ INFRA_BACKOFF_S = 2.0  # the wait after a first failure of ours; it doubles
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a class is graded.
-
-    Args:
-        course: where files and key are.
-        lab: name of the lab.
-        world_size: number of ranks.
-        sandboxed: run in the box; without it nothing holds a submission back.
-        again: run also what the journal has a record of.
-    """
-
-    course: Course
-    lab: str
-    world_size: int
-    sandboxed: bool
-    again: bool = False
-
-
-def grade(submission: Submission, settings: Settings) -> Record:
+def grade(submission: Submission, class_run: ClassRun) -> Record:
     """Grades one submission; whatever it does, a record comes back.
 
     What the journal has for the same bytes, lab, world size and grader is not run again.
     """
     torch.set_num_threads(1)  # the oracle's models are small, and the cores belong to the ranks
-    known = known_record(submission, settings)
+    known = known_record(submission, class_run)
     if known is not None:
         return known
-    lab = settings.course.lab(settings.lab)
-    journal = Journal(settings.course.journal_path)
-    intake = read_submission(submission.path, settings.course.master(lab.name))
-    key = record_key(intake.sha256, settings)
+    lab, journal = class_run.lab, class_run.journal
+    intake = class_run.read(submission.path)
+    key = class_run.key_of(intake.sha256)
     began = time.monotonic()
     if intake.notebook is None:
         verdicts = _all(lab, Status.INVALID, intake.invalid or "not a notebook")
-        record = _record(submission, settings, verdicts, began, sandboxed=False)
-        return _filed(submission, settings, journal, key, record)
+        record = _record(submission, class_run, verdicts, began, sandboxed=False)
+        return _filed(submission, class_run, journal, key, record)
     reason, seed_id = "", f"{submission.student}:{intake.sha256}"
     entry = {"key": key, "seed_id": seed_id, "grader_version": grader_version(lab.name)}
 
@@ -81,26 +61,26 @@ def grade(submission: Submission, settings: Settings) -> Record:
         kind = {"kind": "verdict", "seconds": round(seconds, 3)}
         journal.append(entry | kind | verdict.record())
 
-    executed = executed_path(settings.course, lab.name, key)
+    executed = class_run.executed_path(key)
     for number in range(1, INFRA_TRIES + 1):
         about = {"key": key, "lab": lab.name, "student": submission.student, "try": number}
         try:
             now = {"kind": "attempt", "pid": os.getpid(), "time": time.time()}
             journal.append(about | now)
-            verdicts = run_once(intake.notebook, settings, seed_id, executed, note)
+            verdicts = run_once(intake.notebook, class_run, seed_id, executed, note)
         except InfrastructureError as error:
             reason = str(error)
         except Exception:
             reason = traceback.format_exc(limit=-3)
         else:
-            record = _record(submission, settings, verdicts, began, settings.sandboxed)
-            return _filed(submission, settings, journal, key, record)
+            record = _record(submission, class_run, verdicts, began, class_run.sandboxed)
+            return _filed(submission, class_run, journal, key, record)
         with contextlib.suppress(OSError):  # on a full disk the record alone says it
             journal.append(about | {"kind": "infra", "time": time.time(), "message": reason})
         if number < INFRA_TRIES:
             back_off(number)
     return not_graded(
-        submission, settings, f"The grader failed {INFRA_TRIES} times: {reason}", began
+        submission, class_run, f"The grader failed {INFRA_TRIES} times: {reason}", began
     )
 
 
@@ -110,18 +90,18 @@ def back_off(failures: int) -> None:
 
 
 def _filed(
-    submission: Submission, settings: Settings, journal: Journal, key: str, record: Record
+    submission: Submission, class_run: ClassRun, journal: Journal, key: str, record: Record
 ) -> Record:
     """The record, which is in the journal now; on a full disk our failure, and graded again."""
     try:
         journal.append({"kind": "submission", "key": key, "record": record})
     except OSError as error:
-        return not_graded(submission, settings, f"The record could not be kept: {error}")
+        return not_graded(submission, class_run, f"The record could not be kept: {error}")
     return record
 
 
 def known_record(
-    submission: Submission, settings: Settings, last: Mapping[str, Grading] | None = None,
+    submission: Submission, class_run: ClassRun, last: Mapping[str, Grading] | None = None,
     finished: Mapping[str, Record] | None = None,
 ) -> Record | None:  # fmt: skip
     """The journal's record of the same bytes, lab, world size and grader, if there is one.
@@ -132,11 +112,9 @@ def known_record(
             an earlier version.
         finished: `Journal.all_finished`, where many are asked for: the journal is long.
     """
-    if settings.again:
+    if class_run.again:
         return None
-    sha256 = read_submission(submission.path, settings.course.master(settings.lab)).sha256
-    key = record_key(sha256, settings)
-    journal = Journal(settings.course.journal_path)
+    key, journal = class_run.key_of(sha256_of(submission.path)), class_run.journal
     known = journal.finished(key) if finished is None else finished.get(key)
     if known is None:
         return None
@@ -144,11 +122,11 @@ def known_record(
     if blocked and num_gpus() > known.get("num_gpus", 0):
         return None  # graded where something was missing that may be here
     invalid = all(c["status"] == Status.INVALID for c in known["criteria"])
-    if not invalid and not executed_path(settings.course, settings.lab, key).is_file():
+    if not invalid and not class_run.executed_path(key).is_file():
         return None
     # The same notebook may have been handed in by somebody else, and points may be others now.
     found = known | {"submission": str(submission.path.absolute()), "student": submission.student}
-    found = _with_points(found, settings.course.lab(settings.lab))
+    found = _with_points(found, class_run.lab)
     own = last.get(submission.student) if last is not None else None
     is_last = own is not None and (own.key, own.record["criteria"]) == (key, found["criteria"])
     if found["criteria"] != known["criteria"] or (last is not None and not is_last):
@@ -169,45 +147,19 @@ def _with_points(record: Record, lab: Lab) -> Record:
 
 
 def not_graded(
-    submission: Submission, settings: Settings, reason: str, began: float | None = None
+    submission: Submission, class_run: ClassRun, reason: str, began: float | None = None
 ) -> Record:
     """A record of our own failure, without points; not journalled, so that it is tried again."""
-    verdicts = _all(settings.course.lab(settings.lab), Status.INFRA, reason)
+    verdicts = _all(class_run.lab, Status.INFRA, reason)
     began = time.monotonic() if began is None else began
-    record = _record(submission, settings, verdicts, began, settings.sandboxed)
+    record = _record(submission, class_run, verdicts, began, class_run.sandboxed)
     criteria = [criterion | {"points": None} for criterion in record["criteria"]]
     return record | {"score": None, "criteria": criteria}
 
 
-def record_key(sha256: str, settings: Settings) -> str:
-    """What a record is filed under: the file's bytes, lab, world size and version of the grader."""
-    limits = repr(settings.course.lab(settings.lab).limits).encode()
-    master = settings.course.master(settings.lab)
-    code = "\n".join(cell.source for cell in master.cells if cell.cell_type == "code").encode()
-    version = grader_version(settings.lab, _what_matters(master), limits, code=code)
-    return submission_key(sha256, settings.lab, settings.world_size, version)
-
-
-def _what_matters(master: NotebookNode) -> bytes:
-    """Of a master, what can change a verdict; what a check is worth cannot."""
-    cells = []
-    for cell in master.cells:
-        nbgrader = dict(cell.metadata.get("nbgrader", {}))
-        kept = {k: v for k, v in nbgrader.items() if k not in ("points", "checksum")}
-        cells.append(
-            [cell.get("id"), cell.cell_type, cell.source, cell.metadata | {"nbgrader": kept}]
-        )
-    return json.dumps(cells, sort_keys=True).encode()
-
-
-def executed_path(course: Course, lab: str, key: str) -> Path:
-    """The notebook as it was run, with outputs and verdicts."""
-    return course.build / "executed" / lab / f"{key}.ipynb"
-
-
 def run_once(
     notebook: NotebookNode,
-    settings: Settings,
+    class_run: ClassRun,
     seed_id: str,
     executed: Path,
     note: Callable[[Verdict, float], None],
@@ -222,19 +174,19 @@ def run_once(
     Raises:
         InfrastructureError: our own failure.
     """
-    lab = settings.course.lab(settings.lab)
+    lab = class_run.lab
     if torch.cuda.device_count():
-        lab = replace(lab, limits=lab.limits.with_gpus(settings.world_size))
-    return _Attempt(lab, settings, seed_id, note).run(notebook, executed)
+        lab = replace(lab, limits=lab.limits.with_gpus(class_run.world_size))
+    return _Attempt(lab, class_run, seed_id, note).run(notebook, executed)
 
 
 class _Attempt:
     """One try: everything that it makes is gone when it returns."""
 
     def __init__(
-        self, lab: Lab, settings: Settings, seed_id: str, note: Callable[[Verdict, float], None]
+        self, lab: Lab, class_run: ClassRun, seed_id: str, note: Callable[[Verdict, float], None]
     ) -> None:
-        self.lab, self.settings, self.seed_id, self._note = lab, settings, seed_id, note
+        self.lab, self.class_run, self.seed_id, self._note = lab, class_run, seed_id, note
 
     def run(self, notebook: NotebookNode, executed: Path) -> list[Verdict]:
         with scratch_folder() as folder:
@@ -244,7 +196,7 @@ class _Attempt:
         run_dir, front_dir = folder / "r", folder / "f"
         run_dir.mkdir(mode=0o700)
         front_dir.mkdir(mode=0o700)  # the notebook's side of the front; not in the box
-        referee = Referee(run_dir / "referee.sock", self.settings.world_size, self._draw)
+        referee = Referee(run_dir / "referee.sock", self.class_run.world_size, self._draw)
         wall = None
         try:
             box = self._box(run_dir, referee)
@@ -259,8 +211,8 @@ class _Attempt:
                 launcher["cwd"] = box.cwd
             (front_dir / "launcher.json").write_text(json.dumps(launcher))
             session = Session(
-                lab=self.lab, world_size=self.settings.world_size, referee=referee,
-                kernel_arguments=["--ranks", str(self.settings.world_size),
+                lab=self.lab, world_size=self.class_run.world_size, referee=referee,
+                kernel_arguments=["--ranks", str(self.class_run.world_size),
                                   "--launcher", str(front_dir / "launcher.json")],
                 on_verdict=self._note, connection_file=str(front_dir / "kernel.json"),
                 wall=wall, sizes=box.sizes,
@@ -281,8 +233,8 @@ class _Attempt:
                 wall.remove()
 
     def _draw(self, criterion: Criterion) -> Draw:
-        key = self.settings.course.key()
-        return draw_for(key, self.lab.name, criterion.name, self.seed_id, self.settings.world_size)
+        key = self.class_run.course.key()
+        return draw_for(key, self.lab.name, criterion.name, self.seed_id, self.class_run.world_size)
 
     def _box(self, run_dir: Path, referee: Referee) -> Box:
         env = {
@@ -293,7 +245,7 @@ class _Attempt:
                 ("torch._dynamo", "matplotlib.pyplot", f"autograder.criteria.{self.lab.name}")
             ),
         }
-        if self.settings.sandboxed:
+        if self.class_run.sandboxed:
             return build_box(
                 run_dir=run_dir, withheld=self.lab.withheld, limits=self.lab.limits, env_extra=env
             )
@@ -336,15 +288,15 @@ def _all(lab: Lab, status: Status, message: str) -> list[Verdict]:
 
 
 def _record(
-    submission: Submission, settings: Settings, verdicts: list[Verdict], began: float,
+    submission: Submission, class_run: ClassRun, verdicts: list[Verdict], began: float,
     sandboxed: bool,
 ) -> Record:  # fmt: skip
     criteria = [v.record() for v in verdicts]
     return {
         "submission": str(submission.path.absolute()),
         "student": submission.student,
-        "lab": settings.lab,
-        "world_size": settings.world_size,
+        "lab": class_run.lab_name,
+        "world_size": class_run.world_size,
         **_scores(criteria),
         "seconds": round(time.monotonic() - began, 2),
         "sandboxed": sandboxed,

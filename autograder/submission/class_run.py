@@ -67,9 +67,7 @@ class ClassRun:
         """Of all that can change a verdict: our code, the master, the limits."""
         code = "\n".join(cell.source for cell in self.master.cells if cell.cell_type == "code")
         limits = repr(self.lab.limits).encode()
-        return grader_version(
-            self.lab_name, _what_matters(self.master), limits, code=code.encode()
-        )
+        return grader_version(self.lab_name, _what_matters(self.master), limits, code=code.encode())
 
     def read(self, path: Path) -> Intake:
         """The submission, with the master's locked cells put back."""
@@ -81,7 +79,7 @@ class ClassRun:
 
     def executed_path(self, key: str) -> Path:
         """The notebook as it was run, with outputs and verdicts."""
-        return self.course.build / "executed" / self.lab_name / f"{key}.ipynb"
+        return executed_path(self.course, self.lab_name, key)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a worker needs: the history of a long term is not part of it."""
@@ -89,6 +87,11 @@ class ClassRun:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def executed_path(course: Course, lab: str, key: str) -> Path:
+    """Where the notebook of a record is, as it was run."""
+    return course.build / "executed" / lab / f"{key}.ipynb"
 
 
 def _what_matters(master: NotebookNode) -> bytes:

@@ -107,18 +107,29 @@ def read_submission(path: Path, master: NotebookNode, limits: IntakeLimits | Non
     """
     limits = limits or IntakeLimits()
     notes: list[str] = []
-    digest = hashlib.sha256(b"nothing was read")
     try:
-        try:
-            raw, digest = _read(path, limits.max_bytes)
-        except _Invalid as reason:
-            digest.update(str(reason).encode())
-            raise
+        raw, digest = _read(path, limits.max_bytes)
+    except _Invalid as reason:
+        return Intake(invalid=str(reason), sha256=_unread(reason))
+    sha256 = digest.hexdigest()
+    try:
         cells = _cells(_parse(raw, limits), limits, notes)
         notebook = _assemble(cells, master, notes)
     except _Invalid as reason:
-        return Intake(invalid=str(reason), sha256=digest.hexdigest(), notes=notes[:_MAX_NOTES])
-    return Intake(notebook=notebook, sha256=digest.hexdigest(), notes=notes[:_MAX_NOTES])
+        return Intake(invalid=str(reason), sha256=sha256, notes=notes[:_MAX_NOTES])
+    return Intake(notebook=notebook, sha256=sha256, notes=notes[:_MAX_NOTES])
+
+
+def sha256_of(path: Path, limits: IntakeLimits | None = None) -> str:
+    """`Intake.sha256` of a submission, without parsing it."""
+    try:
+        return _read(path, (limits or IntakeLimits()).max_bytes)[1].hexdigest()
+    except _Invalid as reason:
+        return _unread(reason)
+
+
+def _unread(reason: _Invalid) -> str:
+    return hashlib.sha256(b"nothing was read" + str(reason).encode()).hexdigest()
 
 
 def _read(path: Path, max_bytes: int) -> tuple[bytes, Any]:

@@ -40,10 +40,11 @@ from pathlib import Path
 from autograder.course.course import Course
 from autograder.criteria import get_lab
 from autograder.submission.intake import Submission
-from autograder.submission.attempt import Settings, grade
+from autograder.submission.attempt import grade
+from autograder.submission.class_run import ClassRun
 root, lab, notebook, out = sys.argv[1:]
-settings = Settings(Course(Path(root)), lab, get_lab(lab).grading_world_size, sandboxed=False)
-record = grade(Submission("solution", Path(notebook)), settings)
+class_run = ClassRun(Course(Path(root)), lab, get_lab(lab).grading_world_size, sandboxed=False)
+record = grade(Submission("solution", Path(notebook)), class_run)
 Path(out).write_text(json.dumps([record]))
 """
 

@@ -34,8 +34,8 @@ from autograder.course.slurm_options import SlurmOptions
 from autograder.criteria.limits import GIB, Limits
 from autograder.records.journal import Journal
 from autograder.records.progress import Progress
-from autograder.submission.attempt import Settings, record_key
-from autograder.submission.intake import Submission, read_submission
+from autograder.submission.class_run import ClassRun
+from autograder.submission.intake import Submission, sha256_of
 
 needs_sandbox = pytest.mark.skipif(not probe_support().works, reason="no sandbox")
 
@@ -222,7 +222,7 @@ def run(course: Course, script: Script, *students: str, monkeypatch) -> dict[str
         assert record["student"] not in found
         found[record["student"]] = record
 
-    runner(todo, Settings(course, LAB, 3, True), 2, done)
+    runner(todo, ClassRun(course, LAB, 3, True), 2, done)
     return found
 
 
@@ -323,8 +323,8 @@ def test_status_shows_queued_jobs():
 
 def test_the_results_of_a_grader_that_was_killed_are_taken_over(course):
     submission = Submission("ada", hand_in(course, "ada"))
-    settings = Settings(course, LAB, 3, True)
-    key = record_key(read_submission(submission.path, course.master(LAB)).sha256, settings)
+    class_run = ClassRun(course, LAB, 3, True)
+    key = class_run.key_of(sha256_of(submission.path))
     with new_batch(course.build, "local") as folder:
         assert list(abandoned_batches(course.build, "local")) == []  # it has an owner
         record = made_record("ada", path=submission.path)
@@ -340,7 +340,7 @@ def test_the_results_of_a_grader_that_was_killed_are_taken_over(course):
     assert list(abandoned_batches(course.build, "slurm")) == []  # not theirs
     found = {}
     runner = JobRunner("local", course, Console(quiet=True))
-    runner({0: submission}, settings, 1, found.__setitem__)
+    runner({0: submission}, class_run, 1, found.__setitem__)
     assert found[0]["score"] == record["score"]
     assert verdicts(course) == ["ada"]
     assert not folder.path.exists()
@@ -385,10 +385,10 @@ def test_a_class_in_local_jobs(course, monkeypatch, tmp_path):
 
 def task(course: Course, folder: BatchFolder, **changes) -> Path:
     path = hand_in(course, "ada")
-    sha256 = read_submission(path, course.master(LAB)).sha256
+    sha256 = sha256_of(path)
     made = Task(
         root=str(course.root), lab=LAB, world_size=3, student="ada", path=str(path), sha256=sha256,
-        key=record_key(sha256, Settings(course, LAB, 3, True)), trusted=True, time_s=60,
+        key=ClassRun(course, LAB, 3, True).key_of(sha256), trusted=True, time_s=60,
         result=str(folder.result_path(0, 1)),
     )  # fmt: skip
     where = folder.task_path(0, 1)

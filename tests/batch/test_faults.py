@@ -25,7 +25,7 @@ from autograder.box.sandbox import probe_support
 from autograder.course.course import Course
 from autograder.criteria import get_lab
 from autograder.records.journal import Journal
-from autograder.submission.attempt import Settings
+from autograder.submission.class_run import ClassRun
 from autograder.submission.intake import Submission
 from autograder.submission.scratch import remove_abandoned
 
@@ -200,7 +200,7 @@ def test_a_clock_that_jumps_changes_nothing(course, monkeypatch):
     """A day forth and back at every look, as when a machine's clock is set while it grades."""
     clock, jumps = time.time, itertools.cycle((0.0, 86400.0, -86400.0))
     monkeypatch.setattr(time, "time", lambda: clock() + next(jumps))
-    settings = Settings(Course(course.root), LAB, get_lab(LAB).grading_world_size, True)
+    class_run = ClassRun(Course(course.root), LAB, get_lab(LAB).grading_world_size, True)
     path = course.root / "handed_in" / "one" / f"{LAB}.ipynb"
-    record = autograder.submission.attempt.grade(Submission("one", path), settings)
+    record = autograder.submission.attempt.grade(Submission("one", path), class_run)
     assert set(statuses(record).values()) <= {"STUDENT_ERROR", "NOT_RUN", "WRONG"}

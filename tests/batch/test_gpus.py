@@ -102,7 +102,7 @@ def test_the_pool_is_given_what_the_machine_has(machine, monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(pool, "begin", lambda *_: None)
     monkeypatch.setattr(pool, "run_pool", lambda work, todo, places, done: given.append(places))
-    grade_class._run_pool({}, stub_grading.settings(make_course(tmp_path)), 2, print)
+    grade_class._run_pool({}, stub_grading.class_run(make_course(tmp_path)), 2, print)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in given[0]] == ["0,1", "2,3"]
 
 
@@ -152,14 +152,14 @@ def test_jobs_without_slurm_have_their_own_too(machine, monkeypatch, tmp_path):
 def test_what_was_blocked_is_graded_again_where_there_are_more(machine, monkeypatch, tmp_path):
     """Not each time anew because a worker has only some of them."""
     course = make_course(tmp_path)
-    settings = replace(stub_grading.settings(course), lab="lab1_ddp")
+    class_run = replace(stub_grading.class_run(course), lab="lab1_ddp")
     submission = Submission("ada", hand_in(course, "ada"))
     record = made_record("ada", {"setup": "BLOCKED"}, path=submission.path)
-    keep(settings, submission, record | {"num_gpus": 2})
+    keep(class_run, submission, record | {"num_gpus": 2})
     machine(2)
-    assert known_record(submission, settings) is not None
+    assert known_record(submission, class_run) is not None
     machine(1)
     monkeypatch.setenv("AUTOGRADER_NUM_GPUS", "2")
-    assert known_record(submission, settings) is not None
+    assert known_record(submission, class_run) is not None
     monkeypatch.setenv("AUTOGRADER_NUM_GPUS", "3")
-    assert known_record(submission, settings) is None
+    assert known_record(submission, class_run) is None

@@ -411,7 +411,7 @@ def test_a_grader_that_was_killed_leaves_its_results_to_the_next(course, cluster
 
 
 def script(name: str) -> str:
-    return str(ROOT / "autograder" / "slurm" / name)
+    return str(ROOT / "autograder" / "batch" / "slurm" / name)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-IMAGE = ROOT / "autograder" / "image"
+IMAGE = ROOT / "autograder" / "box" / "image"
 DOCKERFILE = (IMAGE / "Dockerfile").read_text()
 APPTAINER = (IMAGE / "minidist.def").read_text()
 

@@ -22,8 +22,9 @@ from autograder.gradebook.database import open_gradebook
 from autograder.gradebook.lms_files import Column, file_name, number, safe
 from autograder.gradebook.publish import Options, _columns, publish
 from autograder.gradebook.roster import read_roster
-from autograder.regrading.history import latest, read_history
-from autograder.submission.attempt import Settings, Submission, grade
+from autograder.records.grading import latest, read_history
+from autograder.submission.attempt import Submission, grade
+from autograder.submission.class_run import ClassRun
 
 ROSTER = """Student,ID,SIS User ID,SIS Login ID,Section,Lab one (77),Final Score
     Points Possible,,,,,102,(read only)
@@ -248,8 +249,8 @@ def test_the_zero_of_what_is_no_notebook_is_for_that_file_alone(tmp_path):
     course = make_course(tmp_path / "course")
     path = hand_in(course, "lea")
     path.write_text("{}")
-    settings = Settings(course, LAB, get_lab(LAB).grading_world_size, True)
-    record = grade(Submission("lea", path), settings)
+    class_run = ClassRun(course, LAB, get_lab(LAB).grading_world_size, True)
+    record = grade(Submission("lea", path), class_run)
     assert {c["status"] for c in record["criteria"]} == {"INVALID"}
     take_in(course, record)
     with open_gradebook(course) as book:

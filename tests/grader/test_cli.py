@@ -19,8 +19,8 @@ from autograder.gradebook.database import open_gradebook
 from autograder.gradebook.fill import fill_gradebook
 from autograder.proof.bundled import is_bundled
 from autograder.proof.zoo import write_class
-from autograder.submission.attempt import Settings
 from autograder.submission.choose_box import choose_sandbox
+from autograder.submission.class_run import ClassRun
 from autograder.submission.intake import Submission
 
 pytestmark = pytest.mark.timeout(600)
@@ -124,7 +124,7 @@ def test_a_file_in_place_that_nbgrader_cannot_read_is_left_out(course, monkeypat
     monkeypatch.setattr(
         "autograder.gradebook.fill._nbgrader", lambda _, *words: calls.append(words)
     )
-    fill_gradebook(submissions, [{}, {}], Settings(Course(course.root), LAB, 3, True))
+    fill_gradebook(submissions, [{}, {}], ClassRun(Course(course.root), LAB, 3, True))
     assert "not in the gradebook" in capsys.readouterr().err
     autograde, feedback = (call for call in calls if call[0] != "generate_assignment")
     for call in (autograde, feedback):

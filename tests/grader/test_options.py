@@ -18,7 +18,8 @@ from autograder.criteria import get_lab
 from autograder.criteria.limits import GIB, Limits
 from autograder.records.journal import Journal
 from autograder.referee.practice import lab_of
-from autograder.submission.attempt import Settings, known_record, record_key
+from autograder.submission.attempt import known_record
+from autograder.submission.class_run import ClassRun
 from autograder.submission.intake import Submission
 
 POINTS = f"[points.{LAB}]\nddp_scaling = 10\nwrap_model = 0\n"
@@ -154,10 +155,10 @@ def test_other_points_run_nothing_again_and_are_told(course, monkeypatch, capsys
 
 def test_other_limits_run_again(course):
     submission = Submission("ada", hand_in(course, "ada"))
-    settings = Settings(course, LAB, 3, True)
-    keep(settings, submission, made_record("ada", path=submission.path))
-    assert known_record(submission, settings) is not None
+    class_run = ClassRun(course, LAB, 3, True)
+    keep(class_run, submission, made_record("ada", path=submission.path))
+    assert known_record(submission, class_run) is not None
     (course.root / NAME).write_text(f"[limits.{LAB}]\nwall_s = 60\n")
-    later = Settings(Course(course.root), LAB, 3, True)
+    later = ClassRun(Course(course.root), LAB, 3, True)
     assert known_record(submission, later) is None
-    assert record_key("sha", later) != record_key("sha", settings)
+    assert later.key_of("sha") != class_run.key_of("sha")

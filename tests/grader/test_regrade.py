@@ -21,10 +21,10 @@ from autograder.criteria.criterion import Status, Verdict
 from autograder.gradebook import fill
 from autograder.gradebook.database import TIMESTAMP, note_lateness, noted_lateness, open_gradebook
 from autograder.gradebook.settled import find_settled
-from autograder.records.grading import Grading
+from autograder.records.grading import Grading, latest, read_history
 from autograder.records.journal import Journal
 from autograder.regrading.changes import changes_table, find_changes, summary
-from autograder.regrading.history import find_grading, latest, read_history
+from autograder.regrading.history import find_grading
 from autograder.submission.attempt import grade as grade_one
 from autograder.submission.engine import InfrastructureError
 from autograder.submission.intake import Submission, find_submissions
@@ -178,7 +178,7 @@ def test_another_time_of_handing_in_has_nbgrader_look_again(taken, settled, monk
         else:
             stamp.unlink()
         assert settled() == {"kim"}
-        fill.fill_gradebook(submissions, records, stub_grading.settings(taken))
+        fill.fill_gradebook(submissions, records, stub_grading.class_run(taken))
         assert copy.is_file() == bool(text)
         for student in ("ada", "kim"):  # as nbgrader does
             graded = taken.build / "nbgrader" / "autograded" / student / LAB / f"{LAB}.ipynb"
@@ -194,7 +194,7 @@ def test_a_time_that_is_none_is_told_and_stops_nobody(taken, settled, monkeypatc
     records = [gradings(taken)[s.student].record for s in submissions]
     stamp = next(s.path for s in submissions if s.student == "ada").with_name(TIMESTAMP)
     stamp.write_bytes(said)
-    fill.fill_gradebook(submissions, records, stub_grading.settings(taken))
+    fill.fill_gradebook(submissions, records, stub_grading.class_run(taken))
     assert f"{stamp}: expected a time, got" in capsys.readouterr().err
     assert not (taken.build / "nbgrader" / "submitted" / "ada" / LAB / TIMESTAMP).exists()
     assert settled() == {"ada", "kim"}
@@ -212,7 +212,7 @@ def test_what_nbgrader_cannot_take_keeps_nobody_from_feedback(taken, monkeypatch
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
     with pytest.raises(CourseError, match="one of them"):
-        fill.fill_gradebook(submissions, records, stub_grading.settings(taken))
+        fill.fill_gradebook(submissions, records, stub_grading.class_run(taken))
     assert asked == ["generate_assignment", "autograde", "generate_feedback"]
     assert noted_lateness(taken, LAB).keys() == {"ada", "kim"}
 
@@ -243,8 +243,8 @@ def test_nbgrader_is_asked_for_the_others_only(taken, settled, monkeypatch):
     monkeypatch.setattr(fill, "_nbgrader", lambda _, *arguments: asked.append(arguments))
     submissions = find_submissions([taken.root / "handed_in"], LAB).submissions
     records = [gradings(taken)[s.student].record for s in submissions]
-    settings = stub_grading.settings(taken)
-    fill.fill_gradebook(submissions, records, settings, settled={"kim"})
+    class_run = stub_grading.class_run(taken)
+    fill.fill_gradebook(submissions, records, class_run, settled={"kim"})
     exclude = "--CourseDirectory.student_id_exclude="
     assert [command for command, *_ in asked] == [
         "generate_assignment", "autograde", "generate_feedback"
@@ -252,7 +252,7 @@ def test_nbgrader_is_asked_for_the_others_only(taken, settled, monkeypatch):
     assert f"{exclude}kim" in asked[1]
     assert exclude in asked[2]
     asked.clear()
-    fill.fill_gradebook(submissions, records, settings, settled={"ada", "kim"})
+    fill.fill_gradebook(submissions, records, class_run, settled={"ada", "kim"})
     assert [command for command, *_ in asked] == ["generate_assignment", "generate_feedback"]
 
 
@@ -356,7 +356,7 @@ def test_when_it_was_handed_in_goes_along(course, monkeypatch):
     path = hand_in(course, "ada")
     path.with_name(TIMESTAMP).write_text("2026-11-23 10:00:00 UTC")
     record = made_record("ada", path=path)
-    fill.fill_gradebook([Submission("ada", path)], [record], stub_grading.settings(course))
+    fill.fill_gradebook([Submission("ada", path)], [record], stub_grading.class_run(course))
     taken = course.build / "nbgrader" / "submitted" / "ada" / LAB / TIMESTAMP
     assert taken.read_text() == "2026-11-23 10:00:00 UTC"
 
@@ -369,12 +369,12 @@ def test_who_kills_a_worker_is_tried_again_alone(course, monkeypatch, capsys):
     stub = stub_grading(monkeypatch)
     rounds = []
 
-    def pool(todo, settings, jobs, done):
+    def pool(todo, class_run, jobs, done):
         rounds.append([s.student for s in todo.values()])
         falls = [i for i, s in todo.items() if s.student == "aaron"]
         if falls and len(todo) > 1:
             falls.append(next(i for i, s in todo.items() if s.student == "bea"))
-        stub._run_pool({i: s for i, s in todo.items() if i not in falls}, settings, jobs, done)
+        stub._run_pool({i: s for i, s in todo.items() if i not in falls}, class_run, jobs, done)
         return dict.fromkeys(falls, "a worker was killed")
 
     monkeypatch.setattr(grade_class, "_run_pool", pool)
@@ -403,13 +403,13 @@ def test_the_grader_waits_longer_after_each_failure_of_its_own(course, monkeypat
     monkeypatch.setattr("autograder.submission.attempt.run_once", run_once)
     monkeypatch.setattr("autograder.submission.attempt.time.sleep", happened.append)
     handed_in = Submission("ada", hand_in(course, "ada"))
-    record = grade_one(handed_in, stub_grading.settings(course))
+    record = grade_one(handed_in, stub_grading.class_run(course))
     assert happened == ["tried", 2.0, "tried", 4.0, "tried"]
     assert record["score"] == sum(c.points for c in CRITERIA)
 
     happened.clear()
     monkeypatch.setattr("autograder.submission.attempt.INFRA_TRIES", 2)
-    record = grade_one(Submission("kim", hand_in(course, "kim")), stub_grading.settings(course))
+    record = grade_one(Submission("kim", hand_in(course, "kim")), stub_grading.class_run(course))
     assert happened == ["tried", 2.0, "tried"]
     assert {c["status"] for c in record["criteria"]} == {"INFRA"}
     assert "failed 2 times: no more processes" in record["criteria"][0]["message"]
@@ -425,6 +425,6 @@ def test_a_disk_that_is_full_at_the_last_line_is_told(course, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Journal, "append", full)
-    record = grade_one(Submission("odd", path), stub_grading.settings(course))
+    record = grade_one(Submission("odd", path), stub_grading.class_run(course))
     assert {c["status"] for c in record["criteria"]} == {"INFRA"}
     assert "No space left" in record["criteria"][0]["message"]

@@ -15,9 +15,10 @@ from autograder.course.course import CourseError
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Status, Verdict
 from autograder.proof.zoo import load_zoo
+from autograder.records.grading import latest, read_history
 from autograder.records.journal import Journal
 from autograder.regrading import replay as module
-from autograder.regrading.history import find_grading, latest, read_history
+from autograder.regrading.history import find_grading
 from autograder.regrading.replay import NOTHING, explain, replay
 
 CRITERIA = get_lab(LAB).criteria
@@ -40,8 +41,8 @@ def runs(monkeypatch):
     runs = Runs()
     runs.ends, runs.asked = {}, []
 
-    def run_once(notebook, settings, seed_id, executed, note):
-        runs.asked.append((notebook, settings, seed_id))
+    def run_once(notebook, class_run, seed_id, executed, note):
+        runs.asked.append((notebook, class_run, seed_id))
         nbformat.write(notebook, executed)
         return [
             Verdict(c.name, status := runs.ends.get(c.name, Status.PASS),
@@ -70,10 +71,10 @@ def test_the_same_notebook_and_seeds_agree_and_nothing_is_written(course, runs, 
     before = files(course)
     runs.ends["ddp_weights"] = Status.WRONG
     assert main(["replay", "ada"]) == 0
-    [(notebook, settings, seed_id)] = runs.asked
+    [(notebook, class_run, seed_id)] = runs.asked
     assert seed_id.startswith("ada:")
     assert seed_id == find_grading(read_history(course), "ada").seed_id
-    assert (settings.lab, settings.world_size) == (LAB, 3)
+    assert (class_run.lab_name, class_run.world_size) == (LAB, 3)
     assert any("whose = 'ada'" in cell.source for cell in notebook.cells)
     assert files(course) == before
     said = capsys.readouterr().out

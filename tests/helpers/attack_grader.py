@@ -26,9 +26,10 @@ import autograder.submission.attempt
 from autograder.course.course import Course
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Lab
-from autograder.submission.attempt import Record, Settings, executed_path, record_key
+from autograder.submission.attempt import Record
 from autograder.submission.choose_box import choose_sandbox
-from autograder.submission.intake import Submission
+from autograder.submission.class_run import ClassRun
+from autograder.submission.intake import Submission, sha256_of
 
 CANARY = f"canary-{secrets.token_hex(8)}"
 MAX_EXECUTED_BYTES = 80 << 20
@@ -62,7 +63,7 @@ class AttackCourse:
 
     def __init__(self, root: Path) -> None:
         self.course = QuickCourse(root)
-        self.settings = Settings(self.course, LAB, get_lab(LAB).grading_world_size, True)
+        self.class_run = ClassRun(self.course, LAB, get_lab(LAB).grading_world_size, True)
 
     @classmethod
     def make(cls, root: Path) -> AttackCourse:
@@ -110,7 +111,7 @@ class AttackCourse:
         path = attack.write(self.course.root / "handed_in" / student)
         journal = self.course.journal_path.read_bytes()
         began = time.monotonic()
-        record = autograder.submission.attempt.grade(Submission(student, path), self.settings)
+        record = autograder.submission.attempt.grade(Submission(student, path), self.class_run)
         outcome = Outcome(attack, record, time.monotonic() - began)
         outcome.problems += wrong_verdicts(attack, record)
         outcome.problems += self._leaks(attack, path, record)
@@ -127,10 +128,7 @@ class AttackCourse:
         executed = ""
         graded = {c["status"] for c in record["criteria"]} & {"INFRA", "INVALID"} == set()
         if graded:
-            sha256 = autograder.submission.attempt.read_submission(
-                path, self.course.master(LAB)
-            ).sha256
-            file = executed_path(self.course, LAB, record_key(sha256, self.settings))
+            file = self.class_run.executed_path(self.class_run.key_of(sha256_of(path)))
             if file.stat().st_size > MAX_EXECUTED_BYTES:
                 yield f"the notebook as it was run has {file.stat().st_size >> 20} MiB"
             cells = json.loads(file.read_text("utf-8"))["cells"]

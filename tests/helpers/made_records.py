@@ -15,7 +15,7 @@ from autograder.criteria import get_lab
 from autograder.gradebook.database import open_gradebook
 from autograder.records.journal import Journal
 from autograder.records.version import grader_version
-from autograder.submission.attempt import Settings, executed_path, record_key
+from autograder.submission.class_run import ClassRun
 from autograder.submission.intake import Submission, read_submission
 
 
@@ -76,21 +76,21 @@ def file_record(
 ) -> str:
     """Does what grading a new submission does to the course, and returns the record's key."""
     path = hand_in(course, student, text, lab)
-    settings = Settings(course, lab, get_lab(lab).grading_world_size, True)
+    class_run = ClassRun(course, lab, get_lab(lab).grading_world_size, True)
     record = made_record(student, lost, lab=lab, path=path)
-    return keep(settings, Submission(student, path), record)
+    return keep(class_run, Submission(student, path), record)
 
 
-def keep(settings: Settings, submission: Submission, record: Mapping[str, Any]) -> str:
+def keep(class_run: ClassRun, submission: Submission, record: Mapping[str, Any]) -> str:
     """What grading leaves in journal and `build/executed`; the record's key."""
-    course, lab = settings.course, settings.lab
+    course, lab = class_run.course, class_run.lab_name
     intake = read_submission(submission.path, course.master(lab))
-    key, journal = record_key(intake.sha256, settings), Journal(course.journal_path)
+    key, journal = class_run.key_of(intake.sha256), Journal(course.journal_path)
     entry = {"kind": "verdict", "key": key, "seed_id": f"{submission.student}:{intake.sha256}"}
     for criterion in record["criteria"]:
         journal.append(entry | {"grader_version": grader_version(lab), "seconds": 0.5} | criterion)
     journal.append({"kind": "submission", "key": key, "record": record})
-    executed = executed_path(course, lab, key)
+    executed = class_run.executed_path(key)
     executed.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(intake.notebook, executed)
     return key
@@ -138,17 +138,17 @@ class stub_grading:
         )
 
     @staticmethod
-    def settings(course: Course, lab: str = LAB) -> Settings:
-        return Settings(course, lab, get_lab(lab).grading_world_size, True)
+    def class_run(course: Course, lab: str = LAB) -> ClassRun:
+        return ClassRun(course, lab, get_lab(lab).grading_world_size, True)
 
-    def _run_pool(self, todo: Any, settings: Settings, jobs: int, done: Any) -> dict[int, str]:
-        self.again.append(settings.again)
+    def _run_pool(self, todo: Any, class_run: ClassRun, jobs: int, done: Any) -> dict[int, str]:
+        self.again.append(class_run.again)
         for index, submission in todo.items():
             self.asked.append(submission.student)
             record = made_record(
-                submission.student, self.lost.get(submission.student), lab=settings.lab,
+                submission.student, self.lost.get(submission.student), lab=class_run.lab_name,
                 path=submission.path, seconds=10.0 + len(self.asked),
             )  # fmt: skip
-            keep(settings, submission, record)
+            keep(class_run, submission, record)
             done(index, record)
         return {}

@@ -21,8 +21,9 @@ from autograder.course.slurm_options import TIME_MARGIN_S, SlurmOptions
 from autograder.criteria.criterion import Status
 from autograder.plain_text import clean
 from autograder.records.journal import Journal
-from autograder.submission.attempt import Record, Settings, executed_path, not_graded, record_key
-from autograder.submission.intake import Submission, read_submission
+from autograder.submission.attempt import Record, not_graded
+from autograder.submission.class_run import ClassRun, executed_path
+from autograder.submission.intake import Submission, sha256_of
 
 HARVEST_S = 0.2  # between two looks at the results' folder
 LATE_S = 600.0  # a job that is this much over Slurm's own time limit will not end by itself
@@ -57,13 +58,18 @@ class JobBatch:
     """Submissions on their way, until each has a record."""
 
     def __init__(
-        self, backend: Backend, settings: Settings, folder: BatchFolder, options: SlurmOptions,
+        self, backend: Backend, class_run: ClassRun, folder: BatchFolder, options: SlurmOptions,
         console: Console, done: Done, trusted: bool,
     ) -> None:  # fmt: skip
-        self.backend, self.settings, self.folder, self.options = backend, settings, folder, options
+        self.backend, self.class_run, self.folder, self.options = (
+            backend,
+            class_run,
+            folder,
+            options,
+        )
         self.console, self._done, self.trusted = console, done, trusted
-        self.journal = Journal(settings.course.journal_path)
-        self.limits = settings.course.lab(settings.lab).limits
+        self.journal = Journal(class_run.course.journal_path)
+        self.limits = class_run.lab.limits
         self.work: dict[int, _Work] = {}
         self.chunk = backend.array_size
         self.answered_at = time.monotonic()
@@ -119,7 +125,7 @@ class JobBatch:
             elif result.key != work.key:
                 self._failed(work, f"{path}: expected key {work.key}, got {result.key}")
             else:
-                file_result(self.settings.course, path, result, result.record)
+                file_result(self.class_run.course, path, result, result.record)
                 del self.work[work.index]
                 self._done(work.index, result.record)
 
@@ -130,7 +136,12 @@ class JobBatch:
         again = again and work.tries < self.options.tries
         wait_s = self.options.backoff_s * 2 ** (work.tries - 1)
         then = f"again in {wait_s} s" if again else "not tried again"
-        entry = {"kind": "infra", "key": work.key, "lab": self.settings.lab, "student": student}
+        entry = {
+            "kind": "infra",
+            "key": work.key,
+            "lab": self.class_run.lab_name,
+            "student": student,
+        }
         entry |= {"try": work.tries, "time": time.time(), "message": f"job {job}: {reason}"}
         with contextlib.suppress(OSError):
             self.journal.append(entry | ({"state": "waiting"} if again else {}))
@@ -163,7 +174,7 @@ class JobBatch:
 
     def _give_up(self, work: _Work, reason: str) -> None:
         del self.work[work.index]
-        self._done(work.index, not_graded(work.submission, self.settings, reason))
+        self._done(work.index, not_graded(work.submission, self.class_run, reason))
 
     # --- jobs -----------------------------------------------------------------------------------
 
@@ -207,14 +218,13 @@ class JobBatch:
 
     def _write_task(self, work: _Work) -> Path:
         """Read anew for each try: the file may have been replaced meanwhile."""
-        settings, submission = self.settings, work.submission
-        master = settings.course.master(settings.lab)
-        work.sha256 = read_submission(submission.path, master).sha256
-        work.key = record_key(work.sha256, settings)
+        class_run, submission = self.class_run, work.submission
+        work.sha256 = sha256_of(submission.path)
+        work.key = class_run.key_of(work.sha256)
         path = self.folder.task_path(work.index, work.tries + 1)
         Task(
-            root=str(settings.course.root.resolve()), lab=settings.lab,
-            world_size=settings.world_size, student=submission.student,
+            root=str(class_run.course.root.resolve()), lab=class_run.lab_name,
+            world_size=class_run.world_size, student=submission.student,
             path=str(submission.path.absolute()), sha256=work.sha256, key=work.key,
             trusted=self.trusted, time_s=self.options.seconds(self.limits),
             result=str(self.folder.result_path(work.index, work.tries + 1)),
@@ -276,7 +286,7 @@ class JobBatch:
         """For `autograder status`; a journal that cannot be written stops nothing."""
         with contextlib.suppress(OSError):
             self.journal.append(
-                {"kind": kind, "lab": self.settings.lab, "time": time.time(), **about}
+                {"kind": kind, "lab": self.class_run.lab_name, "time": time.time(), **about}
             )
 
 

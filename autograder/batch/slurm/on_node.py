@@ -149,8 +149,9 @@ def _grade(task: Task, folder: Path) -> dict[str, Any]:
     from autograder.box.sandbox import probe_support
     from autograder.course.course import Course, CourseError
     from autograder.records.journal import Journal
-    from autograder.submission.attempt import Settings, executed_path, grade, record_key
-    from autograder.submission.intake import Submission, read_submission
+    from autograder.submission.attempt import grade
+    from autograder.submission.class_run import ClassRun
+    from autograder.submission.intake import Submission, sha256_of
 
     @dataclass(frozen=True)
     class JobCourse(Course):
@@ -177,11 +178,11 @@ def _grade(task: Task, folder: Path) -> dict[str, Any]:
     support = probe_support()
     if not support.works and not task.trusted:
         return failed(f"{host}: no sandbox on this node: {support.reason}")
-    settings = Settings(course, task.lab, task.world_size, sandboxed=support.works)
+    class_run = ClassRun(course, task.lab, task.world_size, sandboxed=support.works)
     try:
         submission = Submission(task.student, Path(task.path))
-        found = read_submission(submission.path, course.master(task.lab)).sha256
-        key = record_key(found, settings)
+        found = sha256_of(submission.path)
+        key = class_run.key_of(found)
     except CourseError as error:
         return failed(f"{host}: {error}")
     if found != task.sha256:
@@ -194,9 +195,9 @@ def _grade(task: Task, folder: Path) -> dict[str, Any]:
             f"{host}: this node has another version of the grader, the lab, Python or torch than "
             f"the login node: expected {task.key}, got {key}"
         )
-    record = grade(submission, settings)
+    record = grade(submission, class_run)
     entries = list(Journal(course.journal_path).iter_records())
-    executed = executed_path(course, task.lab, key)
+    executed = class_run.executed_path(key)
     if executed.is_file():
         shutil.move(executed, folder / _EXECUTED)
     return {"key": key, "record": record, "entries": [e for e in entries if e["kind"] in _TELLING]}

@@ -32,7 +32,8 @@ from autograder.batch.slurm.exchange_folder import (
 from autograder.course.course import Course, CourseError
 from autograder.course.slurm_options import SlurmOptions
 from autograder.records.journal import Journal
-from autograder.submission.attempt import Settings, known_record
+from autograder.submission.attempt import known_record
+from autograder.submission.class_run import ClassRun
 from autograder.submission.intake import Submission
 
 
@@ -55,32 +56,32 @@ class JobRunner:
         return self.options.array_parallelism if self.kind == "slurm" else jobs
 
     def __call__(
-        self, todo: dict[int, Submission], settings: Settings, jobs: int, done: Done
+        self, todo: dict[int, Submission], class_run: ClassRun, jobs: int, done: Done
     ) -> dict[int, str]:
         """Grades `todo` and tells `done` every record, INFRA included: nothing is lost."""
         todo = dict(todo)
-        if self._take_over(settings.course):
-            finished = Journal(settings.course.journal_path).all_finished()
+        if self._take_over(class_run.course):
+            finished = Journal(class_run.course.journal_path).all_finished()
             for index, submission in list(todo.items()):
-                if known := known_record(submission, settings, finished=finished):
+                if known := known_record(submission, class_run, finished=finished):
                     done(index, known)
                     del todo[index]
         if not todo:
             return {}
-        with _interrupted_by_hangup(), new_batch(settings.course.build, self.kind) as folder:
-            backend = self._backend(settings, folder, jobs)
+        with _interrupted_by_hangup(), new_batch(class_run.course.build, self.kind) as folder:
+            backend = self._backend(class_run, folder, jobs)
             JobBatch(
-                backend, settings, folder, self.options, self.console, done, self.trusted
+                backend, class_run, folder, self.options, self.console, done, self.trusted
             ).grade(todo)
         return {}
 
-    def _backend(self, settings: Settings, folder: BatchFolder, jobs: int) -> Backend:
-        limits = settings.course.lab(settings.lab).limits
+    def _backend(self, class_run: ClassRun, folder: BatchFolder, jobs: int) -> Backend:
+        limits = class_run.lab.limits
         if self.kind == "local":
             return LocalJobs(folder.submitit, jobs, self.options.seconds(limits))
         _leave_job()
         return SlurmJobs(folder.name, folder.submitit, self.options).ask_for(
-            settings.world_size, limits
+            class_run.world_size, limits
         )
 
     def _take_over(self, course: Course) -> int:
