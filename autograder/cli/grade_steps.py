@@ -1,0 +1,164 @@
+"""`autograder grade`, step by step: `grade.py` has their order."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from pathlib import Path
+
+from rich.console import Console
+
+from autograder.batch.grade_class import Runner, default_jobs, grade_class
+from autograder.cli.arguments import EXIT_FAILED, EXIT_OK
+from autograder.course.course import Course
+from autograder.criteria import get_lab
+from autograder.criteria.criterion import Status
+from autograder.gradebook import fill
+from autograder.gradebook.settled import find_settled
+from autograder.plain_text import clean
+from autograder.records.grading import Record
+from autograder.regrading.changes import Regrading
+from autograder.report import similar, suspicious
+from autograder.report.authored import read_class
+from autograder.report.page import write_html
+from autograder.report.terminal import left_out_of, rich_table, write_csv
+from autograder.submission.choose_box import choose_sandbox
+from autograder.submission.class_run import ClassRun
+from autograder.submission.intake import Found
+
+
+class GradeCommand:
+    """A class that is graded: each step leaves what the next ones need."""
+
+    def __init__(
+        self, options: argparse.Namespace, console: Console, course: Course, found: Found
+    ) -> None:
+        self.options, self.console, self.course = options, console, course
+        self.submissions = found.submissions
+        if not options.no_gradebook:
+            fill.check_names(self.submissions)
+        self.lab = get_lab(options.lab)
+        self.left_out = left_out_of(found.left_out, self.lab.name)
+        self.bundled = options.example and not options.paths
+        # Under Slurm, each node looks for a sandbox of its own.
+        sandboxed = options.executor == "slurm" or choose_sandbox(options.trusted, self.bundled)
+        world_size = options.ranks or self.lab.grading_world_size
+        again = bool(options.student)
+        self.class_run = ClassRun(course, self.lab.name, world_size, sandboxed, again)
+        if not sandboxed:
+            console.print("[bold red]UNSANDBOXED[/]: nothing holds these submissions back")
+        self.regrading = Regrading(self.class_run)
+        self.records: list[Record] = []
+        self.pairs: list[similar.Pair] = []
+        self.evidence: list[suspicious.Evidence] = []
+        self.files: list[Path] = []
+
+    def choose_runner(self) -> None:
+        """What runs the submissions, and how many at once."""
+        options = self.options
+        self.runner: Runner | None = None
+        self.jobs: int = options.jobs or default_jobs(self.class_run.world_size, self.lab)
+        if options.executor != "pool":
+            from autograder.batch.slurm.runner import JobRunner
+
+            trusted = options.trusted or self.bundled
+            jobs = JobRunner(options.executor, self.course, self.console, trusted=trusted)
+            self.runner, self.jobs = jobs, jobs.parallel(self.jobs)
+
+    def grade(self) -> None:
+        """A record of every submission."""
+        self.records = grade_class(
+            self.submissions, self.class_run, self.jobs, self.console, self.runner
+        )
+        self.console.print(rich_table(self.records))
+        if self.left_out:
+            names = ", ".join(each["student"] for each in self.left_out)
+            self._say(
+                f"not graded, {len(self.left_out)} folders without {self.lab.name}.ipynb: "
+                f"{clean(names)}"
+            )
+
+    def show_changes(self) -> None:
+        """Whose score is another one than before."""
+        self.regrading.show(self.records, self.console)
+
+    def write_report(self) -> None:
+        """A page and a table of the whole class, with what is worth a look."""
+        page, table = self.course.build / "report.html", self.course.build / "grades.csv"
+        whole = self.regrading.whole_class
+        shown = whole(self.records) if self.options.student else self.records
+        if not self.options.example:  # whose submissions are all variants of one
+            self._look_for_copies(shown)
+        write_html(
+            shown, page, similar.rows(self.pairs), suspicious.rows(self.evidence), self.left_out
+        )
+        write_csv(shown, table)
+        self.files += [page, table]
+
+    def _look_for_copies(self, records: list[Record]) -> None:
+        """Near-identical submissions, and evidence: advice, which must not stop the gradebook."""
+        files = [(record["student"], Path(record["submission"])) for record in records]
+        try:
+            notebooks = read_class(self.course, self.lab.name, files)
+            pairs = similar.similar_in_class(self.course, self.lab.name, notebooks)
+            self.evidence = suspicious.suspicious_in_class(
+                self.course, self.lab.name, notebooks, records
+            )
+            self.pairs = pairs
+        except Exception:
+            traceback.print_exc()
+            print("autograder: the report lacks what is worth a look, see above", file=sys.stderr)
+
+    def write_json(self) -> None:
+        """All records, if they are asked for."""
+        path: Path | None = self.options.json
+        if path is None:
+            return
+        text = json.dumps([*self.records, *self.left_out], indent=1)
+        if path == Path("-"):
+            print(text)
+        else:
+            path.write_text(text + "\n", encoding="utf-8")
+            self.files.append(path)
+
+    def fill_gradebook(self) -> None:
+        """nbgrader's gradebook and feedback; whom the grader has failed is not in the way."""
+        graded = [
+            (submission, record)
+            for submission, record in zip(self.submissions, self.records, strict=True)
+            if not _is_infra(record)
+        ]
+        usual = self.class_run.world_size == self.lab.grading_world_size
+        if self.options.no_gradebook or not usual or not graded:
+            return
+        with self.console.status("nbgrader: gradebook and feedback"):
+            submissions, records = [s for s, _ in graded], [r for _, r in graded]
+            before = self.regrading.before
+            settled = find_settled(self.course, self.lab.name, submissions, records, before)
+            feedback = fill.fill_gradebook(submissions, records, self.class_run, settled)
+        self.files += [feedback, self.course.build / "nbgrader" / "gradebook.db"]
+
+    def say_what_is_left(self) -> int:
+        """Names what was written, and whom the grader has failed; the exit code."""
+        if self.evidence:
+            students = len({each.student for each in self.evidence})
+            self._say(f"{students} submissions with something to look at: see the report")
+        if self.pairs:
+            self._say(f"{len(self.pairs)} near-identical pairs, to be looked at: see the report")
+        for path in self.files:
+            self._say(f"  {path}")
+        infra = [record for record in self.records if _is_infra(record)]
+        for record in infra:
+            message = record["criteria"][0]["message"]
+            said = clean(f"{record['student']} was not graded: {message}")
+            print(f"autograder: {said}", file=sys.stderr)
+        return EXIT_FAILED if infra else EXIT_OK
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_infra(record: Record) -> bool:
+    return any(criterion["status"] == Status.INFRA for criterion in record["criteria"])
