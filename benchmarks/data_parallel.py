@@ -15,7 +15,6 @@ import torch.distributed as dist
 from harness import Row, main_arguments, paired, row, run_bench, write
 from torch import nn
 
-from minidist.collectives.shared import SharedMemoryGroup
 from minidist.model import GPT, GPTConfig, lm_loss
 from minidist.parallel.data import (
     BucketedDDP,
@@ -27,7 +26,7 @@ from minidist.parallel.data import (
 BATCHES = (1, 4)
 FULL = GPTConfig(vocab_size=1024, context=128, width=512, num_layers=6, num_heads=8)
 QUICK = GPTConfig(vocab_size=256, context=32, width=128, num_layers=2, num_heads=4)
-GOALS = {"bucketed": 1.05, "bucketed, shared memory": 0.9}
+GOALS = {"bucketed": 1.05}
 # The peer has the same options: torch's DDP copies gradients into buckets unless told otherwise.
 PEERS = dict.fromkeys((*GOALS, "no reduction"), "torch DDP, views")
 
@@ -36,19 +35,17 @@ def measure(quick: bool) -> list[Row]:
     """On every rank: the steps, timed in turn."""
     dist.init_process_group("gloo")
     config = QUICK if quick else FULL
-    shared = SharedMemoryGroup()
     rows = [
         row
         for batch in BATCHES
-        for row in rows_for(config, batch, shared, rounds=3 if quick else 48 // batch)
+        for row in rows_for(config, batch, rounds=3 if quick else 48 // batch)
     ]
     dist.barrier()
-    shared.close()
     dist.destroy_process_group()
     return rows
 
 
-def rows_for(config: GPTConfig, batch: int, shared: SharedMemoryGroup, rounds: int) -> list[Row]:
+def rows_for(config: GPTConfig, batch: int, rounds: int) -> list[Row]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens_BT = torch.randint(
         0, config.vocab_size, (batch, config.context + 1), generator=generator
@@ -76,15 +73,6 @@ def rows_for(config: GPTConfig, batch: int, shared: SharedMemoryGroup, rounds: i
         "flat": functools.partial(step, flat, lambda: average_gradients_flat(flat)),
         "overlapped": functools.partial(step, overlapped, overlapped.finish),
         "bucketed": functools.partial(step, BucketedDDP(model(), gradient_as_bucket_view=True)),
-        "bucketed, shared memory": functools.partial(
-            step,
-            BucketedDDP(
-                model(),
-                gradient_as_bucket_view=True,
-                reduce=shared.all_reduce,
-                allocate=lambda numel, dtype, _: shared.buffer(numel, dtype),
-            ),
-        ),
     }
     times = paired(forms, rounds=rounds, warmup=3)
     rows = []

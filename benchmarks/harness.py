@@ -80,7 +80,6 @@ def paired(
     warmup: int = 2,
     calls: int | None = None,
     before: Mapping[str, Callable[[], Any]] | None = None,
-    barrier: Callable[[], Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, list[float]]:
     """Time functions of no arguments in turn, round by round; collective where ranks exist.
@@ -95,8 +94,6 @@ def paired(
         calls: calls per sample; None means as many as take about 2 ms, one at least.
         before: name -> what to do ahead of every call, untimed; to fill a tensor, say, so that it
             lies in this core's cache as it does in use. A barrier follows.
-        barrier: one that lets the ranks go closer together than gloo's, whose ranks leave it tens
-            of microseconds apart.
         group: the ranks that measure together; None means the default group.
 
     Returns:
@@ -108,7 +105,7 @@ def paired(
     before = before or {}
 
     def sample(name: str, calls: int) -> float:
-        return _sample(functions[name], calls, before.get(name), barrier, group)
+        return _sample(functions[name], calls, before.get(name), group)
 
     for name in names:
         for _ in range(warmup):
@@ -226,7 +223,6 @@ def _sample(
     function: Callable[[], Any],
     calls: int,
     before: Callable[[], Any] | None,
-    barrier: Callable[[], Any] | None,
     group: dist.ProcessGroup | None,
 ) -> float:
     """Seconds per call on this rank."""
@@ -238,8 +234,6 @@ def _sample(
             before()
         if dist.is_initialized():
             dist.barrier(group)
-        if barrier:
-            barrier()
         _wait_for_device()
         start_s = time.perf_counter()
         for _ in range(calls_per_turn):

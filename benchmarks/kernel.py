@@ -1,8 +1,8 @@
 """The kernel "torchrun × N" beside what a user would have without it.
 
-Phases: start to the first collective, with and without a warm parent, beside plain torchrun; a lab
-of 15 cells, beside one papermill per rank; a trivial cell, many printed lines and an interrupt,
-beside a plain IPython kernel; memory after many cells, beside that after the first of them.
+Phases: start to the first collective, beside plain torchrun; a lab of 15 cells, beside one
+papermill per rank; a trivial cell, many printed lines and an interrupt, beside a plain IPython
+kernel; memory after many cells, beside that after the first of them.
 
 Whole processes are timed here, so no world of ranks is shared: ours and the peer run in turn, and
 the ratio is taken within a round, as in the other benchmarks.
@@ -73,7 +73,7 @@ class Kernel:
 
     def __init__(self, name: str, **environment: str) -> None:
         self.manager = KernelManager(kernel_name=name)
-        self.manager.start_kernel(env={**os.environ, "MINIDIST_WARM": "0", **environment})
+        self.manager.start_kernel(env={**os.environ, **environment})
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=DEADLINE_S)
@@ -119,20 +119,6 @@ def kernel(name: str, **environment: str) -> Iterator[Kernel]:
         yield it
     finally:
         it.close()
-
-
-@contextmanager
-def warm_parent() -> Iterator[dict[str, str]]:
-    """A warm parent of our own, and the environment for kernels that it is to start."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {"XDG_RUNTIME_DIR": folder, "MINIDIST_WARM": "1"}
-        command = [sys.executable, "-m", "minidist.kernel.warm.client"]
-        everything = {**os.environ, **environment}
-        subprocess.run([*command, "start"], env=everything, stdout=sys.stderr, check=True)
-        try:
-            yield environment
-        finally:
-            subprocess.run([*command, "stop"], env=everything, stdout=sys.stderr, check=True)
 
 
 def in_turn(
@@ -193,28 +179,18 @@ def start(num_ranks: int, rounds: int, folder: Path) -> list[Row]:
         began = time.time()
         return float(_torchrun(num_ranks, str(script)).split()[0]) - began
 
-    with kernel(f"torchrun-{num_ranks}") as running, warm_parent() as environment:
-
-        def warm() -> float:
-            began = time.time()
-            with kernel(f"torchrun-{num_ranks}", **environment) as it:
-                seconds = float(it.run(FIRST_COLLECTIVE).split()[0]) - began
-                if descendants(it.pid):
-                    raise RuntimeError("the warm parent was not used")
-                return seconds
+    with kernel(f"torchrun-{num_ranks}") as running:
 
         def fresh() -> float:
             began = time.time()
             text = running.run(f"%restart_ranks\n{FIRST_COLLECTIVE}")
             return float(text.partition("]\n")[2].split()[0]) - began
 
-        functions = {"ours": ours, "warm": warm, "fresh": fresh, "peer": peer}
+        functions = {"ours": ours, "fresh": fresh, "peer": peer}
         times = in_turn(functions, rounds)
     what = f"first collective, N={num_ranks}, beside torchrun"
-    goal, warm_goal = {2: (0.9, 0.35), 4: (0.65, 0.25)}[num_ranks]
     return [
-        row(f"start to {what}", times, goal=goal),
-        row(f"start with a warm parent to {what}", times, ours="warm", goal=warm_goal),
+        row(f"start to {what}", times, goal={2: 0.9, 4: 0.65}[num_ranks]),
         row(f"%restart_ranks to {what}", times, ours="fresh"),
     ]
 

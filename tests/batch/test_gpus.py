@@ -152,7 +152,7 @@ def test_jobs_without_slurm_have_their_own_too(machine, monkeypatch, tmp_path):
 def test_what_was_blocked_is_graded_again_where_there_are_more(machine, monkeypatch, tmp_path):
     """Not each time anew because a worker has only some of them."""
     course = make_course(tmp_path)
-    class_run = replace(stub_grading.class_run(course), lab="lab1_ddp")
+    class_run = replace(stub_grading.class_run(course), lab_name="lab1_ddp")
     submission = Submission("ada", hand_in(course, "ada"))
     record = made_record("ada", {"setup": "BLOCKED"}, path=submission.path)
     keep(class_run, submission, record | {"num_gpus": 2})

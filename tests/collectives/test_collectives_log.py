@@ -122,38 +122,6 @@ def test_our_collectives_with_the_bytes_they_sent():
         assert inner_kinds == ["tree_all_reduce", "ring_all_gather"]
 
 
-def in_shared_memory():
-    dist.init_process_group("gloo")
-    shared = c.SharedMemoryGroup()
-    with c.CollectiveLog() as log:
-        x = torch.ones(5)
-        shared.all_reduce(x, "avg")
-        shared.broadcast(x, 0, async_op=True).wait()
-        part = torch.ones(3 - dist.get_rank())
-        shared.reduce_scatter(part, torch.ones(5))
-        shared.all_gather(x, part)
-        shared.barrier()
-    shared.all_reduce(x)  # not logged
-    records = log.records
-    took = [(r.took_s is not None, r.waited_s is not None) for r in records]
-    dist.barrier()
-    shared.close()
-    dist.destroy_process_group()
-    return [(r.kind, r.op, r.num_bytes, r.num_bytes_sent) for r in records], took
-
-
-def test_collectives_in_shared_memory():
-    for rank, (seen, took) in enumerate(run(in_shared_memory, 2)):
-        assert seen == [
-            ("shared_all_reduce", "avg", 20, 0),
-            ("shared_broadcast", "", 20, 0),
-            ("shared_reduce_scatter", "sum", 20, 0),
-            ("shared_all_gather", "", 12 - 4 * rank, 0),
-            ("shared_barrier", "", 0, 0),
-        ]
-        assert took == [(True, True), (True, False), (True, True), (True, True), (True, True)]
-
-
 def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))

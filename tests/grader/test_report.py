@@ -138,7 +138,7 @@ def test_reasons_are_one_line(records):
 
 
 def test_whom_the_grader_failed_has_no_score(tmp_path: Path):
-    settings = stub_grading.settings(make_course(tmp_path))
+    settings = stub_grading.class_run(make_course(tmp_path))
     ungraded = not_graded(Submission("ada", tmp_path / "a.ipynb"), settings, "no disk")
     write_csv([ungraded], tmp_path / "grades.csv")
     with (tmp_path / "grades.csv").open(newline="", encoding="utf-8") as file:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from minidist.collectives import ring_all_reduce
 from minidist.errors import LaunchError, MinidistError, MismatchError
 from minidist.launch import run
 from minidist.parallel.data import (
@@ -563,11 +564,8 @@ def checkpointing_frozen_later_and_more():
 
 
 def other_ways_to_reduce():
-    """A hand-written ring and shared memory instead of dist.all_reduce."""
-    from minidist.collectives.shared import SharedMemoryGroup
-
+    """A sum of one's own instead of dist.all_reduce, asynchronous and not."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    shared = SharedMemoryGroup()
 
     def gather_and_add(flat):
         every = [torch.empty_like(flat) for _ in range(n)]
@@ -576,12 +574,8 @@ def other_ways_to_reduce():
 
     ways = {
         "blocking": {"reduce": gather_and_add},
-        "shared": {"reduce": shared.all_reduce},
-        "shared in place": {
-            "reduce": shared.all_reduce,
-            "allocate": lambda numel, dtype, device: shared.buffer(numel, dtype),
-            "gradient_as_bucket_view": True,
-        },
+        "ring": {"reduce": lambda flat: ring_all_reduce(flat, async_op=True)},
+        "ring, in views": {"reduce": ring_all_reduce, "gradient_as_bucket_view": True},
     }
     grads = {}
     for name, options in ways.items():
@@ -591,8 +585,6 @@ def other_ways_to_reduce():
             loss_of(ddp(batch(rank, step))).backward()
         grads[name] = {k: None if p.grad is None else p.grad.clone()
                        for k, p in ddp.module.named_parameters()}  # fmt: skip
-    del ddp
-    shared.close()
     return grads
 
 

@@ -1,18 +1,18 @@
 """Collectives, from send and receive up.
 
 An algorithm is data: a `Schedule`, a list of steps of (src, dst, chunk, "reduce" or "copy"), made
-by a function of `steps`. One executor runs it; the lectures draw it; `Schedule.time_s` costs it.
+by a function of `algorithms`. One executor runs it; the lectures draw it; `Schedule.time_s` costs
+it.
 
 | read in this order | |
 |---|---|
-| `schedule`, `steps` | the algorithms as data; no torch |
+| `schedule`, `algorithms` | the algorithms as data; no torch |
 | `executor`, `reduction` | the loop that sends, receives and adds |
 | `ring`, `tree`, `halving_doubling`, `direct` | all-reduce, reduce-scatter, all-gather |
-| `rooted`, `exchange`, `hierarchical` | broadcast, reduce, gather, scatter; all-to-all; nodes |
-| `work`, `call` | `async_op=True` and what it guarantees; validation |
-| `hooks`, `backend` | DDP communication hooks; the torch.distributed backend "minidist" |
+| `rooted`, `alltoall`, `hierarchical` | broadcast, reduce, gather, scatter; all-to-all; nodes |
+| `async_work`, `issue` | `async_op=True` and what it guarantees; validation |
+| `ddp_hooks`, `torch_backend` | DDP communication hooks; the torch.distributed backend "minidist" |
 | `log` | who called what, how many bytes, who waited for whom |
-| `shared` | for ranks of one machine: collectives in memory that they share |
 
 Example::
 
@@ -69,12 +69,6 @@ if TYPE_CHECKING:
     from minidist.collectives.records import MergedLog, Record
     from minidist.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
     from minidist.collectives.rooted import broadcast, gather, reduce, scatter
-    from minidist.collectives.shared import (
-        SharedMemoryError,
-        SharedMemoryGroup,
-        SharedWork,
-        shared_memory_hook,
-    )
     from minidist.collectives.torch_backend import register
     from minidist.collectives.tree import tree_all_reduce
 
@@ -84,9 +78,6 @@ __all__ = [
     "MergedLog",
     "Record",
     "Schedule",
-    "SharedMemoryError",
-    "SharedMemoryGroup",
-    "SharedWork",
     "Transfer",
     "Transport",
     "all_to_all",
@@ -126,7 +117,6 @@ __all__ = [
     "run_steps",
     "scatter",
     "scatter_steps",
-    "shared_memory_hook",
     "simulate",
     "tree_all_reduce",
     "tree_hook",
@@ -138,9 +128,6 @@ _LAZY = {
     "CollectiveWork": "async_work",
     "MergedLog": "records",
     "Record": "records",
-    "SharedMemoryError": "shared",
-    "SharedMemoryGroup": "shared",
-    "SharedWork": "shared",
     "Transport": "executor",
     "all_to_all": "alltoall",
     "broadcast": "rooted",
@@ -166,7 +153,6 @@ _LAZY = {
     "ring_reduce_scatter": "ring",
     "run_steps": "executor",
     "scatter": "rooted",
-    "shared_memory_hook": "shared",
     "tree_all_reduce": "tree",
     "tree_hook": "ddp_hooks",
 }

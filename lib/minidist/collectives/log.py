@@ -16,7 +16,6 @@ What is seen:
   sends them all through its dispatcher, where a `TorchDispatchMode` sees them;
 - every collective of this package over point-to-point messages, also as the backend "minidist".
   Here the bytes that this rank sent are counted message by message;
-- every collective of a `SharedMemoryGroup`, which sends none.
 
 When a collective ended is known from its future. On gloo torch's reduce-scatter, send and recv have
 none, and no end here.
@@ -36,7 +35,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -226,29 +225,6 @@ def watch(
         record = log.add(kind, op, group, tensors, dtype)
         if record is not None:
             _listen(work, record)
-
-
-def timed(
-    run: Callable[[], None],
-    kind: str,
-    op: str,
-    group: Any,
-    tensors: Sequence[torch.Tensor],
-    async_op: bool,
-) -> Callable[[], None]:
-    """As `watch`, for a collective of shared memory, which sends nothing: what to run instead."""
-    records = [log.add(kind, op, group, tensors) for log in _active]
-    if not records:
-        return run
-
-    def run_and_note() -> None:
-        run()
-        for record in records:
-            if record is not None:
-                record.ended_s, record.num_bytes_sent = time.time(), 0
-                record.waited_s = None if async_op else record.took_s
-
-    return run_and_note
 
 
 def _listen(work: CollectiveWork, record: Record) -> None:

@@ -12,20 +12,18 @@ import sys
 from typing import Any
 
 from minidist.kernel.options import Options
-from minidist.kernel.warm import client
 from minidist.processes.tree import describe_exit, kill_descendants
 
 _TAIL_BYTES = 8000
 
 
 class LauncherProcess:
-    """A launcher, forked by the warm parent if there is one that would do, else a new process."""
+    """A launcher: a new process, in the box where there is one."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._process: subprocess.Popen[bytes] | client.Launcher | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._stderr = bytearray()
-        self._unwanted = False
 
     @property
     def started(self) -> bool:
@@ -37,35 +35,9 @@ class LauncherProcess:
         Raises:
             RuntimeError: it could not be started, or was ended meanwhile.
         """
-        if self._options.warm:
-            self._process = await self._ask_warm_parent(config)
-        if self._process is None:
-            self._process = self._start_cold(config)
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        os.set_blocking(fd, False)
-        asyncio.get_running_loop().add_reader(fd, self._drain, fd)
-
-    async def _ask_warm_parent(self, config: dict[str, Any]) -> client.Launcher | None:
-        """A thread of its own asks, as one that does not answer must not hold the notebook up."""
-        loop = asyncio.get_running_loop()
-        asked = loop.run_in_executor(
-            None, client.launch, config, self._options.env, self._options.cwd
-        )
-        try:
-            found = await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            asked.add_done_callback(lambda done: (it := done.result()) and it.end())
-            raise
-        if self._unwanted and found is not None:
-            found.end()
-            raise RuntimeError("the ranks were ended while they started")
-        return found
-
-    def _start_cold(self, config: dict[str, Any]) -> subprocess.Popen[bytes]:
         options = self._options
         try:
-            process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [*options.prefix, sys.executable, "-m", "minidist.kernel.inside.launcher"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -80,7 +52,10 @@ class LauncherProcess:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(config).encode() + b"\n")
             process.stdin.close()
-        return process
+        assert process.stdout is not None
+        fd = process.stdout.fileno()
+        os.set_blocking(fd, False)
+        asyncio.get_running_loop().add_reader(fd, self._drain, fd)
 
     def _drain(self, fd: int) -> None:
         """Keep the end of what launcher and ranks write past Jupyter; it explains failed starts."""
@@ -111,17 +86,13 @@ class LauncherProcess:
 
     def end(self) -> None:
         """End it and everything below it."""
-        self._unwanted = True
         process = self._process
         if process is None:
             return
-        if isinstance(process, client.Launcher):
-            process.end()
-        else:
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(3)
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(3)
         kill_descendants(os.getpid())
         if process.stdout is not None:
             with contextlib.suppress(Exception):

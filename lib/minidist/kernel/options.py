@@ -32,7 +32,6 @@ class Options:
         fixed_ranks: cells cannot ask for fresh ranks; a grader does, by a message of its own.
         client: pid of the process that starts the front and that it ends with; None: Jupyter's.
         deadline_s: longest time of one cell in seconds; None sets no limit.
-        warm: a warm parent may start the launcher, see `warm/client.py`.
     """
 
     connection_file: str
@@ -46,7 +45,6 @@ class Options:
     client: int | None = None
     deadline_s: float | None = None
     rank_init: str | None = field(default=None)
-    warm: bool = False
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -115,7 +113,6 @@ def parse(argv: list[str]) -> Options:
         deadline_s=known.deadline,
         rank_init=(os.environ if env is None else env).get("MINIDIST_RANK_INIT"),
         # What a grader starts owes nothing to any other process.
-        warm=os.environ.get("MINIDIST_WARM") == "1" and known.launcher is None and job is None,
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -244,6 +245,31 @@ def main(fd: str, *preload: str) -> None:
     os._exit(0)  # and what it has forked ends with it
 
 
+def fork_child(work: Callable[[], object]) -> int:
+    """Forks a process that does `work` and ends with this one; returns its pid.
+
+    It ends with code 0, or with 1 and a traceback on stderr where `work` raised.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent)
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
 def import_for_good(names: Sequence[str]) -> None:
     """Imports modules in a process that will fork.
 
@@ -274,7 +300,6 @@ def serve(requests: socket.socket, preload: Sequence[str] = PRELOAD) -> None:
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     statuses: dict[int, int] = {}  # pid -> where its exit code goes
-    server = os.getpid()
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         selector.register(awake, selectors.EVENT_READ)
@@ -292,12 +317,8 @@ def serve(requests: socket.socket, preload: Sequence[str] = PRELOAD) -> None:
                 continue
             if not sys.modules.keys() >= set(preload):
                 import_for_good(preload)
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                for fd in (awake, wake, requests.fileno(), *statuses.values()):
-                    os.close(fd)
-                _be_child(fds, server)
+            of_server = [awake, wake, requests.fileno(), *statuses.values()]
+            pid = fork_child(functools.partial(_be_child, fds, of_server))
             pipe, statuses[pid], out, err = fds
             for fd in (pipe, out, err):
                 os.close(fd)
@@ -320,38 +341,30 @@ def _tell(fd: int, number: int) -> None:
         os.write(fd, number.to_bytes(_INT_BYTES, "little", signed=True))
 
 
-def _be_child(fds: list[int], server: int) -> None:
-    """What a forked process does, to its end."""
-    code = 1
+def _be_child(fds: list[int], of_server: list[int]) -> None:
+    """What a forked process does."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pipe, status, out, err = fds
+    for fd in (*of_server, status):
+        os.close(fd)
+    for fd, standard in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
+        os.dup2(fd, standard)
+        os.close(fd)
     try:
-        die_with_parent(server)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        pipe, status, out, err = fds
-        os.close(status)
-        for fd, standard in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
-            os.dup2(fd, standard)
-            os.close(fd)
         _work(connection.Connection(pipe))
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except EOFError:  # whoever asked was gone before it said what for
-        pass
-    except BaseException:
-        traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):  # a DataLoader's workers end
             util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
 
 
 def _work(pipe: connection.Connection) -> None:
     """Goes where whoever asked is, and does what was asked for."""
-    place = pipe.recv()
+    try:
+        place, job = pipe.recv(), pipe.recv_bytes()
+    except EOFError:  # whoever asked was gone before it said what for
+        sys.exit(1)
     if place["new_session"]:
         os.setsid()
     os.environ.clear()
@@ -359,5 +372,5 @@ def _work(pipe: connection.Connection) -> None:
     os.chdir(place["cwd"])
     sys.path[:], sys.argv = place["path"], place["argv"]
     reseed_numpy()
-    fn, args = pickle.loads(pipe.recv_bytes())
+    fn, args = pickle.loads(job)
     fn(pipe, *args)

@@ -1,4 +1,4 @@
-"""Processes: how one is forked, and how a whole family of them is found and ended.
+"""Processes: how a whole family of them is found and ended.
 
 The front and the launcher adopt their orphaned descendants, so a daemon that a cell forked twice is
 still found, and ended, when its ranks go. Only own descendants are ever signalled, and they are
@@ -11,32 +11,8 @@ import contextlib
 import os
 import resource
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-
-from minidist.processes.lifetime import die_with_parent
-
-
-def fork_child(work: Callable[[], object]) -> int:
-    """Fork a process that does `work` and ends with this one; returns its pid.
-
-    It ends with code 0, or with 1 and a traceback on stderr where `work` raised.
-    """
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        die_with_parent(parent)
-        work()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
 
 
 def descendants(root: int) -> list[int]:

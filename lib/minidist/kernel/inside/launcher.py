@@ -25,7 +25,7 @@ from minidist.kernel.link import Link, endpoint
 from minidist.processes import fork_server
 from minidist.processes.lifetime import adopt_orphans
 from minidist.processes.ports import free_port
-from minidist.processes.tree import children, descendants, fork_child, kill_descendants
+from minidist.processes.tree import children, descendants, kill_descendants
 
 # How soon the launcher looks again for ranks that its agent has forked.
 _LOOK_AGAIN_S = 0.2
@@ -38,7 +38,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def set_environment(config: dict[str, Any]) -> None:
+def _set_environment(config: dict[str, Any]) -> None:
     """What has to be set before torch and numpy are imported, and what ranks are promised."""
     threads = str(max(1, _cores() // config["ranks"]))
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -165,11 +165,11 @@ def _fork_agent(link: Link, config: dict[str, Any]) -> int:
         _launch(config)
 
     with requests, served:
-        fork_child(serve)
-        return fork_child(launch)
+        fork_server.fork_child(serve)
+        return fork_server.fork_child(launch)
 
 
-def load(more: Iterable[str] = ()) -> None:
+def _load(more: Iterable[str] = ()) -> None:
     """What ranks need, once, before they are forked."""
     needed = ["torch.distributed", "ipykernel.debugger", "minidist.kernel.inside.rank"]
     needed += ["torch.distributed.launcher.api"]  # by the agent
@@ -181,24 +181,20 @@ def load(more: Iterable[str] = ()) -> None:
 
 
 def main() -> int:
+    """Serve the front until it has gone."""
     config = json.loads(sys.stdin.buffer.readline())
     # Neither ranks nor what they start may read from the front's pipe.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return run(config)
-
-
-def run(config: dict[str, Any]) -> int:
-    """Serve the front until it has gone."""
     config["key"] = base64.b64decode(config["key"])
     adopt_orphans()
-    set_environment(config)
+    _set_environment(config)
     link = Link(config["run_dir"], config["key"], "launcher", 0)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_serve, args=(link, config, orders), daemon=True).start()
 
-    load(filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")))
+    _load(filter(None, os.environ.get("MINIDIST_PRELOAD", "").split(",")))
     while True:
         order = orders.get()
         config.update({key: order.get(key) for key in ("ranks", "generation", "share")})

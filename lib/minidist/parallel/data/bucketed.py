@@ -45,7 +45,7 @@ from torch.utils import _pytree as pytree
 
 from minidist.collectives.replicas import broadcast_tensors, global_rank
 from minidist.errors import MinidistError, named_rank
-from minidist.parallel.data.buckets import Allocate, Bucket, Work, assign_buckets
+from minidist.parallel.data.buckets import Bucket, Work, assign_buckets
 from minidist.parallel.data.graph import parameters_reached
 from minidist.parallel.data.replicas import (
     broadcast_state,
@@ -85,8 +85,7 @@ class BucketedDDP(nn.Module):
             of rank 0.
         reorder: after the first backward, make the buckets anew in the order in which gradients
             came on rank 0. Without it, the order is that of the parameters, reversed.
-        reduce: replaces the all-reduce: a ring, shared memory, compression. Sums in place.
-        allocate: memory of the buckets, where `reduce` needs a special kind.
+        reduce: replaces the all-reduce: a ring, compression. Sums in place.
 
     Raises:
         MismatchError: the ranks hold different models.
@@ -105,7 +104,6 @@ class BucketedDDP(nn.Module):
         broadcast_buffers: bool = True,
         reorder: bool = True,
         reduce: Reduce | None = None,
-        allocate: Allocate | None = None,
     ) -> None:
         super().__init__()
         # Validate: without communication, so that a wrong call ends on every rank alike.
@@ -126,7 +124,6 @@ class BucketedDDP(nn.Module):
         self._as_view = gradient_as_bucket_view
         self._find_unused = find_unused
         self._broadcast_buffers = broadcast_buffers
-        self._allocate = allocate
         self._reduce = reduce or self._all_reduce
 
         # Derive: every replica becomes rank 0's.
@@ -151,7 +148,7 @@ class BucketedDDP(nn.Module):
     def _make_buckets(self, order: list[nn.Parameter]) -> None:
         self._order = order
         self._buckets = [
-            Bucket([order[i] for i in indices], self._allocate)
+            Bucket([order[i] for i in indices])
             for indices in assign_buckets(order, *self._bucket_bytes)
         ]
         self._place = {

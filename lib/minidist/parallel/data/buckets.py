@@ -13,7 +13,7 @@ first bucket is small because until it starts nothing overlaps. Li et al. (arXiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,6 @@ class Work(Protocol):
 
 
 # Memory of a bucket: (number of elements, dtype, device) -> flat tensor.
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 def assign_buckets(
@@ -66,16 +65,11 @@ class Bucket:
         work: the reduction under way; None before it, and if it was complete at once.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], allocate: Allocate | None = None
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         first = self.parameters[0]
         num_elements = sum(p.numel() for p in self.parameters)
-        if allocate is None:
-            self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
-        else:
-            self.flat = allocate(num_elements, first.dtype, first.device)
+        self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
         pieces = self.flat.split([p.numel() for p in self.parameters])
         self.slots = [_shaped(piece, p) for piece, p in zip(pieces, self.parameters, strict=True)]
         self.waiting: set[int] = set()

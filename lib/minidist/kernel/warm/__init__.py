@@ -1,1 +1,0 @@
-"""Ranks that are kept warm for the next kernel."""
