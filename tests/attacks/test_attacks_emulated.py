@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.emulated import charged_mlp
 from autograder.criteria.criterion import Case, Draw
 from autograder.criteria.lab1_ddp import emulated
 from minidist.emulate.plan import PlanChannel
@@ -42,7 +43,7 @@ def handed_out():
     plan = emulated.plan(draw)
     gradients = []
     for rank in range(N):
-        model = emulated._charged_model(inputs[rank], PlanChannel(plan, rank), torch.float32)
+        model = charged_mlp(inputs[rank], PlanChannel(plan, rank), torch.float32)
         steps = []
         for step in range(STEPS):
             x, y = (torch.from_numpy(inputs[rank][f"{name}/{step}"]) for name in "xy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.bonus_debug_ddp import meet, state, steps, train
+from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.criterion import Criterion, Lab
 from autograder.criteria.lab2_accumulation import ddp as accum
 
@@ -14,7 +15,7 @@ _train = partial(
 _step = partial(Criterion, task="Case 2, the ranks agree", observe=steps.observe_step)
 _bucket = partial(
     Criterion, task="Case 3, gradients in buckets", observe=steps.observe_buckets,
-    world="emulated", plan=steps.plan, deadline_s=40.0,
+    world="emulated", plan=charge_plan, deadline_s=40.0,
 )  # fmt: skip
 _accumulate = partial(
     Criterion, task="Case 4, half the learning rate", draw=steps.draw_accumulate,

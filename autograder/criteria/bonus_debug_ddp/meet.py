@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
+from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.plan import ChargePlan
 from minidist.emulate.trace import Event
@@ -126,7 +127,7 @@ def draw_once(draw: Draw) -> list[Values]:
 
 def plan(source: Draw) -> ChargePlan:
     """What building and loading cost."""
-    return ChargePlan((1e-1, 1e-3), (0.0, 0.0), source.seed("charges").to_bytes(16, "big"))
+    return charge_plan(source, (1e-1, 1e-3), (0.0, 0.0))
 
 
 def observe_once(prepare_once: Any, inputs: Values, context: Context) -> Values:

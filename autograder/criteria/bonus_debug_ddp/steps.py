@@ -14,15 +14,9 @@ from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import are_close, batch_gradients, collect, weights_of
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
 from autograder.criteria.lab2_accumulation import ddp
-from minidist.emulate.plan import ChargePlan
 
 SIZES = (6, 9, 3)
 SAMPLES = 4
-
-
-def plan(source: Draw) -> ChargePlan:
-    """Nothing is charged here; the emulated cluster only carries what travels."""
-    return ChargePlan((), (), source.seed("charges").to_bytes(16, "big"))
 
 
 def _draw_batches(draw: Draw, steps: int, dtype: str) -> list[Values]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.bonus_pipeline import emulated, model, plan, values
+from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.criterion import Criterion, Lab
 
 _schedule = partial(
@@ -13,7 +14,7 @@ _schedule = partial(
 )  # fmt: skip
 _run = partial(Criterion, task="Task 4, the pipeline", observe=values.observe_gradients)
 _run_emulated = partial(
-    _run, world="emulated", plan=values.no_charges, deadline_s=40.0,
+    _run, world="emulated", plan=charge_plan, deadline_s=40.0,
 )  # fmt: skip
 _real = partial(_run, deadline_s=20.0)
 
@@ -91,7 +92,7 @@ LAB = Lab(
         ),
         Criterion(
             name="pipe_train", title="one step of the optimizer per batch", points=6,
-            task="Task 5, training", world="emulated", plan=values.no_charges, deadline_s=40.0,
+            task="Task 5, training", world="emulated", plan=charge_plan, deadline_s=40.0,
             draw=values.draw_train, observe=values.observe_train, judge=values.judge_train,
         ),
         Criterion(

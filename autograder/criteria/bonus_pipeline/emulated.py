@@ -17,8 +17,9 @@ from torch import nn
 from autograder.criteria.bonus_pipeline import parts
 from autograder.criteria.bonus_pipeline.plan import FORWARD, gpipe_of, one_f_one_b_of
 from autograder.criteria.common import carried, oracle
+from autograder.criteria.common.emulated import charge_plan, even_cluster
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Event
@@ -152,8 +153,7 @@ def judge_messages(case: Case) -> list[Finding]:
 def plan(draw: Draw) -> ChargePlan:
     """Stage r is layer r; all take the same time."""
     n = draw.world_size
-    secret = draw.seed("charges").to_bytes(16, "big")
-    return ChargePlan((FORWARD_S,) * n, (BACKWARD_S,) * n, secret)
+    return charge_plan(draw, (FORWARD_S,) * n, (BACKWARD_S,) * n)
 
 
 def draw_time(draw: Draw) -> list[Values]:
@@ -174,11 +174,7 @@ def observe_time(run_pipeline: Any, inputs: Values, context: Context) -> Values:
 def grading_cluster(world_size: int) -> Cluster:
     """One device per rank; a message takes MESSAGE_S."""
     latency_s = 1e-5
-    link = Link(bandwidth_bytes_per_s=MESSAGE_BYTES / (MESSAGE_S - latency_s), latency_s=latency_s)
-    return Cluster(
-        name="pipeline", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
-        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12,
-    )  # fmt: skip
+    return even_cluster(world_size, MESSAGE_BYTES / (MESSAGE_S - latency_s), latency_s)
 
 
 def judge_time(case: Case) -> list[Finding]:

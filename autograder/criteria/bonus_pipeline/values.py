@@ -22,14 +22,8 @@ from autograder.criteria.bonus_pipeline.plan import (
 )
 from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate.plan import ChargePlan
 
 RTOL = 1e-9
-
-
-def no_charges(draw: Draw) -> ChargePlan:
-    """Nothing is charged: no time is measured here."""
-    return ChargePlan((), (), draw.seed("charges").to_bytes(16, "big"))
 
 
 def _everywhere(draw: Draw, steps: list[Step]) -> list[list[Step]]:

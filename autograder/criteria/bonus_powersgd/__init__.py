@@ -13,6 +13,7 @@ from autograder.criteria.bonus_powersgd import (
     traffic,
     training,
 )
+from autograder.criteria.common.emulated import mark_steps
 from autograder.criteria.criterion import Criterion, Lab
 
 _columns = partial(
@@ -25,7 +26,7 @@ _power = partial(
 )  # fmt: skip
 _model = partial(Criterion, task="Task 5, a whole model", observe=model.observe_steps)
 _traffic = partial(
-    Criterion, task="Task 5, a whole model", draw=traffic.draw, plan=traffic.plan,
+    Criterion, task="Task 5, a whole model", draw=traffic.draw, plan=mark_steps,
     observe=traffic.observe, world="emulated", deadline_s=40.0,
 )  # fmt: skip
 _feedback = partial(Criterion, task="Task 6, error feedback", observe=feedback.observe)

@@ -16,7 +16,6 @@ from autograder.criteria.bonus_powersgd.model import draw_gradients, parameters_
 from autograder.criteria.common import carried, oracle
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate.plan import ChargePlan
 from minidist.emulate.trace import Event
 
 LAYERS, STEPS, RANK = 6, 3, 2
@@ -26,11 +25,6 @@ MOST_CALLS = 3
 MAX_NUMBERS = 100_000  # more in one payload were made to waste our time
 # Of the numbers that have to travel: a P, a Q or vectors that were forgotten are other criteria's.
 LEAST_SHARE = 0.5
-
-
-def plan(draw: Draw) -> ChargePlan:
-    """One layer of no cost: its charges mark the steps."""
-    return ChargePlan((1e-6,), (1e-6,), draw.seed("charges").to_bytes(16, "big"))
 
 
 def draw(source: Draw) -> list[Values]:

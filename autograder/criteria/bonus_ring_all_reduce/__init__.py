@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.bonus_ring_all_reduce import model, plan, traffic, values
+from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.criterion import Criterion, Lab
 
 _plan = partial(Criterion, task="Task 2, who sends what", observe=plan.observe_steps, world="none")
@@ -12,7 +13,7 @@ _values = partial(
     Criterion, task="Task 4, the all-reduce", observe=values.observe, judge=values.judge
 )
 _traffic = partial(
-    Criterion, task="Task 4, the all-reduce", draw=traffic.draw, plan=traffic.plan,
+    Criterion, task="Task 4, the all-reduce", draw=traffic.draw, plan=charge_plan,
     observe=traffic.observe, world="emulated", deadline_s=40.0,
 )  # fmt: skip
 _model = partial(Criterion, task="Task 5, seconds", draw=model.draw, world="none")
@@ -68,7 +69,7 @@ LAB = Lab(
         ),
         Criterion(
             name="ring_hook", title="DDP's gradients through the ring", points=5,
-            task="Task 6, DDP", world="emulated", plan=traffic.plan, deadline_s=40.0,
+            task="Task 6, DDP", world="emulated", plan=charge_plan, deadline_s=40.0,
             draw=traffic.draw_hook, observe=traffic.observe_hook, judge=traffic.judge_hook,
         ),
     ),

@@ -16,20 +16,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import carried, oracle
+from autograder.criteria.common.emulated import even_cluster
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate import Cluster, Link, simulate
-from minidist.emulate.plan import ChargePlan
+from minidist.emulate import Link, simulate
 from minidist.emulate.trace import Event
 
 NUMEL = 96_000  # times the world size, plus one: no chunk size divides it
 SLACK_BYTES = 2_000  # for messages that only agree on something
 LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
 MOST_TIME = 1.05
-
-
-def plan(draw: Draw) -> ChargePlan:
-    """Nothing is charged: only communication takes time."""
-    return ChargePlan((), (), draw.seed("charges").to_bytes(16, "big"))
 
 
 def draw(source: Draw) -> list[Values]:
@@ -173,10 +168,7 @@ def judge_time(case: Case) -> list[Finding]:
     n = case.world_size
     if findings or n == 1:
         return findings
-    cluster = Cluster(
-        name="ring", nodes=1, devices_per_node=n, intra_node=LINK, inter_node=LINK,
-        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12,
-    )  # fmt: skip
+    cluster = even_cluster(n, LINK.bandwidth_bytes_per_s, LINK.latency_s)
     took_s = simulate(case.trace, cluster).makespan_s
     chunk_bytes = 4 * math.ceil(len(case.inputs[0]["x"]) / n)
     best_s = 2 * (n - 1) * (LINK.latency_s + chunk_bytes / LINK.bandwidth_bytes_per_s)

@@ -13,15 +13,14 @@ from autograder.criteria.bonus_tensor_parallel import (
     traffic,
     vocab,
 )
+from autograder.criteria.common.emulated import mark_steps
 from autograder.criteria.criterion import Criterion, Lab
 
 _operator = partial(
     Criterion, task="Task 1, f and g", draw=operators.draw, observe=operators.observe
 )
 _linear = partial(Criterion, task="Task 2, two linear layers", draw=linear.draw)
-_traffic = partial(
-    Criterion, draw=traffic.draw, plan=traffic.plan, world="emulated", deadline_s=40.0
-)
+_traffic = partial(Criterion, draw=traffic.draw, plan=mark_steps, world="emulated", deadline_s=40.0)
 _mlp = "Task 3, the MLP"
 _attention = partial(Criterion, task="Task 4, attention", draw=layers.draw_biased)
 _random = partial(Criterion, task="Task 5, dropout", draw=random.draw)

@@ -25,7 +25,6 @@ from autograder.criteria.bonus_tensor_parallel.model import (
 from autograder.criteria.common import carried
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate.plan import ChargePlan
 from minidist.emulate.trace import Collective, Event
 
 SLACK_BYTES = 512  # for messages that only agree on something
@@ -34,11 +33,6 @@ SUMS = {
     "forward": "g adds up the outputs of the row-parallel layers.",
     "backward": "f adds up the gradients of the input of the column-parallel layers.",
 }
-
-
-def plan(draw: Draw) -> ChargePlan:
-    """One layer of no cost: its charges mark the two passes."""
-    return ChargePlan((1e-6,), (1e-6,), draw.seed("charges").to_bytes(16, "big"))
 
 
 def draw(source: Draw) -> list[Values]:

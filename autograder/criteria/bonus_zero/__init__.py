@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.bonus_zero import flat, limit, norm, planning, saving, traffic, values
+from autograder.criteria.common.emulated import charge_plan, mark_steps
 from autograder.criteria.criterion import Criterion, Lab
 
 _flat = partial(Criterion, task="Task 1, one vector", world="none", draw=flat.draw_flat)
@@ -19,7 +20,7 @@ _planning = partial(
     Criterion, task="Task 7, what it costs", draw=planning.draw_planning, world="none"
 )
 _traffic = {
-    "world": "emulated", "plan": traffic.plan, "observe": traffic.observe, "deadline_s": 40.0
+    "world": "emulated", "plan": mark_steps, "observe": traffic.observe, "deadline_s": 40.0
 }  # fmt: skip
 
 LAB = Lab(
@@ -40,7 +41,7 @@ LAB = Lab(
         ),
         _norm(name="zero_norm", title="one norm for all ranks", points=5, judge=norm.judge),
         _norm(name="zero_norm_cost", title="one number travels", points=3, world="emulated",
-              plan=norm.plan, judge=norm.judge_cost),
+              plan=charge_plan, judge=norm.judge_cost),
         _zero1(name="zero1_reduce", title="each rank has its part of the mean", points=7,
                draw=values.draw_reduce, observe=values.observe_reduce,
                judge=values.judge_reduce),
@@ -60,7 +61,7 @@ LAB = Lab(
                draw=values.draw_accumulate, observe=values.observe_accumulate,
                judge=values.judge_accumulate),
         _zero2(name="zero2_order", title="one order, whatever gradients there are", points=4,
-               world="emulated", plan=values.plan, draw=values.draw_order,
+               world="emulated", plan=charge_plan, draw=values.draw_order,
                observe=values.observe_order, judge=values.judge_order,
                fault_hint=values.IN_ORDER),
         _zero2(name="zero2_scatter", title="a reduce-scatter, half the traffic", points=6,
@@ -68,7 +69,7 @@ LAB = Lab(
         _zero2(name="zero2_memory", title="gradients go in backward, under a memory limit",
                points=6, observe=limit.observe_zero2, judge=limit.judge_zero2, **_limited),
         _saving(name="zero_saved", title="each rank saves its share", points=2,
-                world="emulated", plan=saving.plan, draw=saving.draw_saved,
+                world="emulated", plan=mark_steps, draw=saving.draw_saved,
                 observe=saving.observe_saved, judge=saving.judge_saved),
         _saving(name="zero_resume", title="goes on as if it had never stopped", points=4,
                 draw=saving.draw_resume, observe=saving.observe_resume,

@@ -11,7 +11,6 @@ import torch
 from autograder.criteria.common import oracle
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate.plan import ChargePlan
 
 # What is clipped to how much of its norm; below 1 it has to be scaled.
 KINDS = (("all", 0.3), ("all", 1.5), ("not on rank 0", 0.5), ("one rank", 0.7), ("zeros", 1.0),
@@ -19,11 +18,6 @@ KINDS = (("all", 0.3), ("all", 1.5), ("not on rank 0", 0.5), ("one rank", 0.7), 
 FLOATS = ("float32", "float64")
 MOST_NUMBERS = 4
 NEAR = 1e-3  # relative: whether a number is a norm or its square, not whether it is a good one
-
-
-def plan(draw: Draw) -> ChargePlan:
-    """Nothing is charged: only what travels is looked at."""
-    return ChargePlan((), (), draw.seed("charges").to_bytes(16, "big"))
 
 
 def draw(source: Draw) -> list[Values]:

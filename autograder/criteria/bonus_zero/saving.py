@@ -16,7 +16,6 @@ from autograder.criteria.bonus_zero import harness
 from autograder.criteria.bonus_zero.values import FIRST, SECOND, TINY
 from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate.plan import ChargePlan
 
 BEFORE, AFTER = 3, 2
 ADAMW = {"lr": 0.05, "weight_decay": 0.2}
@@ -52,11 +51,6 @@ def _gathered(blob: bytes) -> list[bytes]:
 LARGE = ([(90, 110), (110,)], [(70, 71), (71,)])
 FILE_SLACK = 1.1
 FILE_OVERHEAD = 8192
-
-
-def plan(draw: Draw) -> ChargePlan:
-    """One layer of no cost: its charges mark where saving begins and ends."""
-    return ChargePlan((1e-6,), (1e-6,), draw.seed("charges").to_bytes(16, "big"))
 
 
 def draw_saved(draw: Draw) -> list[Values]:

@@ -10,7 +10,6 @@ import torch
 from autograder.criteria.bonus_zero import harness
 from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate.plan import ChargePlan
 
 # No number of ranks from 2 to 5 divides these groups.
 FIRST: tuple[tuple[int, ...], ...] = ((7, 5), (7,), (), (4, 3, 2))
@@ -289,11 +288,6 @@ def judge_accumulate(case: Case) -> list[Finding]:
             if findings:
                 return findings
     return findings
-
-
-def plan(draw: Draw) -> ChargePlan:
-    """Nothing is charged here."""
-    return ChargePlan((), (), draw.seed("charges").to_bytes(16, "big"))
 
 
 def draw_order(draw: Draw) -> list[Values]:

@@ -17,11 +17,20 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.common.emulated import (
+    charge_plan,
+    charged_mlp,
+    even_cluster,
+    holds_run,
+    is_compute,
+    of_every_rank,
+    seconds_since,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
-from minidist.emulate.trace import Collective, Event
+from minidist.emulate.trace import Collective
 
 LAYERS, WIDTH, BATCH, STEPS = 12, 256, 4, 3
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3
@@ -34,20 +43,13 @@ EFFICIENCY = 0.9
 AFTER_BACKWARD = 0.7  # efficiency of reducing after backward on the grading cluster
 LATENCY_S = 20e-6
 FULL_DTYPES = ("float32", "float64")
-MAX_PLACES = 2000  # where a gradient is looked for in a payload that was made to waste our time
 
 
 def grading_cluster(world_size: int) -> Cluster:
     """Links on which all gradients take 0.3/0.7 of a step, whatever the number of ranks."""
     communication_s = STEP_S * (1 / AFTER_BACKWARD - 1)
     factor = 2 * (world_size - 1) / world_size
-    link = Link(
-        bandwidth_bytes_per_s=factor * GRADIENT_BYTES / communication_s, latency_s=LATENCY_S
-    )
-    return Cluster(
-        name="grading", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
-        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
-    )  # fmt: skip
+    return even_cluster(world_size, factor * GRADIENT_BYTES / communication_s, LATENCY_S)
 
 
 # --- draw and observe ----------------------------------------------------------------------------
@@ -69,16 +71,7 @@ def draw_steps(draw: Draw) -> list[Values]:
 
 def plan(draw: Draw) -> ChargePlan:
     """What each layer costs, and the secret of its factors."""
-    secret = draw.seed("charges").to_bytes(16, "big")
-    return ChargePlan((FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS, secret)
-
-
-def _charged_model(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Sequential:
-    from minidist.emulate.device import Charged
-
-    plain = list(oracle.mlp(inputs, dtype))
-    layers = [nn.Sequential(*plain[2 * i : 2 * i + 2]) for i in range(LAYERS)]
-    return nn.Sequential(*(Charged(layer, i, channel) for i, layer in enumerate(layers)))
+    return charge_plan(draw, (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS)
 
 
 def _train_steps(
@@ -92,7 +85,7 @@ def _train_steps(
 
 
 def _observe(ddp_class: Any, inputs: Values, context: Context, cap_mb: float) -> Values:
-    module = _charged_model(inputs, context.broker, torch.float32)
+    module = charged_mlp(inputs, context.broker, torch.float32)
     ddp = ddp_class(module, bucket_cap_mb=cap_mb)
     _train_steps(
         module, ddp, inputs, lambda _: ddp.finish_gradient_synchronization(), torch.float32
@@ -127,8 +120,7 @@ class _LastStep:
 
     def __init__(self, case: Case, rank: int) -> None:
         events = case.trace.events[rank]
-        backward = [i for i, e in enumerate(events)
-                    if _is_compute(e, "backward") and e.step == STEPS - 1]  # fmt: skip
+        backward = [i for i, e in enumerate(events) if is_compute(e, "backward", STEPS - 1)]
         self.finding: Finding | None = None
         if ahead := find_ahead(events, rank):
             self.finding = ahead
@@ -154,7 +146,9 @@ class _LastStep:
         for number, gradient in enumerate(_local_gradients(case, rank)):
             for index, collective in self.collectives:
                 payload = collective.payloads.get(rank)
-                if payload is not None and _contains(payload, gradient, case.world_size):
+                if payload is not None and holds_run(
+                    payload, gradient, (1.0, 1.0 / case.world_size)
+                ):
                     self.sent_at[number] = index
                     break
             else:
@@ -167,36 +161,15 @@ class _LastStep:
                 return
 
 
-def _is_compute(event: Event, direction: str) -> bool:
-    return event.kind == "compute" and event.direction == direction
-
-
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
     """This rank's own gradients of the last step, in float64, with the factors it was handed."""
-    model = _charged_model(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
+    model = charged_mlp(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
     _train_steps(model, model, case.inputs[rank], lambda _: None, torch.float64)
     return [oracle.grad_of(p) for p in model.parameters()]
 
 
-def _contains(payload: Any, gradient: np.ndarray, world_size: int) -> bool:
-    """Whether `gradient`, or it divided by the world size, is a run of `payload`."""
-    sent, wanted = np.asarray(payload, dtype=np.float64).ravel(), gradient.ravel()
-    anchor = int(np.abs(wanted).argmax())
-    for scale in (1.0, 1.0 / world_size):
-        value = wanted * scale
-        tolerance = 1e-3 * abs(value[anchor])
-        for place in (
-            np.flatnonzero(np.abs(sent - value[anchor]) <= tolerance)[:MAX_PLACES] - anchor
-        ):
-            run = sent[place : place + len(value)] if place >= 0 else sent[:0]
-            if len(run) == len(value) and (np.abs(run - value) <= tolerance).all():
-                return True
-    return False
-
-
 def _last_steps(case: Case) -> list[_LastStep] | list[Finding]:
-    steps = [_LastStep(case, rank) for rank in range(case.world_size)]
-    return [step.finding for step in steps if step.finding] or steps
+    return of_every_rank(case, _LastStep)
 
 
 # --- judge ---------------------------------------------------------------------------------------
@@ -261,10 +234,5 @@ def judge_scaling(case: Case) -> list[Finding]:
 def scaling_efficiency(case: Case) -> tuple[float, float]:
     """Compute time over virtual time of all steps but the first, and seconds per step."""
     timeline = simulate(case.trace, grading_cluster(case.world_size))
-    begin = min(
-        timeline.event_times[rank][i][0]
-        for rank, events in enumerate(case.trace.events)
-        for i, e in enumerate(events) if _is_compute(e, "forward") and e.step == 1
-    )  # fmt: skip
-    step_s = (timeline.makespan_s - begin) / (STEPS - 1)
+    step_s = seconds_since(case, timeline, 1) / (STEPS - 1)
     return STEP_S / step_s, step_s

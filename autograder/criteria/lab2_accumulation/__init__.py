@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.criterion import Criterion, Lab
 from autograder.criteria.lab2_accumulation import (
     amp,
@@ -107,7 +108,7 @@ LAB = Lab(
         ),
         Criterion(
             name="accum_token_traffic", title="gradients travel once, not k times", points=2,
-            task=_TOKENS, world="emulated", plan=traffic.plan, deadline_s=40.0, between_ranks=True,
+            task=_TOKENS, world="emulated", plan=charge_plan, deadline_s=40.0, between_ranks=True,
             draw=traffic.draw_tokens, observe=traffic.observe_tokens, judge=traffic.judge_tokens,
         ),
         _amp(
@@ -124,7 +125,7 @@ LAB = Lab(
         ),
         Criterion(
             name="accum_amp_traffic", title="gradients travel once, not k times", points=2,
-            task=_AMP, world="emulated", plan=traffic.plan, deadline_s=40.0, between_ranks=True,
+            task=_AMP, world="emulated", plan=charge_plan, deadline_s=40.0, between_ranks=True,
             draw=traffic.draw_amp, observe=traffic.observe_amp, judge=traffic.judge_amp,
         ),
         Criterion(

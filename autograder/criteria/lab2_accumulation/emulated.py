@@ -18,11 +18,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.common.emulated import (
+    charge_plan,
+    charged_mlp,
+    even_cluster,
+    holds_run,
+    is_compute,
+    of_every_rank,
+    seconds_since,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
-from minidist.emulate.trace import Collective, Event
+from minidist.emulate.trace import Collective
 
 LAYERS, WIDTH, SAMPLES = 4, 64, 2
 MICRO_BATCHES, CALLS = 12, 3
@@ -36,7 +45,6 @@ MAX_BYTES = 2.5 * GRADIENT_BYTES  # in float64, and a few numbers
 EFFICIENCY = 0.75
 SYNC_TO_COMPUTE = 4 / 3  # all gradients travel this many times as long as a micro-batch computes
 LATENCY_S = 20e-6
-MAX_PLACES = 2000  # where a gradient is looked for in a payload that was made to waste our time
 
 
 def grading_cluster(world_size: int) -> Cluster:
@@ -46,14 +54,8 @@ def grading_cluster(world_size: int) -> Cluster:
     `MICRO_BATCHES` over 0.9, and 0.8 in float64 if nothing overlaps.
     """
     factor = 2 * (world_size - 1) / world_size
-    link = Link(
-        bandwidth_bytes_per_s=factor * GRADIENT_BYTES / (SYNC_TO_COMPUTE * MICRO_BATCH_S),
-        latency_s=LATENCY_S,
-    )
-    return Cluster(
-        name="slow links", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
-        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
-    )  # fmt: skip
+    bandwidth = factor * GRADIENT_BYTES / (SYNC_TO_COMPUTE * MICRO_BATCH_S)
+    return even_cluster(world_size, bandwidth, LATENCY_S)
 
 
 # --- draw and observe ----------------------------------------------------------------------------
@@ -73,16 +75,7 @@ def draw(source: Draw) -> list[Values]:
 
 def plan(source: Draw) -> ChargePlan:
     """What each layer costs, and the secret of its factors."""
-    secret = source.seed("charges").to_bytes(16, "big")
-    return ChargePlan((FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS, secret)
-
-
-def _charged_model(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Sequential:
-    from minidist.emulate.device import Charged
-
-    plain = list(oracle.mlp(inputs, dtype))
-    layers = [nn.Sequential(*plain[2 * i : 2 * i + 2]) for i in range(LAYERS)]
-    return nn.Sequential(*(Charged(layer, i, channel) for i, layer in enumerate(layers)))
+    return charge_plan(source, (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS)
 
 
 def _call(accumulate_ddp: Any, wrapped: Any, module: nn.Module, inputs: Values) -> Values:
@@ -95,7 +88,7 @@ def _call(accumulate_ddp: Any, wrapped: Any, module: nn.Module, inputs: Values) 
 
 def observe_ddp(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
     """Accumulates several times with torch's DDP around the charged model."""
-    module = _charged_model(inputs, context.broker, torch.float32)
+    module = charged_mlp(inputs, context.broker, torch.float32)
     wrapped = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB)
     return _call(accumulate_ddp, wrapped, module, inputs)
 
@@ -137,7 +130,7 @@ class DecidesInBackward(nn.Module):
 
 def observe_backward(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
     """The same with a wrapper that decides in backward."""
-    module = _charged_model(inputs, context.broker, torch.float32)
+    module = charged_mlp(inputs, context.broker, torch.float32)
     return _call(accumulate_ddp, DecidesInBackward(module), module, inputs)
 
 
@@ -162,7 +155,7 @@ class _LastCall:
             self.finding = ahead
             return
         first = (CALLS - 1) * MICRO_BATCHES
-        self.begin = next(i for i, e in enumerate(events) if _is_forward(e, first))
+        self.begin = next(i for i, e in enumerate(events) if is_compute(e, "forward", first))
         issued = {e.key for e in events[self.begin :] if e.kind == "issue"}
         self.collectives: list[Collective] = [
             c
@@ -174,9 +167,12 @@ class _LastCall:
     def missing(self, case: Case) -> Finding | None:
         """A parameter whose accumulated gradient this rank did not send, if there is one."""
         payloads = [c.payloads.get(self.rank) for c in self.collectives]
-        sent = [np.asarray(p, dtype=np.float64).ravel() for p in payloads if p is not None]
+        sent = [p for p in payloads if p is not None]
+        # Divided by ranks or micro-batches, by both or by neither.
+        divisors = (1, MICRO_BATCHES, case.world_size, MICRO_BATCHES * case.world_size)
+        scales = {1 / divisor for divisor in divisors}
         for number, gradient in enumerate(_local_gradients(case, self.rank)):
-            if not any(_contains(payload, gradient, case.world_size) for payload in sent):
+            if not any(holds_run(payload, gradient, scales) for payload in sent):
                 layer, name = number // 2, ("weight", "bias")[number % 2]
                 return Finding(
                     f"the accumulated {name} gradient of layer {layer} did not travel in the last "
@@ -185,14 +181,10 @@ class _LastCall:
         return None
 
 
-def _is_forward(event: Event, step: int) -> bool:
-    return event.kind == "compute" and event.direction == "forward" and event.step == step
-
-
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
     """This rank's own sum of gradients of the last call, in float64, with its factors."""
     inputs = case.inputs[rank]
-    model = _charged_model(inputs, PlanChannel(case.plan, rank), torch.float64)
+    model = charged_mlp(inputs, PlanChannel(case.plan, rank), torch.float64)
     for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
         model.zero_grad()
         for x, y in zip(torch.from_numpy(xs).double(), torch.from_numpy(ys).double(), strict=True):
@@ -200,24 +192,8 @@ def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
     return [oracle.grad_of(p) for p in model.parameters()]
 
 
-def _contains(sent: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:
-    """Whether `gradient` is a run of `sent`, divided by ranks or micro-batches or by neither."""
-    wanted = gradient.ravel()
-    anchor = int(np.abs(wanted).argmax())
-    for scale in {1.0, 1 / MICRO_BATCHES, 1 / world_size, 1 / (MICRO_BATCHES * world_size)}:
-        value = wanted * scale
-        tolerance = 1e-3 * abs(value[anchor])
-        near = np.flatnonzero(np.abs(sent - value[anchor]) <= tolerance)[:MAX_PLACES] - anchor
-        for place in near:
-            run = sent[place : place + len(value)] if place >= 0 else sent[:0]
-            if len(run) == len(value) and (np.abs(run - value) <= tolerance).all():
-                return True
-    return False
-
-
 def _last_calls(case: Case) -> list[_LastCall] | list[Finding]:
-    calls = [_LastCall(case, rank) for rank in range(case.world_size)]
-    return [call.finding for call in calls if call.finding] or calls
+    return of_every_rank(case, _LastCall)
 
 
 # --- judge ---------------------------------------------------------------------------------------
@@ -294,10 +270,5 @@ def judge_time(case: Case) -> list[Finding]:
 def scaling_efficiency(case: Case) -> tuple[float, float]:
     """Compute time over virtual time of all calls but the first, and seconds per call."""
     timeline = simulate(case.trace, grading_cluster(case.world_size))
-    begin = min(
-        timeline.event_times[rank][i][0]
-        for rank, events in enumerate(case.trace.events)
-        for i, e in enumerate(events) if _is_forward(e, MICRO_BATCHES)
-    )  # fmt: skip
-    call_s = (timeline.makespan_s - begin) / (CALLS - 1)
+    call_s = seconds_since(case, timeline, MICRO_BATCHES) / (CALLS - 1)
     return MICRO_BATCHES * MICRO_BATCH_S / call_s, call_s

@@ -25,7 +25,6 @@ from autograder.criteria.lab2_accumulation.ddp import (
     TokenModel,
     token_loss,
 )
-from minidist.emulate.plan import ChargePlan
 from minidist.emulate.trace import Event
 
 MICRO_BATCHES, CALLS = 6, 3
@@ -35,11 +34,6 @@ LEAST = 0.9
 # What of a sum of gradients may be no such sum, relative. Rounding to bfloat16 leaves a hundredth;
 # a step after each micro-batch, which is another criterion's, leaves more.
 REST = {"float32": 0.02, "bfloat16": 0.35}
-
-
-def plan(draw: Draw) -> ChargePlan:
-    """Nothing is charged: bytes count, not time."""
-    return ChargePlan((), (), draw.seed("charges").to_bytes(16, "big"))
 
 
 def draw_tokens(draw: Draw) -> list[Values]:

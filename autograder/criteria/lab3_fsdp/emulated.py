@@ -16,9 +16,15 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.common.emulated import (
+    charge_plan,
+    charged_mlp,
+    even_cluster,
+    of_every_rank,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
-from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Collective
@@ -41,14 +47,8 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 def grading_cluster(world_size: int) -> Cluster:
     """Links on which a unit's all-gather takes the same time for any number of ranks."""
     share = (world_size - 1) / world_size
-    link = Link(
-        bandwidth_bytes_per_s=share * UNIT_NUMEL * 4 / (GATHER_TO_FORWARD * FORWARD_S),
-        latency_s=LATENCY_S,
-    )
-    return Cluster(
-        name="grading", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
-        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
-    )  # fmt: skip
+    bandwidth = share * UNIT_NUMEL * 4 / (GATHER_TO_FORWARD * FORWARD_S)
+    return even_cluster(world_size, bandwidth, LATENCY_S)
 
 
 # --- draw and observe ----------------------------------------------------------------------------
@@ -70,16 +70,7 @@ def draw(source: Draw) -> list[Values]:
 
 def plan(source: Draw) -> ChargePlan:
     """What each layer costs, and the secret of its factors."""
-    secret = source.seed("charges").to_bytes(16, "big")
-    return ChargePlan((FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS, secret)
-
-
-def _model(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Sequential:
-    from minidist.emulate.device import Charged
-
-    plain = [*oracle.mlp(inputs, dtype), nn.Identity()]
-    layers = [nn.Sequential(*plain[2 * i : 2 * i + 2]) for i in range(LAYERS)]
-    return nn.Sequential(*(Charged(layer, i, channel) for i, layer in enumerate(layers)))
+    return charge_plan(source, (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS)
 
 
 def _steps(model: Any, inputs: Values, dtype: torch.dtype, before: Any) -> None:
@@ -91,7 +82,7 @@ def _steps(model: Any, inputs: Values, dtype: torch.dtype, before: Any) -> None:
 
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     """Forward and backward passes with the student's class; the shards stay as they are."""
-    model = _model(inputs, context.broker, torch.float32)
+    model = charged_mlp(inputs, context.broker, torch.float32)
     fsdp = fsdp_class(model, list(model))
     shards = parts.local_parameters(fsdp)
 
@@ -123,7 +114,7 @@ def _observe_native(
     shard_model: Any, inputs: Values, context: Context, options: dict[str, Any]
 ) -> Values:
     mesh = parts.make_mesh("cpu")
-    model = _model(inputs, context.broker, torch.float32)
+    model = charged_mlp(inputs, context.broker, torch.float32)
     sharded = shard_model(model, list(model), mesh, **options)
     if not isinstance(sharded, nn.Module):
         raise TypeError(f"shard_model: expected the model, got {type(sharded).__name__}")
@@ -218,13 +209,12 @@ def _units_in(c: Collective, rank: int, values: np.ndarray, order: np.ndarray) -
 
 
 def _last_steps(case: Case) -> list[_LastStep] | list[Finding]:
-    steps = [_LastStep(case, rank) for rank in range(case.world_size)]
-    return [step.finding for step in steps if step.finding] or steps
+    return of_every_rank(case, _LastStep)
 
 
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
     """This rank's own gradients of the last step, per unit, float64, with its factors."""
-    model = _model(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
+    model = charged_mlp(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
     _steps(model, case.inputs[rank], torch.float64, model.zero_grad)
     grads = [oracle.grad_of(p).ravel() for p in model.parameters()]
     return [np.concatenate(grads[2 * i : 2 * i + 2]) for i in range(LAYERS)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.common.gpu_meter import draw_seeds
 from autograder.criteria.criterion import Criterion, Lab
 from autograder.criteria.lab4_amp import (
@@ -34,7 +35,7 @@ _gpu = partial(
     Criterion, task=_LOOP, needs="cuda", draw=draw_seeds, observe=gpu.observe, deadline_s=120.0
 )
 _hook = partial(
-    Criterion, task=_HOOK, world="emulated", plan=hook.plan, observe=hook.observe, deadline_s=40.0
+    Criterion, task=_HOOK, world="emulated", plan=charge_plan, observe=hook.observe, deadline_s=40.0
 )
 
 LAB = Lab(

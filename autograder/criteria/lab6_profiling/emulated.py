@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common import oracle
+from autograder.criteria.common import emulated, oracle
 from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.common.emulated import even_cluster, is_compute
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.buckets import best_plan, fill_buckets, step_seconds
-from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Collective
@@ -151,34 +152,26 @@ def _predicted(values: Values, plan: list[list[int]]) -> float:
 
 def charge_plan(draw: Draw) -> ChargePlan:
     """What each layer costs, and the secret of its factors."""
-    shape, secret = _shape(draw), draw.seed("charges").to_bytes(16, "big")
-    return ChargePlan(tuple(shape["forward_s"]), tuple(shape["backward_s"]), secret)
+    shape = _shape(draw)
+    return emulated.charge_plan(draw, shape["forward_s"], shape["backward_s"])
 
 
 def grading_cluster(values: Values, world_size: int) -> Cluster:
     """Links on which an all-reduce costs what was drawn, whatever the number of ranks."""
     rounds = 2 * (world_size - 1)
-    link = Link(
-        bandwidth_bytes_per_s=rounds / world_size / values["s_per_byte"],
-        latency_s=values["fixed_s"] / rounds,
-    )
-    return Cluster(
-        name="drawn", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
-        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
-    )  # fmt: skip
+    bandwidth = rounds / world_size / values["s_per_byte"]
+    return even_cluster(world_size, bandwidth, values["fixed_s"] / rounds)
 
 
 def _charged_model(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Sequential:
-    from minidist.emulate.device import Charged
-
-    layers = []
+    layers: list[nn.Module] = []
     for i in range(LAYERS):
         weight = torch.from_numpy(inputs[f"p{i}"])
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=dtype)
         with torch.no_grad():
             linear.weight.copy_(weight)
-        layers.append(Charged(nn.Sequential(linear, nn.Tanh()), i, channel))
-    return nn.Sequential(*layers)
+        layers.append(nn.Sequential(linear, nn.Tanh()))
+    return emulated.charge(layers, channel)
 
 
 def _train(model: nn.Module, inputs: Values, finish: Any, dtype: torch.dtype) -> None:
@@ -200,10 +193,7 @@ def observe_steps(buckets_class: Any, inputs: Values, context: Context) -> Value
 def _last_all_reduces(case: Case, rank: int) -> list[Collective] | Finding:
     """The all-reduces of the last step, in the order of their calls."""
     events = case.trace.events[rank]
-    backward = [
-        i for i, e in enumerate(events)
-        if e.kind == "compute" and e.direction == "backward" and e.step == STEPS - 1
-    ]  # fmt: skip
+    backward = [i for i, e in enumerate(events) if is_compute(e, "backward", STEPS - 1)]
     if len(backward) != LAYERS:
         return Finding(f"backward ran {len(backward)} of {LAYERS} layers in the last step.", rank)
     if ahead := find_ahead(events, rank):
@@ -327,10 +317,4 @@ def _holds(payload: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:
 def seconds_per_step(case: Case) -> float:
     """Virtual seconds of a step, the first left out."""
     timeline = simulate(case.trace, grading_cluster(case.inputs[0], case.world_size))
-    begin = min(
-        timeline.event_times[rank][i][0]
-        for rank, events in enumerate(case.trace.events)
-        for i, e in enumerate(events)
-        if e.kind == "compute" and e.direction == "forward" and e.step == 1
-    )
-    return (timeline.makespan_s - begin) / (STEPS - 1)
+    return emulated.seconds_since(case, timeline, 1) / (STEPS - 1)

@@ -1,0 +1,95 @@
+"""What labs share on the emulated cluster: equal links, charged layers, what a payload holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from autograder.criteria.common import oracle
+from autograder.criteria.criterion import Case, Draw, Finding, Values
+from minidist.emulate.clusters import Cluster, Link
+from minidist.emulate.plan import ChargePlan
+from minidist.emulate.simulate import Timeline
+from minidist.emulate.trace import Event
+
+MAX_PLACES = 2000  # where a gradient is looked for in a payload that was made to waste our time
+Last = TypeVar("Last")
+
+
+def even_cluster(world_size: int, bandwidth_bytes_per_s: float, latency_s: float) -> Cluster:
+    """One node of `world_size` devices whose links are all equal."""
+    link = Link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
+    return Cluster(
+        name="grading", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
+        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
+    )  # fmt: skip
+
+
+def charge_plan(
+    draw: Draw, forward_s: Sequence[float] = (), backward_s: Sequence[float] = ()
+) -> ChargePlan:
+    """What each layer costs in seconds, and the secret of its factors; default: no layers."""
+    secret = draw.seed("charges").to_bytes(16, "big")
+    return ChargePlan(tuple(forward_s), tuple(backward_s), secret)
+
+
+def mark_steps(draw: Draw) -> ChargePlan:
+    """One layer that costs next to nothing: its charges tell where a step begins and ends."""
+    return charge_plan(draw, (1e-6,), (1e-6,))
+
+
+def charge(layers: Iterable[nn.Module], channel: Any) -> nn.Sequential:
+    """The layers, each of which asks `channel` for its factors.
+
+    Args:
+        channel: the broker's in a rank, a `PlanChannel` in the referee.
+    """
+    from minidist.emulate.device import Charged
+
+    return nn.Sequential(*(Charged(layer, i, channel) for i, layer in enumerate(layers)))
+
+
+def charged_mlp(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Sequential:
+    """`oracle.mlp`, charged: a layer is a Linear and the activation after it, if there is one."""
+    plain = list(oracle.mlp(inputs, dtype))
+    return charge((nn.Sequential(*plain[i : i + 2]) for i in range(0, len(plain), 2)), channel)
+
+
+def is_compute(event: Event, direction: str, step: int) -> bool:
+    """Whether a layer was computed in this direction ("forward", "backward") in this step."""
+    return event.kind == "compute" and event.direction == direction and event.step == step
+
+
+def seconds_since(case: Case, timeline: Timeline, step: int) -> float:
+    """Virtual seconds from the first forward of a step, on any rank, to the end."""
+    begin = min(
+        timeline.event_times[rank][i][0]
+        for rank, events in enumerate(case.trace.events)
+        for i, e in enumerate(events) if is_compute(e, "forward", step)
+    )  # fmt: skip
+    return timeline.makespan_s - begin
+
+
+def holds_run(payload: Any, values: np.ndarray, scales: Iterable[float]) -> bool:
+    """Whether `values`, times one of `scales`, is a run of `payload`, to 0.1 % of the largest."""
+    sent, wanted = np.asarray(payload, dtype=np.float64).ravel(), values.ravel()
+    anchor = int(np.abs(wanted).argmax())
+    for scale in scales:
+        value = wanted * scale
+        tolerance = 1e-3 * abs(value[anchor])
+        near = np.flatnonzero(np.abs(sent - value[anchor]) <= tolerance)[:MAX_PLACES] - anchor
+        for place in near:
+            run = sent[place : place + len(value)] if place >= 0 else sent[:0]
+            if len(run) == len(value) and (np.abs(run - value) <= tolerance).all():
+                return True
+    return False
+
+
+def of_every_rank(case: Case, read: Callable[[Case, int], Last]) -> list[Last] | list[Finding]:
+    """`read(case, rank)` of each rank; where some have a `finding`, those findings alone."""
+    found = [read(case, rank) for rank in range(case.world_size)]
+    return [it.finding for it in found if it.finding] or found  # type: ignore[attr-defined]
