@@ -33,7 +33,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 IN_PART := $(addprefix tests/,$(PART))
 
-.PHONY: help grade lab test test-all test-rest flake verify soak nightly claims bench gpu book build lint clean install
+.PHONY: help grade lab check test test-all test-rest flake verify soak nightly claims bench gpu book build lint clean install
 
 help: ## list the commands
 	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
@@ -56,6 +56,9 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 10 minutes (PART=kernel)
 	@$(BIN)/python -m autograder.authoring --check
 	@$(PYTEST) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-dev ## check what has changed since the last commit: style, types and the tests nearest to it, in a minute
+	@$(BIN)/python tests/helpers/check.py --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test-all: test test-rest ## run every test, in about 40 minutes (PART=kernel)
 

@@ -1,0 +1,102 @@
+"""`make check`: style, types and tests of what has changed since the last commit, in a minute.
+
+The tests are those that have changed, and those that import a changed module of ours themselves.
+The slow ones are left out, and so is what does not fit into the minute: the last lines name it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHIN_S = 60.0
+BIN = Path(sys.executable).parent
+# What notebooks are built from.
+SOURCES = ("notebooks/", "solutions/", "autograder/authoring/", "autograder/criteria/")
+
+
+def changed_files() -> list[str]:
+    """Paths that differ from the last commit, and new ones; not those that are gone."""
+    names: set[str] = set()
+    for command in (
+        ["diff", "--name-only", "HEAD"],
+        ["ls-files", "--others", "--exclude-standard"],
+    ):
+        said = subprocess.run(
+            ["git", *command, "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        names |= set(filter(None, said.stdout.split("\0")))
+    return sorted(name for name in names if (ROOT / name).is_file())
+
+
+def module_of(name: str) -> str | None:
+    """lib/minidist/mesh.py -> minidist.mesh; None for what is in no package of ours."""
+    parts = Path(name.removeprefix("lib/")).with_suffix("").parts
+    if not name.endswith(".py") or parts[0] not in ("minidist", "autograder"):
+        return None
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Dotted names that a file imports; `from a import b` counts as a and as a.b."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def tests_of(changed: Sequence[str]) -> list[str]:
+    """Test files that have changed or that import a changed module."""
+    modules = {module for name in changed if (module := module_of(name))}
+    found = []
+    for file in sorted((ROOT / "tests").glob("*/test_*.py")):
+        name = file.relative_to(ROOT).as_posix()
+        if name in changed or modules & set(imports_of(file)):
+            found.append(name)
+    return found
+
+
+def main() -> int:
+    began = time.monotonic()
+    changed = changed_files()
+    python = [name for name in changed if name.endswith(".py")]
+    typed = [n for n in python if n.startswith(("lib/", "autograder/", "benchmarks/"))]
+    commands = []
+    if python:
+        commands += [[f"{BIN}/ruff", "format", "--check", *python]]
+        commands += [[f"{BIN}/ruff", "check", "--quiet", *python]]
+    if typed:
+        commands += [[f"{BIN}/pyright", *typed]]
+    if any(name.startswith(SOURCES) for name in changed):
+        commands += [[sys.executable, "-m", "autograder.authoring", "--check"]]
+    for command in commands:
+        if subprocess.run(command, cwd=ROOT).returncode:
+            return 1
+    tests = tests_of(changed)
+    if not tests:
+        print("nothing has changed that a test imports; make test runs them all")
+        return 0
+    left_s = max(1.0, WITHIN_S - (time.monotonic() - began))
+    print(f"{left_s:.0f} s for {', '.join(tests)}")
+    options = [*sys.argv[1:], "-m", "not slow", "-q", "-x", f"--session-timeout={left_s:.0f}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests], cwd=ROOT, capture_output=True, text=True
+    )
+    ran_out = "session-timeout" in done.stdout
+    failed = " FAILED " in f" {done.stdout}" or "\nERROR " in done.stdout
+    print(done.stdout[-6000:] if failed else "\n".join(done.stdout.splitlines()[-1:]))
+    if ran_out and not failed:
+        print("not all of them in a minute; the rest: make test PART=FOLDER")
+        return 0
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
