@@ -81,9 +81,11 @@ def train_pipeline(steps: int) -> None:
 
     rank, num_ranks, m = dist.get_rank(), dist.get_world_size(), NUM_MICRO_BATCHES
     pipeline = PipelineExecutor(
-        Charged(nn.Linear(8, 8), rank), one_f_one_b(num_ranks, m), nn.functional.mse_loss,
+        Charged(nn.Linear(8, 8), rank),
+        one_f_one_b(num_ranks, m),
+        nn.functional.mse_loss,
         specs=[TensorSpec((1, 8), torch.float32)] * num_ranks,
-    )  # fmt: skip
+    )
     for _ in range(steps):
         pipeline.step(torch.ones(m, 8), torch.zeros(m, 8))
 
@@ -113,12 +115,20 @@ def measure() -> list[Row]:
         ddp_s, zero3_s = step_seconds(train_ddp, n, plan), step_seconds(train_zero3, n, plan)
         rows += [
             exact(f"bucketed DDP / best, {n} ranks", ddp_s, COMPUTE_S + reduce_s),
-            exact(f"bucketed DDP / torch DDP, {n} ranks", ddp_s,
-                  step_seconds(train_torch_ddp, n, plan), goal=None),
+            exact(
+                f"bucketed DDP / torch DDP, {n} ranks",
+                ddp_s,
+                step_seconds(train_torch_ddp, n, plan),
+                goal=None,
+            ),
             exact(f"ZeRO-3 / best, {n} ranks", zero3_s, gather_s + COMPUTE_S + scatter_s),
-            exact(f"ZeRO-3 / fully_shard, {n} ranks", zero3_s,
-                  step_seconds(train_fully_shard, n, plan), goal=None),
-        ]  # fmt: skip
+            exact(
+                f"ZeRO-3 / fully_shard, {n} ranks",
+                zero3_s,
+                step_seconds(train_fully_shard, n, plan),
+                goal=None,
+            ),
+        ]
         stages = ChargePlan((FORWARD_S,) * n, (BACKWARD_S,) * n, secret=b"benchmark")
         # m micro-batches, and the p - 1 that fill and empty the pipeline; then messages: one each
         # way per stage that nothing hides.

@@ -133,8 +133,10 @@ def a_class(handed: Sequence[Handed], size: int, demos: bool, folder: Path) -> l
             scores, seconds = timed(partial(arms[name], submitted), tries, KERNEL_DIED)
             times[name].append(seconds / len(block))
             check_scores(name, scores, block)
-            print(f"block {number + 1} of {len(blocks)}, {name}: {times[name][-1]:.1f} s each",
-                  flush=True)  # fmt: skip
+            print(
+                f"block {number + 1} of {len(blocks)}, {name}: {times[name][-1]:.1f} s each",
+                flush=True,
+            )
     per_minute = {name: 60 / statistics.median(each) for name, each in times.items()}
     print("submissions per minute:", *(f"{name} {n:.2f}" for name, n in per_minute.items()))
     what = f"{sum(map(len, blocks))} submissions"
@@ -237,9 +239,13 @@ def watch(grader: Grader, submitted: Path, num: int) -> tuple[list[tuple[int, li
     seconds = DEADLINE_S + 60.0 * num
     with (grader.folder / "said.txt").open("w+") as said:
         process = subprocess.Popen(
-            [sys.executable, *grader.command(submitted)], cwd=grader.folder, stdout=said,
-            stderr=said, stdin=subprocess.DEVNULL, env=os.environ | grader.env,
-        )  # fmt: skip
+            [sys.executable, *grader.command(submitted)],
+            cwd=grader.folder,
+            stdout=said,
+            stderr=said,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | grader.env,
+        )
         try:
             while process.poll() is None:
                 if time.monotonic() - began > DEADLINE_S + 60.0 * num:

@@ -167,10 +167,16 @@ def run(command: Sequence[str], folder: Path, *, env: Mapping[str, str] | None =
     scripts = str(Path(sys.executable).parent)  # nbgrader calls `alembic` by name
     path = f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=os.environ | {"PATH": path} | dict(env or {}),
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", timeout=DEADLINE_S,
-    )  # fmt: skip
+        [sys.executable, *command],
+        cwd=folder,
+        env=os.environ | {"PATH": path} | dict(env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=DEADLINE_S,
+    )
     if done.returncode:
         said = done.stdout[-4000:]
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said}")

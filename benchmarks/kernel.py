@@ -158,8 +158,10 @@ def _torchrun(num_ranks: int, *command: str) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*torchrun, "--nproc-per-node", str(num_ranks), *command],
-        capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
     if done.returncode:
         raise RuntimeError(f"torchrun ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return done.stdout
@@ -208,8 +210,10 @@ def lab(num_ranks: int, rounds: int, folder: Path) -> Row:
         command = ["-k", f"torchrun-{num_ranks}", "--no-progress-bar", "--language", "python"]
         subprocess.run(
             [sys.executable, "-m", "papermill", *command, str(path), f"{path}.ours.ipynb"],
-            capture_output=True, timeout=DEADLINE_S, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            timeout=DEADLINE_S,
+            check=True,
+        )
         return time.perf_counter() - began
 
     def peer() -> float:

@@ -136,9 +136,9 @@ class StockCourse:
         else:
             # otter has no command for a class without containers: a loop, in one box.
             runs = " ; ".join(
-                f"{self.python} -c \"$OTTER\" handed_in/{s}/{LAB}.ipynb results/{s}.json"
+                f'{self.python} -c "$OTTER" handed_in/{s}/{LAB}.ipynb results/{s}.json'
                 for s in students
-            )  # fmt: skip
+            )
             code, said = self._execute(course, runs, deadline_s)
         graded = {student: self.read(course, student) for student in students}
         return Run(graded, time.monotonic() - began, code is None, said[-MAX_SAID:])
@@ -153,10 +153,13 @@ class StockCourse:
         """Runs Python with arguments, or a line of shell, in the box; None when it was stopped."""
         inner = ["sh", "-c", command] if isinstance(command, str) else [self.python, *command]
         process = subprocess.Popen(
-            [*box(course, self.python), *inner], env=_environment(self.python),
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*box(course, self.python), *inner],
+            env=_environment(self.python),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             said, _ = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
@@ -198,8 +201,9 @@ def find_otter(python: str) -> str:
         return install
     done = subprocess.run(
         [python, "-c", "import otter.api, minidist, autograder, torch, ipykernel"],
-        capture_output=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        timeout=120,
+    )
     if done.returncode == 0:
         return ""
     lines = done.stderr.decode(errors="replace").strip().splitlines()

@@ -88,9 +88,10 @@ def _grade_honest(rows: dict[str, Row], graders: Mapping[str, Any]) -> list[str]
         earned = sum(POINTS.values()) if title == "reference" else 0.0
         rows[title] = Row(title, earned, cells)
         void += [
-            f"{name} {title} {cell.score:g}" for name, cell in cells.items()
+            f"{name} {title} {cell.score:g}"
+            for name, cell in cells.items()
             if not cell.note and cell.score != earned
-        ]  # fmt: skip
+        ]
     print("honest submissions:", "void" if void else "as they have earned", flush=True)
     return void
 
@@ -127,21 +128,29 @@ class _Ours:
         scores = {c["name"]: float(c["points"]) for c in outcome.record["criteria"]}
         harm = [p for p in outcome.problems if "journal" in p or "our own failure" in p]
         harm += [
-            f"{path} was changed" for path, old in self.course.before.items()
+            f"{path} was changed"
+            for path, old in self.course.before.items()
             if self.course.state().get(path) != old
-        ]  # fmt: skip
+        ]
         if attack.group in OUTLIVES and not harm:
             notebook = classmate(f"# after {attack.title}")
             mate = dataclasses.replace(
-                reference(), name=f"classmate-{attack.name}", group="after",
-                passes=frozenset(CLASSMATE), notebook=notebook,
-            )  # fmt: skip
+                reference(),
+                name=f"classmate-{attack.name}",
+                group="after",
+                passes=frozenset(CLASSMATE),
+                notebook=notebook,
+            )
             harm += [f"classmate: {problem}" for problem in self.course.grade(mate).problems]
         leaks = [p for p in outcome.problems if "LEAKED" in p or "POISON" in p]
         return Cell(
-            score=sum(scores.values()), gained=gained(scores, attack.passes), leaks=leaks,
-            harm=harm, seconds=outcome.seconds, said="\n".join(outcome.problems),
-        )  # fmt: skip
+            score=sum(scores.values()),
+            gained=gained(scores, attack.passes),
+            leaks=leaks,
+            harm=harm,
+            seconds=outcome.seconds,
+            said="\n".join(outcome.problems),
+        )
 
 
 class _Stock:
@@ -187,9 +196,14 @@ class _Stock:
                 harm.append(f"the grade of {student} was changed")
         mine = run.graded["attacker"]
         return Cell(
-            score=mine.total, gained=gained(mine.scores, attack.passes), graded=bool(mine.scores),
-            leaks=leaks(mine.said, attack.group), harm=harm, seconds=run.seconds, said=run.said,
-        )  # fmt: skip
+            score=mine.total,
+            gained=gained(mine.scores, attack.passes),
+            graded=bool(mine.scores),
+            leaks=leaks(mine.said, attack.group),
+            harm=harm,
+            seconds=run.seconds,
+            said=run.said,
+        )
 
     def _hand_in(self, course: Path, student: str, notebook: Notebook) -> None:
         folder = self.course.submit(course, student)

@@ -119,8 +119,10 @@ def _without_extras(notebook: Notebook, ranks: int) -> Notebook:
     made["cells"] = [cell for cell in made["cells"] if not _is_extra(cell)]
     name = f"torchrun-{ranks}"
     made["metadata"]["kernelspec"] = {
-        "name": name, "display_name": f"torchrun × {ranks}", "language": "python",
-    }  # fmt: skip
+        "name": name,
+        "display_name": f"torchrun × {ranks}",
+        "language": "python",
+    }
     return made
 
 

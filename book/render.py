@@ -175,10 +175,13 @@ def _still(widget: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     words = widget.data.get("text/plain", "")
     below = {"text/html": f'<p class="controls">{html.escape(words)}</p>'}
     return [
-        new_output("display_data", {"image/png": widget.data["image/png"]},
-                   metadata={"image/png": {"alt": words}}),
+        new_output(
+            "display_data",
+            {"image/png": widget.data["image/png"]},
+            metadata={"image/png": {"alt": words}},
+        ),
         new_output("display_data", below),
-    ]  # fmt: skip
+    ]
 
 
 def _title(notebook: nbformat.NotebookNode, name: str) -> str:

@@ -94,18 +94,31 @@ def tokens_in_a_month(num_parameters, share_of_peak=0.4):
 sizes = np.geomspace(1e8, 1e12, 193)
 panels = [  # needed, what one A100 has
     ("Memory", "GB", {"needed": 16 * sizes / 1e9}, {"one A100": np.full(193, 80.0)}),
-    ("Data", "tokens", {"wanted": 20 * sizes},
-     {"a month": [tokens_in_a_month(n) for n in sizes]}),
-    ("Time on one A100", "years", {"needed": 20 * sizes / tokens_in_a_month(1) * sizes / 12},
-     {"a month": np.full(193, 1 / 12)}),
-]  # fmt: skip
+    ("Data", "tokens", {"wanted": 20 * sizes}, {"a month": [tokens_in_a_month(n) for n in sizes]}),
+    (
+        "Time on one A100",
+        "years",
+        {"needed": 20 * sizes / tokens_in_a_month(1) * sizes / 12},
+        {"a month": np.full(193, 1 / 12)},
+    ),
+]
 figure, _ = new_figure(11, 3.2)
 figure.clear()
 with style():
     axes = figure.subplots(1, 3)
 for ax, (title, unit, needed, available) in zip(axes, panels, strict=True):
-    plot_lines(sizes / 1e9, needed, ideal=available, logx=True, logy=True, markers=False, ax=ax,
-               title=title, xlabel="parameters (billions)", ylabel=unit)  # fmt: skip
+    plot_lines(
+        sizes / 1e9,
+        needed,
+        ideal=available,
+        logx=True,
+        logy=True,
+        markers=False,
+        ax=ax,
+        title=title,
+        xlabel="parameters (billions)",
+        ylabel=unit,
+    )
 figure
 
 # %% [markdown]
@@ -122,13 +135,22 @@ memory_wall = sizes[np.searchsorted(16 * sizes, A100.memory_bytes)]
 data_wall = sizes[np.argmax([20 * n > tokens_in_a_month(n) for n in sizes])]
 step = sizes[1] / sizes[0] - 1  # the grid's resolution
 display(
-    claim("one A100 holds the states of about 5 billion parameters", memory_wall, 80e9 / 16,
-          rtol=step),
-    claim("in a month it can give 20 tokens each to about 1.65 billion parameters", data_wall,
-          (0.4 * 312e12 * MONTH_S / 120) ** 0.5, rtol=step),
-    claim("tokens per parameter that make the best of a budget of FLOPs", "about 20",
-          status="cited", source="Hoffmann et al., arXiv:2203.15556"),
-)  # fmt: skip
+    claim(
+        "one A100 holds the states of about 5 billion parameters", memory_wall, 80e9 / 16, rtol=step
+    ),
+    claim(
+        "in a month it can give 20 tokens each to about 1.65 billion parameters",
+        data_wall,
+        (0.4 * 312e12 * MONTH_S / 120) ** 0.5,
+        rtol=step,
+    ),
+    claim(
+        "tokens per parameter that make the best of a budget of FLOPs",
+        "about 20",
+        status="cited",
+        source="Hoffmann et al., arXiv:2203.15556",
+    ),
+)
 
 # %% [markdown]
 # ## 1 · The memory wall
@@ -151,8 +173,12 @@ def train_step(batch, tracker=None):
     """One step; the tracker notes what is there after each of its phases."""
     tokens = torch.randint(0, config.vocab_size, (batch, config.context), device=device)
     loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    phases = {"forward": lambda: None, "backward": loss.backward, "update": optimizer.step,
-              "end": optimizer.zero_grad}  # fmt: skip
+    phases = {
+        "forward": lambda: None,
+        "backward": loss.backward,
+        "update": optimizer.step,
+        "end": optimizer.zero_grad,
+    }
     for phase, act in phases.items():
         act()
         if tracker is not None:
@@ -172,19 +198,33 @@ kinds = ("parameters", "optimizer", "gradients", "activations", "other")
 with style():
     figure, ax = new_figure(8.5, 3.4)
     ax.stackplot(
-        range(len(rows)), [[getattr(row, kind) / 1e6 for row in rows] for kind in kinds],
-        colors=[COLOURS[kind] for kind in kinds], labels=kinds, linewidth=0, step="post",
-    )  # fmt: skip
+        range(len(rows)),
+        [[getattr(row, kind) / 1e6 for row in rows] for kind in kinds],
+        colors=[COLOURS[kind] for kind in kinds],
+        labels=kinds,
+        linewidth=0,
+        step="post",
+    )
     top = 1.2 * trackers[16].peak.total / 1e6
     for index, row in enumerate(rows):
         if row.is_mark and row.after != "end":
             ax.axvline(index, color="#222222", linewidth=0.8, linestyle=":")
             at_end = row.after == "update"
-            ax.text(index + (-8 if at_end else 8), top, f"{row.after} ends", va="top", fontsize=9,
-                    ha="right" if at_end else "left")  # fmt: skip
-    ax.set(xlabel="operations of one step, in order", ylabel="memory (MB)", ylim=(0, top),
-           title=f"One step of a GPT with {num_parameters / 1e6:.1f} M parameters, 16 sequences",
-           xlim=(0, len(rows)))  # fmt: skip
+            ax.text(
+                index + (-8 if at_end else 8),
+                top,
+                f"{row.after} ends",
+                va="top",
+                fontsize=9,
+                ha="right" if at_end else "left",
+            )
+    ax.set(
+        xlabel="operations of one step, in order",
+        ylabel="memory (MB)",
+        ylim=(0, top),
+        title=f"One step of a GPT with {num_parameters / 1e6:.1f} M parameters, 16 sequences",
+        xlim=(0, len(rows)),
+    )
     figure.legend(loc="outside right center", frameon=False, reverse=True)
 figure
 
@@ -202,16 +242,30 @@ per_parameter = {
     kind: max(getattr(row, kind) for row in trackers[16].marks) / num_parameters for kind in kinds
 }
 display(
-    claim("fp32 with Adam: bytes per parameter for parameter, gradient, state",
-          [per_parameter[kind] for kind in ("parameters", "gradients", "optimizer")],
-          [4.0, 4.0, 8.0], rtol=1e-3),
-    claim("activations grow in proportion to the batch: 16 sequences against 4",
-          trackers[16].peak_of("activations") / trackers[4].peak_of("activations"), 4.0, rtol=0.01),
-    claim("the states do not: 16 sequences against 4",
-          trackers[16].marks[1].gradients / trackers[4].marks[1].gradients, 1.0, rtol=1e-9),
-    claim("after the backward pass hardly any activation is left, as a share of the peak",
-          end_of["backward"].activations / trackers[16].peak_of("activations"), ("<", 0.01)),
-)  # fmt: skip
+    claim(
+        "fp32 with Adam: bytes per parameter for parameter, gradient, state",
+        [per_parameter[kind] for kind in ("parameters", "gradients", "optimizer")],
+        [4.0, 4.0, 8.0],
+        rtol=1e-3,
+    ),
+    claim(
+        "activations grow in proportion to the batch: 16 sequences against 4",
+        trackers[16].peak_of("activations") / trackers[4].peak_of("activations"),
+        4.0,
+        rtol=0.01,
+    ),
+    claim(
+        "the states do not: 16 sequences against 4",
+        trackers[16].marks[1].gradients / trackers[4].marks[1].gradients,
+        1.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "after the backward pass hardly any activation is left, as a share of the peak",
+        end_of["backward"].activations / trackers[16].peak_of("activations"),
+        ("<", 0.01),
+    ),
+)
 
 # %% [markdown]
 # ### Sixteen bits, and yet sixteen bytes
@@ -248,8 +302,9 @@ kept = {
 }
 plot_stacked(
     {"bf16 with Adam": kept, "fp32 with Adam": {"parameters": 4, "gradients": 4, "optimizer": 8}},
-    xlabel="bytes per parameter", title="Model states, measured (copy: the master weights)",
-)  # fmt: skip
+    xlabel="bytes per parameter",
+    title="Model states, measured (copy: the master weights)",
+)
 
 # %% [markdown]
 # Sixteen again, only shared out otherwise. **16 bytes per parameter** is the number to remember.
@@ -260,18 +315,43 @@ plot_stacked(
 ZERO = "Rajbhandari et al., arXiv:1910.02054, section 3.1"
 states = cost.MIXED_ADAM
 display(
-    claim("16-bit parameters and gradients: bytes per parameter",
-          [kept["parameters"], kept["gradients"]], [2.0, 2.0], rtol=1e-9),
-    claim("what the optimiser keeps, bytes per parameter",
-          kept["copy"] + kept["optimizer"], 12.0, rtol=1e-9, source=ZERO,
-          status="corrected", said=8, why="a common lecture counts the two averages only"),
-    claim("all model states of mixed precision, bytes per parameter", sum(kept.values()), 16.0,
-          rtol=1e-9, source=ZERO, status="corrected", said=12,
-          why="12 is the optimiser's part alone; parameters and gradients come on top"),
-    claim("GPT-3, 175 billion parameters: model states in TB", 175e9 * states.total / 1e12, 2.8,
-          rtol=1e-3, source=ZERO, status="corrected", said=2.1,
-          why="12 bytes per parameter instead of 16"),
-)  # fmt: skip
+    claim(
+        "16-bit parameters and gradients: bytes per parameter",
+        [kept["parameters"], kept["gradients"]],
+        [2.0, 2.0],
+        rtol=1e-9,
+    ),
+    claim(
+        "what the optimiser keeps, bytes per parameter",
+        kept["copy"] + kept["optimizer"],
+        12.0,
+        rtol=1e-9,
+        source=ZERO,
+        status="corrected",
+        said=8,
+        why="a common lecture counts the two averages only",
+    ),
+    claim(
+        "all model states of mixed precision, bytes per parameter",
+        sum(kept.values()),
+        16.0,
+        rtol=1e-9,
+        source=ZERO,
+        status="corrected",
+        said=12,
+        why="12 is the optimiser's part alone; parameters and gradients come on top",
+    ),
+    claim(
+        "GPT-3, 175 billion parameters: model states in TB",
+        175e9 * states.total / 1e12,
+        2.8,
+        rtol=1e-3,
+        source=ZERO,
+        status="corrected",
+        said=2.1,
+        why="12 bytes per parameter instead of 16",
+    ),
+)
 
 # %% [markdown]
 # ### Which models fit?
@@ -283,22 +363,40 @@ display(
 # %%
 # %%rank 0
 gpt3 = cost.GPT3_175B  # 96 layers, width 12,288
-known = {"BERT-Large": 340e6, "GPT-2 XL": 1.56e9, "Llama 2 7B": cost.LLAMA2_7B.num_parameters,
-         "Llama 2 13B": cost.LLAMA2_13B.num_parameters,
-         "Llama 2 70B": cost.LLAMA2_70B.num_parameters, "GPT-3": gpt3.num_parameters}  # fmt: skip
+known = {
+    "BERT-Large": 340e6,
+    "GPT-2 XL": 1.56e9,
+    "Llama 2 7B": cost.LLAMA2_7B.num_parameters,
+    "Llama 2 13B": cost.LLAMA2_13B.num_parameters,
+    "Llama 2 70B": cost.LLAMA2_70B.num_parameters,
+    "GPT-3": gpt3.num_parameters,
+}
 display(
-    claim("12 l h^2 gives nearly all of GPT-3", 12 * 96 * 12288**2 / gpt3.num_parameters, 1.0,
-          rtol=0.01),
-    claim("width 12,288 and 96 layers: billions of parameters", gpt3.num_parameters / 1e9, 174.6,
-          rtol=1e-3, source="Brown et al., arXiv:2005.14165, table 2.1"),
+    claim(
+        "12 l h^2 gives nearly all of GPT-3",
+        12 * 96 * 12288**2 / gpt3.num_parameters,
+        1.0,
+        rtol=0.01,
+    ),
+    claim(
+        "width 12,288 and 96 layers: billions of parameters",
+        gpt3.num_parameters / 1e9,
+        174.6,
+        rtol=1e-3,
+        source="Brown et al., arXiv:2005.14165, table 2.1",
+    ),
     claim("a 70-billion model's weights alone, 16 bits: GB", 70e9 * 2 / cost.GB, 140.0, rtol=1e-9),
     claim("GPT-3's weights alone, 32 bits: GB", 175e9 * 4 / cost.GB, 700.0, rtol=1e-9),
-)  # fmt: skip
+)
 figure = plot_bars(
-    {name: 16 * n / 1e9 for name, n in known.items()}, limit=80, limit_label="one A100",
-    xlabel="model states (GB, logarithmic)", title="16 bytes per parameter", form="{:,.0f}",
+    {name: 16 * n / 1e9 for name, n in known.items()},
+    limit=80,
+    limit_label="one A100",
+    xlabel="model states (GB, logarithmic)",
+    title="16 bytes per parameter",
+    form="{:,.0f}",
     colours={name: PALETTE[5] if 16 * n > 80e9 else PALETTE[0] for name, n in known.items()},
-)  # fmt: skip
+)
 figure.axes[0].set_xscale("log")
 figure.axes[0].set_xlim(1, 10_000)
 figure
@@ -313,20 +411,39 @@ figure
 # %%
 # %%rank 0
 shape = cost.Transformer.from_config(config)
-by_rule = 2 * config.num_layers * cost.activation_bytes_per_layer(
-    model=shape, micro_batch=16, fused_attention=True, dropout=False
-)  # fmt: skip
+by_rule = (
+    2
+    * config.num_layers
+    * cost.activation_bytes_per_layer(
+        model=shape, micro_batch=16, fused_attention=True, dropout=False
+    )
+)
 blocks = trackers[16].peak_of("activations")
-seventy_b = cost.activation_bytes_per_layer(model=cost.LLAMA2_70B, micro_batch=1, dropout=False,
-                                            fused_attention=True) * 80  # fmt: skip
+seventy_b = (
+    cost.activation_bytes_per_layer(
+        model=cost.LLAMA2_70B, micro_batch=1, dropout=False, fused_attention=True
+    )
+    * 80
+)
 display(
-    claim("measured activations against the rule for the blocks (the rest is embedding and loss)",
-          blocks / by_rule, 1.0, rtol=0.25),
-    claim("70B, a single sequence of 4,096 tokens: activations in GB, more than an A100 has",
-          seventy_b / 1e9, (">", 80)),
-    claim("recomputing all blocks costs a third more arithmetic: GPT-3, relative",
-          gpt3.flops_per_token(recompute="full") / gpt3.flops_per_token(), 4 / 3, rtol=0.01),
-)  # fmt: skip
+    claim(
+        "measured activations against the rule for the blocks (the rest is embedding and loss)",
+        blocks / by_rule,
+        1.0,
+        rtol=0.25,
+    ),
+    claim(
+        "70B, a single sequence of 4,096 tokens: activations in GB, more than an A100 has",
+        seventy_b / 1e9,
+        (">", 80),
+    ),
+    claim(
+        "recomputing all blocks costs a third more arithmetic: GPT-3, relative",
+        gpt3.flops_per_token(recompute="full") / gpt3.flops_per_token(),
+        4 / 3,
+        rtol=0.01,
+    ),
+)
 
 # %% [markdown]
 # Some cures need no second GPU: a smaller micro-batch, *recomputing* activations in the backward
@@ -339,9 +456,13 @@ display(
 
 # %%
 # %%rank 0
-MODELS = {"GPT-2 XL": cost.megatron_gpt(width=1600, num_layers=48, num_heads=25),
-          "Llama 2 7B": cost.LLAMA2_7B, "Llama 2 13B": cost.LLAMA2_13B,
-          "Llama 2 70B": cost.LLAMA2_70B, "GPT-3 175B": cost.GPT3_175B}  # fmt: skip
+MODELS = {
+    "GPT-2 XL": cost.megatron_gpt(width=1600, num_layers=48, num_heads=25),
+    "Llama 2 7B": cost.LLAMA2_7B,
+    "Llama 2 13B": cost.LLAMA2_13B,
+    "Llama 2 70B": cost.LLAMA2_70B,
+    "GPT-3 175B": cost.GPT3_175B,
+}
 PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -354,38 +475,64 @@ def in_gb(memory):
 def memory_of(name, num_gpus, zero_stage, micro_batch=1, recompute="none"):
     """Bytes on each GPU."""
     plan = cost.ParallelismConfig(dp=num_gpus, zero_stage=zero_stage if num_gpus > 1 else 0)
-    return cost.memory_per_gpu(model=MODELS[name], parallelism=plan, micro_batch=micro_batch,
-                               recompute=recompute, fused_attention=True)  # fmt: skip
+    return cost.memory_per_gpu(
+        model=MODELS[name],
+        parallelism=plan,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        fused_attention=True,
+    )
 
 
 def calculator(model="Llama 2 13B", zero_stage=0, micro_batch=1, recompute="none"):
     """Memory per GPU on 1 to 512 GPUs, by what it is for."""
-    bars = {f"{n} GPU" + "s" * (n > 1):
-            in_gb(memory_of(model, n, zero_stage, micro_batch, recompute))
-            for n in (1, 8, 64, 512)}  # fmt: skip
-    return plot_stacked(bars, xlabel="GB per GPU (dashed: what an A100 has)", limit=80,
-                        title=f"{model}, ZeRO stage {zero_stage}")  # fmt: skip
+    bars = {
+        f"{n} GPU" + "s" * (n > 1): in_gb(memory_of(model, n, zero_stage, micro_batch, recompute))
+        for n in (1, 8, 64, 512)
+    }
+    return plot_stacked(
+        bars,
+        xlabel="GB per GPU (dashed: what an A100 has)",
+        limit=80,
+        title=f"{model}, ZeRO stage {zero_stage}",
+    )
 
 
 explore(
-    calculator, model=list(MODELS), zero_stage=[0, 1, 2, 3], micro_batch=(1, 16),
+    calculator,
+    model=list(MODELS),
+    zero_stage=[0, 1, 2, 3],
+    micro_batch=(1, 16),
     recompute=["none", "full"],
-    labels={"model": "model", "zero_stage": "ZeRO stage (0: copies)",
-            "micro_batch": "sequences per GPU", "recompute": "recompute activations"},
+    labels={
+        "model": "model",
+        "zero_stage": "ZeRO stage (0: copies)",
+        "micro_batch": "sequences per GPU",
+        "recompute": "recompute activations",
+    },
     alt="Stacked bars of memory per GPU for 1, 8, 64 and 512 GPUs, with the limit of an A100",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
 one, many = (memory_of("Llama 2 13B", n, 0).total for n in (1, 512))
 sharded = memory_of("Llama 2 13B", 512, 3)
 display(
-    claim("an A100's memory in GB (there is one of 40, too)", A100.memory_bytes / cost.GB, 80.0,
-          rtol=1e-9, source=SHEETS),
+    claim(
+        "an A100's memory in GB (there is one of 40, too)",
+        A100.memory_bytes / cost.GB,
+        80.0,
+        rtol=1e-9,
+        source=SHEETS,
+    ),
     claim("copies do not help: 512 GPUs against 1, memory per GPU", many / one, 1.0, rtol=1e-9),
-    claim("ZeRO-3 cuts the states by the number of GPUs",
-          memory_of("Llama 2 13B", 1, 0).model_states / sharded.model_states, 512.0, rtol=1e-6),
-)  # fmt: skip
+    claim(
+        "ZeRO-3 cuts the states by the number of GPUs",
+        memory_of("Llama 2 13B", 1, 0).model_states / sharded.model_states,
+        512.0,
+        rtol=1e-6,
+    ),
+)
 
 # %% [markdown]
 # ## 2 · The time wall
@@ -409,17 +556,30 @@ with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
 per_token = counter.get_total_flops() / tokens.numel()
 shape = cost.Transformer.from_config(small)
 weights = small.num_layers * shape.block_weights + 512 * 128  # those that are multiplied with
-exact = {name: cost.Transformer.flops_per_token(m) / (6 * m.num_parameters)
-         for name, m in MODELS.items()}  # fmt: skip
+exact = {
+    name: cost.Transformer.flops_per_token(m) / (6 * m.num_parameters) for name, m in MODELS.items()
+}
 display(
-    claim("FLOPs that torch counts per token, against 6 x weights + 12 l s h", per_token,
-          6.0 * weights + 12 * small.num_layers * 64 * 128, rtol=1e-9),
-    claim("6 N is a good rule for large models: GPT-3, exact count / 6 N", exact["GPT-3 175B"],
-          1.03, rtol=0.01),
-    claim("GPT-3: FLOPs for its 300 billion tokens",
-          cost.training_flops(num_parameters=175e9, tokens=300e9), 3.14e23, rtol=0.01,
-          source="Brown et al., arXiv:2005.14165, table D.1"),
-)  # fmt: skip
+    claim(
+        "FLOPs that torch counts per token, against 6 x weights + 12 l s h",
+        per_token,
+        6.0 * weights + 12 * small.num_layers * 64 * 128,
+        rtol=1e-9,
+    ),
+    claim(
+        "6 N is a good rule for large models: GPT-3, exact count / 6 N",
+        exact["GPT-3 175B"],
+        1.03,
+        rtol=0.01,
+    ),
+    claim(
+        "GPT-3: FLOPs for its 300 billion tokens",
+        cost.training_flops(num_parameters=175e9, tokens=300e9),
+        3.14e23,
+        rtol=0.01,
+        source="Brown et al., arXiv:2005.14165, table D.1",
+    ),
+)
 
 # %% [markdown]
 # The second term, 12 l s h, is attention: it grows with the length s of the sequence. For long
@@ -441,19 +601,33 @@ for _ in range(4):
     (a @ b)[0, 0].item()  # .item() waits for a GPU
     best = min(best, time.perf_counter() - began)
 here = 2 * n**3 / best
-years = cost.training_seconds_from_flops(
-    num_parameters=175e9, tokens=300e9, num_gpus=1, flops_per_s_per_gpu=here
-) / cost.YEAR_S  # fmt: skip
+years = (
+    cost.training_seconds_from_flops(
+        num_parameters=175e9, tokens=300e9, num_gpus=1, flops_per_s_per_gpu=here
+    )
+    / cost.YEAR_S
+)
 print(f"{device.type}, fp32: {here / 1e12:.3g} TFLOP/s, so GPT-3 here takes {years:,.0f} years")
 display(
     claim("GPT-3 on this machine in fp32: years", years, (">", 10)),
-    claim("peak of an A100: TFLOP/s in bf16 and in TF32",
-          [A100.peak(d) / 1e12 for d in ("bf16", "tf32")], [312.0, 156.0], rtol=1e-9,
-          source=SHEETS),
-    claim("and in fp32", A100.peak("fp32") / 1e12, 19.5, rtol=1e-9, source=SHEETS,
-          status="corrected", said=156,
-          why="156 is TF32, which rounds the inputs of a product to 10 bits"),
-)  # fmt: skip
+    claim(
+        "peak of an A100: TFLOP/s in bf16 and in TF32",
+        [A100.peak(d) / 1e12 for d in ("bf16", "tf32")],
+        [312.0, 156.0],
+        rtol=1e-9,
+        source=SHEETS,
+    ),
+    claim(
+        "and in fp32",
+        A100.peak("fp32") / 1e12,
+        19.5,
+        rtol=1e-9,
+        source=SHEETS,
+        status="corrected",
+        said=156,
+        why="156 is TF32, which rounds the inputs of a product to 10 bits",
+    ),
+)
 
 # %% [markdown]
 # ### Estimates, checked
@@ -465,49 +639,116 @@ display(
 
 # %%
 # %%rank 0
-top = {name: cost.peak_tokens_per_s(num_parameters=p, peak_flops_per_s=A100.peak())
-       for name, p in (("GPT-3", 175e9), ("70B", 70e9))}  # fmt: skip
+top = {
+    name: cost.peak_tokens_per_s(num_parameters=p, peak_flops_per_s=A100.peak())
+    for name, p in (("GPT-3", 175e9), ("70B", 70e9))
+}
 wait_s = cost.training_seconds(tokens=300e9, tokens_per_s=1000)
 gpt3_flops = 3.14e23
 display(
-    claim("GPT-3 on one A100, at most: tokens/s", top["GPT-3"], 297, rtol=0.002,
-          status="corrected", said=1000, why="1000 tokens/s would be 3.4 times the GPU's peak"),
-    claim("a 70B model on one A100, at most: tokens/s", top["70B"], 743, rtol=0.002,
-          status="corrected", said=100_000, why="135 times the peak"),
-    claim("300 billion tokens at 1000 tokens/s: hours", wait_s / cost.HOUR_S, 83_333, rtol=1e-3,
-          status="corrected", said=20_833, why="a comment beside code that computes four times it"),
-    claim("300 billion tokens at 1000 tokens/s: days", wait_s / cost.DAY_S, 3472, rtol=1e-3,
-          status="corrected", said=868, why="868 days need 4000 tokens/s"),
-    claim("2 trillion tokens at 100,000 tokens/s: days (the division is right, the rate is not)",
-          cost.training_seconds(tokens=2e12, tokens_per_s=100e3) / cost.DAY_S, 231, rtol=0.005),
-    claim("75,000 steps of 4 million tokens take as long: the batch cancels",
-          75_000 * (4e6 / 1000) / wait_s, 1.0, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "GPT-3 on one A100, at most: tokens/s",
+        top["GPT-3"],
+        297,
+        rtol=0.002,
+        status="corrected",
+        said=1000,
+        why="1000 tokens/s would be 3.4 times the GPU's peak",
+    ),
+    claim(
+        "a 70B model on one A100, at most: tokens/s",
+        top["70B"],
+        743,
+        rtol=0.002,
+        status="corrected",
+        said=100_000,
+        why="135 times the peak",
+    ),
+    claim(
+        "300 billion tokens at 1000 tokens/s: hours",
+        wait_s / cost.HOUR_S,
+        83_333,
+        rtol=1e-3,
+        status="corrected",
+        said=20_833,
+        why="a comment beside code that computes four times it",
+    ),
+    claim(
+        "300 billion tokens at 1000 tokens/s: days",
+        wait_s / cost.DAY_S,
+        3472,
+        rtol=1e-3,
+        status="corrected",
+        said=868,
+        why="868 days need 4000 tokens/s",
+    ),
+    claim(
+        "2 trillion tokens at 100,000 tokens/s: days (the division is right, the rate is not)",
+        cost.training_seconds(tokens=2e12, tokens_per_s=100e3) / cost.DAY_S,
+        231,
+        rtol=0.005,
+    ),
+    claim(
+        "75,000 steps of 4 million tokens take as long: the batch cancels",
+        75_000 * (4e6 / 1000) / wait_s,
+        1.0,
+        rtol=1e-9,
+    ),
+)
 
 # %%
 # %%rank 0
 gpt3_years = gpt3_flops / (0.5 * A100.peak()) / cost.YEAR_S
 resnet_s = 90 * 1.281e6 * 3 * 8.2e9 / (0.2 * A100.peak())  # 90 epochs, 8.2 GFLOPs forward
 bert_s = cost.training_seconds_from_flops(
-    num_parameters=340e6, tokens=256 * (0.9e6 * 128 + 0.1e6 * 512), num_gpus=1,
+    num_parameters=340e6,
+    tokens=256 * (0.9e6 * 128 + 0.1e6 * 512),
+    num_gpus=1,
     flops_per_s_per_gpu=0.4 * A100.peak(),
-)  # fmt: skip
+)
 azure_days = gpt3_flops / (10_000 * 0.3 * cost.V100.peak("fp16")) / cost.DAY_S
 display(
-    claim("GPT-3 on one A100 at half its peak: years", gpt3_years, 63.8, rtol=0.002,
-          status="corrected", said=355, why="355 years is a V100 at 28 TFLOP/s",
-          source="arXiv:2005.14165, table D.1"),
-    claim("GPT-3 on one V100 at 28 TFLOP/s: years", gpt3_flops / 28e12 / cost.YEAR_S, 355,
-          rtol=0.002),
-    claim("GPT-3 on 10,000 V100 at 30 % of peak: days", azure_days, 9.7, rtol=0.01,
-          status="corrected", said=96, why="96 days would be 3 % of the peak; and 10,000 is the "
-          "size of the cluster, not of the job"),
-    claim("ResNet-50 on ImageNet, one A100 at 20 % of peak: days", resnet_s / cost.DAY_S, 0.53,
-          rtol=0.01, status="corrected", said=30, why="30 days are a GPU of 2013; 1 to 2 days a "
-          "V100; it depends on the GPU by a factor of 50"),
-    claim("BERT-Large on one A100 at 40 %: days, so 'a week' is right", bert_s / cost.DAY_S, 8.06,
-          rtol=0.005, source="Devlin et al., arXiv:1810.04805, appendix A.2"),
-)  # fmt: skip
+    claim(
+        "GPT-3 on one A100 at half its peak: years",
+        gpt3_years,
+        63.8,
+        rtol=0.002,
+        status="corrected",
+        said=355,
+        why="355 years is a V100 at 28 TFLOP/s",
+        source="arXiv:2005.14165, table D.1",
+    ),
+    claim(
+        "GPT-3 on one V100 at 28 TFLOP/s: years", gpt3_flops / 28e12 / cost.YEAR_S, 355, rtol=0.002
+    ),
+    claim(
+        "GPT-3 on 10,000 V100 at 30 % of peak: days",
+        azure_days,
+        9.7,
+        rtol=0.01,
+        status="corrected",
+        said=96,
+        why="96 days would be 3 % of the peak; and 10,000 is the "
+        "size of the cluster, not of the job",
+    ),
+    claim(
+        "ResNet-50 on ImageNet, one A100 at 20 % of peak: days",
+        resnet_s / cost.DAY_S,
+        0.53,
+        rtol=0.01,
+        status="corrected",
+        said=30,
+        why="30 days are a GPU of 2013; 1 to 2 days a "
+        "V100; it depends on the GPU by a factor of 50",
+    ),
+    claim(
+        "BERT-Large on one A100 at 40 %: days, so 'a week' is right",
+        bert_s / cost.DAY_S,
+        8.06,
+        rtol=0.005,
+        source="Devlin et al., arXiv:1810.04805, appendix A.2",
+    ),
+)
 
 # %% [markdown]
 # And some figures cannot be checked by arithmetic, only looked up. Keep the source beside them.
@@ -515,18 +756,37 @@ display(
 # %%
 # %%rank 0
 display(
-    claim("BERT-Large was trained on 64 TPU chips (16 Cloud TPUs) in 4 days", "64 chips, 4 days",
-          status="cited", source="arXiv:1810.04805; it does not name the TPU's generation"),
-    claim("GPT-4's number of parameters; 1.7 trillion is a rumour", "not published",
-          status="cited", source="OpenAI, arXiv:2303.08774"),
-    claim("Llama 2 was trained on up to 2,000 A100; the 2,048 often quoted are LLaMA 1", "2,000",
-          status="cited", source="arXiv:2307.09288, section 2.2.1, and arXiv:2302.13971"),
-    claim("ResNet-50 has 25.6 million parameters; BERT-Large 340 million, for 16 GB of text",
-          "25.6 and 340 million", status="cited",
-          source="torchvision; arXiv:1810.04805; arXiv:1907.11692, section 3.2"),
-    claim("ImageNet in one hour on 256 GPUs, batch 8,192, at about 90 % scaling efficiency",
-          "1 hour", status="cited", source="Goyal et al., arXiv:1706.02677"),
-)  # fmt: skip
+    claim(
+        "BERT-Large was trained on 64 TPU chips (16 Cloud TPUs) in 4 days",
+        "64 chips, 4 days",
+        status="cited",
+        source="arXiv:1810.04805; it does not name the TPU's generation",
+    ),
+    claim(
+        "GPT-4's number of parameters; 1.7 trillion is a rumour",
+        "not published",
+        status="cited",
+        source="OpenAI, arXiv:2303.08774",
+    ),
+    claim(
+        "Llama 2 was trained on up to 2,000 A100; the 2,048 often quoted are LLaMA 1",
+        "2,000",
+        status="cited",
+        source="arXiv:2307.09288, section 2.2.1, and arXiv:2302.13971",
+    ),
+    claim(
+        "ResNet-50 has 25.6 million parameters; BERT-Large 340 million, for 16 GB of text",
+        "25.6 and 340 million",
+        status="cited",
+        source="torchvision; arXiv:1810.04805; arXiv:1907.11692, section 3.2",
+    ),
+    claim(
+        "ImageNet in one hour on 256 GPUs, batch 8,192, at about 90 % scaling efficiency",
+        "1 hour",
+        status="cited",
+        source="Goyal et al., arXiv:1706.02677",
+    ),
+)
 
 # %% [markdown]
 # ## 3 · The data wall
@@ -544,22 +804,41 @@ display(
 images_per_s = 0.2 * A100.peak() / (3 * 8.2e9)  # ResNet-50 at 20 % of the peak
 image_bytes = 147.9e9 / 1.281e6  # of a JPEG in ImageNet
 plan = cost.recommend(model=cost.LLAMA2_7B, node=cost.DGX_A100, num_gpus=8, global_batch=1024)[0]
-feeds = {"ResNet-50 on ImageNet": 8 * images_per_s * image_bytes,
-         "Llama 2 7B on text": 2 * plan.step.tokens_per_s}  # fmt: skip
+feeds = {
+    "ResNet-50 on ImageNet": 8 * images_per_s * image_bytes,
+    "Llama 2 7B on text": 2 * plan.step.tokens_per_s,
+}
 display(
     claim("one A100 eats so many images per second", images_per_s, 2537, rtol=0.01),
     claim("8 A100 with ResNet-50 read GB/s", feeds["ResNet-50 on ImageNet"] / 1e9, 2.34, rtol=0.01),
-    claim("and so many times what a language model reads on them",
-          feeds["ResNet-50 on ImageNet"] / feeds["Llama 2 7B on text"], (">", 10_000)),
-    claim("text that GPT-3's filters left of 45 TB of Common Crawl: TB", 300e9 * 2 / 1e12, 0.57,
-          rtol=0.1, source="arXiv:2005.14165, section 2.2: 570 GB", status="corrected", said=45,
-          why="45 TB is the raw crawl; 300 billion tokens of 2 bytes were seen"),
-    claim("ImageNet's training archive: GB", 147.9, status="cited", source="ILSVRC2012, as "
-          "distributed; 1,281,167 images (arXiv:1409.0575)"),
-)  # fmt: skip
-figure = plot_bars({name: rate / 1e6 for name, rate in feeds.items()},
-                   xlabel="MB/s that 8 A100 read (logarithmic)", form="{:,.2f}",
-                   title="What has to be fed")  # fmt: skip
+    claim(
+        "and so many times what a language model reads on them",
+        feeds["ResNet-50 on ImageNet"] / feeds["Llama 2 7B on text"],
+        (">", 10_000),
+    ),
+    claim(
+        "text that GPT-3's filters left of 45 TB of Common Crawl: TB",
+        300e9 * 2 / 1e12,
+        0.57,
+        rtol=0.1,
+        source="arXiv:2005.14165, section 2.2: 570 GB",
+        status="corrected",
+        said=45,
+        why="45 TB is the raw crawl; 300 billion tokens of 2 bytes were seen",
+    ),
+    claim(
+        "ImageNet's training archive: GB",
+        147.9,
+        status="cited",
+        source="ILSVRC2012, as distributed; 1,281,167 images (arXiv:1409.0575)",
+    ),
+)
+figure = plot_bars(
+    {name: rate / 1e6 for name, rate in feeds.items()},
+    xlabel="MB/s that 8 A100 read (logarithmic)",
+    form="{:,.2f}",
+    title="What has to be fed",
+)
 figure.axes[0].set_xscale("log")
 figure.axes[0].set_xlim(0.01, 1e5)
 figure
@@ -575,21 +854,36 @@ figure
 # %%
 # %%rank 0
 batches = np.geomspace(1 / 64, 64, 25)
-both = np.array([cost.steps_and_examples(batch=b, critical_batch=1.0, min_steps=1.0)
-                 for b in batches])  # fmt: skip
+both = np.array(
+    [cost.steps_and_examples(batch=b, critical_batch=1.0, min_steps=1.0) for b in batches]
+)
 at_critical = cost.steps_and_examples(batch=1.0, critical_batch=1.0, min_steps=1.0)
 double = [cost.steps_and_examples(batch=b, critical_batch=1.0, min_steps=1.0)[0] for b in (4, 8)]
 display(
-    claim("at the critical batch: steps and samples, relative to the fewest", at_critical,
-          [2.0, 2.0], rtol=1e-9, source="McCandlish et al., arXiv:1812.06162"),
-    claim("twice the GPUs, from 4 to 8 critical batches: steps fall to a share of only",
-          double[1] / double[0], 0.9, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "at the critical batch: steps and samples, relative to the fewest",
+        at_critical,
+        [2.0, 2.0],
+        rtol=1e-9,
+        source="McCandlish et al., arXiv:1812.06162",
+    ),
+    claim(
+        "twice the GPUs, from 4 to 8 critical batches: steps fall to a share of only",
+        double[1] / double[0],
+        0.9,
+        rtol=1e-9,
+    ),
+)
 plot_lines(
-    batches, {"steps (time, if GPUs are free)": both[:, 0], "samples (the bill)": both[:, 1]},
-    logx=True, logy=True, markers=False, xlabel="batch / critical batch",
-    ylabel="relative to the fewest", title="Time is bought with samples",
-)  # fmt: skip
+    batches,
+    {"steps (time, if GPUs are free)": both[:, 0], "samples (the bill)": both[:, 1]},
+    logx=True,
+    logy=True,
+    markers=False,
+    xlabel="batch / critical batch",
+    ylabel="relative to the fewest",
+    title="Time is bought with samples",
+)
 
 # %% [markdown]
 # So data parallelism has an end that no network can move. Lecture 4 measures this on a real model.
@@ -608,12 +902,22 @@ display(
     claim("one A100 for a year at 3 dollars per hour", year, 26_280, rtol=1e-9),
     claim("256 of them for 1.5 days", days_bill, 27_648, rtol=1e-9),
     claim("so the example assumes this scaling efficiency", year / days_bill, 0.95, rtol=0.002),
-    claim("but is it enough for 175 billion parameters? Years of one A100 that are needed",
-          gpt3_years, 63.8, rtol=0.002, status="corrected", said=1,
-          why="a year of one A100 is a sixtieth of the work, whoever shares it"),
-    claim("rent of an A100 in dollars per hour; prices change", "2 to 4", status="cited",
-          source="list prices of clouds; Google Cloud, A100 40 GB on demand: 2.93"),
-)  # fmt: skip
+    claim(
+        "but is it enough for 175 billion parameters? Years of one A100 that are needed",
+        gpt3_years,
+        63.8,
+        rtol=0.002,
+        status="corrected",
+        said=1,
+        why="a year of one A100 is a sixtieth of the work, whoever shares it",
+    ),
+    claim(
+        "rent of an A100 in dollars per hour; prices change",
+        "2 to 4",
+        status="cited",
+        source="list prices of clouds; Google Cloud, A100 40 GB on demand: 2.93",
+    ),
+)
 
 # %% [markdown]
 # Prices multiply quickly: 8 GPUs are 16 to 32 dollars per hour, 1,000 GPUs 2,000 to 4,000, and a
@@ -623,28 +927,60 @@ display(
 
 # %%
 # %%rank 0
-week = [cost.cost_dollars(gpu_hours=cost.gpu_hours(seconds=7 * cost.DAY_S, num_gpus=1000),
-                          dollars_per_gpu_hour=price) for price in (2, 4)]  # fmt: skip
+week = [
+    cost.cost_dollars(
+        gpu_hours=cost.gpu_hours(seconds=7 * cost.DAY_S, num_gpus=1000), dollars_per_gpu_hour=price
+    )
+    for price in (2, 4)
+]
 saved = cost.cost_saving(utilization_before=0.6, utilization_after=0.9)
 llama_hours = 1_720_320
 llama_mfu = cost.training_flops(num_parameters=70e9, tokens=2e12) / (
-    llama_hours * cost.HOUR_S * A100.peak())  # fmt: skip
+    llama_hours * cost.HOUR_S * A100.peak()
+)
 LLAMA2 = "Touvron et al., arXiv:2307.09288, table 2: 1,720,320 A100 hours"
 display(
-    claim("an hour of 8 GPUs and of 1,000, at 2 and at 4 dollars",
-          [cost.cost_dollars(gpu_hours=n, dollars_per_gpu_hour=d) for n in (8, 1000)
-           for d in (2, 4)], [16, 32, 2000, 4000], rtol=1e-9),
+    claim(
+        "an hour of 8 GPUs and of 1,000, at 2 and at 4 dollars",
+        [cost.cost_dollars(gpu_hours=n, dollars_per_gpu_hour=d) for n in (8, 1000) for d in (2, 4)],
+        [16, 32, 2000, 4000],
+        rtol=1e-9,
+    ),
     claim("a week of 1,000 GPUs, dollars", week, [336_000, 672_000], rtol=1e-9),
-    claim("from 60 % to 90 % utilisation saves, in %", 100 * saved, 33.3, rtol=0.002,
-          status="corrected", said=50, why="cost goes with 1 / utilisation: 1 - 60/90"),
-    claim("of 672 thousand dollars remain, in thousands", 672 * (1 - saved), 448, rtol=1e-3,
-          status="corrected", said=403, why="403 is neither a third nor a half off"),
-    claim("Llama 2 70B: weeks on 2,048 A100", llama_hours / 2048 / 24 / 7, 5.0, rtol=0.01,
-          source=LLAMA2),
-    claim("Llama 2 70B at 2 dollars per hour: million dollars", 2 * llama_hours / 1e6, 3.44,
-          rtol=0.01, source=LLAMA2),
+    claim(
+        "from 60 % to 90 % utilisation saves, in %",
+        100 * saved,
+        33.3,
+        rtol=0.002,
+        status="corrected",
+        said=50,
+        why="cost goes with 1 / utilisation: 1 - 60/90",
+    ),
+    claim(
+        "of 672 thousand dollars remain, in thousands",
+        672 * (1 - saved),
+        448,
+        rtol=1e-3,
+        status="corrected",
+        said=403,
+        why="403 is neither a third nor a half off",
+    ),
+    claim(
+        "Llama 2 70B: weeks on 2,048 A100",
+        llama_hours / 2048 / 24 / 7,
+        5.0,
+        rtol=0.01,
+        source=LLAMA2,
+    ),
+    claim(
+        "Llama 2 70B at 2 dollars per hour: million dollars",
+        2 * llama_hours / 1e6,
+        3.44,
+        rtol=0.01,
+        source=LLAMA2,
+    ),
     claim("Llama 2 70B: model FLOPs utilisation", llama_mfu, 0.43, rtol=0.02, source=LLAMA2),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ### Faster costs more
@@ -665,8 +1001,9 @@ def run_of(model, node, num_gpus):
     """(days, GPU hours) of 2 trillion tokens by the fastest plan that fits."""
     key = model, node, num_gpus
     if key not in cached:
-        plan = cost.recommend(model=LLAMAS[model], node=NODES[node], num_gpus=num_gpus,
-                              global_batch=1024, limit=1)[0]  # fmt: skip
+        plan = cost.recommend(
+            model=LLAMAS[model], node=NODES[node], num_gpus=num_gpus, global_batch=1024, limit=1
+        )[0]
         seconds = cost.training_seconds(tokens=2e12, tokens_per_s=plan.step.tokens_per_s)
         hours = cost.gpu_hours(seconds=seconds, num_gpus=num_gpus)
         cached[key] = seconds / cost.DAY_S, hours
@@ -679,8 +1016,15 @@ def time_and_money(model="7B", node="DGX A100", dollars_per_hour=2.0):
     million = [hours * dollars_per_hour / 1e6 for _, hours in runs]
     days = [d for d, _ in runs]
     ticks = [d * 10**k for k in range(5) for d in (1, 2, 5) if days[-1] < d * 10**k < days[0]]
-    figure = plot_lines(days, {"": million}, logx=True, ticks=ticks, xlabel="days (logarithmic)",
-                        ylabel="million dollars", title=f"Llama 2 {model} on {node}")  # fmt: skip
+    figure = plot_lines(
+        days,
+        {"": million},
+        logx=True,
+        ticks=ticks,
+        xlabel="days (logarithmic)",
+        ylabel="million dollars",
+        title=f"Llama 2 {model} on {node}",
+    )
     ax = figure.axes[0]
     for n, d, dollars in zip(counts, days, million, strict=True):
         ax.annotate(f"{n} GPUs", (d, dollars), (4, 5), textcoords="offset points", fontsize=8)
@@ -689,10 +1033,13 @@ def time_and_money(model="7B", node="DGX A100", dollars_per_hour=2.0):
 
 
 explore(
-    time_and_money, model=list(LLAMAS), node=list(NODES), dollars_per_hour=(1.0, 6.0, 0.5),
+    time_and_money,
+    model=list(LLAMAS),
+    node=list(NODES),
+    dollars_per_hour=(1.0, 6.0, 0.5),
     labels={"model": "Llama 2", "node": "machine", "dollars_per_hour": "dollars per GPU hour"},
     alt="The bill over the days that a training run takes, from 64 to 4096 GPUs",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
@@ -701,11 +1048,19 @@ published = {"7B": 184_320, "70B": 1_720_320}
 share = [run_of(name, "DGX A100", 2048)[1] / hours for name, hours in published.items()]
 display(
     claim("64 times the GPUs make it faster by less than 64", slow[0] / fast[0], ("<", 50)),
-    claim("and the bill rises by the same factor that is missing", fast[1] / slow[1],
-          64 / (slow[0] / fast[0]), rtol=1e-9),
-    claim("predicted GPU hours are of the published ones (7B, 70B) at least half and at most all",
-          share, lambda s: all(0.5 < x < 1.0 for x in s), source="arXiv:2307.09288, table 2"),
-)  # fmt: skip
+    claim(
+        "and the bill rises by the same factor that is missing",
+        fast[1] / slow[1],
+        64 / (slow[0] / fast[0]),
+        rtol=1e-9,
+    ),
+    claim(
+        "predicted GPU hours are of the published ones (7B, 70B) at least half and at most all",
+        share,
+        lambda s: all(0.5 < x < 1.0 for x in s),
+        source="arXiv:2307.09288, table 2",
+    ),
+)
 
 # %% [markdown]
 # The prediction is below the published hours: it knows nothing of restarts, failures, evaluation
@@ -737,21 +1092,38 @@ ways = {
     "pipeline, 8": Plan(pp=8),
 }
 memory = {
-    name: cost.memory_per_gpu(model=cost.LLAMA2_13B, parallelism=way, micro_batch=1,
-                              num_microbatches=8, fused_attention=True)
+    name: cost.memory_per_gpu(
+        model=cost.LLAMA2_13B,
+        parallelism=way,
+        micro_batch=1,
+        num_microbatches=8,
+        fused_attention=True,
+    )
     for name, way in ways.items()
-}  # fmt: skip
+}
 display(
-    claim("data parallelism needs as much per GPU as one GPU", memory["data, 8"].total,
-          memory["one GPU"].total, rtol=1e-9),
-    claim("tensor and pipeline parallelism leave about an eighth of the states",
-          [memory[name].model_states / memory["one GPU"].model_states
-           for name in ("tensor, 8", "pipeline, 8")], [1 / 8, 1 / 8], rtol=0.1),
-)  # fmt: skip
+    claim(
+        "data parallelism needs as much per GPU as one GPU",
+        memory["data, 8"].total,
+        memory["one GPU"].total,
+        rtol=1e-9,
+    ),
+    claim(
+        "tensor and pipeline parallelism leave about an eighth of the states",
+        [
+            memory[name].model_states / memory["one GPU"].model_states
+            for name in ("tensor, 8", "pipeline, 8")
+        ],
+        [1 / 8, 1 / 8],
+        rtol=0.1,
+    ),
+)
 plot_stacked(
     {name: in_gb(m) for name, m in memory.items()},
-    xlabel="GB per GPU (dashed: what an A100 has)", limit=80, title="Llama 2 13B on 8 GPUs",
-)  # fmt: skip
+    xlabel="GB per GPU (dashed: what an A100 has)",
+    limit=80,
+    title="Llama 2 13B on 8 GPUs",
+)
 
 # %% [markdown]
 # ### Why data parallelism is right
@@ -803,12 +1175,15 @@ off = [((v - whole).norm() / whole.norm()).item() for v in (wrong, right)]
 # %%
 # %%rank 0
 display(
-    claim("equal halves: averaged gradients against those of the whole batch, relative error",
-          error, ("<", 1e-5)),
+    claim(
+        "equal halves: averaged gradients against those of the whole batch, relative error",
+        error,
+        ("<", 1e-5),
+    ),
     claim("a single rank's gradient is another one", alone, (">", 0.05)),
     claim("unequal parts, averaged as if equal: relative error", off[0], (">", 0.05)),
     claim("weighted by the number of samples it is right again", off[1], ("<", 1e-5)),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ### Why it is not free
@@ -856,15 +1231,25 @@ speeds = np.geomspace(10, 100_000, 25).tolist()
 lines = {f"{n} GPUs": [speedup(n, s) for s in speeds] for n in (2, 4)}
 slowest = 4 * LAYERS * WIDTH**2 * 2 * 3 / 4 / 10e6  # seconds of communication at 10 MB/s
 display(
-    claim("speedup of 4 emulated GPUs at 10 MB/s is N / (1 + C)", speedup(4, 10),
-          cost.speedup_with_communication(num_gpus=4, compute_s=0.024, communication_s=slowest),
-          rtol=1e-6),
+    claim(
+        "speedup of 4 emulated GPUs at 10 MB/s is N / (1 + C)",
+        speedup(4, 10),
+        cost.speedup_with_communication(num_gpus=4, compute_s=0.024, communication_s=slowest),
+        rtol=1e-6,
+    ),
     claim("four GPUs on a slow link are slower than one", speedup(4, 10), ("<", 1.0)),
     claim("and on a fast one nearly four times as fast", speedup(4, 100_000), (">", 3.9)),
-)  # fmt: skip
-plot_lines(speeds, lines, ideal={"one GPU": [1.0] * len(speeds)}, logx=True, markers=False,
-           xlabel="bandwidth of the links (MB/s)", ylabel="speedup",
-           title="The same program, from slower than one GPU to four times as fast")  # fmt: skip
+)
+plot_lines(
+    speeds,
+    lines,
+    ideal={"one GPU": [1.0] * len(speeds)},
+    logx=True,
+    markers=False,
+    xlabel="bandwidth of the links (MB/s)",
+    ylabel="speedup",
+    title="The same program, from slower than one GPU to four times as fast",
+)
 
 
 # %%
@@ -872,15 +1257,19 @@ plot_lines(speeds, lines, ideal={"one GPU": [1.0] * len(speeds)}, logx=True, mar
 def watch(num_gpus=4, mb_per_s=300):
     """Timeline of one step: computing, communicating, idle."""
     timeline = emulate.simulate(traces[num_gpus], machine(num_gpus, mb_per_s))
-    return plot_timeline(timeline, title=f"{num_gpus} GPUs, {mb_per_s} MB/s: speedup "
-                         f"{speedup(num_gpus, mb_per_s):.2f}")  # fmt: skip
+    return plot_timeline(
+        timeline,
+        title=f"{num_gpus} GPUs, {mb_per_s} MB/s: speedup {speedup(num_gpus, mb_per_s):.2f}",
+    )
 
 
 explore(
-    watch, num_gpus=[1, 2, 4], mb_per_s=[10, 30, 100, 300, 1000, 3000, 10_000],
+    watch,
+    num_gpus=[1, 2, 4],
+    mb_per_s=[10, 30, 100, 300, 1000, 3000, 10_000],
     labels={"num_gpus": "GPUs", "mb_per_s": "bandwidth of the links (MB/s)"},
     alt="Timeline of one data-parallel step, per rank: compute, communication, idle",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # All communication comes after all computation. It need not: the last layer's gradient is ready

@@ -89,9 +89,14 @@ sweeps = {  # bus bandwidth in GB/s, one figure per size
 sweeps = {name: [float(number) for number in text.split()] for name, text in sweeps.items()}
 mib = [num_bytes / 2**20 for num_bytes in sweep_bytes]
 plot_lines(
-    mib, sweeps, xlabel="message (MiB)", ylabel="bus bandwidth (GB/s)", logx=True, logy=True,
+    mib,
+    sweeps,
+    xlabel="message (MiB)",
+    ylabel="bus bandwidth (GB/s)",
+    logx=True,
+    logy=True,
     title="One all-reduce on three machines, as published",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Four things want an explanation. Why does a small message see a hundredth of the bandwidth? Why
@@ -183,8 +188,15 @@ def draw_collective(ax, name):
                 summed = side == 1 and "reduce" in name
                 colour = "#000000" if summed else PALETTE[(int(value) // 10 - 1) % 5]
                 ax.barh(r, 0.92, left=shift + c, height=0.8, color=colour)
-                ax.text(shift + c + 0.46, r, f"{value:g}", color="white", ha="center",
-                        va="center", fontsize=8)  # fmt: skip
+                ax.text(
+                    shift + c + 0.46,
+                    r,
+                    f"{value:g}",
+                    color="white",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                )
     ax.set(title=name, ylim=(world_size - 0.4, -0.6), xlim=(-0.1, 2 * world_size + 1.3), xticks=[])
     ax.set_yticks(range(world_size), [f"rank {r}" for r in range(world_size)], fontsize=8)
     ax.annotate("→", (world_size + 0.55, (world_size - 1) / 2), ha="center", va="center")
@@ -228,11 +240,15 @@ print(x.tolist(), numbers.item(), mean.item())
 N = world_size
 display(
     claim("broadcast gives (1, 2, 3) to every rank", everyone, [[1.0, 2.0, 3.0]] * N, rtol=1e-9),
-    claim("all-reduce adds the ranks' vectors element by element", x.cpu().numpy(),
-          [sum(3 * r + i for r in range(N)) for i in (1, 2, 3)], rtol=1e-6),
+    claim(
+        "all-reduce adds the ranks' vectors element by element",
+        x.cpu().numpy(),
+        [sum(3 * r + i for r in range(N)) for i in (1, 2, 3)],
+        rtol=1e-6,
+    ),
     claim("all-reduce of the rank numbers gives N(N-1)/2", numbers.item(), N * (N - 1) // 2),
     claim("the mean of 1, 2, …, N is the sum divided by N", mean.item(), (N + 1) / 2, rtol=1e-6),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # **Started, not finished.** With `async_op=True` a collective returns at once with a handle. The
@@ -274,14 +290,28 @@ devices.reduce_scatter_single(back, everything)
 # %%
 # %%rank 0
 display(
-    claim("reduce-scatter followed by all-gather is an all-reduce", both.cpu().numpy(),
-          expected.cpu().numpy(), rtol=1e-4),
-    claim("all-gather followed by reduce-scatter multiplies by N",
-          (back / shard).cpu().numpy(), [float(world_size)] * 2, rtol=1e-6, status="corrected",
-          said=1.0, why="it is called the inverse, but it adds N equal copies: it is the dual"),
-    claim("before an all-gather among four ranks each holds a quarter of the result",
-          shard.numel() / everything.numel(), 1 / world_size, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "reduce-scatter followed by all-gather is an all-reduce",
+        both.cpu().numpy(),
+        expected.cpu().numpy(),
+        rtol=1e-4,
+    ),
+    claim(
+        "all-gather followed by reduce-scatter multiplies by N",
+        (back / shard).cpu().numpy(),
+        [float(world_size)] * 2,
+        rtol=1e-6,
+        status="corrected",
+        said=1.0,
+        why="it is called the inverse, but it adds N equal copies: it is the dual",
+    ),
+    claim(
+        "before an all-gather among four ranks each holds a quarter of the result",
+        shard.numel() / everything.numel(),
+        1 / world_size,
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # ## 3. Which bytes go where: the ring
@@ -303,12 +333,21 @@ print(f"each rank holds {total[0].item():g}, and this one sent {naive_log.num_by
 # %%
 # %%rank 0
 display(
-    claim("naive all-reduce: each rank sends (N-1) D", naive_log.num_bytes_sent() / D,
-          world_size - 1.0, rtol=1e-9),
-    claim("over all ranks that is N(N-1) D", naive_log.num_bytes_sent() * world_size // D,
-          world_size * (world_size - 1), status="corrected", said=3,
-          why="a lab sheet says 3 D per GPU on 4 GPUs, 3 D in total; it is 3 D from each: 12 D"),
-)  # fmt: skip
+    claim(
+        "naive all-reduce: each rank sends (N-1) D",
+        naive_log.num_bytes_sent() / D,
+        world_size - 1.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "over all ranks that is N(N-1) D",
+        naive_log.num_bytes_sent() * world_size // D,
+        world_size * (world_size - 1),
+        status="corrected",
+        said=3,
+        why="a lab sheet says 3 D per GPU on 4 GPUs, 3 D in total; it is 3 D from each: 12 D",
+    ),
+)
 
 # %% [markdown]
 # The **ring** sends far less. Each rank talks to its two neighbours only. The buffer is cut into N
@@ -355,10 +394,13 @@ def stepper(algorithm="ring", num_ranks=5, step=1):
 
 
 explore(
-    stepper, algorithm=list(ALGORITHMS), num_ranks=(2, 8), step=(1, 15),
+    stepper,
+    algorithm=list(ALGORITHMS),
+    num_ranks=(2, 8),
+    step=(1, 15),
     labels={"algorithm": "algorithm", "num_ranks": "ranks", "step": "step (beyond: the end)"},
     alt="Ranks in a circle, each with its chunks, and arrows for the messages of one step",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Now the schedule is executed on the four ranks, and its bytes are counted on the way.
@@ -379,20 +421,36 @@ error = (x - expected).abs().max().item()
 # %%rank 0
 display(
     claim("our ring gives what torch's all-reduce gives", error, ("<", 1e-5)),
-    claim("and the same bits every time: its order of additions is fixed",
-          torch.equal(x, again), True),
-    claim("ring: each rank sends 2(N-1)/N of the buffer, counted message by message",
-          ring_log.num_bytes_sent() / D, 2 * (N - 1) / N, rtol=1e-12,
-          source="Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)"),
-    claim("on 4 ranks that is 1.5 D", mc.ring_steps(4).num_bytes_sent(4000)[0] / 4000, 1.5,
-          rtol=1e-12, status="corrected", said=2.0,
-          why="2 D is the limit for many ranks; on 4 ranks it is a quarter less"),
+    claim(
+        "and the same bits every time: its order of additions is fixed", torch.equal(x, again), True
+    ),
+    claim(
+        "ring: each rank sends 2(N-1)/N of the buffer, counted message by message",
+        ring_log.num_bytes_sent() / D,
+        2 * (N - 1) / N,
+        rtol=1e-12,
+        source="Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)",
+    ),
+    claim(
+        "on 4 ranks that is 1.5 D",
+        mc.ring_steps(4).num_bytes_sent(4000)[0] / 4000,
+        1.5,
+        rtol=1e-12,
+        status="corrected",
+        said=2.0,
+        why="2 D is the limit for many ranks; on 4 ranks it is a quarter less",
+    ),
     claim("the ring takes 2(N-1) steps: 14 on 8 ranks", len(mc.ring_steps(8).steps), 2 * (8 - 1)),
-    claim("reduce-scatter sends (N-1)/N of the buffer, all-gather as much again",
-          [mc.ring_reduce_scatter_steps(8).num_bytes_sent(8000)[0] / 8000,
-           mc.ring_all_gather_steps(8).num_bytes_sent(8000)[0] / 8000], [7 / 8, 7 / 8],
-          rtol=1e-12),
-)  # fmt: skip
+    claim(
+        "reduce-scatter sends (N-1)/N of the buffer, all-gather as much again",
+        [
+            mc.ring_reduce_scatter_steps(8).num_bytes_sent(8000)[0] / 8000,
+            mc.ring_all_gather_steps(8).num_bytes_sent(8000)[0] / 8000,
+        ],
+        [7 / 8, 7 / 8],
+        rtol=1e-12,
+    ),
+)
 
 # %% [markdown]
 # Can an all-reduce send less? With messages between pairs of ranks, no: 2(N−1)/N of the buffer for
@@ -409,19 +467,38 @@ busiest = {
     if name != "direct"
 }
 display(
-    claim("the busiest rank of a ring of 8 sends 1.75 buffers", busiest["ring"][2], 1.75,
-          rtol=1e-12, status="corrected", said=7 / 8,
-          why="a calculator's comment says (N-1)/N is near 1; an all-reduce goes around twice"),
-    claim("on 1000 ranks it is nearly 2", cost.bus_factor(kind="all_reduce", num_ranks=1000),
-          1.998, rtol=1e-6),
-    claim("halving-doubling sends as little as the ring where N is a power of two",
-          busiest["halving-doubling"], busiest["ring"], rtol=1e-12),
+    claim(
+        "the busiest rank of a ring of 8 sends 1.75 buffers",
+        busiest["ring"][2],
+        1.75,
+        rtol=1e-12,
+        status="corrected",
+        said=7 / 8,
+        why="a calculator's comment says (N-1)/N is near 1; an all-reduce goes around twice",
+    ),
+    claim(
+        "on 1000 ranks it is nearly 2",
+        cost.bus_factor(kind="all_reduce", num_ranks=1000),
+        1.998,
+        rtol=1e-6,
+    ),
+    claim(
+        "halving-doubling sends as little as the ring where N is a power of two",
+        busiest["halving-doubling"],
+        busiest["ring"],
+        rtol=1e-12,
+    ),
     claim("inner ranks of one binary tree send 3 buffers", max(busiest["tree"]), 3.0, rtol=1e-12),
-)  # fmt: skip
+)
 plot_lines(
-    ranks, busiest, xlabel="ranks", ylabel="sent by the busiest rank (buffers)", logx=True,
-    ticks=ranks, title="Bytes hardly depend on the number of ranks",
-)  # fmt: skip
+    ranks,
+    busiest,
+    xlabel="ranks",
+    ylabel="sent by the busiest rank (buffers)",
+    logx=True,
+    ticks=ranks,
+    title="Bytes hardly depend on the number of ranks",
+)
 
 # %% [markdown]
 # ## 4. The tree: fewer steps
@@ -473,13 +550,22 @@ draw_schedule(mc.tree_steps(7), {rank: (rank, y) for rank, y in heights.items()}
 # %%
 # %%rank 0
 display(
-    claim("a reduce and a broadcast over 8 ranks in binomial trees take 2 log2(8) = 6 steps",
-          len(mc.reduce_steps(8).steps) + len(mc.broadcast_steps(8).steps), 6),
-    claim("a full binary tree of 63 ranks takes 10 steps up and down, a ring 124",
-          [len(mc.tree_steps(63).steps), len(mc.ring_steps(63).steps)], [2 * 5, 2 * 62]),
-    claim("with two trees on 64 ranks nobody sends much more than 2 buffers",
-          busiest["double tree"][-1], ("<", 2.5)),
-)  # fmt: skip
+    claim(
+        "a reduce and a broadcast over 8 ranks in binomial trees take 2 log2(8) = 6 steps",
+        len(mc.reduce_steps(8).steps) + len(mc.broadcast_steps(8).steps),
+        6,
+    ),
+    claim(
+        "a full binary tree of 63 ranks takes 10 steps up and down, a ring 124",
+        [len(mc.tree_steps(63).steps), len(mc.ring_steps(63).steps)],
+        [2 * 5, 2 * 62],
+    ),
+    claim(
+        "with two trees on 64 ranks nobody sends much more than 2 buffers",
+        busiest["double tree"][-1],
+        ("<", 2.5),
+    ),
+)
 
 # %% [markdown]
 # ## 5. Time: two numbers of a link
@@ -518,10 +604,14 @@ def execute(schedule, numel):
 def cluster(intra, inter=None, nodes=1):
     """Four devices that compute in no time, on `nodes` nodes."""
     return emulate.Cluster(
-        name=f"{nodes} x {4 // nodes}", nodes=nodes, devices_per_node=4 // nodes,
-        intra_node=intra, inter_node=inter or intra,
-        peak_flops_per_s=1e30, memory_bandwidth_bytes_per_s=1e30,
-    )  # fmt: skip
+        name=f"{nodes} x {4 // nodes}",
+        nodes=nodes,
+        devices_per_node=4 // nodes,
+        intra_node=intra,
+        inter_node=inter or intra,
+        peak_flops_per_s=1e30,
+        memory_bandwidth_bytes_per_s=1e30,
+    )
 
 
 pcie4 = emulate.Link(bandwidth_bytes_per_s=32e9, latency_s=5.7e-6)
@@ -532,12 +622,20 @@ print(results)
 # %%
 # %%rank 0
 display(
-    claim("the emulated ring of 4 ranks takes 6 (alpha + S/4 beta), to the last digit",
-          ring_timeline.makespan_s, 6 * (5.7e-6 + 4 * NUMEL / 4 / 32e9), rtol=1e-9),
-    claim("the cost model says the same", ring_timeline.makespan_s,
-          cost.all_reduce_seconds(num_bytes=4 * NUMEL, num_ranks=4, link=pcie4), rtol=1e-9),
+    claim(
+        "the emulated ring of 4 ranks takes 6 (alpha + S/4 beta), to the last digit",
+        ring_timeline.makespan_s,
+        6 * (5.7e-6 + 4 * NUMEL / 4 / 32e9),
+        rtol=1e-9,
+    ),
+    claim(
+        "the cost model says the same",
+        ring_timeline.makespan_s,
+        cost.all_reduce_seconds(num_bytes=4 * NUMEL, num_ranks=4, link=pcie4),
+        rtol=1e-9,
+    ),
     claim("and every rank has the sum 1 + 2 + 3 + 4", results, [(10.0, 10.0)] * 4, rtol=1e-9),
-)  # fmt: skip
+)
 plot_timeline(ring_timeline, title="Six steps of a ring on an emulated cluster, 4 MiB over PCIe")
 
 # %% [markdown]
@@ -565,12 +663,25 @@ for mb, gbit, n, algorithm, said, right in cases:
         num_bytes=mb * 1e6, num_ranks=n, link=wire, algorithm=algorithm
     )
     display(
-        claim(f"{mb} MB over {gbit} Gbit/s on {n} ranks, {algorithm}: milliseconds", ms, right,
-              rtol=1e-3, status="corrected", said=said,
-              why="bits taken for bytes (factor 8), and 1024 MB for a GB (2.4 %)")
-    )  # fmt: skip
-claim("100 MB is 0.1 GB", 100e6 / cost.GB, 0.1, rtol=1e-9, status="corrected", said=100 / 1024,
-      why="GB is 10^9 bytes wherever bandwidths are; GiB is 2^30")  # fmt: skip
+        claim(
+            f"{mb} MB over {gbit} Gbit/s on {n} ranks, {algorithm}: milliseconds",
+            ms,
+            right,
+            rtol=1e-3,
+            status="corrected",
+            said=said,
+            why="bits taken for bytes (factor 8), and 1024 MB for a GB (2.4 %)",
+        )
+    )
+claim(
+    "100 MB is 0.1 GB",
+    100e6 / cost.GB,
+    0.1,
+    rtol=1e-9,
+    status="corrected",
+    said=100 / 1024,
+    why="GB is 10^9 bytes wherever bandwidths are; GiB is 2^30",
+)
 
 # %% [markdown]
 # ### Which algorithm is fastest?
@@ -580,8 +691,12 @@ claim("100 MB is 0.1 GB", 100e6 / cost.GB, 0.1, rtol=1e-9, status="corrected", s
 
 # %%
 # %%rank 0
-NAMES = {"ring": "ring", "halving_doubling": "halving-doubling", "tree": "tree",
-         "double_tree": "double tree"}  # fmt: skip
+NAMES = {
+    "ring": "ring",
+    "halving_doubling": "halving-doubling",
+    "tree": "tree",
+    "double_tree": "double tree",
+}
 sizes = [2.0**power for power in range(8, 33)]
 
 
@@ -589,26 +704,43 @@ def compare(log2_bytes=16, num_ranks=64, link="InfiniBand NDR 400 Gbit/s"):
     """Time of an all-reduce over message size, one line per algorithm, and the fastest of them."""
     wire, here = cost.LINKS[link], 2.0**log2_bytes
     times = {
-        shown: [1e6 * cost.all_reduce_seconds(num_bytes=size, num_ranks=num_ranks, link=wire,
-                                              algorithm=name) for size in sizes]
+        shown: [
+            1e6
+            * cost.all_reduce_seconds(
+                num_bytes=size, num_ranks=num_ranks, link=wire, algorithm=name
+            )
+            for size in sizes
+        ]
         for name, shown in NAMES.items()
-    }  # fmt: skip
+    }
     best, seconds = cost.fastest_all_reduce(num_bytes=here, num_ranks=num_ranks, link=wire)
     figure = plot_lines(
-        sizes, times, xlabel="message (bytes)", ylabel="time (µs)", logx=True, logy=True,
-        markers=False, title=f"{here / 1024:,.0f} KiB on {num_ranks} ranks: "
+        sizes,
+        times,
+        xlabel="message (bytes)",
+        ylabel="time (µs)",
+        logx=True,
+        logy=True,
+        markers=False,
+        title=f"{here / 1024:,.0f} KiB on {num_ranks} ranks: "
         f"{best.replace('_', ' ')}, {1e6 * seconds:,.0f} µs",
-    )  # fmt: skip
+    )
     figure.axes[0].axvline(here, color="#6B6B6B", linestyle=":")
     return figure
 
 
 explore(
-    compare, log2_bytes=(8, 32), num_ranks=[2, 4, 8, 16, 64, 256, 1024], link=list(cost.LINKS),
-    labels={"log2_bytes": "message: 2 to the power of (bytes)", "num_ranks": "ranks",
-            "link": "link"},
+    compare,
+    log2_bytes=(8, 32),
+    num_ranks=[2, 4, 8, 16, 64, 256, 1024],
+    link=list(cost.LINKS),
+    labels={
+        "log2_bytes": "message: 2 to the power of (bytes)",
+        "num_ranks": "ranks",
+        "link": "link",
+    },
     alt="Time over message size for ring, halving-doubling, tree and double tree, on log axes",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Try: 8 ranks on NVLink 4, 1024 ranks on the same network, and 10 Gbit/s Ethernet. Where does the
@@ -632,20 +764,32 @@ def latency_share(num_bytes, link, n=8):
 half = cost.half_bandwidth_bytes(num_ranks=8, link=cost.NVLINK3)
 print(f"8 x A100 on NVLink 3: half of the time is latency at {half / 1e6:.2f} MB")
 against_ring = [
-    cost.all_reduce_seconds(num_bytes=size, num_ranks=64, link=cost.INFINIBAND_NDR,
-                            algorithm="halving_doubling")
+    cost.all_reduce_seconds(
+        num_bytes=size, num_ranks=64, link=cost.INFINIBAND_NDR, algorithm="halving_doubling"
+    )
     / cost.all_reduce_seconds(num_bytes=size, num_ranks=64, link=cost.INFINIBAND_NDR)
     for size in sizes
-]  # fmt: skip
+]
 display(
-    claim("on paper halving-doubling is at no size slower than the ring: 64 ranks, time / time",
-          max(against_ring), ("<=", 1.0)),
-    claim("at S = N alpha / beta, latency is half of the time", latency_share(half, cost.NVLINK3),
-          0.5, rtol=1e-9),
-    claim("1 GB on 8 A100: bandwidth decides, latency is under 1 %",
-          latency_share(1e9, cost.NVLINK3), 0.008, rtol=0.02),
+    claim(
+        "on paper halving-doubling is at no size slower than the ring: 64 ranks, time / time",
+        max(against_ring),
+        ("<=", 1.0),
+    ),
+    claim(
+        "at S = N alpha / beta, latency is half of the time",
+        latency_share(half, cost.NVLINK3),
+        0.5,
+        rtol=1e-9,
+    ),
+    claim(
+        "1 GB on 8 A100: bandwidth decides, latency is under 1 %",
+        latency_share(1e9, cost.NVLINK3),
+        0.008,
+        rtol=0.02,
+    ),
     claim("64 KiB: latency is 99 %", latency_share(2**16, cost.NVLINK3), 0.99, rtol=0.01),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Hence a rule of thumb: gradients of a whole model are large, so data parallelism asks for
@@ -667,8 +811,10 @@ large, small = 1e9, 64e3
 
 def relative(num_bytes, algorithm):
     """Time relative to 2 ranks."""
-    times = [cost.all_reduce_seconds(num_bytes=num_bytes, num_ranks=n, link=link,
-                                     algorithm=algorithm) for n in ranks]  # fmt: skip
+    times = [
+        cost.all_reduce_seconds(num_bytes=num_bytes, num_ranks=n, link=link, algorithm=algorithm)
+        for n in ranks
+    ]
     return [t / times[0] for t in times]
 
 
@@ -679,10 +825,16 @@ growth = {
     "double tree, 64 KB": relative(small, "double_tree"),
 }
 plot_lines(
-    ranks, growth, ideal={"log2 N": [math.log2(n) for n in ranks]}, logx=True, logy=True,
-    ticks=ranks, xlabel="ranks", ylabel="time / time of 2 ranks",
+    ranks,
+    growth,
+    ideal={"log2 N": [math.log2(n) for n in ranks]},
+    logx=True,
+    logy=True,
+    ticks=ranks,
+    xlabel="ranks",
+    ylabel="time / time of 2 ranks",
     title="A large ring all-reduce does not grow with log N",
-)  # fmt: skip
+)
 
 
 # %%
@@ -693,12 +845,22 @@ def ring_bytes(n):
 
 
 display(
-    claim("large all-reduce, from 8 to 64 ranks on a ring: factor in bytes, hence in time",
-          ring_bytes(64) / ring_bytes(8), 1.125, rtol=1e-9, status="corrected", said=2.0,
-          why="log N would double from 8 to 64; the bytes of a ring level off at two buffers"),
-    claim("tiny all-reduce, from 8 to 64 ranks on a ring: number of latencies",
-          len(mc.ring_steps(64).steps) / len(mc.ring_steps(8).steps), 9.0, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "large all-reduce, from 8 to 64 ranks on a ring: factor in bytes, hence in time",
+        ring_bytes(64) / ring_bytes(8),
+        1.125,
+        rtol=1e-9,
+        status="corrected",
+        said=2.0,
+        why="log N would double from 8 to 64; the bytes of a ring level off at two buffers",
+    ),
+    claim(
+        "tiny all-reduce, from 8 to 64 ranks on a ring: number of latencies",
+        len(mc.ring_steps(64).steps) / len(mc.ring_steps(8).steps),
+        9.0,
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # ## 6. Measure, then fit
@@ -724,12 +886,20 @@ print(f"{dist.get_backend()}, {world_size} ranks: {alpha_us:.0f} µs per step, {
 print(f"the line misses the times by {100 * fit.mean_rel_error:.0f} % on average")
 plot_lines(
     [row.num_bytes for row in reduces],
-    {"measured": [1e6 * row.seconds for row in reduces],
-     "fitted line": [1e6 * cost.all_reduce_seconds(num_bytes=row.num_bytes, num_ranks=world_size,
-                                                   link=fit.link) for row in reduces]},
-    logx=True, logy=True, xlabel="message (bytes)", ylabel="time of an all-reduce (µs)",
+    {
+        "measured": [1e6 * row.seconds for row in reduces],
+        "fitted line": [
+            1e6
+            * cost.all_reduce_seconds(num_bytes=row.num_bytes, num_ranks=world_size, link=fit.link)
+            for row in reduces
+        ],
+    },
+    logx=True,
+    logy=True,
+    xlabel="message (bytes)",
+    ylabel="time of an all-reduce (µs)",
     title=f"Measured here: {dist.get_backend()}, {world_size} ranks",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # The shape is that of section 5: flat on the left, where latency decides, and a straight slope on
@@ -742,11 +912,17 @@ per_byte = [row.seconds / row.num_bytes for row in reduces]
 bytes_only = [per_byte[-1] * row.num_bytes for row in reduces]  # a model without a latency
 error_without = sum(abs(t / row.seconds - 1) for t, row in zip(bytes_only, reduces, strict=True))
 display(
-    claim("here too a byte of the smallest message costs several times one of the largest",
-          per_byte[0] / per_byte[-1], (">", 5)),
-    claim("two numbers explain the times better than bytes alone do: average error, relative",
-          fit.mean_rel_error / (error_without / len(reduces)), ("<", 1.0)),
-)  # fmt: skip
+    claim(
+        "here too a byte of the smallest message costs several times one of the largest",
+        per_byte[0] / per_byte[-1],
+        (">", 5),
+    ),
+    claim(
+        "two numbers explain the times better than bytes alone do: average error, relative",
+        fit.mean_rel_error / (error_without / len(reduces)),
+        ("<", 1.0),
+    ),
+)
 
 # %% [markdown]
 # Change the two numbers and watch which side of the curve moves. At 1 × and 1 × the error is as
@@ -761,24 +937,31 @@ def by_hand_fit(alpha=4.0, bandwidth=0.5):
         bandwidth_bytes_per_s=bandwidth * fit.link.bandwidth_bytes_per_s,
         latency_s=alpha * max(fit.link.latency_s, 1e-7),
     )
-    model = [cost.all_reduce_seconds(num_bytes=row.num_bytes, num_ranks=world_size, link=wire)
-             for row in reduces]  # fmt: skip
+    model = [
+        cost.all_reduce_seconds(num_bytes=row.num_bytes, num_ranks=world_size, link=wire)
+        for row in reduces
+    ]
     off = [abs(m / row.seconds - 1) for m, row in zip(model, reduces, strict=True)]
     return plot_lines(
         [row.num_bytes for row in reduces],
         {"measured": [1e6 * row.seconds for row in reduces], "model": [1e6 * m for m in model]},
-        logx=True, logy=True, xlabel="message (bytes)", ylabel="time (µs)",
+        logx=True,
+        logy=True,
+        xlabel="message (bytes)",
+        ylabel="time (µs)",
         title=f"α = {1e6 * wire.latency_s:.0f} µs, {wire.bandwidth_bytes_per_s / 1e9:.2f} GB/s: "
         f"off by {100 * sum(off) / len(off):.0f} % on average",
-    )  # fmt: skip
+    )
 
 
 factors = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
 explore(
-    by_hand_fit, alpha=factors, bandwidth=factors,
+    by_hand_fit,
+    alpha=factors,
+    bandwidth=factors,
     labels={"alpha": "latency α (× fitted)", "bandwidth": "bandwidth 1/β (× fitted)"},
     alt="Measured times and the line of the model, over message size",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Does the fit find the truth? On a real machine nobody knows it. On the emulated cluster we do:
@@ -798,14 +981,20 @@ timeline = emulate.simulate(sizes_trace, cluster(pcie4))
 spans = [each for each in timeline.intervals[0] if each.kind == "communication"]
 found = cost.fit_link(
     num_bytes=[4 * numel for numel in numels],
-    seconds=[span.end_s - span.start_s for span in spans], num_ranks=4,
-).link  # fmt: skip
+    seconds=[span.end_s - span.start_s for span in spans],
+    num_ranks=4,
+).link
 display(
-    claim("the fit finds the emulated latency, 5.7 microseconds", 1e6 * found.latency_s, 5.7,
-          rtol=1e-6),
-    claim("and the emulated bandwidth, 32 GB/s", found.bandwidth_bytes_per_s / 1e9, 32.0,
-          rtol=1e-6),
-)  # fmt: skip
+    claim(
+        "the fit finds the emulated latency, 5.7 microseconds",
+        1e6 * found.latency_s,
+        5.7,
+        rtol=1e-6,
+    ),
+    claim(
+        "and the emulated bandwidth, 32 GB/s", found.bandwidth_bytes_per_s / 1e9, 32.0, rtol=1e-6
+    ),
+)
 
 # %% [markdown]
 # ### Algorithm bandwidth and bus bandwidth
@@ -821,21 +1010,36 @@ display(
 # %%
 # %%rank 0
 H200_GIB = {4: 363.3, 5: 364.4, 6: 365.1, 7: 365.7, 8: 365.6}  # bus bandwidth, ring, 8 GiB
-algorithm = {n: bus / cost.bus_factor(kind="all_reduce", num_ranks=n)
-             for n, bus in H200_GIB.items()}  # fmt: skip
+algorithm = {
+    n: bus / cost.bus_factor(kind="all_reduce", num_ranks=n) for n, bus in H200_GIB.items()
+}
 by_kind = {"all-reduce": 367.2, "all-gather": 361.4, "reduce-scatter": 362.9}  # ring, 16 GiB
 a_100_s = cost.seconds_from_bus_bandwidth(
     kind="all_reduce", num_bytes=2**34, bus_bytes_per_s=234.89e9, num_ranks=8
 )
 display(
-    claim("H200, ring: from 4 to 8 GPUs the bus bandwidth stays", H200_GIB[8] / H200_GIB[4], 1.0,
-          rtol=0.01, source=ML_ENGINEERING),
-    claim("while the algorithm bandwidth falls by 1/7", algorithm[8] / algorithm[4], 6 / 7,
-          rtol=0.01, source=ML_ENGINEERING),
-    claim("three collectives read alike: the slowest is within 2 % of the fastest",
-          min(by_kind.values()) / max(by_kind.values()), (">", 0.98), source=ML_ENGINEERING),
+    claim(
+        "H200, ring: from 4 to 8 GPUs the bus bandwidth stays",
+        H200_GIB[8] / H200_GIB[4],
+        1.0,
+        rtol=0.01,
+        source=ML_ENGINEERING,
+    ),
+    claim(
+        "while the algorithm bandwidth falls by 1/7",
+        algorithm[8] / algorithm[4],
+        6 / 7,
+        rtol=0.01,
+        source=ML_ENGINEERING,
+    ),
+    claim(
+        "three collectives read alike: the slowest is within 2 % of the fastest",
+        min(by_kind.values()) / max(by_kind.values()),
+        (">", 0.98),
+        source=ML_ENGINEERING,
+    ),
     claim("16 GiB on 8 A100 take 0.128 s", a_100_s, 0.128, rtol=0.001, source=ML_ENGINEERING),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # On the kernel's own ranks, the figures that nccl-tests would print:
@@ -844,9 +1048,11 @@ display(
 # %%rank 0
 print(f"{'':>11}{'bytes':>10}{'µs':>10}{'algbw GB/s':>12}{'busbw GB/s':>12}")
 for row in rows:
-    print(f"{row.kind:>11}{row.num_bytes:>10,}{1e6 * row.seconds:>10.0f}"
-          f"{row.algorithm_bytes_per_s / 1e9:>12.3f}"
-          f"{row.bus_bytes_per_s / 1e9:>12.3f}")  # fmt: skip
+    print(
+        f"{row.kind:>11}{row.num_bytes:>10,}{1e6 * row.seconds:>10.0f}"
+        f"{row.algorithm_bytes_per_s / 1e9:>12.3f}"
+        f"{row.bus_bytes_per_s / 1e9:>12.3f}"
+    )
 
 # %% [markdown]
 # ## 7. The wires
@@ -870,9 +1076,11 @@ figure = plot_bars(
     {name: link.bandwidth_bytes_per_s / 1e9 for name, link in cost.LINKS.items()},
     xlabel="GB/s in one direction, nominal (logarithmic)",
     title="What a GPU can send to the next one",
-    colours={name: PALETTE[2] if "NVLink" in name else PALETTE[0] if "PCIe" in name else PALETTE[1]
-             for name in cost.LINKS},
-)  # fmt: skip
+    colours={
+        name: PALETTE[2] if "NVLink" in name else PALETTE[0] if "PCIe" in name else PALETTE[1]
+        for name in cost.LINKS
+    },
+)
 figure.axes[0].set_xscale("log")
 figure.axes[0].set_xlim(1, 3000)
 figure
@@ -884,44 +1092,94 @@ BOTH_WAYS = "that is the sum of both directions"
 nvlink = {g: getattr(cost, f"NVLINK{g}") for g in (2, 3, 4, 5)}
 slots = {g: cost.pcie(generation=g) for g in (3, 4, 5)}
 rows_of_links = [  # statement, GB/s or ratio, right, said, why
-    ("PCIe 4.0 x16: 16 lanes of 16 GT/s, one way", slots[4].bandwidth_bytes_per_s / GB,
-     31.5, 16, "16 GB/s is PCIe 3.0"),
+    (
+        "PCIe 4.0 x16: 16 lanes of 16 GT/s, one way",
+        slots[4].bandwidth_bytes_per_s / GB,
+        31.5,
+        16,
+        "16 GB/s is PCIe 3.0",
+    ),
     ("PCIe 5.0 x16, one way", slots[5].bandwidth_bytes_per_s / GB, 63.0, 32, "32 GB/s is PCIe 4.0"),
     ("NVLink of an A100, one way", nvlink[3].bandwidth_bytes_per_s / GB, 300, 600, BOTH_WAYS),
     ("NVLink of an H100, one way", nvlink[4].bandwidth_bytes_per_s / GB, 450, 900, BOTH_WAYS),
-    ("NVLink of an A100, one way, in Gbit/s", nvlink[3].bandwidth_bytes_per_s * 8 / GB, 2400, 400,
-     "400 Gbit/s is one port of InfiniBand NDR"),
-    ("NVLink 3 is so many times as fast as PCIe 4.0",
-     nvlink[3].bandwidth_bytes_per_s / slots[4].bandwidth_bytes_per_s, 9.5, 20,
-     "10 to 20 compares both directions with one"),
-    ("a copy between two H100 over NVLink can reach at most",
-     nvlink[4].bandwidth_bytes_per_s / GB, 450, 300, "200 to 300 is A100: it depends on the GPU"),
-    ("a copy between GPUs over PCIe 4.0, about 80 % of nominal",
-     slots[4].attainable.bandwidth_bytes_per_s / GB, 25.2, 15, "10 to 20 is PCIe 3.0"),
-]  # fmt: skip
+    (
+        "NVLink of an A100, one way, in Gbit/s",
+        nvlink[3].bandwidth_bytes_per_s * 8 / GB,
+        2400,
+        400,
+        "400 Gbit/s is one port of InfiniBand NDR",
+    ),
+    (
+        "NVLink 3 is so many times as fast as PCIe 4.0",
+        nvlink[3].bandwidth_bytes_per_s / slots[4].bandwidth_bytes_per_s,
+        9.5,
+        20,
+        "10 to 20 compares both directions with one",
+    ),
+    (
+        "a copy between two H100 over NVLink can reach at most",
+        nvlink[4].bandwidth_bytes_per_s / GB,
+        450,
+        300,
+        "200 to 300 is A100: it depends on the GPU",
+    ),
+    (
+        "a copy between GPUs over PCIe 4.0, about 80 % of nominal",
+        slots[4].attainable.bandwidth_bytes_per_s / GB,
+        25.2,
+        15,
+        "10 to 20 is PCIe 3.0",
+    ),
+]
 for text, value, right, said, why in rows_of_links:
-    display(claim(text, value, right, rtol=0.01, status="corrected", said=said, why=why,
-                  source=SHEETS))  # fmt: skip
+    display(
+        claim(text, value, right, rtol=0.01, status="corrected", said=said, why=why, source=SHEETS)
+    )
 
 # %%
 # %%rank 0
 display(
-    claim("NVLink of V100 and H100 as sold, both directions",
-          [nvlink[2].bidirectional_bytes_per_s / GB, nvlink[4].bidirectional_bytes_per_s / GB],
-          [300, 900], rtol=1e-9, source=SHEETS),
-    claim("InfiniBand NDR: 400 Gbit/s are 50 GB/s each way",
-          cost.INFINIBAND_NDR.bandwidth_bytes_per_s / GB, 400 / 8, rtol=1e-9),
-    claim("GPUs that NVSwitch joins: 8 in DGX A100 and H100, 16 in DGX-2, 72 in NVL72; a lecture's "
-          "64 is no product's limit", "8 to 72", status="cited", source="NVIDIA product pages"),
-    claim("one hop over NVLink in NCCL's model (ring, Simple protocol), microseconds",
-          1e6 * nvlink[3].latency_s, 3.4, rtol=1e-3, status="corrected", said=1.0,
-          why="1 is the hardware alone; a step also synchronises GPUs (0.5 with the LL protocol)",
-          source="NVIDIA/nccl, src/graph/tuning.cc"),
-    claim("the same over InfiniBand", 1e6 * cost.INFINIBAND_NDR.latency_s, 9.6, rtol=1e-3,
-          status="corrected", said=1.0,
-          why="1 is wire and adapters; GPU and proxy thread come on top (2.7 with LL)",
-          source="NVIDIA/nccl, src/graph/tuning.cc"),
-)  # fmt: skip
+    claim(
+        "NVLink of V100 and H100 as sold, both directions",
+        [nvlink[2].bidirectional_bytes_per_s / GB, nvlink[4].bidirectional_bytes_per_s / GB],
+        [300, 900],
+        rtol=1e-9,
+        source=SHEETS,
+    ),
+    claim(
+        "InfiniBand NDR: 400 Gbit/s are 50 GB/s each way",
+        cost.INFINIBAND_NDR.bandwidth_bytes_per_s / GB,
+        400 / 8,
+        rtol=1e-9,
+    ),
+    claim(
+        "GPUs that NVSwitch joins: 8 in DGX A100 and H100, 16 in DGX-2, 72 in NVL72; a lecture's "
+        "64 is no product's limit",
+        "8 to 72",
+        status="cited",
+        source="NVIDIA product pages",
+    ),
+    claim(
+        "one hop over NVLink in NCCL's model (ring, Simple protocol), microseconds",
+        1e6 * nvlink[3].latency_s,
+        3.4,
+        rtol=1e-3,
+        status="corrected",
+        said=1.0,
+        why="1 is the hardware alone; a step also synchronises GPUs (0.5 with the LL protocol)",
+        source="NVIDIA/nccl, src/graph/tuning.cc",
+    ),
+    claim(
+        "the same over InfiniBand",
+        1e6 * cost.INFINIBAND_NDR.latency_s,
+        9.6,
+        rtol=1e-3,
+        status="corrected",
+        said=1.0,
+        why="1 is wire and adapters; GPU and proxy thread come on top (2.7 with LL)",
+        source="NVIDIA/nccl, src/graph/tuning.cc",
+    ),
+)
 
 # %% [markdown]
 # ### What joins my GPUs?
@@ -938,8 +1196,13 @@ from minidist.profile.topology import describe_link, parse_topo
 matrix = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV12\tNV12\nGPU1\tNV12\t X \tSYS\nGPU2\tNV12\tSYS\t X \n"
 worst = parse_topo(matrix).slowest()
 print("the slowest pair:", *worst[:2], "by", describe_link(worst[2]))
-claim("NV12 is 12 links of 25 GB/s each way", 12 * 25.0,
-      nvlink[3].bandwidth_bytes_per_s / GB, rtol=1e-9, source=SHEETS)  # fmt: skip
+claim(
+    "NV12 is 12 links of 25 GB/s each way",
+    12 * 25.0,
+    nvlink[3].bandwidth_bytes_per_s / GB,
+    rtol=1e-9,
+    source=SHEETS,
+)
 
 # %% [markdown]
 # ### Test a link, in the right unit
@@ -969,8 +1232,12 @@ def copy_bytes_per_s(num_bytes, repeats=5):
 
 speed, places = copy_bytes_per_s(32 << 20 if quick else 1 << 30)
 print(f"{places[0]} → {places[1]}: {speed / 1e9:.1f} GB/s = {speed / 2**30:.1f} GiB/s")
-claim("a bandwidth in GiB/s that is labelled GB/s reads too low by this factor",
-      (speed / 2**30) / (speed / 1e9), 0.931, rtol=1e-3)  # fmt: skip
+claim(
+    "a bandwidth in GiB/s that is labelled GB/s reads too low by this factor",
+    (speed / 2**30) / (speed / 1e9),
+    0.931,
+    rtol=1e-3,
+)
 
 # %% [markdown]
 # ## 8. Several nodes: order and hierarchy
@@ -1019,26 +1286,34 @@ def replay(name, gbit=100):
 timelines = {name: replay(name) for name in schedules}
 plot_bars(
     {name: 1e3 * timeline.makespan_s for name, timeline in timelines.items()},
-    xlabel="time (ms)", title="All-reduce of 4 MiB on two nodes of two GPUs, emulated",
-)  # fmt: skip
+    xlabel="time (ms)",
+    title="All-reduce of 4 MiB on two nodes of two GPUs, emulated",
+)
 
 # %%
 # %%rank 0
 S = 4 * NUMEL
 out = {name: timeline.bytes_per_link["node 0"] / S for name, timeline in timelines.items()}
-flat, bad, tiers = (timelines[name].makespan_s for name in
-                    ("ring 0-1-2-3", "ring 0-2-1-3", "hierarchical"))  # fmt: skip
+flat, bad, tiers = (
+    timelines[name].makespan_s for name in ("ring 0-1-2-3", "ring 0-2-1-3", "hierarchical")
+)
 display(
-    claim("ring in rank order: 2(N-1)/N buffers leave each node", out["ring 0-1-2-3"], 1.5,
-          rtol=1e-9),
+    claim(
+        "ring in rank order: 2(N-1)/N buffers leave each node", out["ring 0-1-2-3"], 1.5, rtol=1e-9
+    ),
     claim("ring in bad order: twice as many", out["ring 0-2-1-3"], 3.0, rtol=1e-9),
-    claim("halving-doubling: 2 buffers, of both GPUs at the same time", out["halving-doubling"],
-          2.0, rtol=1e-9),
+    claim(
+        "halving-doubling: 2 buffers, of both GPUs at the same time",
+        out["halving-doubling"],
+        2.0,
+        rtol=1e-9,
+    ),
     claim("hierarchical: 2(M-1)/M buffers on M = 2 nodes", out["hierarchical"], 1.0, rtol=1e-9),
-    claim("so the bad order takes exactly twice as long as the good one", bad / flat, 2.0,
-          rtol=1e-9),
+    claim(
+        "so the bad order takes exactly twice as long as the good one", bad / flat, 2.0, rtol=1e-9
+    ),
     claim("and the hierarchical all-reduce is the fastest", tiers / flat, ("<", 0.75)),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Ranks are numbered node by node for this reason: torchrun does it, and NCCL finds good rings by
@@ -1052,15 +1327,19 @@ display(
 def two_nodes(schedule="hierarchical", gbit=100):
     """Messages of an all-reduce on two nodes of two GPUs, per rank."""
     timeline = replay(schedule, gbit)
-    return plot_timeline(timeline, title=f"{schedule}, {gbit} Gbit/s between nodes: "
-                         f"{1e3 * timeline.makespan_s:.3f} ms")  # fmt: skip
+    return plot_timeline(
+        timeline,
+        title=f"{schedule}, {gbit} Gbit/s between nodes: {1e3 * timeline.makespan_s:.3f} ms",
+    )
 
 
 explore(
-    two_nodes, schedule=list(schedules), gbit=[10, 25, 100, 200, 400, 800, 2400],
+    two_nodes,
+    schedule=list(schedules),
+    gbit=[10, 25, 100, 200, 400, 800, 2400],
     labels={"schedule": "schedule", "gbit": "port of a node (Gbit/s)"},
     alt="Timeline of four ranks: when each of them sends or receives",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Real GPU nodes have a port *per GPU*. Then a hierarchical all-reduce uses all of them: each
@@ -1074,24 +1353,33 @@ node = cost.DGX_A100
 wires = {
     "inside": cost.Wire(bandwidth_bytes_per_s=node.intra_node.bandwidth_bytes_per_s, latency_s=0),
     "one port": cost.Wire(bandwidth_bytes_per_s=node.network.bandwidth_bytes_per_s, latency_s=0),
-    "eight ports": cost.Wire(bandwidth_bytes_per_s=8 * node.network.bandwidth_bytes_per_s,
-                             latency_s=0),
-}  # fmt: skip
-flat_ms = {name: 1e3 * cost.all_reduce_seconds(num_bytes=1e9, num_ranks=32, link=wires[name])
-           for name in ("one port", "eight ports")}  # fmt: skip
+    "eight ports": cost.Wire(
+        bandwidth_bytes_per_s=8 * node.network.bandwidth_bytes_per_s, latency_s=0
+    ),
+}
+flat_ms = {
+    name: 1e3 * cost.all_reduce_seconds(num_bytes=1e9, num_ranks=32, link=wires[name])
+    for name in ("one port", "eight ports")
+}
 tiers_ms = 1e3 * cost.hierarchical_all_reduce_seconds(
-    num_bytes=1e9, ranks_per_node=8, num_nodes=4, intra_node=wires["inside"],
+    num_bytes=1e9,
+    ranks_per_node=8,
+    num_nodes=4,
+    intra_node=wires["inside"],
     inter_node=wires["one port"],
-)  # fmt: skip
+)
 display(
     claim("one flat ring over one port: milliseconds", flat_ms["one port"], 77.5, rtol=1e-3),
-    claim("hierarchical, a port per GPU", tiers_ms, 2 * 7 / 8 / 0.3 + 2 * 3 / 4 / 8 / 0.025,
-          rtol=1e-6),
+    claim(
+        "hierarchical, a port per GPU", tiers_ms, 2 * 7 / 8 / 0.3 + 2 * 3 / 4 / 8 / 0.025, rtol=1e-6
+    ),
     claim("eight rings, a port each", flat_ms["eight ports"], 77.5 / 8, rtol=1e-3),
-    claim("steps of the hierarchy, and of a flat ring",
-          [len(mc.hierarchical_steps(4, 8).steps), len(mc.ring_steps(32).steps)],
-          [2 * 7 + 2 * 3, 2 * 31]),
-)  # fmt: skip
+    claim(
+        "steps of the hierarchy, and of a flat ring",
+        [len(mc.hierarchical_steps(4, 8).steps), len(mc.ring_steps(32).steps)],
+        [2 * 7 + 2 * 3, 2 * 31],
+    ),
+)
 
 # %% [markdown]
 # ## Published measurements against the model
@@ -1108,27 +1396,42 @@ from minidist.cost import nccl
 
 measured = sweeps["one node, 8 x A100"]
 measured_s = [
-    cost.seconds_from_bus_bandwidth(kind="all_reduce", num_bytes=b, bus_bytes_per_s=g * 1e9,
-                                    num_ranks=8) for b, g in zip(sweep_bytes, measured, strict=True)
-]  # fmt: skip
-ring_s = [cost.all_reduce_seconds(num_bytes=b, num_ranks=8, link=cost.NVLINK3.attainable)
-          for b in sweep_bytes]  # fmt: skip
-choices = [nccl.choose(num_bytes=b, gpus_per_node=8, num_nodes=1, bus_bytes_per_s=235e9)
-           for b in sweep_bytes]  # fmt: skip
+    cost.seconds_from_bus_bandwidth(
+        kind="all_reduce", num_bytes=b, bus_bytes_per_s=g * 1e9, num_ranks=8
+    )
+    for b, g in zip(sweep_bytes, measured, strict=True)
+]
+ring_s = [
+    cost.all_reduce_seconds(num_bytes=b, num_ranks=8, link=cost.NVLINK3.attainable)
+    for b in sweep_bytes
+]
+choices = [
+    nccl.choose(num_bytes=b, gpus_per_node=8, num_nodes=1, bus_bytes_per_s=235e9)
+    for b in sweep_bytes
+]
 
 
 def bus(seconds):
     """Bus bandwidth in GB/s."""
-    return [cost.bus_bandwidth(kind="all_reduce", num_bytes=b, seconds=s, num_ranks=8) / 1e9
-            for b, s in zip(sweep_bytes, seconds, strict=True)]  # fmt: skip
+    return [
+        cost.bus_bandwidth(kind="all_reduce", num_bytes=b, seconds=s, num_ranks=8) / 1e9
+        for b, s in zip(sweep_bytes, seconds, strict=True)
+    ]
 
 
 plot_lines(
-    mib, {"measured": measured, "α–β ring": bus(ring_s),
-          "NCCL's model": bus([c.seconds for c in choices])},
-    logx=True, logy=True, xlabel="message (MiB)", ylabel="bus bandwidth (GB/s)",
+    mib,
+    {
+        "measured": measured,
+        "α–β ring": bus(ring_s),
+        "NCCL's model": bus([c.seconds for c in choices]),
+    },
+    logx=True,
+    logy=True,
+    xlabel="message (MiB)",
+    ylabel="bus bandwidth (GB/s)",
     title="8 x A100: published measurements and two models",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
@@ -1137,18 +1440,38 @@ of_nccl = [choice.seconds / real for choice, real in zip(choices, measured_s, st
 picks = [f"{choice.algorithm} {choice.protocol}" for choice in choices]
 published = cost.fit_link(num_bytes=sweep_bytes, seconds=measured_s, num_ranks=8)
 print("NCCL's model chooses:", ", then ".join(dict.fromkeys(picks)))
-print(f"a line through the measurements: {1e6 * published.link.latency_s:.1f} µs per step, "
-      f"{published.link.bandwidth_bytes_per_s / 1e9:.0f} GB/s")  # fmt: skip
+print(
+    f"a line through the measurements: {1e6 * published.link.latency_s:.1f} µs per step, "
+    f"{published.link.bandwidth_bytes_per_s / 1e9:.0f} GB/s"
+)
 display(
-    claim("from 512 MiB on, the alpha-beta ring is within 5 % of the measurements",
-          max(abs(r - 1) for r in ratio[14:]), ("<", 0.05), source=ML_ENGINEERING),
-    claim("around 1 MiB it predicts about half of the measured time", min(ratio), 0.54, rtol=0.02,
-          source=ML_ENGINEERING),
-    claim("NCCL's own model promises small messages in a quarter to a third of that time",
-          max(of_nccl[:5]), ("<", 0.35), source=ML_ENGINEERING),
-    claim("a fitted line is off by 15 % on average", published.mean_rel_error, 0.155, rtol=0.02,
-          source=ML_ENGINEERING),
-)  # fmt: skip
+    claim(
+        "from 512 MiB on, the alpha-beta ring is within 5 % of the measurements",
+        max(abs(r - 1) for r in ratio[14:]),
+        ("<", 0.05),
+        source=ML_ENGINEERING,
+    ),
+    claim(
+        "around 1 MiB it predicts about half of the measured time",
+        min(ratio),
+        0.54,
+        rtol=0.02,
+        source=ML_ENGINEERING,
+    ),
+    claim(
+        "NCCL's own model promises small messages in a quarter to a third of that time",
+        max(of_nccl[:5]),
+        ("<", 0.35),
+        source=ML_ENGINEERING,
+    ),
+    claim(
+        "a fitted line is off by 15 % on average",
+        published.mean_rel_error,
+        0.155,
+        rtol=0.02,
+        source=ML_ENGINEERING,
+    ),
+)
 
 # %% [markdown]
 # Two numbers predict large messages well, and messages of 1 MiB within a factor of two. NCCL's own
@@ -1171,15 +1494,28 @@ display(
 # %%rank 0
 h200 = 482.26
 display(
-    claim("H200 with a ring: 82 % of 450 GB/s",
-          by_kind["all-reduce"] / (nvlink[4].bandwidth_bytes_per_s / GB), 0.816, rtol=0.001,
-          source=ML_ENGINEERING),
-    claim("H200 with reduction in the switch: bus bandwidth above the wire", h200 / 450,
-          (">", 1.05), source=ML_ENGINEERING),
+    claim(
+        "H200 with a ring: 82 % of 450 GB/s",
+        by_kind["all-reduce"] / (nvlink[4].bandwidth_bytes_per_s / GB),
+        0.816,
+        rtol=0.001,
+        source=ML_ENGINEERING,
+    ),
+    claim(
+        "H200 with reduction in the switch: bus bandwidth above the wire",
+        h200 / 450,
+        (">", 1.05),
+        source=ML_ENGINEERING,
+    ),
     claim("its algorithm bandwidth is not", h200 / 1.75 / 450, ("<", 1.0), source=ML_ENGINEERING),
-    claim("four B200 nodes: 95 % of eight ports of 50 GB/s", 381.8 / (8 * 50), 0.95, rtol=0.01,
-          source=ML_ENGINEERING),
-)  # fmt: skip
+    claim(
+        "four B200 nodes: 95 % of eight ports of 50 GB/s",
+        381.8 / (8 * 50),
+        0.95,
+        rtol=0.01,
+        source=ML_ENGINEERING,
+    ),
+)
 
 # %% [markdown]
 # ### NCCL's settings
@@ -1223,13 +1559,24 @@ for row in explain(tuning):
 # %%rank 0
 pinned = {
     algorithm: min(
-        nccl.predict(num_bytes=2**30, gpus_per_node=8, num_nodes=1, bus_bytes_per_s=235e9,
-                     algorithm=algorithm, protocol=protocol) for protocol in nccl.PROTOCOLS)
+        nccl.predict(
+            num_bytes=2**30,
+            gpus_per_node=8,
+            num_nodes=1,
+            bus_bytes_per_s=235e9,
+            algorithm=algorithm,
+            protocol=protocol,
+        )
+        for protocol in nccl.PROTOCOLS
+    )
     for algorithm in nccl.ALGORITHMS
-}  # fmt: skip
-claim("by NCCL's model, forcing the tree on 8 A100 makes 1 GiB slower, by 2 / 1.75 at least",
-      pinned["tree"] / pinned["ring"], (">=", 2 / 1.75),
-      source="NVIDIA/nccl, src/graph/tuning.cc")  # fmt: skip
+}
+claim(
+    "by NCCL's model, forcing the tree on 8 A100 makes 1 GiB slower, by 2 / 1.75 at least",
+    pinned["tree"] / pinned["ring"],
+    (">=", 2 / 1.75),
+    source="NVIDIA/nccl, src/graph/tuning.cc",
+)
 
 # %% [markdown]
 # ## 9. Broken on purpose
@@ -1278,8 +1625,11 @@ def log_loss_wrong():
 
 
 text = attempt(log_loss_wrong, emulate.run, emulate.clusters.pcie_a100(2))
-claim("the emulated cluster names the rank that is missing",
-      "rank 0 waits in all_reduce" in text and "missing: rank 1" in text, True)  # fmt: skip
+claim(
+    "the emulated cluster names the rank that is missing",
+    "rank 0 waits in all_reduce" in text and "missing: rank 1" in text,
+    True,
+)
 
 # %% [markdown]
 # That was the emulated cluster, whose broker sees all ranks. On real gloo or NCCL, rank 0 waits
@@ -1337,11 +1687,19 @@ def log_loss_right():
 means = launch.run(log_loss_right, 2)
 display(
     claim("every rank has the average loss", means, [1.5, 1.5], rtol=1e-6),
-    claim("gloo waits 30 minutes by default",
-          dist.constants.default_pg_timeout.total_seconds() / 60, 30.0, rtol=1e-9),
-    claim("NCCL's default timeout in torch", "10 minutes", status="cited",
-          source="PyTorch documentation, torch.distributed.init_process_group"),
-)  # fmt: skip
+    claim(
+        "gloo waits 30 minutes by default",
+        dist.constants.default_pg_timeout.total_seconds() / 60,
+        30.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "NCCL's default timeout in torch",
+        "10 minutes",
+        status="cited",
+        source="PyTorch documentation, torch.distributed.init_process_group",
+    ),
+)
 
 # %% [markdown]
 # ### Shapes that do not match
@@ -1365,11 +1723,17 @@ def uneven_checked():
 text = attempt(uneven, emulate.run, emulate.clusters.pcie_a100(2))
 checked = attempt(uneven_checked)
 display(
-    claim("the emulated cluster says who called what",
-          "float32[4]" in text and "float32[5]" in text, True),
-    claim("so does check=True on real ranks", '"shape": [4]' in checked and
-          '"shape": [5]' in checked, True),
-)  # fmt: skip
+    claim(
+        "the emulated cluster says who called what",
+        "float32[4]" in text and "float32[5]" in text,
+        True,
+    ),
+    claim(
+        "so does check=True on real ranks",
+        '"shape": [4]' in checked and '"shape": [5]' in checked,
+        True,
+    ),
+)
 
 # %% [markdown]
 # ### The same shapes in another order: no error at all
@@ -1390,8 +1754,12 @@ def swapped():
 
 values = launch.run(swapped, 2)
 print("loss and accuracy per rank:", values)
-claim("sums that should be 2 and 200 are both 101, and no error is raised", values,
-      [(101.0, 101.0)] * 2, rtol=1e-6)  # fmt: skip
+claim(
+    "sums that should be 2 and 200 are both 101, and no error is raised",
+    values,
+    [(101.0, 101.0)] * 2,
+    rtol=1e-6,
+)
 
 # %% [markdown]
 # ### Mixed dtypes
@@ -1409,9 +1777,14 @@ def gather_mixed():
 
 
 text = attempt(gather_mixed) or "it works"
-claim("gather of int64 into float32", "raises" if "different dtypes" in text else text, "raises",
-      status="corrected", said="works",
-      why="torch.tensor([rank]) is int64, torch.zeros(1) is float32")  # fmt: skip
+claim(
+    "gather of int64 into float32",
+    "raises" if "different dtypes" in text else text,
+    "raises",
+    status="corrected",
+    said="works",
+    why="torch.tensor([rank]) is int64, torch.zeros(1) is float32",
+)
 
 # %% [markdown]
 # ### Both send first
@@ -1446,7 +1819,7 @@ received = launch.run(swap_batched, 2)
 display(
     claim("both ranks are stuck in send until they are killed", "had not finished" in text, True),
     claim("posted together, both messages arrive", received, [1.0, 0.0], rtol=1e-9),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # `batch_isend_irecv` posts both before it waits for either. A ring of sends needs the same: if

@@ -95,9 +95,7 @@ COMPUTE_S = LAYERS * (FORWARD_S + BACKWARD_S)
 
 def train_two_steps(way: str) -> None:
     """Runs on every rank of the emulated cluster; a Charged layer takes the time of the plan."""
-    model = nn.Sequential(
-        *(emulate.Charged(nn.Linear(WIDTH, WIDTH), i) for i in range(LAYERS))
-    )  # fmt: skip
+    model = nn.Sequential(*(emulate.Charged(nn.Linear(WIDTH, WIDTH), i) for i in range(LAYERS)))
     wrapped = model
     if way == "overlapped":
         wrapped = OverlappedDDP(model)
@@ -121,9 +119,14 @@ def train_two_steps(way: str) -> None:
 def network(bytes_per_s: float, latency_s: float, num_devices: int = 64) -> emulate.Cluster:
     link = emulate.Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=latency_s)
     return emulate.Cluster(
-        name="our cluster", nodes=1, devices_per_node=num_devices, intra_node=link,
-        inter_node=link, peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12,
-    )  # fmt: skip
+        name="our cluster",
+        nodes=1,
+        devices_per_node=num_devices,
+        intra_node=link,
+        inter_node=link,
+        peak_flops_per_s=1e12,
+        memory_bandwidth_bytes_per_s=1e12,
+    )
 
 
 ETHERNET = network(1.25e9, 50e-6)  # 10 Gbit/s are 1.25 GB/s
@@ -221,16 +224,29 @@ def relative_error(a, b) -> float:
 
 
 display(
-    claim("mean of two ranks' gradients against one process on the joint batch, relative error",
-          relative_error(even, whole), ("<", 1e-12)),
-    claim("the same with 20 samples on rank 0 and 4 on rank 1",
-          relative_error(uneven, whole), (">", 0.01)),
-    claim("4 GPUs with 32 samples each make a batch of",
-          cost.tokens_per_step(micro_batch=32, context=1, dp=4), 128, rtol=1e-9),
-    claim("a global batch of 256 on 4 GPUs: samples per GPU",
-          len(torch.arange(256).chunk(4)[0]), 64,
-          source="some call these 64 micro-batches; they are local batches"),
-)  # fmt: skip
+    claim(
+        "mean of two ranks' gradients against one process on the joint batch, relative error",
+        relative_error(even, whole),
+        ("<", 1e-12),
+    ),
+    claim(
+        "the same with 20 samples on rank 0 and 4 on rank 1",
+        relative_error(uneven, whole),
+        (">", 0.01),
+    ),
+    claim(
+        "4 GPUs with 32 samples each make a batch of",
+        cost.tokens_per_step(micro_batch=32, context=1, dp=4),
+        128,
+        rtol=1e-9,
+    ),
+    claim(
+        "a global batch of 256 on 4 GPUs: samples per GPU",
+        len(torch.arange(256).chunk(4)[0]),
+        64,
+        source="some call these 64 micro-batches; they are local batches",
+    ),
+)
 
 # %% [markdown]
 # The second line is a real trap: **the mean of means is the mean only for equal parts**. In the
@@ -283,16 +299,27 @@ watched = nn.Sequential(nn.Linear(4, 4), nn.Identity())
 watched[1].register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
 DataParallel(watched, devices=["cpu"] * 2)(torch.ones(16, 4)).sum().backward()
 display(
-    claim("parameters sent out by device 0 per step, in models", crossed["replicate"],
-          3 * parameter_bytes),
-    claim("gradients that arrive at device 0 in backward, in bytes", crossed["add gradients"],
-          3 * parameter_bytes, status="corrected", said=0,
-          source="a common drawing in which GPU 0 scatters gradients to the others",
-          why="every GPU runs backward; parameter gradients flow to GPU 0 and parameters from it"),
+    claim(
+        "parameters sent out by device 0 per step, in models",
+        crossed["replicate"],
+        3 * parameter_bytes,
+    ),
+    claim(
+        "gradients that arrive at device 0 in backward, in bytes",
+        crossed["add gradients"],
+        3 * parameter_bytes,
+        status="corrected",
+        said=0,
+        source="a common drawing in which GPU 0 scatters gradients to the others",
+        why="every GPU runs backward; parameter gradients flow to GPU 0 and parameters from it",
+    ),
     claim("a batch of 16 on 2 devices: samples per device", seen, [8, 8]),
-    claim("nn.DataParallel without GPUs: devices it runs on", len(
-          nn.DataParallel(nn.Linear(2, 2)).device_ids), torch.cuda.device_count()),
-)  # fmt: skip
+    claim(
+        "nn.DataParallel without GPUs: devices it runs on",
+        len(nn.DataParallel(nn.Linear(2, 2)).device_ids),
+        torch.cuda.device_count(),
+    ),
+)
 
 # %% [markdown]
 # The last line says that `nn.DataParallel` on a CPU does nothing at all: it calls the module.
@@ -309,9 +336,7 @@ display(
 def data_parallel_steps() -> None:
     """What crosses the links in two steps of DataParallel, with one rank in place of a thread."""
     me, others = dist.get_rank(), range(1, dist.get_world_size())
-    model = nn.Sequential(
-        *(emulate.Charged(nn.Linear(WIDTH, WIDTH), i) for i in range(LAYERS))
-    )  # fmt: skip
+    model = nn.Sequential(*(emulate.Charged(nn.Linear(WIDTH, WIDTH), i) for i in range(LAYERS)))
     weights = list(model.parameters())
     flat = torch.cat([w.detach().flatten() for w in weights])
     for _ in range(2):
@@ -342,9 +367,12 @@ def data_parallel_steps() -> None:
 sizes = (2, 3, 4) if quick else (2, 4, 8)
 star_traces = {n: run_traced(data_parallel_steps, n, plan=plan)[1] for n in sizes}
 star = {n: emulate.simulate(trace, ETHERNET) for n, trace in star_traces.items()}
-ring = {n: timelines["bucketed"] if n == 4 else emulate.simulate(
-        run_traced(train_two_steps, n, "bucketed", plan=plan)[1], ETHERNET)
-        for n in sizes}  # fmt: skip
+ring = {
+    n: timelines["bucketed"]
+    if n == 4
+    else emulate.simulate(run_traced(train_two_steps, n, "bucketed", plan=plan)[1], ETHERNET)
+    for n in sizes
+}
 start_s = star[4].steps[-1].start_s - LAYERS * LAYER_BYTES / 1.25e9  # its first message
 plot_timeline(star[4], start_s=start_s, title="DataParallel on 4 GPUs: all wires lead to device 0")
 
@@ -361,9 +389,14 @@ speed_up = {
     "DataParallel": [n * COMPUTE_S / period_s(star[n]) for n in sizes],
 }
 plot_lines(
-    sizes, speed_up, xlabel="GPUs", ylabel="speed-up", ticks=sizes,
-    title="Fixed batch per GPU, 10 Gbit/s, emulated", ideal={"linear": sizes},
-)  # fmt: skip
+    sizes,
+    speed_up,
+    xlabel="GPUs",
+    ylabel="speed-up",
+    ticks=sizes,
+    title="Fixed batch per GPU, 10 Gbit/s, emulated",
+    ideal={"linear": sizes},
+)
 
 
 # %%
@@ -371,29 +404,43 @@ plot_lines(
 def gain(bytes_per_s: float) -> float:
     """How many times as fast as DataParallel DDP is, on 4 GPUs."""
     cluster = network(bytes_per_s, 50e-6)
-    slow, fast = (emulate.simulate(t[key], cluster)
-                  for t, key in ((star_traces, 4), (traces, "bucketed")))  # fmt: skip
+    slow, fast = (
+        emulate.simulate(t[key], cluster) for t, key in ((star_traces, 4), (traces, "bucketed"))
+    )
     return period_s(slow) / last_step_s(fast)
 
 
 P = LAYERS * LAYER_BYTES
 wire = cost.Wire(bandwidth_bytes_per_s=1.25e9, latency_s=50e-6)
 display(
-    claim("bytes that leave device 0 per step and byte of parameters, DataParallel: N - 1",
-          [star[n].bytes_per_link["device 0"] / 2 / P for n in sizes], [n - 1 for n in sizes],
-          rtol=0.01),
-    claim("exposed communication of DDP per layer-pair bucket, N = 4, ms",
-          step_ms["bucketed"] - 1e3 * COMPUTE_S,
-          1e3 * cost.all_reduce_seconds(num_bytes=2 * LAYER_BYTES, num_ranks=4, link=wire),
-          rtol=1e-6),
-    claim("DDP / DataParallel grows with the number of GPUs",
-          bool(np.all(np.diff([a / b for a, b in zip(*speed_up.values(), strict=True)]) > 0)),
-          True),
-    claim("DDP against DataParallel on 4 GPUs, 400 Gbit/s, x", gain(50e9), ("<", 1.2),
-          status="corrected", said=1.75, source="a common figure: DDP is 1.5 to 2 times as fast",
-          why="no general figure: it depends on model, network and the number of GPUs"),
+    claim(
+        "bytes that leave device 0 per step and byte of parameters, DataParallel: N - 1",
+        [star[n].bytes_per_link["device 0"] / 2 / P for n in sizes],
+        [n - 1 for n in sizes],
+        rtol=0.01,
+    ),
+    claim(
+        "exposed communication of DDP per layer-pair bucket, N = 4, ms",
+        step_ms["bucketed"] - 1e3 * COMPUTE_S,
+        1e3 * cost.all_reduce_seconds(num_bytes=2 * LAYER_BYTES, num_ranks=4, link=wire),
+        rtol=1e-6,
+    ),
+    claim(
+        "DDP / DataParallel grows with the number of GPUs",
+        bool(np.all(np.diff([a / b for a, b in zip(*speed_up.values(), strict=True)]) > 0)),
+        True,
+    ),
+    claim(
+        "DDP against DataParallel on 4 GPUs, 400 Gbit/s, x",
+        gain(50e9),
+        ("<", 1.2),
+        status="corrected",
+        said=1.75,
+        source="a common figure: DDP is 1.5 to 2 times as fast",
+        why="no general figure: it depends on model, network and the number of GPUs",
+    ),
     claim("... and at 1 Gbit/s", gain(0.125e9), (">", 2.2)),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # How much DDP gains depends on how large gradients are compared with compute, and on N. Two figures
@@ -415,15 +462,31 @@ def efficiency(rates: dict, n: int) -> float:
 
 table = "a common table without source"
 display(
-    claim("DDP / DP on 2, 4, 8 GPUs in that table", [ddp_rate[n] / dp_rate[n] for n in (2, 4, 8)],
-          [1.3, 1.5, 2.1], rtol=0.03, source=table),
-    claim("scaling efficiency on 8 GPUs: DDP, DP", [efficiency(r, 8) for r in (ddp_rate, dp_rate)],
-          [0.9375, 0.4375], rtol=1e-9, source=table),
-    claim("4 GPUs, communication exposed for 10 % of the step: speed-up",
-          cost.speedup_with_communication(num_gpus=4, compute_s=90, communication_s=10), 3.6,
-          rtol=1e-9, status="corrected", said=4.0, source="a common text",
-          why="4 times would need all communication hidden; the same text gives it 10 %"),
-)  # fmt: skip
+    claim(
+        "DDP / DP on 2, 4, 8 GPUs in that table",
+        [ddp_rate[n] / dp_rate[n] for n in (2, 4, 8)],
+        [1.3, 1.5, 2.1],
+        rtol=0.03,
+        source=table,
+    ),
+    claim(
+        "scaling efficiency on 8 GPUs: DDP, DP",
+        [efficiency(r, 8) for r in (ddp_rate, dp_rate)],
+        [0.9375, 0.4375],
+        rtol=1e-9,
+        source=table,
+    ),
+    claim(
+        "4 GPUs, communication exposed for 10 % of the step: speed-up",
+        cost.speedup_with_communication(num_gpus=4, compute_s=90, communication_s=10),
+        3.6,
+        rtol=1e-9,
+        status="corrected",
+        said=4.0,
+        source="a common text",
+        why="4 times would need all communication hidden; the same text gives it 10 %",
+    ),
+)
 
 # %% [markdown]
 # So: one process per GPU. That removes the shared interpreter, the star, the special device 0 that
@@ -505,8 +568,11 @@ def run_way(way: str) -> torch.Tensor:
     """The averaged gradient of this rank's half of the batch."""
     model = make_mlp()
     mine = slice(rank * size, (rank + 1) * size)
-    wrapped = {"overlapped": OverlappedDDP, "bucketed": BucketedDDP,
-               "torch": DistributedDataParallel}.get(way, lambda m: m)(model)  # fmt: skip
+    wrapped = {
+        "overlapped": OverlappedDDP,
+        "bucketed": BucketedDDP,
+        "torch": DistributedDataParallel,
+    }.get(way, lambda m: m)(model)
     mse(wrapped(inputs[mine]), targets[mine]).backward()
     if way == "naive":
         average_gradients(model)
@@ -517,8 +583,10 @@ def run_way(way: str) -> torch.Tensor:
     return gradient(model)
 
 
-errors = {way: float((run_way(way) - whole).norm() / whole.norm())
-          for way in ("naive", "flat", "overlapped", "bucketed", "torch")}  # fmt: skip
+errors = {
+    way: float((run_way(way) - whole).norm() / whole.norm())
+    for way in ("naive", "flat", "overlapped", "bucketed", "torch")
+}
 
 # %%
 # %%rank 0
@@ -534,13 +602,21 @@ expected_ms = {
     "bucketed": COMPUTE_S + 2 * LAYER_BYTES * bandwidth_s + latency,  # only the last is exposed
 }
 display(
-    claim("four steps and torch's DDP against one process: largest relative error",
-          max(errors.values()), ("<", 1e-12)),
-    *(claim(f"{WAYS[way]}: ms per step", step_ms[way], 1e3 * expected_ms[way], rtol=0.01)
-      for way in WAYS),
-    claim("each step is faster than the one before",
-          list(step_ms.values()) == sorted(step_ms.values(), reverse=True), True),
-)  # fmt: skip
+    claim(
+        "four steps and torch's DDP against one process: largest relative error",
+        max(errors.values()),
+        ("<", 1e-12),
+    ),
+    *(
+        claim(f"{WAYS[way]}: ms per step", step_ms[way], 1e3 * expected_ms[way], rtol=0.01)
+        for way in WAYS
+    ),
+    claim(
+        "each step is faster than the one before",
+        list(step_ms.values()) == sorted(step_ms.values(), reverse=True),
+        True,
+    ),
+)
 
 # %% [markdown]
 # Each formula is a sentence: step 1 pays compute plus all messages; step 2 pays one latency; step 3
@@ -559,16 +635,21 @@ def four_ways(gbit: int = 10, latency_us: int = 50):
     cluster = network(gbit * 1e9 / 8, latency_us * 1e-6)
     bars = {WAYS[w]: 1e3 * last_step_s(emulate.simulate(t, cluster)) for w, t in traces.items()}
     return plot_bars(
-        bars, xlabel="ms per step (dashed: compute alone)", limit=1e3 * COMPUTE_S, form="{:.1f}",
+        bars,
+        xlabel="ms per step (dashed: compute alone)",
+        limit=1e3 * COMPUTE_S,
+        form="{:.1f}",
         title=f"{gbit} Gbit/s, latency {latency_us} µs",
-    )  # fmt: skip
+    )
 
 
 explore(
-    four_ways, gbit=[1, 5, 10, 25, 100, 400], latency_us=[1, 10, 50, 200, 1000],
+    four_ways,
+    gbit=[1, 5, 10, 25, 100, 400],
+    latency_us=[1, 10, 50, 200, 1000],
     labels={"gbit": "network (Gbit/s)", "latency_us": "latency (µs)"},
     alt="Four bars: time of a step for the four ways to average gradients",
-)  # fmt: skip
+)
 
 
 # %%
@@ -579,11 +660,17 @@ def ms_on(way: str, gbit: float, latency_us: float) -> float:
 
 
 display(
-    claim("latency 1 ms: per-parameter overlap is slower than one flat message",
-          ms_on("overlapped", 10, 1000) > ms_on("flat", 10, 1000), True),
-    claim("400 Gbit/s and 1 µs: what all four lose to communication, as a share of compute",
-          max(ms_on(way, 400, 1) for way in WAYS) / (1e3 * COMPUTE_S) - 1, ("<", 0.05)),
-)  # fmt: skip
+    claim(
+        "latency 1 ms: per-parameter overlap is slower than one flat message",
+        ms_on("overlapped", 10, 1000) > ms_on("flat", 10, 1000),
+        True,
+    ),
+    claim(
+        "400 Gbit/s and 1 µs: what all four lose to communication, as a share of compute",
+        max(ms_on(way, 400, 1) for way in WAYS) / (1e3 * COMPUTE_S) - 1,
+        ("<", 0.05),
+    ),
+)
 
 # %% [markdown]
 # ## 4 · Buckets and overlap on a real timeline
@@ -637,14 +724,18 @@ recorded = gather_timeline(from_profiler(profiler, step="step"))
 # %%
 # %%rank 0
 window = recorded.windows(0)[0]
-rows = [sorted(recorded.of(r, "compute", "communication"), key=lambda s: s.start_s)
-        for r in range(world_size)]  # fmt: skip
+rows = [
+    sorted(recorded.of(r, "compute", "communication"), key=lambda s: s.start_s)
+    for r in range(world_size)
+]
 shown = SimpleNamespace(world_size=world_size, intervals=rows, makespan_s=window.end_s)
 print("layer whose gradient arrived, or bucket launched:", *diary)
 plot_timeline(
-    shown, start_s=window.start_s, end_s=window.end_s,
+    shown,
+    start_s=window.start_s,
+    end_s=window.end_s,
     title="BucketedDDP on two real processes: all-reduces run beside backward",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # White lines separate operators. The orange stretches contain the wait for the other rank, and two
@@ -656,14 +747,23 @@ plot_timeline(
 # %%rank 0
 first_launch = diary.index("bucket")
 display(
-    claim("gradients arrive from the last layer to the first",
-          [entry for entry in diary if entry != "bucket"], [7, 6, 5, 4, 3, 2, 1, 0]),
+    claim(
+        "gradients arrive from the last layer to the first",
+        [entry for entry in diary if entry != "bucket"],
+        [7, 6, 5, 4, 3, 2, 1, 0],
+    ),
     claim("buckets launched", diary.count("bucket"), 4),
-    claim("gradients that arrive after the first bucket was launched",
-          sum(entry != "bucket" for entry in diary[first_launch:]), (">=", 6)),
-    claim("all-reduces in the profile of one step, at least",
-          sum(recorded.collectives(0, window).values()), (">=", 4)),
-)  # fmt: skip
+    claim(
+        "gradients that arrive after the first bucket was launched",
+        sum(entry != "bucket" for entry in diary[first_launch:]),
+        (">=", 6),
+    ),
+    claim(
+        "all-reduces in the profile of one step, at least",
+        sum(recorded.collectives(0, window).values()),
+        (">=", 4),
+    ),
+)
 
 # %% [markdown]
 # ### How large should a bucket be?
@@ -685,10 +785,16 @@ def ddp_trace(n: int, layers: int, layer_bytes: float, per_bucket: int, forward_
         for first in range(0, layers, per_bucket):
             count = min(per_bucket, layers - first)
             todo += [Event(kind="compute", name="backward", duration_s=backward_s)] * count
-            todo.append(Event(
-                kind="issue", key=f"b{first:04}", collective="all_reduce", group="dp",
-                ranks=tuple(range(n)), nbytes=round(count * layer_bytes),
-            ))  # fmt: skip
+            todo.append(
+                Event(
+                    kind="issue",
+                    key=f"b{first:04}",
+                    collective="all_reduce",
+                    group="dp",
+                    ranks=tuple(range(n)),
+                    nbytes=round(count * layer_bytes),
+                )
+            )
             waits.append(Event(kind="wait", key=f"b{first:04}", name="all_reduce"))
         events.append(todo + waits)
     return emulate.Trace(world_size=n, events=events)
@@ -708,34 +814,62 @@ def benchmark_ms(latency_s: float, count: int) -> float:
     return 1e3 * emulate.simulate(trace, network(32e9, latency_s)).makespan_s
 
 
-curves = {f"latency {us} µs": [benchmark_ms(us * 1e-6, k) for k in per_bucket]
-          for us in (10, 50, 200)}  # fmt: skip
+curves = {
+    f"latency {us} µs": [benchmark_ms(us * 1e-6, k) for k in per_bucket] for us in (10, 50, 200)
+}
 plot_lines(
-    per_bucket, curves, xlabel="layers per bucket (5.6 MiB each)", ylabel="ms per step", logx=True,
-    title="Not the smallest, not the largest (8 GPUs, 32 GB/s)", ticks=per_bucket,
+    per_bucket,
+    curves,
+    xlabel="layers per bucket (5.6 MiB each)",
+    ylabel="ms per step",
+    logx=True,
+    title="Not the smallest, not the largest (8 GPUs, 32 GB/s)",
+    ticks=per_bucket,
     ideal={"compute alone": [48 * 0.6] * len(per_bucket)},
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
 best = {name: per_bucket[int(np.argmin(curve))] for name, curve in curves.items()}
 print("best number of layers per bucket:", best)
 display(
-    claim("the written trace takes as long as the run of real ranks, ms",
-          written_ms(ETHERNET, 2), step_ms["bucketed"], rtol=1e-6),
-    claim("the best bucket is neither the smallest nor the largest",
-          all(1 < k < 48 for k in best.values()), True, status="corrected", said=False,
-          source="a common advice: larger buckets of 50 or 100 MB suit large models",
-          why="a large bucket exposes its own transfer at the end; the curve is U-shaped"),
-    claim("the best bucket grows with the latency", list(best.values()) == sorted(best.values()),
-          True),
-    claim("torch's bucket_cap_mb by default, MiB (the first bucket is 1 MiB)", 25,
-          status="cited", source="documentation of torch.nn.parallel.DistributedDataParallel"),
-    claim("parameters of a benchmark transformer (6 layers, width 512), million", benchmark / 1e6,
-          70.6, rtol=0.002, source="a common listing"),
-    claim("its gradients in fp32 fill this many buckets of 25 MiB, at least",
-          math.ceil(benchmark * 4 / (25 * 2**20)), 11),
-)  # fmt: skip
+    claim(
+        "the written trace takes as long as the run of real ranks, ms",
+        written_ms(ETHERNET, 2),
+        step_ms["bucketed"],
+        rtol=1e-6,
+    ),
+    claim(
+        "the best bucket is neither the smallest nor the largest",
+        all(1 < k < 48 for k in best.values()),
+        True,
+        status="corrected",
+        said=False,
+        source="a common advice: larger buckets of 50 or 100 MB suit large models",
+        why="a large bucket exposes its own transfer at the end; the curve is U-shaped",
+    ),
+    claim(
+        "the best bucket grows with the latency", list(best.values()) == sorted(best.values()), True
+    ),
+    claim(
+        "torch's bucket_cap_mb by default, MiB (the first bucket is 1 MiB)",
+        25,
+        status="cited",
+        source="documentation of torch.nn.parallel.DistributedDataParallel",
+    ),
+    claim(
+        "parameters of a benchmark transformer (6 layers, width 512), million",
+        benchmark / 1e6,
+        70.6,
+        rtol=0.002,
+        source="a common listing",
+    ),
+    claim(
+        "its gradients in fp32 fill this many buckets of 25 MiB, at least",
+        math.ceil(benchmark * 4 / (25 * 2**20)),
+        11,
+    ),
+)
 
 # %% [markdown]
 # Move the slider and watch the tail on the right: what is left over when backward has ended.
@@ -766,10 +900,13 @@ def bucket_explorer(layers: int = 4, gpus: int = 4, net: str = "PCIe 4.0, 32 GB/
 
 
 explore(
-    bucket_explorer, layers=(1, 48), gpus=[2, 4, 8, 32], net=list(NETWORKS),
+    bucket_explorer,
+    layers=(1, 48),
+    gpus=[2, 4, 8, 32],
+    net=list(NETWORKS),
     labels={"layers": "layers per bucket (5.6 MiB each)", "gpus": "GPUs", "net": "network"},
     alt="Timeline of a rank: compute above, all-reduces of buckets below, idle time in grey",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ### One slow rank
@@ -793,11 +930,18 @@ def with_straggler(slowness: float) -> emulate.Timeline:
 
 even_s, slow_s = (with_straggler(slowness).makespan_s for slowness in (1.0, 1.5))
 display(
-    claim("one of 4 ranks is 1.5 x slower: time added to everybody's step, in its extra compute",
-          (slow_s - even_s) / (0.5 * COMPUTE_S), 1.0, rtol=1e-9),
-    claim("... and all ranks are now busy for this share of the step",
-          with_straggler(1.5).efficiency, (">", 0.6)),
-)  # fmt: skip
+    claim(
+        "one of 4 ranks is 1.5 x slower: time added to everybody's step, in its extra compute",
+        (slow_s - even_s) / (0.5 * COMPUTE_S),
+        1.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "... and all ranks are now busy for this share of the step",
+        with_straggler(1.5).efficiency,
+        (">", 0.6),
+    ),
+)
 plot_timeline(with_straggler(1.5), title="Rank 2 is slow, and everybody waits")
 
 # %% [markdown]
@@ -831,9 +975,10 @@ dist.all_gather_object(norms, float(norm))
 # %%rank 0
 display(
     claim("every rank computed the same norm", norms[1], norms[0], exact=True),
-    claim("... which is that of the joint batch's gradient", norms[0], float(whole.norm()),
-          rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "... which is that of the joint batch's gradient", norms[0], float(whole.norm()), rtol=1e-9
+    ),
+)
 
 # %% [markdown]
 # ## 5 · Which samples does a rank see?
@@ -851,8 +996,9 @@ display(
 
 # %%
 # %%rank 0
-def sampler_explorer(samples: int = 11, ranks: int = 4, tail: str = "pad", shuffle: bool = False,
-                     epoch: int = 0):  # fmt: skip
+def sampler_explorer(
+    samples: int = 11, ranks: int = 4, tail: str = "pad", shuffle: bool = False, epoch: int = 0
+):
     """Which sample each rank sees at which position; samples that come twice are orange."""
     figure, ax = new_figure(7.5, 0.9 + 0.38 * ranks)
     seen = set()
@@ -877,18 +1023,29 @@ def sampler_explorer(samples: int = 11, ranks: int = 4, tail: str = "pad", shuff
     ax.set(xlabel="position in the rank's epoch", xticks=[])
     ax.set_title(
         f"{samples} samples, tail = {tail}: {sum(map(len, parts)) - len(seen)} twice, "
-        f"{never} never", loc="left", fontweight="bold",
-    )  # fmt: skip
+        f"{never} never",
+        loc="left",
+        fontweight="bold",
+    )
     return figure
 
 
 explore(
-    sampler_explorer, samples=(1, 40), ranks=(1, 8), tail=["pad", "drop", "uneven"], shuffle=True,
+    sampler_explorer,
+    samples=(1, 40),
+    ranks=(1, 8),
+    tail=["pad", "drop", "uneven"],
+    shuffle=True,
     epoch=(0, 5),
-    labels={"samples": "samples in the data set", "ranks": "ranks N", "tail": "tail",
-            "shuffle": "shuffle", "epoch": "epoch given to set_epoch"},
+    labels={
+        "samples": "samples in the data set",
+        "ranks": "ranks N",
+        "tail": "tail",
+        "shuffle": "shuffle",
+        "epoch": "epoch given to set_epoch",
+    },
     alt="A grid: one row per rank with the numbers of its samples; repeated samples in orange",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # What happens without it? The usual mistake is a plain `DataLoader(shuffle=True)` on every rank. It
@@ -909,18 +1066,29 @@ for epoch in (0, 0, 1):  # as if set_epoch had been forgotten, then with it
     epochs.append(list(samplers[0]))
 dealt = [list(sampler) for sampler in samplers]
 display(
-    claim("without a sampler all ranks train on the same batches", same_batches, False,
-          status="corrected", said=True, source="a common explanation",
-          why="each process shuffles on its own: different orders that overlap"),
-    claim("of the samples processed in such an epoch, share that is a repetition",
-          1 - len(set(everything)) / len(everything), 0.75, rtol=1e-12),
-    claim("work for one epoch without a sampler on 4 GPUs, x", len(everything) / NUM, 4.0,
-          rtol=1e-12),
+    claim(
+        "without a sampler all ranks train on the same batches",
+        same_batches,
+        False,
+        status="corrected",
+        said=True,
+        source="a common explanation",
+        why="each process shuffles on its own: different orders that overlap",
+    ),
+    claim(
+        "of the samples processed in such an epoch, share that is a repetition",
+        1 - len(set(everything)) / len(everything),
+        0.75,
+        rtol=1e-12,
+    ),
+    claim(
+        "work for one epoch without a sampler on 4 GPUs, x", len(everything) / NUM, 4.0, rtol=1e-12
+    ),
     claim("with it: samples that two ranks share", len(set(dealt[1]) & set(dealt[2])), 0),
     claim("steps per epoch: 1000 samples, 4 ranks, batch 32", math.ceil(len(dealt[1]) / BATCH), 8),
     claim("without set_epoch two epochs have the same order", epochs[0] == epochs[1], True),
     claim("... and with set_epoch", epochs[0] == epochs[2], False),
-)  # fmt: skip
+)
 
 
 # %%
@@ -932,12 +1100,19 @@ def steps_per_epoch(num: int, ranks: int, batch: int, drop: bool) -> int:
 
 
 display(
-    claim("10,000 samples, 4 ranks, batch 32: steps with padding and with drop_last",
-          [steps_per_epoch(10_000, 4, 32, drop) for drop in (False, True)], [79, 78]),
+    claim(
+        "10,000 samples, 4 ranks, batch 32: steps with padding and with drop_last",
+        [steps_per_epoch(10_000, 4, 32, drop) for drop in (False, True)],
+        [79, 78],
+    ),
     claim("8,192 samples, 4 ranks, batch 32: steps", steps_per_epoch(8192, 4, 32, False), 64),
-    claim("32 sequences of 256 tokens: tokens per GPU and step",
-          cost.tokens_per_step(micro_batch=32, context=256), 8192, rtol=1e-12),
-)  # fmt: skip
+    claim(
+        "32 sequences of 256 tokens: tokens per GPU and step",
+        cost.tokens_per_step(micro_batch=32, context=256),
+        8192,
+        rtol=1e-12,
+    ),
+)
 
 # %% [markdown]
 # `minidist.sampler.make_loader` has sound settings for the loader itself: workers per rank (all
@@ -966,14 +1141,22 @@ dist.all_gather_object(views, (net[0].weight.detach(), same_mask, own_mask))
 # %%rank 0
 display(
     claim("initial weights agree", torch.equal(views[0][0], views[1][0]), True),
-    claim("one seed everywhere: both ranks drop the same neurons",
-          torch.equal(views[0][1], views[1][1]), True),
-    claim("seeded again with the rank: the masks are the same",
-          torch.equal(views[0][2], views[1][2]), False, status="corrected", said=True,
-          source="a common recipe: seed + rank from the start",
-          why="first one seed for the initialisation, then one per rank; seed + rank before it "
-          "starts every rank elsewhere, which only a broadcast repairs"),
-)  # fmt: skip
+    claim(
+        "one seed everywhere: both ranks drop the same neurons",
+        torch.equal(views[0][1], views[1][1]),
+        True,
+    ),
+    claim(
+        "seeded again with the rank: the masks are the same",
+        torch.equal(views[0][2], views[1][2]),
+        False,
+        status="corrected",
+        said=True,
+        source="a common recipe: seed + rank from the start",
+        why="first one seed for the initialisation, then one per rank; seed + rank before it "
+        "starts every rank elsewhere, which only a broadcast repairs",
+    ),
+)
 
 # %% [markdown]
 # ## 6 · BatchNorm
@@ -1002,32 +1185,48 @@ def batch_norm_gradient(sync: bool, joint: bool, num: int = 4):
     return [y.detach()[: num // 2], x.grad[: num // 2]]
 
 
-results = {name: batch_norm_gradient(**how) for name, how in {
-    "one process": {"sync": False, "joint": True}, "plain": {"sync": False, "joint": False},
-    "sync": {"sync": True, "joint": False}}.items()}  # fmt: skip
+results = {
+    name: batch_norm_gradient(**how)
+    for name, how in {
+        "one process": {"sync": False, "joint": True},
+        "plain": {"sync": False, "joint": False},
+        "sync": {"sync": True, "joint": False},
+    }.items()
+}
 
 
 # %%
 # %%rank 0
 def differences(name: str) -> list[float]:
-    return [float((a - b).abs().max())
-            for a, b in zip(results[name], results["one process"], strict=True)]  # fmt: skip
+    return [
+        float((a - b).abs().max())
+        for a, b in zip(results[name], results["one process"], strict=True)
+    ]
 
 
 generator = torch.Generator().manual_seed(0)
 local = (2, 4, 8, 16, 32, 64, 128)
-noise = [float(torch.randn(2000, b, generator=generator).var(1, unbiased=False).std())
-         for b in local]  # fmt: skip
+noise = [
+    float(torch.randn(2000, b, generator=generator).var(1, unbiased=False).std()) for b in local
+]
 display(
-    claim("plain BatchNorm on 2 + 2 samples: output and gradient differ from 4 samples by",
-          differences("plain"), (">", 0.05)),
+    claim(
+        "plain BatchNorm on 2 + 2 samples: output and gradient differ from 4 samples by",
+        differences("plain"),
+        (">", 0.05),
+    ),
     claim("SyncBatchNorm: output and gradient differ by", differences("sync"), ("<", 1e-9)),
     claim("spread of the variance with 128 samples against 2", noise[-1] / noise[0], ("<", 0.25)),
-)  # fmt: skip
+)
 plot_lines(
-    local, {"spread": noise}, xlabel="samples per rank", ylabel="std of the batch variance",
-    logx=True, ticks=local, title="Batch variance of standard normal data: noisy for small batches",
-)  # fmt: skip
+    local,
+    {"spread": noise},
+    xlabel="samples per rank",
+    ylabel="std of the batch variance",
+    logx=True,
+    ticks=local,
+    title="Batch variance of standard normal data: noisy for small batches",
+)
 
 # %% [markdown]
 # Use it when local batches are small (detection, segmentation, video). It costs two more
@@ -1068,11 +1267,10 @@ wrong = {"mean of means": mean_of_means(own), "padded": mean_of_means(padded)}
 # %%rank 0
 true_loss = float(losses.mean())
 display(
-    claim("validation loss of 7 samples on 2 ranks, sums and counts", right, true_loss,
-          rtol=1e-12),
+    claim("validation loss of 7 samples on 2 ranks, sums and counts", right, true_loss, rtol=1e-12),
     claim("error of the mean of means", abs(wrong["mean of means"] - true_loss), (">", 1e-3)),
     claim("error with a padded sample", abs(wrong["padded"] - true_loss), (">", 1e-3)),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Print on rank 0 only (`minidist.metrics.log0`), but **reduce on all ranks**: an all-reduce inside
@@ -1149,10 +1347,13 @@ except RuntimeError as error:
 print(refusal[:170], "...")
 display(
     claim("resumed training gives the weights of uninterrupted training, bit for bit", agree, True),
-    claim("keys of the wrapper begin with", {key.split(".")[0] for key in wrapper_keys} ==
-          {"module"}, True),
+    claim(
+        "keys of the wrapper begin with",
+        {key.split(".")[0] for key in wrapper_keys} == {"module"},
+        True,
+    ),
     claim("a plain model refuses them", "Missing key" in refusal, True),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # When you load with plain `torch.load`, give `map_location="cpu"` (or this rank's device): a file
@@ -1204,11 +1405,19 @@ mended = on_two_ranks(log_on_rank_0, True)
 print("broken:", *broken, sep="\n  ")
 display(
     claim("rank 0 times out", isinstance(broken[0], str), True),
-    claim("rank 1 goes on, with loss + gradient of two steps added up", broken[1], 10.0 + 2.0,
-          exact=True),
-    claim("mended: every rank reduces, one prints; gradient sum on both", mended, [3.0, 3.0],
-          exact=True),
-)  # fmt: skip
+    claim(
+        "rank 1 goes on, with loss + gradient of two steps added up",
+        broken[1],
+        10.0 + 2.0,
+        exact=True,
+    ),
+    claim(
+        "mended: every rank reduces, one prints; gradient sum on both",
+        mended,
+        [3.0, 3.0],
+        exact=True,
+    ),
+)
 
 # %% [markdown]
 # Look at rank 1. It did not hang: its gradient was paired with rank 0's *loss*, and it would have
@@ -1306,10 +1515,14 @@ def around_the_wrapper(mended: bool):
 
 
 display(
-    claim("gradient on ranks 0 and 1 after ddp.module(x)",
-          on_two_ranks(around_the_wrapper, False), [1.0, 2.0], exact=True),
+    claim(
+        "gradient on ranks 0 and 1 after ddp.module(x)",
+        on_two_ranks(around_the_wrapper, False),
+        [1.0, 2.0],
+        exact=True,
+    ),
     claim("... after ddp(x)", on_two_ranks(around_the_wrapper, True), [1.5, 1.5], exact=True),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ### Gathering numbers of the wrong type
@@ -1396,11 +1609,22 @@ bugs = [
     fingerprints[0] != fingerprints[1],  # the ranks hold different data sets
 ]
 display(
-    claim("bugs that show", sum(bugs), 4, status="corrected", said=3, source="a common exercise",
-          why="every rank also draws a random data set of its own"),
-    claim("gradient after three backwards without zero_grad, in gradients",
-          float(gradient(accumulated).norm() / whole.norm()), 3.0, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "bugs that show",
+        sum(bugs),
+        4,
+        status="corrected",
+        said=3,
+        source="a common exercise",
+        why="every rank also draws a random data set of its own",
+    ),
+    claim(
+        "gradient after three backwards without zero_grad, in gradients",
+        float(gradient(accumulated).norm() / whole.norm()),
+        3.0,
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # ## 10 · What it costs, measured rightly
@@ -1424,14 +1648,24 @@ subtracted = {way: step_ms[way] - 1e3 * COMPUTE_S for way in WAYS}
 one_gpu = 32 / COMPUTE_S  # samples per second with 32 samples per step
 four_gpus = 4 * 32 / (step_ms["bucketed"] / 1e3)
 display(
-    claim("step with DDP minus step without is the exposed communication, ms",
-          list(subtracted.values()), [1e3 * p.exposed_s for p in parts.values()], rtol=1e-6),
-    claim("bucketed: share of the network's time that is hidden",
-          parts["bucketed"].overlap_fraction, (">", 0.8)),
-    claim("scaling efficiency of the bucketed one on 4 GPUs, from samples per second",
-          cost.throughput_efficiency(rate_one=one_gpu, rate_n=four_gpus, num_gpus=4),
-          parts["bucketed"].utilization, rtol=1e-6),
-)  # fmt: skip
+    claim(
+        "step with DDP minus step without is the exposed communication, ms",
+        list(subtracted.values()),
+        [1e3 * p.exposed_s for p in parts.values()],
+        rtol=1e-6,
+    ),
+    claim(
+        "bucketed: share of the network's time that is hidden",
+        parts["bucketed"].overlap_fraction,
+        (">", 0.8),
+    ),
+    claim(
+        "scaling efficiency of the bucketed one on 4 GPUs, from samples per second",
+        cost.throughput_efficiency(rate_one=one_gpu, rate_n=four_gpus, num_gpus=4),
+        parts["bucketed"].utilization,
+        rtol=1e-6,
+    ),
+)
 
 # %% [markdown]
 # Real measurements, warm-up and what to do about the loss are the subject of lecture 11.

@@ -112,9 +112,14 @@ traces = {way: run_traced(accumulated_steps, 4, way, plan=plan)[1] for way in WA
 def ethernet(gbit: float, latency_s: float = 50e-6) -> emulate.Cluster:
     link = emulate.Link(bandwidth_bytes_per_s=gbit * 1e9 / 8, latency_s=latency_s)
     return emulate.Cluster(
-        name=f"{gbit:g} Gbit/s", nodes=1, devices_per_node=64, intra_node=link, inter_node=link,
-        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12,
-    )  # fmt: skip
+        name=f"{gbit:g} Gbit/s",
+        nodes=1,
+        devices_per_node=64,
+        intra_node=link,
+        inter_node=link,
+        peak_flops_per_s=1e12,
+        memory_bandwidth_bytes_per_s=1e12,
+    )
 
 
 def second_step(timeline) -> tuple[float, float]:
@@ -130,9 +135,12 @@ def draw_rank0(timelines: dict, window_s: float):
     for ax, (way, timeline) in zip(axes, timelines.items(), strict=True):
         start_s, end_s = second_step(timeline)
         one = emulate.Timeline(
-            cluster="", world_size=1, makespan_s=end_s, intervals=timeline.intervals[:1],
+            cluster="",
+            world_size=1,
+            makespan_s=end_s,
+            intervals=timeline.intervals[:1],
             event_times=[],
-        )  # fmt: skip
+        )
         title = f"{way}: {1e3 * (end_s - start_s):.1f} ms"
         plot_timeline(one, start_s=start_s, end_s=start_s + window_s, title=title, ax=ax)
         ax.set(xlabel="", yticks=[])
@@ -201,18 +209,33 @@ def error(got, right) -> float:
 # %%rank 0
 halves, quarters = batch.chunk(2), batch.chunk(4)
 display(
-    claim("4 micro-batches of 32, each loss divided by 4, against one batch of 128: error",
-          error(accumulated(quarters, 4), whole), ("<", 1e-12)),
-    claim("without dividing the gradient is longer by a factor of",
-          float(accumulated(quarters, 1).norm() / whole.norm()), 4.0, rtol=1e-9),
-    claim("sum losses: the gradients of two batches add up to that of the union, error",
-          error(accumulated(halves, 1, "sum"), whole_sum), ("<", 1e-12)),
-    claim("mean losses: what the sum of the two gradients has to be multiplied by",
-          float(whole @ accumulated(halves, 1) / accumulated(halves, 1).square().sum()), 0.5,
-          rtol=1e-9, status="corrected", said=1.0,
-          source="a common explanation: the gradients of two batches add up to that of the union",
-          why="true for sums; for means the union has the mean of the two"),
-)  # fmt: skip
+    claim(
+        "4 micro-batches of 32, each loss divided by 4, against one batch of 128: error",
+        error(accumulated(quarters, 4), whole),
+        ("<", 1e-12),
+    ),
+    claim(
+        "without dividing the gradient is longer by a factor of",
+        float(accumulated(quarters, 1).norm() / whole.norm()),
+        4.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "sum losses: the gradients of two batches add up to that of the union, error",
+        error(accumulated(halves, 1, "sum"), whole_sum),
+        ("<", 1e-12),
+    ),
+    claim(
+        "mean losses: what the sum of the two gradients has to be multiplied by",
+        float(whole @ accumulated(halves, 1) / accumulated(halves, 1).square().sum()),
+        0.5,
+        rtol=1e-9,
+        status="corrected",
+        said=1.0,
+        source="a common explanation: the gradients of two batches add up to that of the union",
+        why="true for sums; for means the union has the mean of the two",
+    ),
+)
 
 # %% [markdown]
 # How large is the batch then? Micro-batch × accumulation steps × data-parallel ranks. And the
@@ -221,12 +244,22 @@ display(
 # %%
 # %%rank 0
 display(
-    claim("32 samples x 4 accumulation steps", cost.tokens_per_step(
-          micro_batch=32, context=1, accumulation_steps=4), 128, rtol=1e-12),
-    claim("... on 4 GPUs and on 8 GPUs", [cost.tokens_per_step(
-          micro_batch=32, context=1, accumulation_steps=4, dp=n) for n in (4, 8)],
-          [512, 1024], rtol=1e-12),
-)  # fmt: skip
+    claim(
+        "32 samples x 4 accumulation steps",
+        cost.tokens_per_step(micro_batch=32, context=1, accumulation_steps=4),
+        128,
+        rtol=1e-12,
+    ),
+    claim(
+        "... on 4 GPUs and on 8 GPUs",
+        [
+            cost.tokens_per_step(micro_batch=32, context=1, accumulation_steps=4, dp=n)
+            for n in (4, 8)
+        ],
+        [512, 1024],
+        rtol=1e-12,
+    ),
+)
 
 # %% [markdown]
 # ### What it saves, weighed
@@ -314,19 +347,36 @@ figure
 # %%rank 0
 running_loss = [i for i in range(10_000) if (i + 1) % 4 == 0 and i % 100 == 0]
 display(
-    claim("a loop that should step after 4 micro-batches: its first step",
-          loops["(i + 1) % 4 == 0"][0], 4, status="corrected", said=loops["i % 4 == 0"][0],
-          source="a common listing with `if i % 4 != 0: no_sync`",
-          why="0 % 4 is 0: it steps after one micro-batch, then after 5 and 9"),
-    claim("micro-batches of 10 whose gradient is thrown away or leaks into the next epoch",
-          10 - loops["(i + 1) % 4 == 0"][-1], 2),
+    claim(
+        "a loop that should step after 4 micro-batches: its first step",
+        loops["(i + 1) % 4 == 0"][0],
+        4,
+        status="corrected",
+        said=loops["i % 4 == 0"][0],
+        source="a common listing with `if i % 4 != 0: no_sync`",
+        why="0 % 4 is 0: it steps after one micro-batch, then after 5 and 9",
+    ),
+    claim(
+        "micro-batches of 10 whose gradient is thrown away or leaks into the next epoch",
+        10 - loops["(i + 1) % 4 == 0"][-1],
+        2,
+    ),
     claim("... when the last step takes the tail", 10 - loops["... or the last one"][-1], 0),
-    claim("prints of a listing that logs at i % 100 == 0 inside the update branch",
-          len(running_loss), 0, status="corrected", said=100, source="a common listing",
-          why="i = 3 mod 4 and i = 0 mod 100 never hold together"),
-    claim("groups that micro_batch_groups makes of 10", [len(g) for g in
-          micro_batch_groups(range(10), 4)], [4, 4, 2]),
-)  # fmt: skip
+    claim(
+        "prints of a listing that logs at i % 100 == 0 inside the update branch",
+        len(running_loss),
+        0,
+        status="corrected",
+        said=100,
+        source="a common listing",
+        why="i = 3 mod 4 and i = 0 mod 100 never hold together",
+    ),
+    claim(
+        "groups that micro_batch_groups makes of 10",
+        [len(g) for g in micro_batch_groups(range(10), 4)],
+        [4, 4, 2],
+    ),
+)
 
 # %% [markdown]
 # The tail has two micro-batches, so they must be divided by 2 and not by 4. `micro_batch_groups`
@@ -346,17 +396,30 @@ parts = batch.split(lengths)
 weighted_model = make_mlp().to(device, torch.float64)
 x, y = images.to(device, torch.float64), labels.to(device)
 accumulate_step(
-    weighted_model, parts, lambda model, part: cross_entropy(model(x[part]), y[part]),
-    torch.optim.SGD(weighted_model.parameters(), lr=0.0), weights=lengths,
-)  # fmt: skip
+    weighted_model,
+    parts,
+    lambda model, part: cross_entropy(model(x[part]), y[part]),
+    torch.optim.SGD(weighted_model.parameters(), lr=0.0),
+    weights=lengths,
+)
 display(
-    claim("100, 4, 12 and 12 tokens, each mean divided by 4: relative error of the gradient",
-          error(accumulated(parts, 4), whole), (">", 0.1)),
-    claim("each mean weighed by its tokens",
-          error(gradient(weighted_model).cpu(), whole), ("<", 1e-12)),
-    claim("weight of a token in the micro-batch of 4, against one in that of 100",
-          (1 / 4 / lengths[1]) / (1 / 4 / lengths[0]), 25.0, rtol=1e-12),
-)  # fmt: skip
+    claim(
+        "100, 4, 12 and 12 tokens, each mean divided by 4: relative error of the gradient",
+        error(accumulated(parts, 4), whole),
+        (">", 0.1),
+    ),
+    claim(
+        "each mean weighed by its tokens",
+        error(gradient(weighted_model).cpu(), whole),
+        ("<", 1e-12),
+    ),
+    claim(
+        "weight of a token in the micro-batch of 4, against one in that of 100",
+        (1 / 4 / lengths[1]) / (1 / 4 / lengths[0]),
+        25.0,
+        rtol=1e-12,
+    ),
+)
 
 # %% [markdown]
 # What accumulation cannot reproduce: BatchNorm, whose statistics are those of a micro-batch. And
@@ -384,19 +447,32 @@ def all_reduces(way: str) -> int:
 
 
 buckets = all_reduces("no_sync")
-ms = {way: 1e3 * (end - start) for way, (start, end) in
-      ((w, second_step(t)) for w, t in timelines.items())}  # fmt: skip
+ms = {
+    way: 1e3 * (end - start)
+    for way, (start, end) in ((w, second_step(t)) for w, t in timelines.items())
+}
 compute_ms = 1e3 * MICRO * LAYERS * (FORWARD_S + BACKWARD_S)
 display(
-    claim("all-reduces per step under no_sync, as a share of those without",
-          buckets / all_reduces("sync in every backward"), 1 / 4, rtol=1e-12),
-    claim("... with no_sync around backward only", all_reduces("no_sync around backward"),
-          4 * buckets),
-    claim("time of a step beyond compute, in ms: wasted / no_sync",
-          (ms["sync in every backward"] - compute_ms) / (ms["no_sync"] - compute_ms), (">", 2.0)),
-    claim("no_sync makes the step faster by more than",
-          ms["sync in every backward"] / ms["no_sync"], (">", 1.2)),
-)  # fmt: skip
+    claim(
+        "all-reduces per step under no_sync, as a share of those without",
+        buckets / all_reduces("sync in every backward"),
+        1 / 4,
+        rtol=1e-12,
+    ),
+    claim(
+        "... with no_sync around backward only", all_reduces("no_sync around backward"), 4 * buckets
+    ),
+    claim(
+        "time of a step beyond compute, in ms: wasted / no_sync",
+        (ms["sync in every backward"] - compute_ms) / (ms["no_sync"] - compute_ms),
+        (">", 2.0),
+    ),
+    claim(
+        "no_sync makes the step faster by more than",
+        ms["sync in every backward"] / ms["no_sync"],
+        (">", 1.2),
+    ),
+)
 
 # %% [markdown]
 # Is the gradient right as well? On two real ranks: two micro-batches each, against one process with
@@ -423,14 +499,22 @@ def two_ranks(way: str) -> list[float]:
     return gradient(ddp).tolist()
 
 
-ours, summed = (torch.tensor(run(two_ranks, 2, way)[1], dtype=torch.float64)
-                for way in ("ours", "by hand"))  # fmt: skip
+ours, summed = (
+    torch.tensor(run(two_ranks, 2, way)[1], dtype=torch.float64) for way in ("ours", "by hand")
+)
 display(
-    claim("2 ranks x 2 micro-batches under no_sync against one process, error",
-          error(ours, whole), ("<", 1e-12)),
-    claim("reduced by hand, without dividing by the number of ranks: factor",
-          float(summed.norm() / whole.norm()), 2.0, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "2 ranks x 2 micro-batches under no_sync against one process, error",
+        error(ours, whole),
+        ("<", 1e-12),
+    ),
+    claim(
+        "reduced by hand, without dividing by the number of ranks: factor",
+        float(summed.norm() / whole.norm()),
+        2.0,
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # So accumulation also sends less: one all-reduce per k micro-batches. It is the simplest cure for a
@@ -451,20 +535,27 @@ def accumulation_explorer(gbit: float = 2.5, micro: int = 4, gpus: int = 4):
     tail = hidden + one - (LAYERS - 1) * BACKWARD_S
     efficiency = 100 * compute / (compute + tail)
     figure = plot_lines(
-        ks, {"compute share": efficiency}, xlabel="micro-batches per step", markers=False,
-        ylabel="share of the step (%)", ideal={"100 %": np.full(32, 100.0)},
+        ks,
+        {"compute share": efficiency},
+        xlabel="micro-batches per step",
+        markers=False,
+        ylabel="share of the step (%)",
+        ideal={"100 %": np.full(32, 100.0)},
         title=f"{gpus} GPUs, {gbit:g} Gbit/s: {efficiency[micro - 1]:.0f} % with {micro}",
-    )  # fmt: skip
+    )
     figure.axes[0].plot(micro, efficiency[micro - 1], "o", color=PALETTE[1], markersize=9)
     figure.axes[0].set_ylim(0, 105)
     return figure
 
 
 explore(
-    accumulation_explorer, gbit=[0.5, 1.0, 2.5, 10.0, 100.0], micro=(1, 32), gpus=[2, 4, 8, 64],
+    accumulation_explorer,
+    gbit=[0.5, 1.0, 2.5, 10.0, 100.0],
+    micro=(1, 32),
+    gpus=[2, 4, 8, 64],
     labels={"gbit": "network (Gbit/s)", "micro": "micro-batches per step", "gpus": "GPUs"},
     alt="Share of compute in a step rises with the number of micro-batches per step",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 3 · What a large batch does to training
@@ -497,10 +588,15 @@ display(
     claim("exponent with which gradient noise falls with the batch size", slope, -0.5, atol=0.05)
 )
 plot_lines(
-    sizes, {"noise": noise, "true gradient": [float(draws[1024].mean(0).norm())] * 5},
-    xlabel="batch size", ylabel="norm", logx=True, logy=True, ticks=sizes,
+    sizes,
+    {"noise": noise, "true gradient": [float(draws[1024].mean(0).norm())] * 5},
+    xlabel="batch size",
+    ylabel="norm",
+    logx=True,
+    logy=True,
+    ticks=sizes,
     title="The gradient of a batch: signal and noise",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ### The linear scaling rule
@@ -545,35 +641,63 @@ def smooth(losses: list[float], width: int = 8) -> np.ndarray:
 
 
 shown = {
-    "batch 16, rate 0.02": (1, same), "batch 256, rate 0.02": (16, same),
+    "batch 16, rate 0.02": (1, same),
+    "batch 256, rate 0.02": (16, same),
     "batch 256, rate 0.32": (16, scaled),
-}  # fmt: skip
+}
 lines = {name: smooth(runs[k][0]) for name, (k, runs) in shown.items()}
 plot_lines(
     {name: 16 * k * np.arange(1, len(lines[name]) + 1) for name, (k, _) in shown.items()},
-    lines, xlabel="samples seen", ylabel="training loss", markers=False,
+    lines,
+    xlabel="samples seen",
+    ylabel="training loss",
+    markers=False,
     title="Same samples, same learning rate: the large batch stays behind",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
-final = {name: [runs[k][1] for k in (1, 4, 16, 128)] for name, runs in
-         (("same rate", same), ("linear rule", scaled))}  # fmt: skip
+final = {
+    name: [runs[k][1] for k in (1, 4, 16, 128)]
+    for name, runs in (("same rate", same), ("linear rule", scaled))
+}
 print({name: [round(v, 3) for v in values] for name, values in final.items()})
 display(
-    claim("final loss after the same samples, 16 x batch and the same rate, / small batch",
-          final["same rate"][2] / final["same rate"][0], (">", 3.0)),
-    claim("final loss with 4 x and 16 x batch under the linear rule / small batch",
-          [final["linear rule"][i] / final["linear rule"][0] for i in (1, 2)], ("<", 1.25)),
-    claim("... and with 128 x: the rule has ended",
-          not final["linear rule"][3] < 1.5 * final["linear rule"][0], True),
-    claim("rate 0.001 at batch 32, for batch 128", scale_lr(0.001, batch_size=128,
-          base_batch_size=32), 0.004, rtol=1e-12, source="arXiv 1706.02677"),
-    claim("... and under the square-root rule (often with Adam)", scale_lr(
-          0.001, batch_size=128, base_batch_size=32, rule="sqrt"), 0.002, rtol=1e-12),
-    claim("on 8 GPUs with a fixed batch per GPU the linear rule multiplies the rate by",
-          scale_lr(1.0, batch_size=8 * 32, base_batch_size=32), 8.0, rtol=1e-12),
-)  # fmt: skip
+    claim(
+        "final loss after the same samples, 16 x batch and the same rate, / small batch",
+        final["same rate"][2] / final["same rate"][0],
+        (">", 3.0),
+    ),
+    claim(
+        "final loss with 4 x and 16 x batch under the linear rule / small batch",
+        [final["linear rule"][i] / final["linear rule"][0] for i in (1, 2)],
+        ("<", 1.25),
+    ),
+    claim(
+        "... and with 128 x: the rule has ended",
+        not final["linear rule"][3] < 1.5 * final["linear rule"][0],
+        True,
+    ),
+    claim(
+        "rate 0.001 at batch 32, for batch 128",
+        scale_lr(0.001, batch_size=128, base_batch_size=32),
+        0.004,
+        rtol=1e-12,
+        source="arXiv 1706.02677",
+    ),
+    claim(
+        "... and under the square-root rule (often with Adam)",
+        scale_lr(0.001, batch_size=128, base_batch_size=32, rule="sqrt"),
+        0.002,
+        rtol=1e-12,
+    ),
+    claim(
+        "on 8 GPUs with a fixed batch per GPU the linear rule multiplies the rate by",
+        scale_lr(1.0, batch_size=8 * 32, base_batch_size=32),
+        8.0,
+        rtol=1e-12,
+    ),
+)
 
 # %% [markdown]
 # "Forgetting to scale the learning rate" is often listed as a mistake. It is not wrong, it is
@@ -593,14 +717,30 @@ better = [lr_at(e, peak_lr=peak, total_steps=30, warmup_steps=5) for e in range(
 print("popular", popular, "ours", [round(v, 3) for v in better])
 source = "a common warm-up loop"
 display(
-    claim("rate of the first epoch, of the peak", better[0], 1 / 6, rtol=1e-9, status="corrected",
-          said=popular[0], source=source, why="with a rate of 0 the first epoch does not train"),
-    claim("rate after five warm-up epochs, of the peak", better[5], 1.0, rtol=1e-12,
-          status="corrected", said=popular[-1], source=source,
-          why="epoch runs from 0 to 4, so it ends at 4/5; then the rate jumps"),
-    claim("counting from 1 gives the first epoch a share of", (0 + 1) / warmup_epochs, 0.2,
-          rtol=1e-12),
-)  # fmt: skip
+    claim(
+        "rate of the first epoch, of the peak",
+        better[0],
+        1 / 6,
+        rtol=1e-9,
+        status="corrected",
+        said=popular[0],
+        source=source,
+        why="with a rate of 0 the first epoch does not train",
+    ),
+    claim(
+        "rate after five warm-up epochs, of the peak",
+        better[5],
+        1.0,
+        rtol=1e-12,
+        status="corrected",
+        said=popular[-1],
+        source=source,
+        why="epoch runs from 0 to 4, so it ends at 4/5; then the rate jumps",
+    ),
+    claim(
+        "counting from 1 gives the first epoch a share of", (0 + 1) / warmup_epochs, 0.2, rtol=1e-12
+    ),
+)
 
 # %% [markdown]
 # Now a case on the edge: inputs three times as large, batch 256, rate 1.0. Three seeds without
@@ -616,8 +756,13 @@ cold, warm = (
 figure, ax = new_figure(7.5, 3.2)
 for name, runs, colour in (("no warm-up", cold, PALETTE[5]), ("warm-up", warm, PALETTE[0])):
     for index, losses in enumerate(runs):
-        ax.plot(np.arange(1, len(losses) + 1), losses, color=colour, linewidth=1.3,
-                label=None if index else name)  # fmt: skip
+        ax.plot(
+            np.arange(1, len(losses) + 1),
+            losses,
+            color=colour,
+            linewidth=1.3,
+            label=None if index else name,
+        )
 ax.set(yscale="log", xlabel="step (256 samples each)", ylabel="training loss")
 ax.set_title("The same peak rate, with and without warm-up", loc="left", fontweight="bold")
 ax.legend(frameon=False)
@@ -631,42 +776,67 @@ def peak_of(runs) -> float:
 
 
 display(
-    claim("largest loss of the start, median of three seeds: without / with warm-up",
-          peak_of(cold) / peak_of(warm), (">", 1.8)),
-    claim("ImageNet in one hour: batch 8192, so the rate is 0.1 x 8192 / 256",
-          scale_lr(0.1, batch_size=8192, base_batch_size=256), 3.2, rtol=1e-12,
-          source="arXiv 1706.02677"),
-    claim("... warm-up epochs, GPUs, scaling efficiency (%)", [5, 256, 90], status="cited",
-          source="Goyal et al., arXiv 1706.02677"),
-)  # fmt: skip
+    claim(
+        "largest loss of the start, median of three seeds: without / with warm-up",
+        peak_of(cold) / peak_of(warm),
+        (">", 1.8),
+    ),
+    claim(
+        "ImageNet in one hour: batch 8192, so the rate is 0.1 x 8192 / 256",
+        scale_lr(0.1, batch_size=8192, base_batch_size=256),
+        3.2,
+        rtol=1e-12,
+        source="arXiv 1706.02677",
+    ),
+    claim(
+        "... warm-up epochs, GPUs, scaling efficiency (%)",
+        [5, 256, 90],
+        status="cited",
+        source="Goyal et al., arXiv 1706.02677",
+    ),
+)
 
 
 # %%
 # %%rank 0
-def schedule_explorer(ranks: int = 8, warmup: float = 0.05, decay: str = "cosine",
-                      rule: str = "linear"):  # fmt: skip
+def schedule_explorer(
+    ranks: int = 8, warmup: float = 0.05, decay: str = "cosine", rule: str = "linear"
+):
     """Learning rate over a training of 90 epochs of ImageNet, with its peak."""
     batch = 32 * ranks
     total = 90 * 1_281_167 // batch
     peak = scale_lr(0.1, batch_size=batch, base_batch_size=256, rule=rule)
     at = np.linspace(0, total, 200).astype(int)
     rates = [
-        lr_at(int(s), peak_lr=peak, total_steps=total, warmup_steps=int(warmup * total),
-              decay=decay) for s in at
-    ]  # fmt: skip
+        lr_at(
+            int(s), peak_lr=peak, total_steps=total, warmup_steps=int(warmup * total), decay=decay
+        )
+        for s in at
+    ]
     return plot_lines(
-        at, {"rate": rates}, xlabel="optimizer step", ylabel="learning rate", markers=False,
+        at,
+        {"rate": rates},
+        xlabel="optimizer step",
+        ylabel="learning rate",
+        markers=False,
         title=f"{ranks} GPUs x 32: batch {batch}, peak {peak:.3g}, {total:,} steps",
-    )  # fmt: skip
+    )
 
 
 explore(
-    schedule_explorer, ranks=[1, 8, 32, 256, 1024], warmup=[0.0, 0.02, 0.05, 0.1, 0.2],
-    decay=["cosine", "linear", "constant"], rule=["linear", "sqrt"],
-    labels={"ranks": "GPUs (32 samples each)", "warmup": "warm-up, share of the training",
-            "decay": "decay", "rule": "scaling rule"},
+    schedule_explorer,
+    ranks=[1, 8, 32, 256, 1024],
+    warmup=[0.0, 0.02, 0.05, 0.1, 0.2],
+    decay=["cosine", "linear", "constant"],
+    rule=["linear", "sqrt"],
+    labels={
+        "ranks": "GPUs (32 samples each)",
+        "warmup": "warm-up, share of the training",
+        "decay": "decay",
+        "rule": "scaling rule",
+    },
     alt="Learning rate over the steps of a training: warm-up, peak, decay",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ### The critical batch size
@@ -709,8 +879,10 @@ critical = cost.critical_batch_size(
     batches=(batch_sizes[1], batch_sizes[-1]), steps=(needed[1], needed[-1])
 )
 least = needed[-1] / (1 + critical / batch_sizes[-1])
-fit = [cost.steps_and_examples(batch=b, critical_batch=critical, min_steps=least)[0]
-       for b in batch_sizes]  # fmt: skip
+fit = [
+    cost.steps_and_examples(batch=b, critical_batch=critical, min_steps=least)[0]
+    for b in batch_sizes
+]
 display(
     claim("from batch 2 to 8 the steps fall by a factor of", needed[0] / needed[2], (">", 2.2)),
     claim("from batch 64 to 256 only by a factor of", needed[5] / needed[7], ("<", 2.0)),
@@ -721,10 +893,16 @@ display(
     ),
 )
 plot_lines(
-    batch_sizes, {"measured": needed}, xlabel="batch size", ylabel="steps to loss 0.6", logx=True,
-    logy=True, ticks=batch_sizes, ideal={"S(1 + B/batch)": fit},
+    batch_sizes,
+    {"measured": needed},
+    xlabel="batch size",
+    ylabel="steps to loss 0.6",
+    logx=True,
+    logy=True,
+    ticks=batch_sizes,
+    ideal={"S(1 + B/batch)": fit},
     title=f"More data per step: first a gain, then none (critical batch about {critical:.0f})",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # You need no search to guess it. Data parallelism has two gradients at hand: a rank's own (small
@@ -741,8 +919,12 @@ def noise_scale_of(model, ranks: int = 32, local: int = 32, tries: int = 8) -> f
         grads = torch.stack([batch_gradient(model, local) for _ in range(ranks)])
         small.append(float(grads.square().sum(1).mean()))
         big.append(float(grads.mean(0).square().sum()))
-    return cost.noise_scale(grad_sq_small=float(np.mean(small)), grad_sq_big=float(np.mean(big)),
-                            small=local, big=ranks * local)  # fmt: skip
+    return cost.noise_scale(
+        grad_sq_small=float(np.mean(small)),
+        grad_sq_big=float(np.mean(big)),
+        small=local,
+        big=ranks * local,
+    )
 
 
 scales, trained = [], make_mlp().to(device)
@@ -789,10 +971,14 @@ def compress_once() -> dict:
     exact = c.Cast(torch.float32).reduce(own)
     found = {}
     for name, compressor in {
-        "fp16": c.Cast(torch.float16), "bf16": c.Cast(torch.bfloat16), "int8": c.Int8(),
-        "top 10 %": c.TopK(0.1), "top 1 %": c.TopK(0.01),
-        "PowerSGD, r = 1": c.PowerSGD(1), "PowerSGD, r = 8": c.PowerSGD(8),
-    }.items():  # fmt: skip
+        "fp16": c.Cast(torch.float16),
+        "bf16": c.Cast(torch.bfloat16),
+        "int8": c.Int8(),
+        "top 10 %": c.TopK(0.1),
+        "top 1 %": c.TopK(0.01),
+        "PowerSGD, r = 1": c.PowerSGD(1),
+        "PowerSGD, r = 8": c.PowerSGD(8),
+    }.items():
         segments = [c.Segment("w", (512, 512))]
         mean = compressor.reduce(own, segments)
         if name.startswith("PowerSGD"):  # its second step starts from better factors
@@ -813,8 +999,12 @@ figure, ax = new_figure(7.5, 3.4)
 for (name, ratio), colour in zip(ratios.items(), PALETTE, strict=False):
     ax.plot(ratio, wrongs[name], "o", color=colour, markersize=9)
     ax.annotate(name, (ratio, wrongs[name]), (7, 4), textcoords="offset points", color=colour)
-ax.set(xscale="log", yscale="log", xlabel="times fewer bytes than fp32",
-       ylabel="relative error of the mean")  # fmt: skip
+ax.set(
+    xscale="log",
+    yscale="log",
+    xlabel="times fewer bytes than fp32",
+    ylabel="relative error of the mean",
+)
 ax.set_xlim(1.5, 900)
 ax.set_title("One gradient, two ranks", loc="left", fontweight="bold")
 figure
@@ -823,20 +1013,41 @@ figure
 # %%rank 0
 n = 1024
 display(
-    claim("bytes saved by fp16 and int8, x", [ratios["fp16"], ratios["int8"]], [2.0, 4.0],
-          rtol=0.01),
-    claim("bf16 errs more than fp16 on well-scaled gradients", wrongs["bf16"] / wrongs["fp16"],
-          (">", 3.0)),
-    claim("PowerSGD with rank 8 on a matrix of rank 8 and noise: error", wrongs["PowerSGD, r = 8"],
-          ("<", 0.2)),
-    claim("all ranks got the same bits from every compressor",
-          all(once[0][name][2] == once[1][name][2] for name in ratios), True),
-    claim("PowerSGD, rank 1, on 1024 x 1024: compression", n * n / (n + n), 512.0,
-          rtol=1e-12, status="corrected", said="2 to 10", source="a common text",
-          why="n m / (r (n + m)) per matrix: it depends on rank and shapes",),
-    claim("PowerSGD, rank 1, on our 512 x 512, counted", ratios["PowerSGD, r = 1"],
-          512 * 512 / (512 + 512), rtol=0.02),
-)  # fmt: skip
+    claim(
+        "bytes saved by fp16 and int8, x", [ratios["fp16"], ratios["int8"]], [2.0, 4.0], rtol=0.01
+    ),
+    claim(
+        "bf16 errs more than fp16 on well-scaled gradients",
+        wrongs["bf16"] / wrongs["fp16"],
+        (">", 3.0),
+    ),
+    claim(
+        "PowerSGD with rank 8 on a matrix of rank 8 and noise: error",
+        wrongs["PowerSGD, r = 8"],
+        ("<", 0.2),
+    ),
+    claim(
+        "all ranks got the same bits from every compressor",
+        all(once[0][name][2] == once[1][name][2] for name in ratios),
+        True,
+    ),
+    claim(
+        "PowerSGD, rank 1, on 1024 x 1024: compression",
+        n * n / (n + n),
+        512.0,
+        rtol=1e-12,
+        status="corrected",
+        said="2 to 10",
+        source="a common text",
+        why="n m / (r (n + m)) per matrix: it depends on rank and shapes",
+    ),
+    claim(
+        "PowerSGD, rank 1, on our 512 x 512, counted",
+        ratios["PowerSGD, r = 1"],
+        512 * 512 / (512 + 512),
+        rtol=0.02,
+    ),
+)
 
 # %% [markdown]
 # Top-k hides a trap. Ranks choose *different* elements, so their pairs of value and index cannot be
@@ -852,11 +1063,19 @@ def top_k_ratio(density: float, n: int, numel: int = 1_000_000) -> float:
 
 
 display(
-    claim("top 1 % on 2 ranks, counted by the compressor", ratios["top 1 %"], top_k_ratio(0.01, 2),
-          rtol=0.01),
-    claim("top 1 % saves, on 8 and on 100 ranks, x", [top_k_ratio(0.01, n) for n in (8, 100)],
-          [12.5, 1.0], rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "top 1 % on 2 ranks, counted by the compressor",
+        ratios["top 1 %"],
+        top_k_ratio(0.01, 2),
+        rtol=0.01,
+    ),
+    claim(
+        "top 1 % saves, on 8 and on 100 ranks, x",
+        [top_k_ratio(0.01, n) for n in (8, 100)],
+        [12.5, 1.0],
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # ### Error feedback
@@ -877,11 +1096,13 @@ def train_compressed(kind: str, steps: int) -> tuple[list[float], float]:
     mine = join()
     ddp, x, y = DistributedDataParallel(make_mlp().to(mine)), train_x.to(mine), train_y.to(mine)
     compressor = {
-        "fp32": c.Cast(torch.float32), "int8": c.Int8(),
+        "fp32": c.Cast(torch.float32),
+        "int8": c.Int8(),
         "top 1 %, error feedback": c.TopK(0.01),
         "top 1 %, no feedback": c.TopK(0.01, error_feedback=False),
-        "PowerSGD, r = 1": c.PowerSGD(1), "torch's PowerSGD, r = 1": None,
-    }[kind]  # fmt: skip
+        "PowerSGD, r = 1": c.PowerSGD(1),
+        "torch's PowerSGD, r = 1": None,
+    }[kind]
     if compressor is None:
         state = c.register_torch_hook(ddp, "powersgd", rank=1)
     else:
@@ -898,14 +1119,24 @@ def train_compressed(kind: str, steps: int) -> tuple[list[float], float]:
     return losses, state.compression_stats()[0] if compressor is None else compressor.traffic.ratio
 
 
-kinds = ("fp32", "int8", "top 1 %, error feedback", "top 1 %, no feedback", "PowerSGD, r = 1",
-         "torch's PowerSGD, r = 1")  # fmt: skip
+kinds = (
+    "fp32",
+    "int8",
+    "top 1 %, error feedback",
+    "top 1 %, no feedback",
+    "PowerSGD, r = 1",
+    "torch's PowerSGD, r = 1",
+)
 trained = {kind: run(train_compressed, 2, kind, 200 if quick else 600)[0] for kind in kinds}
 compressed = {kind: losses for kind, (losses, _) in trained.items()}
 plot_lines(
-    np.arange(1, len(compressed["fp32"]) + 1), compressed, xlabel="step", ylabel="loss",
-    markers=False, title="1 % of the numbers is enough, if nothing is lost",
-)  # fmt: skip
+    np.arange(1, len(compressed["fp32"]) + 1),
+    compressed,
+    xlabel="step",
+    ylabel="loss",
+    markers=False,
+    title="1 % of the numbers is enough, if nothing is lost",
+)
 
 # %%
 # %%rank 0
@@ -913,16 +1144,29 @@ layers = [(48, 128), (128, 128), (128, 10)]  # of the network, each with a bias
 at_end = {kind: float(np.mean(losses[-10:])) for kind, losses in compressed.items()}
 display(
     claim("int8 against fp32: final loss", at_end["int8"] / at_end["fp32"], 1.0, rtol=0.1),
-    claim("top 1 %: final loss without error feedback / with it",
-          at_end["top 1 %, no feedback"] / at_end["top 1 %, error feedback"], (">", 1.15)),
-    claim("PowerSGD of rank 1: final loss against fp32", at_end["PowerSGD, r = 1"]
-          / at_end["fp32"], ("<", 1.1)),
-    claim("... against torch's hook", at_end["PowerSGD, r = 1"]
-          / at_end["torch's PowerSGD, r = 1"], 1.0, rtol=0.05),
-    claim("... and its bytes: times fewer than fp32, biases sent as they are",
-          trained["PowerSGD, r = 1"][1], sum(n * m + m for n, m in layers)
-          / sum(n + m + m for n, m in layers), rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "top 1 %: final loss without error feedback / with it",
+        at_end["top 1 %, no feedback"] / at_end["top 1 %, error feedback"],
+        (">", 1.15),
+    ),
+    claim(
+        "PowerSGD of rank 1: final loss against fp32",
+        at_end["PowerSGD, r = 1"] / at_end["fp32"],
+        ("<", 1.1),
+    ),
+    claim(
+        "... against torch's hook",
+        at_end["PowerSGD, r = 1"] / at_end["torch's PowerSGD, r = 1"],
+        1.0,
+        rtol=0.05,
+    ),
+    claim(
+        "... and its bytes: times fewer than fp32, biases sent as they are",
+        trained["PowerSGD, r = 1"][1],
+        sum(n * m + m for n, m in layers) / sum(n + m + m for n, m in layers),
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # Does it make training faster? Only if you wait for the network, and compressing itself takes time
@@ -962,18 +1206,29 @@ gradient_bytes = {
 }
 speeds = [0.5, 1, 2.5, 5, 10, 25, 50, 100]
 display(
-    claim("bytes of all gradient all-reduces: fp16 hook / fp32",
-          gradient_bytes["fp16"] / gradient_bytes["fp32"], 0.5, rtol=0.01),
-    claim("step with the fp16 hook / step without, 0.5 Gbit/s", hooked_ms("fp16", 0.5)
-          / hooked_ms("fp32", 0.5), ("<", 0.75)),
+    claim(
+        "bytes of all gradient all-reduces: fp16 hook / fp32",
+        gradient_bytes["fp16"] / gradient_bytes["fp32"],
+        0.5,
+        rtol=0.01,
+    ),
+    claim(
+        "step with the fp16 hook / step without, 0.5 Gbit/s",
+        hooked_ms("fp16", 0.5) / hooked_ms("fp32", 0.5),
+        ("<", 0.75),
+    ),
     claim("... and on 100 Gbit/s", hooked_ms("fp16", 100) / hooked_ms("fp32", 100), (">", 0.95)),
-)  # fmt: skip
+)
 plot_lines(
-    speeds, {hook: [hooked_ms(hook, s) for s in speeds] for hook in hooked}, logx=True,
-    ticks=speeds, xlabel="network (Gbit/s)", ylabel="ms per step",
+    speeds,
+    {hook: [hooked_ms(hook, s) for s in speeds] for hook in hooked},
+    logx=True,
+    ticks=speeds,
+    xlabel="network (Gbit/s)",
+    ylabel="ms per step",
     title="Half of the bytes help where the network is slow (4 GPUs)",
     ideal={"compute alone": [1e3 * LAYERS * (FORWARD_S + BACKWARD_S)] * len(speeds)},
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 5 · Send less often: local SGD
@@ -1010,8 +1265,11 @@ def local_sgd(kind: str, period: int) -> tuple[list[float], float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), sent / total
 
 
-outcome = {(kind, period): run(local_sgd, 2, kind, period)[0]
-           for kind in ("SGD", "Adam") for period in (0, 1)}  # fmt: skip
+outcome = {
+    (kind, period): run(local_sgd, 2, kind, period)[0]
+    for kind in ("SGD", "Adam")
+    for period in (0, 1)
+}
 share = run(local_sgd, 2, "SGD", 4)[0][1]
 
 
@@ -1024,7 +1282,7 @@ display(
     claim("period 1 with SGD: largest difference from DDP", apart("SGD"), ("<", 1e-12)),
     claim("period 1 with Adam: largest difference from DDP", apart("Adam"), (">", 1e-4)),
     claim("period 4: share of DDP's bytes that is sent", share, 1 / 4, rtol=0.01),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 6 · Wait for nobody: the asynchronous parameter server
@@ -1066,18 +1324,32 @@ through_rank_0 = {"server": [], "ring": []}
 for way, found in through_rank_0.items():
     for n in SIZES:
         trace = run_traced(one_round, n, way)[1]
-        found.append(sum(e.nbytes for e in trace.events[0] if e.collective in ("send", "recv"))
-                     / (4 * 12_000))  # fmt: skip
+        found.append(
+            sum(e.nbytes for e in trace.events[0] if e.collective in ("send", "recv"))
+            / (4 * 12_000)
+        )
 display(
-    claim("bytes in and out of a server's link on n ranks / bytes of the model",
-          through_rank_0["server"], [2.0 * (n - 1) for n in SIZES], rtol=1e-9),
-    claim("... of any rank's link in a ring: never more than 4", through_rank_0["ring"],
-          [4 * (n - 1) / n for n in SIZES], rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "bytes in and out of a server's link on n ranks / bytes of the model",
+        through_rank_0["server"],
+        [2.0 * (n - 1) for n in SIZES],
+        rtol=1e-9,
+    ),
+    claim(
+        "... of any rank's link in a ring: never more than 4",
+        through_rank_0["ring"],
+        [4 * (n - 1) / n for n in SIZES],
+        rtol=1e-9,
+    ),
+)
 plot_lines(
-    SIZES, through_rank_0, xlabel="ranks", ylabel="bytes through rank 0's link\n(times the model)",
-    ticks=SIZES, title="A server's link carries everybody's gradients",
-)  # fmt: skip
+    SIZES,
+    through_rank_0,
+    xlabel="ranks",
+    ylabel="bytes through rank 0's link\n(times the model)",
+    ticks=SIZES,
+    title="A server's link carries everybody's gradients",
+)
 
 # %% [markdown]
 # So a server is split over several machines, each with a part of the parameters. With as many of
@@ -1113,11 +1385,15 @@ def worker_gradient(parameters, worker: int, step: int) -> torch.Tensor:
 
 def serve_virtually(consistency, slow: float = 3.0, updates: int = 150, lr: float = 0.05):
     return simulate(
-        worker_gradient, start, lambda p: torch.optim.SGD(p, lr=lr), num_workers=WORKERS,
-        num_updates=updates, consistency=consistency,
+        worker_gradient,
+        start,
+        lambda p: torch.optim.SGD(p, lr=lr),
+        num_workers=WORKERS,
+        num_updates=updates,
+        consistency=consistency,
         compute_s=lambda w, step, rng: rng.uniform(0.9, 1.1) * (slow if w == 0 else 1.0),
         evaluate=lambda p: loss_at(p, slice(0, 256)).item(),
-    )  # fmt: skip
+    )
 
 
 RULES = {
@@ -1137,8 +1413,12 @@ with style():
 for ax, (name, result) in zip(axes, served.items(), strict=True):
     for each in result.intervals:
         if each.begin_s < 20:
-            ax.broken_barh([(each.begin_s, each.end_s - each.begin_s)], (each.worker + 0.1, 0.8),
-                           color=COLOURS["compute"], edgecolor="white")  # fmt: skip
+            ax.broken_barh(
+                [(each.begin_s, each.end_s - each.begin_s)],
+                (each.worker + 0.1, 0.8),
+                color=COLOURS["compute"],
+                edgecolor="white",
+            )
     ax.set_facecolor(COLOURS["idle"])
     done = sum(i.end_s <= 20 for i in result.intervals)
     ax.set_title(f"{name}: {done} gradients in 20 s", loc="left", fontweight="bold")
@@ -1152,9 +1432,13 @@ figure, ax = new_figure(7.5, 3.0)
 for index, (name, result) in enumerate(served.items()):
     histogram = result.report.histogram()
     total = sum(count for _, count in histogram)
-    ax.bar([missed + 0.2 * index - 0.3 for missed, _ in histogram],
-           [count / total for _, count in histogram], 0.2, color=PALETTE[index],
-           label=name)  # fmt: skip
+    ax.bar(
+        [missed + 0.2 * index - 0.3 for missed, _ in histogram],
+        [count / total for _, count in histogram],
+        0.2,
+        color=PALETTE[index],
+        label=name,
+    )
 ax.set(xlabel="staleness (updates missed)", ylabel="share of gradients")
 ax.set_title("How old gradients are when they are applied", loc="left", fontweight="bold")
 ax.set_xlim(-0.6, 16)
@@ -1168,18 +1452,34 @@ done_by = {n: sum(i.end_s <= 20 for i in r.intervals) for n, r in served.items()
 equal = serve_virtually(Asynchronous(), slow=1.0)
 display(
     claim("synchronous: staleness of every gradient", max(stale["synchronous"].staleness), 0),
-    claim("synchronous: share of the workers' time that is waiting",
-          served["synchronous"].idle_share, (">", 0.45)),
+    claim(
+        "synchronous: share of the workers' time that is waiting",
+        served["synchronous"].idle_share,
+        (">", 0.45),
+    ),
     claim("asynchronous: share of waiting", served["asynchronous"].idle_share, 0.0, atol=1e-12),
-    claim("gradients in 20 s, asynchronous / synchronous",
-          done_by["asynchronous"] / done_by["synchronous"], (">", 2.0)),
-    claim("equal workers, asynchronous: mean staleness is about the number of other workers",
-          equal.report.mean_staleness, WORKERS - 1, rtol=0.05),
-    claim("at most s = 2 ahead: the largest staleness is below (n - 1)(2 s + 1)",
-          max(stale["at most 2 ahead"].staleness), ("<=", (WORKERS - 1) * 5)),
-    claim("one backup worker: gradients thrown away", stale["synchronous, 1 backup"].num_dropped,
-          (">", 0)),
-)  # fmt: skip
+    claim(
+        "gradients in 20 s, asynchronous / synchronous",
+        done_by["asynchronous"] / done_by["synchronous"],
+        (">", 2.0),
+    ),
+    claim(
+        "equal workers, asynchronous: mean staleness is about the number of other workers",
+        equal.report.mean_staleness,
+        WORKERS - 1,
+        rtol=0.05,
+    ),
+    claim(
+        "at most s = 2 ahead: the largest staleness is below (n - 1)(2 s + 1)",
+        max(stale["at most 2 ahead"].staleness),
+        ("<=", (WORKERS - 1) * 5),
+    ),
+    claim(
+        "one backup worker: gradients thrown away",
+        stale["synchronous, 1 backup"].num_dropped,
+        (">", 0),
+    ),
+)
 
 # %% [markdown]
 # More gradients per second, but worse ones. A stale gradient is a correct gradient of the wrong
@@ -1209,10 +1509,13 @@ def server_explorer(rule: str = "asynchronous", slow: float = 3.0, lr: float = 0
 
 
 explore(
-    server_explorer, rule=list(RULES), slow=[1.0, 2.0, 3.0, 10.0], lr=[0.02, 0.05, 0.1, 0.2, 0.4],
+    server_explorer,
+    rule=list(RULES),
+    slow=[1.0, 2.0, 3.0, 10.0],
+    lr=[0.02, 0.05, 0.1, 0.2, 0.4],
     labels={"rule": "consistency", "slow": "slowness of worker 0 (x)", "lr": "learning rate"},
     alt="Loss over virtual time for a synchronous server and the chosen rule",
-)  # fmt: skip
+)
 
 
 # %%
@@ -1227,12 +1530,15 @@ stable = last_loss(Synchronous(), 0.8, 100)
 print(f"rate 0.8 after 100 updates: synchronous {stable:.2f}, asynchronous {unstable:.2f}")
 display(
     claim("a rate that a synchronous server can use: loss", stable, ("<", 1.0)),
-    claim("... with asynchronous workers, loss against it",
-          not unstable < 1.5 * stable, True),
-    claim("largest stable rate at delay 4 (5 equal workers) / without delay",
-          2 * math.sin(math.pi / 18) / (2 * math.sin(math.pi / 2)), 0.1736, rtol=1e-3,
-          source="arXiv 1910.05124"),
-)  # fmt: skip
+    claim("... with asynchronous workers, loss against it", not unstable < 1.5 * stable, True),
+    claim(
+        "largest stable rate at delay 4 (5 equal workers) / without delay",
+        2 * math.sin(math.pi / 18) / (2 * math.sin(math.pi / 2)),
+        0.1736,
+        rtol=1e-3,
+        source="arXiv 1910.05124",
+    ),
+)
 
 # %% [markdown]
 # ### With real processes
@@ -1252,19 +1558,28 @@ def serve_or_work():
     # NCCL can receive only from a rank that is named before.
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        return serve(start, lambda p: torch.optim.SGD(p, lr=0.05), num_updates=40,
-                     consistency=Asynchronous())  # fmt: skip
+        return serve(
+            start, lambda p: torch.optim.SGD(p, lr=0.05), num_updates=40, consistency=Asynchronous()
+        )
     return work(worker_gradient, start)
 
 
 real_parameters, report = run(serve_or_work, 4)[0]
 again, _ = replay(
-    worker_gradient, start, lambda p: torch.optim.SGD(p, lr=0.05), num_workers=3,
-    arrivals=report.arrivals, consistency=Asynchronous(),
-)  # fmt: skip
+    worker_gradient,
+    start,
+    lambda p: torch.optim.SGD(p, lr=0.05),
+    num_workers=3,
+    arrivals=report.arrivals,
+    consistency=Asynchronous(),
+)
 print("arrivals:", *report.arrivals[:20], "...  mean staleness", round(report.mean_staleness, 2))
-claim("real run and replay: largest difference", float((real_parameters - again).abs().max()), 0.0,
-      atol=1e-6)  # fmt: skip
+claim(
+    "real run and replay: largest difference",
+    float((real_parameters - again).abs().max()),
+    0.0,
+    atol=1e-6,
+)
 
 # %% [markdown]
 # Large models are trained synchronously today: with equal GPUs and fast networks nobody waits long,
@@ -1282,14 +1597,17 @@ claim("real run and replay: largest difference", float((real_parameters - again)
 bars = {
     "DDP, fp32": hooked_ms("fp32", 1),
     "DDP, fp16 hook": hooked_ms("fp16", 1),
-    "4 micro-batches, no_sync (per micro-batch)": (
-        lambda s: 1e3 * (s[1] - s[0]) / MICRO
-    )(second_step(emulate.simulate(traces["no_sync"], ethernet(1)))),
-}  # fmt: skip
+    "4 micro-batches, no_sync (per micro-batch)": (lambda s: 1e3 * (s[1] - s[0]) / MICRO)(
+        second_step(emulate.simulate(traces["no_sync"], ethernet(1)))
+    ),
+}
 plot_bars(
-    bars, xlabel="ms per micro-batch of 4 GPUs on 1 Gbit/s", form="{:.1f}",
-    limit=1e3 * LAYERS * (FORWARD_S + BACKWARD_S), limit_label="compute alone",
-)  # fmt: skip
+    bars,
+    xlabel="ms per micro-batch of 4 GPUs on 1 Gbit/s",
+    form="{:.1f}",
+    limit=1e3 * LAYERS * (FORWARD_S + BACKWARD_S),
+    limit_label="compute alone",
+)
 
 # %% [markdown]
 # ## Summary

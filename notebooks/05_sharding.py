@@ -107,9 +107,12 @@ def stage_bars(num_params: float, n: int) -> dict:
 
 
 plot_stacked(
-    stage_bars(7.5e9, 64), xlabel="GB per GPU", limit=80, limit_label="A100, 80 GB",
+    stage_bars(7.5e9, 64),
+    xlabel="GB per GPU",
+    limit=80,
+    limit_label="A100, 80 GB",
     title="7.5 billion parameters, 64 GPUs",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 1 · Sixteen bytes per parameter
@@ -137,19 +140,49 @@ adam = cost.state_bytes()
 display(
     claim("weights of a 70B model in bf16, GB", P * adam.parameter / GB, 140, rtol=1e-9),
     claim("four copies of them under DDP, GB", 4 * P * adam.parameter / GB, 560, rtol=1e-9),
-    claim("its AdamW state, GB", P * adam.optimizer / GB, 840, rtol=1e-9, status="corrected",
-          said=280, source=LAB_SHEET,
-          why="the moments are kept in fp32: 560 GB; the fp32 master copy is 280 GB more"),
-    claim("all model states of four DDP ranks, GB", 4 * P * adam.total / GB, 4480, rtol=1e-9,
-          status="corrected", said=2240, source=LAB_SHEET,
-          why="16 bytes per parameter and copy, not 8"),
-    claim("bytes per parameter, mixed precision with Adam", adam.total, 16, rtol=1e-9,
-          status="corrected", said=12, source="many slides", why="12 is the optimizer's part"),
-    claim("bytes per parameter of plain fp32 Adam",
-          cost.state_bytes(precision="fp32").total, 16, rtol=1e-9),
-    claim("SGD with momentum in fp32: bytes of optimizer state",
-          cost.state_bytes(optimizer="momentum", precision="fp32").optimizer, 4, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "its AdamW state, GB",
+        P * adam.optimizer / GB,
+        840,
+        rtol=1e-9,
+        status="corrected",
+        said=280,
+        source=LAB_SHEET,
+        why="the moments are kept in fp32: 560 GB; the fp32 master copy is 280 GB more",
+    ),
+    claim(
+        "all model states of four DDP ranks, GB",
+        4 * P * adam.total / GB,
+        4480,
+        rtol=1e-9,
+        status="corrected",
+        said=2240,
+        source=LAB_SHEET,
+        why="16 bytes per parameter and copy, not 8",
+    ),
+    claim(
+        "bytes per parameter, mixed precision with Adam",
+        adam.total,
+        16,
+        rtol=1e-9,
+        status="corrected",
+        said=12,
+        source="many slides",
+        why="12 is the optimizer's part",
+    ),
+    claim(
+        "bytes per parameter of plain fp32 Adam",
+        cost.state_bytes(precision="fp32").total,
+        16,
+        rtol=1e-9,
+    ),
+    claim(
+        "SGD with momentum in fp32: bytes of optimizer state",
+        cost.state_bytes(optimizer="momentum", precision="fp32").optimizer,
+        4,
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # Now shard all of it over 4 GPUs. Each holds a quarter, so the total is that of *one* copy. The
@@ -166,20 +199,45 @@ table1 = {
 }
 computed = [formula_bytes(p * 1e9, n, s).total / GB for (p, n) in table1 for s in (1, 2, 3)]
 display(
-    claim("sharded over 4 GPUs: GB of parameters, of gradients, of optimizer per GPU",
-          [P * b / GB for b in (quarter.parameter, quarter.gradient, quarter.optimizer)],
-          [35, 35, 210], rtol=1e-9, status="corrected", said=[35, 35, 70], source=LAB_SHEET,
-          why="the optimizer's part is 840 GB / 4"),
-    claim("all four together, GB", 4 * P * quarter.total / GB, 1120, rtol=1e-9,
-          status="corrected", said=560, source=LAB_SHEET, why="280 GB on each of four"),
+    claim(
+        "sharded over 4 GPUs: GB of parameters, of gradients, of optimizer per GPU",
+        [P * b / GB for b in (quarter.parameter, quarter.gradient, quarter.optimizer)],
+        [35, 35, 210],
+        rtol=1e-9,
+        status="corrected",
+        said=[35, 35, 70],
+        source=LAB_SHEET,
+        why="the optimizer's part is 840 GB / 4",
+    ),
+    claim(
+        "all four together, GB",
+        4 * P * quarter.total / GB,
+        1120,
+        rtol=1e-9,
+        status="corrected",
+        said=560,
+        source=LAB_SHEET,
+        why="280 GB on each of four",
+    ),
     claim("sharding over 4 divides the model states by", adam.total / quarter.total, 4, rtol=1e-9),
-    claim("the same formula gives the paper's table, nine cells", computed,
-          [gb for row in table1.values() for gb in row], rtol=0.01, source=f"{ZERO}, table 1"),
-    claim("model states that fill 80 GB without any sharding: billion parameters",
-          80e9 / adam.total / 1e9, 5, rtol=1e-9, status="corrected", said=10,
-          source="a lab sheet that says FSDP is for models above 10B",
-          why="memory decides, not a round number; and activations come on top"),
-)  # fmt: skip
+    claim(
+        "the same formula gives the paper's table, nine cells",
+        computed,
+        [gb for row in table1.values() for gb in row],
+        rtol=0.01,
+        source=f"{ZERO}, table 1",
+    ),
+    claim(
+        "model states that fill 80 GB without any sharding: billion parameters",
+        80e9 / adam.total / 1e9,
+        5,
+        rtol=1e-9,
+        status="corrected",
+        said=10,
+        source="a lab sheet that says FSDP is for models above 10B",
+        why="memory decides, not a round number; and activations come on top",
+    ),
+)
 
 # %% [markdown]
 # ## 2 · ZeRO-1: put the optimizer between the two halves of an all-reduce
@@ -277,7 +335,7 @@ display(
     claim("six losses of this ZeRO-1 and of DDP", tiny_losses[:6], ddp_losses[:6], rtol=1e-9),
     claim("largest difference of a parameter after training", drift, ("<", 1e-9)),
     claim("share of Adam's state on this rank", state_share, 1 / world_size, rtol=1e-3),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # `minidist.parallel.zero.ShardedOptimizer` (`lib/minidist/parallel/zero/stage1.py`) does this for
@@ -313,19 +371,29 @@ def shares(n: int) -> dict:
 
 plot_bars(
     {f"{way}, N = {n}": share for n in (2, 4) for way, share in shares(n).items()},
-    xlabel="state on the fullest rank / fair share", limit=1.0, limit_label="fair",
-    title="Dealing out 8 layers", form="{:.2f}",
-)  # fmt: skip
+    xlabel="state on the fullest rank / fair share",
+    limit=1.0,
+    limit_label="fair",
+    title="Dealing out 8 layers",
+    form="{:.2f}",
+)
 
 # %%
 # %%rank 0
 display(
     claim("dealt out by index to 2 ranks: share of rank 0", shares(2)["i mod N"] / 2, (">", 0.95)),
-    claim("largest first: fullest rank / fair share, 2 ranks", shares(2)["largest first"], 1.0,
-          rtol=1e-9),
-    claim("one matrix more than ranks can share: fullest / fair, 3 ranks, whole parameters",
-          shares(3)["largest first"], (">", 1.1)),
-)  # fmt: skip
+    claim(
+        "largest first: fullest rank / fair share, 2 ranks",
+        shares(2)["largest first"],
+        1.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "one matrix more than ranks can share: fullest / fair, 3 ranks, whole parameters",
+        shares(3)["largest first"],
+        (">", 1.1),
+    ),
+)
 
 # %% [markdown]
 # ## 3 · Stages 1, 2, 3: memory measured against the formula
@@ -396,9 +464,10 @@ bars = {
     for how in HOWS
 }
 figure = plot_stacked(
-    bars, xlabel=f"MB on rank 0, counted; black marks: formula ({num_params:,} parameters)",
+    bars,
+    xlabel=f"MB on rank 0, counted; black marks: formula ({num_params:,} parameters)",
     title="A real step on four ranks, fp32 Adam",
-)  # fmt: skip
+)
 for row, how in enumerate(HOWS):
     figure.axes[0].plot([formula[how].total / 1e6] * 2, [row - 0.42, row + 0.42], color="black")
 figure
@@ -406,15 +475,32 @@ figure
 # %%
 # %%rank 0
 display(
-    *(claim(f"{how}: bytes counted on rank 0 / formula of stage {STAGE[how]}",
-            counted[how].total / formula[how].total, 1.0, rtol=0.05, source=f"{ZERO}, table 1")
-      for how in HOWS),
-    claim("FSDP needs this many times less than DDP for model states, on 8 GPUs",
-          adam.total / adam.per_rank(zero_stage=3, num_ranks=8).total, 8, rtol=1e-9),
-    claim("all five train alike: losses against data parallelism, largest relative difference",
-          max(abs(a / b - 1) for how in HOWS
-              for a, b in zip(curves[how], curves["data parallel"], strict=True)), ("<", 1e-3)),
-)  # fmt: skip
+    *(
+        claim(
+            f"{how}: bytes counted on rank 0 / formula of stage {STAGE[how]}",
+            counted[how].total / formula[how].total,
+            1.0,
+            rtol=0.05,
+            source=f"{ZERO}, table 1",
+        )
+        for how in HOWS
+    ),
+    claim(
+        "FSDP needs this many times less than DDP for model states, on 8 GPUs",
+        adam.total / adam.per_rank(zero_stage=3, num_ranks=8).total,
+        8,
+        rtol=1e-9,
+    ),
+    claim(
+        "all five train alike: losses against data parallelism, largest relative difference",
+        max(
+            abs(a / b - 1)
+            for how in HOWS
+            for a, b in zip(curves[how], curves["data parallel"], strict=True)
+        ),
+        ("<", 1e-3),
+    ),
+)
 
 # %% [markdown]
 # Now the same step over time. A `MemoryTracker` looked at every operation and added up all living
@@ -424,10 +510,13 @@ display(
 # %%rank 0
 rows = {how: np.array(memory[how][1]) / 1e6 for how in memory}
 plot_lines(
-    {how: np.linspace(0, 100, len(each)) for how, each in rows.items()}, rows,
-    xlabel="operations of one step (%)", ylabel="living memory (MB)", markers=False,
+    {how: np.linspace(0, 100, len(each)) for how, each in rows.items()},
+    rows,
+    xlabel="operations of one step (%)",
+    ylabel="living memory (MB)",
+    markers=False,
     title="One training step: forward rises, backward falls, optimizer at the end",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Both lines have the same hill, the activations. ZeRO-3 stands on a lower base, and it has teeth:
@@ -442,11 +531,16 @@ unit = sum(p.numel() for p in make_gpt().blocks[0].parameters())
 root = num_params - config.num_layers * unit
 extra = zero3_peak.parameters - counted["ZeRO-3"].parameters  # gathered, beside the shards
 display(
-    claim("gathered parameters at ZeRO-3's peak, bytes: the root and two blocks", extra,
-          4 * (root + 2 * unit), rtol=0.01),
-    claim("peak of all memory, ZeRO-3 / data parallel",
-          zero3_peak.total / ddp_peak.total, ("<", 0.75)),
-)  # fmt: skip
+    claim(
+        "gathered parameters at ZeRO-3's peak, bytes: the root and two blocks",
+        extra,
+        4 * (root + 2 * unit),
+        rtol=0.01,
+    ),
+    claim(
+        "peak of all memory, ZeRO-3 / data parallel", zero3_peak.total / ddp_peak.total, ("<", 0.75)
+    ),
+)
 
 # %% [markdown]
 # That is why one wraps **every block**, not only the model: the largest unit is what must fit in
@@ -476,8 +570,12 @@ def one_step_each(config, hows) -> None:
         model = GPT(config)
         if how in ("FSDP2", "FSDP2, kept", "HSDP"):
             keep = False if how == "FSDP2, kept" else None
-            shard_model(model, lambda m: m.blocks, replicas=2 if how == "HSDP" else 1,
-                        reshard_after_forward=keep)  # fmt: skip
+            shard_model(
+                model,
+                lambda m: m.blocks,
+                replicas=2 if how == "HSDP" else 1,
+                reshard_after_forward=keep,
+            )
         call, optimizer = build("made" if "SD" in how else how, model)
         for _ in range(2):
             optimizer.zero_grad()
@@ -500,8 +598,17 @@ def between_barriers(trace, first: int) -> emulate.Trace:
     return emulate.Trace(world_size=trace.world_size, events=parts)
 
 
-ways = [("data parallel", 1), ("ZeRO-1", 1), ("ZeRO-2", 1), ("ZeRO-3", 1), ("FSDP2", 1),
-        ("FSDP2, kept", 1), ("HSDP", 1), ("ZeRO-1", 4), ("ZeRO-2", 4)]  # fmt: skip
+ways = [
+    ("data parallel", 1),
+    ("ZeRO-1", 1),
+    ("ZeRO-2", 1),
+    ("ZeRO-3", 1),
+    ("FSDP2", 1),
+    ("FSDP2, kept", 1),
+    ("HSDP", 1),
+    ("ZeRO-1", 4),
+    ("ZeRO-2", 4),
+]
 _, whole = run_traced(one_step_each, world_size, config, ways, deadline_s=120)
 traces = {way: between_barriers(whole, 3 * i + 1) for i, way in enumerate(ways)}
 
@@ -515,11 +622,17 @@ def bytes_sent(way) -> float:
 
 
 plot_bars(
-    {f"{how}{', 4 micro-batches' * (k > 1)}": bytes_sent((how, k))
-     for how, k in ways if how != "HSDP"},
-    xlabel="bytes that a rank sends per step / (Ψ (n − 1)/n)", limit=2.0, limit_label="all-reduce",
-    title="Traffic, counted", form="{:.2f}",
-)  # fmt: skip
+    {
+        f"{how}{', 4 micro-batches' * (k > 1)}": bytes_sent((how, k))
+        for how, k in ways
+        if how != "HSDP"
+    },
+    xlabel="bytes that a rank sends per step / (Ψ (n − 1)/n)",
+    limit=2.0,
+    limit_label="all-reduce",
+    title="Traffic, counted",
+    form="{:.2f}",
+)
 
 # %%
 # %%rank 0
@@ -530,19 +643,38 @@ calls = {
 }
 display(
     claim("data parallel: an all-reduce", bytes_sent(("data parallel", 1)), 2.0, rtol=0.02),
-    claim("ZeRO-1 and ZeRO-2 send as much as data parallelism",
-          [bytes_sent((how, 1)) for how in ("ZeRO-1", "ZeRO-2")], [2.0, 2.0], rtol=0.05,
-          source=f"{ZERO}, section 7"),
-    claim("ZeRO-3: 3 passes, less what stays whole (the root and the last block)",
-          bytes_sent(("ZeRO-3", 1)), 3 - (root + unit) / psi, rtol=0.02,
-          source=f"{ZERO}, section 7: 3 passes"),
-    claim("FSDP2: 3 passes, less the root, which stays whole", bytes_sent(("FSDP2", 1)),
-          3 - root / psi, rtol=0.02),
-    claim("FSDP2 that keeps parameters after forward sends what DDP sends",
-          bytes_sent(("FSDP2, kept", 1)), 2.0, rtol=0.02),
-    claim("all-gathers of a step with 4 blocks: ZeRO-3, FSDP2, FSDP2 kept",
-          [each["all_gather"] for each in calls.values()], [8, 9, 5]),
-)  # fmt: skip
+    claim(
+        "ZeRO-1 and ZeRO-2 send as much as data parallelism",
+        [bytes_sent((how, 1)) for how in ("ZeRO-1", "ZeRO-2")],
+        [2.0, 2.0],
+        rtol=0.05,
+        source=f"{ZERO}, section 7",
+    ),
+    claim(
+        "ZeRO-3: 3 passes, less what stays whole (the root and the last block)",
+        bytes_sent(("ZeRO-3", 1)),
+        3 - (root + unit) / psi,
+        rtol=0.02,
+        source=f"{ZERO}, section 7: 3 passes",
+    ),
+    claim(
+        "FSDP2: 3 passes, less the root, which stays whole",
+        bytes_sent(("FSDP2", 1)),
+        3 - root / psi,
+        rtol=0.02,
+    ),
+    claim(
+        "FSDP2 that keeps parameters after forward sends what DDP sends",
+        bytes_sent(("FSDP2, kept", 1)),
+        2.0,
+        rtol=0.02,
+    ),
+    claim(
+        "all-gathers of a step with 4 blocks: ZeRO-3, FSDP2, FSDP2 kept",
+        [each["all_gather"] for each in calls.values()],
+        [8, 9, 5],
+    ),
+)
 
 # %% [markdown]
 # The last two bars are a warning. With **gradient accumulation**, ZeRO-1 adds up micro-batches
@@ -554,13 +686,23 @@ display(
 # %%rank 0
 display(
     claim("passes of ZeRO-1 with 4 micro-batches", bytes_sent(("ZeRO-1", 4)), 2.0, rtol=0.05),
-    claim("passes of ZeRO-2 with 4 micro-batches: 4 reduce-scatters and an all-gather",
-          bytes_sent(("ZeRO-2", 4)), 5.0, rtol=0.02, status="corrected", said=2.0,
-          source="a table that recommends ZeRO-2 to a model that barely fits",
-          why="sharded gradients must be reduced for every micro-batch; try ZeRO-1 first"),
-    claim("share of the 16 bytes that stage 1 divides by N", adam.optimizer / adam.total, 0.75,
-          rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "passes of ZeRO-2 with 4 micro-batches: 4 reduce-scatters and an all-gather",
+        bytes_sent(("ZeRO-2", 4)),
+        5.0,
+        rtol=0.02,
+        status="corrected",
+        said=2.0,
+        source="a table that recommends ZeRO-2 to a model that barely fits",
+        why="sharded gradients must be reduced for every micro-batch; try ZeRO-1 first",
+    ),
+    claim(
+        "share of the 16 bytes that stage 1 divides by N",
+        adam.optimizer / adam.total,
+        0.75,
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # ### Does that cost time?
@@ -590,8 +732,12 @@ plot_timeline(
 
 # %%
 # %%rank 0
-LINES = {"data parallel": "data parallel", "FSDP2": "FSDP2", "FSDP2, kept": "FSDP2, kept",
-         "ZeRO-3": "ZeRO-3, ours"}  # fmt: skip
+LINES = {
+    "data parallel": "data parallel",
+    "FSDP2": "FSDP2",
+    "FSDP2, kept": "FSDP2, kept",
+    "ZeRO-3": "ZeRO-3, ours",
+}
 
 
 def step_ms(how: str, bytes_per_s: float, latency_s: float = 5e-6) -> float:
@@ -601,26 +747,47 @@ def step_ms(how: str, bytes_per_s: float, latency_s: float = 5e-6) -> float:
 speeds = np.geomspace(3e7, 3e11, 17)
 times = {name: [step_ms(how, s) for s in speeds] for how, name in LINES.items()}
 plot_lines(
-    speeds / 1e9, times, logx=True, logy=True, xlabel="network (GB/s)", ylabel="step (ms)",
+    speeds / 1e9,
+    times,
+    logx=True,
+    logy=True,
+    xlabel="network (GB/s)",
+    ylabel="step (ms)",
     title="A fast network hides the third pass, a slow one does not",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
 slow = {how: step_ms(how, 1e5, 0.0) for how in LINES}
 fast = {how: step_ms(how, 1e13, 0.0) for how in LINES}
 display(
-    claim("slow network: FSDP2 / data parallel, in time, is the ratio of their bytes",
-          slow["FSDP2"] / slow["data parallel"], (3 - root / psi) / 2, rtol=0.03),
-    claim("slow network: FSDP2 kept after forward / data parallel",
-          slow["FSDP2, kept"] / slow["data parallel"], 1.0, rtol=0.03),
-    claim("fast network: FSDP2 / FSDP2 kept after forward, the third pass is hidden",
-          fast["FSDP2"] / fast["FSDP2, kept"], ("<", 1.05)),
-    claim("fast network: FSDP2 / data parallel", fast["FSDP2"] / fast["data parallel"],
-          ("<", 0.95)),
-    claim("speed-up from fetching ahead in backward, GPT of 175B, %", 18, status="cited",
-          source="Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 5.2"),
-)  # fmt: skip
+    claim(
+        "slow network: FSDP2 / data parallel, in time, is the ratio of their bytes",
+        slow["FSDP2"] / slow["data parallel"],
+        (3 - root / psi) / 2,
+        rtol=0.03,
+    ),
+    claim(
+        "slow network: FSDP2 kept after forward / data parallel",
+        slow["FSDP2, kept"] / slow["data parallel"],
+        1.0,
+        rtol=0.03,
+    ),
+    claim(
+        "fast network: FSDP2 / FSDP2 kept after forward, the third pass is hidden",
+        fast["FSDP2"] / fast["FSDP2, kept"],
+        ("<", 1.05),
+    ),
+    claim(
+        "fast network: FSDP2 / data parallel", fast["FSDP2"] / fast["data parallel"], ("<", 0.95)
+    ),
+    claim(
+        "speed-up from fetching ahead in backward, GPT of 175B, %",
+        18,
+        status="cited",
+        source="Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 5.2",
+    ),
+)
 
 # %% [markdown]
 # Data parallelism is the slowest on the fast network, because each of its ranks updates the whole
@@ -636,16 +803,20 @@ def network_explorer(log_speed: float = 9.0, latency_us: int = 5):
     """Time of a step of data parallelism, FSDP2 and FSDP2 kept, on the chosen network."""
     bars = {name: step_ms(how, 10**log_speed, latency_us / 1e6) for how, name in LINES.items()}
     return plot_bars(
-        bars, xlabel="step (ms)", form="{:.2f}",
+        bars,
+        xlabel="step (ms)",
+        form="{:.2f}",
         title=f"{10**log_speed / 1e9:.3g} GB/s, {latency_us} µs",
-    )  # fmt: skip
+    )
 
 
 explore(
-    network_explorer, log_speed=(7.5, 11.5, 0.25), latency_us=[0, 1, 5, 20, 100],
+    network_explorer,
+    log_speed=(7.5, 11.5, 0.25),
+    latency_us=[0, 1, 5, 20, 100],
     labels={"log_speed": "network, log10 of bytes/s", "latency_us": "latency (µs)"},
     alt="Bars: time of one step for four ways to shard, on the chosen network",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ### HSDP: shard inside a node, replicate between nodes
@@ -661,22 +832,37 @@ leaves = {
     how: emulate.simulate(traces[how, 1], two_nodes).bytes_per_link["node 0"] / (4 * num_params)
     for how in ("data parallel", "FSDP2", "HSDP")
 }
-plot_bars(leaves, xlabel="bytes that leave a node / Ψ", form="{:.2f}",
-          title="Two nodes of two ranks: what crosses the slow link")  # fmt: skip
+plot_bars(
+    leaves,
+    xlabel="bytes that leave a node / Ψ",
+    form="{:.2f}",
+    title="Two nodes of two ranks: what crosses the slow link",
+)
 
 # %%
 # %%rank 0
 W, G = 4, 2  # ranks, ranks of a shard group
 R = W // G
 display(
-    claim("fully sharded: (3 - root share) (W-1)/W of the model leaves a node", leaves["FSDP2"],
-          (3 - root / psi) * (W - 1) / W, rtol=0.02),
-    claim("HSDP: G all-reduces of 1/G of the model between R nodes, 2 (R-1)/R in all",
-          leaves["HSDP"], 2 * (R - 1) / R, rtol=0.02),
-    claim("cross-host traffic per GPU of hybrid sharding, in units of full sharding's, W >> G = 8",
-          round(2 / (3 * 8), 4), status="cited",
-          source="arXiv 2304.11277, section 3.2.2: 2M(W-1)/(GW) against 3M(W-1)/W"),
-)  # fmt: skip
+    claim(
+        "fully sharded: (3 - root share) (W-1)/W of the model leaves a node",
+        leaves["FSDP2"],
+        (3 - root / psi) * (W - 1) / W,
+        rtol=0.02,
+    ),
+    claim(
+        "HSDP: G all-reduces of 1/G of the model between R nodes, 2 (R-1)/R in all",
+        leaves["HSDP"],
+        2 * (R - 1) / R,
+        rtol=0.02,
+    ),
+    claim(
+        "cross-host traffic per GPU of hybrid sharding, in units of full sharding's, W >> G = 8",
+        round(2 / (3 * 8), 4),
+        status="cited",
+        source="arXiv 2304.11277, section 3.2.2: 2M(W-1)/(GW) against 3M(W-1)/W",
+    ),
+)
 
 # %% [markdown]
 # ## 5 · FSDP2 in practice
@@ -725,12 +911,19 @@ moved = max(
 # %%rank 0
 display(
     claim("FSDP2 in six lines: losses against DDP's", fsdp_losses, ddp_losses, rtol=1e-9),
-    claim("the global norm is the root of the ranks' squares", norm.item(),
-          sum(n.item() ** 2 for n in local_norms) ** 0.5, rtol=1e-9),
-    claim("local norms are no substitute: local / global on rank 0",
-          local_norms[0].item() / norm.item(), ("<", 0.9)),
+    claim(
+        "the global norm is the root of the ranks' squares",
+        norm.item(),
+        sum(n.item() ** 2 for n in local_norms) ** 0.5,
+        rtol=1e-9,
+    ),
+    claim(
+        "local norms are no substitute: local / global on rank 0",
+        local_norms[0].item() / norm.item(),
+        ("<", 0.9),
+    ),
     claim("an optimizer made before sharding moves the model by", moved, 0.0, exact=True),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # The last line is broken on purpose: no error, no warning, and no training. `fully_shard` has put
@@ -776,11 +969,17 @@ def save(config, under_if: bool) -> str:
 broken = ", ".join(run(save, 2, config, True))
 mended = ", ".join(run(save, 2, config, False))
 display(
-    claim("a full state dict under `if rank == 0`", broken, "timed out, not called",
-          status="corrected", said="saved, not called", source="a listing of FSDP checkpoints",
-          why="gathering is a collective: all ranks call it, only the writing is for rank 0"),
+    claim(
+        "a full state dict under `if rank == 0`",
+        broken,
+        "timed out, not called",
+        status="corrected",
+        said="saved, not called",
+        source="a listing of FSDP checkpoints",
+        why="gathering is a collective: all ranks call it, only the writing is for rank 0",
+    ),
     claim("the same outside the `if`", mended, f"{num_params} elements, 0 elements"),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Full state dicts are for other programs. To go on training, save **shards**: each rank writes its
@@ -830,15 +1029,25 @@ from minidist.parallel.fsdp import FSDP1_OPTIONS, fsdp1_to_fsdp2
 
 plan = fsdp1_to_fsdp2(
     {"sharding_strategy": "HYBRID_SHARD", "use_orig_params": True, "limit_all_gathers": True},
-    world_size=16, ranks_per_node=8,
-)  # fmt: skip
+    world_size=16,
+    ranks_per_node=8,
+)
 display(
-    claim("the listing, line by line: runs, or which error", list(outcomes.values()),
-          lambda got: got[-1] == "runs" and "runs" not in got[:3], status="corrected",
-          said="runs", source="a common FSDP listing",
-          why="the policy is called by FSDP and needs functools.partial; the others take objects"),
-    claim("HYBRID_SHARD of 16 ranks in nodes of 8 becomes a mesh of", plan.mesh_shape, (2, 8),),
-)  # fmt: skip
+    claim(
+        "the listing, line by line: runs, or which error",
+        list(outcomes.values()),
+        lambda got: got[-1] == "runs" and "runs" not in got[:3],
+        status="corrected",
+        said="runs",
+        source="a common FSDP listing",
+        why="the policy is called by FSDP and needs functools.partial; the others take objects",
+    ),
+    claim(
+        "HYBRID_SHARD of 16 ranks in nodes of 8 becomes a mesh of",
+        plan.mesh_shape,
+        (2, 8),
+    ),
+)
 print(f"{'FSDP1':<22}FSDP2")
 for option in FSDP1_OPTIONS:
     print(f"{option.name:<22}{option.instead or '(nothing)'}")
@@ -867,22 +1076,35 @@ hidden_tokens = 2 / pcie_bytes_per_s * flops_per_s / 6
 tokens = np.geomspace(100, 100_000, 31)
 plot_lines(
     tokens,
-    {"computing": 6 * 7e9 * tokens / flops_per_s,
-     "moving, PCIe 4.0": np.full(31, 2 * 7e9 / pcie_bytes_per_s)},
-    logx=True, logy=True, xlabel="tokens per step and GPU", ylabel="seconds per step",
+    {
+        "computing": 6 * 7e9 * tokens / flops_per_s,
+        "moving, PCIe 4.0": np.full(31, 2 * 7e9 / pcie_bytes_per_s),
+    },
+    logx=True,
+    logy=True,
+    xlabel="tokens per step and GPU",
+    ylabel="seconds per step",
     title="7 billion parameters per GPU: offload is hidden behind enough tokens",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
 display(
     claim("offloaded training gives the same losses", offload_losses, ddp_losses, rtol=1e-9),
     claim("and its shards live on", " ".join(places), "cpu"),
-    claim("tokens per step from which moving is hidden, A100 at half its peak, PCIe 4.0",
-          hidden_tokens, 1650, rtol=0.01),
-    claim("parameters trained on one V100 with ZeRO-Offload, billion", 13, status="cited",
-          source="Ren et al., ZeRO-Offload, arXiv 2101.06840"),
-)  # fmt: skip
+    claim(
+        "tokens per step from which moving is hidden, A100 at half its peak, PCIe 4.0",
+        hidden_tokens,
+        1650,
+        rtol=0.01,
+    ),
+    claim(
+        "parameters trained on one V100 with ZeRO-Offload, billion",
+        13,
+        status="cited",
+        source="Ren et al., ZeRO-Offload, arXiv 2101.06840",
+    ),
+)
 
 # %% [markdown]
 # The update itself runs at the speed of the CPU's memory: 28 bytes are read or written per
@@ -928,12 +1150,20 @@ kept_block = (activations(4, every=1)[0] - activations(2, every=1)[0]) / 2
 mine = cost.Transformer(vocab_size=64, context=64, width=64, num_layers=4, num_heads=4)
 fused = {"model": mine, "micro_batch": 8, "fused_attention": True, "dropout": False}
 display(
-    claim("bytes that a block keeps, measured / s b h", whole_block / sbh,
-          cost.activation_bytes_per_layer(**fused) / sbh, rtol=0.02,
-          source="counted as in arXiv 2205.05198, table 2"),
-    claim("with checkpointing it keeps its input: bytes / s b h", kept_block / sbh,
-          cost.activation_bytes_per_layer(**fused, recompute="full") / sbh, rtol=0.01),
-)  # fmt: skip
+    claim(
+        "bytes that a block keeps, measured / s b h",
+        whole_block / sbh,
+        cost.activation_bytes_per_layer(**fused) / sbh,
+        rtol=0.02,
+        source="counted as in arXiv 2205.05198, table 2",
+    ),
+    claim(
+        "with checkpointing it keeps its input: bytes / s b h",
+        kept_block / sbh,
+        cost.activation_bytes_per_layer(**fused, recompute="full") / sbh,
+        rtol=0.01,
+    ),
+)
 
 # %% [markdown]
 # **Activation checkpointing** keeps a block's input and throws the rest away. When backward comes
@@ -953,9 +1183,11 @@ over_time = {
 plot_lines(
     {name: np.linspace(0, 100, len(rows)) for name, rows in over_time.items()},
     {name: np.array(rows) / 1e6 for name, rows in over_time.items()},
-    xlabel="operations of forward and backward (%)", ylabel="activations (MB)", markers=False,
+    xlabel="operations of forward and backward (%)",
+    ylabel="activations (MB)",
+    markers=False,
     title=f"Checkpointing, {DEPTH} blocks: the hill becomes a row of teeth",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # How long should a group be? You will read "keep √L of L layers". That is right for layers that
@@ -982,10 +1214,15 @@ groups = [1, 2, 4, 8, 16]
 chain = [chain_peak(16, k) for k in groups]
 blocks = [activations(16, every=k)[1] / (2 * sbh) for k in groups]
 plot_lines(
-    groups, {"GPT blocks": blocks, "layers with one tensor": chain},
-    xlabel="layers per checkpointed group, of 16", ylabel="peak (tensors of s b h)", logx=True,
-    logy=True, ticks=groups, title="The best group: √L for simple layers, one for GPT blocks",
-)  # fmt: skip
+    groups,
+    {"GPT blocks": blocks, "layers with one tensor": chain},
+    xlabel="layers per checkpointed group, of 16",
+    ylabel="peak (tensors of s b h)",
+    logx=True,
+    logy=True,
+    ticks=groups,
+    title="The best group: √L for simple layers, one for GPT blocks",
+)
 
 
 # %%
@@ -1002,22 +1239,50 @@ gpt3 = {"model": cost.GPT3_175B, "micro_batch": 1}
 kept = 96 * cost.activation_bytes_per_layer(**gpt3) / GB
 display(
     claim("best group of 16 simple layers: √16", groups[int(np.argmin(chain))], 4),
-    claim("best group of 16 GPT blocks", groups[int(np.argmin(blocks))], 1, status="corrected",
-          said=4, source="a common memory estimator that keeps √L layers",
-          why="a block keeps 16 times its input, so the group in use should be short"),
+    claim(
+        "best group of 16 GPT blocks",
+        groups[int(np.argmin(blocks))],
+        1,
+        status="corrected",
+        said=4,
+        source="a common memory estimator that keeps √L layers",
+        why="a block keeps 16 times its input, so the group in use should be short",
+    ),
     claim("FLOPs with every block recomputed / without", overhead[0], 4 / 3, rtol=0.05),
-    claim("the same when recomputing stops at the last tensor needed: one of a block's products, "
-          "4 of its 12 h x h, is spared", overhead[1], (3 + 8 / 12) / 3, rtol=0.02),
-    claim("measured overhead of full recomputation in time, one layer of 22B, %", 39,
-          status="cited", source="arXiv 2205.05198, table 4; selective: 7 %"),
-    claim("GPT-3, activations of one sequence, GB", kept, 275.4, rtol=0.001, status="corrected",
-          said=19.3, source="a common memory estimator",
-          why="it counts 8 s b h per block; scores, MLP, norms and dropout masks make 34 + 80"),
-    claim("the same with every block checkpointed, GB",
-          96 * cost.activation_bytes_per_layer(**gpt3, recompute="full") / GB, 4.83, rtol=0.001,
-          status="corrected", said=1.97, source="a common memory estimator",
-          why="each of the 96 blocks keeps its input; √96 of them would have to recompute groups"),
-)  # fmt: skip
+    claim(
+        "the same when recomputing stops at the last tensor needed: one of a block's products, "
+        "4 of its 12 h x h, is spared",
+        overhead[1],
+        (3 + 8 / 12) / 3,
+        rtol=0.02,
+    ),
+    claim(
+        "measured overhead of full recomputation in time, one layer of 22B, %",
+        39,
+        status="cited",
+        source="arXiv 2205.05198, table 4; selective: 7 %",
+    ),
+    claim(
+        "GPT-3, activations of one sequence, GB",
+        kept,
+        275.4,
+        rtol=0.001,
+        status="corrected",
+        said=19.3,
+        source="a common memory estimator",
+        why="it counts 8 s b h per block; scores, MLP, norms and dropout masks make 34 + 80",
+    ),
+    claim(
+        "the same with every block checkpointed, GB",
+        96 * cost.activation_bytes_per_layer(**gpt3, recompute="full") / GB,
+        4.83,
+        rtol=0.001,
+        status="corrected",
+        said=1.97,
+        source="a common memory estimator",
+        why="each of the 96 blocks keeps its input; √96 of them would have to recompute groups",
+    ),
+)
 
 # %% [markdown]
 # Now everything for GPT-3 on one GPU, as the exercise asks that these numbers come from: states and
@@ -1027,31 +1292,62 @@ display(
 # %%rank 0
 total = 175e9 * adam.total + kept * GB
 display(
-    claim("GPT-3: parameters, gradients in GB", [175 * adam.parameter, 175 * adam.gradient],
-          [350, 350], rtol=1e-9),
-    claim("GPT-3: Adam's states in GB", 175 * adam.optimizer, 2100, rtol=1e-9, status="corrected",
-          said=1400, source="the same estimator", why="12 bytes with the fp32 master copy, not 8"),
-    claim("GPT-3 in training, one sequence, GB", total / GB, 3075, rtol=0.001,
-          status="corrected", said=2119, source="the same estimator",
-          why="350 + 350 + 2100 + 275"),
+    claim(
+        "GPT-3: parameters, gradients in GB",
+        [175 * adam.parameter, 175 * adam.gradient],
+        [350, 350],
+        rtol=1e-9,
+    ),
+    claim(
+        "GPT-3: Adam's states in GB",
+        175 * adam.optimizer,
+        2100,
+        rtol=1e-9,
+        status="corrected",
+        said=1400,
+        source="the same estimator",
+        why="12 bytes with the fp32 master copy, not 8",
+    ),
+    claim(
+        "GPT-3 in training, one sequence, GB",
+        total / GB,
+        3075,
+        rtol=0.001,
+        status="corrected",
+        said=2119,
+        source="the same estimator",
+        why="350 + 350 + 2100 + 275",
+    ),
     claim("A100s of 80 GB that this fills", int(total // cost.A100.memory_bytes), 38),
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
-MODELS = {"LLaMA-2 7B": cost.LLAMA2_7B, "LLaMA-2 13B": cost.LLAMA2_13B,
-          "LLaMA-2 70B": cost.LLAMA2_70B, "GPT-3 175B": cost.GPT3_175B}  # fmt: skip
+MODELS = {
+    "LLaMA-2 7B": cost.LLAMA2_7B,
+    "LLaMA-2 13B": cost.LLAMA2_13B,
+    "LLaMA-2 70B": cost.LLAMA2_70B,
+    "GPT-3 175B": cost.GPT3_175B,
+}
 
 
-def memory_calculator(model: str = "LLaMA-2 7B", gpus: int = 8, micro_batch: int = 1,
-                      recompute: str = "none", offload: bool = False):  # fmt: skip
+def memory_calculator(
+    model: str = "LLaMA-2 7B",
+    gpus: int = 8,
+    micro_batch: int = 1,
+    recompute: str = "none",
+    offload: bool = False,
+):
     """Memory per GPU at each ZeRO stage, split into its parts, against 80 GB."""
     bars = {}
     for stage in range(4):
         need = cost.memory_per_gpu(
-            model=MODELS[model], micro_batch=micro_batch, recompute=recompute,
-            parallelism=cost.ParallelismConfig(dp=gpus, zero_stage=stage), fused_attention=True,
-        )  # fmt: skip
+            model=MODELS[model],
+            micro_batch=micro_batch,
+            recompute=recompute,
+            parallelism=cost.ParallelismConfig(dp=gpus, zero_stage=stage),
+            fused_attention=True,
+        )
         bars[f"ZeRO-{stage}" if stage else "DDP"] = {
             "parameters": need.parameters / GB,
             "gradients": need.gradients / GB,
@@ -1059,17 +1355,31 @@ def memory_calculator(model: str = "LLaMA-2 7B", gpus: int = 8, micro_batch: int
             "activations": need.activations / GB,
             "working": need.working / GB,
         }
-    return plot_stacked(bars, xlabel="GB per GPU", limit=80, limit_label="80 GB", form="{:.0f}",
-                        title=f"{model} on {gpus} GPUs")  # fmt: skip
+    return plot_stacked(
+        bars,
+        xlabel="GB per GPU",
+        limit=80,
+        limit_label="80 GB",
+        form="{:.0f}",
+        title=f"{model} on {gpus} GPUs",
+    )
 
 
 explore(
-    memory_calculator, model=list(MODELS), gpus=[1, 2, 4, 8, 16, 64, 256, 1024],
-    micro_batch=[1, 2, 4, 8, 16], recompute=["none", "selective", "full"], offload=False,
-    labels={"gpus": "GPUs", "micro_batch": "sequences per GPU", "recompute": "recomputation",
-            "offload": "optimizer on the CPU"},
+    memory_calculator,
+    model=list(MODELS),
+    gpus=[1, 2, 4, 8, 16, 64, 256, 1024],
+    micro_batch=[1, 2, 4, 8, 16],
+    recompute=["none", "selective", "full"],
+    offload=False,
+    labels={
+        "gpus": "GPUs",
+        "micro_batch": "sequences per GPU",
+        "recompute": "recomputation",
+        "offload": "optimizer on the CPU",
+    },
     alt="Stacked bars: memory per GPU at ZeRO stages 0 to 3 against the limit of 80 GB",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # The calculator answers "which stage?" in this order:

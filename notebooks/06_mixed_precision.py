@@ -107,8 +107,11 @@ def flowing_gradients(model) -> torch.Tensor:
     found, handles = [], []
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            handles.append(layer.register_full_backward_hook(
-                lambda m, gi, go: found.append(go[0].detach().flatten().cpu())))  # fmt: skip
+            handles.append(
+                layer.register_full_backward_hook(
+                    lambda m, gi, go: found.append(go[0].detach().flatten().cpu())
+                )
+            )
     lm_loss(model(tokens), targets).backward()
     for handle in handles:
         handle.remove()
@@ -141,9 +144,12 @@ def gradient_histogram(power: int = 0):
     ax.axvspan(16, 24, color=PALETTE[5], alpha=0.25, zorder=0)
     for x, text in ((-32.5, "zero"), (-19.5, "fewer digits"), (1, "normal fp16"), (20, "inf")):
         ax.text(x, 1.0, text, ha="center", va="bottom", transform=ax.get_xaxis_transform())
-    ax.set(xlim=(-40, 24), xlabel=f"log2 |gradient x 2^{power}|   (zero: {100 * zero:.1f} %, "
-           f"fewer digits: {100 * subnormal:.1f} %, inf: {100 * lost:.1f} %)",
-           ylabel="elements")  # fmt: skip
+    ax.set(
+        xlim=(-40, 24),
+        xlabel=f"log2 |gradient x 2^{power}|   (zero: {100 * zero:.1f} %, "
+        f"fewer digits: {100 * subnormal:.1f} %, inf: {100 * lost:.1f} %)",
+        ylabel="elements",
+    )
     return figure
 
 
@@ -197,20 +203,48 @@ smallest = 2.0 ** math.floor(math.log2(min(x for x in (2.0**-k for k in range(40
 infos = {name: torch.finfo(f.dtype) for name, f in FORMATS.items() if f.dtype is not None}
 common = "a common tutorial"
 display(
-    claim("largest number of each format against torch", [FORMATS[n].max for n in infos],
-          [i.max for i in infos.values()], rtol=1e-12),
-    claim("smallest normal number of each format", [FORMATS[n].smallest_normal for n in infos],
-          [i.smallest_normal for i in infos.values()], rtol=1e-12),
+    claim(
+        "largest number of each format against torch",
+        [FORMATS[n].max for n in infos],
+        [i.max for i in infos.values()],
+        rtol=1e-12,
+    ),
+    claim(
+        "smallest normal number of each format",
+        [FORMATS[n].smallest_normal for n in infos],
+        [i.smallest_normal for i in infos.values()],
+        rtol=1e-12,
+    ),
     claim("largest fp16", float(torch.finfo(torch.float16).max), 65504.0, exact=True),
     claim("smallest normal fp16", torch.finfo(torch.float16).smallest_normal, 6.1e-5, rtol=0.02),
-    claim("smallest fp16 above zero", smallest, 5.96e-8, rtol=0.001, status="corrected", said=6e-5,
-          source=common, why="below 6e-5 numbers are subnormal: fewer digits, not zero"),
-    claim("0.0001 in fp16", as_fp16(1e-4), 1e-4, rtol=0.001, status="corrected", said=0.0,
-          source=common, why="it is even a normal number; the rounding error is 0.02 %"),
-    claim("0.0001 x 1024 in fp16, divided by 1024 again", as_fp16(1e-4 * 1024) / 1024, 1e-4,
-          rtol=0.001),
+    claim(
+        "smallest fp16 above zero",
+        smallest,
+        5.96e-8,
+        rtol=0.001,
+        status="corrected",
+        said=6e-5,
+        source=common,
+        why="below 6e-5 numbers are subnormal: fewer digits, not zero",
+    ),
+    claim(
+        "0.0001 in fp16",
+        as_fp16(1e-4),
+        1e-4,
+        rtol=0.001,
+        status="corrected",
+        said=0.0,
+        source=common,
+        why="it is even a normal number; the rounding error is 0.02 %",
+    ),
+    claim(
+        "0.0001 x 1024 in fp16, divided by 1024 again",
+        as_fp16(1e-4 * 1024) / 1024,
+        1e-4,
+        rtol=0.001,
+    ),
     claim("what does vanish: 2e-8", as_fp16(2e-8), 0.0, exact=True),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # `minidist.precision.round_to` rounds to any of the formats on any hardware. It must agree with
@@ -222,15 +256,25 @@ generator = torch.Generator().manual_seed(0)
 numbers = torch.randn(200_000, generator=generator) * 2.0 ** torch.randint(
     -30, 20, (200_000,), generator=generator
 )
-agree = [torch.equal(round_to(numbers, FORMATS[n]), numbers.to(FORMATS[n].dtype).float())
-         for n in ("fp16", "bf16", "fp8_e5m2")]  # fmt: skip
+agree = [
+    torch.equal(round_to(numbers, FORMATS[n]), numbers.to(FORMATS[n].dtype).float())
+    for n in ("fp16", "bf16", "fp8_e5m2")
+]
 display(
     claim("200,000 numbers rounded as torch rounds them: fp16, bf16, fp8 e5m2", all(agree), True),
-    claim("gap above 1 in fp16 and bf16", [spacing(torch.tensor(1.0), FORMATS[n]).item()
-          for n in ("fp16", "bf16")], [2.0**-10, 2.0**-7], exact=True),
-    claim("decimal digits of fp16 and bf16", [-math.log10(FORMATS[n].epsilon / 2)
-          for n in ("fp16", "bf16")], [3.3, 2.4], rtol=0.02),
-)  # fmt: skip
+    claim(
+        "gap above 1 in fp16 and bf16",
+        [spacing(torch.tensor(1.0), FORMATS[n]).item() for n in ("fp16", "bf16")],
+        [2.0**-10, 2.0**-7],
+        exact=True,
+    ),
+    claim(
+        "decimal digits of fp16 and bf16",
+        [-math.log10(FORMATS[n].epsilon / 2) for n in ("fp16", "bf16")],
+        [3.3, 2.4],
+        rtol=0.02,
+    ),
+)
 
 
 # %%
@@ -245,19 +289,23 @@ def number_explorer(exponent: float = -5.0, digits: float = 3.1416):
         shown = "inf" if math.isinf(rounded) else f"{float(rounded):.5g}"
         bars[f"{name}: {shown}"] = min(max(wrong, 1e-9), 1.0)
     figure = plot_bars(
-        bars, xlabel="relative error (1: lost)", form="{:.1g}",
+        bars,
+        xlabel="relative error (1: lost)",
+        form="{:.1g}",
         title=f"{digits:.4f} x 10^{exponent:.1f}",
-    )  # fmt: skip
+    )
     figure.axes[0].set_xscale("log")
     figure.axes[0].set_xlim(1e-9, 30)
     return figure
 
 
 explore(
-    number_explorer, exponent=(-12.0, 8.0, 0.5), digits=(1.0, 9.9, 0.1),
+    number_explorer,
+    exponent=(-12.0, 8.0, 0.5),
+    digits=(1.0, 9.9, 0.1),
     labels={"exponent": "exponent of ten", "digits": "leading digits"},
     alt="Bars: relative error of a number in fp32, tf32, fp16, bf16 and two fp8 formats",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 2 · Underflow, and loss scaling
@@ -273,10 +321,11 @@ explore(
 # %%
 # %%rank 0
 explore(
-    gradient_histogram, power=(0, 28),
+    gradient_histogram,
+    power=(0, 28),
     labels={"power": "loss scale, as a power of 2"},
     alt="Histogram of gradients on a log axis; shaded: zero, subnormal, inf in fp16",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
@@ -285,21 +334,32 @@ fp16 = FORMATS["fp16"]
 shares = {p: underflow_share(flowing, fp16, 2.0**p) for p in powers}
 overflow = {p: float((flowing.abs().double() * 2.0**p > fp16.max).double().mean()) for p in powers}
 display(
-    claim("share of these gradients that become zero in fp16 without scaling", shares[0][0],
-          (">", 0.02)),
+    claim(
+        "share of these gradients that become zero in fp16 without scaling",
+        shares[0][0],
+        (">", 0.02),
+    ),
     claim("... zero or with fewer digits", sum(shares[0]), (">", 0.5)),
     claim("with a scale of 2^16: zero", shares[16][0], ("<", 0.01)),
     claim("at 2^30 some are inf", overflow[30], (">", 0.0)),
-    claim("in bf16 without scaling: zero or with fewer digits",
-          sum(underflow_share(flowing, FORMATS["bf16"])), 0.0, atol=1e-12),
-)  # fmt: skip
+    claim(
+        "in bf16 without scaling: zero or with fewer digits",
+        sum(underflow_share(flowing, FORMATS["bf16"])),
+        0.0,
+        atol=1e-12,
+    ),
+)
 plot_lines(
     powers,
-    {"zero": [100 * z for z, _ in shares.values()], "subnormal": [100 * s for _, s in
-     shares.values()], "inf": [100 * o for o in overflow.values()]},
-    xlabel="loss scale (power of 2)", ylabel="share of the gradients (%)",
+    {
+        "zero": [100 * z for z, _ in shares.values()],
+        "subnormal": [100 * s for _, s in shares.values()],
+        "inf": [100 * o for o in overflow.values()],
+    },
+    xlabel="loss scale (power of 2)",
+    ylabel="share of the gradients (%)",
     title="Between underflow and overflow lies a wide valley",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Does it matter for the *weights'* gradients? Real autocast in fp16, one backward pass, three
@@ -328,13 +388,23 @@ wrong = {
 }
 print({name: f"{value:.1e}" for name, value in wrong.items()})
 display(
-    claim("fp16: error with tiny gradients / error with scale 2^16",
-          wrong["fp16"] / wrong["fp16, scale 2^16"], (">", 3.0)),
-    claim("bf16: scaling changes the error by a factor of",
-          wrong["bf16, scale 2^16"] / wrong["bf16"], 1.0, rtol=0.05),
-    claim("where range is no problem, fp16 is more exact than bf16 by a factor of",
-          wrong["bf16"] / wrong["fp16, scale 2^16"], (">", 2.0)),
-)  # fmt: skip
+    claim(
+        "fp16: error with tiny gradients / error with scale 2^16",
+        wrong["fp16"] / wrong["fp16, scale 2^16"],
+        (">", 3.0),
+    ),
+    claim(
+        "bf16: scaling changes the error by a factor of",
+        wrong["bf16, scale 2^16"] / wrong["bf16"],
+        1.0,
+        rtol=0.05,
+    ),
+    claim(
+        "where range is no problem, fp16 is more exact than bf16 by a factor of",
+        wrong["bf16"] / wrong["fp16, scale 2^16"],
+        (">", 2.0),
+    ),
+)
 
 # %% [markdown]
 # That is the whole comparison in three lines: fp16 has the digits, bf16 has the range. With bf16
@@ -396,9 +466,12 @@ display(
     claim("... and in every weight", our_weights, torch_weights, exact=True),
     claim("steps that were skipped", sorted(set(range(1, 64)) - set(taken)), [12, 13, 40]),
     claim("the scale after an overflow, of the one before", ours[12] / ours[11], 0.5, exact=True),
-    claim("good steps from the last overflow to the next doubling",
-          next(s for s in range(41, 64) if ours[s] > ours[s - 1]) - 40, 8),
-)  # fmt: skip
+    claim(
+        "good steps from the last overflow to the next doubling",
+        next(s for s in range(41, 64) if ours[s] > ours[s - 1]) - 40,
+        8,
+    ),
+)
 
 # %% [markdown]
 # A learning-rate scheduler that steps although the optimizer's step was skipped runs ahead. It is
@@ -428,11 +501,19 @@ def clipped_step(*, unscale_first: bool) -> float:
 
 
 display(
-    claim("step with unscale_ before clipping: the gradient of norm 0.5 is left alone",
-          clipped_step(unscale_first=True), 0.5, rtol=1e-4),
-    claim("step when scaled gradients are clipped: norm 1 / 2^16",
-          clipped_step(unscale_first=False), 2.0**-16, rtol=1e-3),
-)  # fmt: skip
+    claim(
+        "step with unscale_ before clipping: the gradient of norm 0.5 is left alone",
+        clipped_step(unscale_first=True),
+        0.5,
+        rtol=1e-4,
+    ),
+    claim(
+        "step when scaled gradients are clipped: norm 1 / 2^16",
+        clipped_step(unscale_first=False),
+        2.0**-16,
+        rtol=1e-3,
+    ),
+)
 
 # %% [markdown]
 # The model hardly moves any more, and nothing complains. The same goes for everything that looks at
@@ -457,8 +538,11 @@ for scaler in (GradScaler(), torch.amp.GradScaler("cpu")):
     except (ValueError, RuntimeError) as error:
         refusals.append(str(error)[:60])
 print(*refusals, sep="\n")
-claim("scalers that refuse fp16 gradients of fp16 parameters",
-      sum("it worked" not in r for r in refusals), 2)  # fmt: skip
+claim(
+    "scalers that refuse fp16 gradients of fp16 parameters",
+    sum("it worked" not in r for r in refusals),
+    2,
+)
 
 # %% [markdown]
 # ## 4 · Master weights: why parameters stay in fp32
@@ -486,18 +570,30 @@ def smallest_update(name: str) -> float:
 
 paths = {name: add_up(name, 6e-4, 400) for name in ("fp32", "fp16", "bf16")}
 display(
-    claim("bf16: 400 updates of 0.0006 move a weight of 1 by", paths["bf16"][-1] - 1, 0.0,
-          exact=True),
+    claim(
+        "bf16: 400 updates of 0.0006 move a weight of 1 by", paths["bf16"][-1] - 1, 0.0, exact=True
+    ),
     claim("fp32: the same", paths["fp32"][-1] - 1, 400 * 6e-4, rtol=1e-3),
-    claim("fp16: the same, in multiples of what it should be", (paths["fp16"][-1] - 1) / 0.24,
-          (">", 1.3)),
-    claim("smallest power of two that survives at a weight of 1: fp16, bf16",
-          [smallest_update("fp16"), smallest_update("bf16")], [2.0**-10, 2.0**-7], exact=True),
-)  # fmt: skip
+    claim(
+        "fp16: the same, in multiples of what it should be",
+        (paths["fp16"][-1] - 1) / 0.24,
+        (">", 1.3),
+    ),
+    claim(
+        "smallest power of two that survives at a weight of 1: fp16, bf16",
+        [smallest_update("fp16"), smallest_update("bf16")],
+        [2.0**-10, 2.0**-7],
+        exact=True,
+    ),
+)
 plot_lines(
-    range(1, 401), paths, xlabel="step", ylabel="weight", markers=False,
+    range(1, 401),
+    paths,
+    xlabel="step",
+    ylabel="weight",
+    markers=False,
     title="400 updates of 0.0006: right, too far, and nowhere",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # fp16 goes *too far*, since each update is rounded up to the gap; bf16 does not move at all.
@@ -532,20 +628,27 @@ def fine_tune(way: str, steps: int, lr: float = 3e-5) -> list[float]:
 ways = ("fp32", "bf16 autocast", "bf16 with fp32 master weights", "everything in bf16")
 curves = {way: fine_tune(way, 60 if quick else 200) for way in ways}
 plot_lines(
-    range(1, len(curves["fp32"]) + 1), curves, xlabel="step", ylabel="loss", markers=False,
+    range(1, len(curves["fp32"]) + 1),
+    curves,
+    xlabel="step",
+    ylabel="loss",
+    markers=False,
     title="Weights in bf16 alone fall behind",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
 fell = {way: losses[0] - np.mean(losses[-3:]) for way, losses in curves.items()}
 display(
-    claim("progress with bf16 autocast / with fp32", fell["bf16 autocast"] / fell["fp32"], 1.0,
-          rtol=0.1),
+    claim(
+        "progress with bf16 autocast / with fp32",
+        fell["bf16 autocast"] / fell["fp32"],
+        1.0,
+        rtol=0.1,
+    ),
     claim("progress with master weights / with fp32", fell[ways[2]] / fell["fp32"], 1.0, rtol=0.1),
-    claim("progress with everything in bf16 / with fp32", fell[ways[3]] / fell["fp32"],
-          ("<", 0.5)),
-)  # fmt: skip
+    claim("progress with everything in bf16 / with fp32", fell[ways[3]] / fell["fp32"], ("<", 0.5)),
+)
 
 # %% [markdown]
 # This is also why `model.half()` is no way to save traffic or memory.
@@ -576,10 +679,13 @@ print(seen, "loss:", loss.dtype)
 dtypes = {p.dtype for p in watched.parameters()} | {p.grad.dtype for p in watched.parameters()}
 display(
     claim("dtype of a Linear's output under autocast", seen["Linear"], "bfloat16"),
-    claim("dtype of LayerNorm, residual stream and loss", [seen["LayerNorm"] == "float32",
-          seen["Block"] == "float32", loss.dtype == torch.float32], [True, True, True]),
+    claim(
+        "dtype of LayerNorm, residual stream and loss",
+        [seen["LayerNorm"] == "float32", seen["Block"] == "float32", loss.dtype == torch.float32],
+        [True, True, True],
+    ),
     claim("parameters and gradients all stay in fp32", dtypes == {torch.float32}, True),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # (The lists differ between CPU and GPU: softmax of a bf16 tensor is fp32 on CUDA and bf16 on the
@@ -594,19 +700,30 @@ products = {
     accumulate: matmul_error((8, 32, 128), formats=("bf16",), accumulate=accumulate)
     for accumulate in ("fp32", "bf16")
 }
-by_format = {name: [100 * row.error for row in sums if row.format == name]
-             for name in ("fp32", "fp16", "bf16")}  # fmt: skip
+by_format = {
+    name: [100 * row.error for row in sums if row.format == name]
+    for name in ("fp32", "fp16", "bf16")
+}
 display(
-    claim("4,096 times 0.1 in bf16: relative error of the sum, %", by_format["bf16"][-1],
-          (">", 50.0)),
+    claim(
+        "4,096 times 0.1 in bf16: relative error of the sum, %", by_format["bf16"][-1], (">", 50.0)
+    ),
     claim("fp32: the same, %", by_format["fp32"][-1], ("<", 0.01)),
-    claim("128 x 128 product of bf16 inputs: error when added in bf16 / in fp32",
-          products["bf16"][-1].error / products["fp32"][-1].error, (">", 3.0)),
-)  # fmt: skip
+    claim(
+        "128 x 128 product of bf16 inputs: error when added in bf16 / in fp32",
+        products["bf16"][-1].error / products["fp32"][-1].error,
+        (">", 3.0),
+    ),
+)
 plot_lines(
-    lengths, by_format, logx=True, ticks=lengths, xlabel="numbers added up, one after the other",
-    ylabel="error of the sum (%)", title="0.1 + 0.1 + 0.1 + …",
-)  # fmt: skip
+    lengths,
+    by_format,
+    logx=True,
+    ticks=lengths,
+    xlabel="numbers added up, one after the other",
+    ylabel="error of the sum (%)",
+    title="0.1 + 0.1 + 0.1 + …",
+)
 
 # %% [markdown]
 # The same holds for sums over *ranks*. Under autocast gradients are fp32 and travel in fp32. If you
@@ -681,13 +798,24 @@ alone, agreed = sharded_with_overflow(False), sharded_with_overflow(True)
 # %%rank 0
 print("DDP", together, "\nsharded, each decides:", alone, "\nsharded, one decision:", agreed)
 display(
-    claim("DDP: both ranks halved the scale and skipped one step of three",
-          together[0] == together[1] and together[0][0] == 8.0, True),
-    claim("sharded, each rank decides for itself: scales on ranks 0 and 1",
-          [scale for scale, _ in alone], [16.0, 8.0], exact=True),
-    claim("sharded, one decision for the group", [scale for scale, _ in agreed], [8.0, 8.0],
-          exact=True),
-)  # fmt: skip
+    claim(
+        "DDP: both ranks halved the scale and skipped one step of three",
+        together[0] == together[1] and together[0][0] == 8.0,
+        True,
+    ),
+    claim(
+        "sharded, each rank decides for itself: scales on ranks 0 and 1",
+        [scale for scale, _ in alone],
+        [16.0, 8.0],
+        exact=True,
+    ),
+    claim(
+        "sharded, one decision for the group",
+        [scale for scale, _ in agreed],
+        [8.0, 8.0],
+        exact=True,
+    ),
+)
 
 # %% [markdown]
 # With sharded gradients only the rank that holds the overflow sees it. Rank 0 took its step, rank 1
@@ -711,10 +839,20 @@ def full_run(name: str, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
         part = slice(8 * (step % 8), 8 * (step % 8) + 8)
-        losses.append(float(autocast_step(
-            model, lm_loss, tokens[part], targets[part], optimizer, dtype=dtype, scaler=scaler,
-            max_norm=1.0,
-        )))  # fmt: skip
+        losses.append(
+            float(
+                autocast_step(
+                    model,
+                    lm_loss,
+                    tokens[part],
+                    targets[part],
+                    optimizer,
+                    dtype=dtype,
+                    scaler=scaler,
+                    max_norm=1.0,
+                )
+            )
+        )
     return losses
 
 
@@ -723,13 +861,18 @@ runs = {name: full_run(name, num_steps) for name in ("fp32", "bf16", "fp16 + sca
 ends = {name: float(np.mean(losses[-8:])) for name, losses in runs.items()}
 display(
     claim("final loss: bf16 / fp32", ends["bf16"] / ends["fp32"], 1.0, rtol=0.05),
-    claim("final loss: fp16 with scaler / fp32", ends["fp16 + scaler"] / ends["fp32"], 1.0,
-          rtol=0.05),
-)  # fmt: skip
+    claim(
+        "final loss: fp16 with scaler / fp32", ends["fp16 + scaler"] / ends["fp32"], 1.0, rtol=0.05
+    ),
+)
 plot_lines(
-    range(1, num_steps + 1), runs, xlabel="step", ylabel="loss", markers=False,
+    range(1, num_steps + 1),
+    runs,
+    xlabel="step",
+    ylabel="loss",
+    markers=False,
     title="Done right, you cannot tell them apart",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Which one?
@@ -776,22 +919,36 @@ def saved_bytes(dtype) -> int:
 
 activations = {"fp32": saved_bytes(None), "bf16 autocast": saved_bytes(torch.bfloat16)}
 display(
-    claim("70 billion weights alone, fp32 and 16 bits, GB", [70e9 * b.parameter / cost.GB
-          for b in (fp32_bytes, mixed_bytes)], [280.0, 140.0], rtol=1e-9),
-    claim("saving in parameters, gradients and optimizer states, %",
-          100 * (1 - mixed_bytes.total / fp32_bytes.total), 0.0, atol=1e-9, status="corrected",
-          said=50, source="a common summary",
-          why="fp32 Adam: 4 + 4 + 8 = 16 bytes; mixed: 2 + 2 + 12 = 16; activations shrink"),
-    claim("activations kept for backward, bf16 autocast / fp32 (small GPT, measured)",
-          activations["bf16 autocast"] / activations["fp32"], ("<", 0.95)),
-)  # fmt: skip
+    claim(
+        "70 billion weights alone, fp32 and 16 bits, GB",
+        [70e9 * b.parameter / cost.GB for b in (fp32_bytes, mixed_bytes)],
+        [280.0, 140.0],
+        rtol=1e-9,
+    ),
+    claim(
+        "saving in parameters, gradients and optimizer states, %",
+        100 * (1 - mixed_bytes.total / fp32_bytes.total),
+        0.0,
+        atol=1e-9,
+        status="corrected",
+        said=50,
+        source="a common summary",
+        why="fp32 Adam: 4 + 4 + 8 = 16 bytes; mixed: 2 + 2 + 12 = 16; activations shrink",
+    ),
+    claim(
+        "activations kept for backward, bf16 autocast / fp32 (small GPT, measured)",
+        activations["bf16 autocast"] / activations["fp32"],
+        ("<", 0.95),
+    ),
+)
 plot_stacked(
     {
         "fp32": {"parameters": 4, "gradients": 4, "optimizer": 8},
         "mixed (bf16 + master)": {"parameters": 2, "gradients": 2, "optimizer": 12},
     },
-    xlabel="bytes per parameter (the master weights count as optimizer)", form="{:.0f}",
-)  # fmt: skip
+    xlabel="bytes per parameter (the master weights count as optimizer)",
+    form="{:.0f}",
+)
 
 # %% [markdown]
 # What halves is what is 16 bits wide: activations of matrix products (not all of them: our GPT
@@ -808,15 +965,32 @@ peaks = {name: cost.A100.peak(name) / 1e12 for name in ("fp32", "tf32", "fp16", 
 sheet = "NVIDIA data sheet, dense"
 display(
     claim("A100 in fp16, TFLOP/s", peaks["fp16"], 312.0, rtol=1e-9, source=sheet),
-    claim("A100 in fp32, TFLOP/s", peaks["fp32"], 19.5, rtol=1e-9, status="corrected", said=156,
-          source=common, why="156 is TF32 on tensor cores; plain fp32 is 19.5"),
-    claim("fp16 / fp32 at peak, x", peaks["fp16"] / peaks["fp32"], 16.0, rtol=1e-3,
-          status="corrected", said=2, source=common, why="2 is against TF32"),
-)  # fmt: skip
+    claim(
+        "A100 in fp32, TFLOP/s",
+        peaks["fp32"],
+        19.5,
+        rtol=1e-9,
+        status="corrected",
+        said=156,
+        source=common,
+        why="156 is TF32 on tensor cores; plain fp32 is 19.5",
+    ),
+    claim(
+        "fp16 / fp32 at peak, x",
+        peaks["fp16"] / peaks["fp32"],
+        16.0,
+        rtol=1e-3,
+        status="corrected",
+        said=2,
+        source=common,
+        why="2 is against TF32",
+    ),
+)
 plot_bars(
     {f"{name}{', tensor cores' if name != 'fp32' else ''}": p for name, p in peaks.items()},
-    xlabel="A100, peak TFLOP/s (dense)", form="{:.4g}",
-)  # fmt: skip
+    xlabel="A100, peak TFLOP/s (dense)",
+    form="{:.4g}",
+)
 
 # %% [markdown]
 # And the peak is for large matrix products only. What is limited by *memory* (element-wise
@@ -840,21 +1014,31 @@ def step_speedup(share: int = 80, baseline: str = "fp32", size: int = 4096):
     shares = np.arange(0, 101)
     overall = 1 / (shares / 100 / gain + (1 - shares / 100) / 2)
     figure = plot_lines(
-        shares, {"bf16": overall}, xlabel="share of matrix products in the old step (%)",
-        ylabel="speed-up of a step", markers=False, ideal={"2 x": np.full(101, 2.0)},
+        shares,
+        {"bf16": overall},
+        xlabel="share of matrix products in the old step (%)",
+        ylabel="speed-up of a step",
+        markers=False,
+        ideal={"2 x": np.full(101, 2.0)},
         title=f"products of {size} against {baseline}: {gain:.1f} x; "
         f"{share} % of the step: {overall[share]:.1f} x",
-    )  # fmt: skip
+    )
     figure.axes[0].plot(share, overall[share], "o", color=PALETTE[1], markersize=9)
     return figure
 
 
 explore(
-    step_speedup, share=(0, 100), baseline=["fp32", "tf32"], size=[64, 128, 256, 1024, 4096],
-    labels={"share": "matrix products (% of the step)", "baseline": "compared with",
-            "size": "matrix size n"},
+    step_speedup,
+    share=(0, 100),
+    baseline=["fp32", "tf32"],
+    size=[64, 128, 256, 1024, 4096],
+    labels={
+        "share": "matrix products (% of the step)",
+        "baseline": "compared with",
+        "size": "matrix size n",
+    },
     alt="Speed-up of a training step by bf16 against the share of matrix products",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
@@ -864,17 +1048,30 @@ in_mind = [1 / (f / gains[-1] + (1 - f) / 2) for f in (0.0, 0.5, 0.9)]
 display(
     claim("small products are bound by memory: bf16 gains", gains[0], 2.0, rtol=1e-9),
     claim("large ones by arithmetic: bf16 gains", gains[-1], 16.0, rtol=1e-3),
-    claim("a step with 0, 50 and 90 % matrix products gets faster by (roofline)", in_mind,
-          [2.0, 3.56, 9.41], rtol=0.01, status="corrected", said=[2.0, 2.0, 2.0],
-          source="a common summary", why="no single factor: it depends on the share of matrix "
-          "products and on what it is compared with"),
-)  # fmt: skip
+    claim(
+        "a step with 0, 50 and 90 % matrix products gets faster by (roofline)",
+        in_mind,
+        [2.0, 3.56, 9.41],
+        rtol=0.01,
+        status="corrected",
+        said=[2.0, 2.0, 2.0],
+        source="a common summary",
+        why="no single factor: it depends on the share of matrix "
+        "products and on what it is compared with",
+    ),
+)
 plot_lines(
-    sizes, {"bf16 / fp32": gains, "bf16 / TF32": [product_s(n, "tf32", 4) / product_s(n, "bf16", 2)
-     for n in sizes]},
-    logx=True, ticks=sizes, xlabel="matrix size n", ylabel="speed-up (roofline, A100)",
+    sizes,
+    {
+        "bf16 / fp32": gains,
+        "bf16 / TF32": [product_s(n, "tf32", 4) / product_s(n, "bf16", 2) for n in sizes],
+    },
+    logx=True,
+    ticks=sizes,
+    xlabel="matrix size n",
+    ylabel="speed-up (roofline, A100)",
     title="Two for bytes, sixteen for arithmetic",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # If this notebook runs on a GPU, the next cell measures it. On a CPU it only says so: CPUs without
@@ -916,12 +1113,22 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     torch.cuda.amp.GradScaler(enabled=False)
 display(
-    claim("torch.cuda.amp.GradScaler warns that it is deprecated",
-          any("deprecated" in str(w.message) for w in caught), True, status="corrected",
-          said=False, source="most listings", why="use torch.amp.GradScaler('cuda')"),
-    claim("published: fp8 and bf16 trainings of a 175-billion-parameter GPT, same quality",
-          "matched", status="cited", source="Micikevicius et al., arXiv 2209.05433"),
-)  # fmt: skip
+    claim(
+        "torch.cuda.amp.GradScaler warns that it is deprecated",
+        any("deprecated" in str(w.message) for w in caught),
+        True,
+        status="corrected",
+        said=False,
+        source="most listings",
+        why="use torch.amp.GradScaler('cuda')",
+    ),
+    claim(
+        "published: fp8 and bf16 trainings of a 175-billion-parameter GPT, same quality",
+        "matched",
+        status="cited",
+        source="Micikevicius et al., arXiv 2209.05433",
+    ),
+)
 
 # %% [markdown]
 # ## Summary

@@ -184,20 +184,46 @@ first_backward = [
     min(s.start_s for s in row if s.action.kind == "B") for row in model_parallel.spans
 ]
 display(
-    claim("forward pass of 12 layers on 3 GPUs, naive, ms", 1e3 * example.forward_s,
-          12 * 10 + 2 * 5, rtol=1e-9, status="corrected", said=50, source=printed,
-          why="all 12 layers run one after the other, on whichever GPU they are"),
-    claim("forward and backward, ms, from the simulator", model_parallel.makespan_s,
-          1e3 * example.total_s, rtol=1e-9, status="corrected", said=100, source=printed,
-          why="twice 130 ms"),
-    claim("GPU utilisation of that, %", 100 * (1 - model_parallel.bubble_fraction),
-          100 * 240 / (3 * 260), rtol=1e-9, status="corrected", said=40, source=printed,
-          why="240 ms of work on 3 x 260 ms; one of three GPUs at a time cannot exceed 33.3 %"),
-    claim("stages begin their backward pass from the last to the first",
-          bool(first_backward[2] < first_backward[1] < first_backward[0]), True,
-          status="corrected", said=False, source="a common drawing of naive model parallelism",
-          why="gradients flow from the last stage to the first"),
-)  # fmt: skip
+    claim(
+        "forward pass of 12 layers on 3 GPUs, naive, ms",
+        1e3 * example.forward_s,
+        12 * 10 + 2 * 5,
+        rtol=1e-9,
+        status="corrected",
+        said=50,
+        source=printed,
+        why="all 12 layers run one after the other, on whichever GPU they are",
+    ),
+    claim(
+        "forward and backward, ms, from the simulator",
+        model_parallel.makespan_s,
+        1e3 * example.total_s,
+        rtol=1e-9,
+        status="corrected",
+        said=100,
+        source=printed,
+        why="twice 130 ms",
+    ),
+    claim(
+        "GPU utilisation of that, %",
+        100 * (1 - model_parallel.bubble_fraction),
+        100 * 240 / (3 * 260),
+        rtol=1e-9,
+        status="corrected",
+        said=40,
+        source=printed,
+        why="240 ms of work on 3 x 260 ms; one of three GPUs at a time cannot exceed 33.3 %",
+    ),
+    claim(
+        "stages begin their backward pass from the last to the first",
+        bool(first_backward[2] < first_backward[1] < first_backward[0]),
+        True,
+        status="corrected",
+        said=False,
+        source="a common drawing of naive model parallelism",
+        why="gradients flow from the last stage to the first",
+    ),
+)
 
 # %% [markdown]
 # Without transfers the utilisation is exactly 1/p: two GPUs are each idle half of the time, eight
@@ -211,12 +237,22 @@ gpu_counts = (1, 2, 4, 8, 16)
 used = [1 - simulate(naive(p, 3)).bubble_fraction for p in gpu_counts]
 speed_up = [p * u for p, u in zip(gpu_counts, used, strict=True)]
 display(
-    claim("naive utilisation on 1, 2, 4, 8, 16 GPUs is 1/p", used, [1 / p for p in gpu_counts],
-          rtol=1e-12),
-    claim("speed-up of naive model parallelism, on 2 and on 16 GPUs", [speed_up[1], speed_up[4]],
-          [1.0, 1.0], rtol=1e-12, status="corrected", said="scales to 2 to 4 GPUs",
-          why="one GPU works at a time at any p; transfers make it slower than one GPU"),
-)  # fmt: skip
+    claim(
+        "naive utilisation on 1, 2, 4, 8, 16 GPUs is 1/p",
+        used,
+        [1 / p for p in gpu_counts],
+        rtol=1e-12,
+    ),
+    claim(
+        "speed-up of naive model parallelism, on 2 and on 16 GPUs",
+        [speed_up[1], speed_up[4]],
+        [1.0, 1.0],
+        rtol=1e-12,
+        status="corrected",
+        said="scales to 2 to 4 GPUs",
+        why="one GPU works at a time at any p; transfers make it slower than one GPU",
+    ),
+)
 
 # %% [markdown]
 # ## 2 · Micro-batches: GPipe
@@ -244,16 +280,31 @@ rows = simulate(gpipe(3, 4)).spans
 wait = [rows[r][4].start_s - rows[r][3].end_s for r in range(3)]  # last forward to first backward
 dealt = simulate(gpipe(4, 12))
 display(
-    claim("the stage that starts its backward pass first (of 0, 1, 2)",
-          int(np.argmin([row[4].start_s for row in rows])), 2, status="corrected", said=0,
-          source="a common drawing of GPipe",
-          why="backward enters at the last stage, where the loss is, and comes back from there"),
-    claim("waiting time between forward and backward, stages 0 to 2", wait, [6.0, 3.0, 0.0],
-          atol=1e-12),
-    claim("micro-batches that each of 4 stages works on, of 12", len(dealt.spans[0]) // 2, 12,
-          status="corrected", said=3, source="a common drawing that deals them out, 3 to a stage",
-          why="every micro-batch passes every stage; dealing them out is data parallelism"),
-)  # fmt: skip
+    claim(
+        "the stage that starts its backward pass first (of 0, 1, 2)",
+        int(np.argmin([row[4].start_s for row in rows])),
+        2,
+        status="corrected",
+        said=0,
+        source="a common drawing of GPipe",
+        why="backward enters at the last stage, where the loss is, and comes back from there",
+    ),
+    claim(
+        "waiting time between forward and backward, stages 0 to 2",
+        wait,
+        [6.0, 3.0, 0.0],
+        atol=1e-12,
+    ),
+    claim(
+        "micro-batches that each of 4 stages works on, of 12",
+        len(dealt.spans[0]) // 2,
+        12,
+        status="corrected",
+        said=3,
+        source="a common drawing that deals them out, 3 to a stage",
+        why="every micro-batch passes every stage; dealing them out is data parallelism",
+    ),
+)
 
 # %% [markdown]
 # ### How large is the bubble?
@@ -278,18 +329,36 @@ slides = "common lecture slides"
 ours = simulate(gpipe(3, 4))
 worked_s = ours.busy_s(0)
 display(
-    claim("bubble of 3 stages, 4 micro-batches, as a share of the step", ours.bubble_fraction,
-          cost.bubble_fraction(num_stages=3, num_microbatches=4), rtol=1e-12, status="corrected",
-          said=0.5, source=slides, why="0.5 is idle time / ideal time; of the step it is 2/6"),
-    claim("... and as a share of the ideal time", (ours.makespan_s - worked_s) / worked_s,
-          cost.bubble_ratio(num_stages=3, num_microbatches=4), rtol=1e-12,
-          source="arXiv 2104.04473, section 2.2"),
-    claim("the two differ by the factor (m + p - 1) / m", 0.5 / ours.bubble_fraction, (4 + 2) / 4,
-          rtol=1e-12),
-    claim("bubble of the step: (2 stages, 8), (2, 4) and (3 stages, 8 micro-batches)",
-          [simulate(gpipe(p, m)).bubble_fraction for p, m in ((2, 8), (2, 4), (3, 8))],
-          [1 / 9, 1 / 5, 1 / 5], rtol=1e-12),
-)  # fmt: skip
+    claim(
+        "bubble of 3 stages, 4 micro-batches, as a share of the step",
+        ours.bubble_fraction,
+        cost.bubble_fraction(num_stages=3, num_microbatches=4),
+        rtol=1e-12,
+        status="corrected",
+        said=0.5,
+        source=slides,
+        why="0.5 is idle time / ideal time; of the step it is 2/6",
+    ),
+    claim(
+        "... and as a share of the ideal time",
+        (ours.makespan_s - worked_s) / worked_s,
+        cost.bubble_ratio(num_stages=3, num_microbatches=4),
+        rtol=1e-12,
+        source="arXiv 2104.04473, section 2.2",
+    ),
+    claim(
+        "the two differ by the factor (m + p - 1) / m",
+        0.5 / ours.bubble_fraction,
+        (4 + 2) / 4,
+        rtol=1e-12,
+    ),
+    claim(
+        "bubble of the step: (2 stages, 8), (2, 4) and (3 stages, 8 micro-batches)",
+        [simulate(gpipe(p, m)).bubble_fraction for p, m in ((2, 8), (2, 4), (3, 8))],
+        [1 / 9, 1 / 5, 1 / 5],
+        rtol=1e-12,
+    ),
+)
 
 # %% [markdown]
 # The mistake is largest where it matters most, when there are few micro-batches. For 4 stages and 2
@@ -301,10 +370,17 @@ counts = (4, 8, 16, 32)
 efficiency = [100 * (1 - simulate(gpipe(4, m)).bubble_fraction) for m in counts]
 for m, measured, said in zip(counts, efficiency, (25.0, 62.5, 81.25, 90.625), strict=True):
     display(
-        claim(f"efficiency of 4 stages with {m} micro-batches, %", measured, 100 * m / (m + 3),
-              rtol=1e-12, status="corrected", said=said, source="a common listing",
-              why="1 - (p - 1)/m is no efficiency; m / (m + p - 1) is")
-    )  # fmt: skip
+        claim(
+            f"efficiency of 4 stages with {m} micro-batches, %",
+            measured,
+            100 * m / (m + 3),
+            rtol=1e-12,
+            status="corrected",
+            said=said,
+            source="a common listing",
+            why="1 - (p - 1)/m is no efficiency; m / (m + p - 1) is",
+        )
+    )
 claim("4 stages, 2 micro-batches: what 1 - (p - 1)/m would give", 1 - 3 / 2, ("<", 0.0))
 
 # %%
@@ -340,10 +416,12 @@ def bubble_calculator(p: int = 8, target: int = 90, v: int = 1):
     dots = [1 - simulate(interleaved(p, m, v)).bubble_fraction for m in few]
     curve = [100 * cost.pipeline_utilization(**args, num_microbatches=int(m)) for m in line]
     figure = plot_lines(
-        {"formula": line, "simulated": few}, {"formula": curve},
-        xlabel="micro-batches m", ylabel="utilisation (%)",
+        {"formula": line, "simulated": few},
+        {"formula": curve},
+        xlabel="micro-batches m",
+        ylabel="utilisation (%)",
         title=f"p = {p}, v = {v}: {target} % needs m = {needed}",
-    )  # fmt: skip
+    )
     ax = figure.axes[0]
     ax.plot(few, [100 * d for d in dots], "o", color=COLOURS["communication"], label="simulated")
     ax.plot([0, needed, needed], [target, target, 0], "--", color="#6B6B6B", linewidth=1)
@@ -353,10 +431,13 @@ def bubble_calculator(p: int = 8, target: int = 90, v: int = 1):
 
 
 explore(
-    bubble_calculator, p=(2, 32), target=[50, 80, 90, 95], v=[1, 2, 4],
+    bubble_calculator,
+    p=(2, 32),
+    target=[50, 80, 90, 95],
+    v=[1, 2, 4],
     labels={"p": "stages p", "target": "wanted utilisation (%)", "v": "chunks per rank v"},
     alt="Utilisation rises with the number of micro-batches; simulated dots lie on the curve",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # "Pipelines scale to 8 to 64 devices" is another sentence without a reason. A pipeline can have as
@@ -368,16 +449,28 @@ explore(
 # %%rank 0
 needed = [cost.microbatches_for(num_stages=p, utilization=0.9) for p in (2, 4, 8, 64, 128)]
 display(
-    claim("micro-batches for 90 % on 2, 4, 8, 64 and 128 stages are 9 (p - 1)", needed,
-          [9 * (p - 1) for p in (2, 4, 8, 64, 128)], status="corrected",
-          said="8 to 64 devices", source="arXiv 2104.04473",
-          why="any number of stages reaches 90 % if m grows with it"),
-    claim("stages of the pipeline that ran 1 trillion parameters on 3,072 A100", 64,
-          status="cited", source="Narayanan et al., arXiv 2104.04473, table 1"),
-    claim("with m = 4 p the bubble is below a fifth of the step, at every p up to 64",
-          [cost.bubble_fraction(num_stages=p, num_microbatches=4 * p) for p in range(2, 65)],
-          ("<", 0.2), source="GPipe, arXiv 1811.06965, calls it negligible from there"),
-)  # fmt: skip
+    claim(
+        "micro-batches for 90 % on 2, 4, 8, 64 and 128 stages are 9 (p - 1)",
+        needed,
+        [9 * (p - 1) for p in (2, 4, 8, 64, 128)],
+        status="corrected",
+        said="8 to 64 devices",
+        source="arXiv 2104.04473",
+        why="any number of stages reaches 90 % if m grows with it",
+    ),
+    claim(
+        "stages of the pipeline that ran 1 trillion parameters on 3,072 A100",
+        64,
+        status="cited",
+        source="Narayanan et al., arXiv 2104.04473, table 1",
+    ),
+    claim(
+        "with m = 4 p the bubble is below a fifth of the step, at every p up to 64",
+        [cost.bubble_fraction(num_stages=p, num_microbatches=4 * p) for p in range(2, 65)],
+        ("<", 0.2),
+        source="GPipe, arXiv 1811.06965, calls it negligible from there",
+    ),
+)
 
 # %% [markdown]
 # ## 3 · Write it: the backward pass of a pipeline
@@ -491,9 +584,12 @@ nn.functional.mse_loss(whole(batch), goal).backward()
 difference = (gradients(sewn) - gradients(whole)).abs().max() / gradients(whole).abs().max()
 display(
     claim("parts of 4 with a gradient, sewn", num_trained(sewn), 4),
-    claim("largest difference from one backward pass of the whole batch, relative",
-          float(difference), ("<", 1e-12)),
-)  # fmt: skip
+    claim(
+        "largest difference from one backward pass of the whole batch, relative",
+        float(difference),
+        ("<", 1e-12),
+    ),
+)
 
 # %% [markdown]
 # ### The same over four ranks
@@ -544,8 +640,9 @@ for schedule in (
     result = PipelineExecutor(stages, schedule, lm_loss).step(inputs, targets)
     error = max(
         (w.grad - expected[name].grad).abs().max() / expected[name].grad.abs().max()
-        for stage in stages for name, w in stage.named_parameters()
-    )  # fmt: skip
+        for stage in stages
+        for name, w in stage.named_parameters()
+    )
     both = [None] * p
     dist.all_gather_object(both, (float(error), result.peak_activations))
     errors[schedule.name], held[schedule.name] = max(e for e, _ in both), [h for _, h in both]
@@ -758,19 +855,36 @@ def bubble_of(make, p: int, m: int) -> float:
 
 sizes = [(p, m) for p in range(1, 9) for m in range(1, 13)]
 display(
-    claim("GPipe, m = 16: bytes held, in micro-batches, per rank",
-          in_units("GPipe", 16), [16.0] * p, rtol=0.02),
-    claim("1F1B, m = 16: bytes held, in micro-batches, per rank: p - r",
-          in_units("1F1B", 16), [float(p - r) for r in range(p)], rtol=0.02),
-    claim("1F1B holds no more with m = 16 than with m = 8", peak_bytes["1F1B", 16],
-          list(peak_bytes["1F1B", 8])),
-    claim("executor, simulator and formula agree on 1F1B",
-          [held["1F1B"], list(peak_activations(one_f_one_b(p, 2 * p)))],
-          [[min(p - r, 2 * p) for r in range(p)]] * 2, exact=True),
-    claim("bubble of 1F1B minus bubble of GPipe, largest over p and m up to 12",
-          max(abs(bubble_of(one_f_one_b, *size) - bubble_of(gpipe, *size)) for size in sizes), 0.0,
-          atol=1e-12),
-)  # fmt: skip
+    claim(
+        "GPipe, m = 16: bytes held, in micro-batches, per rank",
+        in_units("GPipe", 16),
+        [16.0] * p,
+        rtol=0.02,
+    ),
+    claim(
+        "1F1B, m = 16: bytes held, in micro-batches, per rank: p - r",
+        in_units("1F1B", 16),
+        [float(p - r) for r in range(p)],
+        rtol=0.02,
+    ),
+    claim(
+        "1F1B holds no more with m = 16 than with m = 8",
+        peak_bytes["1F1B", 16],
+        list(peak_bytes["1F1B", 8]),
+    ),
+    claim(
+        "executor, simulator and formula agree on 1F1B",
+        [held["1F1B"], list(peak_activations(one_f_one_b(p, 2 * p)))],
+        [[min(p - r, 2 * p) for r in range(p)]] * 2,
+        exact=True,
+    ),
+    claim(
+        "bubble of 1F1B minus bubble of GPipe, largest over p and m up to 12",
+        max(abs(bubble_of(one_f_one_b, *size) - bubble_of(gpipe, *size)) for size in sizes),
+        0.0,
+        atol=1e-12,
+    ),
+)
 
 # %% [markdown]
 # Rank 0 still holds p micro-batches, and the last rank one. So 1F1B needs most memory at the front.
@@ -819,12 +933,21 @@ def schedule_explorer(name: str = "1F1B", p: int = 4, m: int = 8, v: int = 2, ra
 
 
 explore(
-    schedule_explorer, name=list(BUILDERS), p=(1, 8), m=(1, 32), v=[1, 2, 3, 4],
+    schedule_explorer,
+    name=list(BUILDERS),
+    p=(1, 8),
+    m=(1, 32),
+    v=[1, 2, 3, 4],
     ratio=[0.5, 1.0, 2.0, 3.0],
-    labels={"name": "schedule", "p": "ranks p", "m": "micro-batches m", "v": "chunks per rank v",
-            "ratio": "backward / forward time"},
+    labels={
+        "name": "schedule",
+        "p": "ranks p",
+        "m": "micro-batches m",
+        "v": "chunks per rank v",
+        "ratio": "backward / forward time",
+    },
     alt="Timeline of the chosen pipeline schedule, one row per rank, idle time in grey",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 5 · PipeDream: no flush, old weights
@@ -885,16 +1008,29 @@ draw_all(
 # %%rank 0
 backwards, forwards = simulate(gpipe_reversed(2, 4)), simulate(gpipe(2, 4))
 display(
-    claim("bubble of GPipe drawn backwards, 2 stages, 4 micro-batches", backwards.bubble_fraction,
-          forwards.bubble_fraction, rtol=1e-12, status="corrected",
-          said="smaller than GPipe's", source="a common slide that calls it PipeDream",
-          why="it is GPipe; PipeDream has no flush but keeps several versions of the weights"),
-    claim("... and it holds as many micro-batches as GPipe", backwards.peak_activations,
-          list(forwards.peak_activations), exact=True),
-    claim("idle share of PipeDream on 4 stages after 10, 100 and 1000 mini-batches",
-          [simulate(pipedream(4, m)).bubble_fraction for m in (10, 100, 1000)],
-          [3 / (m + 3) for m in (10, 100, 1000)], rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "bubble of GPipe drawn backwards, 2 stages, 4 micro-batches",
+        backwards.bubble_fraction,
+        forwards.bubble_fraction,
+        rtol=1e-12,
+        status="corrected",
+        said="smaller than GPipe's",
+        source="a common slide that calls it PipeDream",
+        why="it is GPipe; PipeDream has no flush but keeps several versions of the weights",
+    ),
+    claim(
+        "... and it holds as many micro-batches as GPipe",
+        backwards.peak_activations,
+        list(forwards.peak_activations),
+        exact=True,
+    ),
+    claim(
+        "idle share of PipeDream on 4 stages after 10, 100 and 1000 mini-batches",
+        [simulate(pipedream(4, m)).bubble_fraction for m in (10, 100, 1000)],
+        [3 / (m + 3) for m in (10, 100, 1000)],
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # The price is paid elsewhere. Follow mini-batch 5 on rank 0 of the last drawing. It goes forward
@@ -1037,20 +1173,36 @@ for stash in (True, False):
 # %%
 # %%rank 0
 display(
-    claim("with stashing: largest difference of any weight from the formula, all ranks",
-          max(e for e, _, _ in found[True]), ("<", 1e-9), source="arXiv 1806.03377, section 3.3"),
-    claim("without stashing: the first rank's weights are elsewhere", found[False][0][0],
-          (">", 1e-4)),
-    claim("staleness per rank, in updates: measured, at the end of the run",
-          [s[-1] for _, s, _ in found[True]], [p - r - 1 for r in range(p)]),
-    claim("staleness of every mini-batch on every rank: min(i, p - r - 1)",
-          [list(s) for _, s, _ in found[True]],
-          [[min(i, p - r - 1) for i in range(num_batches)] for r in range(p)]),
-    claim("... and so says the simulator", list(map(list, staleness(pipedream(p, num_batches)))),
-          [list(s) for _, s, _ in found[True]]),
-    claim("versions of the weights kept, per rank: p - r", [v for _, _, v in found[True]],
-          [p - r for r in range(p)]),
-)  # fmt: skip
+    claim(
+        "with stashing: largest difference of any weight from the formula, all ranks",
+        max(e for e, _, _ in found[True]),
+        ("<", 1e-9),
+        source="arXiv 1806.03377, section 3.3",
+    ),
+    claim(
+        "without stashing: the first rank's weights are elsewhere", found[False][0][0], (">", 1e-4)
+    ),
+    claim(
+        "staleness per rank, in updates: measured, at the end of the run",
+        [s[-1] for _, s, _ in found[True]],
+        [p - r - 1 for r in range(p)],
+    ),
+    claim(
+        "staleness of every mini-batch on every rank: min(i, p - r - 1)",
+        [list(s) for _, s, _ in found[True]],
+        [[min(i, p - r - 1) for i in range(num_batches)] for r in range(p)],
+    ),
+    claim(
+        "... and so says the simulator",
+        list(map(list, staleness(pipedream(p, num_batches)))),
+        [list(s) for _, s, _ in found[True]],
+    ),
+    claim(
+        "versions of the weights kept, per rank: p - r",
+        [v for _, _, v in found[True]],
+        [p - r for r in range(p)],
+    ),
+)
 
 # %% [markdown]
 # How bad is a stale gradient? Take the simplest loss, a parabola with curvature h. Gradient descent
@@ -1077,16 +1229,28 @@ delays = list(range(16))
 limits = [largest_stable_rate(d) for d in delays]
 formula = [2 * math.sin(math.pi / (4 * d + 2)) for d in delays]
 display(
-    claim("largest stable learning rate x curvature for delays 0 to 15", limits, formula,
-          rtol=1e-6, source="arXiv 1910.05124"),
-    claim("8 stages: the first stage's limit, as a share of that without delay",
-          limits[7] / limits[0], math.sin(math.pi / 30), rtol=1e-6),
-)  # fmt: skip
+    claim(
+        "largest stable learning rate x curvature for delays 0 to 15",
+        limits,
+        formula,
+        rtol=1e-6,
+        source="arXiv 1910.05124",
+    ),
+    claim(
+        "8 stages: the first stage's limit, as a share of that without delay",
+        limits[7] / limits[0],
+        math.sin(math.pi / 30),
+        rtol=1e-6,
+    ),
+)
 plot_lines(
-    delays, {"largest stable rate": limits},
-    xlabel="delay (updates); the first of p stages has p − 1", ylabel="learning rate × curvature",
-    title="Stale gradients force small steps", ideal={"2 sin(π/(4d+2))": formula},
-)  # fmt: skip
+    delays,
+    {"largest stable rate": limits},
+    xlabel="delay (updates); the first of p stages has p − 1",
+    ylabel="learning rate × curvature",
+    title="Stale gradients force small steps",
+    ideal={"2 sin(π/(4d+2))": formula},
+)
 
 # %% [markdown]
 # This is why large language models are trained with a flush. PipeDream's descendants shrink the
@@ -1110,18 +1274,32 @@ idle = [
     for s in (deep, deeper)
 ]
 display(
-    claim("two chunks per rank halve the bubble time of p = 16, m = 64",
-          (idle[1].makespan_s - 192) / (idle[0].makespan_s - 192), 0.5, rtol=1e-9,
-          source="arXiv 2104.04473, section 2.2"),
-    claim("bubble of the step with v = 2, p = 4, m = 8",
-          simulate(interleaved(4, 8, 2), half).bubble_fraction, 3 / (2 * 8 + 3), rtol=1e-9),
-    claim("messages of a step: 2 m (p v - 1), for v = 1, 2, 4 (p = 4, m = 8)",
-          [num_messages(interleaved(4, 8, v)) for v in (1, 2, 4)],
-          [2 * 8 * (4 * v - 1) for v in (1, 2, 4)]),
-    claim("micro-batches held by rank 0 with v = 1, 2, 3 (p = 4, m = 8)",
-          [peak_activations(interleaved(4, 8, v))[0] for v in (1, 2, 3)],
-          [4.0, 4 + 3 / 2, 4 + 3 / 3], rtol=1e-12, source="arXiv 2205.05198: p (1 + (p-1)/(p v))"),
-)  # fmt: skip
+    claim(
+        "two chunks per rank halve the bubble time of p = 16, m = 64",
+        (idle[1].makespan_s - 192) / (idle[0].makespan_s - 192),
+        0.5,
+        rtol=1e-9,
+        source="arXiv 2104.04473, section 2.2",
+    ),
+    claim(
+        "bubble of the step with v = 2, p = 4, m = 8",
+        simulate(interleaved(4, 8, 2), half).bubble_fraction,
+        3 / (2 * 8 + 3),
+        rtol=1e-9,
+    ),
+    claim(
+        "messages of a step: 2 m (p v - 1), for v = 1, 2, 4 (p = 4, m = 8)",
+        [num_messages(interleaved(4, 8, v)) for v in (1, 2, 4)],
+        [2 * 8 * (4 * v - 1) for v in (1, 2, 4)],
+    ),
+    claim(
+        "micro-batches held by rank 0 with v = 1, 2, 3 (p = 4, m = 8)",
+        [peak_activations(interleaved(4, 8, v))[0] for v in (1, 2, 3)],
+        [4.0, 4 + 3 / 2, 4 + 3 / 3],
+        rtol=1e-12,
+        source="arXiv 2205.05198: p (1 + (p-1)/(p v))",
+    ),
+)
 
 # %% [markdown]
 # ### What a message costs
@@ -1163,25 +1341,38 @@ kinds = {"GPipe": (gpipe(4, 8), 1), "1F1B": (one_f_one_b(4, 8), 1)}
 kinds |= {f"interleaved, v = {v}": (interleaved(4, 8, v), v) for v in (2, 4)}
 curves = {name: [step_time(s, v, w) for w in wires] for name, (s, v) in kinds.items()}
 plot_lines(
-    wires, curves, xlabel="time of one message (one forward = 1)",
+    wires,
+    curves,
+    xlabel="time of one message (one forward = 1)",
     ylabel="time of a step\n(one forward = 1)",
     title="4 ranks, 8 micro-batches: slow wires take back what interleaving gave",
     ideal={"no bubble": np.full(len(wires), 24.0)},
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
 extra = {name: curve[5] - curve[0] for name, curve in curves.items()}
 display(
-    claim("GPipe pays each message time 2 (p - 1) times per step", extra["GPipe"], 2 * 3 * wires[5],
-          rtol=1e-9),
-    claim("1F1B pays more: a message delays every forward-backward pair of the steady state",
-          extra["1F1B"] / extra["GPipe"], (">", 1.0)),
-    claim("free messages: v = 4 beats 1F1B",
-          curves["interleaved, v = 4"][0] < curves["1F1B"][0], True),
-    claim("messages as long as a forward pass: v = 4 loses to 1F1B",
-          curves["interleaved, v = 4"][-1] > curves["1F1B"][-1], True),
-)  # fmt: skip
+    claim(
+        "GPipe pays each message time 2 (p - 1) times per step",
+        extra["GPipe"],
+        2 * 3 * wires[5],
+        rtol=1e-9,
+    ),
+    claim(
+        "1F1B pays more: a message delays every forward-backward pair of the steady state",
+        extra["1F1B"] / extra["GPipe"],
+        (">", 1.0),
+    ),
+    claim(
+        "free messages: v = 4 beats 1F1B", curves["interleaved, v = 4"][0] < curves["1F1B"][0], True
+    ),
+    claim(
+        "messages as long as a forward pass: v = 4 loses to 1F1B",
+        curves["interleaved, v = 4"][-1] > curves["1F1B"][-1],
+        True,
+    ),
+)
 
 # %% [markdown]
 # ## 7 · Zero bubble: cut the backward pass in two
@@ -1252,23 +1443,35 @@ for m, *times, in_1f1b, _, in_zb in PUBLISHED:
     simulated["ZB-H1"].append(bubble_rate(zb_h1(8, m), *times))
     for name, stated in (("1F1B", in_1f1b), ("ZB-H1", in_zb)):
         display(
-            claim(f"bubble rate of {name}, 8 stages, {m} micro-batches, to four digits",
-                  simulated[name][-1], stated, atol=5.1e-5, source=paper)
-        )  # fmt: skip
+            claim(
+                f"bubble rate of {name}, 8 stages, {m} micro-batches, to four digits",
+                simulated[name][-1],
+                stated,
+                atol=5.1e-5,
+                source=paper,
+            )
+        )
 
 # %%
 # %%rank 0
 figure = plot_lines(
     [row[0] for row in PUBLISHED],
     {name: [100 * rate for rate in rates] for name, rates in simulated.items()},
-    xlabel="micro-batches m", ylabel="bubble (% of the step)", ticks=[24, 32, 64], markers=False,
+    xlabel="micro-batches m",
+    ylabel="bubble (% of the step)",
+    ticks=[24, 32, 64],
+    markers=False,
     title="Lines: our simulator. Circles: arXiv 2401.10241",
-)  # fmt: skip
+)
 for column in (5, 6, 7):
     figure.axes[0].plot(
-        [row[0] for row in PUBLISHED], [100 * row[column] for row in PUBLISHED],
-        "o", markersize=9, markerfacecolor="none", markeredgecolor="black",
-    )  # fmt: skip
+        [row[0] for row in PUBLISHED],
+        [100 * row[column] for row in PUBLISHED],
+        "o",
+        markersize=9,
+        markerfacecolor="none",
+        markeredgecolor="black",
+    )
 figure
 
 # %% [markdown]
@@ -1282,20 +1485,41 @@ predicted = (1 - 0.1585) / (1 - 0.2431)
 _, t_f, t_b, t_w, *_ = PUBLISHED[2]
 equal_times = {"num_stages": 8, "forward_s": 1, "backward_s": 2}
 display(
-    claim("interleaved 1F1B with three chunks: simulated / published",
-          [s / row[6] for s, row in zip(simulated["interleaved"], PUBLISHED, strict=True)],
-          [1.0] * 3, rtol=0.05, source=paper),
-    claim("samples per second and GPU, 1F1B and ZB-1p (memory as ZB-H1), m = 24", [11.8, 12.9],
-          status="cited", source=paper),
+    claim(
+        "interleaved 1F1B with three chunks: simulated / published",
+        [s / row[6] for s, row in zip(simulated["interleaved"], PUBLISHED, strict=True)],
+        [1.0] * 3,
+        rtol=0.05,
+        source=paper,
+    ),
+    claim(
+        "samples per second and GPU, 1F1B and ZB-1p (memory as ZB-H1), m = 24",
+        [11.8, 12.9],
+        status="cited",
+        source=paper,
+    ),
     claim("the bubble rates predict that gain", predicted, 12.9 / 11.8, rtol=0.03, source=paper),
-    claim("closed form of ZB-H1 without messages, m = 64",
-          cost.bubble_fraction(num_stages=8, num_microbatches=64, schedule="zb_h1",
-                               forward_s=t_f, backward_s=t_b + t_w, weight_backward_s=t_w),
-          bubble_rate(zb_h1(8, 64), t_f, t_b, t_w, 0.0), rtol=1e-9),
-    claim("bubble of ZB-H1 / bubble of 1F1B for equal times",
-          cost.bubble_seconds(schedule="zb_h1", weight_backward_s=1, **equal_times)
-          / cost.bubble_seconds(**equal_times), 1 / 3, rtol=1e-12),
-)  # fmt: skip
+    claim(
+        "closed form of ZB-H1 without messages, m = 64",
+        cost.bubble_fraction(
+            num_stages=8,
+            num_microbatches=64,
+            schedule="zb_h1",
+            forward_s=t_f,
+            backward_s=t_b + t_w,
+            weight_backward_s=t_w,
+        ),
+        bubble_rate(zb_h1(8, 64), t_f, t_b, t_w, 0.0),
+        rtol=1e-9,
+    ),
+    claim(
+        "bubble of ZB-H1 / bubble of 1F1B for equal times",
+        cost.bubble_seconds(schedule="zb_h1", weight_backward_s=1, **equal_times)
+        / cost.bubble_seconds(**equal_times),
+        1 / 3,
+        rtol=1e-12,
+    ),
+)
 
 # %% [markdown]
 # Spend twice the memory, put off the optimizer's global checks, and the bubble can vanish (ZB-H2,
@@ -1341,9 +1565,14 @@ def torch_pipeline(name: str, m: int, v: int) -> None:
 # %%rank 0
 free = emulate.Link(bandwidth_bytes_per_s=1e30, latency_s=0.0)
 box = emulate.Cluster(
-    name="free wires", nodes=1, devices_per_node=4, intra_node=free, inter_node=free,
-    peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12,
-)  # fmt: skip
+    name="free wires",
+    nodes=1,
+    devices_per_node=4,
+    intra_node=free,
+    inter_node=free,
+    peak_flops_per_s=1e12,
+    memory_bandwidth_bytes_per_s=1e12,
+)
 
 
 def with_latency(seconds: float) -> emulate.Cluster:
@@ -1373,21 +1602,32 @@ bubbles = [
     1 - emulated[name].efficiency_between(*last_step(emulated[name], m, v)) for name, m, v in chosen
 ]
 display(
-    claim("bubble of torch's GPipe, 1F1B, interleaved 1F1B (p = 4, m = 8, v = 2)", bubbles,
-          [3 / 11, 3 / 11, 3 / (2 * 8 + 3)], atol=1e-9),
-    claim("torch.distributed.pipeline.sync.Pipe can be imported",
-          importlib.util.find_spec("torch.distributed.pipeline") is not None, False,
-          status="corrected", said=True, source="common listings",
-          why="it was removed; use torch.distributed.pipelining"),
-)  # fmt: skip
+    claim(
+        "bubble of torch's GPipe, 1F1B, interleaved 1F1B (p = 4, m = 8, v = 2)",
+        bubbles,
+        [3 / 11, 3 / 11, 3 / (2 * 8 + 3)],
+        atol=1e-9,
+    ),
+    claim(
+        "torch.distributed.pipeline.sync.Pipe can be imported",
+        importlib.util.find_spec("torch.distributed.pipeline") is not None,
+        False,
+        status="corrected",
+        said=True,
+        source="common listings",
+        why="it was removed; use torch.distributed.pipelining",
+    ),
+)
 
 # %%
 # %%rank 0
 start_s, end_s = last_step(slow_wires, 8, 1)
 plot_timeline(
-    slow_wires, start_s=start_s, end_s=end_s,
+    slow_wires,
+    start_s=start_s,
+    end_s=end_s,
     title="PyTorch's Schedule1F1B, emulated, a message takes 0.3 s",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # It has the shape of the simulator's 1F1B at the top, but this one comes from messages that PyTorch
@@ -1481,12 +1721,19 @@ def balance_explorer(vocabulary: int = 256, p: int = 8, num_layers: int = 32, m:
 
 
 explore(
-    balance_explorer, vocabulary=[8, 32, 64, 128, 256], p=[2, 4, 8, 16], num_layers=[16, 32, 64],
+    balance_explorer,
+    vocabulary=[8, 32, 64, 128, 256],
+    p=[2, 4, 8, 16],
+    num_layers=[16, 32, 64],
     m=[8, 32, 128],
-    labels={"vocabulary": "vocabulary (thousand tokens)", "p": "stages p", "num_layers": "layers",
-            "m": "micro-batches m"},
+    labels={
+        "vocabulary": "vocabulary (thousand tokens)",
+        "p": "stages p",
+        "num_layers": "layers",
+        "m": "micro-batches m",
+    },
     alt="Bars of work per stage; with equal layers the last stage sticks out",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
@@ -1497,16 +1744,26 @@ equal, by_flops, by_weights = (
 mean = sum(flops) / 8
 uneven = simulate(one_f_one_b(8, 256), StageTimes(equal, equal, equal))
 display(
-    claim("layers per stage: 18 on 3 GPUs and 12 on 3 GPUs",
-          [len(part) for n in (18, 12) for part in balance([1] * n, 3)], [6] * 3 + [4] * 3),
-    claim("an output layer of 256,000 x 4,096 is worth this many blocks", flops[-1] / flops[1],
-          (">", 4.0)),
+    claim(
+        "layers per stage: 18 on 3 GPUs and 12 on 3 GPUs",
+        [len(part) for n in (18, 12) for part in balance([1] * n, 3)],
+        [6] * 3 + [4] * 3,
+    ),
+    claim(
+        "an output layer of 256,000 x 4,096 is worth this many blocks",
+        flops[-1] / flops[1],
+        (">", 4.0),
+    ),
     claim("equal layers, 8 stages: slowest stage / mean stage", max(equal) / mean, (">", 1.7)),
     claim("balanced by FLOPs: slowest stage / mean stage", max(by_flops) / mean, ("<", 1.2)),
     claim("balanced by parameters: slowest stage / mean", max(by_weights) / mean, (">", 1.25)),
-    claim("with many micro-batches the step takes m x the slowest stage",
-          uneven.makespan_s / (256 * 3 * max(equal)), 1.0, rtol=0.03),
-)  # fmt: skip
+    claim(
+        "with many micro-batches the step takes m x the slowest stage",
+        uneven.makespan_s / (256 * 3 * max(equal)),
+        1.0,
+        rtol=0.03,
+    ),
+)
 
 # %% [markdown]
 # `split_model` weighs units by their parameters unless you give it `costs`. Measure the seconds of
@@ -1557,11 +1814,15 @@ dist.all_gather_object(shares, sum(w.numel() for w in stage.parameters()) / full
 # %%
 # %%rank 0
 display(
-    claim("five losses of the pipeline against data parallelism",
-          [b for _, b in curves_by_rank], [a for a, _ in curves_by_rank], rtol=1e-7),
+    claim(
+        "five losses of the pipeline against data parallelism",
+        [b for _, b in curves_by_rank],
+        [a for a, _ in curves_by_rank],
+        rtol=1e-7,
+    ),
     claim("parameters per rank of the pipeline add up to one model", sum(shares), 1.0, rtol=1e-12),
     claim("the largest stage's share of the parameters", max(shares), ("<", 1 / p + 0.1)),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Now the time, on the emulated cluster. The model has four layers of 256 × 256 weights (1 MB in
@@ -1618,11 +1879,14 @@ versus = {
     "pipeline, 1F1B": [step_of(pipeline_trace, s) for s in speeds],
 }
 plot_lines(
-    [speed / 1e6 for speed in speeds], versus, logx=True,
-    xlabel="network (MB/s)", ylabel="time of a step (s)",
+    [speed / 1e6 for speed in speeds],
+    versus,
+    logx=True,
+    xlabel="network (MB/s)",
+    ylabel="time of a step (s)",
     title="A slow network favours the pipeline, a fast one data parallelism",
     ideal={"compute alone": np.full(len(speeds), 24.0)},
-)  # fmt: skip
+)
 
 # %% [markdown]
 # On the right the network is fast: data parallelism hides its all-reduce behind the backward pass
@@ -1636,15 +1900,27 @@ sent = emulate.simulate(pipeline_trace, network(1e9)).bytes_per_link
 middle = sent["device 1"]  # a stage with two neighbours: activations on, gradients back
 ring = 2 * 3 / 4 * 4 * WIDTH * WIDTH * 4
 display(
-    claim("bytes a middle stage sends: 2 x micro-batches x activation", middle,
-          2 * NUM_MICRO * MICRO * WIDTH * 4, rtol=0.01),
-    claim("a replica of the same model sends this many times as much", ring / middle, 24.0,
-          rtol=0.01),
-    claim("fast network: step of the pipeline / step of data parallelism",
-          versus["pipeline, 1F1B"][-1] / versus["data parallel"][-1], 11 / 8, rtol=0.03),
-    claim("slow network: the pipeline is faster by a factor of",
-          versus["data parallel"][0] / versus["pipeline, 1F1B"][0], (">", 2.0)),
-)  # fmt: skip
+    claim(
+        "bytes a middle stage sends: 2 x micro-batches x activation",
+        middle,
+        2 * NUM_MICRO * MICRO * WIDTH * 4,
+        rtol=0.01,
+    ),
+    claim(
+        "a replica of the same model sends this many times as much", ring / middle, 24.0, rtol=0.01
+    ),
+    claim(
+        "fast network: step of the pipeline / step of data parallelism",
+        versus["pipeline, 1F1B"][-1] / versus["data parallel"][-1],
+        11 / 8,
+        rtol=0.03,
+    ),
+    claim(
+        "slow network: the pipeline is faster by a factor of",
+        versus["data parallel"][0] / versus["pipeline, 1F1B"][0],
+        (">", 2.0),
+    ),
+)
 
 # %% [markdown]
 # Change the network yourself: each bar is a replay of a recorded trace. Latency hurts as well. How
@@ -1661,16 +1937,22 @@ def choose(log_speed: float = 5.0, latency_ms: int = 1):
         "pipeline, 1F1B": step_of(pipeline_trace, speed, latency_s),
     }
     return plot_bars(
-        bars, xlabel="seconds per step", limit=24.0, limit_label="compute alone", form="{:.1f}",
+        bars,
+        xlabel="seconds per step",
+        limit=24.0,
+        limit_label="compute alone",
+        form="{:.1f}",
         title=f"{speed / 1e6:.3g} MB/s, {latency_ms} ms",
-    )  # fmt: skip
+    )
 
 
 explore(
-    choose, log_speed=(4.0, 7.0, 0.25), latency_ms=[0, 1, 10, 100, 300],
+    choose,
+    log_speed=(4.0, 7.0, 0.25),
+    latency_ms=[0, 1, 10, 100, 300],
     labels={"log_speed": "network, log10 of bytes/s", "latency_ms": "latency (ms)"},
     alt="Two bars: time of a step under data parallelism and under a pipeline",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # In practice you do not choose one. Pipelines go **between** nodes, where links are slow; tensor

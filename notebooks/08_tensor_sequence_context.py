@@ -99,8 +99,10 @@ for tp in (2, 4, 8):
     bars[f"{tp} GPUs, InfiniBand"] = layer_ms(cost.GPT3_175B, tp, infiniband)
 plot_stacked(
     {name: {"compute": a, "communication": b} for name, (a, b) in bars.items()},
-    xlabel="ms per layer", title="One layer of GPT-3 under tensor parallelism", form="{:.1f}",
-)  # fmt: skip
+    xlabel="ms per layer",
+    title="One layer of GPT-3 under tensor parallelism",
+    form="{:.1f}",
+)
 
 # %% [markdown]
 # ## 1 · Two ways to split a matrix
@@ -137,18 +139,36 @@ dist.all_reduce(summed)
 # %%rank 0
 gpt = cost.Transformer(vocab_size=1, context=1, width=1024, num_layers=1, num_heads=8)
 display(
-    claim("columns side by side are x W: largest difference", (joined - x @ W).abs().max().item(),
-          ("<", 1e-12)),
-    claim("row products added up are x W: largest difference", (summed - x @ W).abs().max().item(),
-          ("<", 1e-12)),
-    claim("share of the weight that a column-parallel layer holds on 4 ranks",
-          ColumnParallelLinear(nn.Linear(8, 16).to(device), TensorParallel()).weight.numel()
-          / (8 * 16), 0.25, rtol=1e-9),
-    claim("columns of an H x 4H matrix on each of 2 GPUs, in H", gpt.mlp_width / gpt.width / 2, 2,
-          rtol=1e-9),
-    claim("query, key and value together are this many H wide",
-          (gpt.width + 2 * gpt.kv_width) / gpt.width, 3, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "columns side by side are x W: largest difference",
+        (joined - x @ W).abs().max().item(),
+        ("<", 1e-12),
+    ),
+    claim(
+        "row products added up are x W: largest difference",
+        (summed - x @ W).abs().max().item(),
+        ("<", 1e-12),
+    ),
+    claim(
+        "share of the weight that a column-parallel layer holds on 4 ranks",
+        ColumnParallelLinear(nn.Linear(8, 16).to(device), TensorParallel()).weight.numel()
+        / (8 * 16),
+        0.25,
+        rtol=1e-9,
+    ),
+    claim(
+        "columns of an H x 4H matrix on each of 2 GPUs, in H",
+        gpt.mlp_width / gpt.width / 2,
+        2,
+        rtol=1e-9,
+    ),
+    claim(
+        "query, key and value together are this many H wide",
+        (gpt.width + 2 * gpt.kv_width) / gpt.width,
+        3,
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # ## 2 · f and g: collectives that autograd understands
@@ -243,8 +263,11 @@ A_part, B_part = A.chunk(world_size, 1)[rank], B.chunk(world_size, 0)[rank]
 whole = x.clone().requires_grad_()
 (F.gelu(whole @ A) @ B).square().sum().backward()
 wrong_by = {}
-for name, before, after in (("f and g", f.apply, g.apply), ("no f", identity, g.apply),
-                            ("all-reduce twice", f.apply, g_twice.apply)):  # fmt: skip
+for name, before, after in (
+    ("f and g", f.apply, g.apply),
+    ("no f", identity, g.apply),
+    ("all-reduce twice", f.apply, g_twice.apply),
+):
     mine = x.clone().requires_grad_()
     z = after(F.gelu(before(mine) @ A_part) @ B_part)
     z.square().sum().backward()
@@ -255,15 +278,24 @@ for name, before, after in (("f and g", f.apply, g.apply), ("no f", identity, g.
 # %%
 # %%rank 0
 display(
-    claim("column-parallel by dist.all_gather: backward", tutorial,
-          lambda got: got.startswith("RuntimeError"), status="corrected", said="a gradient",
-          source="common listings of ColumnParallelLinear",
-          why="the output of dist.all_gather does not require a gradient"),
+    claim(
+        "column-parallel by dist.all_gather: backward",
+        tutorial,
+        lambda got: got.startswith("RuntimeError"),
+        status="corrected",
+        said="a gradient",
+        source="common listings of ColumnParallelLinear",
+        why="the output of dist.all_gather does not require a gradient",
+    ),
     claim("f and g: relative error of the input's gradient", wrong_by["f and g"], ("<", 1e-12)),
     claim("without f: relative error of the input's gradient", wrong_by["no f"], (">", 0.3)),
-    claim("all-reduce in both directions of g: gradient too large by",
-          wrong_by["all-reduce twice, size"], float(world_size), rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "all-reduce in both directions of g: gradient too large by",
+        wrong_by["all-reduce twice, size"],
+        float(world_size),
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # Without f nothing crashes. Every rank has another gradient of x; below this layer the replicas of
@@ -305,17 +337,26 @@ mlp_error = (z - mlp(tokens_BTD)).abs().max().item()
 # %%
 # %%rank 0
 display(
-    claim("column then row: collectives in the forward pass of an MLP",
-          sum(forward_log.counts().values()), 1, status="corrected", said=2,
-          source="a common listing that gathers in between",
-          why="the row-parallel layer wants the split output; gathered, it has the wrong width"),
+    claim(
+        "column then row: collectives in the forward pass of an MLP",
+        sum(forward_log.counts().values()),
+        1,
+        status="corrected",
+        said=2,
+        source="a common listing that gathers in between",
+        why="the row-parallel layer wants the split output; gathered, it has the wrong width",
+    ),
     claim("column then row: result against the whole MLP", mlp_error, ("<", 1e-12)),
-    claim("gathered output into a row-parallel layer", listing,
-          lambda got: "expected this rank's 64 of 256 input features, got 256" in got),
+    claim(
+        "gathered output into a row-parallel layer",
+        listing,
+        lambda got: "expected this rank's 64 of 256 input features, got 256" in got,
+    ),
     claim("GELU of a sum is not the sum of GELUs: largest difference", gelu_error, (">", 0.1)),
-    claim("the MLP is this many times as wide as the model", gpt.mlp_width / gpt.width, 4,
-          rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "the MLP is this many times as wide as the model", gpt.mlp_width / gpt.width, 4, rtol=1e-9
+    ),
+)
 
 # %% [markdown]
 # ### The bias of a row-parallel layer
@@ -343,22 +384,39 @@ for name, y in outputs.items():
 
 # %%
 # %%rank 0
-plot_bars({name: max(found) for name, found in errors.items()},
-          xlabel="largest error on any rank (the bias is 1)", form="{:.2g}",
-          title="Where to add a bias of 1")  # fmt: skip
+plot_bars(
+    {name: max(found) for name, found in errors.items()},
+    xlabel="largest error on any rank (the bias is 1)",
+    form="{:.2g}",
+    title="Where to add a bias of 1",
+)
 
 # %%
 # %%rank 0
 display(
-    claim("added by each rank before the sum: counted this many times too often",
-          errors["each rank, before the sum"][0], float(world_size - 1), rtol=1e-9),
-    claim("added on rank 0 only, after the sum: error on ranks 0 and 1",
-          errors["rank 0, after the sum"][:2], [0.0, 1.0], atol=1e-12, status="corrected",
-          said=[0.0, 0.0], source="a common listing with the bias on rank 0",
-          why="the other ranks lack it: from here on the replicas differ"),
-    claim("added by each rank after the sum: error", max(errors["each rank, after the sum"]),
-          ("<", 1e-12), source=MEGATRON),
-)  # fmt: skip
+    claim(
+        "added by each rank before the sum: counted this many times too often",
+        errors["each rank, before the sum"][0],
+        float(world_size - 1),
+        rtol=1e-9,
+    ),
+    claim(
+        "added on rank 0 only, after the sum: error on ranks 0 and 1",
+        errors["rank 0, after the sum"][:2],
+        [0.0, 1.0],
+        atol=1e-12,
+        status="corrected",
+        said=[0.0, 0.0],
+        source="a common listing with the bias on rank 0",
+        why="the other ranks lack it: from here on the replicas differ",
+    ),
+    claim(
+        "added by each rank after the sum: error",
+        max(errors["each rank, after the sum"]),
+        ("<", 1e-12),
+        source=MEGATRON,
+    ),
+)
 
 # %% [markdown]
 # "Rank 0, before the sum" gives the right output, but then rank 0 has a parameter that no other
@@ -395,18 +453,32 @@ print(logs)
 # %%rank 0
 display(
     claim("heads per rank: 8 on 2 ranks", config.num_heads // 2, 4),
-    claim("tensor-parallel block: collectives forward", logs["tensor"][0].get("all_reduce", 0), 2,
-          status="corrected", said=4, source="a common listing: a gather after each column split",
-          why="column then row needs no gather: one all-reduce after attention, one after the MLP"),
+    claim(
+        "tensor-parallel block: collectives forward",
+        logs["tensor"][0].get("all_reduce", 0),
+        2,
+        status="corrected",
+        said=4,
+        source="a common listing: a gather after each column split",
+        why="column then row needs no gather: one all-reduce after attention, one after the MLP",
+    ),
     claim("... and backward", logs["tensor"][1].get("all_reduce", 0), 2, source=MEGATRON),
-    claim("what that listing sends / what Megatron sends, in units of (t-1)/t b s h",
-          (3 * gpt.width + gpt.mlp_width + 2 * 2 * gpt.width) / (2 * 2 * gpt.width), 2.75,
-          rtol=1e-9, status="corrected", said=1.0,
-          source="the same listing",
-          why="gathering 3h and 4h and reducing h twice: 3 + 4 + 2 + 2 against 2 + 2"),
-    claim("the split block against the whole one, largest difference", block_error["tensor"],
-          ("<", 1e-12)),
-)  # fmt: skip
+    claim(
+        "what that listing sends / what Megatron sends, in units of (t-1)/t b s h",
+        (3 * gpt.width + gpt.mlp_width + 2 * 2 * gpt.width) / (2 * 2 * gpt.width),
+        2.75,
+        rtol=1e-9,
+        status="corrected",
+        said=1.0,
+        source="the same listing",
+        why="gathering 3h and 4h and reducing h twice: 3 + 4 + 2 + 2 against 2 + 2",
+    ),
+    claim(
+        "the split block against the whole one, largest difference",
+        block_error["tensor"],
+        ("<", 1e-12),
+    ),
+)
 
 # %% [markdown]
 # ### The same by torch: DTensor
@@ -435,9 +507,13 @@ for one_input in (True, False):
 # %%
 # %%rank 0
 display(
-    claim("torch's plan with three separate inputs: further all-reduces per block backward",
-          (native_counts[False] - native_counts[True]) / config.num_layers, 2.0, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "torch's plan with three separate inputs: further all-reduces per block backward",
+        (native_counts[False] - native_counts[True]) / config.num_layers,
+        2.0,
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # ### A whole GPT
@@ -474,14 +550,18 @@ loss_bytes = vocabulary_log.num_bytes()
 # %%
 # %%rank 0
 display(
-    claim("losses of the split GPT against one rank", curves["tensor"], curves["one rank"],
-          rtol=1e-9),
+    claim(
+        "losses of the split GPT against one rank", curves["tensor"], curves["one rank"], rtol=1e-9
+    ),
     claim("the same with sequence parallelism", curves["sequence"], curves["one rank"], rtol=1e-9),
     claim("share of the parameters that a rank of 4 holds", held, (">", 0.25)),
     claim("... and at most (norms, biases and positions are whole)", held, ("<", 0.32)),
-    claim("bytes reduced for the loss / bytes of the logits, vocabulary of 64",
-          loss_bytes / (4 * 64 * 64 * 4), ("<", 0.08)),
-)  # fmt: skip
+    claim(
+        "bytes reduced for the loss / bytes of the logits, vocabulary of 64",
+        loss_bytes / (4 * 64 * 64 * 4),
+        ("<", 0.08),
+    ),
+)
 
 # %% [markdown]
 # The batch is the **same** on all tensor-parallel ranks. Feed each rank its own data, as data
@@ -510,16 +590,29 @@ gradients = 2 * (8 - 1) / 8 * 2 * cost.GPT3_175B.block_weights  # bytes, if 8 re
 compute, communication = layer_ms(cost.GPT3_175B, 8, nvlink)
 _, slow = layer_ms(cost.GPT3_175B, 8, infiniband)
 display(
-    claim("bytes that a rank of 8 sends per block of GPT-3 and sequence, in MB", per_block / 1e6,
-          8 * 7 / 8 * 2 * s * h / 1e6, rtol=1e-9),
-    claim("sequences after which tensor parallelism has sent as much as a gradient all-reduce",
-          gradients / per_block, 3 * h / s, rtol=1e-3),
-    claim("communication / compute of a block on 8 GPUs, NVLink", communication / compute,
-          ("<", 0.5)),
+    claim(
+        "bytes that a rank of 8 sends per block of GPT-3 and sequence, in MB",
+        per_block / 1e6,
+        8 * 7 / 8 * 2 * s * h / 1e6,
+        rtol=1e-9,
+    ),
+    claim(
+        "sequences after which tensor parallelism has sent as much as a gradient all-reduce",
+        gradients / per_block,
+        3 * h / s,
+        rtol=1e-3,
+    ),
+    claim(
+        "communication / compute of a block on 8 GPUs, NVLink", communication / compute, ("<", 0.5)
+    ),
     claim("communication / compute of a block on 8 GPUs, InfiniBand", slow / compute, (">", 0.9)),
-    claim("GPT of 8.3 billion parameters: efficiency of 8-way tensor parallelism, %", 77,
-          status="cited", source=f"{MEGATRON}, figure 5 (weak scaling from 1 to 8 V100)"),
-)  # fmt: skip
+    claim(
+        "GPT of 8.3 billion parameters: efficiency of 8-way tensor parallelism, %",
+        77,
+        status="cited",
+        source=f"{MEGATRON}, figure 5 (weak scaling from 1 to 8 V100)",
+    ),
+)
 
 # %% [markdown]
 # Compute per message grows with the width: a block does about 24 b s h² FLOPs for messages of
@@ -528,8 +621,12 @@ display(
 
 # %%
 # %%rank 0
-LINKS = {"NVLink 3 (A100)": nvlink, "NVLink 4 (H100)": cost.NVLINK4,
-         "InfiniBand HDR": infiniband, "Ethernet 100": cost.ETHERNET_100}  # fmt: skip
+LINKS = {
+    "NVLink 3 (A100)": nvlink,
+    "NVLink 4 (H100)": cost.NVLINK4,
+    "InfiniBand HDR": infiniband,
+    "Ethernet 100": cost.ETHERNET_100,
+}
 
 
 def split_explorer(width: int = 4096, tokens: int = 4096, link: str = "NVLink 3 (A100)"):
@@ -542,16 +639,22 @@ def split_explorer(width: int = 4096, tokens: int = 4096, link: str = "NVLink 3 
     for tp in (1, 2, 4, 8, 16):
         compute, communication = layer_ms(model, tp, LINKS[link], tokens=tokens)
         bars[f"tp {tp}"] = {"compute": compute, "communication": communication}
-    return plot_stacked(bars, xlabel="ms per block and sequence, A100", form="{:.2f}",
-                        title=f"width {width:,}, {tokens:,} tokens, {link}")  # fmt: skip
+    return plot_stacked(
+        bars,
+        xlabel="ms per block and sequence, A100",
+        form="{:.2f}",
+        title=f"width {width:,}, {tokens:,} tokens, {link}",
+    )
 
 
 explore(
-    split_explorer, width=[1024, 2048, 4096, 8192, 12288, 20480],
-    tokens=[1024, 2048, 4096, 8192, 32768], link=list(LINKS),
+    split_explorer,
+    width=[1024, 2048, 4096, 8192, 12288, 20480],
+    tokens=[1024, 2048, 4096, 8192, 32768],
+    link=list(LINKS),
     labels={"width": "width h", "tokens": "tokens s", "link": "link"},
     alt="Bars: compute and communication of a block for 1 to 16 tensor-parallel ranks",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 6 · Sequence parallelism
@@ -571,18 +674,30 @@ counts = logs["sequence"]
 small = {"batch": 1, "num_tokens": 2048, "width": 1024, "itemsize": 2}
 sequence_traffic = block_traffic(**small, sequence_parallel=True)
 display(
-    claim("sequence-parallel block forward: all-gathers and reduce-scatters",
-          [counts[0].get("all_gather", 0), counts[0].get("reduce_scatter", 0)], [2, 2],
-          source=KORTHIKANTI),
-    claim("... backward: all-gathers, reduce-scatters, small all-reduces",
-          [counts[1].get(k, 0) for k in ("all_gather", "reduce_scatter", "all_reduce")], [2, 2, 6]),
-    claim("bytes on the wire, with / without sequence parallelism (the small ones left out)",
-          wire_bytes(sequence_traffic[:-1], 4) / wire_bytes(block_traffic(**small), 4), 1.0,
-          rtol=1e-9),
-    claim("the small ones' share of the bytes",
-          wire_bytes(sequence_traffic[-1:], 4) / wire_bytes(sequence_traffic, 4), ("<", 0.01)),
+    claim(
+        "sequence-parallel block forward: all-gathers and reduce-scatters",
+        [counts[0].get("all_gather", 0), counts[0].get("reduce_scatter", 0)],
+        [2, 2],
+        source=KORTHIKANTI,
+    ),
+    claim(
+        "... backward: all-gathers, reduce-scatters, small all-reduces",
+        [counts[1].get(k, 0) for k in ("all_gather", "reduce_scatter", "all_reduce")],
+        [2, 2, 6],
+    ),
+    claim(
+        "bytes on the wire, with / without sequence parallelism (the small ones left out)",
+        wire_bytes(sequence_traffic[:-1], 4) / wire_bytes(block_traffic(**small), 4),
+        1.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "the small ones' share of the bytes",
+        wire_bytes(sequence_traffic[-1:], 4) / wire_bytes(sequence_traffic, 4),
+        ("<", 0.01),
+    ),
     claim("the block against the whole one", block_error["sequence"], ("<", 1e-12)),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # The six small all-reduces are gradients of what is replicated but has seen only a part of the
@@ -615,11 +730,15 @@ for name in ("reduced", "forgotten"):
 # %%
 # %%rank 0
 display(
-    claim("a norm's weight after 3 steps, largest difference between ranks", drifts["reduced"],
-          ("<", 1e-12)),
-    claim("the same when its gradient is not summed over the ranks", drifts["forgotten"],
-          (">", 1e-4)),
-)  # fmt: skip
+    claim(
+        "a norm's weight after 3 steps, largest difference between ranks",
+        drifts["reduced"],
+        ("<", 1e-12),
+    ),
+    claim(
+        "the same when its gradient is not summed over the ranks", drifts["forgotten"], (">", 1e-4)
+    ),
+)
 
 # %% [markdown]
 # What is saved? Bytes of activations per block with 16-bit numbers, t tensor ranks, a heads
@@ -660,25 +779,43 @@ def share_of_tensor(model) -> dict:
 
 
 shares = share_of_tensor(model_22b)
-plot_bars(shares, xlabel="% of plain tensor parallelism", form="{:.0f}",
-          title="Activations of a 22B model, 8 tensor ranks")  # fmt: skip
+plot_bars(
+    shares,
+    xlabel="% of plain tensor parallelism",
+    form="{:.0f}",
+    title="Activations of a 22B model, 8 tensor ranks",
+)
 
 # %%
 # %%rank 0
 one = {"model": model_22b, "micro_batch": 1}
 whole_bytes = cost.activation_bytes_per_layer(**one)
 display(
-    claim("22B, % of tensor parallelism: sequence, selective, both, full",
-          list(shares.values())[1:], [66.84, 49.42, 16.18, 7.64], rtol=0.01,
-          source=f"{KORTHIKANTI}, figure 7"),
-    claim("tensor + sequence divides activations by the number of ranks",
-          whole_bytes / cost.activation_bytes_per_layer(**one, tp=8, sequence_parallel=True), 8.0,
-          rtol=1e-9),
-    claim("tensor parallelism alone divides them by less", whole_bytes
-          / cost.activation_bytes_per_layer(**one, tp=8), ("<", 5.5)),
-    claim("sequence parallelism, time of one layer of 22B, % faster", 3, status="cited",
-          source=f"{KORTHIKANTI}, table 4: 19.6 ms to 19.0 ms"),
-)  # fmt: skip
+    claim(
+        "22B, % of tensor parallelism: sequence, selective, both, full",
+        list(shares.values())[1:],
+        [66.84, 49.42, 16.18, 7.64],
+        rtol=0.01,
+        source=f"{KORTHIKANTI}, figure 7",
+    ),
+    claim(
+        "tensor + sequence divides activations by the number of ranks",
+        whole_bytes / cost.activation_bytes_per_layer(**one, tp=8, sequence_parallel=True),
+        8.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "tensor parallelism alone divides them by less",
+        whole_bytes / cost.activation_bytes_per_layer(**one, tp=8),
+        ("<", 5.5),
+    ),
+    claim(
+        "sequence parallelism, time of one layer of 22B, % faster",
+        3,
+        status="cited",
+        source=f"{KORTHIKANTI}, table 4: 19.6 ms to 19.0 ms",
+    ),
+)
 
 # %% [markdown]
 # ## 7 · Context parallelism: ring attention
@@ -737,8 +874,7 @@ def draw_work(ax, layout: str, n: int, step: int | None = None) -> None:
         for j in range(i + 1):
             now = step is None or owner[j] == (owner[i] - step) % n
             ax.add_patch(plt_rectangle((j, i), PALETTE[owner[i] % 5], 1.0 if now else 0.18))
-    ax.set(xlim=(0, num), ylim=(num, 0), aspect="equal", xlabel="key", ylabel="query",
-           title=layout)  # fmt: skip
+    ax.set(xlim=(0, num), ylim=(num, 0), aspect="equal", xlabel="key", ylabel="query", title=layout)
 
 
 def plt_rectangle(at, colour: str, alpha: float):
@@ -782,17 +918,25 @@ def ring_stepper(step: int = 0, ranks: int = 4, layout: str = "zigzag"):
             for r in range(ranks)
         ]
         right.barh(range(ranks), work, color=[PALETTE[r % 5] for r in range(ranks)], height=0.7)
-        right.set(yticks=range(ranks), xlabel="pairs of this step", ylabel="rank", xlim=(0, 70),
-                  title=f"step {step}: keys of rank r − {step}")  # fmt: skip
+        right.set(
+            yticks=range(ranks),
+            xlabel="pairs of this step",
+            ylabel="rank",
+            xlim=(0, 70),
+            title=f"step {step}: keys of rank r − {step}",
+        )
         right.invert_yaxis()
     return figure
 
 
 explore(
-    ring_stepper, step=(0, 7), ranks=[2, 4, 8], layout=["zigzag", "contiguous"],
+    ring_stepper,
+    step=(0, 7),
+    ranks=[2, 4, 8],
+    layout=["zigzag", "contiguous"],
     labels={"step": "step of the ring", "ranks": "ranks n", "layout": "order of tokens"},
     alt="The causal mask with the pairs of one ring step, and the work of each rank in it",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # In the contiguous order some ranks have nothing to do in a step (all keys lie in the future), and
@@ -835,17 +979,33 @@ except ValueError as error:
 # %%rank 0
 contiguous = causal_work(4, "contiguous")
 display(
-    claim("attention block by block against the whole: largest difference", online_error,
-          ("<", 1e-12)),
-    claim("ring and Ulysses, both orders: outputs and gradients against one rank",
-          list(attention_error.values()), ("<", 1e-10), source="arXiv 2310.01889, 2309.14509"),
-    claim("share of the time that 4 ranks work in the contiguous order",
-          sum(contiguous) / 4 / max(contiguous), 2.5 / 4, rtol=1e-9),
-    claim("in the zig-zag order: least work of a rank / most",
-          min(causal_work(4, "zigzag")) / max(causal_work(4, "zigzag")), 1.0, rtol=1e-9),
-    claim("6 heads on 4 ranks with Ulysses", six_heads,
-          lambda got: "6 heads cannot be split over 4 ranks" in got),
-)  # fmt: skip
+    claim(
+        "attention block by block against the whole: largest difference", online_error, ("<", 1e-12)
+    ),
+    claim(
+        "ring and Ulysses, both orders: outputs and gradients against one rank",
+        list(attention_error.values()),
+        ("<", 1e-10),
+        source="arXiv 2310.01889, 2309.14509",
+    ),
+    claim(
+        "share of the time that 4 ranks work in the contiguous order",
+        sum(contiguous) / 4 / max(contiguous),
+        2.5 / 4,
+        rtol=1e-9,
+    ),
+    claim(
+        "in the zig-zag order: least work of a rank / most",
+        min(causal_work(4, "zigzag")) / max(causal_work(4, "zigzag")),
+        1.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "6 heads on 4 ranks with Ulysses",
+        six_heads,
+        lambda got: "6 heads cannot be split over 4 ranks" in got,
+    ),
+)
 
 # %% [markdown]
 # ### What a context-parallel GPT has to get right
@@ -910,29 +1070,53 @@ ns = [2, 4, 8, 16, 32]
 long = {"batch": 1, "num_heads": 32, "num_tokens": 131072, "head_width": 128, "itemsize": 2}
 plot_lines(
     ns,
-    {"ring": [sum(ring_bytes(**long, num_ranks=n)) / 1e9 for n in ns],
-     "Ulysses": [sum(ulysses_bytes(**long, num_ranks=n)) / 1e9 for n in ns]},
-    logx=True, logy=True, ticks=ns, xlabel="ranks n", ylabel="GB per rank and layer",
+    {
+        "ring": [sum(ring_bytes(**long, num_ranks=n)) / 1e9 for n in ns],
+        "Ulysses": [sum(ulysses_bytes(**long, num_ranks=n)) / 1e9 for n in ns],
+    },
+    logx=True,
+    logy=True,
+    ticks=ns,
+    xlabel="ranks n",
+    ylabel="GB per rank and layer",
     title="131,072 tokens, 32 heads of 128: bytes sent",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
 hide_tokens = cost.A100.peak() / nvlink.bandwidth_bytes_per_s
 display(
-    claim("context-parallel GPT, parameters after training against one rank", cp_drift,
-          ("<", 1e-9)),
-    claim("positions that count from 0 on each rank change the logits by", position_error,
-          (">", 1e-3)),
-    claim("bytes of ring attention, counted / on paper", counted["ring"] / on_paper["ring"], 1.0,
-          rtol=1e-9),
-    claim("bytes of Ulysses, counted / on paper", counted["ulysses"] / on_paper["ulysses"], 1.0,
-          rtol=1e-9),
-    claim("bytes, ring / Ulysses, on 32 ranks", sum(ring_bytes(**long, num_ranks=32))
-          / sum(ulysses_bytes(**long, num_ranks=32)), (">", 10.0)),
-    claim("tokens per rank from which a ring over NVLink hides behind attention, A100, at peak",
-          hide_tokens, 1040, rtol=0.01, source="Liu et al., arXiv 2310.01889: c >= F/B"),
-)  # fmt: skip
+    claim(
+        "context-parallel GPT, parameters after training against one rank", cp_drift, ("<", 1e-9)
+    ),
+    claim(
+        "positions that count from 0 on each rank change the logits by", position_error, (">", 1e-3)
+    ),
+    claim(
+        "bytes of ring attention, counted / on paper",
+        counted["ring"] / on_paper["ring"],
+        1.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "bytes of Ulysses, counted / on paper",
+        counted["ulysses"] / on_paper["ulysses"],
+        1.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "bytes, ring / Ulysses, on 32 ranks",
+        sum(ring_bytes(**long, num_ranks=32)) / sum(ulysses_bytes(**long, num_ranks=32)),
+        (">", 10.0),
+    ),
+    claim(
+        "tokens per rank from which a ring over NVLink hides behind attention, A100, at peak",
+        hide_tokens,
+        1040,
+        rtol=0.01,
+        source="Liu et al., arXiv 2310.01889: c >= F/B",
+    ),
+)
 
 # %% [markdown]
 # Ulysses sends less, and less with every rank. But its all-to-alls stand in the way of attention,

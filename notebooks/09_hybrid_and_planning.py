@@ -84,14 +84,24 @@ def predict(dp: int, pp: int, tp: int, zero: int = 1, **more):
     return step, cost.memory_per_gpu(**args).total / GB
 
 
-LAYOUTS = {"dp 512, tp 2, ZeRO-3": (512, 1, 2, 3), "dp 128, tp 8": (128, 1, 8),
-           "dp 16, pp 8, tp 8": (16, 8, 8), "dp 4, pp 32, tp 8": (4, 32, 8),
-           "dp 32, pp 16, tp 2": (32, 16, 2), "dp 32, pp 32": (32, 32, 1)}  # fmt: skip
+LAYOUTS = {
+    "dp 512, tp 2, ZeRO-3": (512, 1, 2, 3),
+    "dp 128, tp 8": (128, 1, 8),
+    "dp 16, pp 8, tp 8": (16, 8, 8),
+    "dp 4, pp 32, tp 8": (4, 32, 8),
+    "dp 32, pp 16, tp 2": (32, 16, 2),
+    "dp 32, pp 32": (32, 32, 1),
+}
 bars = {}
 for name, layout in LAYOUTS.items():
     step, gigabytes = predict(*layout)
-    waits = {"tensor": step.tensor_s, "pipeline": step.pipeline_s, "bubble": step.bubble_s,
-             "data": step.data_s, "rest": step.host_s + step.optimizer_s}  # fmt: skip
+    waits = {
+        "tensor": step.tensor_s,
+        "pipeline": step.pipeline_s,
+        "bubble": step.bubble_s,
+        "data": step.data_s,
+        "rest": step.host_s + step.optimizer_s,
+    }
     name += "" if gigabytes < 80 else f" ({gigabytes:.0f} GB!)"
     bars[name] = {"computing": step.compute_s, **waits}
 plot_stacked(bars, xlabel="seconds per step", title="GPT-3 on 1,024 A100", form="{:.1f}")
@@ -141,8 +151,15 @@ def mesh_builder(tp: int = 8, pp: int = 4, dp: int = 2, who: int = 42):
             fill = "#000000" if r == who else colour.get(r, "#E4E4E4")
             ax.barh(r // 8, 0.92, left=r % 8, height=0.84, color=fill)
             dark = r == who or fill in (PALETTE[0], PALETTE[2])
-            ax.text(r % 8 + 0.46, r // 8, str(r), ha="center", va="center", fontsize=7,
-                    color="white" if dark else "black")  # fmt: skip
+            ax.text(
+                r % 8 + 0.46,
+                r // 8,
+                str(r),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if dark else "black",
+            )
         for name, shade in (("tp", PALETTE[0]), ("pp", PALETTE[1]), ("dp", PALETTE[2])):
             ax.plot([], [], "s", color=shade, label=f"{name} group")
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -152,10 +169,14 @@ def mesh_builder(tp: int = 8, pp: int = 4, dp: int = 2, who: int = 42):
 
 
 explore(
-    mesh_builder, tp=[1, 2, 4, 8, 16], pp=[1, 2, 4, 8], dp=[1, 2, 4, 8], who=(0, 127),
+    mesh_builder,
+    tp=[1, 2, 4, 8, 16],
+    pp=[1, 2, 4, 8],
+    dp=[1, 2, 4, 8],
+    who=(0, 127),
     labels={"tp": "tensor", "pp": "pipeline", "dp": "data", "who": "rank"},
     alt="GPUs in rows of eight; the tensor, pipeline and data groups of one rank are coloured",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
@@ -164,18 +185,23 @@ node_of = lambda r: r // 8  # noqa: E731
 replica = big.ranks_along(("pp", "tp"), 0)
 stage_nodes = {node_of(shape.rank_at(dp=d, pp=1, tp=t)) for d in range(2) for t in range(8)}
 display(
-    claim("a tensor group of dp 2 x pp 4 x tp 8 stays in one node, for every rank",
-          all(len({node_of(r) for r in shape.ranks_along("tp", who)}) == 1 for who in range(64)),
-          True),
+    claim(
+        "a tensor group of dp 2 x pp 4 x tp 8 stays in one node, for every rank",
+        all(len({node_of(r) for r in shape.ranks_along("tp", who)}) == 1 for who in range(64)),
+        True,
+    ),
     claim("GPUs: 8 TP x 4 PP x 2 DP; 8 nodes of 8", [shape.world_size, 8 * 8], [64, 64]),
     claim("nodes per stage there, one per replica", len(stage_nodes), 2),
     claim("GPUs: 8 x 8 x 8, and 64 nodes of 8", [big.world_size, 64 * 8], [512, 512]),
     claim("a replica of that is this many nodes", len({node_of(r) for r in replica}), 8),
-    claim("its last stage is on GPUs 56 to 63", list(big.ranks_along("tp", big.rank_at(pp=7))),
-          list(range(56, 64))),
+    claim(
+        "its last stage is on GPUs 56 to 63",
+        list(big.ranks_along("tp", big.rank_at(pp=7))),
+        list(range(56, 64)),
+    ),
     claim("tensor 4 x pipeline 2", MeshShape(tp=4, pp=2).world_size, 8),
     claim("data 32 x pipeline 16 x tensor 2", MeshShape(dp=32, pp=16, tp=2).world_size, 1024),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Order matters. With tp as the *slowest* axis the same mesh has every tensor group spread over
@@ -183,17 +209,26 @@ display(
 
 # %%
 # %%rank 0
-inside = cost.all_reduce_seconds(num_bytes=2 * 2048 * 12288, num_ranks=8,
-                                 link=DGX_A100.link_for(num_ranks=8).attainable)  # fmt: skip
-outside = cost.all_reduce_seconds(num_bytes=2 * 2048 * 12288, num_ranks=8,
-                                  link=DGX_A100.link_for(num_ranks=8, stride=8).attainable,
-                                  )  # fmt: skip
+inside = cost.all_reduce_seconds(
+    num_bytes=2 * 2048 * 12288, num_ranks=8, link=DGX_A100.link_for(num_ranks=8).attainable
+)
+outside = cost.all_reduce_seconds(
+    num_bytes=2 * 2048 * 12288,
+    num_ranks=8,
+    link=DGX_A100.link_for(num_ranks=8, stride=8).attainable,
+)
 display(
-    claim("stride of tp, pp and dp in dp 2 x pp 4 x tp 8",
-          [ParallelismConfig(dp=2, pp=4, tp=8).stride(a) for a in ("tp", "pp", "dp")], [1, 8, 32]),
-    claim("a tensor all-reduce of GPT-3 with one rank per node, times slower than inside a node",
-          outside / inside, (">", 8.0)),
-)  # fmt: skip
+    claim(
+        "stride of tp, pp and dp in dp 2 x pp 4 x tp 8",
+        [ParallelismConfig(dp=2, pp=4, tp=8).stride(a) for a in ("tp", "pp", "dp")],
+        [1, 8, 32],
+    ),
+    claim(
+        "a tensor all-reduce of GPT-3 with one rank per node, times slower than inside a node",
+        outside / inside,
+        (">", 8.0),
+    ),
+)
 
 # %% [markdown]
 # ## 2 · Does it fit? Three multiplications
@@ -209,38 +244,75 @@ def states_gb(dp: int, pp: int, tp: int, zero: int = 0, model=GPT3_175B) -> floa
     return cost.memory_per_gpu(model=model, parallelism=plan).model_states / GB
 
 
-cases = {"64 GPUs: dp 2, pp 4, tp 8": (2, 4, 8), "1,024 GPUs: dp 32, pp 16, tp 2": (32, 16, 2),
-         "1,024 GPUs: dp 16, pp 8, tp 8": (16, 8, 8)}  # fmt: skip
+cases = {
+    "64 GPUs: dp 2, pp 4, tp 8": (2, 4, 8),
+    "1,024 GPUs: dp 32, pp 16, tp 2": (32, 16, 2),
+    "1,024 GPUs: dp 16, pp 8, tp 8": (16, 8, 8),
+}
 both = {
     f"{name}{', ZeRO-1' * zero}": states_gb(*c, zero)
     for name, c in cases.items()
     for zero in (0, 1)
 }
-plot_bars(both, xlabel="GB of model states per GPU", limit=80, limit_label="80 GB", form="{:.0f}",
-          title="GPT-3, 175B")  # fmt: skip
+plot_bars(
+    both,
+    xlabel="GB of model states per GPU",
+    limit=80,
+    limit_label="80 GB",
+    form="{:.0f}",
+    title="GPT-3, 175B",
+)
 
 # %%
 # %%rank 0
 adam = cost.MIXED_ADAM.total
 display(
-    claim("GPT-3, counted from 96 layers of width 12,288: billion parameters",
-          GPT3_175B.num_parameters / 1e9, 175, rtol=0.005),
-    claim("175B on dp 2 x pp 4 x tp 8: GB of model states per GPU", states_gb(2, 4, 8), 88.1,
-          rtol=0.005, status="corrected", said=80.0, source="a lesson's layout for 80 GB GPUs",
-          why="175e9 / 32 x 16 bytes is above 80 GB before any activation"),
+    claim(
+        "GPT-3, counted from 96 layers of width 12,288: billion parameters",
+        GPT3_175B.num_parameters / 1e9,
+        175,
+        rtol=0.005,
+    ),
+    claim(
+        "175B on dp 2 x pp 4 x tp 8: GB of model states per GPU",
+        states_gb(2, 4, 8),
+        88.1,
+        rtol=0.005,
+        status="corrected",
+        said=80.0,
+        source="a lesson's layout for 80 GB GPUs",
+        why="175e9 / 32 x 16 bytes is above 80 GB before any activation",
+    ),
     claim("... with ZeRO-1 over the two replicas", states_gb(2, 4, 8, 1), ("<", 60.0)),
-    claim("175B on dp 32 x pp 16 x tp 2: GB of model states per GPU", states_gb(32, 16, 2), 88.4,
-          rtol=0.05, status="corrected", said=80.0, source="a lecture's layout of 1,024 GPUs",
-          why="the replicas do not help without ZeRO; with ZeRO-1 over 32 it is about 24 GB"),
+    claim(
+        "175B on dp 32 x pp 16 x tp 2: GB of model states per GPU",
+        states_gb(32, 16, 2),
+        88.4,
+        rtol=0.05,
+        status="corrected",
+        said=80.0,
+        source="a lecture's layout of 1,024 GPUs",
+        why="the replicas do not help without ZeRO; with ZeRO-1 over 32 it is about 24 GB",
+    ),
     claim("100B over tp 8 x pp 8: GB per GPU", 100e9 / 64 * adam / GB, 25, rtol=1e-9),
     claim("layers per stage: 64 on 8, 24 on 2, 96 on 16", [64 // 8, 24 // 2, 96 // 16], [8, 12, 6]),
-    claim("model states in GB of 1B, 10B, 100B parameters", [n * adam for n in (1, 10, 100)],
-          [16, 160, 1600], rtol=1e-9),
-    claim("largest model whose states fit one A100, billion parameters",
-          cost.A100.memory_bytes / adam / 1e9, 5, rtol=1e-9, status="corrected", said=10,
-          source="a table of strategies: 1B to 10B fits in a single GPU",
-          why="80 GB / 16 bytes; 10B needs 160 GB"),
-)  # fmt: skip
+    claim(
+        "model states in GB of 1B, 10B, 100B parameters",
+        [n * adam for n in (1, 10, 100)],
+        [16, 160, 1600],
+        rtol=1e-9,
+    ),
+    claim(
+        "largest model whose states fit one A100, billion parameters",
+        cost.A100.memory_bytes / adam / 1e9,
+        5,
+        rtol=1e-9,
+        status="corrected",
+        said=10,
+        source="a table of strategies: 1B to 10B fits in a single GPU",
+        why="80 GB / 16 bytes; 10B needs 160 GB",
+    ),
+)
 
 # %% [markdown]
 # ## 3 · Strategies side by side, on real ranks
@@ -263,9 +335,18 @@ WAYS = {
 curves, sent = {}, {}
 for name, layout in WAYS.items():
     config = TrainConfig(
-        **layout, width=64, num_layers=4, num_heads=4, context=32, global_batch=8, micro_batch=2,
-        precision="fp64", steps=2, warmup=0, quiet=True,
-    )  # fmt: skip
+        **layout,
+        width=64,
+        num_layers=4,
+        num_heads=4,
+        context=32,
+        global_batch=8,
+        micro_batch=2,
+        precision="fp64",
+        steps=2,
+        warmup=0,
+        quiet=True,
+    )
     plan = config.check(world_size)
     mesh = make_mesh(dp=plan.dp, pp=plan.pp, cp=plan.cp, tp=plan.tp)
     trainer = build_trainer(config, plan, mesh, device)
@@ -285,28 +366,41 @@ dist.all_gather_object(middle, sent)
 
 # %%
 # %%rank 0
-plot_bars({name: middle[1][name][0] / 1e6 for name in WAYS}, form="{:.2f}",
-          xlabel="MB that rank 1 handed to collectives in a step",
-          title="One step, one batch")  # fmt: skip
+plot_bars(
+    {name: middle[1][name][0] / 1e6 for name in WAYS},
+    form="{:.2f}",
+    xlabel="MB that rank 1 handed to collectives in a step",
+    title="One step, one batch",
+)
 
 # %%
 # %%rank 0
-plot_bars({name: middle[1][name][1] for name in WAYS}, form="{:.0f}",
-          xlabel="calls of rank 1 in a step (small ones for loss and clipping included)",
-          title="Data parallelism calls rarely, tensor parallelism all the time")  # fmt: skip
+plot_bars(
+    {name: middle[1][name][1] for name in WAYS},
+    form="{:.0f}",
+    xlabel="calls of rank 1 in a step (small ones for loss and clipping included)",
+    title="Data parallelism calls rarely, tensor parallelism all the time",
+)
 
 # %%
 # %%rank 0
 calls = {name: middle[1][name][1] for name in WAYS}
 display(
-    claim("eight layouts, one training: losses of two steps against dp 4",
-          [value for name in WAYS for value in curves[name]], curves["dp 4"] * len(WAYS),
-          rtol=1e-9),
-    claim("calls per step, tensor parallel / data parallel", calls["tp 4"] / calls["dp 4"],
-          (">", 3.0)),
-    claim("bytes, pipeline / data parallel: activations of a small batch against gradients",
-          middle[1]["pp 4"][0] / middle[1]["dp 4"][0], ("<", 1.0)),
-)  # fmt: skip
+    claim(
+        "eight layouts, one training: losses of two steps against dp 4",
+        [value for name in WAYS for value in curves[name]],
+        curves["dp 4"] * len(WAYS),
+        rtol=1e-9,
+    ),
+    claim(
+        "calls per step, tensor parallel / data parallel", calls["tp 4"] / calls["dp 4"], (">", 3.0)
+    ),
+    claim(
+        "bytes, pipeline / data parallel: activations of a small batch against gradients",
+        middle[1]["pp 4"][0] / middle[1]["dp 4"][0],
+        ("<", 1.0),
+    ),
+)
 
 # %% [markdown]
 # The numbers of a tiny model do not rank strategies for a large one. They show the *kind* of
@@ -379,20 +473,57 @@ except cost.NothingFitsError as error:
     too_few = str(error)
 thirteen = cost.LLAMA2_13B
 display(
-    claim("1B on 8 GPUs: tensor-parallel ranks of the fastest plan", best(one_b, 8, 256).tp, 1,
-          status="corrected", said=8, source=RULE, why="16 GB of states fit one GPU: dp only"),
-    claim("13B on 100 GPUs: GPUs used", best(thirteen, 100, 400).world_size, 100,
-          status="corrected", said=used(13, 100), source=RULE, why="integer division loses 36"),
-    claim("13B on 6 GPUs: GPUs used", best(thirteen, 6, 48).world_size, 6, status="corrected",
-          said=used(13, 6), source=RULE, why="total // 8 is 0 below 8 GPUs"),
-    claim("5B on 12 GPUs: GPUs used", best(five_b, 12, 96).world_size, 12, status="corrected",
-          said=used(5, 12), source=RULE, why="tp 8, and 12 // 8 = 1: four are lost"),
-    claim("175B on 32 GPUs", too_few, lambda text: "nothing fits 32 GPUs" in text,
-          status="corrected", said=f"pipeline of {32 // 64} stages", source=RULE,
-          why="2.8 TB of states on 2.56 TB of memory: an error has to say so"),
-    claim("13B on 64, 70B on 256, 175B on 1,024 GPUs: the rule uses all",
-          [used(13, 64), used(70, 256), used(175, 1024)], [64, 256, 1024]),
-)  # fmt: skip
+    claim(
+        "1B on 8 GPUs: tensor-parallel ranks of the fastest plan",
+        best(one_b, 8, 256).tp,
+        1,
+        status="corrected",
+        said=8,
+        source=RULE,
+        why="16 GB of states fit one GPU: dp only",
+    ),
+    claim(
+        "13B on 100 GPUs: GPUs used",
+        best(thirteen, 100, 400).world_size,
+        100,
+        status="corrected",
+        said=used(13, 100),
+        source=RULE,
+        why="integer division loses 36",
+    ),
+    claim(
+        "13B on 6 GPUs: GPUs used",
+        best(thirteen, 6, 48).world_size,
+        6,
+        status="corrected",
+        said=used(13, 6),
+        source=RULE,
+        why="total // 8 is 0 below 8 GPUs",
+    ),
+    claim(
+        "5B on 12 GPUs: GPUs used",
+        best(five_b, 12, 96).world_size,
+        12,
+        status="corrected",
+        said=used(5, 12),
+        source=RULE,
+        why="tp 8, and 12 // 8 = 1: four are lost",
+    ),
+    claim(
+        "175B on 32 GPUs",
+        too_few,
+        lambda text: "nothing fits 32 GPUs" in text,
+        status="corrected",
+        said=f"pipeline of {32 // 64} stages",
+        source=RULE,
+        why="2.8 TB of states on 2.56 TB of memory: an error has to say so",
+    ),
+    claim(
+        "13B on 64, 70B on 256, 175B on 1,024 GPUs: the rule uses all",
+        [used(13, 64), used(70, 256), used(175, 1024)],
+        [64, 256, 1024],
+    ),
+)
 
 # %% [markdown]
 # Two more rules fall when one computes. *"DDP up to 8 GPUs, FSDP up to 64, several nodes beyond"*
@@ -404,16 +535,23 @@ display(
 
 # %%
 # %%rank 0
-MODELS = {"1B": one_b, "5B": five_b, "LLaMA-2 7B": cost.LLAMA2_7B, "LLaMA-2 13B": thirteen,
-          "LLaMA-2 70B": cost.LLAMA2_70B, "GPT-3 175B": GPT3_175B}  # fmt: skip
+MODELS = {
+    "1B": one_b,
+    "5B": five_b,
+    "LLaMA-2 7B": cost.LLAMA2_7B,
+    "LLaMA-2 13B": thirteen,
+    "LLaMA-2 70B": cost.LLAMA2_70B,
+    "GPT-3 175B": GPT3_175B,
+}
 NODES = {"DGX A100": DGX_A100, "DGX H100": cost.DGX_H100}
 
 
 def planner(model: str = "LLaMA-2 70B", gpus: int = 256, per_gpu: int = 4, node: str = "DGX A100"):
     """The five fastest plans that fit, each with where its step goes."""
     try:
-        plans = cost.recommend(model=MODELS[model], node=NODES[node], num_gpus=gpus,
-                               global_batch=per_gpu * gpus)  # fmt: skip
+        plans = cost.recommend(
+            model=MODELS[model], node=NODES[node], num_gpus=gpus, global_batch=per_gpu * gpus
+        )
     except cost.NothingFitsError as error:
         figure, ax = new_figure(7.5, 1.6)
         ax.axis("off")
@@ -425,20 +563,30 @@ def planner(model: str = "LLaMA-2 70B", gpus: int = 256, per_gpu: int = 4, node:
         name = ", ".join(f"{a} {getattr(p, a)}" for a in ("dp", "pp", "tp") if getattr(p, a) > 1)
         name = (name or "1 GPU") + f", ZeRO-{p.zero_stage}, b {plan.micro_batch}"
         name += ", recompute" if plan.recompute != "none" else ""
-        bars[name] = {"computing": s.compute_s, "tensor": s.tensor_s, "data": s.data_s,
-                      "pipeline, bubble": s.pipeline_s + s.bubble_s,
-                      "rest": s.host_s + s.optimizer_s}  # fmt: skip
-    return plot_stacked(bars, xlabel="seconds per step", form="{:.2f}",
-                        title=f"{model} on {gpus} GPUs, best MFU {100 * plans[0].step.mfu:.0f} %",
-                        )  # fmt: skip
+        bars[name] = {
+            "computing": s.compute_s,
+            "tensor": s.tensor_s,
+            "data": s.data_s,
+            "pipeline, bubble": s.pipeline_s + s.bubble_s,
+            "rest": s.host_s + s.optimizer_s,
+        }
+    return plot_stacked(
+        bars,
+        xlabel="seconds per step",
+        form="{:.2f}",
+        title=f"{model} on {gpus} GPUs, best MFU {100 * plans[0].step.mfu:.0f} %",
+    )
 
 
 explore(
-    planner, model=list(MODELS), gpus=[1, 2, 6, 8, 12, 32, 64, 100, 256, 512, 1024],
-    per_gpu=[1, 2, 4, 8, 16], node=list(NODES),
+    planner,
+    model=list(MODELS),
+    gpus=[1, 2, 6, 8, 12, 32, 64, 100, 256, 512, 1024],
+    per_gpu=[1, 2, 4, 8, 16],
+    node=list(NODES),
     labels={"gpus": "GPUs", "per_gpu": "sequences per GPU and step", "node": "nodes"},
     alt="Bars: the five fastest plans and where the time of their step goes",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 5 · Recipes: Megatron-LM and DeepSpeed
@@ -468,8 +616,10 @@ explore(
 recipe = ParallelismConfig(tp=4, pp=2)
 small = cost.megatron_gpt(width=1024, num_layers=24, num_heads=16)
 deepspeed = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
-m = {dp: ParallelismConfig(dp=dp, pp=2).num_microbatches(global_batch=32, micro_batch=4)
-     for dp in (1, 4)}  # fmt: skip
+m = {
+    dp: ParallelismConfig(dp=dp, pp=2).num_microbatches(global_batch=32, micro_batch=4)
+    for dp in (1, 4)
+}
 try:
     ParallelismConfig(dp=3).num_microbatches(global_batch=32, micro_batch=4)
     uneven = "accepted"
@@ -479,16 +629,26 @@ faster = best(small, 8, 32)
 display(
     claim("Megatron's example: GPUs", recipe.world_size, 8),
     claim("its micro-batches per step", recipe.num_microbatches(global_batch=32, micro_batch=4), 8),
-    claim("its pipeline bubble, share of the step",
-          cost.bubble_fraction(num_stages=2, num_microbatches=8), 1 / 9, rtol=1e-9),
+    claim(
+        "its pipeline bubble, share of the step",
+        cost.bubble_fraction(num_stages=2, num_microbatches=8),
+        1 / 9,
+        rtol=1e-9,
+    ),
     claim("its model, GB of states: it fits one GPU", small.num_parameters * adam / GB, ("<", 7.0)),
-    claim("so the fastest plan on 8 GPUs has tp and pp", [faster.tp, faster.pp], [1, 1],
-          status="corrected", said=[4, 2], source="the example's flags",
-          why="the flags show how, not when: a 0.4B model wants data parallelism"),
+    claim(
+        "so the fastest plan on 8 GPUs has tp and pp",
+        [faster.tp, faster.pp],
+        [1, 1],
+        status="corrected",
+        said=[4, 2],
+        source="the example's flags",
+        why="the flags show how, not when: a 0.4B model wants data parallelism",
+    ),
     claim("DeepSpeed's example, one replica: micro-batches per step", m[1], 8),
     claim("... on 8 GPUs with 2 stages (dp 4)", m[4], 2),
     claim("a batch that does not divide", uneven, lambda t: "sequences are left over" in t),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # What both recipes leave to you: the order of ranks (nodes must be filled with tp groups), `NCCL`
@@ -507,25 +667,50 @@ display(
 days = {
     name: 8 * tokens * parameters / (gpus * tflops * 1e12) / cost.DAY_S
     for name, parameters, tokens, gpus, tflops in (
-        ("GPT-3", 175e9, 300e9, 1024, 140), ("1T", 1008e9, 450e9, 3072, 163)
+        ("GPT-3", 175e9, 300e9, 1024, 140),
+        ("1T", 1008e9, 450e9, 3072, 163),
     )
-}  # fmt: skip
+}
 trillion = cost.megatron_gpt(width=25600, num_layers=128, num_heads=160)
 one_step = {"model": trillion, "global_batch": 3072}
 useful = cost.megatron_iteration_flops(**one_step, with_recompute=False)
 ratio = useful / cost.megatron_iteration_flops(**one_step)
 display(
-    claim("GPT-3, 300B tokens, 1,024 A100 at 140 TFLOP/s: days", days["GPT-3"], 34, rtol=0.01,
-          source=MEGATRON),
-    claim("1T parameters, 450B tokens, 3,072 A100 at 163 TFLOP/s: days", days["1T"], 84, rtol=0.01,
-          source=MEGATRON),
-    claim("1T run: MFU in %, from the published 52 %", 52 * ratio, 39, rtol=0.02,
-          status="corrected", said=52, source="talks that quote it as MFU",
-          why="its FLOPs count the recomputed forward pass: 96, not 72"),
-    claim("largest model in that paper: trillion parameters", trillion.num_parameters / 1e12, 1.008,
-          rtol=0.001, status="corrected", said=2.0, source="'trains models with trillions'",
-          why="1 trillion, run at 163 TFLOP/s per GPU, not trained to the end"),
-)  # fmt: skip
+    claim(
+        "GPT-3, 300B tokens, 1,024 A100 at 140 TFLOP/s: days",
+        days["GPT-3"],
+        34,
+        rtol=0.01,
+        source=MEGATRON,
+    ),
+    claim(
+        "1T parameters, 450B tokens, 3,072 A100 at 163 TFLOP/s: days",
+        days["1T"],
+        84,
+        rtol=0.01,
+        source=MEGATRON,
+    ),
+    claim(
+        "1T run: MFU in %, from the published 52 %",
+        52 * ratio,
+        39,
+        rtol=0.02,
+        status="corrected",
+        said=52,
+        source="talks that quote it as MFU",
+        why="its FLOPs count the recomputed forward pass: 96, not 72",
+    ),
+    claim(
+        "largest model in that paper: trillion parameters",
+        trillion.num_parameters / 1e12,
+        1.008,
+        rtol=0.001,
+        status="corrected",
+        said=2.0,
+        source="'trains models with trillions'",
+        why="1 trillion, run at 163 TFLOP/s per GPU, not trained to the end",
+    ),
+)
 
 # %% [markdown]
 # Now the whole table of that paper: ten models, 32 to 3,072 GPUs. We predict each step with one
@@ -549,18 +734,23 @@ for line in PUBLISHED.splitlines():
     billions, heads, width, layers, tp, pp, gpus, batch, tflops = map(float, line.split())
     model = cost.megatron_gpt(width=int(width), num_layers=int(layers), num_heads=int(heads))
     plan = ParallelismConfig(dp=int(gpus / tp / pp), pp=int(pp), tp=int(tp))
-    step = cost.predict_step(model=model, parallelism=plan, node=DGX_A100, global_batch=int(batch),
-                             recompute="full")  # fmt: skip
+    step = cost.predict_step(
+        model=model, parallelism=plan, node=DGX_A100, global_batch=int(batch), recompute="full"
+    )
     flops = cost.megatron_iteration_flops(model=model, global_batch=int(batch))
     predicted.append(flops / step.total_s / gpus / 1e12)
     published.append(tflops)
     counted.append(model.num_parameters / 1e9)
     said_billions.append(billions)
 plot_lines(
-    said_billions, {"published": published, "predicted": predicted}, logx=True,
-    xlabel="billion parameters", ylabel="TFLOP/s per GPU", markers=True,
+    said_billions,
+    {"published": published, "predicted": predicted},
+    logx=True,
+    xlabel="billion parameters",
+    ylabel="TFLOP/s per GPU",
+    markers=True,
     title="Megatron-LM on 32 to 3,072 A100: published and predicted",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
@@ -572,16 +762,34 @@ per_layer = cost.activation_bytes_per_layer(
     model=shape_22b, micro_batch=4, tp=8, sequence_parallel=True, recompute="selective"
 )
 display(
-    claim("parameters of the ten models, counted / published", np.divide(counted, said_billions),
-          np.ones(10), rtol=0.03, source=f"{MEGATRON}, table 1, rounded"),
+    claim(
+        "parameters of the ten models, counted / published",
+        np.divide(counted, said_billions),
+        np.ones(10),
+        rtol=0.03,
+        source=f"{MEGATRON}, table 1, rounded",
+    ),
     claim("mean error of the predicted TFLOP/s", float(errors.mean()), ("<", 0.15)),
-    claim("22B, 8 tensor ranks, 4 sequences: GiB of activations, sequence parallel and selective",
-          48 * per_layer / cost.GIB, 9.5625, rtol=0.001, source="arXiv 2205.05198, figure 1"),
-    claim("175B on 1,536 GPUs, TFLOP/s per GPU: ZeRO-3 of 2021", 44, status="cited",
-          source=f"{MEGATRON}, table 2: 141 with tensor and pipeline parallelism"),
-    claim("LLaMA-2 70B, FSDP2 on 64 A100, MFU in %", 50.8, status="cited",
-          source="torchtitan, docs/performance.md, 1 sequence of 4,096 per GPU"),
-)  # fmt: skip
+    claim(
+        "22B, 8 tensor ranks, 4 sequences: GiB of activations, sequence parallel and selective",
+        48 * per_layer / cost.GIB,
+        9.5625,
+        rtol=0.001,
+        source="arXiv 2205.05198, figure 1",
+    ),
+    claim(
+        "175B on 1,536 GPUs, TFLOP/s per GPU: ZeRO-3 of 2021",
+        44,
+        status="cited",
+        source=f"{MEGATRON}, table 2: 141 with tensor and pipeline parallelism",
+    ),
+    claim(
+        "LLaMA-2 70B, FSDP2 on 64 A100, MFU in %",
+        50.8,
+        status="cited",
+        source="torchtitan, docs/performance.md, 1 sequence of 4,096 per GPU",
+    ),
+)
 
 # %% [markdown]
 # The prediction has the right shape, also the dip where tensor parallelism reaches 8, and is a few
@@ -646,17 +854,24 @@ print(f"{total / 1e9:.1f} billion parameters, {here / 1e6:.2f} million here; {co
 block = cost.megatron_gpt(width=8192, num_layers=1, num_heads=64).block_parameters
 tables = total - LAYERS * block
 display(
-    claim("parameters of this rank x 1,024 / all (norms and positions are cut by dp only)",
-          here * 1024 / total, 1.0, rtol=0.05),
-    claim("all-gathers: forward and backward of each block, and the root", gathers,
-          2 * LAYERS + 1),
+    claim(
+        "parameters of this rank x 1,024 / all (norms and positions are cut by dp only)",
+        here * 1024 / total,
+        1.0,
+        rtol=0.05,
+    ),
+    claim("all-gathers: forward and backward of each block, and the root", gathers, 2 * LAYERS + 1),
     claim("reduce-scatters: each block, and the root", scatters, LAYERS + 1),
-    claim("tensor-parallel all-reduces per block (a few more for embedding and loss)",
-          (counts["all_reduce"] - 4 * LAYERS) in range(1, 9), True),
+    claim(
+        "tensor-parallel all-reduces per block (a few more for embedding and loss)",
+        (counts["all_reduce"] - 4 * LAYERS) in range(1, 9),
+        True,
+    ),
     claim("with 48 blocks: billion parameters", (48 * block + tables) / 1e9, 39.5, rtol=0.02),
-    claim("with 48 blocks: all-gathers and reduce-scatters of a step", [2 * 48 + 1, 48 + 1],
-          [97, 49]),
-)  # fmt: skip
+    claim(
+        "with 48 blocks: all-gathers and reduce-scatters of a step", [2 * 48 + 1, 48 + 1], [97, 49]
+    ),
+)
 
 # %% [markdown]
 # ## Summary

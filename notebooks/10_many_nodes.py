@@ -74,20 +74,32 @@ node_days = llama_nodes * llama_days / llama_interruptions
 plot_lines(
     nodes,
     {f"{days:.0f} days per node": 24 * days / nodes for days in (node_days, 1000, 100)},
-    logx=True, logy=True, ticks=list(nodes), xlabel="nodes of 8 GPUs",
-    ylabel="hours between failures", title="A job is as fragile as its nodes together",
-)  # fmt: skip
+    logx=True,
+    logy=True,
+    ticks=list(nodes),
+    xlabel="nodes of 8 GPUs",
+    ylabel="hours between failures",
+    title="A job is as fragile as its nodes together",
+)
 
 # %%
 # %%rank 0
 display(
-    claim("unexpected and planned interruptions of Llama 3's training in 54 days", 466,
-          status="cited", source="The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4"),
-    claim("hours between interruptions of that job", 24 * llama_days / llama_interruptions, 2.8,
-          rtol=0.02),
+    claim(
+        "unexpected and planned interruptions of Llama 3's training in 54 days",
+        466,
+        status="cited",
+        source="The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4",
+    ),
+    claim(
+        "hours between interruptions of that job",
+        24 * llama_days / llama_interruptions,
+        2.8,
+        rtol=0.02,
+    ),
     claim("days between failures of one of its nodes", node_days, 237, rtol=0.01),
     claim("GPUs of 256 nodes of 8", MeshShape(dp=256, tp=8).world_size, 2048),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 1 · Launching: who starts what
@@ -165,13 +177,24 @@ def start_nodes(script: list[str], num_nodes: int, **options) -> list[subprocess
     port, agents = free_port(), []
     for node in range(num_nodes):
         command = torchrun_command(
-            script, endpoint=f"127.0.0.1:{port}", is_host=node == 0, local_addr="127.0.0.1",
-            keep_alive_s=2, last_call_s=5, **options,
-        )  # fmt: skip
+            script,
+            endpoint=f"127.0.0.1:{port}",
+            is_host=node == 0,
+            local_addr="127.0.0.1",
+            keep_alive_s=2,
+            last_call_s=5,
+            **options,
+        )
         agents.append(
-            subprocess.Popen(command, env=QUIET | gpus_of(node, num_nodes), start_new_session=True,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        )  # fmt: skip
+            subprocess.Popen(
+                command,
+                env=QUIET | gpus_of(node, num_nodes),
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
     return agents
 
 
@@ -187,12 +210,18 @@ display(
     claim("both agents ended well", codes, [0, 0]),
     claim("2 nodes x 1 worker: WORLD_SIZE of each", [w["WORLD_SIZE"] for w in who], [2, 2]),
     claim("LOCAL_RANK begins at 0 on each node", [w["LOCAL_RANK"] for w in who], [0, 0]),
-    claim("number of the node (GROUP_RANK) = RANK // LOCAL_WORLD_SIZE",
-          [w["RANK"] // w["LOCAL_WORLD_SIZE"] for w in who], [w["GROUP_RANK"] for w in who]),
+    claim(
+        "number of the node (GROUP_RANK) = RANK // LOCAL_WORLD_SIZE",
+        [w["RANK"] // w["LOCAL_WORLD_SIZE"] for w in who],
+        [w["GROUP_RANK"] for w in who],
+    ),
     claim("an all-reduce crosses the nodes", [w["sum"] for w in who], [1.0, 1.0], rtol=1e-9),
-    claim("2 nodes x 8 and 2 nodes x 4: ranks", [MeshShape(dp=2, tp=8).world_size,
-          MeshShape(dp=2, tp=4).world_size], [16, 8]),
-)  # fmt: skip
+    claim(
+        "2 nodes x 8 and 2 nodes x 4: ranks",
+        [MeshShape(dp=2, tp=8).world_size, MeshShape(dp=2, tp=4).world_size],
+        [16, 8],
+    ),
+)
 
 # %% [markdown]
 # ### Slurm
@@ -236,8 +265,13 @@ display(
 # %%
 # %%rank 0
 port = free_port()
-lonely = torchrun_command([str(SCRIPT), str(work)], nnodes="2", endpoint=f"127.0.0.1:{port}",
-                          is_host=True, local_addr="127.0.0.1")  # fmt: skip
+lonely = torchrun_command(
+    [str(SCRIPT), str(work)],
+    nnodes="2",
+    endpoint=f"127.0.0.1:{port}",
+    is_host=True,
+    local_addr="127.0.0.1",
+)
 conf = next(i for i, word in enumerate(lonely) if word.startswith("--rdzv-conf"))
 lonely[conf] += ",join_timeout=3"
 began = time.monotonic()
@@ -249,11 +283,14 @@ print(f"code {ended.returncode} after {waited:.0f} s: {message}")
 # %%
 # %%rank 0
 display(
-    claim("a rendezvous without its second node ends with an error", ended.returncode,
-          lambda code: code != 0),
+    claim(
+        "a rendezvous without its second node ends with an error",
+        ended.returncode,
+        lambda code: code != 0,
+    ),
     claim("... that names the rendezvous", "RendezvousTimeoutError" in ended.stderr, True),
     claim("... not before its limit of 3 s", waited, (">", 3.0)),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 2 · Networks
@@ -322,10 +359,14 @@ def step_ms(bytes_per_s: float, latency_s: float = 10e-6) -> float:
 speeds = np.geomspace(1e8, 1e11, 25)
 WIRES = {"1 Gbit/s": 0.125e9, "10": 1.25e9, "100": 12.5e9, "400": 50e9}
 figure = plot_lines(
-    speeds * 8 / 1e9, {"step": [step_ms(s) for s in speeds]}, logx=True,
-    xlabel="wire between the nodes (Gbit/s)", ylabel="step (ms)",
-    title="6 MiB of gradients, 18 ms of compute", ideal={"compute alone": np.full(25, 18.0)},
-)  # fmt: skip
+    speeds * 8 / 1e9,
+    {"step": [step_ms(s) for s in speeds]},
+    logx=True,
+    xlabel="wire between the nodes (Gbit/s)",
+    ylabel="step (ms)",
+    title="6 MiB of gradients, 18 ms of compute",
+    ideal={"compute alone": np.full(25, 18.0)},
+)
 figure
 
 # %%
@@ -333,18 +374,31 @@ figure
 ring_s = 2 * 3 / 4 * LAYER_BYTES / 1e8 + 6 * 10e-6  # of one layer on the slowest wire
 bottom = 6 + 2 + LAYERS * 1e3 * ring_s  # forward, the last layer's backward, then only the wire
 names = ("10 Gbit/s Ethernet", "100 Gbit/s Ethernet", "HDR", "NDR")
-gigabytes = [link.bandwidth_bytes_per_s / 1e9 for link in
-             (cost.ETHERNET_10, cost.ETHERNET_100, cost.INFINIBAND_HDR,
-              cost.INFINIBAND_NDR)]  # fmt: skip
+gigabytes = [
+    link.bandwidth_bytes_per_s / 1e9
+    for link in (cost.ETHERNET_10, cost.ETHERNET_100, cost.INFINIBAND_HDR, cost.INFINIBAND_NDR)
+]
 display(
-    claim("10 and 100 Gbit/s Ethernet, InfiniBand HDR and NDR, in GB/s", gigabytes,
-          [1.25, 12.5, 25, 50], rtol=1e-9),
-    claim("slow wire: forward, one layer's backward, then the ring for every layer, ms",
-          step_ms(1e8), bottom, rtol=1e-3),
+    claim(
+        "10 and 100 Gbit/s Ethernet, InfiniBand HDR and NDR, in GB/s",
+        gigabytes,
+        [1.25, 12.5, 25, 50],
+        rtol=1e-9,
+    ),
+    claim(
+        "slow wire: forward, one layer's backward, then the ring for every layer, ms",
+        step_ms(1e8),
+        bottom,
+        rtol=1e-3,
+    ),
     claim("fast wire: step / compute", step_ms(1e11) / 18, ("<", 1.02)),
-    claim("the same wire with 1 ms of latency: step, ms", step_ms(1e11, 1e-3),
-          8 + LAYERS * 6.0, rtol=0.02),
-)  # fmt: skip
+    claim(
+        "the same wire with 1 ms of latency: step, ms",
+        step_ms(1e11, 1e-3),
+        8 + LAYERS * 6.0,
+        rtol=0.02,
+    ),
+)
 
 
 # %%
@@ -353,16 +407,19 @@ def wire_explorer(log_speed: float = 9.0, latency_us: int = 10):
     """The step of two nodes as a timeline, on the chosen wire."""
     timeline = emulate.simulate(trace, wire(10**log_speed, latency_us / 1e6))
     return plot_timeline(
-        timeline, title=f"{8 * 10**log_speed / 1e9:.3g} Gbit/s, {latency_us} µs: "
+        timeline,
+        title=f"{8 * 10**log_speed / 1e9:.3g} Gbit/s, {latency_us} µs: "
         f"{1e3 * timeline.makespan_s:.1f} ms",
-    )  # fmt: skip
+    )
 
 
 explore(
-    wire_explorer, log_speed=(8.0, 11.0, 0.25), latency_us=[1, 10, 100, 1000],
+    wire_explorer,
+    log_speed=(8.0, 11.0, 0.25),
+    latency_us=[1, 10, 100, 1000],
     labels={"log_speed": "wire, log10 of bytes/s", "latency_us": "latency (µs)"},
     alt="Timeline of four ranks on two nodes: compute, communication and waiting",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # The remedies you know: overlap (lecture 3), fewer bytes (lecture 4), hierarchical rings and HSDP
@@ -378,8 +435,13 @@ explore(
 # %%rank 0
 from minidist.profile.nccl import explain, find_dangers
 
-slide = {"NCCL_P2P_LEVEL": "NVL", "NCCL_ALGO": "Tree", "NCCL_NCHANNELS_PER_NET_PEER": "4",
-         "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"}  # fmt: skip
+slide = {
+    "NCCL_P2P_LEVEL": "NVL",
+    "NCCL_ALGO": "Tree",
+    "NCCL_NCHANNELS_PER_NET_PEER": "4",
+    "NCCL_DEBUG": "INFO",
+    "NCCL_SOCKET_IFNAME": "eth0",
+}
 for row in explain(slide):
     print(f"{row.name} = {row.value}: {row.what}")
 dangers = find_dangers(slide | {"NCCL_PROTO": "LL128", "NCCL_IB_DISABLE": "1"})
@@ -390,11 +452,18 @@ for danger in dangers:
 # %%rank 0
 display(
     claim("forcing LL128 is reported", any("NCCL_PROTO" in d.names for d in dangers), True),
-    claim("turning InfiniBand off is reported",
-          any("NCCL_IB_DISABLE" in d.names for d in dangers), True),
-    claim("torch's timeout of NCCL collectives, minutes (gloo: 30)", 10, status="cited",
-          source="PyTorch, documentation of init_process_group"),
-)  # fmt: skip
+    claim(
+        "turning InfiniBand off is reported",
+        any("NCCL_IB_DISABLE" in d.names for d in dangers),
+        True,
+    ),
+    claim(
+        "torch's timeout of NCCL collectives, minutes (gloo: 30)",
+        10,
+        status="cited",
+        source="PyTorch, documentation of init_process_group",
+    ),
+)
 
 # %% [markdown]
 # ## 3 · A hang, and the flight recorder
@@ -467,11 +536,14 @@ names = [call.name for call in calls]
 guilty = {call.rank for call in calls if names.count(call.name) == 1}
 absent = {r for stuck in find_stuck(found) for r in stuck.missing}
 display(
-    claim("the recorder names rank 2, as missing or as calling something else",
-          2 in (guilty | absent), True),
+    claim(
+        "the recorder names rank 2, as missing or as calling something else",
+        2 in (guilty | absent),
+        True,
+    ),
     claim("all four ranks left a dump", sorted(found), [0, 1, 2, 3]),
     claim("the mended program", " ".join(mended), "fine fine fine fine"),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # On a cluster: set `TORCH_NCCL_DUMP_ON_TIMEOUT=1` and a folder, then `torchfrtrace` compares the
@@ -497,8 +569,13 @@ def lost(interval_s: float, save_s: float, between_s: float, restart_s: float = 
     return save_s / interval_s + interval_s / (2 * between_s) + restart_s / between_s
 
 
-def simulate_lost(interval_s: float, save_s: float, between_s: float, restart_s: float = 300.0,
-                  num_failures: int = 4000) -> float:  # fmt: skip
+def simulate_lost(
+    interval_s: float,
+    save_s: float,
+    between_s: float,
+    restart_s: float = 300.0,
+    num_failures: int = 4000,
+) -> float:
     """Share of the time that is not progress, with failures at random times."""
     rng = np.random.default_rng(0)
     useful = total = 0.0
@@ -514,9 +591,11 @@ few = np.geomspace(150, 15000, 9)
 figure = plot_lines(
     {"formula": intervals / 60, "simulated": few / 60},
     {"formula": [100 * lost(t, SAVE_S, BETWEEN_S) for t in intervals]},
-    logx=True, xlabel="minutes between checkpoints", ylabel="time lost (%)",
+    logx=True,
+    xlabel="minutes between checkpoints",
+    ylabel="time lost (%)",
     title="A failure every 2.8 hours, a save takes a minute",
-)  # fmt: skip
+)
 dots = [simulate_lost(t, SAVE_S, BETWEEN_S) for t in few]
 figure.axes[0].plot(few / 60, [100 * d for d in dots], "o", color=PALETTE[1], label="simulated")
 figure.axes[0].legend(frameon=False)
@@ -527,16 +606,32 @@ figure
 young = (2 * SAVE_S * BETWEEN_S) ** 0.5
 best = min(intervals, key=lambda t: lost(t, SAVE_S, BETWEEN_S))
 display(
-    claim("best interval for that job, minutes", young / 60, 18.3, rtol=0.01,
-          source="Young, A first order approximation to the optimum checkpoint interval, 1974"),
+    claim(
+        "best interval for that job, minutes",
+        young / 60,
+        18.3,
+        rtol=0.01,
+        source="Young, A first order approximation to the optimum checkpoint interval, 1974",
+    ),
     claim("best interval found by trying 40 / Young's", best / young, 1.0, rtol=0.15),
-    claim("time lost there, simulated / formula", simulate_lost(young, SAVE_S, BETWEEN_S)
-          / lost(young, SAVE_S, BETWEEN_S), 1.0, rtol=0.1),
-    claim("saving every 2 hours instead loses this many times as much",
-          lost(7200, SAVE_S, BETWEEN_S) / lost(young, SAVE_S, BETWEEN_S), (">", 2.0)),
-    claim("LLaMA-2 70B with Adam: GB of a checkpoint (fp32 weights and moments)",
-          cost.LLAMA2_70B.num_parameters * 12 / cost.GB, 828, rtol=0.01),
-)  # fmt: skip
+    claim(
+        "time lost there, simulated / formula",
+        simulate_lost(young, SAVE_S, BETWEEN_S) / lost(young, SAVE_S, BETWEEN_S),
+        1.0,
+        rtol=0.1,
+    ),
+    claim(
+        "saving every 2 hours instead loses this many times as much",
+        lost(7200, SAVE_S, BETWEEN_S) / lost(young, SAVE_S, BETWEEN_S),
+        (">", 2.0),
+    ),
+    claim(
+        "LLaMA-2 70B with Adam: GB of a checkpoint (fp32 weights and moments)",
+        cost.LLAMA2_70B.num_parameters * 12 / cost.GB,
+        828,
+        rtol=0.01,
+    ),
+)
 
 
 # %%
@@ -547,22 +642,31 @@ def save_explorer(nodes: int = 256, node_days: int = 250, save_s: int = 60):
     best_s = (2 * save_s * between_s) ** 0.5
     times = np.geomspace(max(10.0, best_s / 30), best_s * 30, 60)
     figure = plot_lines(
-        times / 60, {"time lost": [100 * min(1, lost(t, save_s, between_s)) for t in times]},
-        logx=True, markers=False, xlabel="minutes between checkpoints", ylabel="time lost (%)",
+        times / 60,
+        {"time lost": [100 * min(1, lost(t, save_s, between_s)) for t in times]},
+        logx=True,
+        markers=False,
+        xlabel="minutes between checkpoints",
+        ylabel="time lost (%)",
         title=f"a failure every {between_s / 3600:.1f} h: save every {best_s / 60:.0f} min, "
         f"lose {100 * lost(best_s, save_s, between_s):.1f} %",
-    )  # fmt: skip
+    )
     figure.axes[0].axvline(best_s / 60, color="black", linestyle="--", linewidth=1)
     return figure
 
 
 explore(
-    save_explorer, nodes=[1, 16, 64, 256, 1024, 2048], node_days=[50, 100, 250, 1000],
+    save_explorer,
+    nodes=[1, 16, 64, 256, 1024, 2048],
+    node_days=[50, 100, 250, 1000],
     save_s=[5, 20, 60, 300, 900],
-    labels={"nodes": "nodes", "node_days": "days between failures of a node",
-            "save_s": "seconds to save"},
+    labels={
+        "nodes": "nodes",
+        "node_days": "days between failures of a node",
+        "save_s": "seconds to save",
+    },
     alt="Time lost against the interval between checkpoints: a curve with a minimum",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Shorter saves pay twice: asynchronous ones (copy to the CPU, write in the background:
@@ -603,7 +707,7 @@ resumed_at = checkpoints.load(shared={"model": loaded[0], "optimizer": loaded[1]
 # %%rank 0
 display(
     claim("the newest checkpoint (step 3) is cut in half; loading takes step", resumed_at, 2),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ## 6 · A node is killed, live
@@ -730,13 +834,23 @@ with style():
     zero = rows[0][3]
     for size, colour in ((2, PALETTE[0]), (1, PALETTE[1])):
         part = [row for row in rows if row[2] == size]
-        ax.plot([r[3] - zero for r in part], [r[0] for r in part], "o", markersize=3, color=colour,
-                label=f"{size} node{'s' * (size > 1)}")  # fmt: skip
+        ax.plot(
+            [r[3] - zero for r in part],
+            [r[0] for r in part],
+            "o",
+            markersize=3,
+            color=colour,
+            label=f"{size} node{'s' * (size > 1)}",
+        )
     ax.axvline(killed_at - zero, color="black", linestyle="--", linewidth=1)
-    ax.annotate("a node is killed", (killed_at - zero, STEPS * 0.9), (6, 0),
-                textcoords="offset points")  # fmt: skip
-    ax.set(xlabel="seconds since the first step", ylabel="step",
-           title="It waits, goes back to the checkpoint, and goes on alone")  # fmt: skip
+    ax.annotate(
+        "a node is killed", (killed_at - zero, STEPS * 0.9), (6, 0), textcoords="offset points"
+    )
+    ax.set(
+        xlabel="seconds since the first step",
+        ylabel="step",
+        title="It waits, goes back to the checkpoint, and goes on alone",
+    )
     ax.legend(frameon=False, loc="lower right")
 figure
 
@@ -748,11 +862,17 @@ display(
     claim("it went on with one rank, from a multiple of 5 (a checkpoint)", after[0][0] % 5, 0),
     claim("steps that had to be done twice", len(rows) - len(final), ("<", 20)),
     claim("every step was done", sorted(final), list(range(STEPS))),
-    claim("losses of the broken job / of the calm one, largest relative difference",
-          max(abs(final[i] / calm_losses[i] - 1) for i in calm_losses), ("<", 1e-9)),
-    claim("shares of a batch of 12 on 3 ranks",
-          [s.stop - s.start for s in (share_of_batch(12, 3, r) for r in range(3))], [4, 4, 4]),
-)  # fmt: skip
+    claim(
+        "losses of the broken job / of the calm one, largest relative difference",
+        max(abs(final[i] / calm_losses[i] - 1) for i in calm_losses),
+        ("<", 1e-9),
+    ),
+    claim(
+        "shares of a batch of 12 on 3 ranks",
+        [s.stop - s.start for s in (share_of_batch(12, 3, r) for r in range(3))],
+        [4, 4, 4],
+    ),
+)
 
 # %% [markdown]
 # What you saw: node 0's worker was in an all-reduce with a rank that was gone. gloo saw the closed

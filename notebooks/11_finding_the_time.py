@@ -107,8 +107,12 @@ from minidist.plots import COLOURS, PALETTE, new_figure, plot_bars, plot_lines, 
 from minidist.profile.loader import FakeClock
 from minidist.widgets import explore
 
-LANES = {"loader": (0.1, 0.8), "compute": (0.1, 0.4), "copy": (0.5, 0.1),
-         "communication": (0.6, 0.3)}  # fmt: skip
+LANES = {
+    "loader": (0.1, 0.8),
+    "compute": (0.1, 0.4),
+    "copy": (0.5, 0.1),
+    "communication": (0.6, 0.3),
+}
 
 
 def draw(timeline, window=None, title="", names=None, kinds=None):
@@ -127,12 +131,22 @@ def draw(timeline, window=None, title="", names=None, kinds=None):
                     for s in timeline.of(r, kind)
                     if s.end_s > start_s and s.start_s < end_s
                 ]
-                ax.broken_barh(bars, (row + low, height), color=COLOURS[kind], edgecolor="white",
-                               linewidth=0.3 if len(bars) < 60 else 0)  # fmt: skip
-        ax.set_yticks(np.arange(len(timeline.ranks)) + 0.5,
-                      names or [f"rank {r}" for r in timeline.ranks])  # fmt: skip
-        ax.set(xlim=(0, (end_s - start_s) / unit_s), ylim=(len(timeline.ranks), 0), title=title,
-               xlabel=f"time ({unit})")  # fmt: skip
+                ax.broken_barh(
+                    bars,
+                    (row + low, height),
+                    color=COLOURS[kind],
+                    edgecolor="white",
+                    linewidth=0.3 if len(bars) < 60 else 0,
+                )
+        ax.set_yticks(
+            np.arange(len(timeline.ranks)) + 0.5, names or [f"rank {r}" for r in timeline.ranks]
+        )
+        ax.set(
+            xlim=(0, (end_s - start_s) / unit_s),
+            ylim=(len(timeline.ranks), 0),
+            title=title,
+            xlabel=f"time ({unit})",
+        )
         ax.tick_params(axis="y", length=0)
         squares = [Patch(color=COLOURS[kind], label=names_of[kind]) for kind in (*shown, "idle")]
         figure.legend(handles=squares, loc="outside upper right", ncols=5, frameon=False)
@@ -150,8 +164,9 @@ def draw(timeline, window=None, title="", names=None, kinds=None):
 # %%
 torch.manual_seed(seed)
 width, batch = 512, 128 if quick else 512
-net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU())
-                      for _ in range(6))).to(device)  # fmt: skip
+net = nn.Sequential(
+    *(nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU()) for _ in range(6))
+).to(device)
 ddp = DDP(net, bucket_cap_mb=2)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 x = torch.randn(batch, width, device=device)
@@ -190,19 +205,33 @@ draw(timeline, timeline.windows(0)[1], "One step of DDP on this machine, from to
 print(report(timeline))
 parts = step_shares(timeline)
 buckets = str(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]).split(",")
-reduces = [sum(count for name, count in timeline.collectives(0, window).items()
-               if "allreduce" in name.lower().replace("_", ""))
-           for window in timeline.windows(0)]  # fmt: skip
+reduces = [
+    sum(
+        count
+        for name, count in timeline.collectives(0, window).items()
+        if "allreduce" in name.lower().replace("_", "")
+    )
+    for window in timeline.windows(0)
+]
 display(
-    claim("in each step there are as many all-reduces as DDP has buckets", reduces,
-          [len(buckets)] * len(reduces)),
-    claim("the parts of a step add up to the step",
-          [p.compute_s + p.exposed_s + p.copy_s + p.loader_s + p.idle_s for p in parts],
-          [p.step_s for p in parts], rtol=1e-6),
-    claim("communication is what is hidden plus what is exposed",
-          [p.communication_s for p in parts], [p.overlapped_s + p.exposed_s for p in parts],
-          rtol=1e-6),
-)  # fmt: skip
+    claim(
+        "in each step there are as many all-reduces as DDP has buckets",
+        reduces,
+        [len(buckets)] * len(reduces),
+    ),
+    claim(
+        "the parts of a step add up to the step",
+        [p.compute_s + p.exposed_s + p.copy_s + p.loader_s + p.idle_s for p in parts],
+        [p.step_s for p in parts],
+        rtol=1e-6,
+    ),
+    claim(
+        "communication is what is hidden plus what is exposed",
+        [p.communication_s for p in parts],
+        [p.overlapped_s + p.exposed_s for p in parts],
+        rtol=1e-6,
+    ),
+)
 
 # %% [markdown]
 # A timeline is written to a file and opened in [Perfetto](https://ui.perfetto.dev), with all ranks
@@ -216,8 +245,11 @@ with tempfile.TemporaryDirectory() as folder:
     save_chrome_trace(timeline, path)
     again = read_trace(path)
     print(f"{len(timeline.spans)} spans, {path.stat().st_size / 1000:.0f} kB")
-claim("what is read back from the file has the same spans and steps",
-      [len(again.spans), len(again.steps)], [len(timeline.spans), len(timeline.steps)])  # fmt: skip
+claim(
+    "what is read back from the file has the same spans and steps",
+    [len(again.spans), len(again.steps)],
+    [len(timeline.spans), len(timeline.steps)],
+)
 
 # %% [markdown]
 # ## 2 · Measuring without fooling yourself
@@ -235,12 +267,18 @@ whole_job = counted.item()
 # %%
 # %%rank 0
 display(
-    claim("samples per step of the job, relative to what rank 0 counts", whole_job / mine,
-          float(world_size), rtol=1e-9, status="corrected", said=1,
-          why="a lesson prints rank 0's own tokens as the throughput of the job"),
+    claim(
+        "samples per step of the job, relative to what rank 0 counts",
+        whole_job / mine,
+        float(world_size),
+        rtol=1e-9,
+        status="corrected",
+        said=1,
+        why="a lesson prints rank 0's own tokens as the throughput of the job",
+    ),
     claim("64 samples on each of 4 GPUs make a batch of", 4 * 64, 256),
     claim("a batch of 256 on 8 GPUs leaves each", 256 // 8, 32),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # **Is the work done when the clock stops?** A GPU works on a queue. A call returns when its work
@@ -263,8 +301,11 @@ print(f"queued after {1e3 * min(queued_s):.2f} ms, done after {1e3 * min(done_s)
 
 # %%
 # %%rank 0
-claim("the clock read too early shows only a part of the time", min(queued_s) / min(done_s),
-      ("<", 0.5))  # fmt: skip
+claim(
+    "the clock read too early shows only a part of the time",
+    min(queued_s) / min(done_s),
+    ("<", 0.5),
+)
 
 # %% [markdown]
 # On a GPU: `torch.cuda.synchronize()` before *both* readings of the clock, or CUDA events. Only
@@ -283,12 +324,20 @@ speed = [1, 1, 1, 2, 2, 2]  # seconds of variant A in each round
 in_turn = {"A": [1.0 * s for s in speed], "B": [1.2 * s for s in speed]}
 one_after_the_other = {"A": in_turn["A"][:3], "B": in_turn["B"][3:]}  # first all A, then all B
 display(
-    claim("measured in turn, B costs so many times what A costs", overhead_rows(in_turn)[1].ratio,
-          1.2, rtol=1e-9),
-    claim("measured one after the other: wrong by the drift",
-          overhead_rows(one_after_the_other)[1].ratio, 2.4, rtol=1e-9),
+    claim(
+        "measured in turn, B costs so many times what A costs",
+        overhead_rows(in_turn)[1].ratio,
+        1.2,
+        rtol=1e-9,
+    ),
+    claim(
+        "measured one after the other: wrong by the drift",
+        overhead_rows(one_after_the_other)[1].ratio,
+        2.4,
+        rtol=1e-9,
+    ),
     claim("a GiB that is labelled GB holds so many GB", cost.GIB / cost.GB, 1.074, rtol=1e-3),
-)  # fmt: skip
+)
 
 # %% [markdown]
 # The same for real: what does DDP's communication cost on this machine? A step with all-reduces, a
@@ -324,8 +373,10 @@ for _ in range(8 if quick else 40):
 # %%
 # %%rank 0
 for row in overhead_rows(seconds):
-    print(f"{row.name:>12}: {1e3 * row.step_s:6.2f} ms, {row.ratio:.2f} times "
-          f"(quartiles {row.low:.2f} … {row.high:.2f})")  # fmt: skip
+    print(
+        f"{row.name:>12}: {1e3 * row.step_s:6.2f} ms, {row.ratio:.2f} times "
+        f"(quartiles {row.low:.2f} … {row.high:.2f})"
+    )
 
 # %% [markdown]
 # If the quartiles lie far apart, your machine is busy, and more rounds would be needed.
@@ -421,18 +472,35 @@ def all_reduce_s(layers):
     return 2 * (RANKS - 1) * 1e-3 + 2 * (RANKS - 1) / RANKS * layers * layer_bytes / 25e6
 
 
-step_s = {name: part.step_s / RANKS for name, part in
-          (("after", serial[2]), ("ddp", overlapped[2]))}  # fmt: skip
+step_s = {
+    name: part.step_s / RANKS for name, part in (("after", serial[2]), ("ddp", overlapped[2]))
+}
 display(
-    claim("after backward: compute + 12 all-reduces, seconds", step_s["after"],
-          compute_s + 12 * all_reduce_s(1), rtol=1e-9),
-    claim("DDP with two layers per bucket: compute + one bucket, seconds", step_s["ddp"],
-          compute_s + all_reduce_s(2), rtol=1e-9),
-    claim("utilisation rises from 58 % to 91 %",
-          [serial[2].utilization, overlapped[2].utilization], [0.580, 0.906], rtol=2e-3),
-    claim("share of the communication that is hidden: 5 of 6 buckets",
-          overlapped[2].overlap_fraction, 5 / 6, rtol=1e-6),
-)  # fmt: skip
+    claim(
+        "after backward: compute + 12 all-reduces, seconds",
+        step_s["after"],
+        compute_s + 12 * all_reduce_s(1),
+        rtol=1e-9,
+    ),
+    claim(
+        "DDP with two layers per bucket: compute + one bucket, seconds",
+        step_s["ddp"],
+        compute_s + all_reduce_s(2),
+        rtol=1e-9,
+    ),
+    claim(
+        "utilisation rises from 58 % to 91 %",
+        [serial[2].utilization, overlapped[2].utilization],
+        [0.580, 0.906],
+        rtol=2e-3,
+    ),
+    claim(
+        "share of the communication that is hidden: 5 of 6 buckets",
+        overlapped[2].overlap_fraction,
+        5 / 6,
+        rtol=1e-6,
+    ),
+)
 
 # %% [markdown]
 # ### The best bucket
@@ -444,21 +512,30 @@ display(
 # %%rank 0
 latencies = (0.1, 1.0, 3.0)
 curves = {
-    f"{latency:g} ms": [last_step(bucketed[k], machine(latency_ms=latency))[2].utilization
-                        for k in caps]
+    f"{latency:g} ms": [
+        last_step(bucketed[k], machine(latency_ms=latency))[2].utilization for k in caps
+    ]
     for latency in latencies
-}  # fmt: skip
+}
 best = {name: list(caps)[int(np.argmax(values))] for name, values in curves.items()}
 display(
-    claim("the best bucket for 0.1, 1 and 3 ms of latency: layers", list(best.values()),
-          [1, 2, 3]),
-    claim("with a single bucket nothing is hidden",
-          last_step(bucketed[12], machine())[2].overlap_fraction, 0.0, atol=1e-9),
-)  # fmt: skip
+    claim("the best bucket for 0.1, 1 and 3 ms of latency: layers", list(best.values()), [1, 2, 3]),
+    claim(
+        "with a single bucket nothing is hidden",
+        last_step(bucketed[12], machine())[2].overlap_fraction,
+        0.0,
+        atol=1e-9,
+    ),
+)
 plot_lines(
-    list(caps), curves, xlabel="layers per bucket", ylabel="utilisation", ticks=list(caps),
-    logx=True, title="Neither small nor large, for three latencies",
-)  # fmt: skip
+    list(caps),
+    curves,
+    xlabel="layers per bucket",
+    ylabel="utilisation",
+    ticks=list(caps),
+    logx=True,
+    title="Neither small nor large, for three latencies",
+)
 
 
 # %%
@@ -466,17 +543,26 @@ plot_lines(
 def bucket_explorer(layers_per_bucket=1, mb_per_s=25, latency_ms=1.0):
     """Timeline of a DDP step for a bucket size on some network."""
     line, window, part = last_step(bucketed[layers_per_bucket], machine(mb_per_s, latency_ms))
-    return draw(line, window, f"{part.step_s / RANKS * 1e3:.0f} ms, utilisation "
-                f"{part.utilization:.1%}, hidden {part.overlap_fraction:.0%}")  # fmt: skip
+    return draw(
+        line,
+        window,
+        f"{part.step_s / RANKS * 1e3:.0f} ms, utilisation "
+        f"{part.utilization:.1%}, hidden {part.overlap_fraction:.0%}",
+    )
 
 
 explore(
-    bucket_explorer, layers_per_bucket=list(caps), mb_per_s=[5, 10, 25, 50, 100, 1000],
+    bucket_explorer,
+    layers_per_bucket=list(caps),
+    mb_per_s=[5, 10, 25, 50, 100, 1000],
     latency_ms=[0.0, 0.1, 1.0, 3.0, 10.0],
-    labels={"layers_per_bucket": "layers per bucket", "mb_per_s": "bandwidth (MB/s)",
-            "latency_ms": "latency (ms)"},
+    labels={
+        "layers_per_bucket": "layers per bucket",
+        "mb_per_s": "bandwidth (MB/s)",
+        "latency_ms": "latency (ms)",
+    },
     alt="Timeline of one DDP step on four emulated GPUs: compute, all-reduces, idle",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # At 5 MB/s no bucket helps: there is more communication than backward pass. Then the bytes have to
@@ -498,8 +584,9 @@ def job(wait=0.0, copy=0.0, log=0.0, slow=1.0, buckets=6, latency=0.3, ranks=4, 
 
     def note(r, kind, start, end):
         if end > start:
-            spans.append(Span(rank=r, lane=kind, kind=kind, name=kind, start_s=start / 1e3,
-                              end_s=end / 1e3))  # fmt: skip
+            spans.append(
+                Span(rank=r, lane=kind, kind=kind, name=kind, start_s=start / 1e3, end_s=end / 1e3)
+            )
         return end
 
     for number in range(steps):
@@ -518,8 +605,10 @@ def job(wait=0.0, copy=0.0, log=0.0, slow=1.0, buckets=6, latency=0.3, ranks=4, 
             for r in range(ranks):
                 note(r, "communication", max(before, ready[r, b]), end)
         end += log  # all ranks stand still while something is written
-        steps_of += [Window(rank=r, name=f"step {number}", start_s=begin / 1e3, end_s=end / 1e3)
-                     for r in range(ranks)]  # fmt: skip
+        steps_of += [
+            Window(rank=r, name=f"step {number}", start_s=begin / 1e3, end_s=end / 1e3)
+            for r in range(ranks)
+        ]
         begin = end
     return Timeline(tuple(spans), tuple(steps_of))
 
@@ -538,8 +627,12 @@ suspects = {
 
 def bar(shares_of_all, ranks=4, steps=3):
     """Milliseconds of a step of an average rank."""
-    named = {"compute": "compute_s", "communication": "exposed_s", "loader": "loader_s",
-             "idle": "idle_s"}  # fmt: skip
+    named = {
+        "compute": "compute_s",
+        "communication": "exposed_s",
+        "loader": "loader_s",
+        "idle": "idle_s",
+    }
     values = {kind: getattr(shares_of_all, name) for kind, name in named.items()}
     values["loader"] += shares_of_all.copy_s
     return {kind: 1e3 * value / ranks / steps for kind, value in values.items()}
@@ -547,23 +640,34 @@ def bar(shares_of_all, ranks=4, steps=3):
 
 summed = {name: total(step_shares(job(**change))) for name, change in suspects.items()}
 plot_stacked(
-    {name: bar(part) for name, part in summed.items()}, form="{:.0f}",
+    {name: bar(part) for name, part in summed.items()},
+    form="{:.0f}",
     xlabel="ms of a step, average rank (communication: exposed only; loader: copies, too)",
     title="One job, and five ways to lose time",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
 limits = {name: find_bottleneck(part, 4).limit for name, part in summed.items()}
 display(
-    claim("what limits: healthy, loader, buckets, logging, copies",
-          " ".join(limits[name] for name in suspects if name != "a straggler"),
-          "compute loader communication idle loader"),
-    claim("efficiency of the healthy job: 36 ms of computation, one bucket exposed",
-          summed["healthy"].utilization, 36 / (36 + 0.3 + 8 / 6), rtol=1e-9),
-    claim("95 % instead of 60 % utilisation is so many % more training", 100 * (0.95 / 0.60 - 1),
-          58, rtol=0.01),
-)  # fmt: skip
+    claim(
+        "what limits: healthy, loader, buckets, logging, copies",
+        " ".join(limits[name] for name in suspects if name != "a straggler"),
+        "compute loader communication idle loader",
+    ),
+    claim(
+        "efficiency of the healthy job: 36 ms of computation, one bucket exposed",
+        summed["healthy"].utilization,
+        36 / (36 + 0.3 + 8 / 6),
+        rtol=1e-9,
+    ),
+    claim(
+        "95 % instead of 60 % utilisation is so many % more training",
+        100 * (0.95 / 0.60 - 1),
+        58,
+        rtol=0.01,
+    ),
+)
 
 
 # %%
@@ -571,21 +675,27 @@ display(
 def suspect(case="a straggler", strength=1.0):
     """Timeline of one step of a job with one of the five faults, weaker or stronger."""
     usual = {"wait": 0.0, "copy": 0.0, "log": 0.0, "slow": 1.0, "buckets": 6}
-    change = {key: usual[key] + strength * (value - usual[key])
-              for key, value in suspects[case].items()}  # fmt: skip
+    change = {
+        key: usual[key] + strength * (value - usual[key]) for key, value in suspects[case].items()
+    }
     if "buckets" in change:
         change["buckets"] = max(1, round(change["buckets"]))
     line = job(**change)
     part = total(step_shares(line))
-    return draw(line, line.windows(0)[1], f"{case}: utilisation {part.utilization:.0%}, step "
-                f"{1e3 * part.step_s / 12:.1f} ms")  # fmt: skip
+    return draw(
+        line,
+        line.windows(0)[1],
+        f"{case}: utilisation {part.utilization:.0%}, step {1e3 * part.step_s / 12:.1f} ms",
+    )
 
 
 explore(
-    suspect, case=list(suspects), strength=[0.0, 0.25, 0.5, 1.0, 2.0],
+    suspect,
+    case=list(suspects),
+    strength=[0.0, 0.25, 0.5, 1.0, 2.0],
     labels={"case": "what is wrong", "strength": "how much of it"},
     alt="Timeline of a step on four ranks with one planted fault",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Learn the signatures:
@@ -629,18 +739,29 @@ print(watched.report())
 
 # %%
 # %%rank 0
-picture = cost.Wire(bandwidth_bytes_per_s=0.5 * cost.pcie(generation=4).bandwidth_bytes_per_s,
-                    latency_s=0)  # fmt: skip
+picture = cost.Wire(
+    bandwidth_bytes_per_s=0.5 * cost.pcie(generation=4).bandwidth_bytes_per_s, latency_s=0
+)
 copy_ms = 1e3 * 32 * 3 * 224 * 224 * 4 / picture.bandwidth_bytes_per_s
 display(
-    claim("the recipe sees of the loader's time a share of", statistics.median(copied_s) / 0.015,
-          ("<", 0.2)),
-    claim("the loop waits for each batch, in ms", 1e3 * watched.report().median_wait_s,
-          (">=", 15.0)),
-    claim("32 images of 3 x 224 x 224 in fp32 over PCIe 4.0 at half speed: ms", copy_ms, 1.2,
-          rtol=0.03, status="corrected", said=10, why="no fixed threshold tells a slow copy: "
-          "bytes / bandwidth is the yardstick"),
-)  # fmt: skip
+    claim(
+        "the recipe sees of the loader's time a share of",
+        statistics.median(copied_s) / 0.015,
+        ("<", 0.2),
+    ),
+    claim(
+        "the loop waits for each batch, in ms", 1e3 * watched.report().median_wait_s, (">=", 15.0)
+    ),
+    claim(
+        "32 images of 3 x 224 x 224 in fp32 over PCIe 4.0 at half speed: ms",
+        copy_ms,
+        1.2,
+        rtol=0.03,
+        status="corrected",
+        said=10,
+        why="no fixed threshold tells a slow copy: bytes / bandwidth is the yardstick",
+    ),
+)
 
 # %% [markdown]
 # How many workers are enough? If one batch takes L seconds to make and a step takes C seconds, then
@@ -659,13 +780,15 @@ def loading(make_ms, step_ms, workers, num_batches=24, prefetch=2):
         w, room = n % workers, n - workers * prefetch  # a worker may be `prefetch` batches ahead
         start = max(free[w], used[room] if room >= 0 else 0.0)
         free[w] = start + make_ms / 1e3
-        spans.append(Span(rank=1 + w, lane="w", kind="loader", name="make", start_s=start,
-                          end_s=free[w]))  # fmt: skip
+        spans.append(
+            Span(rank=1 + w, lane="w", kind="loader", name="make", start_s=start, end_s=free[w])
+        )
         begin = max(now, free[w])
         now = begin + step_ms / 1e3
         used.append(begin)
-        spans.append(Span(rank=0, lane="loop", kind="compute", name="step", start_s=begin,
-                          end_s=now))  # fmt: skip
+        spans.append(
+            Span(rank=0, lane="loop", kind="compute", name="step", start_s=begin, end_s=now)
+        )
     return Timeline(tuple(spans))
 
 
@@ -685,11 +808,19 @@ by_clock = WatchedLoader((clock.sleep(0.030) for _ in range(10)), clock=clock)
 for _ in by_clock:
     clock.sleep(0.010)
 display(
-    claim("60 ms to make a batch, 20 ms to use it: waits with 1, 2 and 4 workers, ms",
-          [loop_wait_ms(60, 20, w) for w in (1, 2, 4)], rule, atol=2.5),
-    claim("without workers the loop waits for all of it: 30 ms beside 10 ms of work is a share of",
-          by_clock.report().wait_fraction, 0.75, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "60 ms to make a batch, 20 ms to use it: waits with 1, 2 and 4 workers, ms",
+        [loop_wait_ms(60, 20, w) for w in (1, 2, 4)],
+        rule,
+        atol=2.5,
+    ),
+    claim(
+        "without workers the loop waits for all of it: 30 ms beside 10 ms of work is a share of",
+        by_clock.report().wait_fraction,
+        0.75,
+        rtol=1e-9,
+    ),
+)
 
 
 # %%
@@ -697,18 +828,28 @@ display(
 def loader_explorer(make_ms=60, step_ms=20, workers=2):
     """The training loop and its workers."""
     line = loading(make_ms, step_ms, workers)
-    return draw(line, Window(rank=0, name="", start_s=0, end_s=0.4),
-                f"{workers} workers: the loop waits {loop_wait_ms(make_ms, step_ms, workers):.0f} "
-                "ms per batch", ["loop", *(f"worker {w}" for w in range(workers))],
-                {"loader": "makes a batch", "compute": "trains on it"})  # fmt: skip
+    return draw(
+        line,
+        Window(rank=0, name="", start_s=0, end_s=0.4),
+        f"{workers} workers: the loop waits {loop_wait_ms(make_ms, step_ms, workers):.0f} "
+        "ms per batch",
+        ["loop", *(f"worker {w}" for w in range(workers))],
+        {"loader": "makes a batch", "compute": "trains on it"},
+    )
 
 
 explore(
-    loader_explorer, make_ms=(5, 120, 5), step_ms=(5, 60, 5), workers=(1, 6),
-    labels={"make_ms": "to make a batch (ms)", "step_ms": "a training step (ms)",
-            "workers": "workers"},
+    loader_explorer,
+    make_ms=(5, 120, 5),
+    step_ms=(5, 60, 5),
+    workers=(1, 6),
+    labels={
+        "make_ms": "to make a batch (ms)",
+        "step_ms": "a training step (ms)",
+        "workers": "workers",
+    },
     alt="Timeline of a training loop and the workers that prepare its batches",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Settings of a `DataLoader` that matter: `num_workers` (by the rule, and no more than the cores
@@ -737,8 +878,12 @@ def two_clocks(launch_us=10, kernel_us=14, sync_every=0, num_kernels=40):
         dev = max(host, dev) + kernel_us
         if sync_every and n % sync_every == 0:
             host = dev  # .item(): the host stands still until the device is done
-    return Timeline(tuple(Span(rank=r, lane="", kind=kind, name=kind, start_s=a * 1e-6,
-                               end_s=b * 1e-6) for r, kind, a, b in spans))  # fmt: skip
+    return Timeline(
+        tuple(
+            Span(rank=r, lane="", kind=kind, name=kind, start_s=a * 1e-6, end_s=b * 1e-6)
+            for r, kind, a, b in spans
+        )
+    )
 
 
 def device_us(**settings):
@@ -747,13 +892,25 @@ def device_us(**settings):
 
 
 display(
-    claim("the host runs ahead: K kernels of d take h + K d, microseconds", device_us(),
-          10 + 40 * 14, rtol=1e-9),
-    claim("synchronised after every kernel: K (h + d)", device_us(sync_every=1), 40 * (10 + 14),
-          rtol=1e-9),
-    claim("kernels shorter than their launch: K h + d, whatever the GPU", device_us(kernel_us=2),
-          40 * 10 + 2, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "the host runs ahead: K kernels of d take h + K d, microseconds",
+        device_us(),
+        10 + 40 * 14,
+        rtol=1e-9,
+    ),
+    claim(
+        "synchronised after every kernel: K (h + d)",
+        device_us(sync_every=1),
+        40 * (10 + 14),
+        rtol=1e-9,
+    ),
+    claim(
+        "kernels shorter than their launch: K h + d, whatever the GPU",
+        device_us(kernel_us=2),
+        40 * 10 + 2,
+        rtol=1e-9,
+    ),
+)
 
 
 # %%
@@ -762,16 +919,27 @@ def sync_explorer(launch_us=10, kernel_us=14, sync_every=4):
     """Host and device; the host's launches are drawn as thin bars."""
     line = two_clocks(launch_us, kernel_us, sync_every)
     busy = 40 * kernel_us / (1e6 * line.end_s)
-    return draw(line, None, f"the device is busy for {busy:.0%} of the time", ["host", "device"],
-                {"copy": "launch", "compute": "kernel"})  # fmt: skip
+    return draw(
+        line,
+        None,
+        f"the device is busy for {busy:.0%} of the time",
+        ["host", "device"],
+        {"copy": "launch", "compute": "kernel"},
+    )
 
 
 explore(
-    sync_explorer, launch_us=(1, 40), kernel_us=(1, 40), sync_every=[0, 1, 2, 4, 8, 20],
-    labels={"launch_us": "launch of a kernel (µs)", "kernel_us": "kernel (µs)",
-            "sync_every": "synchronise every … kernels (0: never)"},
+    sync_explorer,
+    launch_us=(1, 40),
+    kernel_us=(1, 40),
+    sync_every=[0, 1, 2, 4, 8, 20],
+    labels={
+        "launch_us": "launch of a kernel (µs)",
+        "kernel_us": "kernel (µs)",
+        "sync_every": "synchronise every … kernels (0: never)",
+    },
     alt="Timeline of host and device: launches above, kernels below, gaps where the device waits",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # So log every hundredth step, keep running sums on the device, and read them when you print. If
@@ -794,9 +962,13 @@ slow_step, usual_step = (job(slow=s).windows(0)[0].end_s for s in (1.5, 1.0))
 display(
     claim("the shares of all ranks blame", limits["a straggler"], "communication"),
     claim("each rank's own time shows who it is", list(verdict.stragglers), [3]),
-    claim("everybody pays: the step takes so many times as long", slow_step / usual_step, 1.48,
-          rtol=0.01),
-)  # fmt: skip
+    claim(
+        "everybody pays: the step takes so many times as long",
+        slow_step / usual_step,
+        1.48,
+        rtol=0.01,
+    ),
+)
 
 # %% [markdown]
 # Now on the real ranks. Rank 1 sleeps 60 ms in every step. `ArrivalTimer` times what a rank does
@@ -818,15 +990,22 @@ rows = gather_rows(timer.seconds)
 
 # %%
 # %%rank 0
-waits = {r: statistics.median(p.exposed_s for p in step_shares(late_line) if p.rank == r)
-         for r in (0, 1)}  # fmt: skip
+waits = {
+    r: statistics.median(p.exposed_s for p in step_shares(late_line) if p.rank == r) for r in (0, 1)
+}
 print(find_stragglers(rows))
 display(
-    claim("real ranks: communication of the healthy one, ms per step; 4 bytes are sent",
-          1e3 * waits[0], (">", 20)),
-    claim("rank 1's own time is longer than rank 0's by, ms",
-          1e3 * find_stragglers(rows).ranks[1].late_s, (">", 20)),
-)  # fmt: skip
+    claim(
+        "real ranks: communication of the healthy one, ms per step; 4 bytes are sent",
+        1e3 * waits[0],
+        (">", 20),
+    ),
+    claim(
+        "rank 1's own time is longer than rank 0's by, ms",
+        1e3 * find_stragglers(rows).ranks[1].late_s,
+        (">", 20),
+    ),
+)
 draw(late_line, late_line.windows(0)[2], "Rank 1 sleeps, rank 0 'communicates'")
 
 # %% [markdown]
@@ -854,16 +1033,27 @@ with Monitor(interval_s=0.05) as monitor:
         time.sleep(0.3)
 print(monitor.summary())
 first = monitor.samples[0].reading.device
-seen = [(sample.time_s, 100 * sample.reading.utilization) for sample in monitor.samples
-        if sample.reading.device == first and sample.reading.utilization is not None]  # fmt: skip
+seen = [
+    (sample.time_s, 100 * sample.reading.utilization)
+    for sample in monitor.samples
+    if sample.reading.device == first and sample.reading.utilization is not None
+]
 display(
-    claim("a sample every 5 s: samples per minute, so what is shorter than 5 s is not seen",
-          60 // 5, 12),
+    claim(
+        "a sample every 5 s: samples per minute, so what is shorter than 5 s is not seen",
+        60 // 5,
+        12,
+    ),
     claim("every 50 ms for about 2 s: samples", len(monitor.samples), (">", 5)),
-)  # fmt: skip
-plot_lines([t for t, _ in seen], {first: [u for _, u in seen]}, xlabel="time (s)",
-           ylabel="utilisation (%)", title="Work for 0.3 s, sleep for 0.3 s, three times",
-           markers=True)  # fmt: skip
+)
+plot_lines(
+    [t for t, _ in seen],
+    {first: [u for _, u in seen]},
+    xlabel="time (s)",
+    ylabel="utilisation (%)",
+    title="Work for 0.3 s, sleep for 0.3 s, three times",
+    markers=True,
+)
 
 # %% [markdown]
 # (On a GPU the readings come from NVML, by the package `nvidia-ml-py`; the module `nvidia_smi` of
@@ -880,24 +1070,44 @@ plot_lines([t for t, _ in seen], {first: [u for _, u in seen]}, xlabel="time (s)
 TITAN = "pytorch/torchtitan, docs/performance.md, 64 A100, FSDP2"
 titan = {"Llama 3 8B": 56.8, "Llama 3 70B": 51.7, "Llama 2 13B": 61.1, "Llama 2 70B": 50.8}
 llama3 = cost.LLAMA3_8B.flops_per_token()
-mfu_8b = cost.utilization(flops_per_token=llama3, tokens_per_s=2904 * 64, num_gpus=64,
-                          peak_flops_per_s=cost.A100.peak())  # fmt: skip
+mfu_8b = cost.utilization(
+    flops_per_token=llama3, tokens_per_s=2904 * 64, num_gpus=64, peak_flops_per_s=cost.A100.peak()
+)
 lookup = 6 * 128_256 * 4096 * 2904 / cost.A100.peak()  # FLOPs of a product that is none
 megatron_hfu = 140e12 / cost.A100.peak()
 llama2 = cost.training_flops(num_parameters=70e9, tokens=2e12) / (1_720_320 * 3600 * 312e12)
 display(
-    claim("Llama 3 8B, 2904 tokens/s per GPU: MFU in %, counted as they do",
-          100 * (mfu_8b + lookup), titan["Llama 3 8B"], rtol=2e-3, source=TITAN),
-    claim("and without the table of embeddings, which is looked up and not multiplied",
-          100 * mfu_8b, 53.9, rtol=2e-3),
-    claim("the best MFU in these published runs, %",
-          max(*titan.values(), 100 * llama2, 75 * megatron_hfu), 61.1, rtol=1e-6, source=TITAN,
-          status="corrected", said=90,
-          why="90 % is 'a kernel ran'; of the peak, 40 to 60 % is good"),
-    claim("GPT-3 with Megatron, 140 TFLOP/s per A100: HFU, and MFU without the recomputed quarter",
-          [megatron_hfu, 0.75 * megatron_hfu], [0.449, 0.337], rtol=2e-3,
-          source="Narayanan et al., arXiv:2104.04473"),
-)  # fmt: skip
+    claim(
+        "Llama 3 8B, 2904 tokens/s per GPU: MFU in %, counted as they do",
+        100 * (mfu_8b + lookup),
+        titan["Llama 3 8B"],
+        rtol=2e-3,
+        source=TITAN,
+    ),
+    claim(
+        "and without the table of embeddings, which is looked up and not multiplied",
+        100 * mfu_8b,
+        53.9,
+        rtol=2e-3,
+    ),
+    claim(
+        "the best MFU in these published runs, %",
+        max(*titan.values(), 100 * llama2, 75 * megatron_hfu),
+        61.1,
+        rtol=1e-6,
+        source=TITAN,
+        status="corrected",
+        said=90,
+        why="90 % is 'a kernel ran'; of the peak, 40 to 60 % is good",
+    ),
+    claim(
+        "GPT-3 with Megatron, 140 TFLOP/s per A100: HFU, and MFU without the recomputed quarter",
+        [megatron_hfu, 0.75 * megatron_hfu],
+        [0.449, 0.337],
+        rtol=2e-3,
+        source="Narayanan et al., arXiv:2104.04473",
+    ),
+)
 
 # %% [markdown]
 # ## 6 · Scaling
@@ -927,16 +1137,25 @@ for mode, table in rows.items():
     print(mode, [f"{row.world_size}: {row.speedup:.2f} x, {row.efficiency:.0%}" for row in table])
 efficiency = {mode: [row.efficiency for row in table] for mode, table in rows.items()}
 display(
-    claim("weak scaling on 4 emulated GPUs", efficiency["weak"][2],
-          compute_s / (compute_s + all_reduce_s(2)), rtol=1e-9),
+    claim(
+        "weak scaling on 4 emulated GPUs",
+        efficiency["weak"][2],
+        compute_s / (compute_s + all_reduce_s(2)),
+        rtol=1e-9,
+    ),
     claim("strong scaling is worse, 4 GPUs: efficiency", efficiency["strong"][2], ("<", 0.5)),
     claim("weak scaling loses least", efficiency["weak"][2] / efficiency["strong"][2], (">", 2)),
-)  # fmt: skip
+)
 plot_lines(
-    counts, {mode: [row.speedup for row in table] for mode, table in rows.items()},
-    ideal={"ideal": counts}, logx=True, ticks=counts, xlabel="GPUs", ylabel="speedup",
+    counts,
+    {mode: [row.speedup for row in table] for mode, table in rows.items()},
+    ideal={"ideal": counts},
+    logx=True,
+    ticks=counts,
+    xlabel="GPUs",
+    ylabel="speedup",
     title="The same program, the same network: weak and strong scaling",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ### Tables of efficiency, checked
@@ -951,8 +1170,10 @@ weak = {2: 1020, 4: 1050, 8: 1100, 16: 1180, 32: 1300}
 resnet = {2: 52, 4: 27, 8: 15, 16: 9, 32: 6}  # 100 s on one GPU
 images = {2: 190, 4: 360, 8: 680}  # per second; 100 on one GPU
 samples = {2: 220, 4: 400}  # 120 on one GPU
-fixed = {n: cost.strong_scaling_efficiency(time_one_s=1000, time_n_s=t, num_gpus=n)
-         for n, t in strong.items()}  # fmt: skip
+fixed = {
+    n: cost.strong_scaling_efficiency(time_one_s=1000, time_n_s=t, num_gpus=n)
+    for n, t in strong.items()
+}
 grown = {n: cost.weak_scaling_efficiency(time_one_s=1000, time_n_s=t) for n, t in weak.items()}
 EXAMPLE = "arithmetic of an example without a source"
 
@@ -963,23 +1184,59 @@ def percent(values):
 
 
 display(
-    claim("strong scaling, 2 to 32 GPUs: efficiency in %", percent(fixed.values()),
-          [96.2, 92.6, 86.2, 78.1, 62.5], rtol=2e-3, source=EXAMPLE),
-    claim("and speedup", [1000 / t for t in strong.values()], [1.92, 3.70, 6.90, 12.5, 20.0],
-          rtol=2e-3, source=EXAMPLE),
-    claim("weak scaling, 2 to 32 GPUs: efficiency in %", percent(grown.values()),
-          [98.0, 95.2, 90.9, 84.7, 76.9], rtol=2e-3, source=EXAMPLE),
+    claim(
+        "strong scaling, 2 to 32 GPUs: efficiency in %",
+        percent(fixed.values()),
+        [96.2, 92.6, 86.2, 78.1, 62.5],
+        rtol=2e-3,
+        source=EXAMPLE,
+    ),
+    claim(
+        "and speedup",
+        [1000 / t for t in strong.values()],
+        [1.92, 3.70, 6.90, 12.5, 20.0],
+        rtol=2e-3,
+        source=EXAMPLE,
+    ),
+    claim(
+        "weak scaling, 2 to 32 GPUs: efficiency in %",
+        percent(grown.values()),
+        [98.0, 95.2, 90.9, 84.7, 76.9],
+        rtol=2e-3,
+        source=EXAMPLE,
+    ),
     claim("samples in a step of 32 GPUs with 32 each", max(weak) * 32, 1024),
-    claim("ResNet-50, 2 to 32 GPUs: efficiency in %",
-          percent(cost.strong_scaling_efficiency(time_one_s=100, time_n_s=t, num_gpus=n)
-                  for n, t in resnet.items()), [96, 93, 83, 69, 52], rtol=0.01, source=EXAMPLE),
-    claim("190, 360, 680 images/s on 2, 4, 8 GPUs, 100 on one: efficiency in %",
-          percent(cost.throughput_efficiency(rate_one=100, rate_n=r, num_gpus=n)
-                  for n, r in images.items()), [95.0, 90.0, 85.0], rtol=1e-9, source=EXAMPLE),
-    claim("2 x 110 and 4 x 100 samples/s, 120 on one: efficiency in %",
-          percent(cost.throughput_efficiency(rate_one=120, rate_n=r, num_gpus=n)
-                  for n, r in samples.items()), [92, 83], rtol=5e-3, source=EXAMPLE),
-)  # fmt: skip
+    claim(
+        "ResNet-50, 2 to 32 GPUs: efficiency in %",
+        percent(
+            cost.strong_scaling_efficiency(time_one_s=100, time_n_s=t, num_gpus=n)
+            for n, t in resnet.items()
+        ),
+        [96, 93, 83, 69, 52],
+        rtol=0.01,
+        source=EXAMPLE,
+    ),
+    claim(
+        "190, 360, 680 images/s on 2, 4, 8 GPUs, 100 on one: efficiency in %",
+        percent(
+            cost.throughput_efficiency(rate_one=100, rate_n=r, num_gpus=n)
+            for n, r in images.items()
+        ),
+        [95.0, 90.0, 85.0],
+        rtol=1e-9,
+        source=EXAMPLE,
+    ),
+    claim(
+        "2 x 110 and 4 x 100 samples/s, 120 on one: efficiency in %",
+        percent(
+            cost.throughput_efficiency(rate_one=120, rate_n=r, num_gpus=n)
+            for n, r in samples.items()
+        ),
+        [92, 83],
+        rtol=5e-3,
+        source=EXAMPLE,
+    ),
+)
 
 # %% [markdown]
 # ### Amdahl's law, and where it does not apply
@@ -997,23 +1254,53 @@ six_to_four = cost.bottleneck(compute_s=60, communication_s=40, num_gpus=8)
 WHY = "the share was measured on 8 GPUs; it is no serial share of the one-GPU time"
 slide = cost.speedup_with_communication(num_gpus=8, compute_s=0.100, communication_s=0.010)
 display(
-    claim("90 s computing, 10 s communicating on 8 GPUs: speedup", nine_to_one.speedup, 7.2,
-          rtol=1e-9, status="corrected", said=4.71, why=WHY),
-    claim("60 s and 40 s", six_to_four.speedup, 4.8, rtol=1e-9, status="corrected", said=2.11,
-          why=WHY),
-    claim("the calculator's numbers are Amdahl's, with f = 0.1 and 0.4",
-          [cost.amdahl_speedup(serial_fraction=f, num_gpus=8) for f in (0.1, 0.4)], [4.71, 2.11],
-          rtol=3e-3),
-    claim("communication shares of the two", [nine_to_one.shares["communication"],
-          six_to_four.shares["communication"]], [0.10, 0.40], rtol=1e-9),
-    claim("100 ms and 10 ms, nothing hidden: speedup and efficiency of 8 GPUs", [slide, slide / 8],
-          [7.27, 0.91], rtol=2e-3, source="S = N / (1 + C)"),
-    claim("speedup on N GPUs with C = 0.1, as a share of N", slide / 8, 1 / 1.1, rtol=1e-9,
-          status="corrected", said=1.0, why="'linear with more GPUs' needs C near 0"),
-    claim("without any loss 1, 2, 4, 8 GPUs give",
-          [100 * cost.amdahl_speedup(serial_fraction=0, num_gpus=n) for n in (1, 2, 4, 8)],
-          [100.0, 200.0, 400.0, 800.0], rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "90 s computing, 10 s communicating on 8 GPUs: speedup",
+        nine_to_one.speedup,
+        7.2,
+        rtol=1e-9,
+        status="corrected",
+        said=4.71,
+        why=WHY,
+    ),
+    claim(
+        "60 s and 40 s", six_to_four.speedup, 4.8, rtol=1e-9, status="corrected", said=2.11, why=WHY
+    ),
+    claim(
+        "the calculator's numbers are Amdahl's, with f = 0.1 and 0.4",
+        [cost.amdahl_speedup(serial_fraction=f, num_gpus=8) for f in (0.1, 0.4)],
+        [4.71, 2.11],
+        rtol=3e-3,
+    ),
+    claim(
+        "communication shares of the two",
+        [nine_to_one.shares["communication"], six_to_four.shares["communication"]],
+        [0.10, 0.40],
+        rtol=1e-9,
+    ),
+    claim(
+        "100 ms and 10 ms, nothing hidden: speedup and efficiency of 8 GPUs",
+        [slide, slide / 8],
+        [7.27, 0.91],
+        rtol=2e-3,
+        source="S = N / (1 + C)",
+    ),
+    claim(
+        "speedup on N GPUs with C = 0.1, as a share of N",
+        slide / 8,
+        1 / 1.1,
+        rtol=1e-9,
+        status="corrected",
+        said=1.0,
+        why="'linear with more GPUs' needs C near 0",
+    ),
+    claim(
+        "without any loss 1, 2, 4, 8 GPUs give",
+        [100 * cost.amdahl_speedup(serial_fraction=0, num_gpus=n) for n in (1, 2, 4, 8)],
+        [100.0, 200.0, 400.0, 800.0],
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # Which loss is it, then, if you only have times? **Karp and Flatt**: solve Amdahl's formula for f.
@@ -1030,22 +1317,45 @@ times = {
     "latencies of a ring": {n: 1 / n + 2 * (n - 1) * ALPHA for n in strong},
     "weak, C = 0.1": {n: 1.1 / n for n in strong},
 }
-flatt = {name: [cost.karp_flatt(speedup=1 / t, num_gpus=n) for n, t in of.items()]
-         for name, of in times.items()}  # fmt: skip
+flatt = {
+    name: [cost.karp_flatt(speedup=1 / t, num_gpus=n) for n, t in of.items()]
+    for name, of in times.items()
+}
 change = {name: values[-1] / values[0] for name, values in flatt.items()}
 display(
-    claim("a serial share of 5 % is found again, for all N", flatt["5 % serial"], [0.05] * 5,
-          rtol=1e-9),
-    claim("latencies of a ring look like a share of 2 alpha N: from 2 to 32 GPUs it grows by",
-          change["latencies of a ring"], 16.0, rtol=1e-9),
-    claim("constant C in weak scaling looks like C / (N - 1): it falls to", change["weak, C = 0.1"],
-          1 / 31, rtol=1e-9),
-    claim("the table's share falls, too, so it has no fixed serial part; to",
-          change["the strong-scaling table"], ("<", 0.6)),
-)  # fmt: skip
-plot_lines(list(strong), flatt, logx=True, ticks=list(strong), xlabel="GPUs",
-           ylabel="serial share that explains it",
-           title="Karp and Flatt: what kind of loss is it?")  # fmt: skip
+    claim(
+        "a serial share of 5 % is found again, for all N",
+        flatt["5 % serial"],
+        [0.05] * 5,
+        rtol=1e-9,
+    ),
+    claim(
+        "latencies of a ring look like a share of 2 alpha N: from 2 to 32 GPUs it grows by",
+        change["latencies of a ring"],
+        16.0,
+        rtol=1e-9,
+    ),
+    claim(
+        "constant C in weak scaling looks like C / (N - 1): it falls to",
+        change["weak, C = 0.1"],
+        1 / 31,
+        rtol=1e-9,
+    ),
+    claim(
+        "the table's share falls, too, so it has no fixed serial part; to",
+        change["the strong-scaling table"],
+        ("<", 0.6),
+    ),
+)
+plot_lines(
+    list(strong),
+    flatt,
+    logx=True,
+    ticks=list(strong),
+    xlabel="GPUs",
+    ylabel="serial share that explains it",
+    title="Karp and Flatt: what kind of loss is it?",
+)
 
 # %% [markdown]
 # ### No threshold, no number of parameters
@@ -1075,39 +1385,75 @@ def scaling_explorer(million=100, batch_ms=100, link="Ethernet 100 Gbit/s", over
         name: [efficiency_at(n, million, batch_ms, link, overlap, name == "strong") for n in many]
         for name in ("weak", "strong")
     }
-    figure = plot_lines(many, lines, ideal={"90 %": [0.9] * 11}, logx=True, ticks=many,
-                        xlabel="GPUs", ylabel="efficiency", title=f"{million} M parameters, "
-                        f"{batch_ms} ms of computing on one GPU, {link}")  # fmt: skip
+    figure = plot_lines(
+        many,
+        lines,
+        ideal={"90 %": [0.9] * 11},
+        logx=True,
+        ticks=many,
+        xlabel="GPUs",
+        ylabel="efficiency",
+        title=f"{million} M parameters, {batch_ms} ms of computing on one GPU, {link}",
+    )
     figure.axes[0].set_ylim(0, 1.05)
     return figure
 
 
 explore(
-    scaling_explorer, million=[10, 25, 100, 340, 1000, 7000], batch_ms=[10, 30, 100, 300, 1000],
-    link=list(cost.LINKS), overlap=[0.0, 0.25, 0.5, 0.75, 0.9],
-    labels={"million": "parameters (millions)", "batch_ms": "computing per step on one GPU (ms)",
-            "link": "link", "overlap": "share of communication that is hidden"},
+    scaling_explorer,
+    million=[10, 25, 100, 340, 1000, 7000],
+    batch_ms=[10, 30, 100, 300, 1000],
+    link=list(cost.LINKS),
+    overlap=[0.0, 0.25, 0.5, 0.75, 0.9],
+    labels={
+        "million": "parameters (millions)",
+        "batch_ms": "computing per step on one GPU (ms)",
+        "link": "link",
+        "overlap": "share of communication that is hidden",
+    },
     alt="Efficiency of weak and strong scaling from 1 to 1024 GPUs, with a line at 90 %",
-)  # fmt: skip
+)
 
 # %%
 # %%rank 0
-same_model = [efficiency_at(8, 50, ms, link, 0.0) for ms, link in
-              ((10, "Ethernet 10 Gbit/s"), (1000, "NVLink 4"))]  # fmt: skip
+same_model = [
+    efficiency_at(8, 50, ms, link, 0.0)
+    for ms, link in ((10, "Ethernet 10 Gbit/s"), (1000, "NVLink 4"))
+]
 at = {c: cost.bottleneck(compute_s=100 - c, communication_s=c, num_gpus=8) for c in (10, 20, 30)}
 display(
-    claim("50 million parameters, 8 GPUs, much computing, NVLink: efficiency", same_model[1],
-          (">", 0.99)),
-    claim("the same model, little computing, 10 Gbit/s", same_model[0], 0.0664, rtol=0.01,
-          status="corrected", said=0.8, why="'above 80 % from tens of millions of parameters' "
-          "cannot hold: communication / computation decides, not the size"),
-    claim("nothing special happens at 20 or 30 % of communication: speedup of 8 GPUs",
-          [at[c].speedup for c in (10, 20, 30)], [7.2, 6.4, 5.6], rtol=1e-9,
-          status="corrected", said=[8.0, 8.0, 5.6], why="two texts draw the line at 20 and at "
-          "30 %; every percent costs the same, and the largest loss is the one to work on"),
-    claim("90 % computing and 10 % communication are an efficiency of", nine_to_one.efficiency,
-          0.9, rtol=1e-9),
-)  # fmt: skip
+    claim(
+        "50 million parameters, 8 GPUs, much computing, NVLink: efficiency",
+        same_model[1],
+        (">", 0.99),
+    ),
+    claim(
+        "the same model, little computing, 10 Gbit/s",
+        same_model[0],
+        0.0664,
+        rtol=0.01,
+        status="corrected",
+        said=0.8,
+        why="'above 80 % from tens of millions of parameters' "
+        "cannot hold: communication / computation decides, not the size",
+    ),
+    claim(
+        "nothing special happens at 20 or 30 % of communication: speedup of 8 GPUs",
+        [at[c].speedup for c in (10, 20, 30)],
+        [7.2, 6.4, 5.6],
+        rtol=1e-9,
+        status="corrected",
+        said=[8.0, 8.0, 5.6],
+        why="two texts draw the line at 20 and at "
+        "30 %; every percent costs the same, and the largest loss is the one to work on",
+    ),
+    claim(
+        "90 % computing and 10 % communication are an efficiency of",
+        nine_to_one.efficiency,
+        0.9,
+        rtol=1e-9,
+    ),
+)
 
 # %% [markdown]
 # ## 7 · What 90 % takes
@@ -1136,21 +1482,36 @@ def reached(trace, micro_batches):
 
 reached_by = {name: reached(*case) for name, case in ladder.items()}
 display(
-    claim("at 90 % exposed communication is this share of the computation", 1 / 0.9 - 1, 1 / 9,
-          rtol=1e-9),
+    claim(
+        "at 90 % exposed communication is this share of the computation",
+        1 / 0.9 - 1,
+        1 / 9,
+        rtol=1e-9,
+    ),
     claim("before: less than 60 %", reached_by["all-reduce after backward"], ("<", 0.6)),
     claim("tuned buckets alone reach 90 %", reached_by["DDP, two layers per bucket"], (">", 0.9)),
-    claim("four micro-batches per all-reduce: 4 computations, one exposed bucket",
-          reached_by["or 4 micro-batches per all-reduce"],
-          4 * compute_s / (4 * compute_s + all_reduce_s(2)), rtol=1e-9),
-    claim("ResNet-50 from 8 to 256 GPUs: scaling efficiency", "about 90 %", status="cited",
-          source="Goyal et al., arXiv:1706.02677"),
-)  # fmt: skip
+    claim(
+        "four micro-batches per all-reduce: 4 computations, one exposed bucket",
+        reached_by["or 4 micro-batches per all-reduce"],
+        4 * compute_s / (4 * compute_s + all_reduce_s(2)),
+        rtol=1e-9,
+    ),
+    claim(
+        "ResNet-50 from 8 to 256 GPUs: scaling efficiency",
+        "about 90 %",
+        status="cited",
+        source="Goyal et al., arXiv:1706.02677",
+    ),
+)
 plot_bars(
-    {name: 100 * value for name, value in reached_by.items()}, limit=90, limit_label="90 %",
-    xlabel="utilisation (%)", form="{:.1f}", title="From 58 % up",
+    {name: 100 * value for name, value in reached_by.items()},
+    limit=90,
+    limit_label="90 %",
+    xlabel="utilisation (%)",
+    form="{:.1f}",
+    title="From 58 % up",
     colours={name: PALETTE[0 if value < 0.9 else 2] for name, value in reached_by.items()},
-)  # fmt: skip
+)
 
 # %% [markdown]
 # The order to work in:

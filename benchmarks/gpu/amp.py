@@ -89,10 +89,14 @@ class Setup:
         kind, precision = DTYPES[dtype]
         with matmul_precision(precision):
             return autocast_step(
-                model or self.model, lm_loss, self.inputs_BT, self.targets_BT,
+                model or self.model,
+                lm_loss,
+                self.inputs_BT,
+                self.targets_BT,
                 optimizer or self.optimizer,
-                dtype=None if kind is torch.float32 else kind, scaler=scaler,
-            )  # fmt: skip
+                dtype=None if kind is torch.float32 else kind,
+                scaler=scaler,
+            )
 
     @property
     def tokens(self) -> int:
@@ -132,10 +136,15 @@ def make(recorder: Recorder, config: GPTConfig, batch: int, device: torch.device
     """The model, and its size."""
     setup = Setup(config, batch, device)
     recorder.figure(
-        "parameters of the model", num_parameters(setup.model), "parameters", batch=batch,
-        context=config.context, width=config.width, num_layers=config.num_layers,
+        "parameters of the model",
+        num_parameters(setup.model),
+        "parameters",
+        batch=batch,
+        context=config.context,
+        width=config.width,
+        num_layers=config.num_layers,
         vocab_size=config.vocab_size,
-    )  # fmt: skip
+    )
     return setup
 
 
@@ -175,9 +184,11 @@ def memory(recorder: Recorder, setup: Setup) -> None:
         framework_bytes=0,
     ).total
     recorder.figure(
-        "peak memory of a step, bf16, measured / cost model", peaks["bf16"] / predicted, "ratio",
+        "peak memory of a step, bf16, measured / cost model",
+        peaks["bf16"] / predicted,
+        "ratio",
         predicted_bytes=predicted,
-    )  # fmt: skip
+    )
 
 
 def scalers(recorder: Recorder, sizes: Sizes, setup: Setup, fused: bool) -> None:
@@ -195,15 +206,23 @@ def scalers(recorder: Recorder, sizes: Sizes, setup: Setup, fused: bool) -> None
         "torch": torch.amp.GradScaler(setup.device.type, init_scale=INIT_SCALE),
     }
     times = paired(
-        {name: functools.partial(setup.step, "fp16", scaler, None, optimizer)
-         for name, scaler in both.items()},
-        rounds=2 * sizes.rounds, warmup=3, calls=1,
-    )  # fmt: skip
+        {
+            name: functools.partial(setup.step, "fp16", scaler, None, optimizer)
+            for name, scaler in both.items()
+        },
+        rounds=2 * sizes.rounds,
+        warmup=3,
+        calls=1,
+    )
     scales = {name: float(scaler.get_scale()) for name, scaler in both.items()}
     recorder.ratio(
-        f"step in fp16, our GradScaler / torch's, {which}", times, "ours", "torch", at_most=1.02,
+        f"step in fp16, our GradScaler / torch's, {which}",
+        times,
+        "ours",
+        "torch",
+        at_most=1.02,
         scales=scales,
-    )  # fmt: skip
+    )
     recorder.check(
         f"both scalers have the same scale, {which}", len(set(scales.values())) == 1, f"{scales}"
     )
@@ -216,19 +235,24 @@ def checkpointing(recorder: Recorder, sizes: Sizes, setup: Setup) -> None:
         name: functools.partial(setup.step, "bf16", None, model) for name, model in models.items()
     }
     with torch.no_grad():
-        losses = [float(lm_loss(model(setup.inputs_BT), setup.targets_BT))
-                  for model in models.values()]  # fmt: skip
+        losses = [
+            float(lm_loss(model(setup.inputs_BT), setup.targets_BT)) for model in models.values()
+        ]
     recorder.check(
-        "checkpointing changes no loss", abs(losses[0] - losses[1]) < 1e-4 * abs(losses[0]),
+        "checkpointing changes no loss",
+        abs(losses[0] - losses[1]) < 1e-4 * abs(losses[0]),
         f"{losses}",
-    )  # fmt: skip
+    )
     times = paired(steps, rounds=sizes.rounds, warmup=2, calls=1)
     model = setup.transformer
     more_flops = model.flops_per_token(recompute="full") / model.flops_per_token()
     recorder.ratio(
-        "step with activation checkpointing / without", times, "again", "plain",
+        "step with activation checkpointing / without",
+        times,
+        "again",
+        "plain",
         ratio_of_flops=more_flops,
-    )  # fmt: skip
+    )
 
 
 def checkpointed_memory(recorder: Recorder, setup: Setup) -> None:
@@ -245,8 +269,9 @@ def checkpointed_memory(recorder: Recorder, setup: Setup) -> None:
         recorder.figure(f"peak memory {what} activation checkpointing", peaks[name], "bytes")
     recorder.figure(
         "peak memory beyond parameters and optimiser, with checkpointing / without",
-        (peaks["again"] - resident) / (peaks["plain"] - resident), "ratio",
-    )  # fmt: skip
+        (peaks["again"] - resident) / (peaks["plain"] - resident),
+        "ratio",
+    )
 
 
 def eager_mfu(recorder: Recorder, sizes: Sizes, setup: Setup) -> None:
@@ -281,13 +306,15 @@ def compiled_mfu(recorder: Recorder, sizes: Sizes, setup: Setup) -> None:
     recorder.figure("compiling, and the first three steps", time.perf_counter() - start_s, "s")
     breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
     recorder.check(
-        "the model compiles into one graph", not breaks and graphs == 1,
+        "the model compiles into one graph",
+        not breaks and graphs == 1,
         f"{breaks} graph breaks, {graphs} graphs: {list(counters['graph_break'])[:2]}",
-    )  # fmt: skip
+    )
     times = paired(
         {"compiled": step, "eager": functools.partial(setup.step, "bf16")},
-        rounds=sizes.rounds, calls=1,
-    )  # fmt: skip
+        rounds=sizes.rounds,
+        calls=1,
+    )
     recorder.ratio("speed-up of a step, compiled over eager", times, "eager", "compiled")
     utilisation(recorder, sizes, setup, "MFU, compiled", step)
 
@@ -303,9 +330,16 @@ def utilisation(
     of_ceiling = setup.flops() / (2.0 * n**3)
     causal = setup.flops(causal=True) / setup.flops()
     mfu = recorder.ratio(
-        name, times, "product", "step", factor=of_ceiling, unit="share", at_least=0.4,
-        ceiling=f"a {n} x {n} product in bf16", batch=setup.batch,
-    )  # fmt: skip
+        name,
+        times,
+        "product",
+        "step",
+        factor=of_ceiling,
+        unit="share",
+        at_least=0.4,
+        ceiling=f"a {n} x {n} product in bf16",
+        batch=setup.batch,
+    )
     recorder.figure(f"{name}, causal FLOPs only", mfu * causal, "share")
     rate = recorder.rate(f"{name}: model FLOPs", times["step"], setup.flops(), "FLOP/s")
     recorder.rate(f"{name}: tokens", times["step"], setup.tokens, "tokens/s")

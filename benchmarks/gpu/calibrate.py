@@ -62,9 +62,12 @@ def matmuls(recorder: Recorder, sizes: Sizes, device: torch.device, n: int) -> N
         rate = recorder.rate(name, times[dtype], 2.0 * n**3, "FLOP/s", data_sheet=sheet)
         if sheet is not None and gpu is not None and n == max(sizes.matmul):
             recorder.figure(
-                f"{name}, share of the data sheet", rate / sheet, "share",
-                cost_model_matmul_efficiency=gpu.matmul_efficiency, gpu=gpu.name,
-            )  # fmt: skip
+                f"{name}, share of the data sheet",
+                rate / sheet,
+                "share",
+                cost_model_matmul_efficiency=gpu.matmul_efficiency,
+                gpu=gpu.name,
+            )
     for dtype in ("tf32", "fp16", "bf16"):
         recorder.ratio(f"speed-up of products of {n}, {dtype} over fp32", times, "fp32", dtype)
 
@@ -125,9 +128,13 @@ def host_copies(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     slot = cost.pcie(generation=5)
     for name, seconds in times.items():
         recorder.rate(
-            f"copy, {name}", seconds, num_bytes, "bytes/s",
-            pcie_5_x16=slot.bandwidth_bytes_per_s, pcie_5_x16_attainable=slot.attainable_fraction,
-        )  # fmt: skip
+            f"copy, {name}",
+            seconds,
+            num_bytes,
+            "bytes/s",
+            pcie_5_x16=slot.bandwidth_bytes_per_s,
+            pcie_5_x16_attainable=slot.attainable_fraction,
+        )
     for way in ("host to device", "device to host"):
         name = f"speed-up of pinned memory, {way}"
         recorder.ratio(name, times, f"{way}, pageable", f"{way}, pinned")

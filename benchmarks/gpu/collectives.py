@@ -215,13 +215,18 @@ def speed(recorder: Recorder, sizes: Sizes, name: str, backend: str, n: int) -> 
         for algorithm in ALL_REDUCES:
             recorder.ratio(
                 f"{name}, {quantity(num_bytes, 'bytes')}: {algorithm} / {backend}",
-                seconds, algorithm, backend, num_bytes=num_bytes,
-            )  # fmt: skip
+                seconds,
+                algorithm,
+                backend,
+                num_bytes=num_bytes,
+            )
     for row in rows:
         recorder.figure(
             f"{backend}'s {row.kind}, {n} ranks, {quantity(row.num_bytes, 'bytes')}, bus bandwidth",
-            row.bus_bytes_per_s, "bytes/s", seconds=row.seconds,
-        )  # fmt: skip
+            row.bus_bytes_per_s,
+            "bytes/s",
+            seconds=row.seconds,
+        )
     if len(rows) >= 3:
         link = fit_collective(rows, "all_reduce").link
         name = f"{backend}'s all_reduce, {n} ranks, "

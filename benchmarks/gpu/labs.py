@@ -25,14 +25,26 @@ from gpu.rows import ROOT
 from gpu.sizes import Sizes
 
 LABS = (
-    "lab1_ddp", "lab2_accumulation", "lab3_fsdp", "lab4_amp", "lab5_multinode", "lab6_profiling",
-)  # fmt: skip
+    "lab1_ddp",
+    "lab2_accumulation",
+    "lab3_fsdp",
+    "lab4_amp",
+    "lab5_multinode",
+    "lab6_profiling",
+)
 GOAL_S = 60.0
 LIMIT_S = 180.0  # of one lab
 # What grading imports that torch does not bring.
 PACKAGES = (
-    "ipykernel", "jupyter_client", "nbclient", "nbformat", "nbgrader", "papermill", "rich", "zmq",
-)  # fmt: skip
+    "ipykernel",
+    "jupyter_client",
+    "nbclient",
+    "nbformat",
+    "nbgrader",
+    "papermill",
+    "rich",
+    "zmq",
+)
 # Grades without a sandbox, where there might be one.
 GRADE_OPENLY = """
 import json, sys
@@ -72,8 +84,18 @@ def grade(recorder: Recorder, course: Path, lab: str, gpus: int) -> None:
     solution, out = ROOT / "solutions" / lab / f"{lab}.ipynb", course / f"{lab}.json"
     start_s = time.perf_counter()
     # Ours, and read by many: it may run where there is no sandbox.
-    command = ["-m", "autograder", "grade", str(solution), "--lab", lab, "--trusted",
-               "--no-gradebook", "--json", str(out)]  # fmt: skip
+    command = [
+        "-m",
+        "autograder",
+        "grade",
+        str(solution),
+        "--lab",
+        lab,
+        "--trusted",
+        "--no-gradebook",
+        "--json",
+        str(out),
+    ]
     if not is_installed():  # a sandbox would not have what PYTHONPATH leads to
         command = ["-c", GRADE_OPENLY, str(course), lab, str(solution), str(out)]
     run_python(course, command, min(LIMIT_S, recorder.left_s - 5))
@@ -93,16 +115,23 @@ def report(recorder: Recorder, lab: str, record: dict[str, Any], seconds: float,
     # What a GPU is needed for and is not here does not count, for a student either.
     lost = {name: status for name, status in statuses.items() if status not in ("PASS", "BLOCKED")}
     detail = {
-        "ranks": record["world_size"], "gpus": gpus, "a_gpu_per_rank": gpus >= record["world_size"],
-        "sandboxed": record["sandboxed"], "criteria": len(statuses),
+        "ranks": record["world_size"],
+        "gpus": gpus,
+        "a_gpu_per_rank": gpus >= record["world_size"],
+        "sandboxed": record["sandboxed"],
+        "criteria": len(statuses),
         "blocked": [name for name, status in statuses.items() if status == "BLOCKED"],
-    }  # fmt: skip
+    }
     full = f"{lab}: the solution gets full marks"
     recorder.check(full, not lost, f"it loses {lost}", **detail)
     recorder.figure(
-        f"{lab}: the grader, from its start to its end", seconds, "s", at_most=GOAL_S,
-        submission_s=record["seconds"], **detail,
-    )  # fmt: skip
+        f"{lab}: the grader, from its start to its end",
+        seconds,
+        "s",
+        at_most=GOAL_S,
+        submission_s=record["seconds"],
+        **detail,
+    )
 
 
 def require_packages() -> None:
@@ -158,9 +187,14 @@ def run_python(course: Path, arguments: list[str], timeout_s: float) -> None:
     command = [str(python_of(course)), *arguments]
     env = dict(os.environ) | {"AUTOGRADER_COURSE": str(course)}
     process = subprocess.Popen(
-        command, cwd=course, env=env, stdin=subprocess.DEVNULL, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=course,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         said, _ = process.communicate(timeout=max(1.0, timeout_s))
     except subprocess.TimeoutExpired:

@@ -94,16 +94,19 @@ def trace(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     lanes = sorted({span.lane for span in timeline.spans if span.kind == "compute"})
     wanted = "stream" if device.type == "cuda" else "thread"
     recorder.check(
-        "the trace's computation is the device's", bool(lanes) and lanes[0].startswith(wanted),
-        f"it is on {lanes}: no kernels in the trace (is profiling allowed here?)", lanes=lanes,
-    )  # fmt: skip
+        "the trace's computation is the device's",
+        bool(lanes) and lanes[0].startswith(wanted),
+        f"it is on {lanes}: no kernels in the trace (is profiling allowed here?)",
+        lanes=lanes,
+    )
     all_of_it = sum_of(timeline)
     parts = ("compute", "exposed", "copy", "loader", "idle")
     error = abs(sum(getattr(all_of_it, f"{part}_s") for part in parts) - all_of_it.step_s)
     recorder.check(
-        "the shares of a step add up to it", error < 1e-6 * all_of_it.step_s,
+        "the shares of a step add up to it",
+        error < 1e-6 * all_of_it.step_s,
         f"{error:.3g} s of {all_of_it.step_s:.3g} s are missing",
-    )  # fmt: skip
+    )
     report_shares(recorder, "training step in bf16", all_of_it)
 
 
@@ -147,8 +150,9 @@ def side_stream(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
         recorder.figure(f"exposed copies, {name}", exposed[name], "share")
     recorder.check(
         "a copy beside the products is less exposed than one before them",
-        exposed["on a side stream"] < 0.5 * exposed["in line"], f"{exposed}",
-    )  # fmt: skip
+        exposed["on a side stream"] < 0.5 * exposed["in line"],
+        f"{exposed}",
+    )
 
 
 def overlap(recorder: Recorder, sizes: Sizes, name: str, backend: str, n: int) -> None:
@@ -157,13 +161,18 @@ def overlap(recorder: Recorder, sizes: Sizes, name: str, backend: str, n: int) -
     for form in every[0]:
         of = total([found[form] for found in every])
         recorder.check(
-            f"{name}: {form}: the trace has communication", of.communication_s > 0,
+            f"{name}: {form}: the trace has communication",
+            of.communication_s > 0,
             "it has none",
-        )  # fmt: skip
+        )
         recorder.figure(
-            f"{name}: {form}: communication behind computation", of.overlap_fraction, "share",
-            communication_s=of.communication_s, step_s=of.step_s, compute_s=of.compute_s,
-        )  # fmt: skip
+            f"{name}: {form}: communication behind computation",
+            of.overlap_fraction,
+            "share",
+            communication_s=of.communication_s,
+            step_s=of.step_s,
+            compute_s=of.compute_s,
+        )
         recorder.figure(f"{name}: {form}: exposed communication", of.exposed_s / of.step_s, "share")
 
 
@@ -214,9 +223,12 @@ def tracker(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     recorder.figure("peak of a step, MemoryTracker", counted, "bytes")
     allocated = peak_bytes(step, device)
     recorder.figure(
-        "peak of a step, MemoryTracker / CUDA's allocator", counted / allocated, "ratio",
-        allocated_bytes=allocated, activations_bytes=tracked.peak_of("activations"),
-    )  # fmt: skip
+        "peak of a step, MemoryTracker / CUDA's allocator",
+        counted / allocated,
+        "ratio",
+        allocated_bytes=allocated,
+        activations_bytes=tracked.peak_of("activations"),
+    )
 
 
 def monitor(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
@@ -232,9 +244,10 @@ def monitor(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     if device.type == "cuda":
         read = [each.device for each in summary]
         recorder.check(
-            "the monitor reads the GPU", all(name.startswith("gpu") for name in read),
+            "the monitor reads the GPU",
+            all(name.startswith("gpu") for name in read),
             f"it reads {read}: neither nvidia-ml-py nor nvidia-smi is here",
-        )  # fmt: skip
+        )
     # NVML counts all GPUs of the machine, whichever this process sees: the busiest is ours.
     busiest = max(summary, key=lambda each: each.peak_utilization or 0.0)
     detail = {"device": busiest.device, "samples": busiest.num_samples}

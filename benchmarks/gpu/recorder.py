@@ -148,10 +148,17 @@ class Recorder:
         """
         found = harness.row(name, times, top, bottom)
         self.figure(
-            name, factor * found.ratio, unit, low=factor * found.low, high=factor * found.high,
-            at_least=at_least, at_most=at_most, rounds=len(times[top]),
-            seconds={top: found.ours, bottom: found.peer}, **detail,
-        )  # fmt: skip
+            name,
+            factor * found.ratio,
+            unit,
+            low=factor * found.low,
+            high=factor * found.high,
+            at_least=at_least,
+            at_most=at_most,
+            rounds=len(times[top]),
+            seconds={top: found.ours, bottom: found.peer},
+            **detail,
+        )
         return factor * found.ratio
 
     def check(self, name: str, holds: bool, otherwise: str, **detail: Any) -> None:
@@ -205,8 +212,11 @@ def _explain(error: Exception) -> tuple[str, str]:
     status = "out of memory" if any(word in text for word in _NO_MEMORY) else "failed"
     where = traceback.extract_tb(error.__traceback__)[-1]
     # Of a rank's traceback, the lines that say what: where it was is indented.
-    lines = [line.removesuffix("Traceback (most recent call last):").strip()
-             for line in text.splitlines() if line and not line[0].isspace()]  # fmt: skip
+    lines = [
+        line.removesuffix("Traceback (most recent call last):").strip()
+        for line in text.splitlines()
+        if line and not line[0].isspace()
+    ]
     return status, f"{' '.join(lines)[:600]} ({Path(where.filename).name}:{where.lineno})"
 
 

@@ -29,8 +29,18 @@ STATUSES = ("ok", "failed", "out of memory", "timeout", "skipped")
 # A row without a value for one of these is nobody's fault.
 HARMLESS = ("ok", "skipped")
 KEYS = (
-    "part", "name", "status", "reason", "value", "unit", "low", "high", "goal", "met", "detail",
-)  # fmt: skip
+    "part",
+    "name",
+    "status",
+    "reason",
+    "value",
+    "unit",
+    "low",
+    "high",
+    "goal",
+    "met",
+    "detail",
+)
 
 Row = dict[str, Any]
 _PYTHON_FOLDER = re.compile(r"/[^\s\"']*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
@@ -63,11 +73,18 @@ def make_row(
     elif at_most is not None:
         goal, met = {"at_most": at_most}, None if value is None else value <= at_most
     row: Row = {
-        "part": part, "name": name, "status": status, "reason": without_folders(reason),
+        "part": part,
+        "name": name,
+        "status": status,
+        "reason": without_folders(reason),
         "value": value,
-        "unit": unit, "low": low, "high": high, "goal": goal, "met": met,
+        "unit": unit,
+        "low": low,
+        "high": high,
+        "goal": goal,
+        "met": met,
         "detail": dict(detail or {}),
-    }  # fmt: skip
+    }
     check_row(row)
     return row
 
@@ -173,16 +190,20 @@ class Results:
         self.rows = [row for row in self.rows if row["part"] != part] + list(rows)
         self.parts.pop(part, None)
         self.parts[part] = {
-            "status": status, "reason": without_folders(reason), "seconds": round(seconds, 1),
+            "status": status,
+            "reason": without_folders(reason),
+            "seconds": round(seconds, 1),
             "date": date,
-        }  # fmt: skip
+        }
         self.save()
 
     def save(self) -> None:
         """Write the file, a row per line. Whoever reads it sees the old file or the new one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [f" {json.dumps(key)}: {_dump(value)}" for key, value in self.head.items()]
-        lines.append(f' "parts": {_block(f"{json.dumps(k)}: {_dump(v)}" for k, v in self.parts.items())}')  # fmt: skip # noqa: E501
+        lines.append(
+            f' "parts": {_block(f"{json.dumps(k)}: {_dump(v)}" for k, v in self.parts.items())}'
+        )
         rows = _block(map(_dump, self.rows)).replace("{\n", "[\n", 1)
         lines.append(f' "rows": {rows[:-1]}]')
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -260,5 +281,9 @@ def quantity(value: float, unit: str) -> str:
     }
     for factor, name in steps.get(unit, ()):
         if abs(value) >= factor:
-            return f"{value / factor:.2f} {name}" if unit == "bytes" else f"{value / factor:.3g} {name}"  # fmt: skip # noqa: E501
+            return (
+                f"{value / factor:.2f} {name}"
+                if unit == "bytes"
+                else f"{value / factor:.3g} {name}"
+            )
     return f"{value:.4g} {unit}"

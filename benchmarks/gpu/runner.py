@@ -72,9 +72,11 @@ def main(description: str | None = None, arguments: Sequence[str] | None = None)
         )
         return EXIT_NO_DEVICE
     head = {
-        "date": _now(), "rehearsal": options.rehearse, "commit": commit() or options.commit,
+        "date": _now(),
+        "rehearsal": options.rehearse,
+        "commit": commit() or options.commit,
         "machine": machine,
-    }  # fmt: skip
+    }
     try:
         results = Results.open(options.out or _default_path(machine), head)
     except ValueError as error:
@@ -97,19 +99,29 @@ def main(description: str | None = None, arguments: Sequence[str] | None = None)
 def _parse(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu", description=description)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE",
+        "--out",
+        type=Path,
+        metavar="FILE",
         help="default: a new file in benchmarks/results; one that is there is gone on with: parts "
         "that it has stay, unless --only names them",
-    )  # fmt: skip
-    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), metavar="PART",
-                        help=f"of {', '.join(PARTS)}")  # fmt: skip
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="SECONDS",
-                        help=f"for all parts together (default: {BUDGET_S:g})")  # fmt: skip
-    parser.add_argument("--commit", default="unknown",
-                        help="what this is a copy of, where it is no git checkout")  # fmt: skip
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=tuple(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=BUDGET_S,
+        metavar="SECONDS",
+        help=f"for all parts together (default: {BUDGET_S:g})",
+    )
+    parser.add_argument(
+        "--commit", default="unknown", help="what this is a copy of, where it is no git checkout"
+    )
     parser.add_argument("--list", action="store_true", help="say what the parts are")
-    parser.add_argument("--rehearse", action="store_true",
-                        help="tiny, on the CPU: whether it runs, not how fast")  # fmt: skip
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny, on the CPU: whether it runs, not how fast"
+    )
     options = parser.parse_args(arguments)
     if options.budget_s <= 0:
         parser.error(f"--budget-s must be above 0, got {options.budget_s:g}")
@@ -178,10 +190,13 @@ def run_part(
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [*command, *(["--rehearse"] if rehearse else [])],
-                cwd=folder, env=environment(folder, rehearse),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment(folder, rehearse),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -252,9 +267,13 @@ def describe(rehearse: bool = False) -> dict[str, Any]:
         try:
             done = subprocess.run(
                 [*command, *(["--rehearse"] if rehearse else [])],
-                cwd=folder, env=environment(folder, rehearse), stdin=subprocess.DEVNULL,
-                capture_output=True, text=True, timeout=DESCRIBE_S,
-            )  # fmt: skip
+                cwd=folder,
+                env=environment(folder, rehearse),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=DESCRIBE_S,
+            )
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"torch did not say within {DESCRIBE_S:g} s what is here") from None
     lines = done.stdout.strip().splitlines()
@@ -269,9 +288,7 @@ def commit() -> str | None:
     here or does not know."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]
     try:
-        done = subprocess.run(
-            [*command, "--exclude=*"], capture_output=True, text=True, timeout=30
-        )  # fmt: skip
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None

@@ -108,20 +108,35 @@ def time_loops(backend: str, sizes: Sizes) -> tuple[Times, list[float]]:
     n, k = dist.get_world_size(), sizes.steps_per_sample
     model = sizes.train
     config = TrainConfig(
-        vocab_size=model.vocab_size, context=model.context, width=model.width,
-        num_layers=model.num_layers, num_heads=model.num_heads, tied=model.tied,
+        vocab_size=model.vocab_size,
+        context=model.context,
+        width=model.width,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        tied=model.tied,
         # Far more steps than will be done: the learning rate has its warm-up all the while.
-        steps=100_000, lr=3e-4, weight_decay=WEIGHT_DECAY, precision="bf16", eval_every=0,
-        global_batch=n * sizes.train_batch, micro_batch=sizes.train_batch,
-        num_sequences=n * sizes.train_batch * 8, num_eval_sequences=0, quiet=True,
-    )  # fmt: skip
+        steps=100_000,
+        lr=3e-4,
+        weight_decay=WEIGHT_DECAY,
+        precision="bf16",
+        eval_every=0,
+        global_batch=n * sizes.train_batch,
+        micro_batch=sizes.train_batch,
+        num_sequences=n * sizes.train_batch * 8,
+        num_eval_sequences=0,
+        quiet=True,
+    )
     sides: dict[str, Callable[[int], list[float]]] = {
         "ours": our_loop(config, device),
         "torch": torch_loop(config, device),
     }
     first = {name: run(4) for name, run in sides.items()}
-    times = paired({name: functools.partial(run, k) for name, run in sides.items()},
-                   rounds=sizes.rounds, warmup=1, calls=1)  # fmt: skip
+    times = paired(
+        {name: functools.partial(run, k) for name, run in sides.items()},
+        rounds=sizes.rounds,
+        warmup=1,
+        calls=1,
+    )
     sides.clear()
     free_memory()
     end_rank()
@@ -144,9 +159,16 @@ def our_loop(config: TrainConfig, device: torch.device) -> Callable[[int], list[
         ends = iter([False] * (k - 1) + [True])
         with Preemption() as preemption:
             return loop(
-                config, trainer, scaler, loader, eval_data, run, report,
-                lambda record: None, lambda: preemption.requested() or next(ends),
-            )  # fmt: skip
+                config,
+                trainer,
+                scaler,
+                loader,
+                eval_data,
+                run,
+                report,
+                lambda record: None,
+                lambda: preemption.requested() or next(ends),
+            )
 
     return steps
 
@@ -191,10 +213,14 @@ def torch_loop(config: TrainConfig, device: torch.device) -> Callable[[int], lis
 def time_ddp(backend: str, sizes: Sizes) -> tuple[Times, list[float]]:
     """On every rank: seconds per step under either DDP; differences of the first losses."""
     device = start_rank(backend, sizes.device)
-    return time_steps(sizes, device, {
-        "ours": lambda model: BucketedDDP(model, gradient_as_bucket_view=True),
-        "torch": lambda model: wrap_ddp(model, DDPOptions(gradient_as_bucket_view=True)),
-    })  # fmt: skip
+    return time_steps(
+        sizes,
+        device,
+        {
+            "ours": lambda model: BucketedDDP(model, gradient_as_bucket_view=True),
+            "torch": lambda model: wrap_ddp(model, DDPOptions(gradient_as_bucket_view=True)),
+        },
+    )
 
 
 def time_zero3(backend: str, sizes: Sizes) -> tuple[Times, list[float]]:
@@ -292,17 +318,24 @@ def memory(
     found = run_bench(count_memory, n, backend, sizes, side, deadline_s=DEADLINE_S)
     states, formula = max(each["states"] for each in found), found[0]["formula"]
     recorder.figure(
-        f"{name}: model states / formula, {whose}", states / formula, "ratio", at_most=1.05,
-        states_bytes=states, formula_bytes=formula,
-    )  # fmt: skip
+        f"{name}: model states / formula, {whose}",
+        states / formula,
+        "ratio",
+        at_most=1.05,
+        states_bytes=states,
+        formula_bytes=formula,
+    )
     if any(each["peak"] is None for each in found):
         recorder.skip(f"{name}: peak memory of a step, {whose}", "needs a CUDA device")
         return None
     peak, predicted = max(each["peak"] for each in found), predict(sizes, n)
     recorder.figure(
-        f"{name}: peak memory of a step, {whose}", peak, "bytes",
-        cost_model_bytes=predicted, measured_over_cost_model=peak / predicted,
-    )  # fmt: skip
+        f"{name}: peak memory of a step, {whose}",
+        peak,
+        "bytes",
+        cost_model_bytes=predicted,
+        measured_over_cost_model=peak / predicted,
+    )
     return peak
 
 

@@ -234,8 +234,12 @@ def share_of_batch(size: int, world_size: int, rank: int) -> slice:
 # %% demo="see_share"
 with demo("the first half of task 1"):
     for ranks in (3, 4):
-        tell("10 samples on", ranks, "ranks:",
-             [list(range(10))[share_of_batch(10, ranks, r)] for r in range(ranks)])  # fmt: skip
+        tell(
+            "10 samples on",
+            ranks,
+            "ranks:",
+            [list(range(10))[share_of_batch(10, ranks, r)] for r in range(ranks)],
+        )
 
 # %% [markdown]
 # Expected, up to who has one more: `[[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]` and
@@ -948,8 +952,11 @@ def with_torchrun(num_ranks: int, arguments: list[str], accident: str, max_resta
     with tempfile.TemporaryFile() as log:
         agent = subprocess.Popen(
             [*command, "train_elastic.py", *arguments],
-            env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
         try:
             code = agent.wait(timeout=120)
         finally:

@@ -726,8 +726,10 @@ NETWORKS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "NVL
 with demo("task 8"):
     shapes = 12 * [*BLOCK, (768,), (768,), (768,), (768,)]
     for rank in (1, 2, 4, 32):
-        saved = {name: seconds_saved(shapes, rank, 16, 1e-5, speed, 0.01)
-                 for name, speed in NETWORKS.items()}  # fmt: skip
+        saved = {
+            name: seconds_saved(shapes, rank, 16, 1e-5, speed, 0.01)
+            for name, speed in NETWORKS.items()
+        }
         text = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in saved.items())
         tell(f"rank {rank:2d}: {compression_ratio(shapes, rank):5.1f} times fewer; saved: {text}")
 

@@ -249,8 +249,10 @@ def draw_steps(axes) -> None:
                 axes.text(x + 0.47, y + 0.42, len(who), ha="center", va="center", fontsize=8)
     axes.set(xlim=(-0.3, 19.3), ylim=(-len(states) + 0.8, 1.4), title="ranks in each chunk")
     axes.set_xticks([5 * r + 2 for r in range(4)], [f"rank {r}" for r in range(4)])
-    axes.set_yticks([0.45 - i for i in range(len(states))],
-                    ["start", *(f"step {i}" for i in range(len(states) - 1))])  # fmt: skip
+    axes.set_yticks(
+        [0.45 - i for i in range(len(states))],
+        ["start", *(f"step {i}" for i in range(len(states) - 1))],
+    )
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
@@ -492,8 +494,13 @@ def draw_model(axes) -> None:
     for name, seconds in (("ring", ring_seconds), ("tree", tree_seconds)):
         axes.plot(sizes, [seconds(b, 64, 5e-6, 50e9) for b in sizes], label=name)
         axes.text(sizes[-1], seconds(sizes[-1], 64, 5e-6, 50e9), f" {name}", va="center")
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds",
-             title="64 ranks, 5 µs, 50 GB/s")  # fmt: skip
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes",
+        ylabel="seconds",
+        title="64 ranks, 5 µs, 50 GB/s",
+    )
 
 
 def measure(sizes: list[int], rounds: int = 7) -> dict[str, list[float]]:
@@ -519,12 +526,19 @@ def measure(sizes: list[int], rounds: int = 7) -> dict[str, list[float]]:
 
 def draw_measured(axes, sizes: list[int], found: dict[str, list[float]]) -> None:
     for name, seconds in found.items():
-        speeds = [bus_bandwidth(4 * numel, WORLD_SIZE, s) / 1e9
-                  for numel, s in zip(sizes, seconds, strict=True)]  # fmt: skip
+        speeds = [
+            bus_bandwidth(4 * numel, WORLD_SIZE, s) / 1e9
+            for numel, s in zip(sizes, seconds, strict=True)
+        ]
         axes.plot([4 * numel for numel in sizes], speeds, marker="o")
         axes.text(4 * sizes[-1], speeds[-1], f" {name}", va="center")
-    axes.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth (GB/s)", ylim=(0, None),
-             title=f"measured on {WORLD_SIZE} ranks of this machine")  # fmt: skip
+    axes.set(
+        xscale="log",
+        xlabel="bytes",
+        ylabel="bus bandwidth (GB/s)",
+        ylim=(0, None),
+        title=f"measured on {WORLD_SIZE} ranks of this machine",
+    )
 
 
 with demo("tasks 4 and 5"):

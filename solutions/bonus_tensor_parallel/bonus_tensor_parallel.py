@@ -1059,8 +1059,10 @@ with demo("task 9"):
     for width, name in ((768, "GPT-2 small"), (12288, "GPT-3")):
         shards = tensor_parallel_bytes(1, 2048, width, 2, 8)
         replicas = data_parallel_bytes(width, 2, 8)
-        tell(f"{name:12} one sequence of 2048 tokens: {shards / 1e6:5.0f} MB; gradients: "
-             f"{replicas / 1e6:5.0f} MB, {replicas / shards:.0f} times as much")  # fmt: skip
+        tell(
+            f"{name:12} one sequence of 2048 tokens: {shards / 1e6:5.0f} MB; gradients: "
+            f"{replicas / 1e6:5.0f} MB, {replicas / shards:.0f} times as much"
+        )
 
 # %% [markdown]
 # Expected: 22 MB against 25 MB, and 352 MB against 6342 MB: eighteen sequences' worth. But

@@ -748,8 +748,10 @@ with demo("task 7"):
         gigabytes = [number / 1e9 for number in memory_per_rank([7_000_000_000], 8, stage)]
         text = " + ".join(f"{number:5.1f}" for number in gigabytes)
         sent = [bytes_sent([7_000_000_000], 8, stage, k) / 1e9 for k in (1, 8)]
-        tell(f"stage {stage}: {text} = {sum(gigabytes):6.2f} GB, sent {sent[0]:6.1f} GB,"
-             f" with 8 micro-batches {sent[1]:6.1f} GB")  # fmt: skip
+        tell(
+            f"stage {stage}: {text} = {sum(gigabytes):6.2f} GB, sent {sent[0]:6.1f} GB,"
+            f" with 8 micro-batches {sent[1]:6.1f} GB"
+        )
 
 # %% [markdown]
 # Expected, for 7 billion parameters on 8 ranks: 112, 66.5, 42 and 14 GB. Sent: 49, 73.5, 49 and
@@ -911,8 +913,14 @@ def draw_comparison(axes) -> None:
     for stage, name in enumerate(names):
         sent = [bytes_sent(sizes, dist.get_world_size(), stage, k) / 1e3 for k in counts]
         axes[1].plot(counts, sent, marker="o", label=name)
-    axes[1].set(xlabel="micro-batches per step", ylabel="kB sent per step", xscale="log",
-                yscale="log", xticks=counts, xticklabels=counts)  # fmt: skip
+    axes[1].set(
+        xlabel="micro-batches per step",
+        ylabel="kB sent per step",
+        xscale="log",
+        yscale="log",
+        xticks=counts,
+        xticklabels=counts,
+    )
     axes[1].minorticks_off()
     axes[1].legend(fontsize=7, frameon=False)
 
@@ -925,10 +933,13 @@ with demo("all tasks"):
     if dist.get_world_size() > 1:
         show(draw_comparison, columns=2, width=9.0, height=3.4)
     for stage, (losses, size) in enumerate(results):
-        tell(f"stage {stage}: measured {sum(size):7d} bytes {size}, formula {sum(planned[stage])};"
-             f" loss {losses[0]:.4f} -> {losses[-1]:.4f}")  # fmt: skip
-    apart = max(abs(a - b) for losses, _ in results for a, b in zip(losses, results[0][0],
-                                                                     strict=True))  # fmt: skip
+        tell(
+            f"stage {stage}: measured {sum(size):7d} bytes {size}, formula {sum(planned[stage])};"
+            f" loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        )
+    apart = max(
+        abs(a - b) for losses, _ in results for a, b in zip(losses, results[0][0], strict=True)
+    )
     tell(f"the losses are at most {apart:.0e} apart")
 
 # %% [markdown]

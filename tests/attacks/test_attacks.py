@@ -77,13 +77,32 @@ def test_the_corpus_covers_what_it_has_to():
     groups = {attack.group for attack in ATTACKS.values()}
     assert len(ATTACKS) >= 80
     assert groups >= {
-        "metadata", "hooks", "shadowing", "patching", "searching", "importing", "seeds",
-        "stealing", "messages", "alone", "emulated", "lingering", "bombs", "signals", "network",
-        "kernel", "output", "files", "pickles", "fair",
-    }  # fmt: skip
+        "metadata",
+        "hooks",
+        "shadowing",
+        "patching",
+        "searching",
+        "importing",
+        "seeds",
+        "stealing",
+        "messages",
+        "alone",
+        "emulated",
+        "lingering",
+        "bombs",
+        "signals",
+        "network",
+        "kernel",
+        "output",
+        "files",
+        "pickles",
+        "fair",
+    }
     assert {attack.group for attack in ATTACKS.values() if attack.in_ci} >= groups - {
-        "alone", "patching", "pickles",
-    }  # fmt: skip
+        "alone",
+        "patching",
+        "pickles",
+    }
     for attack in ATTACKS.values():
         if attack.group == "fair":
             assert attack.passes == set(CRITERIA), attack.title

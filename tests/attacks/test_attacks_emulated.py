@@ -75,9 +75,15 @@ def _run(handed_out, program: Program) -> Case:
                 group = f"g{ranks}"
                 payload = gradient.astype(dtype).ravel()
                 issue = {
-                    "t": "issue", "g": group, "r": ranks, "kind": "all_reduce", "op": "sum",
-                    "dtype": dtype, "shape": [payload.size], "k": counts.get(group, 0),
-                }  # fmt: skip
+                    "t": "issue",
+                    "g": group,
+                    "r": ranks,
+                    "kind": "all_reduce",
+                    "op": "sum",
+                    "dtype": dtype,
+                    "shape": [payload.size],
+                    "k": counts.get(group, 0),
+                }
                 counts[group] = counts.get(group, 0) + 1
                 session.handle(rank, issue, payload.view(np.uint8))
     return Case(N, inputs, [{"done": True}] * N, session.trace(), plan)
@@ -171,10 +177,15 @@ def test_what_is_asked_for_passes(handed_out):
 @pytest.mark.parametrize(
     "program",
     [
-        in_a_group_of_its_own, with_one_neighbour, after_backward, after_backward_without_waits,
-        only_the_step_that_is_looked_at, in_half_precision, paid_ahead,
+        in_a_group_of_its_own,
+        with_one_neighbour,
+        after_backward,
+        after_backward_without_waits,
+        only_the_step_that_is_looked_at,
+        in_half_precision,
+        paid_ahead,
     ],
-)  # fmt: skip
+)
 def test_nothing_else_is_taken_for_overlap(handed_out, program):
     case = _run(handed_out, program)
     assert emulated.judge_overlap(case), program.__doc__

@@ -78,14 +78,22 @@ class AccountedCluster(SlurmCluster):
         assert installer is not None
         done = subprocess.run(
             [installer, *where, "--auth-root-authentication-method=normal", "--skip-test-db"],
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         self.spawn(
-            "mariadbd", "mariadbd", *where, "--bind-address=127.0.0.1", f"--port={self._store}",
-            f"--socket={self.folder}/store.socket", f"--pid-file={self.folder}/store.pid",
+            "mariadbd",
+            "mariadbd",
+            *where,
+            "--bind-address=127.0.0.1",
+            f"--port={self._store}",
+            f"--socket={self.folder}/store.socket",
+            f"--pid-file={self.folder}/store.pid",
             f"--init-file={self.folder}/allowed.sql",
-        )  # fmt: skip
+        )
         wait_until(lambda: _listens(self._store), 60, "mariadbd does not listen")
         self.spawn("slurmdbd", "slurmdbd", "-D")
         wait_until(lambda: _listens(self._port), 60, "slurmdbd does not listen")

@@ -63,9 +63,15 @@ def test_what_a_course_asks_slurm_for(tmp_path):
         'array_parallelism = 4\nsetup = ["module load cuda"]\nexclusive = true\n',
     )
     assert found == SlurmOptions(
-        partition="gpu", account="cs336", qos="low", gpus=2, memory=12 * GIB,
-        array_parallelism=4, setup=("module load cuda",), exclusive=True,
-    )  # fmt: skip
+        partition="gpu",
+        account="cs336",
+        qos="low",
+        gpus=2,
+        memory=12 * GIB,
+        array_parallelism=4,
+        setup=("module load cuda",),
+        exclusive=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,10 +125,18 @@ def test_what_is_asked_for_arrives_in_the_batch_script(tmp_path, monkeypatch):
     assert jobs.submit(tasks, avoid={"n9", "n8"}) == ["7_0", "7_1", "7_2"]
     lines = (tmp_path / "script").read_text().splitlines()
     for line in (
-        "--array=0-2%2", "--cpus-per-task=3", "--gpus-per-node=1", "--job-name=autograder-1",
-        "--mem=11264M", "--no-requeue", "--ntasks-per-node=1", "--partition=gpu",
-        "--reservation=exam", "--time=27", "--exclude=n7,n8,n9",
-    ):  # fmt: skip
+        "--array=0-2%2",
+        "--cpus-per-task=3",
+        "--gpus-per-node=1",
+        "--job-name=autograder-1",
+        "--mem=11264M",
+        "--no-requeue",
+        "--ntasks-per-node=1",
+        "--partition=gpu",
+        "--reservation=exam",
+        "--time=27",
+        "--exclude=n7,n8,n9",
+    ):
         assert f"#SBATCH {line}" in lines
     assert "module load x" in lines
     assert not any("wckey" in line for line in lines)
@@ -132,12 +146,21 @@ def test_what_is_asked_for_arrives_in_the_batch_script(tmp_path, monkeypatch):
 
 
 def test_states_of_jobs_are_told_apart():
-    said = "\n".join([
-        "1_0|PENDING||Resources", "1_1|RUNNING|n1|None", "1_2|COMPLETING|n1|None",
-        "1_3|NODE_FAIL|n2|None", "1_4|CANCELLED by 0|n1", "1_5|OUT_OF_MEMORY|n1|None",
-        "1_6|PENDING||launch failed requeued held", "1_7|PREEMPTED|n1|None", "1_8|TIMEOUT|n1|",
-        "", "garbage",
-    ])  # fmt: skip
+    said = "\n".join(
+        [
+            "1_0|PENDING||Resources",
+            "1_1|RUNNING|n1|None",
+            "1_2|COMPLETING|n1|None",
+            "1_3|NODE_FAIL|n2|None",
+            "1_4|CANCELLED by 0|n1",
+            "1_5|OUT_OF_MEMORY|n1|None",
+            "1_6|PENDING||launch failed requeued held",
+            "1_7|PREEMPTED|n1|None",
+            "1_8|TIMEOUT|n1|",
+            "",
+            "garbage",
+        ]
+    )
     found = dict(_read(said))
     assert [found[f"1_{i}"].phase for i in range(3)] == [QUEUED, RUNNING, RUNNING]
     assert found["1_0"].note == "Resources"
@@ -227,10 +250,14 @@ def run(course: Course, script: Script, *students: str, monkeypatch) -> dict[str
 
 
 def test_lost_jobs_are_submitted_again_and_then_reported(course, monkeypatch):
-    script = Script({
-        "kim": ["NODE_FAIL", "PREEMPTED"], "lea": ["LOST", "TIMEOUT", "OUT_OF_MEMORY"],
-        "max": ["CANCELLED"], "zoe": ["infra", "FAILED"],
-    })  # fmt: skip
+    script = Script(
+        {
+            "kim": ["NODE_FAIL", "PREEMPTED"],
+            "lea": ["LOST", "TIMEOUT", "OUT_OF_MEMORY"],
+            "max": ["CANCELLED"],
+            "zoe": ["infra", "FAILED"],
+        }
+    )
     found = run(course, script, "ada", "kim", "lea", "max", "zoe", monkeypatch=monkeypatch)
     infra = {s for s, r in found.items() if set(statuses(r).values()) == {"INFRA"}}
     assert infra == {"lea", "max"}
@@ -367,8 +394,17 @@ def test_a_class_in_local_jobs(course, monkeypatch, tmp_path):
     hand_in(course, "ada")
     (course.root / "handed_in" / "eve").mkdir()
     (course.root / "handed_in" / "eve" / f"{LAB}.ipynb").write_text("{}")
-    grade = ["grade", str(course.root / "handed_in"), "--lab", LAB, "--executor", "local",
-             "--no-gradebook", "--json", str(tmp_path / "records.json")]  # fmt: skip
+    grade = [
+        "grade",
+        str(course.root / "handed_in"),
+        "--lab",
+        LAB,
+        "--executor",
+        "local",
+        "--no-gradebook",
+        "--json",
+        str(tmp_path / "records.json"),
+    ]
     assert main(grade) == 0
     first = json.loads((tmp_path / "records.json").read_text())
     ada, eve = first
@@ -387,10 +423,17 @@ def task(course: Course, folder: BatchFolder, **changes) -> Path:
     path = hand_in(course, "ada")
     sha256 = sha256_of(path)
     made = Task(
-        root=str(course.root), lab=LAB, world_size=3, student="ada", path=str(path), sha256=sha256,
-        key=ClassRun(course, LAB, 3, True).key_of(sha256), trusted=True, time_s=60,
+        root=str(course.root),
+        lab=LAB,
+        world_size=3,
+        student="ada",
+        path=str(path),
+        sha256=sha256,
+        key=ClassRun(course, LAB, 3, True).key_of(sha256),
+        trusted=True,
+        time_s=60,
         result=str(folder.result_path(0, 1)),
-    )  # fmt: skip
+    )
     where = folder.task_path(0, 1)
     dataclasses.replace(made, **changes).write(where)
     return where
@@ -419,12 +462,27 @@ def test_a_job_that_cannot_grade_says_why(course, changes, expected, monkeypatch
 def test_ctrl_c_ends_the_jobs(course):
     hand_in(course, "ada")
     process = subprocess.Popen(
-        [sys.executable, "-m", "autograder", "grade", str(course.root / "handed_in"), "--lab", LAB,
-         "--executor", "local", "--no-gradebook", "--trusted"],
-        cwd=course.root, env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        [
+            sys.executable,
+            "-m",
+            "autograder",
+            "grade",
+            str(course.root / "handed_in"),
+            "--lab",
+            LAB,
+            "--executor",
+            "local",
+            "--no-gradebook",
+            "--trusted",
+        ],
+        cwd=course.root,
+        env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=heed_ctrl_c,
-    )  # fmt: skip
+    )
     try:
         wait_until(
             lambda: any(e["kind"] == "queued" for e in entries(course)), 60, "no job is submitted"

@@ -57,10 +57,11 @@ def test_folders_of_the_dead_are_taken_away_and_those_of_the_living_are_not():
     held = "with scratch_folder() as f: print(f, flush=True); input()"
     code = f"from autograder.submission.scratch import scratch_folder\n{held}"
     owners = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     dead, alive = (Path(owner.stdout.readline().strip()) for owner in owners)
     owners[0].kill()
     owners[0].wait()
@@ -92,9 +93,13 @@ def test_a_worker_that_is_told_to_end_does_not_begin_anew(course, how):
     notebook.cells.insert(0, nap)
     course.submit("one", nbformat.writes(notebook).encode())
     grader = subprocess.Popen(
-        _words(course, "--no-gradebook"), cwd=course.root, env=_env(course),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=heed_ctrl_c,
-    )  # fmt: skip
+        _words(course, "--no-gradebook"),
+        cwd=course.root,
+        env=_env(course),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=heed_ctrl_c,
+    )
 
     def below(kind: str) -> list[psutil.Process]:
         return of_kind(psutil.Process(grader.pid).children(recursive=True), kind)
@@ -155,9 +160,15 @@ def _env(course: TestCourse) -> dict[str, str]:
 
 def _grade(course: TestCourse, *options: str, **more) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        _words(course, *options), cwd=course.root, env=_env(course),
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, **more,
-    )  # fmt: skip
+        _words(course, *options),
+        cwd=course.root,
+        env=_env(course),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        **more,
+    )
 
 
 @pytest.mark.slow

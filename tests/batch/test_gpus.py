@@ -35,40 +35,54 @@ def machine(monkeypatch):
     return has
 
 
-@pytest.mark.parametrize(("gpus", "visible", "expected"), [
-    (0, None, []), (0, "", []), (0, "-1", []), (0, "3", []),
-    (2, None, ["0", "1"]), (2, "5, 3", ["5", "3"]), (1, "GPU-abc,no-such", ["GPU-abc"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "visible", "expected"),
+    [
+        (0, None, []),
+        (0, "", []),
+        (0, "-1", []),
+        (0, "3", []),
+        (2, None, ["0", "1"]),
+        (2, "5, 3", ["5", "3"]),
+        (1, "GPU-abc,no-such", ["GPU-abc"]),
+    ],
+)
 def test_gpus_have_the_names_that_they_were_given(machine, gpus, visible, expected):
     machine(gpus, visible=visible)
     assert visible_gpus() == expected
 
 
-@pytest.mark.parametrize(("gpus", "jobs", "expected"), [
-    (0, 3, [None] * 3),
-    (1, 2, ["0", "0"]),
-    (3, 2, ["0,1", "2"]),
-    (4, 4, ["0", "1", "2", "3"]),
-    (8, 3, ["0,1,2", "3,4,5", "6,7"]),
-    (3, 5, ["0", "1", "2", "0", "1"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "jobs", "expected"),
+    [
+        (0, 3, [None] * 3),
+        (1, 2, ["0", "0"]),
+        (3, 2, ["0,1", "2"]),
+        (4, 4, ["0", "1", "2", "3"]),
+        (8, 3, ["0,1,2", "3,4,5", "6,7"]),
+        (3, 5, ["0", "1", "2", "0", "1"]),
+    ],
+)
 def test_each_job_has_its_own(gpus, jobs, expected):
     shares = divide([str(n) for n in range(gpus)], jobs)
     assert [share.get("CUDA_VISIBLE_DEVICES") for share in shares] == expected
     assert {share.get("AUTOGRADER_NUM_GPUS") for share in shares} == {str(gpus) if gpus else None}
 
 
-@pytest.mark.parametrize(("gpus", "cores", "lab", "expected"), [
-    (0, 64, "lab4_amp", 21),
-    (0, 1, "lab4_amp", 2),
-    (1, 64, "lab4_amp", 1),  # its speed is measured on a GPU that ranks share
-    (2, 64, "lab4_amp", 2),
-    (1, 64, "lab1_ddp", 21),  # on the CPU: there is no GPU for every rank
-    (3, 64, "lab1_ddp", 1),
-    (8, 64, "lab1_ddp", 2),
-    (64, 6, "lab1_ddp", 2),
-    (1, 64, None, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "cores", "lab", "expected"),
+    [
+        (0, 64, "lab4_amp", 21),
+        (0, 1, "lab4_amp", 2),
+        (1, 64, "lab4_amp", 1),  # its speed is measured on a GPU that ranks share
+        (2, 64, "lab4_amp", 2),
+        (1, 64, "lab1_ddp", 21),  # on the CPU: there is no GPU for every rank
+        (3, 64, "lab1_ddp", 1),
+        (8, 64, "lab1_ddp", 2),
+        (64, 6, "lab1_ddp", 2),
+        (1, 64, None, 1),
+    ],
+)
 def test_as_many_at_once_as_cores_and_gpus_allow(machine, gpus, cores, lab, expected):
     machine(gpus, cores)
     assert default_jobs(3, get_lab(lab) if lab else None) == expected

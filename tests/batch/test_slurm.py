@@ -68,13 +68,27 @@ class Grading:
         self.log = course.root / "said.txt"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "autograder", "grade", str(course.root / "handed_in"),
-                 "--lab", LAB, "--executor", "slurm", "--no-gradebook",
-                 "--json", str(course.root / "records.json")],
-                cwd=course.root, env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                [
+                    sys.executable,
+                    "-m",
+                    "autograder",
+                    "grade",
+                    str(course.root / "handed_in"),
+                    "--lab",
+                    LAB,
+                    "--executor",
+                    "slurm",
+                    "--no-gradebook",
+                    "--json",
+                    str(course.root / "records.json"),
+                ],
+                cwd=course.root,
+                env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 preexec_fn=heed_ctrl_c,
-            )  # fmt: skip
+            )
 
     def __enter__(self) -> Grading:
         return self
@@ -91,9 +105,10 @@ class Grading:
     def wait_running(self, number: int) -> dict[str, tuple[str, str]]:
         """Waits until so many submissions run; student -> (job, node)."""
         wait_until(
-            lambda: self.process.poll() is not None or len(self._running()) >= number, 120,
+            lambda: self.process.poll() is not None or len(self._running()) >= number,
+            120,
             lambda: f"not {number} jobs run: {self.cluster.say('squeue')}{self.said}",
-        )  # fmt: skip
+        )
         assert self.process.poll() is None, self.said
         return self._running()
 
@@ -255,8 +270,9 @@ def test_a_job_that_has_to_make_room_is_submitted_again(course, cluster):
     hand_in(course, "ada")
     with Grading(course, cluster) as grading:
         grading.wait_running(1)
-        cluster.say("sbatch", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null",
-                    "--wrap", "sleep 3")  # fmt: skip
+        cluster.say(
+            "sbatch", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"
+        )
         records = grading.wait(0)
     [told] = failures(course)["ada"]
     assert "PREEMPTED" in told
@@ -290,10 +306,13 @@ def ends(cluster):
     """
     ids = {}
     for name, command, more in [
-        ("COMPLETED", "true", []), ("FAILED", "exit 3", []), ("TIMEOUT", "sleep 600", []),
-        ("CANCELLED", "sleep 600", []), ("PENDING", "true", ["--begin=now+1hour"]),
+        ("COMPLETED", "true", []),
+        ("FAILED", "exit 3", []),
+        ("TIMEOUT", "sleep 600", []),
+        ("CANCELLED", "sleep 600", []),
+        ("PENDING", "true", ["--begin=now+1hour"]),
         ("RUNNING", "sleep 600", ["--time=20"]),
-    ]:  # fmt: skip
+    ]:
         ids[name] = cluster.submit(command, f"--job-name={STATES}", "--time=1", "-w", "n2", *more)
     cluster.say("scancel", ids["CANCELLED"])
     return ids
@@ -396,9 +415,10 @@ def test_a_grader_that_was_killed_leaves_its_results_to_the_next(course, cluster
         grading.process.wait(timeout=20)
     results = course.root / "build" / "jobs"
     wait_until(
-        lambda: len(list(results.glob("*/results/*.json"))) == 2, 300,
+        lambda: len(list(results.glob("*/results/*.json"))) == 2,
+        300,
         lambda: f"jobs do not end: {cluster.say('squeue')}",
-    )  # fmt: skip
+    )
     assert verdicts(course) == {}
     before = all_jobs(cluster)
     with Grading(course, cluster) as grading:
@@ -418,16 +438,25 @@ def script(name: str) -> str:
 def test_the_script_that_grades_a_class_cancels_its_jobs_and_goes_on(course, cluster, monkeypatch):
     hand_in(course, "ada", "kim")
     monkeypatch.chdir(course.root)
-    command = ["sbatch", "--parsable", f"--export=ALL,PYTHON={sys.executable}",
-               script("grade_class.sbatch"), LAB, str(course.root / "handed_in"),
-               "--no-gradebook"]  # fmt: skip
+    command = [
+        "sbatch",
+        "--parsable",
+        f"--export=ALL,PYTHON={sys.executable}",
+        script("grade_class.sbatch"),
+        LAB,
+        str(course.root / "handed_in"),
+        "--no-gradebook",
+    ]
 
     def states() -> list[str]:
         return cluster.say("squeue", "-h", "-r", "-o", "%T %j").splitlines()
 
     job = cluster.say(*command).strip()
-    wait_until(lambda: sum("RUNNING autograder-" in line for line in states()) >= 1, 120,
-               lambda: f"no job runs: {states()}")  # fmt: skip
+    wait_until(
+        lambda: sum("RUNNING autograder-" in line for line in states()) >= 1,
+        120,
+        lambda: f"no job runs: {states()}",
+    )
     cluster.say("scancel", "--batch", "--signal=TERM", job)
     wait_until(lambda: not states(), 120, lambda: f"still there: {states()}")
     log = course.root / f"grade-class-{job}.log"
@@ -447,8 +476,9 @@ def test_the_script_that_runs_a_notebook_on_two_nodes(course, cluster, monkeypat
     monkeypatch.chdir(tmp_path)
     # Both nodes are this machine, whose name for itself is another one.
     given = f"--export=ALL,PYTHON={sys.executable},MINIDIST_ENDPOINT=127.0.0.1:{free_port()}"
-    job = cluster.say("sbatch", "--parsable", given, script("notebook_on_nodes.sbatch"),
-                      "in.ipynb", "out.ipynb").strip()  # fmt: skip
+    job = cluster.say(
+        "sbatch", "--parsable", given, script("notebook_on_nodes.sbatch"), "in.ipynb", "out.ipynb"
+    ).strip()
     log = tmp_path / f"notebook-{job}.log"
     wait_until(lambda: not cluster.say("squeue", "-h"), 200, "the job does not end")
     assert (tmp_path / "out.ipynb").exists(), log.read_text()

@@ -70,9 +70,11 @@ def test_what_the_controller_has_forgotten_is_looked_up(cluster, tmp_path):
     ids = {
         state: cluster.submit(command, "-w", "n2", "-J", "lost")
         for state, command in [
-            ("COMPLETED", "true"), ("FAILED", "exit 3"), ("CANCELLED", "sleep 600"),
+            ("COMPLETED", "true"),
+            ("FAILED", "exit 3"),
+            ("CANCELLED", "sleep 600"),
         ]
-    }  # fmt: skip
+    }
     cluster.say("scancel", ids["CANCELLED"])
     jobs = SlurmJobs("lost", tmp_path, SlurmOptions())
     same = {state: state for state in ids}

@@ -281,8 +281,11 @@ def start(*arguments, **options):
     return subprocess.Popen(
         [sys.executable, str(ROOT / "benchmarks" / "gpu"), *map(str, arguments)],
         env=env | {"CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def test_without_a_device_it_says_so_and_writes_nothing(tmp_path):
@@ -385,9 +388,11 @@ def test_labs_without_jupyter(monkeypatch):
 
 def test_a_lab_whose_solution_loses_points_is_a_failed_row():
     record = {
-        "world_size": 3, "sandboxed": True, "seconds": 20.0,
+        "world_size": 3,
+        "sandboxed": True,
+        "seconds": 20.0,
         "criteria": [{"name": "a", "status": "PASS"}, {"name": "b", "status": "BLOCKED"}],
-    }  # fmt: skip
+    }
     recorder = Recorder("labs")
     labs.report(recorder, "lab", record, 61.0, gpus=1)
     record["criteria"].append({"name": "c", "status": "WRONG"})
@@ -414,9 +419,16 @@ def test_a_lab_is_graded_where_nothing_is_installed(monkeypatch):
 
 # As small as shows anything on a GPU.
 SMALL = replace(
-    TINY, device="cuda", matmul=(256,), ceiling_n=4096, compile_backend="inductor",
-    stage_bytes=64 * MIB, stage_matmul=4096, monitor_s=2.0, world_sizes=(1, 2, 3),
-)  # fmt: skip
+    TINY,
+    device="cuda",
+    matmul=(256,),
+    ceiling_n=4096,
+    compile_backend="inductor",
+    stage_bytes=64 * MIB,
+    stage_matmul=4096,
+    monitor_s=2.0,
+    world_sizes=(1, 2, 3),
+)
 
 
 @pytest.mark.gpu

@@ -84,8 +84,12 @@ def test_the_check_that_is_copied_judges_in_every_kind_of_world(base, passes, tm
     cells = _named(_base(base))
     names = ("imports", "helpers", "task1_setup", "task3_sampler", "bucket", "task7_ddp")
     code = [*(cells[name]["source"] for name in names), stock.check_source()]
-    checks = {"setup": "setup_distributed", "sampler_tail": "ShardSampler", "ddp_gradients": "DDP",
-              "ddp_overlap": "DDP"}  # fmt: skip
+    checks = {
+        "setup": "setup_distributed",
+        "sampler_tail": "ShardSampler",
+        "ddp_gradients": "DDP",
+        "ddp_overlap": "DDP",
+    }
     (tmp_path / "input").write_text(json.dumps([code, checks]))
     (tmp_path / "judged.py").write_text(_JUDGED)
     peers.torchrun(2, tmp_path, "judged.py", "input", "found")
@@ -170,16 +174,34 @@ def test_the_table():
     gone = Cell(note="BLOCKED: not installed")
     rows = [
         Row("reference", 100.0, {"ours": Cell(100.0), "nbgrader": Cell(100.0), "otter": gone}),
-        Row("a/one", 0.0, {
-            "ours": Cell(), "nbgrader": Cell(95.0, 95.0, harm=["x"]), "otter": gone,
-        }),
-        Row("a/two", 5.0, {
-            "ours": Cell(5.0), "nbgrader": Cell(graded=False, leaks=["LEAKED"]), "otter": gone,
-        }),
-        Row("b/one", 0.0, {
-            "ours": Cell(), "nbgrader": Cell(note="no such thing: it"), "otter": gone,
-        }),
-    ]  # fmt: skip
+        Row(
+            "a/one",
+            0.0,
+            {
+                "ours": Cell(),
+                "nbgrader": Cell(95.0, 95.0, harm=["x"]),
+                "otter": gone,
+            },
+        ),
+        Row(
+            "a/two",
+            5.0,
+            {
+                "ours": Cell(5.0),
+                "nbgrader": Cell(graded=False, leaks=["LEAKED"]),
+                "otter": gone,
+            },
+        ),
+        Row(
+            "b/one",
+            0.0,
+            {
+                "ours": Cell(),
+                "nbgrader": Cell(note="no such thing: it"),
+                "otter": gone,
+            },
+        ),
+    ]
     lines = table(rows, stock_graders.GRADERS).splitlines()
     assert lines[1].split() == ["reference", "100", "100", "points", "100", "points", "BLOCKED"]
     assert lines[3].split() == ["a/one", "0", "0", "+95", "class", "BLOCKED"]

@@ -34,8 +34,15 @@ def test_both_install_the_same():
     assert "From: debian:bookworm-slim" in APPTAINER
 
 
-LEFT = [".git/config", ".venv/bin/python", "build/course.key", "gradebook.db", "work/lab.ipynb",
-        "handed_in/ada/lab.ipynb", "submitted/ada/lab/lab.ipynb"]  # fmt: skip
+LEFT = [
+    ".git/config",
+    ".venv/bin/python",
+    "build/course.key",
+    "gradebook.db",
+    "work/lab.ipynb",
+    "handed_in/ada/lab.ipynb",
+    "submitted/ada/lab/lab.ipynb",
+]
 
 
 def test_no_key_gradebook_or_submission_gets_into_an_image(tmp_path):
@@ -46,9 +53,11 @@ def test_no_key_gradebook_or_submission_gets_into_an_image(tmp_path):
         (checkout / file).parent.mkdir(parents=True, exist_ok=True)
         (checkout / file).write_text("")
     subprocess.run(
-        ["sh", "-euc", _section("setup")], cwd=checkout, check=True,
+        ["sh", "-euc", _section("setup")],
+        cwd=checkout,
+        check=True,
         env={**os.environ, "APPTAINER_ROOTFS": str(image)},
-    )  # fmt: skip
+    )
     course = image / "course"
     files = {str(file.relative_to(course)) for file in course.rglob("*") if file.is_file()}
     assert files == {"README.md", "lib/minidist/build/kept.py"}

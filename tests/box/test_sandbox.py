@@ -439,8 +439,10 @@ os.wait(); print("started", flush=True); time.sleep(300)
     box = build_box(run_dir=run_dir)
     process = subprocess.Popen(
         [*box.prefix, sys.executable, "-c", code],
-        env=box.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        env=box.env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"started\n"
@@ -575,9 +577,12 @@ with tempfile.TemporaryDirectory() as folder:
 """
         done = subprocess.run(
             [*drop, f"{folder}/venv/bin/python", "-c", code],
-            capture_output=True, text=True, timeout=120, cwd="/tmp",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd="/tmp",
             env={"PATH": os.defpath, "AUTOGRADER_SANDBOX": program},
-        )  # fmt: skip
+        )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [uid, str(Limits().num_processes)]
 

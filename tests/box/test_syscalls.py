@@ -99,7 +99,10 @@ def test_a_program_can_take_it_upon_itself(tmp_path):
     code = "import os; print(os.getpid() > 0); os.memfd_create('x')"
     done = subprocess.run(
         [*filter_command(path), sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout == "True\n"
     assert f"OSError: [Errno {errno.ENOSYS}]" in done.stderr

@@ -602,10 +602,21 @@ def test_several_in_flight_waited_for_in_any_order(n):
 
 
 DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.uint16,
-)  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.uint16,
+)
 ONLY_COPIED = (torch.float8_e4m3fn, torch.uint16)  # torch cannot add these
 
 

@@ -534,15 +534,22 @@ def test_charged_layers_multiply_by_the_plans_factors():
             torch.testing.assert_close(x_grad, f * g * weight.sum(0, keepdim=True))
     what = [(e.direction, e.layer, e.step, e.duration_s) for e in trace.events[1]]
     assert what == [
-        ("forward", 1, 0, 0.01), ("backward", 1, 0, 0.02),
-        ("forward", 1, 1, 0.01), ("backward", 1, 1, 0.02),
-    ]  # fmt: skip
+        ("forward", 1, 0, 0.01),
+        ("backward", 1, 0, 0.02),
+        ("forward", 1, 1, 0.01),
+        ("backward", 1, 1, 0.02),
+    ]
 
 
 def test_factors():
     plan = plan_for()
-    drawn = [plan.factor(r, i, d, n) for r in range(3) for i in range(4) for n in range(50)
-             for d in ("forward", "backward")]  # fmt: skip
+    drawn = [
+        plan.factor(r, i, d, n)
+        for r in range(3)
+        for i in range(4)
+        for n in range(50)
+        for d in ("forward", "backward")
+    ]
     assert all(0.5 <= f <= 1.5 for f in drawn)
     assert all(f == np.float32(f) for f in drawn)
     assert len(set(drawn)) > 1100

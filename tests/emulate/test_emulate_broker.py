@@ -212,8 +212,16 @@ def raw_frame(
     return struct.pack(">4sIQ", magic, header_bytes, payload_bytes) + text + payload
 
 
-GOOD = {"t": "issue", "kind": "all_reduce", "op": "sum", "dtype": "float32", "shape": [1],
-        "g": "g", "r": [0, 1], "k": 0}  # fmt: skip
+GOOD = {
+    "t": "issue",
+    "kind": "all_reduce",
+    "op": "sum",
+    "dtype": "float32",
+    "shape": [1],
+    "g": "g",
+    "r": [0, 1],
+    "k": 0,
+}
 FETCH = {"t": "fetch", "q": 1, "key": "g/0", "wait": True}
 BAD_HEADERS = {
     "no type": {},
@@ -256,7 +264,7 @@ BAD_HEADERS = {
     "wait for a mark that nobody made": {"t": "after", "e": 1, "st": 1},
     "mark without a number": {"t": "record", "st": 1},
     "own compute in a charged session": {"t": "compute", "ev": [["x", 1, 1, 0]]},
-}  # fmt: skip
+}
 BAD_BYTES = {
     "other magic": raw_frame(GOOD, b"1234", magic=b"HTTP"),
     "oversized header": raw_frame(b"{}", header_bytes=1 << 31),

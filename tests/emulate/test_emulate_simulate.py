@@ -45,9 +45,14 @@ def compute(seconds: float, **more) -> Event:
 
 def issue(kind: str, key: str, ranks, nbytes: int = 0, group: str = "0", **more) -> Event:
     return Event(
-        kind="issue", collective=kind, key=key, ranks=tuple(ranks), nbytes=nbytes, group=group,
+        kind="issue",
+        collective=kind,
+        key=key,
+        ranks=tuple(ranks),
+        nbytes=nbytes,
+        group=group,
         **more,
-    )  # fmt: skip
+    )
 
 
 def wait(key: str) -> Event:

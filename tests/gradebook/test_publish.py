@@ -170,8 +170,10 @@ def test_moodle_gets_no_line_that_would_stop_it_or_hit_somebody_else(course, tmp
     head, *people = rows(done.made.data)
     assert head == ["First name", "Last name", "ID number", "Email address", LAB]
     assert [(row[3], row[4]) for row in people] == [
-        ("ada@x.org", "101.25"), ("eve@x.org", "0"), ("kim@x.org", "86")
-    ]  # fmt: skip
+        ("ada@x.org", "101.25"),
+        ("eve@x.org", "0"),
+        ("kim@x.org", "86"),
+    ]
     assert done.made.left_out == {"lea": "no submission"}
     assert "above 100 (101.25)" in done.made.warnings[0]
     done = of(course, "moodle", out_of=100)
@@ -207,9 +209,12 @@ def gradescope_runs(root, email, content):
     result = root / "results" / "results.json"
     result.unlink(missing_ok=True)
     ran = subprocess.run(
-        [sys.executable, str(root / "source" / "run_autograder")], timeout=60, text=True,
-        capture_output=True, env=os.environ | {"AUTOGRADER_ROOT": str(root)},
-    )  # fmt: skip
+        [sys.executable, str(root / "source" / "run_autograder")],
+        timeout=60,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"AUTOGRADER_ROOT": str(root)},
+    )
     return ran, json.loads(result.read_text()) if result.exists() else None
 
 

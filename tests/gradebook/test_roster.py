@@ -41,9 +41,15 @@ def test_what_canvas_exports(read):
     roster = read(CANVAS)
     ada, kim = roster.people
     assert ada == Person(
-        line=4, id="ada", first_name="Ada", last_name="Lovelace", lms_id="101",
-        sis_user_id="s-1", sis_login_id="ada", section="A",
-    )  # fmt: skip
+        line=4,
+        id="ada",
+        first_name="Ada",
+        last_name="Lovelace",
+        lms_id="101",
+        sis_user_id="s-1",
+        sis_login_id="ada",
+        section="A",
+    )
     assert (kim.first_name, kim.last_name) == ("", "Kim")
     assert "Lab 1 (77)" in roster.columns
     assert ada.names() == {"ada", "LMS 101", "s-1"}

@@ -215,9 +215,12 @@ def test_a_grader_that_is_killed_takes_all_with_it(course):
         path.write_text(text)
     grader = subprocess.Popen(
         [sys.executable, "-m", "autograder", "grade", str(folder), "--lab", LAB, "--no-gradebook"],
-        cwd=course.root, env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        cwd=course.root,
+        env=os.environ | {"AUTOGRADER_COURSE": str(course.root)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         ends_at = time.monotonic() + 120
         while len(started := psutil.Process(grader.pid).children(recursive=True)) < 10:

@@ -55,9 +55,15 @@ class Played:
     def sent(self, program: Program, answers: list[Values] | None = None) -> list[Finding]:
         """What the judge finds after the broker has carried what the program sends."""
         session = Session(
-            1, N, self.plan, lambda *_: None, keep_payloads=True, deadline_s=30.0,
-            max_bytes=1 << 28, max_events=5000,
-        )  # fmt: skip
+            1,
+            N,
+            self.plan,
+            lambda *_: None,
+            keep_payloads=True,
+            deadline_s=30.0,
+            max_bytes=1 << 28,
+            max_events=5000,
+        )
         requests = itertools.count()
         for rank in range(N):
             session.handle(rank, {"t": "join", "q": next(requests)}, NOTHING)
@@ -80,9 +86,14 @@ def all_reduce(
 ) -> Frame:
     """A sum over `ranks`; `dtype` is torch's name where NumPy has none."""
     header = {
-        "t": "issue", "kind": "all_reduce", "op": "sum", "g": f"{name}{ranks}", "r": ranks,
-        "dtype": dtype or str(values.dtype), "shape": [values.size],
-    }  # fmt: skip
+        "t": "issue",
+        "kind": "all_reduce",
+        "op": "sum",
+        "g": f"{name}{ranks}",
+        "r": ranks,
+        "dtype": dtype or str(values.dtype),
+        "shape": [values.size],
+    }
     return header, np.ascontiguousarray(values).ravel().view(np.uint8)
 
 

@@ -67,17 +67,26 @@ def charge(direction: str) -> Action:
 def collective(kind: str, array: np.ndarray, ranks: Sequence[int] = EVERYBODY) -> Action:
     size = array.size // len(ranks) if kind == "reduce_scatter" else array.size
     fields = {
-        "g": f"g{list(ranks)}", "r": list(ranks), "kind": kind, "dtype": str(array.dtype),
-        "shape": [size], "op": "" if kind == "all_gather" else "sum",
-    }  # fmt: skip
+        "g": f"g{list(ranks)}",
+        "r": list(ranks),
+        "kind": kind,
+        "dtype": str(array.dtype),
+        "shape": [size],
+        "op": "" if kind == "all_gather" else "sum",
+    }
     return "issue", fields, np.ascontiguousarray(array).ravel().view(np.uint8)
 
 
 def message(kind: str, array: np.ndarray, peer: int) -> Action:
     fields = {
-        "g": "world", "r": list(EVERYBODY), "kind": kind, "dtype": str(array.dtype),
-        "shape": [array.size], "peer": peer, "tag": 0,
-    }  # fmt: skip
+        "g": "world",
+        "r": list(EVERYBODY),
+        "kind": kind,
+        "dtype": str(array.dtype),
+        "shape": [array.size],
+        "peer": peer,
+        "tag": 0,
+    }
     raw = np.ascontiguousarray(array).ravel().view(np.uint8)
     return "issue", fields, raw if kind == "send" else NOTHING
 
@@ -215,8 +224,9 @@ def test_a_layer_on_a_part_of_the_tokens_that_every_rank_computes_alone():
         part = np.split(values["x"], N, axis=1)[0]
         whole = np.ascontiguousarray(share.transpose(1, 0, 2))
         return [
-            collective("all_gather", part, ranks), collective("reduce_scatter", whole, ranks),
-        ]  # fmt: skip
+            collective("all_gather", part, ranks),
+            collective("reduce_scatter", whole, ranks),
+        ]
 
     assert not judged(lambda rank, share: halves(share))
     for forged in (

@@ -248,8 +248,11 @@ def test_draws_depend_on_key_criterion_attempt_and_rank():
         return tuple(draw_for(key, "lab", criterion, attempt, world_size).private(rank).random(4))
 
     others = [
-        numbers(key=b"l"), numbers(criterion="d"), numbers(attempt="b"), numbers(world_size=4),
+        numbers(key=b"l"),
+        numbers(criterion="d"),
+        numbers(attempt="b"),
+        numbers(world_size=4),
         numbers(rank=1),
-    ]  # fmt: skip
+    ]
     assert numbers() == numbers()
     assert len({numbers(), *others}) == 6

@@ -92,9 +92,10 @@ def test_other_points_and_other_criteria_are_changes(course):
     old = gradings(course)["ada"]
     first = old.record["criteria"][0]
     points = old.record | {
-        "max_score": 105, "score": 105,
+        "max_score": 105,
+        "score": 105,
         "criteria": [first | {"points": 10, "max_points": 10}, *old.record["criteria"][1:]],
-    }  # fmt: skip
+    }
     [change] = find_changes({"ada": old}, {"ada": Grading("k", points, old.seed_id, "new")})
     assert "100/100 → 105/105" in shown([change])
     assert "5 → 10 points" in shown([change])
@@ -247,8 +248,10 @@ def test_nbgrader_is_asked_for_the_others_only(taken, settled, monkeypatch):
     fill.fill_gradebook(submissions, records, class_run, settled={"kim"})
     exclude = "--CourseDirectory.student_id_exclude="
     assert [command for command, *_ in asked] == [
-        "generate_assignment", "autograde", "generate_feedback"
-    ]  # fmt: skip
+        "generate_assignment",
+        "autograde",
+        "generate_feedback",
+    ]
     assert f"{exclude}kim" in asked[1]
     assert exclude in asked[2]
     asked.clear()

@@ -160,8 +160,12 @@ check("accum_batch_size", (lambda *a: 0, lambda *a: 0, lambda *a: 0.0))
     env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     done = subprocess.run(
         [sys.executable, "-c", f"ROOT = {str(root)!r}\n{code}"],
-        cwd=root, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=root,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "accum_batch_size" in done.stdout + done.stderr, done.stderr[-3000:]
     assert "ModuleNotFoundError" not in done.stderr, done.stderr[-3000:]
 

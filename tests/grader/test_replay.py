@@ -45,11 +45,15 @@ def runs(monkeypatch):
         runs.asked.append((notebook, class_run, seed_id))
         nbformat.write(notebook, executed)
         return [
-            Verdict(c.name, status := runs.ends.get(c.name, Status.PASS),
-                    c.points if status == Status.PASS else 0.0, c.points,
-                    "" if status == Status.PASS else f"now {status}")
+            Verdict(
+                c.name,
+                status := runs.ends.get(c.name, Status.PASS),
+                c.points if status == Status.PASS else 0.0,
+                c.points,
+                "" if status == Status.PASS else f"now {status}",
+            )
             for c in CRITERIA
-        ]  # fmt: skip
+        ]
 
     monkeypatch.setattr(module, "run_once", run_once)
     return runs

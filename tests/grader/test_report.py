@@ -20,11 +20,25 @@ from autograder.submission.attempt import not_graded
 from autograder.submission.intake import Submission
 
 POINTS = {
-    "setup": 5, "wrap_model": 5, "sampler_partition": 7, "sampler_tail": 6, "sampler_epoch": 5,
-    "train_steps": 8, "train_epochs": 4, "train_loss": 5, "script": 8, "gradients_in_sync": 7,
-    "ddp_weights": 5, "ddp_buffers": 3, "ddp_gradients": 8, "ddp_tied_frozen": 4, "ddp_unused": 4,
-    "ddp_buckets": 5, "ddp_overlap": 5, "ddp_scaling": 6,
-}  # fmt: skip
+    "setup": 5,
+    "wrap_model": 5,
+    "sampler_partition": 7,
+    "sampler_tail": 6,
+    "sampler_epoch": 5,
+    "train_steps": 8,
+    "train_epochs": 4,
+    "train_loss": 5,
+    "script": 8,
+    "gradients_in_sync": 7,
+    "ddp_weights": 5,
+    "ddp_buffers": 3,
+    "ddp_gradients": 8,
+    "ddp_tied_frozen": 4,
+    "ddp_unused": 4,
+    "ddp_buckets": 5,
+    "ddp_overlap": 5,
+    "ddp_scaling": 6,
+}
 HANG = """cell 31 did not end within 25 s; fresh ranks were started for the next check.
   rank 0 waits in all_reduce (bucket 2), class DDP, cell 24, line 31
   rank 1 finished the cell
@@ -33,26 +47,39 @@ Rank 1 never called the all_reduce that the others wait in."""
 
 
 def record(
-    student: str, seconds: float, lost: dict[str, Any] | None = None, *, boxed: bool = True,
+    student: str,
+    seconds: float,
+    lost: dict[str, Any] | None = None,
+    *,
+    boxed: bool = True,
     everything: tuple[str, str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A grading record; `lost` maps a criterion to (status, message) or (…, statuses per rank)."""
     criteria = []
     for name, points in POINTS.items():
         status, message, *ranks = everything or (lost or {}).get(name, ("PASS", ""))
         statuses = ranks[0] if ranks else [] if everything else [status] * 3
-        criteria.append({
-            "name": name, "max_points": points, "points": points if status == "PASS" else 0,
-            "status": status, "message": message,
-            "ranks": [{"rank": rank, "status": s} for rank, s in enumerate(statuses)],
-        })  # fmt: skip
+        criteria.append(
+            {
+                "name": name,
+                "max_points": points,
+                "points": points if status == "PASS" else 0,
+                "status": status,
+                "message": message,
+                "ranks": [{"rank": rank, "status": s} for rank, s in enumerate(statuses)],
+            }
+        )
     return {
-        "submission": f"submitted/{student}/lab1_ddp/lab1_ddp.ipynb", "student": student,
-        "lab": "lab1_ddp", "world_size": 3, "seconds": seconds, "sandboxed": boxed,
+        "submission": f"submitted/{student}/lab1_ddp/lab1_ddp.ipynb",
+        "student": student,
+        "lab": "lab1_ddp",
+        "world_size": 3,
+        "seconds": seconds,
+        "sandboxed": boxed,
         "score": sum(c["points"] for c in criteria),
         "max_score": sum(c["max_points"] for c in criteria),
         "criteria": criteria,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
@@ -71,23 +98,64 @@ def records() -> list[dict[str, Any]]:
         record("barbara", 29.8),
         record("edsger", 33.1, late),
         record("frances", 30.4, {"ddp_gradients": ("WRONG", mean), **late}),
-        record("grace", 30.0, {"sampler_epoch": ("WRONG", "epochs 0 and 1 have the same order."),
-                               "train_epochs": ("WRONG", "set_epoch was not called.")}),
-        record("john", 57.9, {"ddp_gradients": ("TIMEOUT", HANG, ["TIMEOUT", "PASS", "TIMEOUT"]),
-                              "ddp_unused": ("TIMEOUT", HANG, ["TIMEOUT"] * 3)}),
-        record("katherine", 36.5, {"ddp_buffers": (
-            "WRONG", "running_mean differs from rank 0's by 0.31.", one), **late}),
-        record("ken", 41.3, {"script": ("RANK_LOST", "rank 1 ended with exit status 1 (exit was "
-                             "called in cell 19).", ["PASS", "RANK_LOST", "PASS"]), **not_run}),
-        record("margaret", 28.7, {"setup": ("STUDENT_ERROR", "\x1b[31mTypeError\x1b[0m: init_proces"
-                                            "s_group() got an unexpected keyword 'ranks'")}),
-        record("<script>alert('x')</script> \x1b[2J\u202eevil", 12.4,
-               {"wrap_model": ("WRONG", "</pre><img src=x onerror=alert(1)>\n=cmd()|'/c calc'!A0")},
-               boxed=False),
-        record("sophie", 0.1, everything=("INVALID", "the file is not JSON, so not a notebook"),
-               boxed=False),
+        record(
+            "grace",
+            30.0,
+            {
+                "sampler_epoch": ("WRONG", "epochs 0 and 1 have the same order."),
+                "train_epochs": ("WRONG", "set_epoch was not called."),
+            },
+        ),
+        record(
+            "john",
+            57.9,
+            {
+                "ddp_gradients": ("TIMEOUT", HANG, ["TIMEOUT", "PASS", "TIMEOUT"]),
+                "ddp_unused": ("TIMEOUT", HANG, ["TIMEOUT"] * 3),
+            },
+        ),
+        record(
+            "katherine",
+            36.5,
+            {"ddp_buffers": ("WRONG", "running_mean differs from rank 0's by 0.31.", one), **late},
+        ),
+        record(
+            "ken",
+            41.3,
+            {
+                "script": (
+                    "RANK_LOST",
+                    "rank 1 ended with exit status 1 (exit was called in cell 19).",
+                    ["PASS", "RANK_LOST", "PASS"],
+                ),
+                **not_run,
+            },
+        ),
+        record(
+            "margaret",
+            28.7,
+            {
+                "setup": (
+                    "STUDENT_ERROR",
+                    "\x1b[31mTypeError\x1b[0m: init_proces"
+                    "s_group() got an unexpected keyword 'ranks'",
+                )
+            },
+        ),
+        record(
+            "<script>alert('x')</script> \x1b[2J\u202eevil",
+            12.4,
+            {"wrap_model": ("WRONG", "</pre><img src=x onerror=alert(1)>\n=cmd()|'/c calc'!A0")},
+            boxed=False,
+        ),
+        record(
+            "sophie",
+            0.1,
+            everything=("INVALID", "the file is not JSON, so not a notebook"),
+            boxed=False,
+        ),
         record("untouched", 22.0, everything=nothing),
-    ]  # fmt: skip
+    ]
 
 
 def _terminal(records: list[dict[str, Any]], width: int = 100) -> str:
@@ -101,8 +169,15 @@ def _terminal(records: list[dict[str, Any]], width: int = 100) -> str:
 def test_extra_points_lead_beyond_full_marks(tmp_path):
     """As on a GPU, whose criteria add to the score and not to what it is out of."""
     ada, barbara = record("ada", 31.2), record("barbara", 29.8)
-    extra = {"name": "gpu", "max_points": 12, "points": 12, "status": "PASS", "message": "",
-             "ranks": [], "extra": True}  # fmt: skip
+    extra = {
+        "name": "gpu",
+        "max_points": 12,
+        "points": 12,
+        "status": "PASS",
+        "message": "",
+        "ranks": [],
+        "extra": True,
+    }
     ada["criteria"].append(extra)
     ada["score"] += 12
     write_html([ada, barbara], path := tmp_path / "report.html")

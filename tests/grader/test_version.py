@@ -55,16 +55,26 @@ def _edited(house: Path, names: Callable[[Path], list[Path]], lab: str = LAB) ->
 
 def test_every_file_that_a_submission_passes_counts(house):
     names = [
-        "autograder/box/sandbox.py", "autograder/course/course_toml.py",
-        "autograder/inside/probe.py", "autograder/referee/judging.py",
-        "autograder/submission/engine.py", "autograder/criteria/criterion.py",
-        "autograder/criteria/common/oracle.py", f"autograder/criteria/{LAB}/__init__.py",
-        "minidist/__init__.py", "minidist/errors.py", "minidist/emulate/broker.py",
-        "minidist/kernel/inside/rank.py", "minidist/processes/lifetime.py",
+        "autograder/box/sandbox.py",
+        "autograder/course/course_toml.py",
+        "autograder/inside/probe.py",
+        "autograder/referee/judging.py",
+        "autograder/submission/engine.py",
+        "autograder/criteria/criterion.py",
+        "autograder/criteria/common/oracle.py",
+        f"autograder/criteria/{LAB}/__init__.py",
+        "minidist/__init__.py",
+        "minidist/errors.py",
+        "minidist/emulate/broker.py",
+        "minidist/kernel/inside/rank.py",
+        "minidist/processes/lifetime.py",
         # New ones, called what they like.
-        f"autograder/criteria/{LAB}/status.py", "autograder/criteria/common/report.py",
-        "autograder/referee/zoo.py", "autograder/box/deeper/batch.py", "minidist/kernel/new.py",
-    ]  # fmt: skip
+        f"autograder/criteria/{LAB}/status.py",
+        "autograder/criteria/common/report.py",
+        "autograder/referee/zoo.py",
+        "autograder/box/deeper/batch.py",
+        "minidist/kernel/new.py",
+    ]
     assert _edited(house, lambda at: [at / name for name in names]) == set(names)
 
 

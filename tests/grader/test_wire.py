@@ -49,9 +49,11 @@ def test_an_object_array_is_not_sent(pair):
 def _frame(header, body=b"", magic=b"AGW1", header_length=None, body_length=None):
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     prefix = struct.pack(
-        "!4sIQ", magic, len(raw) if header_length is None else header_length,
+        "!4sIQ",
+        magic,
+        len(raw) if header_length is None else header_length,
         len(body) if body_length is None else body_length,
-    )  # fmt: skip
+    )
     return prefix + raw + body
 
 

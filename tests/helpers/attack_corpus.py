@@ -127,11 +127,17 @@ def _load(path: Path) -> Attack:
     statuses = dict(re.findall(r"^status: *(\w+) +([A-Z_]+)$", docstring, re.M))
     assert set(statuses) <= set(CRITERIA), f"{path}: no such criteria: {statuses}"
     return Attack(
-        name=path.stem, group=path.parent.name, docstring=docstring, passes=passes,
-        statuses=statuses, invalid=lines.get("invalid", ""), same_as=lines.get("same as", ""),
+        name=path.stem,
+        group=path.parent.name,
+        docstring=docstring,
+        passes=passes,
+        statuses=statuses,
+        invalid=lines.get("invalid", ""),
+        same_as=lines.get("same as", ""),
         in_ci=lines.get("ci") == "yes",
-        notebook=json.loads(json.dumps(notebook)), hand_in=hand_in,
-    )  # fmt: skip
+        notebook=json.loads(json.dumps(notebook)),
+        hand_in=hand_in,
+    )
 
 
 def _passes(words: str, base: str, path: Path, invalid: bool) -> frozenset[str]:
@@ -158,9 +164,13 @@ def _put(
     notebook: NotebookNode, place: str, source: str, name: str, added: dict[str, int], path: Path
 ) -> None:
     cell = NotebookNode(
-        cell_type="code", id=name, metadata=NotebookNode(), outputs=[], execution_count=None,
+        cell_type="code",
+        id=name,
+        metadata=NotebookNode(),
+        outputs=[],
+        execution_count=None,
         source=source,
-    )  # fmt: skip
+    )
     where, _, anchor = place.partition(" ")
     if where == "last":
         notebook.cells.append(cell)

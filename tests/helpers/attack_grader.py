@@ -140,8 +140,11 @@ class AttackCourse:
 
     def finish(self) -> list[str]:
         """What is wrong at the end: something guarded was changed, or the journal is."""
-        found = [f"{path} was changed" for path, old in self.before.items()
-                 if self.state().get(path) != old]  # fmt: skip
+        found = [
+            f"{path} was changed"
+            for path, old in self.before.items()
+            if self.state().get(path) != old
+        ]
         lines = self.course.journal_path.read_bytes().splitlines()
         keys = [
             entry["key"]
@@ -201,8 +204,9 @@ def main() -> int:
                 f"{'ok ' if not outcome.problems else 'BAD'} {outcome.seconds:6.1f} s "
                 f"{outcome.record['score']:5.0f} {passed:3d} {attack.title} "
                 f"({resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10} MiB)",
-                *(f"\n      {problem}" for problem in outcome.problems), flush=True,
-            )  # fmt: skip
+                *(f"\n      {problem}" for problem in outcome.problems),
+                flush=True,
+            )
     for problem in course.finish():
         print("BAD", problem)
     return int(any(outcome.problems for outcome in outcomes))

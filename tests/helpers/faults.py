@@ -106,11 +106,24 @@ class FaultyClass:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "autograder", "grade", str(self.course.root / "handed_in"),
-             "--lab", LAB, "--no-gradebook", "--jobs", str(self.jobs)],
-            cwd=self.course.root, env=os.environ | {"AUTOGRADER_COURSE": str(self.course.root)},
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "autograder",
+                "grade",
+                str(self.course.root / "handed_in"),
+                "--lab",
+                LAB,
+                "--no-gradebook",
+                "--jobs",
+                str(self.jobs),
+            ],
+            cwd=self.course.root,
+            env=os.environ | {"AUTOGRADER_COURSE": str(self.course.root)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def _wait(self, grader: subprocess.Popen[bytes], deadline_s: float) -> None:
         """Until it has ended with everything that it had started; kills it at the deadline."""

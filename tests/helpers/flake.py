@@ -38,8 +38,11 @@ def run_round(pytest_args: list[str], log: Path, loaded: bool) -> tuple[Path, in
         with log.open("w") as file:
             done = subprocess.run(
                 [sys.executable, "-m", "pytest", f"--junitxml={report}", *pytest_args],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
     finally:
         for hog in hogs:
             hog.kill()
@@ -64,8 +67,10 @@ def table(rounds: list[str], tests: dict[str, Test], slowest: int = 15) -> str:
     failures = sum(len(test.failed) for test in tests.values())
     lines = [f"{len(rounds)} rounds, {len(tests)} tests, {runs} runs, {failures} failures", ""]
     lines += ["| round | load | seconds | exit code |", "|---|---|---|---|", *rounds, ""]
-    lines += ["| test | runs | failed in round | fastest, median, slowest run in s |",
-              "|---|---|---|---|"]  # fmt: skip
+    lines += [
+        "| test | runs | failed in round | fastest, median, slowest run in s |",
+        "|---|---|---|---|",
+    ]
     shown = sorted(tests.items(), key=lambda item: -median(item[1].seconds))
     for name, test in [
         *[item for item in shown if item[1].failed],

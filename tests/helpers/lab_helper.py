@@ -33,11 +33,18 @@ def run_solution(lab: str, num_ranks: int, folder: Path) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     for is_last in (False, True):
         done = subprocess.run(
-            [*command, f"--nproc-per-node={num_ranks}",
-             str(ROOT / "solutions" / lab / f"{lab}.py")],
-            cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
+            [
+                *command,
+                f"--nproc-per-node={num_ranks}",
+                str(ROOT / "solutions" / lab / f"{lab}.py"),
+            ],
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
         if is_last or done.returncode == 0 or _ABORTED_BY_TORCH not in done.stderr:
             break
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-20000:]

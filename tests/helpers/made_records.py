@@ -52,18 +52,27 @@ def made_record(
     lost, criteria = lost or {}, []
     for criterion in get_lab(lab).criteria:
         status = lost.get(criterion.name, lost.get("*", "PASS"))
-        criteria.append({
-            "name": criterion.name, "max_points": criterion.points, "status": status,
-            "points": criterion.points if status == "PASS" else 0.0,
-            "message": "" if status == "PASS" else f"{criterion.name}: it is {status}",
-            "ranks": [{"rank": rank, "status": status} for rank in range(3)],
-        })  # fmt: skip
+        criteria.append(
+            {
+                "name": criterion.name,
+                "max_points": criterion.points,
+                "status": status,
+                "points": criterion.points if status == "PASS" else 0.0,
+                "message": "" if status == "PASS" else f"{criterion.name}: it is {status}",
+                "ranks": [{"rank": rank, "status": status} for rank in range(3)],
+            }
+        )
     return {
-        "submission": str(path or f"{student}/{lab}.ipynb"), "student": student, "lab": lab,
-        "world_size": get_lab(lab).grading_world_size, "seconds": seconds, "sandboxed": True,
+        "submission": str(path or f"{student}/{lab}.ipynb"),
+        "student": student,
+        "lab": lab,
+        "world_size": get_lab(lab).grading_world_size,
+        "seconds": seconds,
+        "sandboxed": True,
         "score": sum(c["points"] for c in criteria),
-        "max_score": sum(c["max_points"] for c in criteria), "criteria": criteria,
-    }  # fmt: skip
+        "max_score": sum(c["max_points"] for c in criteria),
+        "criteria": criteria,
+    }
 
 
 def file_record(
@@ -146,9 +155,12 @@ class stub_grading:
         for index, submission in todo.items():
             self.asked.append(submission.student)
             record = made_record(
-                submission.student, self.lost.get(submission.student), lab=class_run.lab_name,
-                path=submission.path, seconds=10.0 + len(self.asked),
-            )  # fmt: skip
+                submission.student,
+                self.lost.get(submission.student),
+                lab=class_run.lab_name,
+                path=submission.path,
+                seconds=10.0 + len(self.asked),
+            )
             keep(class_run, submission, record)
             done(index, record)
         return {}

@@ -195,9 +195,13 @@ class SlurmCluster:
         log = (self.folder / f"{name}.said").open("ab")
         with log:
             self.daemons[name] = subprocess.Popen(
-                [path, *arguments], env=self.env, cwd=self.folder,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+                [path, *arguments],
+                env=self.env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
 
 def _steps_above(process: psutil.Process) -> list[psutil.Process]:

@@ -53,9 +53,12 @@ def soak(lab: str, chosen: list[ZooEntry], times: int, jobs: int) -> int:
             process.start()
         try:
             records = course.grade(
-                str(course.root / "handed_in"), "--no-gradebook", "--jobs", str(jobs),
+                str(course.root / "handed_in"),
+                "--no-gradebook",
+                "--jobs",
+                str(jobs),
                 deadline_s=120.0 * len(chosen) * times,
-            )  # fmt: skip
+            )
         finally:
             for process in busy:
                 process.kill()

@@ -46,9 +46,12 @@ def run(folder: Path, *, ci: bool) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key != "CI"}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
-        cwd=folder, env=env | ({"CI": "true"} if ci else {}),
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=folder,
+        env=env | ({"CI": "true"} if ci else {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 @pytest.mark.parametrize(

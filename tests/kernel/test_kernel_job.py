@@ -107,8 +107,10 @@ def test_the_front_is_node_zero_and_counts_all_ranks(monkeypatch: pytest.MonkeyP
 
 def test_ranks_are_divided() -> None:
     assert [s.ranks for s in divide(replace(JOB, num_nodes=3), 7, 9)] == [
-        range(3), range(3, 5), range(5, 7)
-    ]  # fmt: skip
+        range(3),
+        range(3, 5),
+        range(5, 7),
+    ]
     with pytest.raises(RuntimeError, match="at least 2 ranks"):
         divide(JOB, 1, 9)
 

@@ -94,9 +94,12 @@ def test_much_output_input_and_figures_of_another_node(fresh: Kernel) -> None:
         fresh.client.input("seven")
 
     fresh.client.execute_interactive(
-        "print(input('number? '))", timeout=60, allow_stdin=True, stdin_hook=answer,
+        "print(input('number? '))",
+        timeout=60,
+        allow_stdin=True,
+        stdin_hook=answer,
         output_hook=messages.append,
-    )  # fmt: skip
+    )
     assert len(typed) == 1
     assert "ranks 1-3: same output" in Result({}, 0, messages).text()
 
@@ -153,8 +156,10 @@ def test_an_interrupt_frees_a_collective(fresh: Kernel) -> None:
         reply = fresh.client.execute_interactive(
             f"kept = {attempt}\ndist.barrier()\nif rank == 0: print('now', flush=True)\n"
             "if rank != 3: dist.all_reduce(torch.ones(4))\nelse: time.sleep(1000)",
-            timeout=60, output_hook=output, allow_stdin=False,
-        )  # fmt: skip
+            timeout=60,
+            output_hook=output,
+            allow_stdin=False,
+        )
         assert time.monotonic() - start < 20
         assert reply["content"]["minidist"]["kind"] == "error", reply["content"]
         fresh.ok("if not dist.is_initialized(): dist.init_process_group('gloo')")

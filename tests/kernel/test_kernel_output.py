@@ -32,10 +32,8 @@ def test_streams_keep_their_order(kernel: Kernel) -> None:
     result = kernel.ok("for i in range(3):\n    print(i)\n    print(-i, file=sys.stderr)")
     shown = [(c["name"], c["text"]) for c in result.of("stream")][:6]
     assert shown == [
-        (name, f"{text}\n")
-        for i in range(3)
-        for name, text in (("stdout", i), ("stderr", -i))
-    ]  # fmt: skip
+        (name, f"{text}\n") for i in range(3) for name, text in (("stdout", i), ("stderr", -i))
+    ]
 
 
 def test_what_is_too_much_to_show_is_whole_in_a_file(kernel: Kernel) -> None:

@@ -48,9 +48,12 @@ class Editor:
         argv = [sys.executable, *spec.argv[1:]]
         command = [part.replace("{connection_file}", file) for part in argv]
         self.process = subprocess.Popen(
-            command, cwd=folder, env=os.environ | spec.env, stdout=subprocess.PIPE,
+            command,
+            cwd=folder,
+            env=os.environ | spec.env,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-        )  # fmt: skip
+        )
         self.client = BlockingKernelClient(connection_file=file)
         self.client.load_connection_file()
         self.client.start_channels()
@@ -59,9 +62,14 @@ class Editor:
         """A cell, or code of the editor's own; the reply and the messages that belong to it."""
         messages: list[dict[str, Any]] = []
         reply = self.client.execute_interactive(
-            code, timeout=60, silent=False, store_history=shown, stop_on_error=False,
-            allow_stdin=False, output_hook=messages.append,
-        )  # fmt: skip
+            code,
+            timeout=60,
+            silent=False,
+            store_history=shown,
+            stop_on_error=False,
+            allow_stdin=False,
+            output_hook=messages.append,
+        )
         return reply["content"], messages
 
     def printed(self, code: str, *, shown: bool = True) -> str:

@@ -91,17 +91,32 @@ def case_with(name: str, answer: Values, sent: dict[str, list[tuple[str, int]]])
         for direction, calls in sent.items():
             events.append(Event(kind="compute", direction=direction, layer=0, step=0))
             for number, (collective, num_bytes) in enumerate(calls):
-                events.append(Event(
-                    kind="issue", collective=collective, nbytes=num_bytes, ranks=everybody,
-                    key=f"{direction}/{number}",
-                ))  # fmt: skip
+                events.append(
+                    Event(
+                        kind="issue",
+                        collective=collective,
+                        nbytes=num_bytes,
+                        ranks=everybody,
+                        key=f"{direction}/{number}",
+                    )
+                )
     shares = model.summands(case.inputs[0], WORLD_SIZE, "transform")
     for direction in sent:
-        case.trace.collectives.append(Collective(
-            key=f"{direction}/0", kind="all_reduce", op="sum", group="all", ranks=everybody,
-            shape=(), numel=0, nbytes=0, dtype="float64", completed=True,
-            payloads={rank: share[direction][0].ravel() for rank, share in enumerate(shares)},
-        ))  # fmt: skip
+        case.trace.collectives.append(
+            Collective(
+                key=f"{direction}/0",
+                kind="all_reduce",
+                op="sum",
+                group="all",
+                ranks=everybody,
+                shape=(),
+                numel=0,
+                nbytes=0,
+                dtype="float64",
+                completed=True,
+                payloads={rank: share[direction][0].ravel() for rank, share in enumerate(shares)},
+            )
+        )
     return case
 
 

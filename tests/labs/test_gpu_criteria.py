@@ -45,20 +45,26 @@ N = 2
 
 def test_full_marks_need_no_gpu():
     assert {c.name for _, c in EXTRA} == {
-        "amp_gpu_speed", "amp_gpu_memory", "fsdp_gpu_memory", "prof_gpu_efficiency",
-    }  # fmt: skip
+        "amp_gpu_speed",
+        "amp_gpu_memory",
+        "fsdp_gpu_memory",
+        "prof_gpu_efficiency",
+    }
     for lab, criterion in EXTRA:
         assert lab.max_score == 100
         assert criterion.points > 0
         assert criterion.listed_points == 0
 
 
-@pytest.mark.parametrize(("needs", "count", "missing"), [
-    ("cuda", 0, "needs 1 CUDA device; torch sees none"),
-    ("cuda", 1, ""),
-    ("cuda per rank", 2, "needs 3 CUDA devices; torch sees 2"),
-    ("cuda per rank", 3, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("needs", "count", "missing"),
+    [
+        ("cuda", 0, "needs 1 CUDA device; torch sees none"),
+        ("cuda", 1, ""),
+        ("cuda per rank", 2, "needs 3 CUDA devices; torch sees 2"),
+        ("cuda per rank", 3, ""),
+    ],
+)
 def test_a_rank_says_what_is_missing(needs, count, missing, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "2")
@@ -128,14 +134,24 @@ def _criteria(status, points):
     return [counted | about, extra | about | {"extra": True}]
 
 
-@pytest.mark.parametrize(("status", "points", "score"), [
-    ("PASS", 3.0, 103.0), ("WRONG", 0.0, 100.0), ("BLOCKED", 0.0, 100.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "points", "score"),
+    [
+        ("PASS", 3.0, 103.0),
+        ("WRONG", 0.0, 100.0),
+        ("BLOCKED", 0.0, 100.0),
+    ],
+)
 def test_extra_points_come_on_top(status, points, score):
     record = {
-        "student": "x", "lab": "lab4_amp", "world_size": 3, "seconds": 1.0, "sandboxed": True,
-        "submission": "x.ipynb", "criteria": _criteria(status, points),
-    } | _scores(_criteria(status, points))  # fmt: skip
+        "student": "x",
+        "lab": "lab4_amp",
+        "world_size": 3,
+        "seconds": 1.0,
+        "sandboxed": True,
+        "submission": "x.ipynb",
+        "criteria": _criteria(status, points),
+    } | _scores(_criteria(status, points))
     assert (record["score"], record["max_score"]) == (score, 100.0)
     assert reason(record) == ""  # nothing is missing from full marks
     assert rich_table([record]).row_count == 1
@@ -171,8 +187,11 @@ def test_a_class_without_a_gpu_through_nbgrader(tmp_path):
         with Gradebook(url) as book:
             found = book.find_grade(name, "lab4_amp", "lab4_amp", "s")
             return (
-                found.auto_score, found.max_score, found.needs_manual_grade, found.assignment.score
-            )  # fmt: skip
+                found.auto_score,
+                found.max_score,
+                found.needs_manual_grade,
+                found.assignment.score,
+            )
 
     assert grade("amp_choice") == (0, 4, False, 0)
     assert grade("amp_gpu_speed") == (None, 0, True, 0)  # left to a person; full marks without it
@@ -298,10 +317,15 @@ def test_a_gpu_tells_right_from_wrong(lab, criterion, num_ranks, wrong):
 def _amp(speedup=4.0, share=0.6, mixed_loss=1.01):
     times = np.linspace(0.1, 0.2, gpu.ROUNDS)
     return {
-        "full/seconds": times, "mixed/seconds": times / speedup, "full/bytes": 1000,
-        "mixed/bytes": int(1000 * share), "full/loss": 1.0, "mixed/loss": mixed_loss,
-        "samples": 4096, "dtype": "bfloat16",
-    }  # fmt: skip
+        "full/seconds": times,
+        "mixed/seconds": times / speedup,
+        "full/bytes": 1000,
+        "mixed/bytes": int(1000 * share),
+        "full/loss": 1.0,
+        "mixed/loss": mixed_loss,
+        "samples": 4096,
+        "dtype": "bfloat16",
+    }
 
 
 def test_mixed_precision_is_held_to_its_promise():
@@ -309,9 +333,11 @@ def test_mixed_precision_is_held_to_its_promise():
 
     def findings(criterion, **answer):
         return [
-            f.message for f in criterion.judge(make_case(get_lab("lab4_amp"), criterion,
-                                                         [_amp(), _amp(**answer)]))
-        ]  # fmt: skip
+            f.message
+            for f in criterion.judge(
+                make_case(get_lab("lab4_amp"), criterion, [_amp(), _amp(**answer)])
+            )
+        ]
 
     assert findings(speed) == findings(memory) == []
     [slow] = findings(speed, speedup=1.4)
@@ -354,11 +380,15 @@ def test_buckets_are_held_to_nine_tenths():
         answers = []
         for rank in range(N):
             alone = np.linspace(0.1, 0.12, prof_gpu.ROUNDS) * (1 + 0.02 * rank)
-            answers.append({
-                "alone/seconds": alone, "together/seconds": alone / efficiency,
-                "alone/gradient": own[rank], "samples": 512,
-                "together/gradient": own.mean(axis=0) if gradient is None else gradient,
-            })  # fmt: skip
+            answers.append(
+                {
+                    "alone/seconds": alone,
+                    "together/seconds": alone / efficiency,
+                    "alone/gradient": own[rank],
+                    "samples": 512,
+                    "together/gradient": own.mean(axis=0) if gradient is None else gradient,
+                }
+            )
         return criterion.judge(make_case(lab, criterion, answers))
 
     assert findings(0.93) == []
@@ -367,10 +397,22 @@ def test_buckets_are_held_to_nine_tenths():
 
 
 @pytest.mark.parametrize(("lab", "criterion"), EXTRA, ids=[c.name for _, c in EXTRA])
-@pytest.mark.parametrize("rubbish", [
-    None, "text", [None], float("nan"), -1, True, np.full((2, 2), np.nan), np.zeros(15),
-    np.full(15, np.inf), np.zeros(5, bool), {},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        None,
+        "text",
+        [None],
+        float("nan"),
+        -1,
+        True,
+        np.full((2, 2), np.nan),
+        np.zeros(15),
+        np.full(15, np.inf),
+        np.zeros(5, bool),
+        {},
+    ],
+)
 def test_no_rubbish_passes(lab, criterion, rubbish, monkeypatch):
     monkeypatch.setattr(fsdp_gpu, "WIDTH", 32)
     names = ("full", "mixed", "alone", "together")

@@ -34,10 +34,14 @@ def test_papermill_runs_the_solution_on_two_ranks(tmp_path):
     out = tmp_path / "out.ipynb"
     papermill = [sys.executable, "-m", "papermill", "-k", "torchrun-2", "--no-progress-bar"]
     done = subprocess.run(
-        [*papermill, f"{SOLUTION}.ipynb", str(out)], cwd=tmp_path, capture_output=True, text=True,
+        [*papermill, f"{SOLUTION}.ipynb", str(out)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
         env=os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"},
-        stdin=subprocess.DEVNULL, timeout=500,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-20000:]
     notebook = nbformat.read(out, as_version=4)
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]

@@ -69,8 +69,15 @@ def test_draws_are_secret_and_serve_every_world_size(criterion):
     ],
 )
 def test_commands_are_read_as_torchrun_reads_them(command, says, capsys):
-    job = {"num_nodes": 2, "local_size": 3, "head": "10.0.0.1", "port": 5, "run_id": "r",
-           "max_restarts": 0, "script": ["x.py"]}  # fmt: skip
+    job = {
+        "num_nodes": 2,
+        "local_size": 3,
+        "head": "10.0.0.1",
+        "port": 5,
+        "run_id": "r",
+        "max_restarts": 0,
+        "script": ["x.py"],
+    }
     case = Case(1, [job], [{"commands": [command, command]}])
     findings = places.judge_command(case)
     assert len(findings) == 1
@@ -109,9 +116,14 @@ def test_the_kernel_kills_a_process_in_the_middle_of_a_write(tmp_path):
 def test_bytes_between_nodes_are_those_of_the_simulator(kind):
     link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
     cluster = Cluster(
-        name="2 x 3", nodes=2, devices_per_node=3, intra_node=link, inter_node=link,
-        peak_flops_per_s=1.0, memory_bandwidth_bytes_per_s=1.0,
-    )  # fmt: skip
+        name="2 x 3",
+        nodes=2,
+        devices_per_node=3,
+        intra_node=link,
+        inter_node=link,
+        peak_flops_per_s=1.0,
+        memory_bandwidth_bytes_per_s=1.0,
+    )
     ranks = tuple(range(6))
     event = Event(kind="issue", key="1", collective=kind, ranks=ranks, nbytes=6000, root=0)
     timeline = simulate(Trace(world_size=6, events=[[event] for _ in ranks]), cluster)

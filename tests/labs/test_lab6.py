@@ -123,9 +123,14 @@ def test_predicted_steps_are_those_of_the_emulated_cluster():
             latency_s=network["fixed_s"] / rounds,
         )
         cluster = Cluster(
-            name="", nodes=1, devices_per_node=ranks, intra_node=link, inter_node=link,
-            peak_flops_per_s=1.0, memory_bandwidth_bytes_per_s=1.0,
-        )  # fmt: skip
+            name="",
+            nodes=1,
+            devices_per_node=ranks,
+            intra_node=link,
+            inter_node=link,
+            peak_flops_per_s=1.0,
+            memory_bandwidth_bytes_per_s=1.0,
+        )
         events = [Event(kind="compute", duration_s=network["forward_s"])]
         ready = {bucket[-1]: (number, bucket) for number, bucket in enumerate(plan)}
         for index in reversed(range(10)):
@@ -134,10 +139,14 @@ def test_predicted_steps_are_those_of_the_emulated_cluster():
                 number, bucket = ready[index]
                 events.append(
                     Event(
-                        kind="issue", key=str(number), collective="all_reduce", group="all",
-                        ranks=(0, 1, 2), nbytes=sum(network["sizes"][i] for i in bucket),
+                        kind="issue",
+                        key=str(number),
+                        collective="all_reduce",
+                        group="all",
+                        ranks=(0, 1, 2),
+                        nbytes=sum(network["sizes"][i] for i in bucket),
                     )
-                )  # fmt: skip
+                )
         events += [Event(kind="wait", key=str(number)) for number in range(len(plan))]
         timeline = simulate(Trace(world_size=ranks, events=[events] * ranks), cluster)
         assert buckets._seconds(network, plan) == pytest.approx(timeline.makespan_s)

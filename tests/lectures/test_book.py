@@ -61,7 +61,7 @@ def test_figures_claims_and_widgets_are_in_the_page(tmp_path):
         new_code_cell("explore()", outputs=[new_output("display_data", widget)]),
         new_code_cell("claim()", outputs=[new_output("display_data", html)]),
         path=tmp_path / "01_x.ipynb",
-    )  # fmt: skip
+    )
     folder = texts(tmp_path / "texts", "# Start\n\n[there](../notebooks/01_x.ipynb#a-part)\n")
     render.write_book(tmp_path / "site", folder, {"01_x": path}, {})
     page = (tmp_path / "site" / "01_x.html").read_text("utf-8")

@@ -131,13 +131,25 @@ def test_options_become_nbgrader_metadata(course):
     notebook = notebooks.build_notebook(lab_paths(course)[0])
     cells = {cell.id: cell for cell in notebook.cells}
     assert [cell.id for cell in notebook.cells] == [
-        "lab9_small-001", "imports", "double_it", "doubles",
-        "script", "greets", "look", "reflect_1", "lab9_small-009",
-    ]  # fmt: skip
+        "lab9_small-001",
+        "imports",
+        "double_it",
+        "doubles",
+        "script",
+        "greets",
+        "look",
+        "reflect_1",
+        "lab9_small-009",
+    ]
     assert cells["doubles"].metadata.nbgrader == {
-        "grade": True, "grade_id": "doubles", "locked": True, "points": 2,
-        "schema_version": 3, "solution": False, "task": False,
-    }  # fmt: skip
+        "grade": True,
+        "grade_id": "doubles",
+        "locked": True,
+        "points": 2,
+        "schema_version": 3,
+        "solution": False,
+        "task": False,
+    }
     assert cells["greets"].metadata.nbgrader["points"] == 0.5
     assert cells["imports"].metadata.nbgrader["locked"] is True
     assert cells["double_it"].metadata.nbgrader["solution"] is True
@@ -443,9 +455,12 @@ def test_stock_nbgrader_releases_the_same_notebook_and_nothing_else(tmp_path):
     nbgrader = Path(sys.executable).parent / "nbgrader"
     done = subprocess.run(
         [nbgrader, "generate_assignment", "lab1_ddp"],
-        cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     released = [path for path in (tmp_path / "labs").rglob("*") if path.is_file()]
     assert released == [tmp_path / "labs/lab1_ddp/lab1_ddp.ipynb"]
@@ -457,6 +472,9 @@ def test_stock_nbgrader_releases_the_same_notebook_and_nothing_else(tmp_path):
 def test_generated_files_of_this_course_are_fresh():
     done = subprocess.run(
         [sys.executable, "-m", "autograder.authoring", "--check"],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, f"run 'make build':\n{done.stdout}{done.stderr}"

@@ -33,9 +33,13 @@ def run(path: Path, tmp_path: Path, monkeypatch) -> tuple[nbformat.NotebookNode,
     monkeypatch.setenv("MINIDIST_LECTURE", path.stem)
     began = time.monotonic()
     notebook = papermill.execute_notebook(
-        str(path), None, cwd=str(tmp_path), progress_bar=False, start_timeout=120,
+        str(path),
+        None,
+        cwd=str(tmp_path),
+        progress_bar=False,
+        start_timeout=120,
         execution_timeout=int(CELL_LIMIT_S),
-    )  # fmt: skip
+    )
     return notebook, claims.load(log) if log.exists() else [], time.monotonic() - began
 
 
@@ -83,9 +87,12 @@ def test_a_lecture_that_fails_leaves_no_files(tmp_path, monkeypatch):
     nbformat.write(notebook, tmp_path / "fails.ipynb")
     with pytest.raises(papermill.PapermillExecutionError, match="ZeroDivisionError"):
         papermill.execute_notebook(
-            str(tmp_path / "fails.ipynb"), str(tmp_path / "out.ipynb"), cwd=str(tmp_path),
-            progress_bar=False, start_timeout=120,
-        )  # fmt: skip
+            str(tmp_path / "fails.ipynb"),
+            str(tmp_path / "out.ipynb"),
+            cwd=str(tmp_path),
+            progress_bar=False,
+            start_timeout=120,
+        )
     ran = nbformat.read(tmp_path / "out.ipynb", as_version=4)
     printed = "".join(output.get("text", "") for output in outputs_of(ran))
     folder = next(line for line in printed.splitlines() if "lecture10-" in line)

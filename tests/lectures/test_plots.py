@@ -41,13 +41,18 @@ FIGURES = {
     "lines": lambda: plots.plot_lines(
         [1, 2, 4, 8],
         {"DDP": [1, 1.9, 3.7, 7.0], "flat": [1, 1.6, 2.9, 5.0], "naive": [1, 1.6, 2.9, 5.05]},
-        xlabel="GPUs", ylabel="speed-up", ideal={"ideal": [1, 2, 4, 8]}, logx=True,
+        xlabel="GPUs",
+        ylabel="speed-up",
+        ideal={"ideal": [1, 2, 4, 8]},
+        logx=True,
         ticks=[1, 2, 4, 8],
     ),
     "bars": lambda: plots.plot_bars({"a": 1.0, "b": 2.0}, xlabel="time (s)", limit=1.5),
     "stacked": lambda: plots.plot_stacked(
         {"DDP": {"parameters": 14, "optimizer": 84}, "ZeRO-3": {"parameters": 2, "optimizer": 10}},
-        xlabel="memory (GB)", limit=80, limit_label="80 GB",
+        xlabel="memory (GB)",
+        limit=80,
+        limit_label="80 GB",
     ),
     "timeline": lambda: plots.plot_timeline(simulate(trace(), clusters.pcie_a100()), title="t"),
     "profile": lambda: plots.plot_timeline(profiled(), title="t"),
@@ -59,7 +64,7 @@ FIGURES = {
     "all steps": lambda: plots.plot_steps(tree_steps(4)),
     "formats": lambda: plots.plot_formats(list(FORMATS.values())),
     "spacing": lambda: plots.plot_spacing(list(FORMATS.values())),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("draw", FIGURES.values(), ids=FIGURES)
@@ -114,8 +119,11 @@ def profiled():
             ("thread 2", "communication", 0.4, 0.9),
         ]
     ]
-    steps = [Window(rank=r, name=f"step {k}", start_s=1 + k / 2, end_s=1.5 + k / 2)
-             for r in (0, 2) for k in (0, 1)]  # fmt: skip
+    steps = [
+        Window(rank=r, name=f"step {k}", start_s=1 + k / 2, end_s=1.5 + k / 2)
+        for r in (0, 2)
+        for k in (0, 1)
+    ]
     return Profile(tuple(spans), tuple(steps))
 
 
@@ -153,8 +161,10 @@ def test_in_the_end_everybody_holds_everything(schedule):
 
 def test_text_on_every_colour_can_be_read():
     def luminance(colour):
-        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-                 for c in matplotlib.colors.to_rgb(colour)]  # fmt: skip
+        parts = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+            for c in matplotlib.colors.to_rgb(colour)
+        ]
         return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
 
     for colour in {*plots.COLOURS.values(), *plots.PALETTE}:
@@ -174,14 +184,22 @@ def curve(power: int = 2, scale: float = 1.0, name: str = "a", grid: bool = True
 
 def test_controls_run_the_computation_again():
     widget = explore(
-        curve, power=(1, 5), scale=(0.5, 2.0), name=["a", "b"], grid=True, n=[4, 8, 16],
+        curve,
+        power=(1, 5),
+        scale=(0.5, 2.0),
+        name=["a", "b"],
+        grid=True,
+        n=[4, 8, 16],
         labels={"power": "power of x"},
-    )  # fmt: skip
+    )
     kinds = {name: type(control).__name__ for name, control in widget.controls.items()}
     assert kinds == {
-        "power": "IntSlider", "scale": "FloatSlider", "name": "ToggleButtons", "grid": "Checkbox",
+        "power": "IntSlider",
+        "scale": "FloatSlider",
+        "name": "ToggleButtons",
+        "grid": "Checkbox",
         "n": "SelectionSlider",
-    }  # fmt: skip
+    }
     assert widget.controls["power"].description == "power of x"
     first = widget.png
     widget.controls["power"].value = 4

@@ -56,16 +56,36 @@ def lab(tmp_path: Path) -> Iterator[str]:
     notebook.cells = [*notebook.cells[: first + 1], new_code_cell(ALL_KINDS)]
     (tmp_path / "work").mkdir()
     nbformat.write(notebook, tmp_path / "work" / "part.ipynb")
-    own = {name: str(tmp_path / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR",
-           "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")}  # fmt: skip
+    own = {
+        name: str(tmp_path / name)
+        for name in (
+            "JUPYTER_CONFIG_DIR",
+            "JUPYTER_DATA_DIR",
+            "JUPYTERLAB_SETTINGS_DIR",
+            "JUPYTERLAB_WORKSPACES_DIR",
+        )
+    }
     port = free_port()
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
-               "--ServerApp.token=", "--ServerApp.port_retries=0", "--LabApp.news_url=None",
-               "--expose-app-in-browser"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        f"--port={port}",
+        "--ServerApp.token=",
+        "--ServerApp.port_retries=0",
+        "--LabApp.news_url=None",
+        "--expose-app-in-browser",
+    ]
     server = subprocess.Popen(
-        command, cwd=tmp_path / "work", env=os.environ | own, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        command,
+        cwd=tmp_path / "work",
+        env=os.environ | own,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     address = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + 60

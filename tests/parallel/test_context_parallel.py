@@ -133,10 +133,14 @@ def test_attention_of_any_shape():
     @settings(derandomize=True, max_examples=14, deadline=None, database=None)
     @given(
         st.tuples(
-            st.integers(1, 2), st.integers(1, 2), st.integers(1, 4), st.integers(1, 5),
-            st.booleans(), st.sampled_from(LAYOUTS),
+            st.integers(1, 2),
+            st.integers(1, 2),
+            st.integers(1, 4),
+            st.integers(1, 5),
+            st.booleans(),
+            st.sampled_from(LAYOUTS),
         )
-    )  # fmt: skip
+    )
     def collect(case):
         found.append(case)
 
@@ -349,31 +353,46 @@ def check_errors():
         expect(ValueError, rf"{where} .*two equal chunks, got T = 3", attention, odd, odd, odd)
         if "ulysses" in name:
             expect(
-                ValueError, rf"{where} .*: 4 heads cannot be split over 3 ranks \(4 = 3 x 1 \+ 1\)",
-                attention, x, x, x,
-            )  # fmt: skip
+                ValueError,
+                rf"{where} .*: 4 heads cannot be split over 3 ranks \(4 = 3 x 1 \+ 1\)",
+                attention,
+                x,
+                x,
+                x,
+            )
     expect(
-        ValueError, r"10 tokens cannot be split into 6 chunks \(10 = 6 x 1 \+ 4\); pad to 12",
-        shard_sequence, torch.zeros(1, 10),
-    )  # fmt: skip
+        ValueError,
+        r"10 tokens cannot be split into 6 chunks \(10 = 6 x 1 \+ 4\); pad to 12",
+        shard_sequence,
+        torch.zeros(1, 10),
+    )
     expect(ValueError, "expected one of .* got 'striped'", positions, 6, 0, 3, "striped")
 
     full = make_gpt(config_for(3))  # 6 heads, context 24
     expect(ValueError, "method is one of", context_parallel_gpt, full, method="flash")
     four = make_gpt(config_for(4))
     expect(
-        ValueError, rf"{where} context_parallel_gpt: 4 heads cannot be split over 3 ranks .*ring",
-        context_parallel_gpt, four, method="ulysses",
-    )  # fmt: skip
+        ValueError,
+        rf"{where} context_parallel_gpt: 4 heads cannot be split over 3 ranks .*ring",
+        context_parallel_gpt,
+        four,
+        method="ulysses",
+    )
     model: Any = context_parallel_gpt(full)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     expect(
-        MismatchError, rf"{where} .*rank 1 .* shape \(2, 6\), expected \(2, 8\)",
-        model, tokens[:, :6] if rank == 1 else tokens,
-    )  # fmt: skip
+        MismatchError,
+        rf"{where} .*rank 1 .* shape \(2, 6\), expected \(2, 8\)",
+        model,
+        tokens[:, :6] if rank == 1 else tokens,
+    )
     model(tokens)
-    expect(ValueError, r"3 ranks x 10 tokens = 30, but the context is 24", model,
-           torch.zeros(2, 10).long())  # fmt: skip
+    expect(
+        ValueError,
+        r"3 ranks x 10 tokens = 30, but the context is 24",
+        model,
+        torch.zeros(2, 10).long(),
+    )
     pair = dist.new_group([0, 1])
     if rank == 2:
         expect(ValueError, rf"{where} .* not a member", ring_attention, x, x, x, group=pair)

@@ -28,9 +28,12 @@ MODEL: Any = {"vocab_size": 13, "context": 8, "width": 12, "num_layers": 2, "num
 
 def case(batch=4, micro_batch=1, masked=False, model=(), **layout):
     return {
-        "batch": batch, "micro_batch": micro_batch, "masked": masked, "layout": layout,
+        "batch": batch,
+        "micro_batch": micro_batch,
+        "masked": masked,
+        "layout": layout,
         "model": MODEL | dict(model),
-    }  # fmt: skip
+    }
 
 
 TIED, THREE, FOUR = {"tied": True}, {"num_layers": 3}, {"num_layers": 4}

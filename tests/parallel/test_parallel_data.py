@@ -328,8 +328,9 @@ def outputs_of_any_type():
                 (y.sum() + (rank * ddp.module.penalised).sum()).backward()
                 mean = (n + 1) / 2
                 grads = {k: p.grad for k, p in ddp.module.named_parameters()}
-                torch.testing.assert_close(grads["a.weight"], torch.full_like(y[:1], 2 * mean)
-                                           .expand(3, 3))  # fmt: skip
+                torch.testing.assert_close(
+                    grads["a.weight"], torch.full_like(y[:1], 2 * mean).expand(3, 3)
+                )
                 torch.testing.assert_close(
                     grads["penalised"], torch.full((3,), mean - 1, dtype=torch.float64)
                 )
@@ -431,8 +432,9 @@ def buffers_come_from_rank_0():
     model.register_forward_pre_hook(lambda m, _: seen.append(m.norm.running_mean.clone()))
     for step in range(3):
         # Two forwards before one backward: writing buffers must not upset autograd.
-        (ddp(batch(rank, step)[:, :3].float()) + ddp(batch(rank, step)[:, 3:].float())[0]).sum() \
-            .backward()  # fmt: skip
+        (
+            ddp(batch(rank, step)[:, :3].float()) + ddp(batch(rank, step)[:, 3:].float())[0]
+        ).sum().backward()
     with ddp.no_sync():
         model.norm.running_mean.fill_(rank)
         ddp(batch(rank, 9)[:, :3].float()).sum().backward()
@@ -583,8 +585,9 @@ def other_ways_to_reduce():
         for step in range(3):
             ddp.zero_grad()
             loss_of(ddp(batch(rank, step))).backward()
-        grads[name] = {k: None if p.grad is None else p.grad.clone()
-                       for k, p in ddp.module.named_parameters()}  # fmt: skip
+        grads[name] = {
+            k: None if p.grad is None else p.grad.clone() for k, p in ddp.module.named_parameters()
+        }
     return grads
 
 
@@ -987,13 +990,18 @@ def normalise():
                     y = norm(x)
                     weights(y, rank).backward()
                 norm.eval()
-                results.append({
-                    "y": y.detach(), "dx": x.grad, "eval": norm(x).detach(),
-                    "dw": norm.weight.grad if affine else None,
-                    "db": norm.bias.grad if affine else None,
-                    "mean": norm.running_mean, "var": norm.running_var,
-                    "num": norm.num_batches_tracked,
-                })  # fmt: skip
+                results.append(
+                    {
+                        "y": y.detach(),
+                        "dx": x.grad,
+                        "eval": norm(x).detach(),
+                        "dw": norm.weight.grad if affine else None,
+                        "db": norm.bias.grad if affine else None,
+                        "mean": norm.running_mean,
+                        "var": norm.running_var,
+                        "num": norm.num_batches_tracked,
+                    }
+                )
     texts = []
     norm = SyncBatchNorm(3)
     for x in (torch.ones(1 if rank == 0 else 0, 3), torch.ones(2, 4)):

@@ -23,9 +23,21 @@ from minidist.peers import (
 from minidist.train import TrainConfig, train
 
 CONFIG = TrainConfig(
-    vocab_size=16, context=8, width=16, num_layers=2, num_heads=2, global_batch=8, micro_batch=2,
-    steps=5, warmup=1, num_sequences=26, num_eval_sequences=0, lr=1e-2, max_norm=0.5, quiet=True,
-)  # fmt: skip
+    vocab_size=16,
+    context=8,
+    width=16,
+    num_layers=2,
+    num_heads=2,
+    global_batch=8,
+    micro_batch=2,
+    steps=5,
+    warmup=1,
+    num_sequences=26,
+    num_eval_sequences=0,
+    lr=1e-2,
+    max_norm=0.5,
+    quiet=True,
+)
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -63,9 +75,15 @@ def test_deepspeeds_configuration():
         settings = deepspeed_config(replace(CONFIG, zero=zero, precision="bf16"), 2)
         assert settings["zero_optimization"]["stage"] == zero
         # DeepSpeed itself refuses a configuration in which this does not hold.
-        assert settings["train_batch_size"] == 8 == (
-            settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"] * 2
-        )  # fmt: skip
+        assert (
+            settings["train_batch_size"]
+            == 8
+            == (
+                settings["train_micro_batch_size_per_gpu"]
+                * settings["gradient_accumulation_steps"]
+                * 2
+            )
+        )
         assert (settings["bf16"], settings["fp16"]) == ({"enabled": True}, {"enabled": False})
     piped = deepspeed_config(replace(CONFIG, pp=2), 4)
     assert piped["gradient_accumulation_steps"] == 2
@@ -74,9 +92,16 @@ def test_deepspeeds_configuration():
 
 def test_megatrons_arguments():
     config = replace(
-        CONFIG, tp=2, pp=2, num_layers=8, virtual_stages=2, sequence_parallel=True, zero=1,
-        precision="bf16", micro_batch=1,
-    )  # fmt: skip
+        CONFIG,
+        tp=2,
+        pp=2,
+        num_layers=8,
+        virtual_stages=2,
+        sequence_parallel=True,
+        zero=1,
+        precision="bf16",
+        micro_batch=1,
+    )
     words = megatron_arguments(config, 8)
     said = {w: words[i + 1] for i, w in enumerate(words[:-1]) if not words[i + 1].startswith("--")}
     assert said["--num-layers-per-virtual-pipeline-stage"] == "2"  # 8 layers on 2 ranks of 2 chunks
@@ -84,9 +109,12 @@ def test_megatrons_arguments():
     assert (said["--hidden-size"], said["--ffn-hidden-size"]) == ("16", "64")
     flags = {word for word in words if word.startswith("--")} - set(said)
     assert flags == {
-        "--mock-data", "--sequence-parallel", "--use-distributed-optimizer", "--bf16",
+        "--mock-data",
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+        "--bf16",
         "--untie-embeddings-and-output-weights",
-    }  # fmt: skip
+    }
     assert len(words) == len(set(w for w in words if w.startswith("--"))) + len(said)
     env = {**os.environ, "WORLD_SIZE": "4"}
     command = [sys.executable, "-m", "minidist.peers.megatron", "--tp", "2", "--zero", "1"]

@@ -127,22 +127,34 @@ def check_mappings():
             (lambda x: copy_to(x), "whole", wholes[rank], "whole", total(weights)),
             (lambda x: reduce_from(x), "whole", total(wholes), "whole", weights[rank]),
             (
-                lambda x, d=dim: scatter_to(x, d), "whole", wholes[rank].chunk(size, dim)[rank],
-                "part", torch.cat(part_weights, dim),
+                lambda x, d=dim: scatter_to(x, d),
+                "whole",
+                wholes[rank].chunk(size, dim)[rank],
+                "part",
+                torch.cat(part_weights, dim),
             ),
             (
-                lambda x, d=dim: gather_from(x, d), "part", torch.cat(parts, dim),
-                "whole", weights[rank].chunk(size, dim)[rank],
+                lambda x, d=dim: gather_from(x, d),
+                "part",
+                torch.cat(parts, dim),
+                "whole",
+                weights[rank].chunk(size, dim)[rank],
             ),
             (
-                lambda x, d=dim: gather_sequence(x, d), "part", torch.cat(parts, dim),
-                "whole", total(weights).chunk(size, dim)[rank],
+                lambda x, d=dim: gather_sequence(x, d),
+                "part",
+                torch.cat(parts, dim),
+                "whole",
+                total(weights).chunk(size, dim)[rank],
             ),
             (
-                lambda x, d=dim: reduce_scatter_sequence(x, d), "whole",
-                total(wholes).chunk(size, dim)[rank], "part", torch.cat(part_weights, dim),
+                lambda x, d=dim: reduce_scatter_sequence(x, d),
+                "whole",
+                total(wholes).chunk(size, dim)[rank],
+                "part",
+                torch.cat(part_weights, dim),
             ),
-        ]  # fmt: skip
+        ]
         for op, source, expected, weight, expected_grad in cases:
             x = mine[source].clone().requires_grad_()
             before = x.detach().clone()
@@ -257,9 +269,11 @@ def check_mlp(cases):
         )
         full: Any = seeded(make)
         ours = nn.Sequential(
-            ParallelLayerNorm(full[0], tp), ColumnParallelLinear(full[1], tp), nn.GELU(),
+            ParallelLayerNorm(full[0], tp),
+            ColumnParallelLinear(full[1], tp),
+            nn.GELU(),
             RowParallelLinear(full[3], tp),
-        )  # fmt: skip
+        )
         x, weight = (draw(batch, tokens * size, width, seed=seed) for seed in (1, 2))
         x_full = x.clone().requires_grad_()
         y_full = full(x_full)
@@ -284,10 +298,15 @@ def test_mlp_of_any_shape():
     @settings(derandomize=True, max_examples=25, deadline=None, database=None)
     @given(
         st.tuples(
-            st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.integers(1, 4),
-            st.booleans(), st.booleans(), st.booleans(),
+            st.integers(1, 3),
+            st.integers(1, 3),
+            st.integers(1, 6),
+            st.integers(1, 4),
+            st.booleans(),
+            st.booleans(),
+            st.booleans(),
         )
-    )  # fmt: skip
+    )
     def collect(case):
         found.append(case)
 
@@ -437,11 +456,15 @@ def test_vocabulary_of_any_size():
     @settings(derandomize=True, max_examples=25, deadline=None, database=None)
     @given(
         st.tuples(
-            st.integers(1, 4), st.integers(1, 13), st.integers(1, 4), st.sampled_from([0.0, 0.4]),
-            st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from(["mean", "sum", "none"]),
+            st.integers(1, 4),
+            st.integers(1, 13),
+            st.integers(1, 4),
+            st.sampled_from([0.0, 0.4]),
+            st.sampled_from([0.0, 0.1, 1.0]),
+            st.sampled_from(["mean", "sum", "none"]),
             st.booleans(),
         )
-    )  # fmt: skip
+    )
     def collect(case):
         found.append(case)
 
@@ -687,9 +710,14 @@ def check_traffic():
             x = part(x, 1) if sequence_parallel else x
             x = x.clone().requires_grad_()
             expected = block_traffic(
-                batch=3, num_tokens=config.context, width=config.width, itemsize=8,
-                sequence_parallel=sequence_parallel, overlap=overlap, bias=bias,
-            )  # fmt: skip
+                batch=3,
+                num_tokens=config.context,
+                width=config.width,
+                itemsize=8,
+                sequence_parallel=sequence_parallel,
+                overlap=overlap,
+                bias=bias,
+            )
             with Counter() as forward:
                 y = block(x)
             with Counter() as backward:
@@ -791,16 +819,22 @@ def check_errors():
     where = rf"\[rank {rank}\]"
     six = GPTConfig(num_heads=6, width=24, context=12)
     expect(
-        ValueError, rf"{where} ParallelAttention: heads: 6 cannot be split over 4 ranks "
-        r"\(6 = 4 x 1 \+ 2\): use 1, 2, 3 or 6 ranks", ParallelAttention, Attention(six), tp,
-    )  # fmt: skip
+        ValueError,
+        rf"{where} ParallelAttention: heads: 6 cannot be split over 4 ranks "
+        r"\(6 = 4 x 1 \+ 2\): use 1, 2, 3 or 6 ranks",
+        ParallelAttention,
+        Attention(six),
+        tp,
+    )
     expect(ValueError, rf"{where} parallelize_gpt: heads: 6 .* over 4", parallelize_gpt, GPT(six))
     expect(ValueError, r"output features: 7 .* 4 ranks", ColumnParallelLinear, nn.Linear(8, 7), tp)
     expect(ValueError, r"input features: 7 .* over 4", RowParallelLinear, nn.Linear(7, 8), tp)
     expect(
-        ValueError, r"expected this rank's 2 of 8 input features, got 8",
-        RowParallelLinear(nn.Linear(8, 8), tp), torch.zeros(1, 8),
-    )  # fmt: skip
+        ValueError,
+        r"expected this rank's 2 of 8 input features, got 8",
+        RowParallelLinear(nn.Linear(8, 8), tp),
+        torch.zeros(1, 8),
+    )
     expect(
         ValueError,
         r"scatter_to: dimension 1 .*\(2, 6\): 6 cannot",
@@ -809,8 +843,13 @@ def check_errors():
         1,
     )
     expect(ValueError, "without bias", VocabParallelHead, nn.Linear(8, 8), tp)
-    expect(ValueError, "needs an RngTracker", ParallelBlock, Block(config_for(4, dropout=0.1)),
-           TensorParallel(sequence_parallel=True))  # fmt: skip
+    expect(
+        ValueError,
+        "needs an RngTracker",
+        ParallelBlock,
+        Block(config_for(4, dropout=0.1)),
+        TensorParallel(sequence_parallel=True),
+    )
 
     # The loss.
     loss, logits, targets = vocab_parallel_cross_entropy, torch.zeros(3, 2), torch.zeros(3).long()
@@ -828,14 +867,20 @@ def check_errors():
     config = config_for(4)
     different: Any = seeded(lambda: GPT(config), seed=rank // 3)
     expect(
-        MismatchError, rf"{where} parallelize_gpt: rank 3 of .* other weights .*token_embedding",
-        parallelize_gpt, different,
-    )  # fmt: skip
+        MismatchError,
+        rf"{where} parallelize_gpt: rank 3 of .* other weights .*token_embedding",
+        parallelize_gpt,
+        different,
+    )
     full: Any = seeded(lambda: GPT(config_for(4, dropout=0.1)))
     tokens = torch.zeros(2, 12, dtype=torch.int64)
     model = parallelize_gpt(full)
-    expect(MismatchError, rf"{where} .*rank 2 .* other tokens .*\(2, 12\).*\(1, 12\)",
-           model, tokens[:1] if rank == 2 else tokens)  # fmt: skip
+    expect(
+        MismatchError,
+        rf"{where} .*rank 2 .* other tokens .*\(2, 12\).*\(1, 12\)",
+        model,
+        tokens[:1] if rank == 2 else tokens,
+    )
     expect(MismatchError, r"rank 1 .* other tokens .*checksum 0", model, tokens + (rank == 1))
     torch.manual_seed(rank)
     expect(MismatchError, r"rank 1 .* other dropout masks", model, tokens)

@@ -473,9 +473,13 @@ def scaled_steps(kind):
         share = [part.chunk(world_size)[rank] for part in batch]
         factor = float("inf") if step == OVERFLOWS_AT and rank == world_size - 1 else 1.0
         done = accumulate_step(
-            wrapped, [share], lambda m, b, by=factor: loss_of(m, b) * by, optimizer,
-            scaler=scaler, max_norm=0.5,
-        )  # fmt: skip
+            wrapped,
+            [share],
+            lambda m, b, by=factor: loss_of(m, b) * by,
+            optimizer,
+            scaler=scaler,
+            max_norm=0.5,
+        )
         norms.append(float(done.grad_norm))
         scales.append(scaler.get_scale())
     values = holder.full_state_dict() if holder else model.state_dict()

@@ -87,9 +87,12 @@ CASES = {
     "accumulation": {"accumulate": 3},
     "accumulation without sync": {"accumulate": 3, "skip_sync": True, "clip": (0.05, 2.0)},
     "sometimes, without sync": {
-        "model": "sometimes", "hyper": RARE, "accumulate": 3, "skip_sync": True,
+        "model": "sometimes",
+        "hyper": RARE,
+        "accumulate": 3,
+        "skip_sync": True,
     },
-}  # fmt: skip
+}
 OPTIONS = {
     "default": {},
     "one unit": {"one_unit": True},
@@ -208,8 +211,10 @@ def count_collectives():
             (spy.count("gather"), spy.count("reduce")),
             (silent.count("gather"), silent.count("reduce")),
             (evaluation.count("gather"), evaluation.count("reduce")),
-            max(most), left, sizes,
-        )  # fmt: skip
+            max(most),
+            left,
+            sizes,
+        )
     # Checkpointing two blocks at once: while they are computed again, no more than they are whole.
     model = build(num_layers=4)
     blocks = list(model.blocks)

@@ -28,9 +28,14 @@ def started(command, **more):
     """A process group of its own, gone at the end whatever happens."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, start_new_session=True, env=env, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, **more,
-    )  # fmt: skip
+        command,
+        start_new_session=True,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **more,
+    )
     try:
         yield process
     finally:
@@ -92,11 +97,16 @@ def test_the_other_node_goes_on_when_one_is_lost(tmp_path):
     commands = [
         torchrun_command(
             [SCRIPT, str(tmp_path), str(num_steps), "node"],
-            nnodes="1:2", max_restarts=2, endpoint=f"127.0.0.1:{port}", is_host=node == 0,
-            local_addr="127.0.0.1", keep_alive_s=2, last_call_s=10,
+            nnodes="1:2",
+            max_restarts=2,
+            endpoint=f"127.0.0.1:{port}",
+            is_host=node == 0,
+            local_addr="127.0.0.1",
+            keep_alive_s=2,
+            last_call_s=10,
         )
         for node in range(2)
-    ]  # fmt: skip
+    ]
     with started(commands[0]) as first, started(commands[1]) as second:
         wait_until(lambda: len(losses(tmp_path)) >= 6 or first.poll() is not None, 60)
         assert (tmp_path / "losses-0-2.jsonl").exists(), "it did not begin with two ranks"

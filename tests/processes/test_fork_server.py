@@ -19,13 +19,20 @@ from minidist.processes.fork_server import fork
 def tell(pipe, *args):
     import numpy as np
 
-    pipe.send({
-        "args": [arg() if callable(arg) else arg for arg in args],
-        "torch": "torch" in sys.modules, "cwd": os.getcwd(),
-        "colour": os.environ.get("COLOUR"), "input": sys.stdin.read(),
-        "session": os.getsid(0) == os.getpid(), "drawn": np.random.rand(), "parent": os.getppid(),
-        "path": list(sys.path), "interrupted": signal.getsignal(signal.SIGINT),
-    })  # fmt: skip
+    pipe.send(
+        {
+            "args": [arg() if callable(arg) else arg for arg in args],
+            "torch": "torch" in sys.modules,
+            "cwd": os.getcwd(),
+            "colour": os.environ.get("COLOUR"),
+            "input": sys.stdin.read(),
+            "session": os.getsid(0) == os.getpid(),
+            "drawn": np.random.rand(),
+            "parent": os.getppid(),
+            "path": list(sys.path),
+            "interrupted": signal.getsignal(signal.SIGINT),
+        }
+    )
 
 
 def told(*args, **more):

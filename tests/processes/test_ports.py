@@ -27,10 +27,14 @@ def narrow(monkeypatch, tmp_path):
 
 def test_no_two_processes_get_the_same():
     processes = [
-        subprocess.Popen([sys.executable, "-c", f"{CODE}\ninput()"], text=True,
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", f"{CODE}\ninput()"],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         for _ in range(4)
-    ]  # fmt: skip
+    ]
     try:
         got = Counter(word for process in processes for word in process.stdout.readline().split())
     finally:

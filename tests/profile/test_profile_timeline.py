@@ -115,9 +115,14 @@ def test_spans_are_checked():
 def emulated(events):
     link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
     cluster = Cluster(
-        name="test", nodes=1, devices_per_node=len(events), intra_node=link, inter_node=link,
-        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
-    )  # fmt: skip
+        name="test",
+        nodes=1,
+        devices_per_node=len(events),
+        intra_node=link,
+        inter_node=link,
+        peak_flops_per_s=1e12,
+        memory_bandwidth_bytes_per_s=1e11,
+    )
     return simulate(Trace(world_size=len(events), events=events), cluster)
 
 
@@ -183,9 +188,15 @@ def test_export_and_import_are_inverse(tmp_path):
 
 def event(cat, name, ts, dur, tid=1, **args):
     return {
-        "ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 5, "tid": tid,
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "pid": 5,
+        "tid": tid,
         "args": args,
-    }  # fmt: skip
+    }
 
 
 CPU_TRACE = {

@@ -143,9 +143,11 @@ def train(case, how, max_norm):
 
         def hook(state, bucket):
             counter.num += 1
-            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(
-                lambda f: f.value()[0] / n
-            )  # fmt: skip
+            return (
+                dist.all_reduce(bucket.buffer(), async_op=True)
+                .get_future()
+                .then(lambda f: f.value()[0] / n)
+            )
 
         ddp.register_comm_hook(None, hook)
     else:
@@ -158,8 +160,9 @@ def train(case, how, max_norm):
         scaler = CountingScaler()
     losses, norms, totals, gradients = [], [], [], []
     for step in range(STEPS):
-        batches = [micro_batch(case, rank, step, i)
-                   for i in range(num_micro_batches(case, rank, step))]  # fmt: skip
+        batches = [
+            micro_batch(case, rank, step, i) for i in range(num_micro_batches(case, rank, step))
+        ]
         done = accumulate_step(
             ddp,
             batches,

@@ -55,8 +55,9 @@ def measure(case):
     rank, n = dist.get_rank(), dist.get_world_size()
     logits, targets = data()
     if case == "uneven":
-        indices = list(DistributedSampler(NUM, rank=rank, world_size=n, shuffle=False,
-                                          tail="uneven"))  # fmt: skip
+        indices = list(
+            DistributedSampler(NUM, rank=rank, world_size=n, shuffle=False, tail="uneven")
+        )
     else:  # some ranks have nothing
         indices = list(range(NUM)) if rank == n - 1 else []
     calls = []
@@ -115,8 +116,9 @@ def test_metrics_equal_those_of_one_process(world_size):
         "top1": (best[..., 0] == targets)[mask].double().mean().item(),
         "top3": (best[..., :3] == targets[..., None]).any(-1)[mask].double().mean().item(),
     }
-    ranks = [(r, each) for r, all_cases in enumerate(run(measure_all, world_size))
-             for each in all_cases]  # fmt: skip
+    ranks = [
+        (r, each) for r, all_cases in enumerate(run(measure_all, world_size)) for each in all_cases
+    ]
     for rank, each in ranks:
         results, num_calls, alone, empty, predictions, kinds, nothing, text = each
         assert results == pytest.approx(expected, rel=1e-12)

@@ -23,10 +23,23 @@ from minidist.processes.ports import free_port
 from minidist.train import TrainConfig, parse_args, train
 
 CONFIG = TrainConfig(
-    vocab_size=13, context=8, width=12, num_layers=2, num_heads=6, global_batch=4, micro_batch=1,
-    steps=10, num_sequences=26, num_eval_sequences=7, eval_every=5, lr=1e-2, max_norm=0.5,
-    precision="fp64", quiet=True, save_every=3,
-)  # fmt: skip
+    vocab_size=13,
+    context=8,
+    width=12,
+    num_layers=2,
+    num_heads=6,
+    global_batch=4,
+    micro_batch=1,
+    steps=10,
+    num_sequences=26,
+    num_eval_sequences=7,
+    eval_every=5,
+    lr=1e-2,
+    max_norm=0.5,
+    precision="fp64",
+    quiet=True,
+    save_every=3,
+)
 
 
 def one_process(config):

@@ -68,9 +68,17 @@ def test_the_class_has_right_and_wrong_ones():
 def test_records_have_the_public_form(graded):
     for record in graded[1].values():
         assert set(record) == {
-            "submission", "student", "lab", "world_size", "score", "max_score", "seconds",
-            "sandboxed", "num_gpus", "criteria",
-        }  # fmt: skip
+            "submission",
+            "student",
+            "lab",
+            "world_size",
+            "score",
+            "max_score",
+            "seconds",
+            "sandboxed",
+            "num_gpus",
+            "criteria",
+        }
         assert record["lab"] == LAB
         assert record["world_size"] == 3
         assert record["max_score"] == 100

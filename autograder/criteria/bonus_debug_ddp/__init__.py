@@ -14,34 +14,53 @@ _train = partial(
 )
 _step = partial(Criterion, task="Case 2, the ranks agree", observe=steps.observe_step)
 _bucket = partial(
-    Criterion, task="Case 3, gradients in buckets", observe=steps.observe_buckets,
-    world="emulated", plan=charge_plan, deadline_s=40.0,
-)  # fmt: skip
+    Criterion,
+    task="Case 3, gradients in buckets",
+    observe=steps.observe_buckets,
+    world="emulated",
+    plan=charge_plan,
+    deadline_s=40.0,
+)
 _accumulate = partial(
-    Criterion, task="Case 4, half the learning rate", draw=steps.draw_accumulate,
+    Criterion,
+    task="Case 4, half the learning rate",
+    draw=steps.draw_accumulate,
     observe=accum.observe_samples,
-)  # fmt: skip
+)
 _amp = partial(
-    Criterion, task="Case 5, a scaler of our own",
+    Criterion,
+    task="Case 5, a scaler of our own",
     observe=steps.observe_scaled,
-)  # fmt: skip
+)
 _broadcast = partial(
-    Criterion, task="Case 6, the same start", observe=state.observe_broadcast,
+    Criterion,
+    task="Case 6, the same start",
+    observe=state.observe_broadcast,
     judge=state.judge_broadcast,
-)  # fmt: skip
+)
 _evaluate = partial(
-    Criterion, task="Case 7, the score depends on the cluster", observe=meet.observe_evaluate,
+    Criterion,
+    task="Case 7, the score depends on the cluster",
+    observe=meet.observe_evaluate,
     judge=meet.judge_evaluate,
-)  # fmt: skip
+)
 _resume = partial(Criterion, task="Case 8, the bump after the restart")
 _metrics = partial(
-    Criterion, task="Case 10, an accuracy of 1.5", observe=meet.observe_metrics,
-    judge=meet.judge_metrics, world="emulated", plan=meet.plan, deadline_s=40.0,
-)  # fmt: skip
+    Criterion,
+    task="Case 10, an accuracy of 1.5",
+    observe=meet.observe_metrics,
+    judge=meet.judge_metrics,
+    world="emulated",
+    plan=meet.plan,
+    deadline_s=40.0,
+)
 _seed = partial(
-    Criterion, task="Case 11, seeds", draw=state.draw_seeds, observe=state.observe_seeds,
+    Criterion,
+    task="Case 11, seeds",
+    draw=state.draw_seeds,
+    observe=state.observe_seeds,
     world="none",
-)  # fmt: skip
+)
 
 LAB = Lab(
     name="bonus_debug_ddp",

@@ -87,16 +87,22 @@ def judge_evaluate(case: Case) -> list[Finding]:
         where = f"{n} samples on {case.world_size} ranks, batch_size={batch_size}"
         counts = [told(answer, f"count/{number}") for answer in case.answers]
         if not all(type(c) is int for c in counts) or sum(counts) != n:
-            findings.append(Finding(
-                f"{where}: the ranks looked at {counts} samples, together they should at {n}. "
-                "Whatever makes all shares equally long doubles samples or drops some."
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{where}: the ranks looked at {counts} samples, together they should at {n}. "
+                    "Whatever makes all shares equally long doubles samples or drops some."
+                )
+            )
             break
         for rank, answer in enumerate(case.answers):
             oracle.close(
-                findings, rank, f"{where}: loss", answer.get(f"loss/{number}"), expected,
+                findings,
+                rank,
+                f"{where}: loss",
+                answer.get(f"loss/{number}"),
+                expected,
                 hint="Every sample has the same weight: sum over samples, then divide, once.",
-            )  # fmt: skip
+            )
         if findings:
             break
     return findings
@@ -108,10 +114,13 @@ def judge_tail(case: Case) -> list[Finding]:
     for number, (n, _) in enumerate(case.inputs[0]["settings"]) if not findings else ():
         counts = [told(answer, f"count/{number}") for answer in case.answers]
         if max(counts) - min(counts) > 1:
-            findings.append(Finding(
-                f"{n} samples on {case.world_size} ranks: they looked at {counts} samples, which "
-                "is not as even as it can be. The slowest rank is what the others wait for."
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{n} samples on {case.world_size} ranks: they looked at {counts} samples, "
+                    "which "
+                    "is not as even as it can be. The slowest rank is what the others wait for."
+                )
+            )
     return findings
 
 
@@ -152,13 +161,15 @@ def judge_once(case: Case) -> list[Finding]:
     loaded = [_computed(own, LOAD) for own in events]
     for rank in range(case.world_size):
         if len(built[rank]) != (rank == 0):
-            findings.append(Finding(
-                f"build() was called {len(built[rank])} times, expected {int(rank == 0)}.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"build() was called {len(built[rank])} times, expected {int(rank == 0)}.", rank
+                )
+            )
         elif len(loaded[rank]) != 1:
-            findings.append(Finding(
-                f"load() was called {len(loaded[rank])} times, expected 1.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(f"load() was called {len(loaded[rank])} times, expected 1.", rank)
+            )
         elif told(case.answers[rank], "loaded") != case.inputs[rank]["token"]:
             findings.append(Finding("what load() gave was not returned.", rank))
     if findings:
@@ -168,10 +179,13 @@ def judge_once(case: Case) -> list[Finding]:
     for rank in range(case.world_size):
         waited = {e.key for e in events[rank][: loaded[rank][0]] if e.kind == "wait"}
         if rank and not after & waited:
-            findings.append(Finding(
-                "load() began before it was certain that rank 0's build() had ended. All ranks "
-                "have to meet between the two.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "load() began before it was certain that rank 0's build() had ended. All ranks "
+                    "have to meet between the two.",
+                    rank,
+                )
+            )
         if rank == 0 and loaded[0][0] < built[0][0]:
             findings.append(Finding("load() was called before build().", 0))
     return findings
@@ -226,10 +240,14 @@ def judge_metrics(case: Case) -> list[Finding]:
     names = sorted(set().union(*everyone))
     for rank, answer in enumerate(case.answers):
         if told(answer, "names") != names:
-            findings.append(Finding(
-                f"expected the metrics {names}, got {answer.get('names')}. A metric that some rank "
-                "has is reported by all.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"expected the metrics {names}, got {answer.get('names')}. A metric that some "
+                    "rank "
+                    "has is reported by all.",
+                    rank,
+                )
+            )
             continue
         for name in names:
             values = [metrics[name] for metrics in everyone if name in metrics]

@@ -46,9 +46,10 @@ def _draw_state(draw: Draw, extra: tuple[str, ...]) -> list[Values]:
         for name in names:
             is_count = name.endswith("count")
             values[name] = (
-                rng.integers(1, 1000, size=()) if is_count
+                rng.integers(1, 1000, size=())
+                if is_count
                 else rng.normal(size=SHAPE).astype(np.float32)
-            )  # fmt: skip
+            )
         inputs.append(values)
     return inputs
 
@@ -83,9 +84,15 @@ def judge_broadcast(case: Case) -> list[Finding]:
             if name.startswith("frozen"):
                 hint = "It is not trained, but it is used: frozen at another value on each rank."
             if not compare(
-                findings, rank, f"{what} {name}", answer.get(name), case.inputs[0][name],
-                rtol=1e-6, atol=1e-6, hint=hint,
-            ):  # fmt: skip
+                findings,
+                rank,
+                f"{what} {name}",
+                answer.get(name),
+                case.inputs[0][name],
+                rtol=1e-6,
+                atol=1e-6,
+                hint=hint,
+            ):
                 break
     return findings
 
@@ -172,18 +179,26 @@ def judge_resume(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         if told(answer, "step") != inputs["before"]:
-            findings.append(Finding(
-                f"load_checkpoint returned {answer.get('step')}, saved was step "
-                f"{inputs['before']}.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"load_checkpoint returned {answer.get('step')}, saved was step "
+                    f"{inputs['before']}.",
+                    rank,
+                )
+            )
             continue
         for i, p in enumerate(model.parameters()):
             what = f"parameter {i}, {inputs['after']} steps after the restart ({inputs['use']})"
             if not oracle.close(
-                findings, rank, what, answer.get(f"p{i}"), p.detach().numpy(), dtype="float64",
+                findings,
+                rank,
+                what,
+                answer.get(f"p{i}"),
+                p.detach().numpy(),
+                dtype="float64",
                 hint="An uninterrupted run ends elsewhere. An optimizer with a memory that is "
                 "empty takes other steps.",
-            ):  # fmt: skip
+            ):
                 break
     return findings
 
@@ -217,14 +232,22 @@ def judge_random(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         got = answer.get("drawn")
         hint = "Dropout after the restart uses other masks than the uninterrupted run."
-        if rank and isinstance(got, np.ndarray) and compare(
-            [], 0, "", got, expected[0], rtol=1e-6, atol=1e-6
-        ):  # fmt: skip
+        if (
+            rank
+            and isinstance(got, np.ndarray)
+            and compare([], 0, "", got, expected[0], rtol=1e-6, atol=1e-6)
+        ):
             hint = "That is how rank 0 goes on: every rank has a state of its own."
         compare(
-            findings, rank, "random numbers after the restart", got, expected[rank],
-            rtol=1e-6, atol=1e-6, hint=hint,
-        )  # fmt: skip
+            findings,
+            rank,
+            "random numbers after the restart",
+            got,
+            expected[rank],
+            rtol=1e-6,
+            atol=1e-6,
+            hint=hint,
+        )
     return findings
 
 
@@ -265,9 +288,11 @@ def _collect(case: Case, kind: str, shape: tuple[int, ...]) -> list[list[np.ndar
                 real = rank % case.world_size
                 got = case.answers[real].get(f"{kind}{number}/{rank}/{visit}")
                 if (
-                    not isinstance(got, np.ndarray) or got.shape != shape or got.dtype.kind != "f"
+                    not isinstance(got, np.ndarray)
+                    or got.shape != shape
+                    or got.dtype.kind != "f"
                     or not np.isfinite(got).all()
-                ):  # fmt: skip
+                ):
                     return Finding(f"rank={rank}: no model or no numbers came back.", real)
                 arrays.append(got)
         found.append(arrays)
@@ -281,11 +306,13 @@ def judge_seed_weights(case: Case) -> list[Finding]:
         return [found]
     for number, arrays in enumerate(found):
         if not all(np.allclose(a, arrays[0]) for a in arrays):
-            return [Finding(
-                f"seed={case.inputs[0]['seeds'][number]}: the weights are not the same on all "
-                f"{VIRTUAL_WORLDS[number]} ranks, whenever they are built. Initial weights may "
-                "depend on the seed alone."
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"seed={case.inputs[0]['seeds'][number]}: the weights are not the same on all "
+                    f"{VIRTUAL_WORLDS[number]} ranks, whenever they are built. Initial weights may "
+                    "depend on the seed alone."
+                )
+            ]
     if np.allclose(found[0][0], found[1][0]):
         return [Finding("two seeds gave the same weights.")]
     return []
@@ -302,15 +329,21 @@ def judge_seed_dropout(case: Case) -> list[Finding]:
         for a in range(world_size):
             for b in range(a):
                 if np.allclose(first[a], first[b]):
-                    return [Finding(
-                        f"seed={seed}: ranks {b} and {a} draw the same numbers after the model is "
-                        "built, so they drop the same units: W ranks with one mask."
-                    )]  # fmt: skip
+                    return [
+                        Finding(
+                            f"seed={seed}: ranks {b} and {a} draw the same numbers after the model "
+                            "is "
+                            "built, so they drop the same units: W ranks with one mask."
+                        )
+                    ]
             if not np.allclose(first[a], again[a]):
-                return [Finding(
-                    f"seed={seed}, rank={a}: a second call gave other random numbers. They must "
-                    "depend on seed and rank alone, or no run can be repeated."
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        f"seed={seed}, rank={a}: a second call gave other random numbers. They "
+                        "must "
+                        "depend on seed and rank alone, or no run can be repeated."
+                    )
+                ]
     if np.allclose(found[0][0], found[1][0]):
         return [Finding("two seeds gave the same random numbers after the model was built.")]
     return []

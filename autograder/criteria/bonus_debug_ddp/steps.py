@@ -93,10 +93,15 @@ def judge_adam(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(_one_process(case)):
             if not compare(
-                findings, rank, f"Adam: parameter {i} after {case.inputs[0]['steps']} steps",
-                answer.get(f"p{i}"), expected, rtol=0.0, atol=ADAM_TOLERANCE * LR["adam"],
+                findings,
+                rank,
+                f"Adam: parameter {i} after {case.inputs[0]['steps']} steps",
+                answer.get(f"p{i}"),
+                expected,
+                rtol=0.0,
+                atol=ADAM_TOLERANCE * LR["adam"],
                 hint="Adam's step is no linear function of the gradient: average first, step then.",
-            ):  # fmt: skip
+            ):
                 break
     return findings
 
@@ -107,10 +112,14 @@ def judge_sgd(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(_one_process(case)):
             if not oracle.close(
-                findings, rank, f"SGD on {case.world_size} ranks: parameter {i} after 2 steps",
-                answer.get(f"p{i}"), expected, dtype="float64",
+                findings,
+                rank,
+                f"SGD on {case.world_size} ranks: parameter {i} after 2 steps",
+                answer.get(f"p{i}"),
+                expected,
+                dtype="float64",
                 hint="A mean over ranks divides by the number of ranks, whatever that is.",
-            ):  # fmt: skip
+            ):
                 break
     return findings
 
@@ -128,10 +137,13 @@ def _draw_buckets(draw: Draw, num_parameters: int, per_bucket: float) -> list[Va
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
-        inputs.append(values | {
-            f"g{i}": rng.normal(size=(3, VALUES_PER_PARAMETER // 3)).astype(np.float32)
-            for i in range(num_parameters)
-        })  # fmt: skip
+        inputs.append(
+            values
+            | {
+                f"g{i}": rng.normal(size=(3, VALUES_PER_PARAMETER // 3)).astype(np.float32)
+                for i in range(num_parameters)
+            }
+        )
     return inputs
 
 
@@ -179,9 +191,10 @@ def judge_tail(case: Case) -> list[Finding]:
 def judge_wait(case: Case) -> list[Finding]:
     """Every bucket is waited for before it is used."""
     return _judge_buckets(
-        case, "Here there are several buckets: a tensor may be read only after the wait() of its "
+        case,
+        "Here there are several buckets: a tensor may be read only after the wait() of its "
         "own handle.",
-    )  # fmt: skip
+    )
 
 
 # --- accumulation --------------------------------------------------------------------------------
@@ -206,17 +219,21 @@ def judge_accumulate(case: Case) -> list[Finding]:
     """Each of the W k micro-batches has weight 1/(W k); a second division by W is named."""
     findings = ddp.judge_gradients(case)
     if findings and case.world_size > 1 and _is_divided_twice(case):
-        return [Finding(
-            f"every p.grad is {1 / case.world_size:.3g} of what it should be: it was divided by "
-            "the number of ranks twice. DDP does it, too."
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"every p.grad is {1 / case.world_size:.3g} of what it should be: it was divided "
+                "by "
+                "the number of ranks twice. DDP does it, too."
+            )
+        ]
     return findings
 
 
 def _is_divided_twice(case: Case) -> bool:
     for call, k in enumerate(case.inputs[0]["ks"]):
-        pairs = [(x, y) for i in case.inputs
-                 for x, y in zip(i[f"x/{call}"], i[f"y/{call}"], strict=True)]  # fmt: skip
+        pairs = [
+            (x, y) for i in case.inputs for x, y in zip(i[f"x/{call}"], i[f"y/{call}"], strict=True)
+        ]
         basis = batch_gradients(case.inputs[0], pairs)
         for answer in case.answers:
             weights = weights_of(basis, collect(answer, f"g{call}", len(basis[0])))
@@ -312,16 +329,23 @@ def _judge_scaled(case: Case, hint: str, *, with_scales: bool) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         got = told(answer, "scales")
         if with_scales and got != scales:
-            findings.append(Finding(
-                f"the scale after each step: {got}, expected {scales}. It is updated once per "
-                "step, and an overflow skips that step on every rank.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"the scale after each step: {got}, expected {scales}. It is updated once per "
+                    "step, and an overflow skips that step on every rank.",
+                    rank,
+                )
+            )
             continue
         for i, expected in enumerate(parameters):
             if not oracle.close(
-                findings, rank, f"parameter {i} after {case.inputs[0]['steps']} steps",
-                answer.get(f"p{i}"), expected, hint=hint,
-            ):  # fmt: skip
+                findings,
+                rank,
+                f"parameter {i} after {case.inputs[0]['steps']} steps",
+                answer.get(f"p{i}"),
+                expected,
+                hint=hint,
+            ):
                 break
     return findings
 
@@ -332,19 +356,27 @@ def judge_scaler(case: Case) -> list[Finding]:
     expected = [INIT_SCALE, *scales[:-1]]
     for rank, answer in enumerate(case.answers):
         if told(answer, "scales") == scales and told(answer, "incoming") != expected:
-            return [Finding(
-                f"backward began with {told(answer, 'incoming')}, one number per step, expected "
-                f"the scales {expected}: without it small gradients of fp16 are lost.", rank,
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"backward began with {told(answer, 'incoming')}, one number per step, "
+                    "expected "
+                    f"the scales {expected}: without it small gradients of fp16 are lost.",
+                    rank,
+                )
+            ]
     return _judge_scaled(
-        case, "In some of these steps the scale changes. Divide by the scale that this step's loss "
-        "was multiplied with.", with_scales=True,
-    )  # fmt: skip
+        case,
+        "In some of these steps the scale changes. Divide by the scale that this step's loss "
+        "was multiplied with.",
+        with_scales=True,
+    )
 
 
 def judge_clip(case: Case) -> list[Finding]:
     """The limit holds for the true gradient."""
     return _judge_scaled(
-        case, f"max_norm is {case.inputs[0]['max_norm']:.4g}, a limit for the true gradient: the "
-        "one that is left when the scale is out.", with_scales=False,
-    )  # fmt: skip
+        case,
+        f"max_norm is {case.inputs[0]['max_norm']:.4g}, a limit for the true gradient: the "
+        "one that is left when the scale is out.",
+        with_scales=False,
+    )

@@ -111,9 +111,14 @@ def observe(train: Any, inputs: Values, context: Context) -> Values:
         path = Path(folder, "model.pt")
         model = Recorded(inputs, path=path).to(context.device)
         train(
-            model, make_data, seed=inputs["seed"], num_epochs=inputs["num_epochs"],
-            batch_size=inputs["batch_size"], lr=LR, path=path,
-        )  # fmt: skip
+            model,
+            make_data,
+            seed=inputs["seed"],
+            num_epochs=inputs["num_epochs"],
+            batch_size=inputs["batch_size"],
+            lr=LR,
+            path=path,
+        )
         answer: Values = {"seen": np.array(model.seen), "written": path.exists()}
         answer["saved before"] = model.was_saved
         if path.exists() and context.rank == 0:
@@ -159,10 +164,11 @@ def judge_data(case: Case) -> list[Finding]:
     inputs = case.inputs[0]
     x, y = _dataset(inputs, torch.Generator().manual_seed(inputs["seed"]))
     return _judge_weights(
-        case, _descend(inputs, x, y, 1),
+        case,
+        _descend(inputs, x, y, 1),
         "Do all ranks share out one dataset, the one of `seed`? If each rank draws its own, no two "
         "of them train on the same data.",
-    )  # fmt: skip
+    )
 
 
 def judge_zero_grad(case: Case) -> list[Finding]:
@@ -184,10 +190,11 @@ def judge_zero_grad(case: Case) -> list[Finding]:
         torch.stack(losses).mean().backward()
         optimizer.step()
     return _judge_weights(
-        case, {name: value.numpy() for name, value in model.state_dict().items()},
+        case,
+        {name: value.numpy() for name, value in model.state_dict().items()},
         f"Expected what {len(steps)} plain steps with the mean gradient of all ranks give: does a "
         "step still hold the gradients of the steps before it? Is every rank's gradient in it?",
-    )  # fmt: skip
+    )
 
 
 def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
@@ -204,14 +211,18 @@ def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
         if not numbers or rest or not set(numbers) <= set(place):
             return Finding(
                 f"{len(numbers)} samples in {inputs['num_epochs']} epochs went through this rank's "
-                "model; expected those of the dataset, as many in each epoch.", rank,
-            )  # fmt: skip
+                "model; expected those of the dataset, as many in each epoch.",
+                rank,
+            )
         rows = [place[number] for number in numbers]
         size = inputs["batch_size"]
-        batches.append([
-            rows[epoch * per_epoch : (epoch + 1) * per_epoch][start : start + size]
-            for epoch in range(inputs["num_epochs"]) for start in range(0, per_epoch, size)
-        ])  # fmt: skip
+        batches.append(
+            [
+                rows[epoch * per_epoch : (epoch + 1) * per_epoch][start : start + size]
+                for epoch in range(inputs["num_epochs"])
+                for start in range(0, per_epoch, size)
+            ]
+        )
     if len({len(own) for own in batches}) > 1:
         return Finding(f"the ranks took {[len(own) for own in batches]} steps.")
     return [list(step) for step in zip(*batches, strict=True)]
@@ -230,8 +241,9 @@ def _epochs(case: Case) -> list[np.ndarray] | Finding:
             return Finding(
                 f"{len(seen)} samples went through this rank's model in {inputs['num_epochs']} "
                 f"epoch(s) over {inputs['n']} samples on {case.world_size} ranks, expected "
-                f"{expected}. A DistributedSampler gives each rank its share.", rank,
-            )  # fmt: skip
+                f"{expected}. A DistributedSampler gives each rank its share.",
+                rank,
+            )
         rows.append(seen.reshape(inputs["num_epochs"], PER_RANK))
     return list(np.stack(rows, axis=1))
 
@@ -245,11 +257,13 @@ def judge_shares(case: Case) -> list[Finding]:
         numbers, counts = np.unique(epoch, return_counts=True)
         expected = np.arange(case.inputs[0]["n"], dtype=np.float64)
         if not np.array_equal(numbers, expected) or counts.max() > 1:
-            return [Finding(
-                f"epoch {number}: {len(numbers)} different samples in {epoch.size} places, "
-                f"expected {len(expected)}, each on one rank. A shuffled loader on every rank "
-                "deals the same samples out several times; ranks have to share one permutation."
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"epoch {number}: {len(numbers)} different samples in {epoch.size} places, "
+                    f"expected {len(expected)}, each on one rank. A shuffled loader on every rank "
+                    "deals the same samples out several times; ranks have to share one permutation."
+                )
+            ]
     return []
 
 
@@ -261,10 +275,14 @@ def judge_epochs(case: Case) -> list[Finding]:
     for a, b in ((0, 1), (1, 2), (0, 2)):
         for rank in range(case.world_size):
             if np.array_equal(epochs[a][rank], epochs[b][rank]):
-                return [Finding(
-                    f"epochs {a} and {b} have the same order: the sampler must be told the epoch "
-                    "before each of them.", rank,
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        f"epochs {a} and {b} have the same order: the sampler must be told the "
+                        "epoch "
+                        "before each of them.",
+                        rank,
+                    )
+                ]
     return []
 
 
@@ -274,21 +292,31 @@ def judge_saved(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         written = told(answer, "written")
         if written is not (rank == 0):
-            findings.append(Finding(
-                f"a file at `path`: {written}, expected {rank == 0}. One rank writes.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"a file at `path`: {written}, expected {rank == 0}. One rank writes.", rank
+                )
+            )
     answer = case.answers[0]
     if not findings and told(answer, "saved before") is not True:
-        findings.append(Finding(
-            "there was no file yet in the last of two epochs: save after each epoch, or a job that "
-            "dies has nothing.", 0,
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                "there was no file yet in the last of two epochs: save after each epoch, or a job "
+                "that "
+                "dies has nothing.",
+                0,
+            )
+        )
     keys = told(answer, "keys")
     if not findings and (not isinstance(keys, list) or sorted(map(str, keys)) != sorted(NAMES)):
-        findings.append(Finding(
-            f"the file has the names {keys}, the model {sorted(NAMES)}. Whoever loads it has no "
-            "DDP around the model.", 0,
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                f"the file has the names {keys}, the model {sorted(NAMES)}. Whoever loads it has "
+                "no "
+                "DDP around the model.",
+                0,
+            )
+        )
     for name in NAMES if not findings else ():
         trained = answer.get(name)
         if (
@@ -296,15 +324,23 @@ def judge_saved(case: Case) -> list[Finding]:
             or trained.dtype.kind != "f"
             or trained.shape != SHAPES[name]
         ):
-            findings.append(Finding(
-                f"{name}: expected a trained model with values of shape {list(SHAPES[name])}.", 0
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{name}: expected a trained model with values of shape {list(SHAPES[name])}.",
+                    0,
+                )
+            )
             break
         what = f"{name} in the file, compared with the trained model"
         # Number by number: how large the largest one is, is the rank's to say.
         if not compare(
-            findings, 0, what, answer.get(f"saved {name}"), trained,
-            rtol=oracle.RTOL["float32"], atol=1e-6,
-        ):  # fmt: skip
+            findings,
+            0,
+            what,
+            answer.get(f"saved {name}"),
+            trained,
+            rtol=oracle.RTOL["float32"],
+            atol=1e-6,
+        ):
             break
     return findings

@@ -14,9 +14,11 @@ _saving = partial(Criterion, task="Task 3, one state for all")
 _states = partial(Criterion, task="Task 4, from M ranks to N", world="none")
 _stopping = partial(Criterion, task="Task 5, stop together")
 _script = partial(
-    Criterion, task="Task 6, the whole script", world="none",
+    Criterion,
+    task="Task 6, the whole script",
+    world="none",
     deadline_s=script.CRITERION_DEADLINE_S,
-)  # fmt: skip
+)
 
 LAB = Lab(
     name="bonus_elastic",

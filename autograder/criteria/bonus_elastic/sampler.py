@@ -49,8 +49,11 @@ def _states() -> list[Any]:
     """Of torch's, NumPy's and Python's random numbers, so that they can be compared."""
     numpys: Any = np.random.get_state(legacy=False)
     inside = numpys["state"]
-    return [torch.get_rng_state().tolist(), [*inside["key"].tolist(), inside["pos"]],
-            random.getstate()]  # fmt: skip
+    return [
+        torch.get_rng_state().tolist(),
+        [*inside["key"].tolist(), inside["pos"]],
+        random.getstate(),
+    ]
 
 
 def _make(sampler_class: Any, values: Values, seed: int | None = None) -> Any:
@@ -131,8 +134,12 @@ def draw_epoch(draw: Draw) -> list[Values]:
     rng = draw.shared()
     batch = int(rng.integers(5, 9))
     num_samples = batch * int(rng.integers(3, 6)) + int(rng.integers(1, batch))
-    values = {"batch": batch, "num_samples": num_samples, "ranks": int(rng.integers(2, 5)),
-              "seed": int(rng.integers(1000))}  # fmt: skip
+    values = {
+        "batch": batch,
+        "num_samples": num_samples,
+        "ranks": int(rng.integers(2, 5)),
+        "seed": int(rng.integers(1000)),
+    }
     return [dict(values) for _ in range(draw.world_size)]
 
 
@@ -168,10 +175,16 @@ def judge_epoch(case: Case) -> list[Finding]:
         full, rest = divmod(given["num_samples"], given["batch"])
         sizes = [len(batch) for batch in batches]
         if sizes != 2 * [*[given["batch"]] * full, rest]:
-            findings.append(Finding(
-                f"{given['num_samples']} samples in batches of {given['batch']}: expected {full} "
-                f"full ones and one of {rest} in each epoch, got {sizes}. Samples that do not fill "
-                "a batch are the last batch of their epoch.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{given['num_samples']} samples in batches of {given['batch']}: expected "
+                    f"{full} "
+                    f"full ones and one of {rest} in each epoch, got {sizes}. Samples that do not "
+                    "fill "
+                    "a batch are the last batch of their epoch.",
+                    rank,
+                )
+            )
             continue
         for epoch in range(2):
             part = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
@@ -200,9 +213,13 @@ def draw_order(draw: Draw) -> list[Values]:
     """Two seeds, one of them the default, and states of random numbers that are no part of them."""
     rng = draw.shared()
     batch = int(rng.integers(5, 9))
-    values = {"batch": batch, "num_samples": 6 * batch, "seed": 0,
-              "other": int(rng.integers(2000, 9000)),
-              "noise": [int(n) for n in rng.integers(1, 2**31, 3)]}  # fmt: skip
+    values = {
+        "batch": batch,
+        "num_samples": 6 * batch,
+        "seed": 0,
+        "other": int(rng.integers(2000, 9000)),
+        "noise": [int(n) for n in rng.integers(1, 2**31, 3)],
+    }
     return [dict(values) for _ in range(draw.world_size)]
 
 
@@ -244,11 +261,15 @@ def judge_order(case: Case) -> list[Finding]:
             wrong(
                 "two samplers with the same seed dealt in another order. Where does the order "
                 "come from? The process's random numbers differ from rank to rank, and after a "
-                "restart.", rank)  # fmt: skip
+                "restart.",
+                rank,
+            )
         elif answer.get("touched") is not False:
             wrong(
                 "the process's random numbers are not what they were before: dropout would change "
-                "with every restart. Use a generator of your own.", rank)  # fmt: skip
+                "with every restart. Use a generator of your own.",
+                rank,
+            )
         elif one[:half] == sorted(one[:half]):
             wrong("the samples come in the order in which they lie: nothing is shuffled.", rank)
         elif one[:half] == one[half:]:
@@ -332,12 +353,21 @@ def judge_resize(case: Case) -> list[Finding]:
             continue
         for epoch in range(2):
             if problem := _not_once(got[6 * epoch : 6 * epoch + 6], given["num_samples"]):
-                findings.append(Finding(
-                    f"{story} epoch {epoch}: {problem} The state must count the samples that *all* "
-                    "ranks have taken, and say the epoch.", rank))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{story} epoch {epoch}: {problem} The state must count the samples that "
+                        "*all* "
+                        "ranks have taken, and say the epoch.",
+                        rank,
+                    )
+                )
                 break
         else:
-            findings.append(Finding(
-                f"{story} batch {other[0]} has other samples than without a change: the order "
-                "must not depend on the number of ranks.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{story} batch {other[0]} has other samples than without a change: the order "
+                    "must not depend on the number of ranks.",
+                    rank,
+                )
+            )
     return findings

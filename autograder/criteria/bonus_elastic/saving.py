@@ -113,27 +113,53 @@ def judge_atomic(case: Case) -> list[Finding]:
     given, answer = case.inputs[0], plain(case.answers[0])
     one, two = (name_of(step) for step in given["steps"])
     if answer.get("first") != [one]:
-        return [Finding(
-            f"after save_together of step {given['steps'][0]}: expected {[one]} and nothing else, "
-            f"got {answer.get('first')}.", 0)]  # fmt: skip
+        return [
+            Finding(
+                f"after save_together of step {given['steps'][0]}: expected {[one]} and nothing "
+                "else, "
+                f"got {answer.get('first')}.",
+                0,
+            )
+        ]
     if answer.get("ended") != ["saved", "killed", "killed", "saved"]:
-        return [Finding(
-            "a process that may write 100 kB into a file should have been killed while it saved "
-            f"240 kB, twice; what happened: {answer.get('ended')}.", 0)]  # fmt: skip
+        return [
+            Finding(
+                "a process that may write 100 kB into a file should have been killed while it "
+                "saved "
+                f"240 kB, twice; what happened: {answer.get('ended')}.",
+                0,
+            )
+        ]
     findings: list[Finding] = []
     if answer.get("new2") is not False or answer.get("new3") is not False:
-        findings.append(Finding(
-            f"the process was killed in the middle of a save, and {two} is there, cut off. Write "
-            "under another name, and os.replace when all of it is there.", 0))  # fmt: skip
+        findings.append(
+            Finding(
+                f"the process was killed in the middle of a save, and {two} is there, cut off. "
+                "Write "
+                "under another name, and os.replace when all of it is there.",
+                0,
+            )
+        )
     if answer.get("kept2") is not True or answer.get("kept3") is not True:
-        findings.append(Finding(
-            f"{one} was whole before; after a death in the middle of another save it is damaged "
-            "or gone. After a restart a step is saved anew: the old file has to stay until the new "
-            "one is complete.", 0))  # fmt: skip
+        findings.append(
+            Finding(
+                f"{one} was whole before; after a death in the middle of another save it is "
+                "damaged "
+                "or gone. After a restart a step is saved anew: the old file has to stay until the "
+                "new "
+                "one is complete.",
+                0,
+            )
+        )
     if not findings and (not isinstance(answer.get("last"), list) or two not in answer["last"]):
-        findings.append(Finding(
-            f"after the deaths a save should succeed, but there is no {two}: what a death leaves "
-            "behind must not get in the way.", 0))  # fmt: skip
+        findings.append(
+            Finding(
+                f"after the deaths a save should succeed, but there is no {two}: what a death "
+                "leaves "
+                "behind must not get in the way.",
+                0,
+            )
+        )
     return findings
 
 
@@ -204,13 +230,22 @@ def judge_writer(case: Case) -> list[Finding]:
         if rank == 0 and files != [one]:
             findings.append(Finding(f"rank 0's folder: expected {[one]}, got {files}.", rank))
         elif rank > 0 and files != []:
-            findings.append(Finding(
-                f"this rank wrote {files}: all ranks have the same state, so rank 0 writes it. "
-                "Two writers of one file spoil it.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"this rank wrote {files}: all ranks have the same state, so rank 0 writes it. "
+                    "Two writers of one file spoil it.",
+                    rank,
+                )
+            )
         elif answer.get("there") is not True:
-            findings.append(Finding(
-                f"save_together has returned and {two} is not there: a rank that goes on may end, "
-                "or look for it. All ranks wait until rank 0 has written.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"save_together has returned and {two} is not there: a rank that goes on may "
+                    "end, "
+                    "or look for it. All ranks wait until rank 0 has written.",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -220,8 +255,11 @@ def judge_writer(case: Case) -> list[Finding]:
 def draw_keep(draw: Draw) -> list[Values]:
     """Six steps; how many are kept."""
     rng = draw.shared()
-    values = {"steps": rising_steps(rng, 6), "keep": int(rng.integers(2, 5)),
-              "weight": rng.normal(size=50).astype(np.float32)}  # fmt: skip
+    values = {
+        "steps": rising_steps(rng, 6),
+        "keep": int(rng.integers(2, 5)),
+        "weight": rng.normal(size=50).astype(np.float32),
+    }
     return [dict(values) for _ in range(draw.world_size)]
 
 
@@ -252,9 +290,11 @@ def judge_keep(case: Case) -> list[Finding]:
         wanted = sorted(["best.pt", "notes.txt", *(name_of(s) for s in kept)])
         got = item_of(seen, number)
         if got != wanted:
-            return [Finding(
-                f"after step {step}, keep={given['keep']}: expected {wanted}, got {got}.", 0
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"after step {step}, keep={given['keep']}: expected {wanted}, got {got}.", 0
+                )
+            ]
     return []
 
 
@@ -297,9 +337,13 @@ def _for_ranks(
     rng = draw.shared("weights")
     uneven = [len(set(each)) > 1 for each in spoil]
     values: Values = {
-        "steps": steps, "weight": rng.normal(size=500).astype(np.float32),
-        "cut": float(rng.uniform(0.1, 0.9)), "uneven": uneven, "_cases": cases, "_spoil": spoil,
-    }  # fmt: skip
+        "steps": steps,
+        "weight": rng.normal(size=500).astype(np.float32),
+        "cut": float(rng.uniform(0.1, 0.9)),
+        "uneven": uneven,
+        "_cases": cases,
+        "_spoil": spoil,
+    }
     return [
         values | {"sees": [case[rank] for case in cases], "spoilt": [s[rank] for s in spoil]}
         for rank in range(draw.world_size)
@@ -393,10 +437,13 @@ def judge_loads(case: Case) -> list[Finding]:
         right = [steps[max(common)] if common else -1, True]
         story = "; ".join(
             f"rank {rank} has whole files of steps {[steps[n] for n in sorted(w)]}"
-            + (f", and damaged ones of {[steps[n] for n in sorted(set(sees[rank]) - w)]}"
-               if set(sees[rank]) - w else "")
+            + (
+                f", and damaged ones of {[steps[n] for n in sorted(set(sees[rank]) - w)]}"
+                if set(sees[rank]) - w
+                else ""
+            )
             for rank, w in enumerate(whole)
-        )  # fmt: skip
+        )
         for rank, found in enumerate(answers):
             got = item_of(found, number)
             if got == right:
@@ -406,10 +453,15 @@ def judge_loads(case: Case) -> list[Finding]:
             if isinstance(got, list) and len(got) == 2:
                 came = "None" if got[0] == -1 else f"step {got[0]}"
                 came += "" if got[1] is True else " with a state that was not saved"
-            findings.append(Finding(
-                f"{story}: expected {expected} on every rank, got {came}. It is the highest step "
-                "whose file is whole on all of them; ranks that begin at different steps train "
-                "different models.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{story}: expected {expected} on every rank, got {came}. It is the highest "
+                    "step "
+                    "whose file is whole on all of them; ranks that begin at different steps train "
+                    "different models.",
+                    rank,
+                )
+            )
         if findings:
             break
     return findings

@@ -41,9 +41,12 @@ def _draw_job(draw: Draw, num_batches: int, batch: int, every: int, rest: int) -
         order = [int(i) for i in rng.permutation(num_samples)]
         batches += [order[i : i + batch] for i in range(0, num_samples, batch)]
     inputs["job"] = {
-        "steps": num_batches, "every": every, "batch-size": batch,
-        "lr": float(rng.uniform(0.02, 0.1)), "seed": int(rng.integers(10**6)),
-    }  # fmt: skip
+        "steps": num_batches,
+        "every": every,
+        "batch-size": batch,
+        "lr": float(rng.uniform(0.02, 0.1)),
+        "seed": int(rng.integers(10**6)),
+    }
     inputs["batches"] = batches
     return inputs
 
@@ -78,20 +81,30 @@ class _Job:
         """One run on `nprocs` ranks, from the newest checkpoint; what went wrong, or ""."""
         self.number += 1
         plan = {
-            "batches": self.inputs["batches"], "kill": kill, "stop": stop,
+            "batches": self.inputs["batches"],
+            "kill": kill,
+            "stop": stop,
             "calls": str(self.folder / f"calls-{self.number}.jsonl"),
-        }  # fmt: skip
+        }
         (self.folder / "plan.json").write_text(json.dumps(plan))
         Path(plan["calls"]).touch()
         options = [f"--{k}={v}" for k, v in self.inputs["job"].items()]
-        options += [f"--data={self.folder / 'data.npz'}", "--out=./out.npz",
-                    f"--checkpoints={self.checkpoints}"]  # fmt: skip
+        options += [
+            f"--data={self.folder / 'data.npz'}",
+            "--out=./out.npz",
+            f"--checkpoints={self.checkpoints}",
+        ]
         folders = self.folder / f"ranks-{self.number}"
         folders.mkdir()
         failure = run_script(
-            self.script, options, self.log, nprocs, deadline_s=RUN_DEADLINE_S, env=ON_CPU,
+            self.script,
+            options,
+            self.log,
+            nprocs,
+            deadline_s=RUN_DEADLINE_S,
+            env=ON_CPU,
             folders=folders,
-        )  # fmt: skip
+        )
         self.writers = sorted(path.parent.name for path in folders.glob("*/out.npz"))
         if "0" in self.writers:
             (folders / "0" / "out.npz").rename(self.out)
@@ -156,9 +169,15 @@ def _judge_training(findings: list[Finding], given: Values, answer: Values, hint
     for i, expected in enumerate(parameters):
         got = answer.get(f"p{i}")
         if not oracle.close(
-            findings, 0, f"p{i} in --out", got, expected, dtype="float64", hint=hint,
+            findings,
+            0,
+            f"p{i} in --out",
+            got,
+            expected,
+            dtype="float64",
+            hint=hint,
             terms=[given[f"p{i}"]],
-        ):  # fmt: skip
+        ):
             return
 
 
@@ -182,8 +201,12 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
     with _job(path, inputs) as job:
         failure = job.run(context.world_size)
         answer = job.results(f"on {context.world_size} ranks", failure)
-        return answer | {"writers": job.writers, "saved": job.calls("save"),
-                         "loaded": job.calls("load"), "samplers": job.calls("sampler")}  # fmt: skip
+        return answer | {
+            "writers": job.writers,
+            "saved": job.calls("save"),
+            "loaded": job.calls("load"),
+            "samplers": job.calls("sampler"),
+        }
 
 
 def judge_script(case: Case) -> list[Finding]:
@@ -194,28 +217,44 @@ def judge_script(case: Case) -> list[Finding]:
     wanted = [["sampler", r, len(given["x"]), job["batch-size"], job["seed"]] for r in ranks]
     told = plain(answer)
     if not _same_calls(told.get("samplers"), wanted):
-        return [Finding(
-            f"expected ElasticSampler({len(given['x'])}, {job['batch-size']}, seed={job['seed']}) "
-            "once on every rank: the samples in --data, --batch-size and --seed.", 0)]  # fmt: skip
-    _judge_training(findings, given, answer, (
-        "The mean over all samples of the global batch counts, and shares are not equal here. In "
-        "the last batch of an epoch some ranks have no sample: they go through the same calls."
-    ))  # fmt: skip
+        return [
+            Finding(
+                f"expected ElasticSampler({len(given['x'])}, {job['batch-size']}, "
+                f"seed={job['seed']}) "
+                "once on every rank: the samples in --data, --batch-size and --seed.",
+                0,
+            )
+        ]
+    _judge_training(
+        findings,
+        given,
+        answer,
+        (
+            "The mean over all samples of the global batch counts, and shares are not equal here. "
+            "In "
+            "the last batch of an epoch some ranks have no sample: they go through the same calls."
+        ),
+    )
     if told.get("writers") != ["0"]:
-        findings.append(Finding(
-            f"ranks that wrote --out: {told.get('writers')}, expected rank 0 alone.", 0
-        ))  # fmt: skip
+        findings.append(
+            Finding(f"ranks that wrote --out: {told.get('writers')}, expected rank 0 alone.", 0)
+        )
     steps = [*range(job["every"], job["steps"], job["every"]), job["steps"]]
     if not _same_calls(told.get("saved"), [["save", r, step] for step in steps for r in ranks]):
-        findings.append(Finding(
-            f"--every={job['every']} --steps={job['steps']}: save_together should be called once "
-            f"for each of the steps {steps}, on every rank; the calls were "
-            f"{_by_step(told.get('saved'))}. It is a collective, and the last step is saved, too.",
-            0))  # fmt: skip
+        findings.append(
+            Finding(
+                f"--every={job['every']} --steps={job['steps']}: save_together should be called "
+                "once "
+                f"for each of the steps {steps}, on every rank; the calls were "
+                f"{_by_step(told.get('saved'))}. It is a collective, and the last step is saved, "
+                "too.",
+                0,
+            )
+        )
     if not _same_calls(told.get("loaded"), [["load", r] for r in ranks]):
-        findings.append(Finding(
-            "load_together should be called once on every rank, before the first step.", 0
-        ))  # fmt: skip
+        findings.append(
+            Finding("load_together should be called once on every rank, before the first step.", 0)
+        )
     return findings
 
 
@@ -230,10 +269,13 @@ def _by_step(saved: Any) -> str:
     """Calls of save_together in words: step, and which ranks."""
     calls = [c for c in saved if isinstance(c, list) and len(c) == 3] if saved else []
     steps = sorted({str(call[2]) for call in calls}, key=lambda s: (len(s), s))
-    return "; ".join(
-        f"step {step} on ranks {sorted(str(c[1]) for c in calls if str(c[2]) == step)}"
-        for step in steps
-    ) or "none"  # fmt: skip
+    return (
+        "; ".join(
+            f"step {step} on ranks {sorted(str(c[1]) for c in calls if str(c[2]) == step)}"
+            for step in steps
+        )
+        or "none"
+    )
 
 
 # --- elastic_rejoin ------------------------------------------------------------------------------
@@ -293,11 +335,14 @@ def judge_rejoin(case: Case) -> list[Finding]:
     )
     began = plain(answer).get("began")
     if began != [0, every, 2 * every]:
-        return [Finding(
-            f"{story} The three runs should take up the batches {[0, every, 2 * every]} first, "
-            f"they took {began} (-1 is none): load_together first, and give the sampler its state.",
-            0,
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"{story} The three runs should take up the batches {[0, every, 2 * every]} first, "
+                f"they took {began} (-1 is none): load_together first, and give the sampler its "
+                "state.",
+                0,
+            )
+        ]
     findings: list[Finding] = []
     _judge_training(findings, given, answer, f"{story} {_why(given, answer.get('losses'))}")
     if findings:
@@ -312,10 +357,15 @@ def judge_rejoin(case: Case) -> list[Finding]:
             and np.array_equal(whole, resumed)
         )
         if not same:
-            return [Finding(
-                f"{SAME_SIZE} ranks without a break, and {SAME_SIZE} ranks from the checkpoint of "
-                f"step {every}: {name} in --out should be equal bit for bit. Is something "
-                "converted to another type on the way?", 0)]  # fmt: skip
+            return [
+                Finding(
+                    f"{SAME_SIZE} ranks without a break, and {SAME_SIZE} ranks from the checkpoint "
+                    "of "
+                    f"step {every}: {name} in --out should be equal bit for bit. Is something "
+                    "converted to another type on the way?",
+                    0,
+                )
+            ]
     return []
 
 
@@ -356,14 +406,16 @@ def observe_preempted(path: Any, inputs: Values, context: Context) -> Values:
             failure = job.run(SAME_SIZE, stop=stop)
             if not job.calls("batch"):
                 raise job.failure(f"{failure or 'ended'} and took no batch")
-            answer["runs"].append({
-                "failure": failure,
-                "out": job.out.exists(),
-                "taken": len({call[2] for call in job.calls("batch")}),
-                "saves": [call[2] for call in job.calls("save") if call[1] == 0],
-                "asked": [sum(c[1] == r for c in job.calls("asked")) for r in range(SAME_SIZE)],
-                "said": job.log.read_text(errors="replace")[-800:] if failure else "",
-            })  # fmt: skip
+            answer["runs"].append(
+                {
+                    "failure": failure,
+                    "out": job.out.exists(),
+                    "taken": len({call[2] for call in job.calls("batch")}),
+                    "saves": [call[2] for call in job.calls("save") if call[1] == 0],
+                    "asked": [sum(c[1] == r for c in job.calls("asked")) for r in range(SAME_SIZE)],
+                    "said": job.log.read_text(errors="replace")[-800:] if failure else "",
+                }
+            )
     return answer
 
 

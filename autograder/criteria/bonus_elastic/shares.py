@@ -160,15 +160,24 @@ def judge_gradient(case: Case) -> list[Finding]:
         for i, expected in enumerate(right):
             got = answer.get(f"g{i}")
             if not oracle.close(
-                findings, rank, f"gradient of parameter {i}", got, expected, dtype="float64",
+                findings,
+                rank,
+                f"gradient of parameter {i}",
+                got,
+                expected,
+                dtype="float64",
                 hint=_hint(got, expected, plain_mean[i], mine[i] if mine else None, case),
-            ):  # fmt: skip
+            ):
                 break
         else:
             oracle.close(
-                findings, rank, "the loss that combine returns", answer.get("loss"),
-                np.array(loss), hint="Losses are weighted like gradients.",
-            )  # fmt: skip
+                findings,
+                rank,
+                "the loss that combine returns",
+                answer.get("loss"),
+                np.array(loss),
+                hint="Losses are weighted like gradients.",
+            )
     return findings
 
 
@@ -183,17 +192,24 @@ def judge_idle(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         got = _all_gradients(answer, oracle.parameters_of(given))
         if got is None:
-            findings.append(Finding(
-                f"{story} p.grad is None, or not of the parameter's shape: also a rank without "
-                "samples needs the gradient of the batch.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{story} p.grad is None, or not of the parameter's shape: also a rank without "
+                    "samples needs the gradient of the batch.",
+                    rank,
+                )
+            )
             continue
         first = got if first is None else first
         scale = float(got @ right / (right @ right))
         along = np.abs(got - scale * right).max() <= 1e-3 * np.abs(right).max()
         if not 0.1 < scale < 2.0 * case.world_size or not along:
-            findings.append(Finding(
-                f"{story} that is not the gradient of the global batch, on whatever scale.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{story} that is not the gradient of the global batch, on whatever scale.",
+                    rank,
+                )
+            )
         elif np.abs(got - first).max() > 1e-5 * np.abs(right).max():
             findings.append(Finding(f"{story} this rank has another gradient than rank 0.", rank))
     return findings

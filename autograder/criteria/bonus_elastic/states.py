@@ -27,8 +27,12 @@ def draw_reshard(draw: Draw) -> list[Values]:
         rng = draw.private(rank)
         asked = [[4, 2, 4 * int(rng.integers(3, 9))]]
         asked += [[m, n, int(rng.integers(30, 70)) * m + 1] for m, n in ((2, 3), (3, 2), (5, 3))]
-        asked += [[3, 5, int(rng.integers(2, 4))], [1, 4, int(rng.integers(9, 30))],
-                  [4, 1, int(rng.integers(9, 30))], [3, 3, int(rng.integers(9, 30))]]  # fmt: skip
+        asked += [
+            [3, 5, int(rng.integers(2, 4))],
+            [1, 4, int(rng.integers(9, 30))],
+            [4, 1, int(rng.integers(9, 30))],
+            [3, 3, int(rng.integers(9, 30))],
+        ]
         names = [f"v{n}" for n in rng.permutation(100)[:2]]
         values: Values = {"asked": asked, "names": names}
         for number, (_, _, numel) in enumerate(asked):
@@ -64,11 +68,13 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
         if not isinstance(fresh, list | tuple) or len(fresh) != after:
             raise TypeError(f"reshard: expected a list of {after} dicts")
         sizes = []
-        answer["same"].append(all(
-            set(state) == set(states[0])
-            and all(state[key] == states[0][key] for key in ("count", "word"))
-            for state in fresh
-        ))  # fmt: skip
+        answer["same"].append(
+            all(
+                set(state) == set(states[0])
+                and all(state[key] == states[0][key] for key in ("count", "word"))
+                for state in fresh
+            )
+        )
         for rank, state in enumerate(fresh):
             for name in inputs["names"]:
                 part = state[name]
@@ -102,9 +108,9 @@ def judge_reshard(case: Case) -> list[Finding]:
                     break
             else:
                 if item_of(answer.get("same"), number) is not True:
-                    findings.append(Finding(
-                        f"{story}: every new rank should get what is no vector.", rank
-                    ))  # fmt: skip
+                    findings.append(
+                        Finding(f"{story}: every new rank should get what is no vector.", rank)
+                    )
                     break
                 if item_of(answer.get("unchanged"), number) is True:
                     continue
@@ -156,10 +162,15 @@ def judge_own(case: Case) -> list[Finding]:
             if enough and all(0 <= held <= 8 * count + SLACK_BYTES for count, held in pairs):
                 continue
             held = max(held for _, held in pairs)
-            findings.append(Finding(
-                f"{numel} numbers from {before} ranks to {after}: a part of "
-                f"{-(-numel // after)} holds {held} bytes. It is a view of the whole vector, and "
-                "torch.save writes all of what a view looks at: clone it.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{numel} numbers from {before} ranks to {after}: a part of "
+                    f"{-(-numel // after)} holds {held} bytes. It is a view of the whole vector, "
+                    "and "
+                    "torch.save writes all of what a view looks at: clone it.",
+                    rank,
+                )
+            )
             break
     return findings
 
@@ -222,9 +233,12 @@ def judge_adam(case: Case) -> list[Finding]:
             optimizer.step()
         before, after = given["ranks"]
         oracle.close(
-            findings, rank,
+            findings,
+            rank,
             f"parameters after {BEFORE} steps of AdamW on {before} ranks and {AFTER} on {after}",
-            answer.get("p"), parameter.detach().numpy(), dtype="float64",
+            answer.get("p"),
+            parameter.detach().numpy(),
+            dtype="float64",
             hint="Its count of steps is no vector: it is not cut, and every new rank gets it.",
-        )  # fmt: skip
+        )
     return findings

@@ -79,9 +79,14 @@ def judge_stop(case: Case) -> list[Finding]:
             hint = "Ranks that disagree hang: one leaves, the others wait for it."
             if not heard:
                 hint = "Nobody was told to stop; what an earlier run was told is over."
-            findings.append(Finding(
-                f"the signal came before step {heard or 'none'}: expected {right} after steps 0 "
-                f"to {STEPS - 1} on every rank, got {got}. {hint}", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"the signal came before step {heard or 'none'}: expected {right} after steps "
+                    "0 "
+                    f"to {STEPS - 1} on every rank, got {got}. {hint}",
+                    rank,
+                )
+            )
         if findings:
             break
     return findings

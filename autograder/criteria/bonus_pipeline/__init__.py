@@ -9,13 +9,19 @@ from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.criterion import Criterion, Lab
 
 _schedule = partial(
-    Criterion, task="Task 2, two schedules", draw=plan.draw_schedules,
-    observe=plan.observe_schedules, world="none",
-)  # fmt: skip
+    Criterion,
+    task="Task 2, two schedules",
+    draw=plan.draw_schedules,
+    observe=plan.observe_schedules,
+    world="none",
+)
 _run = partial(Criterion, task="Task 4, the pipeline", observe=values.observe_gradients)
 _run_emulated = partial(
-    _run, world="emulated", plan=charge_plan, deadline_s=40.0,
-)  # fmt: skip
+    _run,
+    world="emulated",
+    plan=charge_plan,
+    deadline_s=40.0,
+)
 _real = partial(_run, deadline_s=20.0)
 
 LAB = Lab(

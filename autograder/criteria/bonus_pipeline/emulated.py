@@ -83,9 +83,10 @@ def _rows(case: Case, source: int, target: int) -> np.ndarray:
     """The micro-batches that one rank has sent to another: one row of numbers each."""
     m = len(case.inputs[0]["cases"][0]["sizes"])
     sent = [
-        c.payloads.get(source) for c in case.trace.collectives
+        c.payloads.get(source)
+        for c in case.trace.collectives
         if c.kind == "send" and c.ranks == (source, target) and c.nbytes >= MESSAGE_BYTES
-    ]  # fmt: skip
+    ]
     size = SAMPLES * WIDTH
     numbers = carried.numbers_in([p for p in sent if p is not None], "float64", (m + 1) * size)
     return numbers[: numbers.size // size * size].reshape(-1, size)
@@ -100,20 +101,26 @@ def _wrong_content(case: Case) -> list[Finding]:
         on, back = _rows(case, border, border + 1), _rows(case, border + 1, border)
         for i, part in enumerate(h.split(SAMPLES)):
             if not np.isclose(on, part.numpy().ravel(), rtol=1e-6, atol=1e-9).all(axis=1).any():
-                return [Finding(
-                    f"the activation of micro-batch {i} was not in what this rank sent to rank "
-                    f"{border + 1}.", border,
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        f"the activation of micro-batch {i} was not in what this rank sent to rank "
+                        f"{border + 1}.",
+                        border,
+                    )
+                ]
         for i, part in enumerate(grad.split(SAMPLES)):
             wanted = part.numpy().ravel()
             factors = np.clip(back, -1e30, 1e30) @ wanted / (wanted @ wanted)
             off = np.abs(back - factors[:, None] * wanted).max(axis=1, initial=0.0)
             if not (off <= 1e-6 * np.abs(factors) * np.abs(wanted).max())[factors != 0].any():
-                return [Finding(
-                    f"the gradient of micro-batch {i}'s activation was not in what this rank sent "
-                    f"to rank {border}: it is the .grad of what was received, after backward.",
-                    border + 1,
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        f"the gradient of micro-batch {i}'s activation was not in what this rank "
+                        "sent "
+                        f"to rank {border}: it is the .grad of what was received, after backward.",
+                        border + 1,
+                    )
+                ]
     return []
 
 
@@ -122,13 +129,18 @@ def judge_messages(case: Case) -> list[Finding]:
     findings = _trouble(case)
     n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
     others = {
-        e.collective for events in case.trace.events for e in events
+        e.collective
+        for events in case.trace.events
+        for e in events
         if e.kind == "issue" and e.collective not in ("send", "recv") and e.nbytes > SLACK_BYTES
-    }  # fmt: skip
+    }
     if not findings and others:
-        return [Finding(
-            f"activations went through {sorted(others)[0]}: what only a neighbour needs is sent."
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"activations went through {sorted(others)[0]}: what only a neighbour needs is "
+                "sent."
+            )
+        ]
     for rank in range(n) if not findings else ():
         sent = {peer: 0 for peer in range(n)}
         for e in _sends(case, rank):
@@ -141,9 +153,12 @@ def judge_messages(case: Case) -> list[Finding]:
             why = f"{m} {what} of {MESSAGE_BYTES} bytes each." if expected else "No neighbours."
             if rank == 0 and peer == n - 1 and n > 2:
                 why = "Before the first stage there is nobody who wants a gradient."
-            findings.append(Finding(
-                f"this rank sent {num_bytes} bytes to rank {peer}, expected {expected}. {why}", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"this rank sent {num_bytes} bytes to rank {peer}, expected {expected}. {why}",
+                    rank,
+                )
+            )
     return findings or _wrong_content(case)
 
 
@@ -187,18 +202,22 @@ def judge_time(case: Case) -> list[Finding]:
     spans = [
         timeline.event_times[rank][index]
         for rank, events in enumerate(case.trace.events)
-        for index, e in enumerate(events) if e.kind == "compute"
-    ]  # fmt: skip
+        for index, e in enumerate(events)
+        if e.kind == "compute"
+    ]
     took_s = max(end for _, end in spans) - min(start for start, _ in spans)
     busy_s = m * (FORWARD_S + BACKWARD_S)
     best_s = busy_s + (n - 1) * (FORWARD_S + BACKWARD_S + 2 * MESSAGE_S)
     if took_s > MOST_TIME * best_s:
-        return [Finding(
-            f"{n} stages, {m} micro-batches of {1e3 * (FORWARD_S + BACKWARD_S):g} ms: took "
-            f"{took_s * 1e3:.2f} ms of virtual time, {best_s * 1e3:.2f} ms are possible (idle "
-            f"{1 - busy_s / took_s:.0%} instead of {1 - busy_s / best_s:.0%}). Does a rank wait "
-            "until a message has arrived before it goes on computing?"
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"{n} stages, {m} micro-batches of {1e3 * (FORWARD_S + BACKWARD_S):g} ms: took "
+                f"{took_s * 1e3:.2f} ms of virtual time, {best_s * 1e3:.2f} ms are possible (idle "
+                f"{1 - busy_s / took_s:.0%} instead of {1 - busy_s / best_s:.0%}). Does a rank "
+                "wait "
+                "until a message has arrived before it goes on computing?"
+            )
+        ]
     if took_s < 0.95 * best_s:
         return [Finding(f"it took {took_s * 1e3:.2f} ms of virtual time: too little to be true.")]
     return []
@@ -211,10 +230,14 @@ def _wrong_order(case: Case) -> list[Finding]:
         did = [(e.direction, e.layer) for e in events if e.kind == "compute"]
         steps = case.inputs[rank]["cases"][0]["schedule"]
         if did != [(what, rank) for what, _ in steps]:
-            findings.append(Finding(
-                f"{len(did)} forward and backward passes, in another order than the {len(steps)} "
-                "of the schedule.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{len(did)} forward and backward passes, in another order than the "
+                    f"{len(steps)} "
+                    "of the schedule.",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -233,18 +256,24 @@ def _wrong_activations(case: Case) -> list[Finding]:
         sent = [
             np.asarray(c.payloads[rank], dtype=np.float64).ravel()
             for c in case.trace.collectives
-            if c.kind == "send" and c.ranks == (rank, rank + 1) and c.nbytes >= MESSAGE_BYTES
+            if c.kind == "send"
+            and c.ranks == (rank, rank + 1)
+            and c.nbytes >= MESSAGE_BYTES
             and c.payloads.get(rank) is not None
-        ]  # fmt: skip
+        ]
         right = [h.split(SAMPLES)[i].numpy().ravel() for i in order]
         if len(sent) != len(right) or not all(
             a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=1e-9)
             for a, b in zip(sent, right, strict=True)
         ):
-            return [Finding(
-                f"the {len(right)} activations of this stage, one message each in the order of its "
-                f"forwards, did not reach rank {rank + 1}.", rank,
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"the {len(right)} activations of this stage, one message each in the order of "
+                    "its "
+                    f"forwards, did not reach rank {rank + 1}.",
+                    rank,
+                )
+            ]
     return []
 
 

@@ -70,10 +70,16 @@ def judge_bubble(case: Case) -> list[Finding]:
         if compare(findings, rank, "bubble_fraction", got, share, rtol=1e-9, atol=0.0, hint=hint):
             idle = np.array([(p - 1) * (f + b) for p, _, f, b in cases])
             compare(
-                findings, rank, "idle_seconds", answer.get("seconds"), idle, rtol=1e-9, atol=0.0,
+                findings,
+                rank,
+                "idle_seconds",
+                answer.get("seconds"),
+                idle,
+                rtol=1e-9,
+                atol=0.0,
                 hint="A rank waits P - 1 forwards until its turn comes or the gradients do, and "
                 "as many backwards; how many micro-batches there are does not matter.",
-            )  # fmt: skip
+            )
     return findings
 
 
@@ -96,10 +102,13 @@ def judge_choice(case: Case) -> list[Finding]:
             right = max(1, math.ceil((p - 1) * (1 - bubble) / bubble))
             got = found[number] if isinstance(found, list) and number < len(found) else None
             if type(got) is not int or got != right:
-                findings.append(Finding(
-                    f"{p:.0f} stages, a bubble of {bubble} at most: expected {right}, got {got}.",
-                    rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{p:.0f} stages, a bubble of {bubble} at most: expected {right}, got "
+                        f"{got}.",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -121,14 +130,25 @@ def judge_bytes(case: Case) -> list[Finding]:
         ways = np.array([min(p - 1, 2) for p, _, _ in sizes])
         sent = ways * np.array([m * size for _, m, size in sizes], dtype=np.float64)
         if compare(
-            findings, rank, f"pipeline_bytes of {CASES} cases", answer.get("pipeline"), sent,
-            rtol=1e-9, atol=0.0,
+            findings,
+            rank,
+            f"pipeline_bytes of {CASES} cases",
+            answer.get("pipeline"),
+            sent,
+            rtol=1e-9,
+            atol=0.0,
             hint="A rank in the middle sends M activations on and M gradients back; with two "
             "stages each rank sends one of the two.",
-        ):  # fmt: skip
+        ):
             ring = np.array([2 * (n - 1) / n * size for n, _, size in sizes])
             compare(
-                findings, rank, f"data_parallel_bytes of {CASES} cases", answer.get("data"), ring,
-                rtol=1e-9, atol=0.0, hint="An all-reduce sends 2 (N - 1) / N of the gradients.",
-            )  # fmt: skip
+                findings,
+                rank,
+                f"data_parallel_bytes of {CASES} cases",
+                answer.get("data"),
+                ring,
+                rtol=1e-9,
+                atol=0.0,
+                hint="An all-reduce sends 2 (N - 1) / N of the gradients.",
+            )
     return findings

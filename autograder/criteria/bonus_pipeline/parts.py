@@ -35,9 +35,12 @@ def draw_stages(draw: Draw, widths: list[int]) -> list[Values]:
     """Per rank the parameters of its stage; widths[r] goes in, widths[r + 1] comes out."""
     rng, inputs = draw.shared("weights"), []
     for fan_in, fan_out in pairwise(widths):
-        inputs.append({
-            "w": rng.normal(0, fan_in**-0.5, (fan_out, fan_in)), "b": rng.normal(0, 0.3, fan_out),
-        })  # fmt: skip
+        inputs.append(
+            {
+                "w": rng.normal(0, fan_in**-0.5, (fan_out, fan_in)),
+                "b": rng.normal(0, 0.3, fan_out),
+            }
+        )
     return inputs
 
 
@@ -140,10 +143,14 @@ def judge_direction(
             findings.append(Finding(f"{what}: no finite gradients came back.", rank))
             continue
         if not grads.any():
-            findings.append(Finding(
-                f"{what}: the stage has no gradients. Does the activation that was received ask "
-                "for a gradient, and does its .grad go back?", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{what}: the stage has no gradients. Does the activation that was received "
+                    "ask "
+                    "for a gradient, and does its .grad go back?",
+                    rank,
+                )
+            )
             continue
         if factor is None:
             factor = scale_of(grads, expected[rank])

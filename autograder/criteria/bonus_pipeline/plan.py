@@ -50,7 +50,7 @@ def least_cost(costs: list[int], stages: int) -> int:
                 default=float("inf"),
             )
             for i in range(len(sums))
-        ]  # fmt: skip
+        ]
     return int(best[-1])
 
 
@@ -58,11 +58,13 @@ def observe_cut(cut_layers: Any, inputs: Values, context: Context) -> Values:
     """Begin and end of every stage."""
     return {
         "cuts": [
-            [[integer(begin, "begin"), integer(end, "end")]
-             for begin, end in cut_layers(list(costs), stages)]
+            [
+                [integer(begin, "begin"), integer(end, "end")]
+                for begin, end in cut_layers(list(costs), stages)
+            ]
             for costs, stages in inputs["cases"]
         ]
-    }  # fmt: skip
+    }
 
 
 def judge_cut(case: Case) -> list[Finding]:

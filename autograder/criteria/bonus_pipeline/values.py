@@ -130,10 +130,13 @@ def judge_scale(case: Case) -> list[Finding]:
                 why = " The loss was divided by M twice."
             elif abs(factor * case.world_size - m) < 1e-6 * m:
                 why = " They were divided by the number of stages instead of micro-batches."
-            return [Finding(
-                f"{m} micro-batches: the gradients are {factor:.6g} times those of the batch's "
-                f"mean loss.{why}", last,
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"{m} micro-batches: the gradients are {factor:.6g} times those of the batch's "
+                    f"mean loss.{why}",
+                    last,
+                )
+            ]
     return []
 
 
@@ -147,10 +150,13 @@ def judge_uneven(case: Case) -> list[Finding]:
         return [Finding("no finite gradients came back.", last)]
     off = np.abs(grads - parts.scale_of(grads, expected) * expected).max()
     if not grads.any() or off > 1e-8 * np.abs(grads).max():
-        return [Finding(
-            f"micro-batches of {sizes} samples: the gradients do not have the direction of the "
-            "batch's. A micro-batch of n out of N samples counts n / N, not 1 / M.", last,
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"micro-batches of {sizes} samples: the gradients do not have the direction of the "
+                "batch's. A micro-batch of n out of N samples counts n / N, not 1 / M.",
+                last,
+            )
+        ]
     return []
 
 
@@ -179,10 +185,13 @@ def judge_loss(case: Case) -> list[Finding]:
                 why = " Only the last rank knows it: let it tell the others."
             elif type(got) is float and abs(got - m * right) < 1e-5 * m * right:
                 why = " That is the sum over micro-batches, not their mean."
-            findings.append(Finding(
-                f"{m} micro-batches: the loss of the batch is {right:.6g}, returned was "
-                f"{got if got is None else str(got)[:20]}.{why}", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{m} micro-batches: the loss of the batch is {right:.6g}, returned was "
+                    f"{got if got is None else str(got)[:20]}.{why}",
+                    rank,
+                )
+            )
         if findings:
             break
     return findings
@@ -230,21 +239,30 @@ def judge_accumulate(case: Case) -> list[Finding]:
         rest = before - (before @ along) * along
         share = float(grads @ rest / (rest @ rest))
         if abs(share - 1) > 1e-6:
-            findings.append(Finding(
-                f"of the gradients that were there before the call, {share:.2g} times are there "
-                "after it: expected 1. run_pipeline adds to .grad; who calls it decides when to "
-                "clear.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"of the gradients that were there before the call, {share:.2g} times are "
+                    "there "
+                    "after it: expected 1. run_pipeline adds to .grad; who calls it decides when "
+                    "to "
+                    "clear.",
+                    rank,
+                )
+            )
         elif rank == case.world_size - 1:
             added = grads - before
             factor = parts.scale_of(added, expected[rank])
             off = np.abs(added - factor * expected[rank]).max()
             # `before` is what rounds here: it may be far larger than what was added to it.
             if not 1e-6 < factor < 1e6 or off > 1e-8 * np.abs(grads).max():
-                findings.append(Finding(
-                    "gradients were there before the call, and what it has added to them does not "
-                    "have the direction of the batch's gradients.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        "gradients were there before the call, and what it has added to them does "
+                        "not "
+                        "have the direction of the batch's gradients.",
+                        rank,
+                    )
+                )
     return findings
 
 

@@ -17,18 +17,28 @@ from autograder.criteria.common.emulated import mark_steps
 from autograder.criteria.criterion import Criterion, Lab
 
 _columns = partial(
-    Criterion, task="Task 1, orthonormal columns", world="none",
-    observe=columns.observe_columns, judge=columns.judge_columns,
-)  # fmt: skip
+    Criterion,
+    task="Task 1, orthonormal columns",
+    world="none",
+    observe=columns.observe_columns,
+    judge=columns.judge_columns,
+)
 _power = partial(
-    Criterion, task="Task 3, one step of the power iteration",
-    draw=power.draw_steps, observe=power.observe,
-)  # fmt: skip
+    Criterion,
+    task="Task 3, one step of the power iteration",
+    draw=power.draw_steps,
+    observe=power.observe,
+)
 _model = partial(Criterion, task="Task 5, a whole model", observe=model.observe_steps)
 _traffic = partial(
-    Criterion, task="Task 5, a whole model", draw=traffic.draw, plan=mark_steps,
-    observe=traffic.observe, world="emulated", deadline_s=40.0,
-)  # fmt: skip
+    Criterion,
+    task="Task 5, a whole model",
+    draw=traffic.draw,
+    plan=mark_steps,
+    observe=traffic.observe,
+    world="emulated",
+    deadline_s=40.0,
+)
 _feedback = partial(Criterion, task="Task 6, error feedback", observe=feedback.observe)
 _planning = partial(
     Criterion, task="Task 8, bytes and seconds", draw=training.draw_planning, world="none"

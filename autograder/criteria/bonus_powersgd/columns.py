@@ -53,19 +53,31 @@ def _matrix(rng: np.random.Generator, kind: str) -> np.ndarray:
 
 def draw_columns(draw: Draw) -> list[Values]:
     """Matrices whose columns are independent."""
-    return _matrices(draw, [
-        ("random numbers", "float32"), ("random numbers", "float64"), ("one column", "float32"),
-        ("square", "float32"), ("tiny numbers", "float32"),
-        ("columns of different length", "float64"),
-    ])  # fmt: skip
+    return _matrices(
+        draw,
+        [
+            ("random numbers", "float32"),
+            ("random numbers", "float64"),
+            ("one column", "float32"),
+            ("square", "float32"),
+            ("tiny numbers", "float32"),
+            ("columns of different length", "float64"),
+        ],
+    )
 
 
 def draw_dependent(draw: Draw) -> list[Values]:
     """Matrices whose columns are not."""
-    return _matrices(draw, [
-        ("zeros", "float32"), ("one column of zeros", "float32"), ("two equal columns", "float32"),
-        ("a matrix of rank 1", "float32"), ("a matrix of rank 1", "float64"),
-    ])  # fmt: skip
+    return _matrices(
+        draw,
+        [
+            ("zeros", "float32"),
+            ("one column of zeros", "float32"),
+            ("two equal columns", "float32"),
+            ("a matrix of rank 1", "float32"),
+            ("a matrix of rank 1", "float64"),
+        ],
+    )
 
 
 def observe_columns(orthonormalise: Any, inputs: Values, context: Context) -> Values:
@@ -89,9 +101,11 @@ def judge_columns(case: Case) -> list[Finding]:
             if problem is None and not np.array_equal(answer.get(f"before/{number}", ()), matrix):
                 problem = "the argument was changed; work on a copy."
             if problem:
-                findings.append(Finding(
-                    f"orthonormalise of {kind}, {dtype} {list(matrix.shape)}: {problem}", rank
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"orthonormalise of {kind}, {dtype} {list(matrix.shape)}: {problem}", rank
+                    )
+                )
                 break
     return findings
 
@@ -181,9 +195,15 @@ def judge_mean(case: Case) -> list[Finding]:
                 got = answer.get(name)
                 hint = oracle.explain_gradient(got, mean, own, case.world_size)
                 if not oracle.close(
-                    findings, rank, f"mean of tensor {i}, shape {list(own.shape)}", got, mean,
-                    dtype="float32" if letter == "a" else "float64", hint=hint, terms=everyone,
-                ):  # fmt: skip
+                    findings,
+                    rank,
+                    f"mean of tensor {i}, shape {list(own.shape)}",
+                    got,
+                    mean,
+                    dtype="float32" if letter == "a" else "float64",
+                    hint=hint,
+                    terms=everyone,
+                ):
                     break
                 if not np.array_equal(answer.get(f"before/{name}", ()), own):
                     findings.append(Finding(f"tensor {i} of the arguments was changed.", rank))
@@ -238,11 +258,13 @@ def judge_shapes(case: Case) -> list[Finding]:
             got = said[number] if isinstance(said, list) and number < len(said) else "nothing"
             if got != expected:
                 n, m = shape[0] if shape else 1, math.prod(shape[1:])
-                findings.append(Finding(
-                    f"matrix_shape({tuple(shape)}, {r}): expected {_pair(expected)}, got "
-                    f"{_pair(got)}. Compressed it has {r * (n + m)} numbers, as it is {n * m}.",
-                    rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"matrix_shape({tuple(shape)}, {r}): expected {_pair(expected)}, got "
+                        f"{_pair(got)}. Compressed it has {r * (n + m)} numbers, as it is {n * m}.",
+                        rank,
+                    )
+                )
                 break
     return findings
 

@@ -74,18 +74,27 @@ def judge_telescope(case: Case) -> list[Finding]:
             if not any(error.any() for error in left):
                 hint = "All errors are zero: what was not sent is lost."
             if _is_nothing(applied, true):
-                findings.append(Finding(
-                    f"parameter {i}: the gradients after {steps} steps are all zero. Nothing was "
-                    "applied, so all of it is late.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"parameter {i}: the gradients after {steps} steps are all zero. Nothing "
+                        "was "
+                        "applied, so all of it is late.",
+                        rank,
+                    )
+                )
                 break
             # The tolerance comes from the true means: what was applied is the rank's to say.
             if not oracle.close(
-                findings, rank,
+                findings,
+                rank,
                 f"parameter {i}: the sum of {steps} applied gradients + the mean error, held "
                 "against the sum of the true means",
-                total, true, dtype="float32", hint=hint, terms=means,
-            ):  # fmt: skip
+                total,
+                true,
+                dtype="float32",
+                hint=hint,
+                terms=means,
+            ):
                 break
         if findings:
             break
@@ -111,10 +120,13 @@ def judge_errors(case: Case) -> list[Finding]:
                 )
                 return findings
             if compressed and _is_nothing([applied], own):
-                findings.append(Finding(
-                    f"the gradient of parameter {i}, {shape}, is zero after the first step: "
-                    "nothing was applied.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"the gradient of parameter {i}, {shape}, is zero after the first step: "
+                        "nothing was applied.",
+                        rank,
+                    )
+                )
                 return findings
             got = answer.get(f"e0/{i}")
             hint = "" if compressed else "It is not compressed, so nothing is left of it."
@@ -210,14 +222,18 @@ def judge_resume(case: Case) -> list[Finding]:
     for step in range(BEFORE, BEFORE + AFTER):
         for rank, answer in enumerate(case.answers):
             applied = [
-                answer.get(f"on{step}/{i}") for i, shape in enumerate(case.inputs[0]["shapes"])
+                answer.get(f"on{step}/{i}")
+                for i, shape in enumerate(case.inputs[0]["shapes"])
                 if expected_shape(shape, case.inputs[0]["rank"]) is not None
-            ]  # fmt: skip
+            ]
             if not any(isinstance(a, np.ndarray) and a.any() for a in applied):
-                return [Finding(
-                    "after a step all gradients that are compressed are zero: nothing was applied.",
-                    rank,
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        "after a step all gradients that are compressed are zero: nothing was "
+                        "applied.",
+                        rank,
+                    )
+                ]
         for i, shape in enumerate(case.inputs[0]["shapes"]):
             for rank, answer in enumerate(case.answers):
                 on = _array(answer, f"on{step}/{i}", shape)
@@ -227,12 +243,15 @@ def judge_resume(case: Case) -> list[Finding]:
                     )
                     return findings
                 oracle.close(
-                    findings, rank,
+                    findings,
+                    rank,
                     f"gradient of parameter {i}, step {step - BEFORE} after the checkpoint, held "
                     "against the same step without one",
-                    answer.get(f"again{step}/{i}"), on, dtype="float32",
+                    answer.get(f"again{step}/{i}"),
+                    on,
+                    dtype="float32",
                     hint="Two things have to come back: every Q, and this rank's errors.",
-                )  # fmt: skip
+                )
             if findings:
                 return findings
     return findings

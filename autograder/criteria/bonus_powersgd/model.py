@@ -88,8 +88,11 @@ def start_of(case: Case, i: int, columns: int) -> list[np.ndarray] | Finding:
         q = answer.get(f"q/{i}")
         if not isinstance(q, np.ndarray) or q.dtype.kind != "f" or q.shape != wanted:
             got = list(q.shape) if isinstance(q, np.ndarray) else "nothing"
-            return Finding(f"q_of({i}) before the first step: expected shape {list(wanted)}, got "
-                           f"{got if got != [0] else None}.", rank)  # fmt: skip
+            return Finding(
+                f"q_of({i}) before the first step: expected shape {list(wanted)}, got "
+                f"{got if got != [0] else None}.",
+                rank,
+            )
         if not np.isfinite(q).all() or np.abs(q).max(initial=0.0) > 1e6:
             return Finding(f"q_of({i}) before the first step is not finite, or huge.", rank)
         starts.append(q.astype(np.float64))
@@ -162,10 +165,13 @@ def judge_vectors(case: Case) -> list[Finding]:
         for rank, answer in enumerate(case.answers):
             q = answer.get(f"q/{i}")
             if not isinstance(q, np.ndarray) or q.size:
-                findings.append(Finding(
-                    f"q_of({i}): a parameter of shape {shape} is not compressed, expected None.",
-                    rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"q_of({i}): a parameter of shape {shape} is not compressed, expected "
+                        "None.",
+                        rank,
+                    )
+                )
                 continue
             for step in range(case.inputs[0]["steps"]):
                 name = f"g{step}/{i}"

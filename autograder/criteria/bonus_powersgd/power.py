@@ -71,10 +71,13 @@ def judge_basis(case: Case) -> list[Finding]:
             ):
                 problem = "the matrix was changed; work on a copy."
             if problem:
-                findings.append(Finding(
-                    f"P of matrix {i}, held against the mean over ranks of M Q: {problem} "
-                    "Take the mean first, then orthonormalise.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"P of matrix {i}, held against the mean over ranks of M Q: {problem} "
+                        "Take the mean first, then orthonormalise.",
+                        rank,
+                    )
+                )
     return findings
 
 
@@ -96,10 +99,13 @@ def judge_factor(case: Case) -> list[Finding]:
         ps = [answer.get(f"p{i}") for answer in case.answers]
         bad = [rank for rank, p in enumerate(ps) if not _usable(p, shape)]
         if bad:
-            findings.append(Finding(
-                f"P of matrix {i}: expected {list(shape)} finite numbers in columns that are "
-                "independent and of length 1, so Q cannot be judged.", bad[0],
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"P of matrix {i}: expected {list(shape)} finite numbers in columns that are "
+                    "independent and of length 1, so Q cannot be judged.",
+                    bad[0],
+                )
+            )
             continue
         local = [
             values[f"m{i}"].astype(np.float64).T @ p.astype(np.float64)  # pyright: ignore
@@ -110,9 +116,13 @@ def judge_factor(case: Case) -> list[Finding]:
             got = answer.get(f"q{i}")
             hint = oracle.explain_gradient(got, mean, local[rank], n).replace("gradient", "product")
             if not oracle.close(
-                findings, rank, f"Q of matrix {i}, held against the mean of M^T P", got, mean,
+                findings,
+                rank,
+                f"Q of matrix {i}, held against the mean of M^T P",
+                got,
+                mean,
                 hint=hint,
-            ):  # fmt: skip
+            ):
                 break
             start = case.inputs[rank][f"q{i}"]
             if not np.array_equal(answer.get(f"before/q{i}", ()), start):

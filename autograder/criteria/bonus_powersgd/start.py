@@ -48,19 +48,26 @@ def judge_seed(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         if answer.get("moved") is not False:
-            findings.append(Finding(
-                "torch's global generator was moved or seeded. Dropout draws from it: use a "
-                "torch.Generator of your own.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "torch's global generator was moved or seeded. Dropout draws from it: use a "
+                    "torch.Generator of your own.",
+                    rank,
+                )
+            )
         for i, shape in enumerate(PLAIN):
             wanted = (int(np.prod(shape[1:])), case.inputs[0]["rank"])
             qs = [answer.get(f"{number}/{i}") for number in range(3)]
             zero = case.answers[0].get(f"0/{i}")
             if not all(_is_start(q, wanted) for q in qs):
-                findings.append(Finding(
-                    f"q_of({i}): expected {list(wanted)} finite random numbers, with columns that "
-                    "are independent.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"q_of({i}): expected {list(wanted)} finite random numbers, with columns "
+                        "that "
+                        "are independent.",
+                        rank,
+                    )
+                )
                 break
             problem = None
             if not _same(qs[0], zero, 1e-6):
@@ -139,11 +146,15 @@ def judge_warm(case: Case) -> list[Finding]:
             if oracle.close([], 0, "", got, mean.reshape(shape)):
                 hint = "That is the exact mean: it was not compressed."
             if not oracle.close(
-                findings, rank,
+                findings,
+                rank,
                 f"gradient of parameter {i} in step {WARM_STEPS - 1}, held against the best "
                 f"approximation of rank {WARM_RANK}",
-                got, best.reshape(shape), dtype="float32", hint=hint,
-            ):  # fmt: skip
+                got,
+                best.reshape(shape),
+                dtype="float32",
+                hint=hint,
+            ):
                 break
     return findings
 
@@ -183,8 +194,6 @@ def judge_revive(case: Case) -> list[Finding]:
                     )
                     if isinstance(got, np.ndarray) and not got.any():
                         hint = "Q has become zero, and M·0 is zero. Keep the old Q's column then."
-                if not oracle.close(
-                    findings, rank, what, got, mean, dtype="float32", hint=hint
-                ):  # fmt: skip
+                if not oracle.close(findings, rank, what, got, mean, dtype="float32", hint=hint):
                     return findings
     return findings

@@ -88,9 +88,10 @@ def _payloads(case: Case, rank: int, step: list[Event]) -> dict[str, np.ndarray]
     keys = {event.key for event in step}
     nothing = np.zeros(0)
     return {
-        c.key: np.asarray(c.payloads.get(rank, nothing)) for c in case.trace.collectives
+        c.key: np.asarray(c.payloads.get(rank, nothing))
+        for c in case.trace.collectives
         if c.key in keys and reaches_all(c, case.world_size)
-    }  # fmt: skip
+    }
 
 
 def _least_numbers(case: Case) -> int:
@@ -118,11 +119,15 @@ def judge_calls(case: Case) -> list[Finding]:
         most = max(len(step) for step in steps)
         if most > MOST_CALLS:
             tensors = len(case.inputs[0]["shapes"])
-            findings.append(Finding(
-                f"a step took {most} collectives for {tensors} parameters, expected at most "
-                f"{MOST_CALLS}: all P together, all Q together, and all that is not compressed. "
-                "Every collective costs its latency, however little it carries.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"a step took {most} collectives for {tensors} parameters, expected at most "
+                    f"{MOST_CALLS}: all P together, all Q together, and all that is not "
+                    "compressed. "
+                    "Every collective costs its latency, however little it carries.",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -145,19 +150,26 @@ def judge_bytes(case: Case) -> list[Finding]:
             hint = "What else travels?"
             if sent >= whole:
                 hint = f"Uncompressed it would be {whole}."
-            findings.append(Finding(
-                f"a step sent {sent:.0f} bytes, expected {least}: {rank_r} (n + m) numbers for "
-                f"each matrix that is worth it, and the others as they are. {hint}", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"a step sent {sent:.0f} bytes, expected {least}: {rank_r} (n + m) numbers for "
+                    f"each matrix that is worth it, and the others as they are. {hint}",
+                    rank,
+                )
+            )
             continue
         for number, step in enumerate(steps):
             missing = _missing_vector(case, rank, number, step)
             if case.world_size > 1 and missing is not None:
-                findings.append(Finding(
-                    f"step {number}: the gradient of parameter {missing}, shape "
-                    f"{shapes[missing]}, is in nothing that this rank sent. It is not compressed, "
-                    "so it has to travel as it is.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"step {number}: the gradient of parameter {missing}, shape "
+                        f"{shapes[missing]}, is in nothing that this rank sent. It is not "
+                        "compressed, "
+                        "so it has to travel as it is.",
+                        rank,
+                    )
+                )
                 break
     return findings
 

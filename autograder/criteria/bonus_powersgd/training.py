@@ -29,14 +29,16 @@ def draw_planning(draw: Draw) -> list[Values]:
             width = int(rng.integers(64, 512))
             shapes = [[3 * width, width], [3 * width], [int(rng.integers(8, 64)), width, 3, 3]]
             shapes += [[width], [2, 3], [width, int(rng.integers(100, 4000))]]
-            cases.append({
-                "shapes": shapes,
-                "rank": int(rng.integers(1, 9)),
-                "world_size": int(rng.integers(3, 100)),
-                "latency_s": float(10 ** rng.uniform(-6, -3)),
-                "bandwidth": float(10 ** rng.uniform(8, 11)),
-                "compress_s": float(10 ** rng.uniform(-4, -2)),
-            })  # fmt: skip
+            cases.append(
+                {
+                    "shapes": shapes,
+                    "rank": int(rng.integers(1, 9)),
+                    "world_size": int(rng.integers(3, 100)),
+                    "latency_s": float(10 ** rng.uniform(-6, -3)),
+                    "bandwidth": float(10 ** rng.uniform(8, 11)),
+                    "compress_s": float(10 ** rng.uniform(-4, -2)),
+                }
+            )
         inputs.append({"cases": cases})
     return inputs
 
@@ -75,14 +77,26 @@ def judge_numbers(case: Case) -> list[Finding]:
         for i, each in enumerate(cases):
             got = said[i] if isinstance(said, list) and i < len(said) else None
             if got != expected[i]:
-                findings.append(Finding(
-                    f"numbers_sent({_shapes(each)}, {each['rank']}): expected {expected[i]}, got "
-                    f"{str(got)[:40]}.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"numbers_sent({_shapes(each)}, {each['rank']}): expected {expected[i]}, "
+                        "got "
+                        f"{str(got)[:40]}.",
+                        rank,
+                    )
+                )
                 break
         ratios = np.array([_numbers(each)[0] / _numbers(each)[1] for each in cases])
-        compare(findings, rank, "compression_ratio", answer.get("ratio"), ratios, rtol=1e-6,
-                atol=0.0, hint="All numbers of the model over those that are sent.")  # fmt: skip
+        compare(
+            findings,
+            rank,
+            "compression_ratio",
+            answer.get("ratio"),
+            ratios,
+            rtol=1e-6,
+            atol=0.0,
+            hint="All numbers of the model over those that are sent.",
+        )
     return findings
 
 
@@ -107,10 +121,16 @@ def judge_seconds(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         expected = np.array([_saved(each) for each in case.inputs[rank]["cases"]])
         compare(
-            findings, rank, "seconds_saved", answer.get("saved"), expected, rtol=1e-5, atol=1e-12,
+            findings,
+            rank,
+            "seconds_saved",
+            answer.get("saved"),
+            expected,
+            rtol=1e-5,
+            atol=1e-12,
             hint="One all-reduce has 2 (N - 1) latencies, three have three times as many; "
             "compress_s counts too.",
-        )  # fmt: skip
+        )
     return findings
 
 
@@ -168,9 +188,13 @@ def judge_train(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         own = np.array([step[rank] for step in losses])
         if not oracle.close(
-            findings, rank, "losses of this rank's batches", answer.get("losses"), own,
+            findings,
+            rank,
+            "losses of this rank's batches",
+            answer.get("losses"),
+            own,
             hint="One per batch, before the update, with fresh gradients for each.",
-        ):  # fmt: skip
+        ):
             continue
         for i, expected in enumerate(final):
             if not oracle.close(
@@ -233,19 +257,24 @@ def judge_converges(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         arrays = [answer.get(f"p{i}") for i in range(len(shapes))]
         if any(
-            not isinstance(a, np.ndarray) or a.dtype.kind != "f" or a.shape != shape
+            not isinstance(a, np.ndarray)
+            or a.dtype.kind != "f"
+            or a.shape != shape
             or not np.isfinite(a).all()
             for a, shape in zip(arrays, shapes, strict=True)
-        ):  # fmt: skip
+        ):
             findings.append(Finding("the parameters after training are not finite.", rank))
             continue
         model = oracle.mlp({f"p{i}": a for i, a in enumerate(arrays)}, torch.float64)
         loss = _loss(model, case)
         if not loss <= ENOUGH * first:
-            findings.append(Finding(
-                f"after {LONG} steps of rank 1 with error feedback the loss is {loss:.3g}, at "
-                f"first it was {first:.3g}; expected at most {ENOUGH * first:.3g}.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"after {LONG} steps of rank 1 with error feedback the loss is {loss:.3g}, at "
+                    f"first it was {first:.3g}; expected at most {ENOUGH * first:.3g}.",
+                    rank,
+                )
+            )
         elif any(
             not oracle.close([], 0, "", zero.get(f"p{i}"), np.asarray(a, dtype=np.float64))
             for i, a in enumerate(arrays)

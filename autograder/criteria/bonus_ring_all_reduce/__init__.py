@@ -13,9 +13,14 @@ _values = partial(
     Criterion, task="Task 4, the all-reduce", observe=values.observe, judge=values.judge
 )
 _traffic = partial(
-    Criterion, task="Task 4, the all-reduce", draw=traffic.draw, plan=charge_plan,
-    observe=traffic.observe, world="emulated", deadline_s=40.0,
-)  # fmt: skip
+    Criterion,
+    task="Task 4, the all-reduce",
+    draw=traffic.draw,
+    plan=charge_plan,
+    observe=traffic.observe,
+    world="emulated",
+    deadline_s=40.0,
+)
 _model = partial(Criterion, task="Task 5, seconds", draw=model.draw, world="none")
 
 LAB = Lab(

@@ -57,8 +57,10 @@ def observe_seconds(functions: Any, inputs: Values, context: Context) -> Values:
     """Both times of every case."""
     ring, tree = functions
     arguments = [_arguments(case) for case in inputs["cases"]]
-    return {"ring": np.array([float(ring(*a)) for a in arguments]),
-            "tree": np.array([float(tree(*a)) for a in arguments])}  # fmt: skip
+    return {
+        "ring": np.array([float(ring(*a)) for a in arguments]),
+        "tree": np.array([float(tree(*a)) for a in arguments]),
+    }
 
 
 def judge_seconds(case: Case) -> list[Finding]:
@@ -72,9 +74,15 @@ def judge_seconds(case: Case) -> list[Finding]:
         ):
             expected = np.array([formula(*values) for values in cases])
             compare(
-                findings, rank, f"{name}_seconds of {CASES} cases", answer.get(name), expected,
-                rtol=1e-6, atol=0.0, hint=hint,
-            )  # fmt: skip
+                findings,
+                rank,
+                f"{name}_seconds of {CASES} cases",
+                answer.get(name),
+                expected,
+                rtol=1e-6,
+                atol=0.0,
+                hint=hint,
+            )
     return findings
 
 
@@ -93,10 +101,14 @@ def judge_choice(case: Case) -> list[Finding]:
             right = "ring" if ring < tree else "tree"
             got = said[number] if isinstance(said, list) and number < len(said) else None
             if got != right:
-                findings.append(Finding(
-                    f"{_where(values)}: a ring takes {ring:.3g} s, a tree {tree:.3g} s; expected "
-                    f"{right!r}, got {got!r}.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{_where(values)}: a ring takes {ring:.3g} s, a tree {tree:.3g} s; "
+                        "expected "
+                        f"{right!r}, got {got!r}.",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -111,13 +123,20 @@ def judge_bus(case: Case) -> list[Finding]:
     """Bytes that each link carried, per second."""
     findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        expected = np.array([
-            2 * (c[1] - 1) / c[1] * c[0] / s
-            for c, s in zip(inputs["cases"], inputs["seconds"], strict=True)
-        ])  # fmt: skip
+        expected = np.array(
+            [
+                2 * (c[1] - 1) / c[1] * c[0] / s
+                for c, s in zip(inputs["cases"], inputs["seconds"], strict=True)
+            ]
+        )
         compare(
-            findings, rank, "bus_bandwidth, bytes per second", answer.get("found"), expected,
-            rtol=1e-6, atol=0.0,
+            findings,
+            rank,
+            "bus_bandwidth, bytes per second",
+            answer.get("found"),
+            expected,
+            rtol=1e-6,
+            atol=0.0,
             hint="Every link carries 2 (N - 1) / N of the tensor: divide that by the seconds.",
-        )  # fmt: skip
+        )
     return findings

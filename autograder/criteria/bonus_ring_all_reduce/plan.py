@@ -150,11 +150,14 @@ def judge_reduce(case: Case) -> list[Finding]:
                 found = f"the best chunk holds {int((held[rank] > 0).sum(axis=1).max())} ranks"
                 if (held[rank] > 1).any():
                     found = "some numbers were added twice"
-                findings.append(Finding(
-                    f"{n} ranks, after {n - 1} steps: rank {rank} has no chunk with everybody's "
-                    f"numbers in it, once each; {found}. Send on what you have just added to.",
-                    rank % case.world_size,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{n} ranks, after {n - 1} steps: rank {rank} has no chunk with "
+                        "everybody's "
+                        f"numbers in it, once each; {found}. Send on what you have just added to.",
+                        rank % case.world_size,
+                    )
+                )
                 break
         if findings:
             break
@@ -175,17 +178,23 @@ def judge_gather(case: Case) -> list[Finding]:
         for step in range(n - 1, 2 * (n - 1)):
             for rank in range(n):
                 if plan[rank][step][0] not in has[rank]:
-                    return [Finding(
-                        f"{n} ranks, step {step}: rank {rank} sends chunk {plan[rank][step][0]}, "
-                        "whose sum it does not have yet.", rank % case.world_size,
-                    )]  # fmt: skip
+                    return [
+                        Finding(
+                            f"{n} ranks, step {step}: rank {rank} sends chunk "
+                            f"{plan[rank][step][0]}, "
+                            "whose sum it does not have yet.",
+                            rank % case.world_size,
+                        )
+                    ]
             for rank in range(n):
                 has[rank].add(plan[rank][step][1])
         for rank in range(n):
             if len(has[rank]) < n:
                 missing = sorted(set(range(n)) - has[rank])
-                return [Finding(
-                    f"{n} ranks, at the end: rank {rank} lacks the sums of chunks {missing}.",
-                    rank % case.world_size,
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        f"{n} ranks, at the end: rank {rank} lacks the sums of chunks {missing}.",
+                        rank % case.world_size,
+                    )
+                ]
     return findings

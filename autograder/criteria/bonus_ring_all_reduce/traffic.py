@@ -74,11 +74,16 @@ def _without_content(case: Case) -> list[Finding]:
         numbers = carried.numbers_in(carried.payloads_of(sent, rank), "float32", 4 * count)
         found = carried.count_among(numbers, sums)
         if found < 0.98 * enough:
-            return [Finding(
-                f"this rank's messages held {found} different numbers of the ranks' tensors or of "
-                f"their sums, expected at least {enough:.0f}: what goes round is the chunk that "
-                "the rank before has sent, with its own added to it.", rank,
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"this rank's messages held {found} different numbers of the ranks' tensors or "
+                    "of "
+                    f"their sums, expected at least {enough:.0f}: what goes round is the chunk "
+                    "that "
+                    "the rank before has sent, with its own added to it.",
+                    rank,
+                )
+            ]
     return []
 
 
@@ -87,15 +92,22 @@ def _problem(case: Case) -> list[Finding]:
     if case.world_size == 1:
         return []
     total = sum(m.nbytes for rank in range(case.world_size) for m in _messages(case, rank))
-    others = sorted({
-        e.collective for events in case.trace.events for e in events
-        if e.kind == "issue" and e.collective not in ("send", "recv", "barrier")
-        and e.numel * 4 > SLACK_BYTES
-    })  # fmt: skip
+    others = sorted(
+        {
+            e.collective
+            for events in case.trace.events
+            for e in events
+            if e.kind == "issue"
+            and e.collective not in ("send", "recv", "barrier")
+            and e.numel * 4 > SLACK_BYTES
+        }
+    )
     if others:
-        return [Finding(
-            f"the tensor went through {others[0]}: only sends and receives are allowed here."
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"the tensor went through {others[0]}: only sends and receives are allowed here."
+            )
+        ]
     if total < 4 * len(case.inputs[0]["x"]):
         return [Finding(f"only {total} bytes were sent by all ranks, too few for a sum.")]
     return _without_content(case)
@@ -123,10 +135,13 @@ def judge_bytes(case: Case) -> list[Finding]:
             reason = "More than one N-th of it goes on in a step."
             if sent >= 0.98 * (n - 1) * num_bytes:
                 reason = f"That is the whole tensor, {sent / num_bytes:.1f} times."
-            findings.append(Finding(
-                f"{num_bytes} bytes on {n} ranks: this rank sent {sent} bytes, {least:.0f} are "
-                f"enough: 2 (N - 1) / N of the tensor. {reason}", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{num_bytes} bytes on {n} ranks: this rank sent {sent} bytes, {least:.0f} are "
+                    f"enough: 2 (N - 1) / N of the tensor. {reason}",
+                    rank,
+                )
+            )
     if not findings and not _sum_is_right(case):
         findings.append(Finding("the bytes are few, but the sum is not right."))
     return findings
@@ -139,10 +154,14 @@ def judge_neighbours(case: Case) -> list[Finding]:
     for rank in range(n) if not findings and n > 1 else ():
         others = {m.ranks[1] for m in _messages(case, rank)} - {(rank + 1) % n}
         if others:
-            findings.append(Finding(
-                f"this rank sent to {sorted(others)}, expected {(rank + 1) % n} only. In a ring "
-                "each link carries one stream; who sends to all shares one link among them.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"this rank sent to {sorted(others)}, expected {(rank + 1) % n} only. In a "
+                    "ring "
+                    "each link carries one stream; who sends to all shares one link among them.",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -154,11 +173,16 @@ def judge_messages(case: Case) -> list[Finding]:
     for rank in range(n) if not findings and n > 1 else ():
         largest = max((m.numel for m in _messages(case, rank)), default=0)
         if largest > chunk:
-            findings.append(Finding(
-                f"a message carried {largest} of {len(case.inputs[0]['x'])} numbers, expected at "
-                f"most {chunk}: one chunk of {n}. A rank that waits for a whole tensor before it "
-                "sends leaves its link idle.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"a message carried {largest} of {len(case.inputs[0]['x'])} numbers, expected "
+                    "at "
+                    f"most {chunk}: one chunk of {n}. A rank that waits for a whole tensor before "
+                    "it "
+                    "sends leaves its link idle.",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -173,11 +197,15 @@ def judge_time(case: Case) -> list[Finding]:
     chunk_bytes = 4 * math.ceil(len(case.inputs[0]["x"]) / n)
     best_s = 2 * (n - 1) * (LINK.latency_s + chunk_bytes / LINK.bandwidth_bytes_per_s)
     if took_s > MOST_TIME * best_s:
-        return [Finding(
-            f"it took {took_s * 1e3:.3f} ms of virtual time, a ring takes {best_s * 1e3:.3f} ms: "
-            f"{2 * (n - 1)} steps of one chunk, in each of which every rank sends and receives at "
-            "the same time."
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"it took {took_s * 1e3:.3f} ms of virtual time, a ring takes {best_s * 1e3:.3f} "
+                "ms: "
+                f"{2 * (n - 1)} steps of one chunk, in each of which every rank sends and receives "
+                "at "
+                "the same time."
+            )
+        ]
     if took_s < 0.9 * best_s:
         return [Finding(f"it took {took_s * 1e3:.3f} ms of virtual time: too little to be true.")]
     return []
@@ -222,13 +250,21 @@ def judge_hook(case: Case) -> list[Finding]:
             if not oracle.close(findings, rank, f"gradient {i}", got, mean, hint=hint):
                 break
         else:
-            reduced = [e for e in case.trace.events[rank]
-                       if e.kind == "issue" and e.collective == "all_reduce"
-                       and "float" in e.dtype and e.numel > 50]  # fmt: skip
+            reduced = [
+                e
+                for e in case.trace.events[rank]
+                if e.kind == "issue"
+                and e.collective == "all_reduce"
+                and "float" in e.dtype
+                and e.numel > 50
+            ]
             sent = sum(m.numel for m in _messages(case, rank))
             if case.world_size > 1 and (reduced or sent < STEPS * count):
-                findings.append(Finding(
-                    "the gradients did not go through sends and receives: the hook calls your "
-                    "ring_all_reduce on bucket.buffer().", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        "the gradients did not go through sends and receives: the hook calls your "
+                        "ring_all_reduce on bucket.buffer().",
+                        rank,
+                    )
+                )
     return findings

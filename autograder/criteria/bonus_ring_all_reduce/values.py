@@ -21,11 +21,13 @@ def draw_exchange(draw: Draw) -> list[Values]:
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
-        inputs.append({
-            "0": rng.normal(size=LARGE).astype(np.float32),
-            "1": rng.normal(size=3),
-            "2": rng.integers(0, 1000, size=7),
-        })  # fmt: skip
+        inputs.append(
+            {
+                "0": rng.normal(size=LARGE).astype(np.float32),
+                "1": rng.normal(size=3),
+                "2": rng.integers(0, 1000, size=7),
+            }
+        )
     return inputs
 
 
@@ -53,9 +55,14 @@ def judge_exchange(case: Case) -> list[Finding]:
             if not compare(
                 findings, rank, what, answer.get(name), expected, rtol=0.0, atol=0.0, hint=hint
             ) or not compare(
-                findings, rank, "outgoing after the exchange", answer.get(f"sent/{name}"),
-                case.inputs[rank][name], rtol=0.0, atol=0.0,
-            ):  # fmt: skip
+                findings,
+                rank,
+                "outgoing after the exchange",
+                answer.get(f"sent/{name}"),
+                case.inputs[rank][name],
+                rtol=0.0,
+                atol=0.0,
+            ):
                 break
     return findings
 
@@ -79,28 +86,44 @@ def _draw(draw: Draw, cases: list[tuple[tuple[int, ...], str, str]]) -> list[Val
 def draw_sum(draw: Draw) -> list[Values]:
     """Sizes that divide and do not, a matrix, three dtypes, one that is large."""
     rng, n = draw.shared(), draw.world_size
-    return _draw(draw, [
-        ((n * int(rng.integers(5, 9)),), "float32", "sum"),
-        ((n * int(rng.integers(30, 60)) + 1,), "float64", "sum"),
-        ((n * int(rng.integers(9, 20)) - 1,), "int64", "sum"),
-        ((int(rng.integers(3, 6)), int(rng.integers(7, 12))), "float32", "sum"),
-        ((LARGE + int(rng.integers(1, max(2, n))),), "float32", "sum"),
-    ])  # fmt: skip
+    return _draw(
+        draw,
+        [
+            ((n * int(rng.integers(5, 9)),), "float32", "sum"),
+            ((n * int(rng.integers(30, 60)) + 1,), "float64", "sum"),
+            ((n * int(rng.integers(9, 20)) - 1,), "int64", "sum"),
+            ((int(rng.integers(3, 6)), int(rng.integers(7, 12))), "float32", "sum"),
+            ((LARGE + int(rng.integers(1, max(2, n))),), "float32", "sum"),
+        ],
+    )
 
 
 def draw_ops(draw: Draw) -> list[Values]:
     """The other two operations."""
     rng, n = draw.shared(), draw.world_size
     sizes = [(n * int(k) + 1,) for k in rng.integers(4, 30, 3)]
-    return _draw(draw, [(sizes[0], "float32", "mean"), (sizes[1], "float64", "max"),
-                        (sizes[2], "float64", "mean")])  # fmt: skip
+    return _draw(
+        draw,
+        [
+            (sizes[0], "float32", "mean"),
+            (sizes[1], "float64", "max"),
+            (sizes[2], "float64", "mean"),
+        ],
+    )
 
 
 def draw_small(draw: Draw) -> list[Values]:
     """Less than one number for each rank."""
     n = draw.world_size
-    return _draw(draw, [((1,), "float32", "sum"), ((max(1, n - 1),), "float64", "sum"),
-                        ((0,), "float32", "sum"), ((), "float64", "sum")])  # fmt: skip
+    return _draw(
+        draw,
+        [
+            ((1,), "float32", "sum"),
+            ((max(1, n - 1),), "float64", "sum"),
+            ((0,), "float32", "sum"),
+            ((), "float64", "sum"),
+        ],
+    )
 
 
 def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
@@ -124,9 +147,15 @@ def judge(case: Case) -> list[Finding]:
             got = answer.get(str(number))
             hint = _why(got, expected, everyone, rank, op)
             if not oracle.close(
-                findings, rank, f"{op} of {dtype} {shape}", got, expected,
-                dtype="float64" if dtype != "float32" else dtype, hint=hint, terms=list(everyone),
-            ):  # fmt: skip
+                findings,
+                rank,
+                f"{op} of {dtype} {shape}",
+                got,
+                expected,
+                dtype="float64" if dtype != "float32" else dtype,
+                hint=hint,
+                terms=list(everyone),
+            ):
                 break
     return findings
 

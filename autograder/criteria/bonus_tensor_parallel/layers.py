@@ -133,8 +133,9 @@ def observe_heads(build: Any, inputs: Values, context: Context) -> Values:
     try:
         build(
             linear(np.zeros((3 * width, width)), np.zeros(3 * width), context),
-            linear(np.zeros((width, width)), np.zeros(width), context), uneven,
-        )  # fmt: skip
+            linear(np.zeros((width, width)), np.zeros(width), context),
+            uneven,
+        )
         answer["refused"] = False
     except ValueError:
         answer["refused"] = True
@@ -162,10 +163,14 @@ def judge_heads(case: Case) -> list[Finding]:
                 break
         else:
             if n > 1 and answer.get("refused") is not True:
-                findings.append(Finding(
-                    f"{n + 1} heads on {n} ranks: expected a ValueError. That the width divides is "
-                    "not enough.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{n + 1} heads on {n} ranks: expected a ValueError. That the width "
+                        "divides is "
+                        "not enough.",
+                        rank,
+                    )
+                )
     return findings
 
 

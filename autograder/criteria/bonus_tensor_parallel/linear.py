@@ -25,11 +25,15 @@ def draw(source: Draw) -> list[Values]:
     rng, n = source.shared(), source.world_size
     out, fan_in, other = (n * int(k) for k in rng.integers(2, 6, 3))
     values: Values = {
-        "column.w": rng.normal(size=(out, other + 1)), "column.b": rng.normal(size=out),
-        "row.w": rng.normal(size=(out + 1, fan_in)), "row.b": rng.normal(size=out + 1),
-        "column.x": rng.normal(size=(2, 3, other + 1)), "column.gy": rng.normal(size=(2, 3, out)),
-        "row.x": rng.normal(size=(2, 3, fan_in)), "row.gy": rng.normal(size=(2, 3, out + 1)),
-    }  # fmt: skip
+        "column.w": rng.normal(size=(out, other + 1)),
+        "column.b": rng.normal(size=out),
+        "row.w": rng.normal(size=(out + 1, fan_in)),
+        "row.b": rng.normal(size=out + 1),
+        "column.x": rng.normal(size=(2, 3, other + 1)),
+        "column.gy": rng.normal(size=(2, 3, out)),
+        "row.x": rng.normal(size=(2, 3, fan_in)),
+        "row.gy": rng.normal(size=(2, 3, out + 1)),
+    }
     return [dict(values) for _ in range(n)]
 
 
@@ -84,21 +88,32 @@ def judge_slices(case: Case) -> list[Finding]:
                 break
             held, wanted = answer.get(f"{kind} count"), sum(part.size for part in parts)
             if held != wanted or answer.get(f"{kind} trains") is not True:
-                findings.append(Finding(
-                    f"{kind.title()}ParallelLinear has {str(held)[:20]} numbers in its parameters, "
-                    f"expected {wanted}: weight and bias are its nn.Parameters, and nothing else.",
-                    rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{kind.title()}ParallelLinear has {str(held)[:20]} numbers in its "
+                        "parameters, "
+                        f"expected {wanted}: weight and bias are its nn.Parameters, and nothing "
+                        "else.",
+                        rank,
+                    )
+                )
             elif answer.get(f"{kind} bare") is not True:
-                findings.append(Finding(
-                    f"{kind.title()}ParallelLinear of a layer without bias: expected bias None.",
-                    rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{kind.title()}ParallelLinear of a layer without bias: expected bias "
+                        "None.",
+                        rank,
+                    )
+                )
             elif n > 1 and kind not in list_of(answer.get("refused")):
-                findings.append(Finding(
-                    f"{kind.title()}ParallelLinear of {n + 1} features on {n} ranks: expected a "
-                    "ValueError.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{kind.title()}ParallelLinear of {n + 1} features on {n} ranks: expected "
+                        "a "
+                        "ValueError.",
+                        rank,
+                    )
+                )
     return findings
 
 
@@ -153,9 +168,11 @@ def _solve(values: Values, kind: str) -> Values:
     x, weight, gy = (values[f"{kind}.{name}"] for name in ("x", "w", "gy"))
     rows, grads = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
     return {
-        "y": x @ weight.T + values[f"{kind}.b"], "x": gy @ weight,
-        f"{kind}.w": grads.T @ rows, f"{kind}.b": grads.sum(0),
-    }  # fmt: skip
+        "y": x @ weight.T + values[f"{kind}.b"],
+        "x": gy @ weight,
+        f"{kind}.w": grads.T @ rows,
+        f"{kind}.b": grads.sum(0),
+    }
 
 
 def _judge(case: Case, kind: str, *, whole: bool) -> list[Finding]:

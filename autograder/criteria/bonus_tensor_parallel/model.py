@@ -197,9 +197,10 @@ def summands(values: Values, n: int, what: str = "forward") -> list[dict[str, li
         h = h + total if what == "forward" else total
         halves.append((copies, outputs))
     gradients_of_inputs = torch.autograd.grad(
-        h, [copy for copies, _ in halves for copy in copies],
+        h,
+        [copy for copies, _ in halves for copy in copies],
         torch.from_numpy(np.array(values["gy"])),
-    )  # fmt: skip
+    )
     return [
         {
             "forward": [numbers(outputs[rank]) for _, outputs in halves],
@@ -226,10 +227,12 @@ def explain(case: Case, key: str, rank: int, expected: np.ndarray) -> str:
     got = [answer.get(key) for answer in case.answers]
     n = case.world_size
     if n == 1 or any(
-        not isinstance(a, np.ndarray) or a.dtype.kind != "f" or a.shape != expected.shape
+        not isinstance(a, np.ndarray)
+        or a.dtype.kind != "f"
+        or a.shape != expected.shape
         or not np.abs(a).max(initial=0.0) < 1e100
         for a in got
-    ):  # fmt: skip
+    ):
         return ""
     arrays = [np.asarray(a, dtype=np.float64) for a in got]
     probes: list[Finding] = []
@@ -257,9 +260,14 @@ def explain(case: Case, key: str, rank: int, expected: np.ndarray) -> str:
 
 
 def check_answer(
-    findings: list[Finding], case: Case, key: str, rank: int, what: str, expected: np.ndarray,
+    findings: list[Finding],
+    case: Case,
+    key: str,
+    rank: int,
+    what: str,
+    expected: np.ndarray,
     hint: str = "",
-) -> bool:  # fmt: skip
+) -> bool:
     """Holds one array of one rank against the oracle's."""
     got = case.answers[rank].get(key)
     if isinstance(got, np.ndarray) and not got.size:

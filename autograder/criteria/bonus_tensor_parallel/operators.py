@@ -48,19 +48,26 @@ def _judge(case: Case, *, sum_forward: bool) -> list[Finding]:
         for i in range(sum(name[0] == "x" for name in case.inputs[0])):
             own = {k: case.inputs[rank][f"{k}{i}"] for k in "xg"}
             total = {k: np.sum([v[f"{k}{i}"] for v in case.inputs], axis=0) for k in "xg"}
-            right = {"x": total["x"], "g": own["g"]} if sum_forward else \
-                {"x": own["x"], "g": total["g"]}  # fmt: skip
+            right = (
+                {"x": total["x"], "g": own["g"]}
+                if sum_forward
+                else {"x": own["x"], "g": total["g"]}
+            )
             if not check_answer(findings, case, f"y{i}", rank, f"forward ({kinds[0]})", right["x"]):
                 break
-            if not check_answer(findings, case, f"d{i}", rank, f"backward ({kinds[1]})",
-                                right["g"]):  # fmt: skip
+            if not check_answer(
+                findings, case, f"d{i}", rank, f"backward ({kinds[1]})", right["g"]
+            ):
                 break
             for k, what in (("x", "argument"), ("g", "gradient that came in")):
                 if not np.array_equal(case.answers[rank].get(f"after {k}{i}", ()), own[k]):
-                    findings.append(Finding(
-                        f"the {what} was changed; dist.all_reduce works in place, so give it a "
-                        "copy.", rank,
-                    ))  # fmt: skip
+                    findings.append(
+                        Finding(
+                            f"the {what} was changed; dist.all_reduce works in place, so give it a "
+                            "copy.",
+                            rank,
+                        )
+                    )
                     break
     return findings
 
@@ -85,10 +92,14 @@ def draw_sequence(source: Draw) -> list[Values]:
     inputs = []
     for rank in range(n):
         rng = source.private(rank)
-        inputs.append({
-            "part": rng.normal(size=(b, t, d)), "g whole": rng.normal(size=(b, t * n, d)),
-            "whole": rng.normal(size=(b, t * n, d)), "g part": rng.normal(size=(b, t, d)),
-        })  # fmt: skip
+        inputs.append(
+            {
+                "part": rng.normal(size=(b, t, d)),
+                "g whole": rng.normal(size=(b, t * n, d)),
+                "whole": rng.normal(size=(b, t * n, d)),
+                "g part": rng.normal(size=(b, t, d)),
+            }
+        )
     return inputs
 
 
@@ -101,9 +112,11 @@ def observe_sequence(operators: Any, inputs: Values, context: Context) -> Values
     scattered = scatter_out(whole)
     scattered.backward(tensor(inputs["g part"], context))
     return {
-        "gathered": numbers(gathered), "d part": numbers(part.grad),
-        "scattered": numbers(scattered), "d whole": numbers(whole.grad),
-    }  # fmt: skip
+        "gathered": numbers(gathered),
+        "d part": numbers(part.grad),
+        "scattered": numbers(scattered),
+        "d whole": numbers(whole.grad),
+    }
 
 
 def judge_sequence(case: Case) -> list[Finding]:

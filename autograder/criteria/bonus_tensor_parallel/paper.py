@@ -18,11 +18,14 @@ def draw(source: Draw) -> list[Values]:
         rng = source.private(rank)
         cases = [
             [
-                int(rng.integers(1, 9)), int(rng.integers(100, 4000)),
-                64 * int(rng.integers(2, 200)), int(rng.choice([2, 4])), int(rng.integers(3, 65)),
+                int(rng.integers(1, 9)),
+                int(rng.integers(100, 4000)),
+                64 * int(rng.integers(2, 200)),
+                int(rng.choice([2, 4])),
+                int(rng.integers(3, 65)),
             ]
             for _ in range(CASES)
-        ]  # fmt: skip
+        ]
         cases[0][-1], cases[1][-1] = 1, 2
         inputs.append({"cases": cases})
     return inputs
@@ -44,13 +47,23 @@ def judge(case: Case) -> list[Finding]:
         b, t, d, size, n = np.array(case.inputs[rank]["cases"], dtype=np.float64).T
         ring = 2 * (n - 1) / n * size
         if compare(
-            findings, rank, f"tensor_parallel_bytes of {CASES} cases", answer.get("tensor"),
-            ring * 4 * b * t * d, rtol=1e-9, atol=0.0,
+            findings,
+            rank,
+            f"tensor_parallel_bytes of {CASES} cases",
+            answer.get("tensor"),
+            ring * 4 * b * t * d,
+            rtol=1e-9,
+            atol=0.0,
             hint="Two all-reduces forward, two backward, each of B T D numbers.",
-        ):  # fmt: skip
+        ):
             compare(
-                findings, rank, f"data_parallel_bytes of {CASES} cases", answer.get("data"),
-                ring * (12 * d**2 + 13 * d), rtol=1e-9, atol=0.0,
+                findings,
+                rank,
+                f"data_parallel_bytes of {CASES} cases",
+                answer.get("data"),
+                ring * (12 * d**2 + 13 * d),
+                rtol=1e-9,
+                atol=0.0,
                 hint="12 D^2 weights; biases of 3 D, D, 4 D and D; two norms with 2 D each.",
-            )  # fmt: skip
+            )
     return findings

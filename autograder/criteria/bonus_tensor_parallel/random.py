@@ -56,10 +56,13 @@ def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values
 def _masks(case: Case, name: str) -> list[np.ndarray] | None:
     masks = [answer.get(name) for answer in case.answers]
     if all(
-        isinstance(m, np.ndarray) and m.shape == (COUNT,) and m.dtype.kind == "i"
-        and 0.2 < np.mean(m == 1) < 0.8 and set(np.unique(m)) == {0, 1}
+        isinstance(m, np.ndarray)
+        and m.shape == (COUNT,)
+        and m.dtype.kind == "i"
+        and 0.2 < np.mean(m == 1) < 0.8
+        and set(np.unique(m)) == {0, 1}
         for m in masks
-    ):  # fmt: skip
+    ):
         return [np.asarray(m) for m in masks]
     return None
 
@@ -77,21 +80,31 @@ def judge_inside(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for a, b in itertools.combinations(range(case.world_size), 2):
         if _same(masks["first"][a], masks["first"][b]):
-            return [Finding(
-                f"inside fork() ranks {a} and {b} drop the same places. They hold different "
-                "features there, and the masks have to differ."
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"inside fork() ranks {a} and {b} drop the same places. They hold different "
+                    "features there, and the masks have to differ."
+                )
+            ]
     for rank in range(case.world_size):
         if _same(masks["first"][rank], masks["second"][rank]):
-            findings.append(Finding(
-                "the second fork() begins where the first one began: the same mask, layer after "
-                "layer and step after step. The stream goes on.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "the second fork() begins where the first one began: the same mask, layer "
+                    "after "
+                    "layer and step after step. The stream goes on.",
+                    rank,
+                )
+            )
         elif not np.array_equal(masks["first"][rank], masks["again"][rank]):
-            findings.append(Finding(
-                "a second stream with the same seed gives another mask: no run can be repeated. It "
-                "depends on the seed and the rank, not on torch's generator.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "a second stream with the same seed gives another mask: no run can be "
+                    "repeated. It "
+                    "depends on the seed and the rank, not on torch's generator.",
+                    rank,
+                )
+            )
         elif _same(masks["first"][rank], masks["other"][rank]):
             findings.append(Finding("another seed gives the same mask.", rank))
     return findings
@@ -132,10 +145,14 @@ def judge_outside(case: Case) -> list[Finding]:
         for rank in range(case.world_size):
             if not np.array_equal(used[rank], plain[rank]):
                 after = ("making the stream", "fork()", "a second fork()", "an error inside fork()")
-                return [Finding(
-                    f"after {after[i]} torch's own generator is not where it was: the mask is not "
-                    "the one that comes without it, and other ranks may draw another.", rank,
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        f"after {after[i]} torch's own generator is not where it was: the mask is "
+                        "not "
+                        "the one that comes without it, and other ranks may draw another.",
+                        rank,
+                    )
+                ]
             if not np.array_equal(used[rank], used[0]):
                 return [Finding("the masks outside differ from rank 0's.", rank)]
     return []
@@ -186,45 +203,69 @@ def judge_block(case: Case) -> list[Finding]:
     width = case.inputs[0]["width"]
     hidden = [answer.get("hidden") for answer in case.answers]
     if not all(
-        isinstance(h, np.ndarray) and h.dtype.kind == "f" and h.shape == (4 * width // n,)
+        isinstance(h, np.ndarray)
+        and h.dtype.kind == "f"
+        and h.shape == (4 * width // n,)
         and np.isfinite(h).all()
         for h in hidden
-    ):  # fmt: skip
+    ):
         return [Finding("mlp.up.bias has no finite gradient of its shape after a backward pass.")]
     dropped = [np.asarray(h) == 0 for h in hidden]
     y0 = case.answers[0].get("y")
     for rank, answer in enumerate(case.answers):
         if not oracle.close(
-            findings, rank, "eval mode: output", answer.get("eval"), right["y"], dtype="float64",
+            findings,
+            rank,
+            "eval mode: output",
+            answer.get("eval"),
+            right["y"],
+            dtype="float64",
             hint="In eval mode nothing is dropped, and it is the layer of the check before.",
-        ):  # fmt: skip
+        ):
             continue
         if not 0.1 < dropped[rank].mean() < 0.9:
-            findings.append(Finding(
-                f"{int(dropped[rank].sum())} of {dropped[rank].size} hidden features of the MLP "
-                f"were dropped, expected about half (p = {P}).", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{int(dropped[rank].sum())} of {dropped[rank].size} hidden features of the "
+                    "MLP "
+                    f"were dropped, expected about half (p = {P}).",
+                    rank,
+                )
+            )
         elif any(_same(dropped[rank], dropped[other]) for other in range(n) if other != rank):
-            findings.append(Finding(
-                "another rank dropped the same places of its hidden features: inside the parallel "
-                "region dropout draws from the stream.", rank,
-            ))  # fmt: skip
-        elif not isinstance(y0, np.ndarray) or y0.dtype.kind != "f" or not oracle.close(
-            findings, rank, "training mode: output, against rank 0's", answer.get("y"),
-            y0.astype(np.float64), dtype="float64",
-            hint="Outside the parallel region all ranks drop the same places: torch's own "
-            "generator.",
-        ):  # fmt: skip
+            findings.append(
+                Finding(
+                    "another rank dropped the same places of its hidden features: inside the "
+                    "parallel "
+                    "region dropout draws from the stream.",
+                    rank,
+                )
+            )
+        elif (
+            not isinstance(y0, np.ndarray)
+            or y0.dtype.kind != "f"
+            or not oracle.close(
+                findings,
+                rank,
+                "training mode: output, against rank 0's",
+                answer.get("y"),
+                y0.astype(np.float64),
+                dtype="float64",
+                hint="Outside the parallel region all ranks drop the same places: torch's own "
+                "generator.",
+            )
+        ):
             findings = findings or [Finding("training mode: no output.", rank)]
         else:
             findings += [
                 Finding(
                     f"what {what} returns is not dropped in training mode (in one place of two, "
-                    "the rest doubled) before it is added to x.", rank,
+                    "the rest doubled) before it is added to x.",
+                    rank,
                 )
                 for what, name in (("attention", "out"), ("the MLP", "down"))
                 if not _is_dropped(answer.get(f"{name} False"), answer.get(f"{name} True"))
-            ]  # fmt: skip
+            ]
     return findings
 
 

@@ -142,39 +142,56 @@ def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> list[Findin
             events = sent[direction]
             large = [e for e in events if e.nbytes > SLACK_BYTES]
             if len(large) > 1 or cost(events) > 1.02 * whole + SLACK_BYTES:
-                findings.append(Finding(
-                    f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
-                    f"all_reduce of {whole} bytes. {hints[direction]}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{direction} pass: {len(events)} collectives ({_words(events)}), expected "
+                        "one "
+                        f"all_reduce of {whole} bytes. {hints[direction]}",
+                        rank,
+                    )
+                )
                 break
             shares = shares or summands(case.inputs[0], case.world_size, what)
             share = shares[rank][direction][0]
             if case.world_size > 1 and not _holds(_sent_numbers(case, rank, events), share):
-                findings.append(Finding(
-                    f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
-                    f"all_reduce of {whole} bytes, over all ranks, in which this rank's summand is "
-                    f"what its own part of the weights gives. {SUMS[direction]}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{direction} pass: {len(events)} collectives ({_words(events)}), expected "
+                        "one "
+                        f"all_reduce of {whole} bytes, over all ranks, in which this rank's "
+                        "summand is "
+                        f"what its own part of the weights gives. {SUMS[direction]}",
+                        rank,
+                    )
+                )
                 break
     return findings
 
 
 def judge_mlp(case: Case) -> list[Finding]:
     """One all-reduce forward, one backward."""
-    return _judge_one_each(case, "transform", {
-        "forward": "What the column-parallel layer gives is what the row-parallel one wants: "
-        "nothing has to be gathered between them.",
-        "backward": "The row-parallel layer has nothing to send here, the column-parallel one its "
-        "input's gradient.",
-    })  # fmt: skip
+    return _judge_one_each(
+        case,
+        "transform",
+        {
+            "forward": "What the column-parallel layer gives is what the row-parallel one wants: "
+            "nothing has to be gathered between them.",
+            "backward": "The row-parallel layer has nothing to send here, the column-parallel "
+            "one its input's gradient.",
+        },
+    )
 
 
 def judge_attention(case: Case) -> list[Finding]:
     """One all-reduce forward, one backward."""
-    return _judge_one_each(case, "attend", {
-        "forward": "A head needs nothing of the others.",
-        "backward": "Queries, keys and values come from one input: f once, not three times.",
-    })  # fmt: skip
+    return _judge_one_each(
+        case,
+        "attend",
+        {
+            "forward": "A head needs nothing of the others.",
+            "backward": "Queries, keys and values come from one input: f once, not three times.",
+        },
+    )
 
 
 def _of_others(share: np.ndarray, rank: int, n: int) -> list[np.ndarray]:
@@ -206,12 +223,15 @@ def judge_sequence(case: Case) -> list[Finding]:
             # Gradients of norms may travel here, too; they are far smaller than activations.
             sums = [e for e in events if e.collective == "all_reduce" and e.nbytes >= whole // 2]
             if sums or cost(events) > 1.1 * most * whole + SLACK_BYTES:
-                findings.append(Finding(
-                    f"{direction} pass: {_words(events)}; expected two all_gathers and two "
-                    f"reduce_scatters of {whole} bytes, and no all_reduce of activations. An "
-                    "all-reduce and a slice afterwards give the same numbers at twice the price.",
-                    rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{direction} pass: {_words(events)}; expected two all_gathers and two "
+                        f"reduce_scatters of {whole} bytes, and no all_reduce of activations. An "
+                        "all-reduce and a slice afterwards give the same numbers at twice the "
+                        "price.",
+                        rank,
+                    )
+                )
                 break
             # Each of the four takes (n - 1) / n of `whole` per rank, however it is done. Of a
             # summand one other rank's tokens have to leave as they are: a ring adds to the rest.
@@ -224,10 +244,13 @@ def judge_sequence(case: Case) -> list[Finding]:
                     for share in shares[rank][direction]
                 )
             ):
-                findings.append(Finding(
-                    f"{direction} pass: {_words(events)}; expected two all_gathers and two "
-                    f"reduce_scatters of {whole} bytes, over all ranks, in which this rank's "
-                    "summand is what its own part of the weights gives.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{direction} pass: {_words(events)}; expected two all_gathers and two "
+                        f"reduce_scatters of {whole} bytes, over all ranks, in which this rank's "
+                        "summand is what its own part of the weights gives.",
+                        rank,
+                    )
+                )
                 break
     return findings

@@ -71,16 +71,20 @@ def judge_embedding(case: Case) -> list[Finding]:
         hint = "A rank that does not own a token gives zeros for it, not row 0 or its last row."
         if (
             check_answer(findings, case, "held", rank, "VocabParallelEmbedding(full).weight", held)
-            and check_answer(findings, case, "y", rank, "output",
-                             values["table"][values["tokens"]], hint)
+            and check_answer(
+                findings, case, "y", rank, "output", values["table"][values["tokens"]], hint
+            )
             and check_answer(findings, case, "grad", rank, "gradient of the rows", grad)
-        ):  # fmt: skip
+        ):
             if not np.array_equal(answer.get("tokens", ()), values["tokens"]):
                 findings.append(Finding("the tokens were changed; work on a copy.", rank))
             elif n > 1 and answer.get("refused") is not True:
-                findings.append(Finding(
-                    f"a vocabulary of {n * PER_RANK + 1} on {n} ranks: expected a ValueError.", rank
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"a vocabulary of {n * PER_RANK + 1} on {n} ranks: expected a ValueError.",
+                        rank,
+                    )
+                )
     return findings
 
 
@@ -147,10 +151,15 @@ def judge_loss(case: Case) -> list[Finding]:
     loss, _ = _solve(case)
     for rank, answer in enumerate(case.answers):
         if not check_answer(
-            findings, case, "loss", rank, "loss", loss,
+            findings,
+            case,
+            "loss",
+            rank,
+            "loss",
+            loss,
             "The maximum, the sum of exponentials and the target's logit are those of the whole "
             "vocabulary; only one rank owns a target.",
-        ):  # fmt: skip
+        ):
             continue
         if not all(
             np.array_equal(answer.get(name, ()), case.inputs[rank][name])
@@ -186,9 +195,14 @@ def judge_stable(case: Case) -> list[Finding]:
         ):
             loss, _ = _solve(case, key)
             if not check_answer(
-                findings, case, name, rank, f"loss, {words}", loss,
+                findings,
+                case,
+                name,
+                rank,
+                f"loss, {words}",
+                loss,
                 "Subtract the largest logit of all ranks before you take exponentials.",
-            ):  # fmt: skip
+            ):
                 break
     return findings
 
@@ -228,16 +242,25 @@ def judge_traffic(case: Case) -> list[Finding]:
         events = sent["forward"] + sent["backward"]
         to_all = shared(case, events)
         if case.world_size > 1 and cost([e for e in events if e.key in to_all]) < 4 * tokens:
-            findings.append(Finding(
-                "hardly a number per token was sent to all ranks, and none of them can know the "
-                "others' logits: at least the sums of exponentials have to meet.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "hardly a number per token was sent to all ranks, and none of them can know "
+                    "the "
+                    "others' logits: at least the sums of exponentials have to meet.",
+                    rank,
+                )
+            )
             continue
         num_bytes = cost(events)
         if num_bytes > 8 * NUMBERS * tokens + SLACK_BYTES:
-            findings.append(Finding(
-                f"{num_bytes / 8 / tokens:.1f} numbers were reduced per token of a vocabulary of "
-                f"{COLUMNS * case.world_size}; three are enough (maximum, sum, target's logit). "
-                "Logits stay where they are.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{num_bytes / 8 / tokens:.1f} numbers were reduced per token of a vocabulary "
+                    "of "
+                    f"{COLUMNS * case.world_size}; three are enough (maximum, sum, target's "
+                    "logit). "
+                    "Logits stay where they are.",
+                    rank,
+                )
+            )
     return findings

@@ -19,9 +19,7 @@ _saving = partial(Criterion, task="Task 6, save a share")
 _planning = partial(
     Criterion, task="Task 7, what it costs", draw=planning.draw_planning, world="none"
 )
-_traffic = {
-    "world": "emulated", "plan": mark_steps, "observe": traffic.observe, "deadline_s": 40.0
-}  # fmt: skip
+_traffic = {"world": "emulated", "plan": mark_steps, "observe": traffic.observe, "deadline_s": 40.0}
 
 LAB = Lab(
     name="bonus_zero",

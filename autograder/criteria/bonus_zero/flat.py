@@ -33,12 +33,14 @@ def draw_flat(draw: Draw) -> list[Values]:
                 chosen[0] = int(rng.choice([1, 7]))  # one tensor, and nothing to pad
             for parts in chosen:
                 number = len(cases)
-                cases.append({
-                    "shapes": [list(shape) for shape in shapes],
-                    "parts": parts,
-                    "dtype": str(rng.choice(["float32", "float64"])),
-                    "turned": bool(rng.integers(2)),
-                })  # fmt: skip
+                cases.append(
+                    {
+                        "shapes": [list(shape) for shape in shapes],
+                        "parts": parts,
+                        "dtype": str(rng.choice(["float32", "float64"])),
+                        "turned": bool(rng.integers(2)),
+                    }
+                )
                 for i, shape in enumerate(shapes):
                     array = np.asarray(rng.normal(size=shape), dtype=cases[-1]["dtype"])
                     values[f"t{number}/{i}"] = array
@@ -91,11 +93,14 @@ def judge_flatten(case: Case) -> list[Finding]:
                 break
             after = [answer.get(f"t{number}/{i}") for i in range(len(arrays))]
             if not all(np.array_equal(a, b) for a, b in zip(after, arrays, strict=True)):  # type: ignore[arg-type]
-                findings.append(Finding(
-                    f"flatten, {_said(each)}: what was written into the result changed an "
-                    "argument. It shall have memory of its own, also where there is but one "
-                    "tensor.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"flatten, {_said(each)}: what was written into the result changed an "
+                        "argument. It shall have memory of its own, also where there is but one "
+                        "tensor.",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -173,15 +178,18 @@ def draw_groups(draw: Draw) -> list[Values]:
         cases: list[Values] = [
             {"plain": True, "groups": [[order, {}]]},
             {"plain": True, "groups": [[[*order, again, order[0]], {}]]},
-            {"plain": False, "groups": [
-                [parts[0], {"lr": lr, "weight_decay": 0.0}],
-                [[*parts[1], again, again], {"betas": [0.5, 0.6]}],
-                [frozen, {"lr": 2 * lr}],
-                [[again], {"eps": lr}],
-                [parts[2], {}],
-            ]},
+            {
+                "plain": False,
+                "groups": [
+                    [parts[0], {"lr": lr, "weight_decay": 0.0}],
+                    [[*parts[1], again, again], {"betas": [0.5, 0.6]}],
+                    [frozen, {"lr": 2 * lr}],
+                    [[again], {"eps": lr}],
+                    [parts[2], {}],
+                ],
+            },
             {"plain": False, "single": True, "groups": [[[again], {"lr": lr}]]},
-        ]  # fmt: skip
+        ]
         inputs.append({"cases": cases, "frozen": frozen})
     return inputs
 
@@ -242,11 +250,14 @@ def judge_groups(case: Case) -> list[Finding]:
                     expected.append([kept, options])
             got = told[number] if isinstance(told, list) and number < len(told) else None
             if got != expected:
-                findings.append(Finding(
-                    f"groups {each['groups']} of parameters by number, of which "
-                    f"{inputs['frozen']} are frozen: expected {expected}, got {str(got)[:300]}.",
-                    rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"groups {each['groups']} of parameters by number, of which "
+                        f"{inputs['frozen']} are frozen: expected {expected}, got "
+                        f"{str(got)[:300]}.",
+                        rank,
+                    )
+                )
                 break
         else:
             if answer.get("unchanged") is not True:

@@ -24,17 +24,27 @@ Groups = Sequence[tuple[Sequence[Sequence[int]], Values]]  # (shapes, options) o
 
 
 def draw_training(
-    draw: Draw, groups: Groups, steps: int, micro_batches: int = 1, dtype: str = "float32",
+    draw: Draw,
+    groups: Groups,
+    steps: int,
+    micro_batches: int = 1,
+    dtype: str = "float32",
     **more: Any,
-) -> list[Values]:  # fmt: skip
+) -> list[Values]:
     """Equal parameters p{i}, private gradients c{step}/{micro-batch}/{i}, all of one dtype."""
     rng = draw.shared()
     shapes = [list(shape) for shapes, _ in groups for shape in shapes]
     counts = [len(shapes) for shapes, _ in groups]
     common: Values = {
-        "shapes": shapes, "counts": counts, "options": [options for _, options in groups],
-        "steps": steps, "micro_batches": micro_batches, "frozen": [], "tied": [], **more,
-    }  # fmt: skip
+        "shapes": shapes,
+        "counts": counts,
+        "options": [options for _, options in groups],
+        "steps": steps,
+        "micro_batches": micro_batches,
+        "frozen": [],
+        "tied": [],
+        **more,
+    }
     for i, shape in enumerate(shapes):
         common[f"p{i}"] = np.asarray(rng.normal(size=shape), dtype=dtype)
     inputs = []
@@ -203,9 +213,14 @@ def same_direction(
             k = int(np.argmax(off))
             kind = ", which is frozen" if i in inputs["frozen"] else ""
             kind += ", which was given twice" if i in inputs["tied"] else ""
-            return [Finding(
-                f"parameter {i}, shape {tuple(inputs['shapes'][i])}{kind}: expected a change of "
-                f"{other[k]:.5g} at place {k}, got {one[k]:.5g} (all parameters together changed "
-                f"{factor:.3g} times as much as expected).", rank,
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"parameter {i}, shape {tuple(inputs['shapes'][i])}{kind}: expected a change "
+                    "of "
+                    f"{other[k]:.5g} at place {k}, got {one[k]:.5g} (all parameters together "
+                    "changed "
+                    f"{factor:.3g} times as much as expected).",
+                    rank,
+                )
+            ]
     return []

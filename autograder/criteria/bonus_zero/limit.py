@@ -90,19 +90,30 @@ def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 
 def judge_zero1(case: Case) -> list[Finding]:
     """It ends, and has trained."""
-    return _judge(case, 1, (
-        "Is the wrapped optimiser given this rank's shard only, a copy that keeps no flat vector "
-        "alive? Are groups reduced and gathered one after the other, and is p.grad None as soon "
-        "as its group is reduced?"
-    ))  # fmt: skip
+    return _judge(
+        case,
+        1,
+        (
+            "Is the wrapped optimiser given this rank's shard only, a copy that keeps no flat "
+            "vector "
+            "alive? Are groups reduced and gathered one after the other, and is p.grad None as "
+            "soon "
+            "as its group is reduced?"
+        ),
+    )
 
 
 def judge_zero2(case: Case) -> list[Finding]:
     """It ends, and has trained."""
-    return _judge(case, 2, (
-        "Is each group reduced while backward runs, and are its p.grad None at once? What waits "
-        "until backward is over lies there whole."
-    ))  # fmt: skip
+    return _judge(
+        case,
+        2,
+        (
+            "Is each group reduced while backward runs, and are its p.grad None at once? What "
+            "waits "
+            "until backward is over lies there whole."
+        ),
+    )
 
 
 def _judge(case: Case, stage: int, hint: str) -> list[Finding]:
@@ -117,10 +128,13 @@ def _judge(case: Case, stage: int, hint: str) -> list[Finding]:
     if any(limited.is_out_of_memory(result) for result in results):
         places = [str(r.get("where")) for r in results if r.get("where")]
         where = f" (in {places[0][:100]})" if places else ""
-        return [Finding(
-            f"out of memory{where}: the limit is {copies(case.world_size, stage) * size:.0f} MB "
-            f"per rank, of which the parameters take {size:.0f}. {hint}"
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"out of memory{where}: the limit is {copies(case.world_size, stage) * size:.0f} "
+                "MB "
+                f"per rank, of which the parameters take {size:.0f}. {hint}"
+            )
+        ]
     findings: list[Finding] = []
     if len(results) != case.world_size:
         return [Finding(f"a process of the training failed: {str(results[0])[-600:]}")]
@@ -135,8 +149,11 @@ def _judge(case: Case, stage: int, hint: str) -> list[Finding]:
             or not all(isinstance(v, float) and np.isfinite(v) for v in losses)
             or losses[1] == losses[0]
         ):
-            findings.append(Finding(
-                f"the loss of this rank's batch before and after {STEPS} steps: expected two "
-                f"numbers that differ, got {str(losses)[:80]}.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"the loss of this rank's batch before and after {STEPS} steps: expected two "
+                    f"numbers that differ, got {str(losses)[:80]}.",
+                    rank,
+                )
+            )
     return findings

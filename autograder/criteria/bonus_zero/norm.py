@@ -13,8 +13,15 @@ from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # What is clipped to how much of its norm; below 1 it has to be scaled.
-KINDS = (("all", 0.3), ("all", 1.5), ("not on rank 0", 0.5), ("one rank", 0.7), ("zeros", 1.0),
-         ("large", 1e-3), ("equal", 0.9))  # fmt: skip
+KINDS = (
+    ("all", 0.3),
+    ("all", 1.5),
+    ("not on rank 0", 0.5),
+    ("one rank", 0.7),
+    ("zeros", 1.0),
+    ("large", 1e-3),
+    ("equal", 0.9),
+)
 FLOATS = ("float32", "float64")
 MOST_NUMBERS = 4
 NEAR = 1e-3  # relative: whether a number is a norm or its square, not whether it is a good one
@@ -91,10 +98,14 @@ def judge(case: Case) -> list[Finding]:
                     hint = f"All shares are scaled by max_norm / norm = {limit / norm:.4g}."
                     oracle.close(findings, rank, "a share", got, before * (limit / norm), hint=hint)
                 elif not isinstance(got, np.ndarray) or not np.array_equal(got, before):
-                    findings.append(Finding(
-                        f"the norm {norm:.4g} is not above max_norm {limit:.4g}, and a share was "
-                        "changed.", rank,
-                    ))  # fmt: skip
+                    findings.append(
+                        Finding(
+                            f"the norm {norm:.4g} is not above max_norm {limit:.4g}, and a share "
+                            "was "
+                            "changed.",
+                            rank,
+                        )
+                    )
             if findings and findings[-1].rank == rank:
                 break
     return findings
@@ -139,25 +150,37 @@ def judge_cost(case: Case) -> list[Finding]:
         mine = [e for e in events if e.kind == "issue" and e.collective != "barrier"]
         bad = [e for e in mine if e.numel > MOST_NUMBERS or e.dtype not in FLOATS]
         if bad:
-            findings.append(Finding(
-                f"{bad[0].numel} numbers of {bad[0].dtype} went through {bad[0].collective}: one "
-                "number says it all, the sum of squares, in float32 or float64.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{bad[0].numel} numbers of {bad[0].dtype} went through {bad[0].collective}: "
+                    "one "
+                    "number says it all, the sum of squares, in float32 or float64.",
+                    rank,
+                )
+            )
         elif case.world_size > 1 and (
             len(mine) != calls or not all(whole.get(e.key) for e in mine)
         ):
-            findings.append(Finding(
-                f"{len(mine)} collectives for {calls} calls, expected one each, over all "
-                f"{case.world_size} ranks.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{len(mine)} collectives for {calls} calls, expected one each, over all "
+                    f"{case.world_size} ranks.",
+                    rank,
+                )
+            )
         elif case.world_size > 1:
             for number, event in enumerate(mine):
                 if not _says_norm(case, rank, number, payloads[event.key].get(rank)):
-                    findings.append(Finding(
-                        f"call {number}: what travelled has nothing to do with this rank's shares, "
-                        "and the norm that was returned is not that of all shares. The number that "
-                        "travels is the sum of squares.", rank,
-                    ))  # fmt: skip
+                    findings.append(
+                        Finding(
+                            f"call {number}: what travelled has nothing to do with this rank's "
+                            "shares, "
+                            "and the norm that was returned is not that of all shares. The number "
+                            "that "
+                            "travels is the sum of squares.",
+                            rank,
+                        )
+                    )
                     break
     return findings
 

@@ -23,10 +23,14 @@ def draw_planning(draw: Draw) -> list[Values]:
         for stage in (0, 1, 2, 3, 0, 1, 2, 3):
             count = int(rng.integers(1, 6))
             sizes = [int(10 ** rng.uniform(0, 9)) for _ in range(count)]
-            cases.append({
-                "sizes": [*sizes, 1], "ranks": int(rng.integers(3, 70)), "stage": stage,
-                "micro": int(rng.integers(2, 9)),
-            })  # fmt: skip
+            cases.append(
+                {
+                    "sizes": [*sizes, 1],
+                    "ranks": int(rng.integers(3, 70)),
+                    "stage": stage,
+                    "micro": int(rng.integers(2, 9)),
+                }
+            )
         cases.append({"sizes": [2**54 + 1], "ranks": 2, "stage": 2, "micro": 1})
         cases.append({"sizes": [100, 7], "ranks": 1, "stage": 1, "micro": 3})
         inputs.append({"cases": cases})
@@ -88,9 +92,9 @@ def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> list[
             expected = formula(each)
             if type(got) is not type(expected) or got != expected:
                 call = ", ".join(str(each[argument]) for argument in arguments)
-                findings.append(Finding(
-                    f"{name}({call}): expected {expected}, got {str(got)[:80]}.", rank
-                ))  # fmt: skip
+                findings.append(
+                    Finding(f"{name}({call}): expected {expected}, got {str(got)[:80]}.", rank)
+                )
                 break
     return findings
 
@@ -126,8 +130,10 @@ def _reference(inputs: list[Values], limits: list[float]) -> tuple[list[Any], An
         model.zero_grad()
         per_rank = []
         for values in inputs:
-            pairs = [[torch.from_numpy(values[f"{n}{call}/{m}"]).double() for n in "xy"]
-                     for m in range(count)]  # fmt: skip
+            pairs = [
+                [torch.from_numpy(values[f"{n}{call}/{m}"]).double() for n in "xy"]
+                for m in range(count)
+            ]
             per_rank.append(torch.stack([oracle.mse(model(x), y) for x, y in pairs]).mean())
         torch.stack(per_rank).mean().backward()
         losses.append([loss.item() for loss in per_rank])
@@ -219,11 +225,14 @@ def judge_train(case: Case) -> list[Finding]:
                 break
             for what, got, right in zip(("loss", "norm"), pair, expected, strict=True):
                 if not isinstance(got, float) or not abs(got - right) <= 1e-3 * abs(right):
-                    findings.append(Finding(
-                        f"call {call + 1}, {count} micro-batches: expected a {what} of "
-                        f"{right:.6g}, got {str(got)[:30]}.{_why(what, got, right, count, case)}",
-                        rank,
-                    ))  # fmt: skip
+                    findings.append(
+                        Finding(
+                            f"call {call + 1}, {count} micro-batches: expected a {what} of "
+                            f"{right:.6g}, got "
+                            f"{str(got)[:30]}.{_why(what, got, right, count, case)}",
+                            rank,
+                        )
+                    )
                     break
             if findings and findings[-1].rank == rank:
                 break
@@ -231,9 +240,13 @@ def judge_train(case: Case) -> list[Finding]:
             for i, value in enumerate(final):
                 hint = "Losses and norms were right: clipped before the step?"
                 if not oracle.close(
-                    findings, rank, f"parameter {i} after all calls", answer.get(f"p{i}"), value,
+                    findings,
+                    rank,
+                    f"parameter {i} after all calls",
+                    answer.get(f"p{i}"),
+                    value,
                     hint=hint,
-                ):  # fmt: skip
+                ):
                     break
     return findings
 

@@ -90,23 +90,27 @@ def judge_saved(case: Case) -> list[Finding]:
             continue
         total += first.size
         if first.size > most:
-            findings.append(Finding(
-                f"this rank saves {first.size} bytes, expected about "
-                f"{8 * numel // case.world_size}: its share of two moments of {numel} numbers.",
-                rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"this rank saves {first.size} bytes, expected about "
+                    f"{8 * numel // case.world_size}: its share of two moments of {numel} numbers.",
+                    rank,
+                )
+            )
         elif not isinstance(later, np.ndarray) or not np.array_equal(first, later):
-            findings.append(Finding(
-                "the state that was saved has changed with the next step: it is no copy.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "the state that was saved has changed with the next step: it is no copy.", rank
+                )
+            )
         events = case.trace.events[rank]
         marks = [i for i, e in enumerate(events) if e.kind == "compute"]
         if len(marks) == 2 and any(e.kind == "issue" for e in events[marks[0] : marks[1]]):
             findings.append(Finding("save_shard communicates: each rank saves its own.", rank))
     if not findings and total < 8 * numel:
-        findings.append(Finding(
-            f"all ranks together save {total} bytes; AdamW has {8 * numel} of state."
-        ))  # fmt: skip
+        findings.append(
+            Finding(f"all ranks together save {total} bytes; AdamW has {8 * numel} of state.")
+        )
     return findings
 
 
@@ -143,9 +147,11 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
 def judge_resume(case: Case) -> list[Finding]:
     """The optimiser that was loaded does what the other one did."""
     return _judge_again(
-        case, [f"{step}/" for step in range(BEFORE, BEFORE + AFTER)], "after the checkpoint",
+        case,
+        [f"{step}/" for step in range(BEFORE, BEFORE + AFTER)],
+        "after the checkpoint",
         "All of the state has to come back, AdamW's count of steps too.",
-    )  # fmt: skip
+    )
 
 
 def _judge_again(case: Case, places: list[str], what: str, hint: str) -> list[Finding]:
@@ -204,8 +210,9 @@ def observe_reshard(subject: Any, inputs: Values, context: Context) -> Values:
     smaller = max(1, context.world_size - 1)
     outer, answer = c10d._get_default_store(), {}
     for name, before, after in (
-        ("less", context.world_size, smaller), ("more", smaller, context.world_size),
-    ):  # fmt: skip
+        ("less", context.world_size, smaller),
+        ("more", smaller, context.world_size),
+    ):
         blobs: list[Any] = [b""]
         weights: Values = {}
         with _world_of(before, context, outer, f"{name}/before") as inside:
@@ -254,7 +261,9 @@ def _go_on(optimizer: Any, parameters: Any, answer: Values, name: str) -> None:
 def judge_reshard(case: Case) -> list[Finding]:
     """A step after loading is the same for any number of ranks."""
     return _judge_again(
-        case, ["/less/", "/more/"], "after loading on another number of ranks",
+        case,
+        ["/less/", "/more/"],
+        "after loading on another number of ranks",
         "Parts of all old ranks are put together, the old padding is cut off, and what there is "
         "is cut for the new number of ranks, which dist knows.",
-    )  # fmt: skip
+    )

@@ -115,15 +115,16 @@ def _gradient_problem(case: Case, step: _LastStep) -> Finding | None:
     values, sent = case.inputs[step.rank], step.sent(step.reductions)
     count, micros = len(values["shapes"]), values["micro_batches"]
     for micro in range(micros):
-        gradient = np.concatenate([
-            values[f"c{STEPS - 1}/{micro}/{i}"].astype(np.float64).ravel() for i in range(count)
-        ])  # fmt: skip
+        gradient = np.concatenate(
+            [values[f"c{STEPS - 1}/{micro}/{i}"].astype(np.float64).ravel() for i in range(count)]
+        )
         found = max(_contained(gradient * s, sent) for s in (1.0, 1 / case.world_size, 0.5))
         if found < 0.99:
             return Finding(
                 f"only {100 * found:.0f} % of this rank's gradient of micro-batch {micro + 1} was "
-                f"in a reduction over all {case.world_size} ranks.", step.rank,
-            )  # fmt: skip
+                f"in a reduction over all {case.world_size} ranks.",
+                step.rank,
+            )
     return None
 
 
@@ -133,30 +134,36 @@ def _share_problem(case: Case, steps: list[_LastStep]) -> list[Finding]:
     for step in steps:
         count = len(step.sent(step.copies))
         if count > SHARE_SLACK * share + 8:
-            return [Finding(
-                f"this rank sent {count} numbers beyond reductions, expected {share}: the "
-                f"parameters that it has updated, 1/{case.world_size} of {_numel(case)}.",
-                step.rank,
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"this rank sent {count} numbers beyond reductions, expected {share}: the "
+                    f"parameters that it has updated, 1/{case.world_size} of {_numel(case)}.",
+                    step.rank,
+                )
+            ]
     everything = np.concatenate([step.sent(step.copies) for step in steps])
     for rank, answer in enumerate(case.answers):
         arrays = [answer[f"p{i}"] for i in range(len(case.inputs[0]["shapes"]))]
         final = np.concatenate([np.asarray(a, dtype=np.float64).ravel() for a in arrays])
         found = _contained(final, everything)
         if found < 0.99:
-            return [Finding(
-                f"only {100 * found:.0f} % of the new parameters were sent by the rank that "
-                "updated them, in an all-gather or a broadcast to all ranks. Does every rank "
-                "update all of them by itself?", rank,
-            )]  # fmt: skip
+            return [
+                Finding(
+                    f"only {100 * found:.0f} % of the new parameters were sent by the rank that "
+                    "updated them, in an all-gather or a broadcast to all ranks. Does every rank "
+                    "update all of them by itself?",
+                    rank,
+                )
+            ]
     return []
 
 
 def _prepare(case: Case) -> list[Finding] | list[_LastStep]:
     """The last steps, once it is clear that training was right, up to a factor."""
     expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]
-    wrong = [f for r in range(case.world_size)
-             for f in harness.same_direction(case, r, "p", expected)]  # fmt: skip
+    wrong = [
+        f for r in range(case.world_size) for f in harness.same_direction(case, r, "p", expected)
+    ]
     return wrong or [_LastStep(case, rank) for rank in range(case.world_size)]
 
 
@@ -173,8 +180,9 @@ def _judge(case: Case, most_bytes: float, hint: str) -> list[Finding]:
         if problem is None and sent > BYTES_SLACK * most_bytes + 4 * SMALL:
             problem = Finding(
                 f"{sent:.0f} bytes went through this rank's link in a step, expected at most "
-                f"{most_bytes:.0f}. {hint}", step.rank,
-            )  # fmt: skip
+                f"{most_bytes:.0f}. {hint}",
+                step.rank,
+            )
         if problem:
             return [problem]
     return _share_problem(case, steps)
@@ -193,6 +201,7 @@ def judge_zero2(case: Case) -> list[Finding]:
     n, whole = case.world_size, 4 * _numel(case)
     most = whole * (2 * (n - 1) / n + 1)  # two micro-batches
     return _judge(
-        case, most, "A rank needs only its part of the sum: that is a reduce-scatter, half an "
-        "all-reduce.",
-    )  # fmt: skip
+        case,
+        most,
+        "A rank needs only its part of the sum: that is a reduce-scatter, half an all-reduce.",
+    )

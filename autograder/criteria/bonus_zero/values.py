@@ -56,8 +56,9 @@ def _mean(case: Case, steps: tuple[int, ...]) -> list[np.ndarray]:
 def judge_reduce(case: Case) -> list[Finding]:
     """Each number of the mean once, on one rank; further reductions add."""
     findings: list[Finding] = []
-    for step, what in enumerate(("reduce()", "a second backward and reduce()", "zero_grad(), a "
-                                 "third backward and reduce()")):  # fmt: skip
+    for step, what in enumerate(
+        ("reduce()", "a second backward and reduce()", "zero_grad(), a third backward and reduce()")
+    ):
         expected = _mean(case, ((0,), (0, 1), (2,))[step])
         got = [answer.get(f"g{step}") for answer in case.answers]
         if problem := harness.same_numbers(got, expected):
@@ -73,8 +74,12 @@ def judge_reduce(case: Case) -> list[Finding]:
             return findings
     half = [answer.get("half") for answer in case.answers]
     if harness.same_numbers(half, [0.5 * mean for mean in _mean(case, (2,))]):
-        return [Finding("gradients() after all that it gave was halved in place: not halved. "
-                        "Clipping scales it, so it has to be the shards' own.")]  # fmt: skip
+        return [
+            Finding(
+                "gradients() after all that it gave was halved in place: not halved. "
+                "Clipping scales it, so it has to be the shards' own."
+            )
+        ]
     for rank, answer in enumerate(case.answers):
         for i in range(len(case.inputs[0]["shapes"])):
             start, value = case.inputs[0][f"p{i}"], answer.get(f"p{i}")
@@ -128,9 +133,14 @@ def _judge_history(
             for i, value in enumerate(expected):
                 got = answer.get(f"p{step}/{i}")
                 if not oracle.close(
-                    findings, rank, f"parameter {i} after step {step + 1}", got, value,
-                    dtype=dtype, hint=why(case, step, i, got),
-                ):  # fmt: skip
+                    findings,
+                    rank,
+                    f"parameter {i} after step {step + 1}",
+                    got,
+                    value,
+                    dtype=dtype,
+                    hint=why(case, step, i, got),
+                ):
                     break
         if findings:
             break
@@ -232,10 +242,14 @@ def judge_special(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for rank in range(case.world_size):
         for finding in harness.same_direction(case, rank, "p", expected):
-            findings.append(Finding(
-                f"{finding.message} A gradient that is None counts as zeros, in the mean, and for "
-                "the wrapped optimiser.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{finding.message} A gradient that is None counts as zeros, in the mean, and "
+                    "for "
+                    "the wrapped optimiser.",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -282,9 +296,9 @@ def judge_accumulate(case: Case) -> list[Finding]:
                 return findings
             for rank, answer in enumerate(case.answers):
                 if answer.get(f"none{step}/{micro}") is not True:
-                    findings.append(Finding(
-                        f"{where}: a p.grad is left after reduce(), expected None.", rank
-                    ))  # fmt: skip
+                    findings.append(
+                        Finding(f"{where}: a p.grad is left after reduce(), expected None.", rank)
+                    )
             if findings:
                 return findings
     return findings
@@ -326,5 +340,6 @@ def judge_order(case: Case) -> list[Finding]:
     found = [harness.same_direction(case, r, "p", expected) for r in range(case.world_size)]
     return [
         Finding(f"{f.message} On each rank other gradients were missing.", f.rank)
-        for findings in found for f in findings
-    ]  # fmt: skip
+        for findings in found
+        for f in findings
+    ]

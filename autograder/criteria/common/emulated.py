@@ -24,9 +24,14 @@ def even_cluster(world_size: int, bandwidth_bytes_per_s: float, latency_s: float
     """One node of `world_size` devices whose links are all equal."""
     link = Link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
     return Cluster(
-        name="grading", nodes=1, devices_per_node=world_size, intra_node=link, inter_node=link,
-        peak_flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e11,
-    )  # fmt: skip
+        name="grading",
+        nodes=1,
+        devices_per_node=world_size,
+        intra_node=link,
+        inter_node=link,
+        peak_flops_per_s=1e12,
+        memory_bandwidth_bytes_per_s=1e11,
+    )
 
 
 def charge_plan(
@@ -69,8 +74,9 @@ def seconds_since(case: Case, timeline: Timeline, step: int) -> float:
     begin = min(
         timeline.event_times[rank][i][0]
         for rank, events in enumerate(case.trace.events)
-        for i, e in enumerate(events) if is_compute(e, "forward", step)
-    )  # fmt: skip
+        for i, e in enumerate(events)
+        if is_compute(e, "forward", step)
+    )
     return timeline.makespan_s - begin
 
 

@@ -41,9 +41,15 @@ def run_script(
     log.touch()
     try:
         run(
-            _be_worker, nprocs, str(script.resolve()), arguments, str(log), folders,
-            deadline_s=deadline_s, env=env,
-        )  # fmt: skip
+            _be_worker,
+            nprocs,
+            str(script.resolve()),
+            arguments,
+            str(log),
+            folders,
+            deadline_s=deadline_s,
+            env=env,
+        )
     except LaunchDeadlineError:
         late = f"{script.name} was still running after {deadline_s:.0f} s"
         raise TimeoutError(late) from None
@@ -59,11 +65,16 @@ def _be_worker(script: str, arguments: list[str], log: str, folders: Path | None
     for name in [name for name in os.environ if name.startswith("MINIDIST_")]:
         del os.environ[name]
     os.environ |= {
-        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
-        "ROLE_RANK": os.environ["RANK"], "ROLE_WORLD_SIZE": os.environ["WORLD_SIZE"],
-        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": os.environ["RANK"],
+        "ROLE_WORLD_SIZE": os.environ["WORLD_SIZE"],
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     if folders:
         rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
         place = folders / str(rank)

@@ -41,8 +41,10 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _STACK_BYTES = 1 << 20
 # Processes of their own: none of the notebook's store, no GPU (CUDA does not live with a limit).
 ENVIRONMENT = {
-    "TORCHELASTIC_USE_AGENT_STORE": "False", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
 _NO_MEMORY = re.compile(
     r"not enough memory|can't allocate|cannot allocate|bad_alloc|MemoryError|"
     r"failed to create.*thread|can't start new thread",
@@ -127,9 +129,13 @@ def launch_limited(
 
     try:
         results = run(
-            run_limited, context.world_size, cloudpickle.dumps((train, subject, inputs)),
-            allowance, deadline_s=LAUNCH_DEADLINE_S, env=ENVIRONMENT,
-        )  # fmt: skip
+            run_limited,
+            context.world_size,
+            cloudpickle.dumps((train, subject, inputs)),
+            allowance,
+            deadline_s=LAUNCH_DEADLINE_S,
+            env=ENVIRONMENT,
+        )
     except LaunchDeadlineError as error:
         raise TimeoutError(str(error)) from None
     except LaunchError as error:
@@ -281,10 +287,12 @@ def _judge(case: Case, copies: int, hint: str) -> list[Finding]:
     out_of_memory = [r for r in results if is_out_of_memory(r)]
     if out_of_memory:
         where = str(out_of_memory[0].get("where") or "")[:100]
-        return [Finding(
-            f"out of memory: the budget is {budget}, and it was used up"
-            f"{f' (in {where})' if where else ''}. {hint}"
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"out of memory: the budget is {budget}, and it was used up"
+                f"{f' (in {where})' if where else ''}. {hint}"
+            )
+        ]
     if len(results) != case.world_size:
         return [Finding(f"a process of the training failed: {str(results[0].get('text'))[-600:]}")]
     expected = np.array(_oracle_losses(case, with_adamw=copies == _FUNCTION_COPIES))

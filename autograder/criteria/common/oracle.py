@@ -133,8 +133,9 @@ def train(arrays: Values, batches: Sequence[Sequence[tuple[np.ndarray, np.ndarra
     losses: list[list[float]] = []
     for step in batches:
         model.zero_grad()
-        per_rank = [mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double())
-                    for x, y in step]  # fmt: skip
+        per_rank = [
+            mse(model(torch.from_numpy(x).double()), torch.from_numpy(y).double()) for x, y in step
+        ]
         torch.stack(per_rank).mean().backward()
         losses.append([loss.item() for loss in per_rank])
         with torch.no_grad():

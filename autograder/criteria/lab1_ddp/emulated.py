@@ -135,10 +135,13 @@ class _LastStep:
         issued = {e.key: i for i, e in enumerate(events) if e.kind == "issue" and i > backward[0]}
         # In full precision: in half of it they would take half the time of everybody else's.
         self.collectives: list[tuple[int, Collective]] = [
-            (issued[c.key], c) for c in case.trace.collectives
-            if c.key in issued and c.kind == "all_reduce" and c.dtype in FULL_DTYPES
+            (issued[c.key], c)
+            for c in case.trace.collectives
+            if c.key in issued
+            and c.kind == "all_reduce"
+            and c.dtype in FULL_DTYPES
             and reaches_all(c, case.world_size)
-        ]  # fmt: skip
+        ]
         self._find_gradients(case, rank)
 
     def _find_gradients(self, case: Case, rank: int) -> None:
@@ -187,16 +190,23 @@ def judge_buckets(case: Case) -> list[Finding]:
         sizes = [c.nbytes for _, c in step.collectives]
         # Whether the limit is checked before or after a gradient is added is free.
         if max(sizes) > cap * MEGABYTE + largest_parameter:
-            findings.append(Finding(
-                f"bucket_cap_mb={cap:g}: an all-reduce carried {max(sizes) / MEGABYTE:.2f} MB. A "
-                f"bucket is full at {cap:g} MB; compare bytes with bytes (numel × element_size).",
-                rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"bucket_cap_mb={cap:g}: an all-reduce carried {max(sizes) / MEGABYTE:.2f} MB. "
+                    "A "
+                    f"bucket is full at {cap:g} MB; compare bytes with bytes (numel × "
+                    "element_size).",
+                    rank,
+                )
+            )
         if sum(sizes) > 1.5 * GRADIENT_BYTES:
-            findings.append(Finding(
-                f"{sum(sizes) / MEGABYTE:.1f} MB were all-reduced for "
-                f"{GRADIENT_BYTES / MEGABYTE:.1f} MB of gradients: is each reduced once?", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{sum(sizes) / MEGABYTE:.1f} MB were all-reduced for "
+                    f"{GRADIENT_BYTES / MEGABYTE:.1f} MB of gradients: is each reduced once?",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -207,10 +217,13 @@ def judge_overlap(case: Case) -> list[Finding]:
         if isinstance(step, Finding):
             findings.append(step)
         elif min(step.sent_at.values()) > step.last_backward:
-            findings.append(Finding(
-                "the first all-reduce of gradients came after the whole backward pass. Start a "
-                "bucket's all-reduce (async_op=True) in the hook of its last gradient.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "the first all-reduce of gradients came after the whole backward pass. Start a "
+                    "bucket's all-reduce (async_op=True) in the hook of its last gradient.",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -222,13 +235,16 @@ def judge_scaling(case: Case) -> list[Finding]:
     efficiency, step_s = scaling_efficiency(case)
     if efficiency >= EFFICIENCY:
         return []
-    return [Finding(
-        f"scaling efficiency {efficiency:.3f}, target {EFFICIENCY}: a step computes for "
-        f"{STEP_S * 1e3:.1f} ms but takes {step_s * 1e3:.1f} ms of virtual time. Reducing after "
-        f"backward gives about {AFTER_BACKWARD}; buckets reduced with async_op=True from the "
-        "hooks while backward goes on, and waited for only in "
-        "finish_gradient_synchronization, hide all but the last one."
-    )]  # fmt: skip
+    return [
+        Finding(
+            f"scaling efficiency {efficiency:.3f}, target {EFFICIENCY}: a step computes for "
+            f"{STEP_S * 1e3:.1f} ms but takes {step_s * 1e3:.1f} ms of virtual time. Reducing "
+            "after "
+            f"backward gives about {AFTER_BACKWARD}; buckets reduced with async_op=True from the "
+            "hooks while backward goes on, and waited for only in "
+            "finish_gradient_synchronization, hide all but the last one."
+        )
+    ]
 
 
 def scaling_efficiency(case: Case) -> tuple[float, float]:

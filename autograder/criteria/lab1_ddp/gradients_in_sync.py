@@ -35,9 +35,15 @@ CASES = {
     "zeros on all": "one parameter's gradient is zero on all ranks",
 }
 AGREE = (
-    "equal", "tiny", "coarse", "none on all", "nothing", "large equal", "fine equal",
+    "equal",
+    "tiny",
+    "coarse",
+    "none on all",
+    "nothing",
+    "large equal",
+    "fine equal",
     "zeros on all",
-)  # fmt: skip
+)
 TOL = 1e-6
 OTHER_TOL = {"coarse": 0.1, "coarse differs": 0.1, "fine": 1e-12, "fine equal": 1e-12}
 

@@ -25,9 +25,13 @@ def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
         for rank in range(context.rank, world_size, context.world_size):
             before = torch.get_rng_state()
             sampler = sampler_class(
-                setting["num_samples"], rank, world_size,
-                shuffle=setting["shuffle"], seed=setting["seed"], tail=setting["tail"],
-            )  # fmt: skip
+                setting["num_samples"],
+                rank,
+                world_size,
+                shuffle=setting["shuffle"],
+                seed=setting["seed"],
+                tail=setting["tail"],
+            )
             for visit, epoch in enumerate(setting["epochs"]):
                 if epoch is not None:
                     sampler.set_epoch(epoch)
@@ -51,11 +55,17 @@ def _draw(draw: Draw, settings: list[Values]) -> list[Values]:
 def draw_partition(draw: Draw) -> list[Values]:
     """Sizes that divide evenly, with and without shuffling."""
     rng = draw.shared()
-    return _draw(draw, [
-        {"num_samples": world_size * int(rng.integers(16, 30)), "world_size": world_size,
-         "shuffle": s}
-        for world_size, s in product(VIRTUAL_WORLDS, (False, True))
-    ])  # fmt: skip
+    return _draw(
+        draw,
+        [
+            {
+                "num_samples": world_size * int(rng.integers(16, 30)),
+                "world_size": world_size,
+                "shuffle": s,
+            }
+            for world_size, s in product(VIRTUAL_WORLDS, (False, True))
+        ],
+    )
 
 
 def draw_tail(draw: Draw) -> list[Values]:
@@ -77,10 +87,15 @@ def draw_epoch(draw: Draw) -> list[Values]:
     rng = draw.shared()
     first, second, third = (int(e) for e in 1 + rng.choice(50, 3, replace=False))
     common = {"shuffle": True, "num_samples": 48}
-    return _draw(draw, [
-        common | {"world_size": world_size, "seed": seed, "epochs": [first, second, third, first]}
-        for world_size, seed in product((2, 3), (0, 3, int(rng.integers(10, 99))))
-    ] + [common | {"world_size": 2, "epochs": [None, 0]}])  # fmt: skip
+    return _draw(
+        draw,
+        [
+            common
+            | {"world_size": world_size, "seed": seed, "epochs": [first, second, third, first]}
+            for world_size, seed in product((2, 3), (0, 3, int(rng.integers(10, 99))))
+        ]
+        + [common | {"world_size": 2, "epochs": [None, 0]}],
+    )
 
 
 def _collect(
@@ -180,40 +195,59 @@ def judge_epoch(case: Case) -> list[Finding]:
             if isinstance(lists, Finding):
                 return [lists]
             if problem := _tail_problem(setting, lists):
-                return [Finding(f"{_where(setting)} in epoch {epoch}: {problem}. "
-                                "Do all ranks draw the same permutation?")]  # fmt: skip
+                return [
+                    Finding(
+                        f"{_where(setting)} in epoch {epoch}: {problem}. "
+                        "Do all ranks draw the same permutation?"
+                    )
+                ]
             visits.append(np.concatenate(lists))
             shares.append(np.sort(lists[0]))
         epochs = setting["epochs"]
         if epochs[0] is None:
             if not np.array_equal(visits[0], visits[1]):
-                findings.append(Finding(
-                    f"{_where(setting)}: before the first set_epoch the order should be epoch 0's."
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{_where(setting)}: before the first set_epoch the order should be epoch "
+                        "0's."
+                    )
+                )
             continue
         if setting["world_size"] > 1 and np.array_equal(shares[0], shares[1]):
-            findings.append(Finding(
-                f"{_where(setting)}: rank 0 has the same samples in epochs {epochs[0]} and "
-                f"{epochs[1]}, in another order. Permute all samples first, then deal them out."
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{_where(setting)}: rank 0 has the same samples in epochs {epochs[0]} and "
+                    f"{epochs[1]}, in another order. Permute all samples first, then deal them out."
+                )
+            )
         for a, b in ((0, 1), (1, 2), (0, 2)):
             if np.array_equal(visits[a], visits[b]):
-                findings.append(Finding(
-                    f"{_where(setting)}: epochs {epochs[a]} and {epochs[b]} have the same order. "
-                    "set_epoch must change what __iter__ draws."
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{_where(setting)}: epochs {epochs[a]} and {epochs[b]} have the same "
+                        "order. "
+                        "set_epoch must change what __iter__ draws."
+                    )
+                )
         if not np.array_equal(visits[0], visits[-1]):
-            findings.append(Finding(
-                f"{_where(setting)}: epoch {epochs[0]} came in two different orders. "
-                "The order must depend on seed and epoch alone."
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{_where(setting)}: epoch {epochs[0]} came in two different orders. "
+                    "The order must depend on seed and epoch alone."
+                )
+            )
         orders.setdefault(setting["world_size"], []).append(visits[0])
     for world_size, visited in orders.items():
         if any(np.array_equal(a, b) for a, b in combinations(visited, 2)):
             findings.append(Finding(f"world_size={world_size}: two seeds gave one order."))
     for rank, answer in enumerate(case.answers):
         if answer.get("moved the global generator"):
-            findings.append(Finding(
-                "iterating moved torch's global generator, which dropout and initialisation draw "
-                "from: use a torch.Generator of your own.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    "iterating moved torch's global generator, which dropout and initialisation "
+                    "draw "
+                    "from: use a torch.Generator of your own.",
+                    rank,
+                )
+            )
     return findings

@@ -56,13 +56,17 @@ def draw_wrapping(draw: Draw) -> list[Values]:
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
-        inputs.append(oracle.draw_parameters(rng, SIZES) | oracle.draw_batch(rng, BATCH, SIZES) | {
-            # A float64 and a large integer: rounded if they travel as float32.
-            "frozen": rng.normal(size=4),
-            "running_mean": rng.normal(size=7).astype(np.float32),
-            "num_batches": rng.integers(2**40, 2**41, size=()),
-            "mask": rng.normal(size=(2, 3)).astype(np.float32),
-        })  # fmt: skip
+        inputs.append(
+            oracle.draw_parameters(rng, SIZES)
+            | oracle.draw_batch(rng, BATCH, SIZES)
+            | {
+                # A float64 and a large integer: rounded if they travel as float32.
+                "frozen": rng.normal(size=4),
+                "running_mean": rng.normal(size=7).astype(np.float32),
+                "num_batches": rng.integers(2**40, 2**41, size=()),
+                "mask": rng.normal(size=(2, 3)).astype(np.float32),
+            }
+        )
     return inputs
 
 
@@ -96,10 +100,14 @@ def judge_weights(case: Case) -> list[Finding]:
             output = model(x).detach().numpy()
             oracle.close(findings, rank, "ddp(x)", answer.get("output"), output)
             oracle.close(
-                findings, rank, "a frozen parameter after wrapping", answer.get("frozen"),
-                case.inputs[0]["frozen"], dtype="float64",
+                findings,
+                rank,
+                "a frozen parameter after wrapping",
+                answer.get("frozen"),
+                case.inputs[0]["frozen"],
+                dtype="float64",
                 hint="Frozen parameters are part of the model, too: broadcast them.",
-            )  # fmt: skip
+            )
     return findings
 
 
@@ -109,10 +117,15 @@ def judge_buffers(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         for name in ("running_mean", "num_batches", "mask"):
             compare(
-                findings, rank, f"buffer {name} after wrapping", answer.get(f"buffer {name}"),
-                case.inputs[0][name], rtol=0.0, atol=0.0,
+                findings,
+                rank,
+                f"buffer {name} after wrapping",
+                answer.get(f"buffer {name}"),
+                case.inputs[0][name],
+                rtol=0.0,
+                atol=0.0,
                 hint="Buffers (BatchNorm's statistics, say) are part of the model: broadcast them.",
-            )  # fmt: skip
+            )
     return findings
 
 
@@ -157,8 +170,12 @@ def judge_gradients(case: Case) -> list[Finding]:
             case.inputs[rank], case.inputs[rank][f"x/{step}"], case.inputs[rank][f"y/{step}"]
         )
 
-    return _judge_steps(case, 2 * STEPS, local, lambda step: f"step {step % STEPS}, "
-                        f"bucket_cap_mb={25.0 if step < STEPS else SMALL_CAP_MB}")  # fmt: skip
+    return _judge_steps(
+        case,
+        2 * STEPS,
+        local,
+        lambda step: f"step {step % STEPS}, bucket_cap_mb={25.0 if step < STEPS else SMALL_CAP_MB}",
+    )
 
 
 def _judge_steps(
@@ -269,9 +286,14 @@ def judge_tied(case: Case) -> list[Finding]:
             and factor.dtype.kind == "f"
             and np.array_equal(factor, factor.astype(np.float32))
         ):
-            findings.append(Finding(
-                "gradient of factor: it is float64, but was rounded to float32. A bucket has the "
-                "dtype of its parameters.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    "gradient of factor: it is float64, but was rounded to float32. A bucket has "
+                    "the "
+                    "dtype of its parameters.",
+                    rank,
+                )
+            )
         for name in ("frozen.weight", "frozen.bias"):
             oracle.close(findings, rank, name, answer.get(f"value {name}"), case.inputs[0][name])
     return findings
@@ -343,6 +365,8 @@ def judge_unused(case: Case) -> list[Finding]:
         return [oracle.grad_of(p) for p in model.parameters()]
 
     return _judge_steps(
-        case, 4, local, lambda step: f"step {step} (branches per rank: "
-        f"{[i['uses'][step] for i in case.inputs]})"
-    )  # fmt: skip
+        case,
+        4,
+        local,
+        lambda step: f"step {step} (branches per rank: {[i['uses'][step] for i in case.inputs]})",
+    )

@@ -37,12 +37,22 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
     with tempfile.TemporaryDirectory() as folder:
         data, out, log = (Path(folder, name) for name in ("in.npz", "0/out.npz", "log.txt"))
         np.savez(data, **inputs)
-        arguments = [f"--data={data}", "--out=./out.npz", f"--epochs={SCRIPT_EPOCHS}",
-                     f"--batch-size={SCRIPT_BATCH}", f"--lr={SCRIPT_LR}"]  # fmt: skip
+        arguments = [
+            f"--data={data}",
+            "--out=./out.npz",
+            f"--epochs={SCRIPT_EPOCHS}",
+            f"--batch-size={SCRIPT_BATCH}",
+            f"--lr={SCRIPT_LR}",
+        ]
         failure = run_script(
-            script, arguments, log, context.world_size, deadline_s=SCRIPT_DEADLINE_S, env=ON_CPU,
+            script,
+            arguments,
+            log,
+            context.world_size,
+            deadline_s=SCRIPT_DEADLINE_S,
+            env=ON_CPU,
             folders=Path(folder),
-        )  # fmt: skip
+        )
         writers = [path.parent.name for path in Path(folder).glob("*/out.npz")]
         # A rank that does not leave its group may die after it has done its work: what was saved
         # is judged, however the script ended.
@@ -64,9 +74,13 @@ def judge_script(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     given = case.inputs[0]
     if case.answers[0].get("writers") != ["0"]:
-        findings.append(Finding(
-            "a rank other than 0 wrote --out, too. (The last rank has LOCAL_RANK 0 here, as on a "
-            "second machine.)"))  # fmt: skip
+        findings.append(
+            Finding(
+                "a rank other than 0 wrote --out, too. (The last rank has LOCAL_RANK 0 here, as on "
+                "a "
+                "second machine.)"
+            )
+        )
     batches, sizes = _script_batches(case)
     parameters, losses = oracle.train(given, batches, SCRIPT_LR)
     mean = [
@@ -79,14 +93,23 @@ def judge_script(case: Case) -> list[Finding]:
             "torch's DistributedSampler with its default settings, told each epoch from 0 on?"
         )
         if not oracle.close(
-            findings, 0, f"p{i} in --out", case.answers[0].get(f"p{i}"), expected, hint=hint,
+            findings,
+            0,
+            f"p{i} in --out",
+            case.answers[0].get(f"p{i}"),
+            expected,
+            hint=hint,
             terms=[given[f"p{i}"]],
-        ):  # fmt: skip
+        ):
             break
     oracle.close(
-        findings, 0, "losses in --out", case.answers[0].get("losses"), np.array(mean),
+        findings,
+        0,
+        "losses in --out",
+        case.answers[0].get("losses"),
+        np.array(mean),
         hint="Per epoch the mean over all samples of all ranks; the last batch is smaller.",
-    )  # fmt: skip
+    )
     return findings
 
 

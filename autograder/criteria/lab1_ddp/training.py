@@ -55,9 +55,13 @@ def judge_setup(case: Case) -> list[Finding]:
                 )
         pair = (answer.get("device"), answer.get("backend"))
         if pair not in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
-            findings.append(Finding(
-                f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has a "
-                "GPU of its own, else gloo on the CPU.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has a "
+                    "GPU of its own, else gloo on the CPU.",
+                    rank,
+                )
+            )
         if answer.get("same_group") is not True:
             findings.append(Finding("the second call replaced the process group.", rank))
         compare(findings, rank, "sum over ranks", answer.get("sum"), total, rtol=1e-9, atol=1e-12)
@@ -104,9 +108,13 @@ def judge_wrap(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(start):
             if not oracle.close(
-                findings, rank, f"parameter {i} after wrapping", answer.get(f"p{i}"), expected,
+                findings,
+                rank,
+                f"parameter {i} after wrapping",
+                answer.get(f"p{i}"),
+                expected,
                 hint="DDP copies rank 0's parameters to every rank.",
-            ):  # fmt: skip
+            ):
                 break
             grad = oracle.mean([grads[i] for grads in local])
             got = answer.get(f"g{i}")
@@ -195,9 +203,15 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     wrapped = DistributedDataParallel(model, device_ids=ids)
     order = inputs["order"]
     losses = train(
-        wrapped, RowsOfThisRank(inputs["x"], inputs["y"]), DrawnSampler(order), _loss,
-        num_epochs=len(order), batch_size=BATCH_SIZE, lr=LR, device=context.device,
-    )  # fmt: skip
+        wrapped,
+        RowsOfThisRank(inputs["x"], inputs["y"]),
+        DrawnSampler(order),
+        _loss,
+        num_epochs=len(order),
+        batch_size=BATCH_SIZE,
+        lr=LR,
+        device=context.device,
+    )
     answer: Values = {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(model.parameters())}
     if losses is not None:
         answer["losses"] = np.array([float(loss) for loss in losses])
@@ -209,10 +223,14 @@ def _oracle_training(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
     num_epochs = len(case.inputs[0]["order"])
     starts = range(0, PER_RANK, BATCH_SIZE)
     batches = [
-        [(i["x"][rows], i["y"][rows]) for i in case.inputs
-         for rows in [i["order"][epoch][start : start + BATCH_SIZE]]]
-        for epoch in range(num_epochs) for start in starts
-    ]  # fmt: skip
+        [
+            (i["x"][rows], i["y"][rows])
+            for i in case.inputs
+            for rows in [i["order"][epoch][start : start + BATCH_SIZE]]
+        ]
+        for epoch in range(num_epochs)
+        for start in starts
+    ]
     parameters, losses = oracle.train(case.inputs[0], batches, FACTOR * LR)
     sizes = np.array([[len(x) for x, _ in step] for step in batches])
     sums = (sizes * FACTOR * np.array(losses)).sum(axis=1).reshape(num_epochs, len(starts))
@@ -225,9 +243,14 @@ def _judge_parameters(case: Case, hint: str) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         for i, value in enumerate(expected):
             if not oracle.close(
-                findings, rank, f"parameter {i} after training", answer.get(f"p{i}"), value,
-                hint=hint, terms=[case.inputs[0][f"p{i}"]],
-            ):  # fmt: skip
+                findings,
+                rank,
+                f"parameter {i} after training",
+                answer.get(f"p{i}"),
+                value,
+                hint=hint,
+                terms=[case.inputs[0][f"p{i}"]],
+            ):
                 break
     return findings
 
@@ -254,8 +277,12 @@ def judge_train_loss(case: Case) -> list[Finding]:
     _, expected = _oracle_training(case)
     for rank, answer in enumerate(case.answers):
         oracle.close(
-            findings, rank, "losses per epoch", answer.get("losses"), expected,
+            findings,
+            rank,
+            "losses per epoch",
+            answer.get("losses"),
+            expected,
             hint="Sum loss × batch size over the batches, sum that and the sample count over all "
             "ranks with one all-reduce that every rank calls, then divide.",
-        )  # fmt: skip
+        )
     return findings

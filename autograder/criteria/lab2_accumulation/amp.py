@@ -116,9 +116,14 @@ class _Training:
 
 
 def _run(
-    amp_step: Any, inputs: Values, context: Context, answer: Values, training: _Training,
-    scaler: Any, calls: Any,
-) -> None:  # fmt: skip
+    amp_step: Any,
+    inputs: Values,
+    context: Context,
+    answer: Values,
+    training: _Training,
+    scaler: Any,
+    calls: Any,
+) -> None:
     for number in calls:
         call = inputs["calls"][number]
         training.optimizer.zero_grad()
@@ -126,9 +131,14 @@ def _run(
         xs, ys = (torch.from_numpy(inputs[f"{n}/{number}"]).to(context.device) for n in "xy")
         options = {"max_norm": call["max_norm"]} if "max_norm" in call else {}
         amp_step(
-            training.wrapped, list(zip(xs, ys, strict=True)), oracle.mse, training.optimizer,
-            scaler, dtype=DTYPES[call["dtype"]], **options,
-        )  # fmt: skip
+            training.wrapped,
+            list(zip(xs, ys, strict=True)),
+            oracle.mse,
+            training.optimizer,
+            scaler,
+            dtype=DTYPES[call["dtype"]],
+            **options,
+        )
         answer[f"scale/{number}"] = float(scaler.get_scale())
         answer[f"steps/{number}"] = training.num_steps
         answer[f"dtypes/{number}"] = sorted(training.dtypes)
@@ -163,11 +173,14 @@ def _judge_update(
         allowed = TOLERANCE * largest + 1e-6
         if np.abs(moved - update).max() > allowed:
             place = int(np.abs(moved - update).argmax())
-            findings.append(Finding(
-                f"{call['k']} micro-batches in {call['dtype']}: parameter {i} moved by "
-                f"{moved.ravel()[place]:.4g} at {place}, expected "
-                f"{update.ravel()[place]:.4g}. {hint}", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{call['k']} micro-batches in {call['dtype']}: parameter {i} moved by "
+                    f"{moved.ravel()[place]:.4g} at {place}, expected "
+                    f"{update.ravel()[place]:.4g}. {hint}",
+                    rank,
+                )
+            )
             return
 
 
@@ -177,17 +190,24 @@ def judge_update(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         for number, call in enumerate(case.inputs[rank]["calls"]):
             if told(answer, f"dtypes/{number}") != [call["dtype"]]:
-                findings.append(Finding(
-                    f"the first layer computed in {answer.get(f'dtypes/{number}')}, expected "
-                    f"{call['dtype']}: run forward under torch.autocast(device_type, dtype=dtype).",
-                    rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"the first layer computed in {answer.get(f'dtypes/{number}')}, expected "
+                        f"{call['dtype']}: run forward under torch.autocast(device_type, "
+                        "dtype=dtype).",
+                        rank,
+                    )
+                )
                 break
             _judge_update(
-                case, findings, rank, number, 1.0,
+                case,
+                findings,
+                rank,
+                number,
+                1.0,
                 "Divide each loss by their number, backward scaler.scale(loss), and let "
                 "scaler.step(optimizer) make the one step.",
-            )  # fmt: skip
+            )
     return findings
 
 
@@ -200,16 +220,24 @@ def judge_scaler(case: Case) -> list[Finding]:
             scale, got = told(answer, f"scale/{number}"), told(answer, f"steps/{number}")
             what = "an overflow on one rank" if number == 2 else "a step without overflow"
             if scale != INIT_SCALE * factor:
-                findings.append(Finding(
-                    f"call {number}, {what}: the scale is {scale}, expected {INIT_SCALE * factor}. "
-                    "scaler.update() belongs once after scaler.step(optimizer), and both after the "
-                    "last micro-batch.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"call {number}, {what}: the scale is {scale}, expected "
+                        f"{INIT_SCALE * factor}. "
+                        "scaler.update() belongs once after scaler.step(optimizer), and both after "
+                        "the "
+                        "last micro-batch.",
+                        rank,
+                    )
+                )
                 break
             if got != count:
-                findings.append(Finding(
-                    f"after call {number}, {what}: {got} optimizer steps, expected {count}.", rank
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"after call {number}, {what}: {got} optimizer steps, expected {count}.",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -222,8 +250,12 @@ def judge_clip(case: Case) -> list[Finding]:
             size = norm(_mean_gradient(list(case.inputs), number))
             limit = call["max_norm"]
             _judge_update(
-                case, findings, rank, number, min(1.0, limit / size),
+                case,
+                findings,
+                rank,
+                number,
+                min(1.0, limit / size),
                 f"The gradient's norm is {size:.3g}, max_norm {limit:.3g}: unscale with "
                 "scaler.unscale_(optimizer), then clip, then scaler.step(optimizer).",
-            )  # fmt: skip
+            )
     return findings

@@ -110,25 +110,37 @@ def judge_gradients(case: Case) -> list[Finding]:
 
 
 def _judge_weights(
-    case: Case, findings: list[Finding], call: int, k: int, basis: list[Gradient],
-    expected: Sequence[float], what: str, why: Any,
-) -> None:  # fmt: skip
+    case: Case,
+    findings: list[Finding],
+    call: int,
+    k: int,
+    basis: list[Gradient],
+    expected: Sequence[float],
+    what: str,
+    why: Any,
+) -> None:
     for rank, answer in enumerate(case.answers):
         if any(finding.rank == rank for finding in findings):
             continue
         weights = weights_of(basis, collect(answer, f"g{call}", len(basis[0])))
         if weights is None:
-            findings.append(Finding(
-                f"{what}: p.grad is not a sum of gradients of the ranks' micro-batches.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{what}: p.grad is not a sum of gradients of the ranks' micro-batches.", rank
+                )
+            )
         elif not are_close(weights, expected):
             per_rank = (
                 f"rank {r}: {show(weights[r * k : r * k + k])}" for r in range(case.world_size)
             )
-            findings.append(Finding(
-                f"{what}: they entered this gradient with weights {'; '.join(per_rank)}. Expected "
-                f"{_expected(expected, k)}. {why(weights, rank, k)}".strip(), rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{what}: they entered this gradient with weights {'; '.join(per_rank)}. "
+                    "Expected "
+                    f"{_expected(expected, k)}. {why(weights, rank, k)}".strip(),
+                    rank,
+                )
+            )
 
 
 def _expected(weights: Sequence[float], k: int) -> str:

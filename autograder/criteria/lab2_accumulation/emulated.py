@@ -148,8 +148,9 @@ class _LastCall:
         if layers != expected:
             self.finding = Finding(
                 f"{layers} forward and backward passes of layers, expected {expected}: each "
-                "micro-batch goes forward and backward once.", rank,
-            )  # fmt: skip
+                "micro-batch goes forward and backward once.",
+                rank,
+            )
             return
         if ahead := find_ahead(events, rank, MICRO_BATCHES):
             self.finding = ahead
@@ -176,8 +177,9 @@ class _LastCall:
                 layer, name = number // 2, ("weight", "bias")[number % 2]
                 return Finding(
                     f"the accumulated {name} gradient of layer {layer} did not travel in the last "
-                    "accumulation: the sum over all micro-batches has to.", self.rank,
-                )  # fmt: skip
+                    "accumulation: the sum over all micro-batches has to.",
+                    self.rank,
+                )
         return None
 
 
@@ -235,8 +237,9 @@ def _too_many_bytes(call: _LastCall, hint: str) -> Finding | None:
     if call.num_bytes > MAX_BYTES:
         return Finding(
             f"{call.num_bytes} bytes travelled for {MICRO_BATCHES} micro-batches, expected about "
-            f"{GRADIENT_BYTES}, the gradients once. {hint}", call.rank,
-        )  # fmt: skip
+            f"{GRADIENT_BYTES}, the gradients once. {hint}",
+            call.rank,
+        )
     return None
 
 
@@ -245,8 +248,9 @@ def _too_many(call: _LastCall) -> Finding | None:
         return Finding(
             f"{len(call.collectives)} collectives for {MICRO_BATCHES} micro-batches of a model "
             f"with {NUM_PARAMETERS} parameters, expected at most {MAX_COLLECTIVES}. Whatever has "
-            "to travel, the loss too, can travel once per accumulation.", call.rank,
-        )  # fmt: skip
+            "to travel, the loss too, can travel once per accumulation.",
+            call.rank,
+        )
     return None
 
 
@@ -257,12 +261,15 @@ def judge_time(case: Case) -> list[Finding]:
         return [call for call in calls if isinstance(call, Finding)]
     efficiency, call_s = scaling_efficiency(case)
     if efficiency < EFFICIENCY:
-        return [Finding(
-            f"efficiency {efficiency:.3f}, target {EFFICIENCY}: {MICRO_BATCHES} micro-batches "
-            f"compute for {MICRO_BATCHES * MICRO_BATCH_S * 1e3:.0f} ms but take "
-            f"{call_s * 1e3:.0f} ms of virtual time. On this cluster one synchronisation takes "
-            f"{SYNC_TO_COMPUTE * MICRO_BATCH_S * 1e3:.0f} ms, so only one per accumulation pays."
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"efficiency {efficiency:.3f}, target {EFFICIENCY}: {MICRO_BATCHES} micro-batches "
+                f"compute for {MICRO_BATCHES * MICRO_BATCH_S * 1e3:.0f} ms but take "
+                f"{call_s * 1e3:.0f} ms of virtual time. On this cluster one synchronisation takes "
+                f"{SYNC_TO_COMPUTE * MICRO_BATCH_S * 1e3:.0f} ms, so only one per accumulation "
+                "pays."
+            )
+        ]
     found = [call.missing(case) for call in calls if isinstance(call, _LastCall)]
     return [finding for finding in found if finding]
 

@@ -110,10 +110,14 @@ def judge_scale(case: Case) -> list[Finding]:
             if weights is None:
                 findings.append(Finding(_no_sum(k), rank))
             elif not are_close(weights, [1 / k] * k):
-                findings.append(Finding(
-                    f"{k} equal micro-batches entered the gradient with weights {show(weights)}; "
-                    f"expected {1 / k:.3g} each. {_why_scale(weights, k)}".strip(), rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{k} equal micro-batches entered the gradient with weights "
+                        f"{show(weights)}; "
+                        f"expected {1 / k:.3g} each. {_why_scale(weights, k)}".strip(),
+                        rank,
+                    )
+                )
             else:
                 continue
             break
@@ -155,20 +159,30 @@ def judge_unequal(case: Case) -> list[Finding]:
             if abs(total) < 1e-6 or not are_close(weights / total, share):
                 why = ""
                 if np.ptp(weights) < 1e-3:
-                    why = (" All have the same weight, so a sample in a small one counts more "
-                           "than a sample in a large one.")  # fmt: skip
-                findings.append(Finding(
-                    f"micro-batches of {counts} samples entered the gradient with weights "
-                    f"{show(weights)}; expected {show(share)}, a weight for each according to its "
-                    f"size.{why}", rank,
-                ))  # fmt: skip
+                    why = (
+                        " All have the same weight, so a sample in a small one counts more "
+                        "than a sample in a large one."
+                    )
+                findings.append(
+                    Finding(
+                        f"micro-batches of {counts} samples entered the gradient with weights "
+                        f"{show(weights)}; expected {show(share)}, a weight for each according to "
+                        "its "
+                        f"size.{why}",
+                        rank,
+                    )
+                )
                 break
             if factor_is_right and not np.isclose(total, 1.0, rtol=1e-3):
-                findings.append(Finding(
-                    f"micro-batches of {counts} samples entered with {total:.3g} times the weight "
-                    f"that they should have: there are {sum(counts)} samples, and every one of "
-                    "them counts.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"micro-batches of {counts} samples entered with {total:.3g} times the "
+                        "weight "
+                        f"that they should have: there are {sum(counts)} samples, and every one of "
+                        "them counts.",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -303,8 +317,11 @@ def judge_memory(case: Case) -> list[Finding]:
         if weights is None or not present(weights):
             findings.append(Finding(_no_sum(MEMORY_K), rank))
         elif not isinstance(peak, float) or not 0.5 < peak <= MEMORY_LIMIT:
-            findings.append(Finding(
-                f"the activations of {peak} micro-batches were in memory at once; "
-                f"at most {MEMORY_LIMIT} fit.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"the activations of {peak} micro-batches were in memory at once; "
+                    f"at most {MEMORY_LIMIT} fit.",
+                    rank,
+                )
+            )
     return findings

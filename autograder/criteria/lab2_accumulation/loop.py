@@ -92,16 +92,22 @@ def draw_clip(draw: Draw) -> list[Values]:
             *(norm(_mean(g)) * len(g) / k for g in groups), *(norm(g) / k for g in large)
         )
         limits = (0.3 * smallest, 3 * k * sum(norm(g) for g in small))
-        values["runs"] = [run | {"max_norm": m}
-                          for run, m in zip(values["runs"], limits, strict=True)]  # fmt: skip
+        values["runs"] = [
+            run | {"max_norm": m} for run, m in zip(values["runs"], limits, strict=True)
+        ]
     return inputs
 
 
 def draw_schedule(draw: Draw) -> list[Values]:
     """Two numbers of micro-batches, with a scheduler and a tail."""
     rng = draw.shared()
-    return _draw(draw, [{"k": k, "n": 3 * k + 1, "schedule": True}
-                        for k in (int(rng.integers(2, 4)), int(rng.integers(4, 6)))])  # fmt: skip
+    return _draw(
+        draw,
+        [
+            {"k": k, "n": 3 * k + 1, "schedule": True}
+            for k in (int(rng.integers(2, 4)), int(rng.integers(4, 6)))
+        ],
+    )
 
 
 def _mean(gradients: Sequence[Gradient]) -> Gradient:
@@ -110,8 +116,9 @@ def _mean(gradients: Sequence[Gradient]) -> Gradient:
 
 def batches_of(inputs: Values, run: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The batches of a run, in their order."""
-    return [(inputs[f"x/{run}/{i}"], inputs[f"y/{run}/{i}"])
-            for i in range(inputs["runs"][run]["n"])]  # fmt: skip
+    return [
+        (inputs[f"x/{run}/{i}"], inputs[f"y/{run}/{i}"]) for i in range(inputs["runs"][run]["n"])
+    ]
 
 
 # --- observe -------------------------------------------------------------------------------------
@@ -162,10 +169,12 @@ def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
         if run.get("schedule"):
             notes.scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
             options["scheduler"] = notes.scheduler
-        batches = Batches([
-            (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
-            for x, y in batches_of(inputs, number)
-        ])  # fmt: skip
+        batches = Batches(
+            [
+                (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
+                for x, y in batches_of(inputs, number)
+            ]
+        )
         returned = train_epoch(
             model, batches, oracle.mse, optimizer, accumulation_steps=run["k"], **options
         )
@@ -206,8 +215,10 @@ def _steps(case: Case, rank: int, number: int, extra: Sequence[Gradient] = ()) -
         gradient = collect(answer, f"g{number}/{step}", NUM_PARAMETERS)
         weights = weights_of(basis, gradient)
         if weights is None:
-            return (f"optimizer step {step}: p.grad is not a sum of the gradients of this epoch's "
-                    "batches.")  # fmt: skip
+            return (
+                f"optimizer step {step}: p.grad is not a sum of the gradients of this epoch's "
+                "batches."
+            )
         new = [i for i in present(weights) if i not in seen]
         seen.update(new)
         steps.append(_Step(weights, new, gradient))
@@ -236,14 +247,20 @@ def judge_steps(case: Case) -> list[Finding]:
         for s, step in enumerate(steps[: n // k]):
             group = list(range(s * k, s * k + k))
             if step.new != group:
-                return (f"optimizer step {s} took in batches {step.new}, expected {group}."
-                        f"{_why_group(step.new, group, s)}")  # fmt: skip
+                return (
+                    f"optimizer step {s} took in batches {step.new}, expected {group}."
+                    f"{_why_group(step.new, group, s)}"
+                )
             if not are_close(step.weights[group], [1 / k] * k):
-                return (f"optimizer step {s}: weights {show(step.weights[group])}, expected "
-                        f"{1 / k:.3g} each.")  # fmt: skip
+                return (
+                    f"optimizer step {s}: weights {show(step.weights[group])}, expected "
+                    f"{1 / k:.3g} each."
+                )
         if len(steps) != n // k:
-            return (f"{len(steps)} optimizer steps, expected {n // k}. Count a group only when it "
-                    "has a batch.")  # fmt: skip
+            return (
+                f"{len(steps)} optimizer steps, expected {n // k}. Count a group only when it "
+                "has a batch."
+            )
         got = told(case.answers[rank], f"returned/{number}")
         return "" if got == n // k else f"returned {got}, expected {n // k} optimizer steps."
 
@@ -270,9 +287,11 @@ def judge_tail(case: Case) -> list[Finding]:
         if last.new != tail:
             return f"the last optimizer step took in batches {last.new}, expected {tail}."
         if not are_close(last.weights[tail], [1 / len(tail)] * len(tail)):
-            return (f"the last optimizer step has weights {show(last.weights[tail])} for batches "
-                    f"{tail}, expected {1 / len(tail):.3g} each: the mean over the batches that "
-                    "this group really has.")  # fmt: skip
+            return (
+                f"the last optimizer step has weights {show(last.weights[tail])} for batches "
+                f"{tail}, expected {1 / len(tail):.3g} each: the mean over the batches that "
+                "this group really has."
+            )
         got = told(case.answers[rank], f"returned/{number}")
         return "" if got == len(steps) else f"{len(steps)} optimizer steps, but it returned {got}."
 
@@ -301,11 +320,15 @@ def _old(inputs: Values, number: int, steps: list[_Step]) -> str:
     for s, step in enumerate(steps):
         entered = present(step.weights)
         if any(i >= n for i in entered):
-            return (f"optimizer step {s} contains gradients that were in p.grad before this epoch: "
-                    "clear them at its beginning.")  # fmt: skip
+            return (
+                f"optimizer step {s} contains gradients that were in p.grad before this epoch: "
+                "clear them at its beginning."
+            )
         if old := sorted(set(entered) - set(step.new)):
-            return (f"optimizer step {s} contains batches {old} once more: clear the gradients "
-                    "after each step.")  # fmt: skip
+            return (
+                f"optimizer step {s} contains batches {old} once more: clear the gradients "
+                "after each step."
+            )
     return ""
 
 
@@ -322,16 +345,22 @@ def judge_clip(case: Case) -> list[Finding]:
             if entered.size == 0:
                 continue  # nor is a step too many
             if number == 0 and not np.isclose(size, limit, rtol=0.02):
-                return (f"max_norm={limit:.4g}: at the optimizer step the gradient's norm is "
-                        f"{size:.4g}. Clip before the step, after the last backward, and when "
-                        "p.grad is the mean of the group.")  # fmt: skip
+                return (
+                    f"max_norm={limit:.4g}: at the optimizer step the gradient's norm is "
+                    f"{size:.4g}. Clip before the step, after the last backward, and when "
+                    "p.grad is the mean of the group."
+                )
             if number == 1 and size > 0.9 * limit:
-                return (f"max_norm={limit:.4g}: the norm was made {size:.4g} although it was "
-                        "below the limit: clipping never enlarges.")  # fmt: skip
+                return (
+                    f"max_norm={limit:.4g}: the norm was made {size:.4g} although it was "
+                    "below the limit: clipping never enlarges."
+                )
             if not are_close(entered, np.full(entered.shape, entered.mean())):
-                return (f"max_norm={limit:.4g}: batches entered with weights {show(entered)}, "
-                        "expected equal ones: clip the accumulated gradient once, not that of "
-                        "each batch.")  # fmt: skip
+                return (
+                    f"max_norm={limit:.4g}: batches entered with weights {show(entered)}, "
+                    "expected equal ones: clip the accumulated gradient once, not that of "
+                    "each batch."
+                )
         return ""
 
     return _judge(case, judge_run)
@@ -346,10 +375,12 @@ def judge_schedule(case: Case) -> list[Finding]:
             return f"{count} optimizer steps, too few to tell."
         expected = list(range(count))
         if told(answer, f"schedule/{number}") != expected or told(answer, f"end/{number}") != count:
-            return (f"{count} optimizer steps, but the scheduler made "
-                    f"{answer.get(f'end/{number}')}; before each optimizer step it had made "
-                    f"{answer.get(f'schedule/{number}')}, expected {expected}: scheduler.step() "
-                    "belongs right after optimizer.step().")  # fmt: skip
+            return (
+                f"{count} optimizer steps, but the scheduler made "
+                f"{answer.get(f'end/{number}')}; before each optimizer step it had made "
+                f"{answer.get(f'schedule/{number}')}, expected {expected}: scheduler.step() "
+                "belongs right after optimizer.step()."
+            )
         return ""
 
     return _judge(case, judge_run)

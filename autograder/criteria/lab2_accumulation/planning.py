@@ -24,8 +24,14 @@ def draw_batch_size(draw: Draw) -> list[Values]:
     for number in range(6):
         micro, k, ranks = (int(v) for v in rng.integers(2, 17, size=3))
         rows.append([micro, k, ranks, 0 if number < 4 else int(rng.integers(1, micro * ranks))])
-    rates = [[round(float(rng.uniform(0.001, 1)), 4), int(rng.integers(1, 9)) * 32,
-              int(rng.integers(1, 100)) * 32] for _ in range(3)]  # fmt: skip
+    rates = [
+        [
+            round(float(rng.uniform(0.001, 1)), 4),
+            int(rng.integers(1, 9)) * 32,
+            int(rng.integers(1, 100)) * 32,
+        ]
+        for _ in range(3)
+    ]
     return [{"rows": rows, "rates": rates} for _ in range(draw.world_size)]
 
 
@@ -36,8 +42,9 @@ def observe_batch_size(subject: Any, inputs: Values, context: Context) -> Values
     for micro, k, ranks, rest in inputs["rows"]:
         answer["sizes"].append(_plain(effective_batch_size(micro, k, ranks)))
         try:
-            answer["steps"].append(_plain(accumulation_steps_for(micro * k * ranks + rest,
-                                                                 micro, ranks)))  # fmt: skip
+            answer["steps"].append(
+                _plain(accumulation_steps_for(micro * k * ranks + rest, micro, ranks))
+            )
         except ValueError:
             answer["steps"].append("ValueError")
     for rate, base, size in inputs["rates"]:
@@ -111,10 +118,16 @@ def observe_convergence(compare_convergence: Any, inputs: Values, context: Conte
 
     x, y = (torch.from_numpy(inputs[n]).to(context.device) for n in "xy")
     curves = compare_convergence(
-        make_model, train_step, x, y, global_batch_size=inputs["global_batch"],
-        num_steps=NUM_STEPS, accumulation_steps=tuple(inputs["ks"]),
-        rank=context.rank, world_size=context.world_size,
-    )  # fmt: skip
+        make_model,
+        train_step,
+        x,
+        y,
+        global_batch_size=inputs["global_batch"],
+        num_steps=NUM_STEPS,
+        accumulation_steps=tuple(inputs["ks"]),
+        rank=context.rank,
+        world_size=context.world_size,
+    )
     if not isinstance(curves, dict):
         raise TypeError(
             f"compare_convergence: expected a dict k -> losses, got {type(curves).__name__}"

@@ -68,9 +68,9 @@ def draw_amp(draw: Draw) -> list[Values]:
     inputs = []
     for rank in range(draw.world_size):
         batch = oracle.draw_batch(draw.private(rank), CALLS * MICRO_BATCHES * 4, sizes)
-        inputs.append(start | {
-            name: batch[name].reshape(CALLS, MICRO_BATCHES, 4, -1) for name in "xy"
-        })  # fmt: skip
+        inputs.append(
+            start | {name: batch[name].reshape(CALLS, MICRO_BATCHES, 4, -1) for name in "xy"}
+        )
     return inputs
 
 
@@ -160,17 +160,24 @@ def _judge(case: Case, gradients_of: Gradients, rest: float) -> list[Finding]:
         times = _contributed(events) / (CALLS * gradients)
         to_all = _contributed(e for e in events if e.key in whole) / (CALLS * gradients)
         if times > MOST:
-            findings.append(Finding(
-                f"{times:.1f} times the gradients travelled in a step of {MICRO_BATCHES} "
-                "micro-batches, once is enough: forward and backward of all but the last one "
-                "belong inside no_sync().", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{times:.1f} times the gradients travelled in a step of {MICRO_BATCHES} "
+                    "micro-batches, once is enough: forward and backward of all but the last one "
+                    "belong inside no_sync().",
+                    rank,
+                )
+            )
         elif to_all < LEAST:
-            findings.append(Finding(
-                f"only {to_all:.1f} times the gradients travelled to all ranks in a step: those of "
-                "the last micro-batch have to be synchronised, with all that was added up before.",
-                rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"only {to_all:.1f} times the gradients travelled to all ranks in a step: "
+                    "those of "
+                    "the last micro-batch have to be synchronised, with all that was added up "
+                    "before.",
+                    rank,
+                )
+            )
         elif _by_messages(events):
             continue  # a ring made by hand cuts gradients anywhere, and adds to them on the way
         elif problem := _missing(case, rank, gradients_of, rest):

@@ -139,8 +139,9 @@ class _LastStep:
         if len(computes) != 2 * LAYERS * STEPS:
             self.finding = Finding(
                 f"{len(computes)} forward and backward passes of layers, expected "
-                f"{2 * LAYERS * STEPS}.", rank,
-            )  # fmt: skip
+                f"{2 * LAYERS * STEPS}.",
+                rank,
+            )
             return
         if ahead := find_ahead(events, rank):
             self.finding = ahead
@@ -149,9 +150,14 @@ class _LastStep:
         self.forward, self.backward = last[:LAYERS], last[LAYERS:]
         begin = computes[-2 * LAYERS - 1]  # the last backward of the step before
         issued = {e.key: i for i, e in enumerate(events) if e.kind == "issue"}
-        mine = [(issued[c.key], c) for c in case.trace.collectives
-                if c.key in issued and c.numel > 0 and c.dtype in _FLOATS
-                and reaches_all(c, case.world_size)]  # fmt: skip
+        mine = [
+            (issued[c.key], c)
+            for c in case.trace.collectives
+            if c.key in issued
+            and c.numel > 0
+            and c.dtype in _FLOATS
+            and reaches_all(c, case.world_size)
+        ]
         self.gathers = [(i, c) for i, c in mine if i > begin and c.kind == "all_gather"]
         self.reductions = [c for i, c in mine if i > self.backward[0] and c.kind != "all_gather"]
         values, order = parts.lookup([], _as_sent(case.inputs[0], self.gathers))
@@ -163,13 +169,15 @@ class _LastStep:
     def not_gathered(self) -> Finding | None:
         """A unit whose parameters did not travel in time for its forward, if there is one."""
         for unit in range(LAYERS):
-            here = [i for (i, _), units in zip(self.gathers, self.units, strict=True)
-                    if unit in units]  # fmt: skip
+            here = [
+                i for (i, _), units in zip(self.gathers, self.units, strict=True) if unit in units
+            ]
             if not here or min(here) > self.forward[unit]:
                 return Finding(
                     f"unit {unit} was not in any all-gather before its forward pass, in step "
-                    f"{STEPS - 1}: shards have to be gathered anew in every step.", self.rank,
-                )  # fmt: skip
+                    f"{STEPS - 1}: shards have to be gathered anew in every step.",
+                    self.rank,
+                )
         return None
 
     def not_gathered_again(self) -> Finding | None:
@@ -178,13 +186,17 @@ class _LastStep:
         The last one may: its backward comes first.
         """
         for unit in range(LAYERS - 1):
-            late = [i for (i, _), units in zip(self.gathers, self.units, strict=True)
-                    if unit in units and i > self.forward[unit]]  # fmt: skip
+            late = [
+                i
+                for (i, _), units in zip(self.gathers, self.units, strict=True)
+                if unit in units and i > self.forward[unit]
+            ]
             if not late:
                 return Finding(
                     f"unit {unit} was not gathered again for backward: it was not freed after "
-                    "forward (reshard_after_forward).", self.rank,
-                )  # fmt: skip
+                    "forward (reshard_after_forward).",
+                    self.rank,
+                )
         return None
 
 
@@ -254,14 +266,16 @@ def _giant_gather(step: _LastStep, case: Case) -> Finding | None:
         if units > MAX_UNITS:
             return Finding(
                 f"one all-gather brought {units:.1f} units at once, expected one unit each: the "
-                "whole model would lie in memory.", step.rank,
-            )  # fmt: skip
+                "whole model would lie in memory.",
+                step.rank,
+            )
     passes = sum(c.numel for _, c in step.gathers) * case.world_size / (LAYERS * UNIT_NUMEL)
     if passes > MAX_PASSES:
         return Finding(
             f"all-gathers brought the parameters {passes:.1f} times in one step; forward and "
-            "backward need them once each.", step.rank,
-        )  # fmt: skip
+            "backward need them once each.",
+            step.rank,
+        )
     return None
 
 
@@ -271,39 +285,47 @@ def _wrong_reduction(step: _LastStep, case: Case) -> Finding | None:
         if c.kind in ("all_reduce", "reduce", "broadcast") and c.numel > SMALL_NUMEL:
             return Finding(
                 f"{c.numel} numbers went through {c.kind} in backward. Each rank needs only its "
-                "own part of the sum: that is a reduce-scatter, half the traffic.", step.rank,
-            )  # fmt: skip
-    sent = [np.asarray(c.payloads[step.rank], dtype=np.float64).ravel()
-            for c in scatters if c.payloads.get(step.rank) is not None]  # fmt: skip
+                "own part of the sum: that is a reduce-scatter, half the traffic.",
+                step.rank,
+            )
+    sent = [
+        np.asarray(c.payloads[step.rank], dtype=np.float64).ravel()
+        for c in scatters
+        if c.payloads.get(step.rank) is not None
+    ]
     for values in sent:
         if len(values) > MAX_UNITS * UNIT_NUMEL:
             return Finding(
                 f"one reduce-scatter carried the gradients of {len(values) / UNIT_NUMEL:.1f} "
-                "units, expected one unit each: the whole gradient would lie in memory.", step.rank,
-            )  # fmt: skip
+                "units, expected one unit each: the whole gradient would lie in memory.",
+                step.rank,
+            )
     for unit, gradient in enumerate(_local_gradients(case, step.rank)):
         if not any(_carries(values, gradient) for values in sent):
             return Finding(
                 f"this rank's gradients of unit {unit} were in no reduce-scatter of step "
-                f"{STEPS - 1}.", step.rank,
-            )  # fmt: skip
+                f"{STEPS - 1}.",
+                step.rank,
+            )
     return None
 
 
 def judge_prefetch_forward(case: Case) -> list[Finding]:
     """In virtual time, gathers are hidden under the forward pass of the unit before."""
     return _judge_prefetch(
-        case, "forward",
+        case,
+        "forward",
         "Start the all-gather of unit i + 1 (async_op=True) before unit i computes.",
-    )  # fmt: skip
+    )
 
 
 def judge_prefetch_backward(case: Case) -> list[Finding]:
     """The same in backward."""
     return _judge_prefetch(
-        case, "backward",
+        case,
+        "backward",
         "Start the all-gather of unit i - 1 (async_op=True) before the backward of unit i.",
-    )  # fmt: skip
+    )
 
 
 def _judge_prefetch(case: Case, direction: str, hint: str) -> list[Finding]:
@@ -318,14 +340,18 @@ def _judge_prefetch(case: Case, direction: str, hint: str) -> list[Finding]:
             return [Finding("no gradients were reduced in backward.", step.rank)]
     efficiency = min(
         _efficiency(timeline.event_times[step.rank], getattr(step, direction), direction)
-        for step in steps if isinstance(step, _LastStep)
-    )  # fmt: skip
+        for step in steps
+        if isinstance(step, _LastStep)
+    )
     if efficiency >= EFFICIENCY[direction]:
         return []
-    return [Finding(
-        f"{direction}: {efficiency:.2f} of the virtual time between the first and the last unit is "
-        f"compute, target {EFFICIENCY[direction]}: the units wait for their parameters. {hint}"
-    )]  # fmt: skip
+    return [
+        Finding(
+            f"{direction}: {efficiency:.2f} of the virtual time between the first and the last "
+            "unit is "
+            f"compute, target {EFFICIENCY[direction]}: the units wait for their parameters. {hint}"
+        )
+    ]
 
 
 def _efficiency(times: Any, computes: list[int], direction: str) -> float:
@@ -344,11 +370,15 @@ def judge_native(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         got = answer.get("bytes")
         if type(got) is not int or got > bound:
-            findings.append(Finding(
-                f"{got} bytes of parameters on this rank after a step, expected at most {bound} "
-                f"(1/{case.world_size} of {sum(p.nbytes for p in params)}, plus padding). Is "
-                "fully_shard called on every unit and on the model?", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{got} bytes of parameters on this rank after a step, expected at most "
+                    f"{bound} "
+                    f"(1/{case.world_size} of {sum(p.nbytes for p in params)}, plus padding). Is "
+                    "fully_shard called on every unit and on the model?",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -358,14 +388,18 @@ def judge_precision(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         dtypes = answer.get("dtypes")
         if not isinstance(answer.get("asked"), int) or answer["asked"] < LAYERS * UNIT_NUMEL:
-            findings.append(Finding(
-                "shard_placement_fn, one of the options, did not reach every unit.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding("shard_placement_fn, one of the options, did not reach every unit.", rank)
+            )
         if not isinstance(dtypes, list) or dtypes != ["float32"]:
-            findings.append(Finding(
-                f"the sharded parameters are {answer.get('dtypes')}, expected float32: the policy "
-                "casts what is gathered; the optimizer works on fp32.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"the sharded parameters are {answer.get('dtypes')}, expected float32: the "
+                    "policy "
+                    "casts what is gathered; the optimizer works on fp32.",
+                    rank,
+                )
+            )
     if findings or case.world_size == 1:
         return findings
     for step in _last_steps(case):
@@ -379,9 +413,12 @@ def judge_precision(case: Case) -> list[Finding]:
         ):
             dtypes = sorted({c.dtype for c in found})
             if dtypes != [expected]:
-                findings.append(Finding(
-                    f"{what} in {', '.join(dtypes) or 'nothing'}, expected {expected}. Are all "
-                    "options handed on to every call of fully_shard?", step.rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{what} in {', '.join(dtypes) or 'nothing'}, expected {expected}. Are all "
+                        "options handed on to every call of fully_shard?",
+                        step.rank,
+                    )
+                )
                 break
     return findings

@@ -72,17 +72,26 @@ def judge(case: Case) -> list[Finding]:
             expected = oracle.mse(model(x), y).item()
         loss, peak = answer.get("loss"), answer.get("bytes")
         if not (isinstance(loss, float) and abs(loss - expected) <= LOSS_RTOL * expected):
-            findings.append(Finding(
-                f"the loss before the first update: expected {expected:.6g}, got {loss}. Is the "
-                "output the whole model's?", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"the loss before the first update: expected {expected:.6g}, got {loss}. Is "
+                    "the "
+                    "output the whole model's?",
+                    rank,
+                )
+            )
         if not isinstance(peak, int) or peak <= 0:
             findings.append(Finding("expected a peak in bytes.", rank))
         elif peak > budget:
-            findings.append(Finding(
-                f"a model with {PARAMETER_BYTES / 1e6:.0f} MB of parameters, in {BLOCKS} units, "
-                f"with AdamW: expected at most {budget / 1e6:.0f} MB on each of "
-                f"{case.world_size} ranks, got {peak / 1e6:.0f} MB. Are the whole model's tensors "
-                "gone after the constructor, and a unit's after its forward and backward?", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"a model with {PARAMETER_BYTES / 1e6:.0f} MB of parameters, in {BLOCKS} "
+                    "units, "
+                    f"with AdamW: expected at most {budget / 1e6:.0f} MB on each of "
+                    f"{case.world_size} ranks, got {peak / 1e6:.0f} MB. Are the whole model's "
+                    "tensors "
+                    "gone after the constructor, and a unit's after its forward and backward?",
+                    rank,
+                )
+            )
     return findings

@@ -21,8 +21,10 @@ def state_bytes(num_params: int, num_ranks: int, strategy: str, mixed: bool) -> 
     shard = -(-num_params // num_ranks)
     sharded_from = (3, 2, 1)
     per_param = (2, 2, 12) if mixed else (4, 4, 8)
-    return [(shard if stage >= first else num_params) * each
-            for first, each in zip(sharded_from, per_param, strict=True)]  # fmt: skip
+    return [
+        (shard if stage >= first else num_params) * each
+        for first, each in zip(sharded_from, per_param, strict=True)
+    ]
 
 
 def plain(value: Any) -> Any:
@@ -59,8 +61,10 @@ def draw_formula(draw: Draw) -> list[Values]:
 
 def observe_formula(bytes_per_rank: Any, inputs: Values, context: Context) -> Values:
     """The three numbers for each row, and what an unknown strategy gives."""
-    told = [_triple(bytes_per_rank(n, ranks, strategy, mixed=mixed))
-            for n, ranks, strategy, mixed in inputs["rows"]]  # fmt: skip
+    told = [
+        _triple(bytes_per_rank(n, ranks, strategy, mixed=mixed))
+        for n, ranks, strategy, mixed in inputs["rows"]
+    ]
     try:
         unknown = _triple(bytes_per_rank(100, 4, "zero4"))
     except ValueError:
@@ -79,16 +83,22 @@ def judge_formula(case: Case) -> list[Finding]:
             if isinstance(got, list) and got == expected and all(type(v) is int for v in got):
                 continue
             call = f"bytes_per_rank({n}, {ranks}, {strategy!r}, mixed={mixed})"
-            findings.append(Finding(
-                f"{call}: expected {tuple(expected)}, got {_as_tuple(got)}."
-                f"{_explain_formula(got, expected)}", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{call}: expected {tuple(expected)}, got {_as_tuple(got)}."
+                    f"{_explain_formula(got, expected)}",
+                    rank,
+                )
+            )
             break
         else:
             if str(answer.get("unknown")) != "ValueError":
-                findings.append(Finding(
-                    f'strategy "zero4": expected a ValueError, got {answer.get("unknown")!r}.', rank
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f'strategy "zero4": expected a ValueError, got {answer.get("unknown")!r}.',
+                        rank,
+                    )
+                )
     return findings
 
 
@@ -197,15 +207,22 @@ def judge_measured(case: Case) -> list[Finding]:
             got = told.get(name) if isinstance(told, dict) else None
             expected = _expected_bytes(case.inputs[rank]["widths"], name, case.world_size, rank)
             slack = [0, 0, 4 * 8]
-            right = isinstance(got, list) and len(got) == 3 and all(
-                type(v) is int and 0 <= v - e <= s
-                for v, e, s in zip(got, expected, slack, strict=True)
-            )  # fmt: skip
+            right = (
+                isinstance(got, list)
+                and len(got) == 3
+                and all(
+                    type(v) is int and 0 <= v - e <= s
+                    for v, e, s in zip(got, expected, slack, strict=True)
+                )
+            )
             if not right:
-                findings.append(Finding(
-                    f"{what}: expected about {tuple(expected)}, got {_as_tuple(got)}."
-                    f"{_explain_measured(got, expected, case.world_size)}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{what}: expected about {tuple(expected)}, got {_as_tuple(got)}."
+                        f"{_explain_measured(got, expected, case.world_size)}",
+                        rank,
+                    )
+                )
                 break
     return findings
 

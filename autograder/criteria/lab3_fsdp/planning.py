@@ -40,8 +40,10 @@ def draw_throughput(draw: Draw) -> list[Values]:
     rng = draw.shared()
     settings = [[int(rng.integers(2, 5)), int(rng.integers(3, 9))] for _ in range(2)] + [[0, 4]]
     slowest = [int(r) for r in rng.integers(draw.world_size, size=3)]
-    efficiency = [[float(rng.uniform(50, 500)), float(rng.uniform(300, 4000)),
-                   int(rng.integers(2, 65))] for _ in range(3)]  # fmt: skip
+    efficiency = [
+        [float(rng.uniform(50, 500)), float(rng.uniform(300, 4000)), int(rng.integers(2, 65))]
+        for _ in range(3)
+    ]
     inputs = []
     for rank in range(draw.world_size):
         own = draw.private(rank)
@@ -61,10 +63,19 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
     told, calls = [], []
     for number, (warmup, repeats) in enumerate(inputs["settings"]):
         machine = QueueingDevice(inputs["work"][number])
-        told.append(float(throughput(
-            machine.step, inputs["samples"][number], machine.synchronize, context.device,
-            warmup=warmup, repeats=repeats, clock=machine.clock,
-        )))  # fmt: skip
+        told.append(
+            float(
+                throughput(
+                    machine.step,
+                    inputs["samples"][number],
+                    machine.synchronize,
+                    context.device,
+                    warmup=warmup,
+                    repeats=repeats,
+                    clock=machine.clock,
+                )
+            )
+        )
         calls.append(machine.calls)
     shares = [float(scaling_efficiency(*row)) for row in inputs["efficiency"]]
     return {"told": told, "calls": calls, "shares": shares}
@@ -100,12 +111,16 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
                 (own, "That is this rank's own throughput."),
                 (samples[rank] / max(seconds), "Those are this rank's samples only."),
                 (rates, "That is the sum of the ranks' own rates; all wait for the slowest."),
-                (samples[rank] * case.world_size / max(seconds),
-                 "Ranks may have other numbers of samples than this one: add them up."),
+                (
+                    samples[rank] * case.world_size / max(seconds),
+                    "Ranks may have other numbers of samples than this one: add them up.",
+                ),
                 (sum(samples) / max(whole), "The warm-up steps were timed as well."),
-                (sum(samples) / (repeats * LAUNCH_S),
-                 "That is how fast steps are queued: synchronize() before the second look."),
-            ):  # fmt: skip
+                (
+                    sum(samples) / (repeats * LAUNCH_S),
+                    "That is how fast steps are queued: synchronize() before the second look.",
+                ),
+            ):
                 if isinstance(got, float) and abs(got - value) <= 1e-5 * value:
                     hint = reason
                     break
@@ -160,11 +175,15 @@ def observe_choice(subject: Any, inputs: Values, context: Context) -> Values:
     """What both functions say."""
     traffic_per_rank, choose_strategy = subject
     return {
-        "chosen": [plain(choose_strategy(n, ranks, budget, mixed=mixed))
-                   for n, ranks, budget, mixed in inputs["rows"]],
-        "traffic": [plain(traffic_per_rank(n, ranks, strategy, size))
-                    for n, ranks, strategy, size in inputs["traffic"]],
-    }  # fmt: skip
+        "chosen": [
+            plain(choose_strategy(n, ranks, budget, mixed=mixed))
+            for n, ranks, budget, mixed in inputs["rows"]
+        ],
+        "traffic": [
+            plain(traffic_per_rank(n, ranks, strategy, size))
+            for n, ranks, strategy, size in inputs["traffic"]
+        ],
+    }
 
 
 def judge_choice(case: Case) -> list[Finding]:

@@ -94,9 +94,11 @@ def _policy_problem(got: Any, device_type: str, mixed: bool, offload: bool) -> s
         return "expected a dict with mp_policy and offload_policy."
     pair = (got.get("param_dtype"), got.get("reduce_dtype"))
     # Not cast, or cast to what it is anyway.
-    right = [("bfloat16", "float32")] if mixed else [
-        (p, r) for p in (None, "float32") for r in (None, "float32")
-    ]  # fmt: skip
+    right = (
+        [("bfloat16", "float32")]
+        if mixed
+        else [(p, r) for p in (None, "float32") for r in (None, "float32")]
+    )
     if pair not in right:
         return f"expected param_dtype, reduce_dtype {right[0]}, got {pair}."
     if got.get("offload") is not offload:
@@ -183,10 +185,13 @@ def judge_save(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         expected = ["checkpoint.pt"] if rank == 0 else []
         if not isinstance(answer.get("files"), list) or answer["files"] != expected:
-            findings.append(Finding(
-                f"files in this rank's folder: {answer.get('files')}, expected {expected}. All "
-                "ranks gather, rank 0 writes.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"files in this rank's folder: {answer.get('files')}, expected {expected}. All "
+                    "ranks gather, rank 0 writes.",
+                    rank,
+                )
+            )
     if findings:
         return findings
     answer, names = case.answers[0], _names()
@@ -254,12 +259,16 @@ def judge_resume(case: Case) -> list[Finding]:
             )
             found = [
                 oracle.close(
-                    findings, rank, f"{name} {when} load_checkpoint", answer.get(f"p{step}/{i}"),
-                    value, hint=hint,
+                    findings,
+                    rank,
+                    f"{name} {when} load_checkpoint",
+                    answer.get(f"p{step}/{i}"),
+                    value,
+                    hint=hint,
                 )
                 for i, (name, value) in enumerate(zip(_names(), values, strict=True))
                 if not any(f.rank == rank for f in findings)
-            ]  # fmt: skip
+            ]
             if not all(found):
                 break
     return findings

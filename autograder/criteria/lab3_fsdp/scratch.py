@@ -82,8 +82,12 @@ def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     optimizer.step()
     everything = [*shards, *model.parameters()]
     seen: set[int] = set()
-    states = [v for s in optimizer.state.values() for v in s.values()
-              if isinstance(v, torch.Tensor) and v.numel() > 1]  # fmt: skip
+    states = [
+        v
+        for s in optimizer.state.values()
+        for v in s.values()
+        if isinstance(v, torch.Tensor) and v.numel() > 1
+    ]
     answer["parameters"] = parts.resident_bytes(everything, seen)
     answer["gradients"] = parts.resident_bytes([p.grad for p in everything], seen)
     answer["optimizer"] = parts.resident_bytes(states, seen)
@@ -100,18 +104,24 @@ def judge_shards(case: Case) -> list[Finding]:
         for key in (k for k in answer if k[0] == "s" and k[1:].isdigit()):
             shard = parts.finite_floats(answer[key], held.size)
             if shard is None:
-                findings.append(Finding(
-                    "local_parameters: not finite fp32 numbers, or more of them than the model "
-                    "has.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        "local_parameters: not finite fp32 numbers, or more of them than the model "
+                        "has.",
+                        rank,
+                    )
+                )
                 break
             places = parts.find(values, order, shard)
             held[places[places >= 0]] = True
     if not findings and not held.all():
-        findings.append(Finding(
-            f"{int((~held).sum())} of {held.size} values of the model are in no rank's shards. Are "
-            "they cut before they are freed, and is the remainder kept when N does not divide?"
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                f"{int((~held).sum())} of {held.size} values of the model are in no rank's shards. "
+                "Are "
+                "they cut before they are freed, and is the remainder kept when N does not divide?"
+            )
+        )
     bound = parts.shard_bound([v.shape for v in model], case.world_size)
     for rank, answer in enumerate(case.answers):
         for kind, times in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
@@ -119,12 +129,14 @@ def judge_shards(case: Case) -> list[Finding]:
             if type(got) is not int:
                 findings.append(Finding(f"{kind}: no bytes were counted.", rank))
             elif got > times * bound:
-                findings.append(Finding(
-                    f"{kind} after a step: {got} bytes on this rank, expected at most "
-                    f"{times * bound} (1/{case.world_size} of "
-                    f"{times * sum(v.nbytes for v in model)}, plus padding). "
-                    + _WHY[kind], rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{kind} after a step: {got} bytes on this rank, expected at most "
+                        f"{times * bound} (1/{case.world_size} of "
+                        f"{times * sum(v.nbytes for v in model)}, plus padding). " + _WHY[kind],
+                        rank,
+                    )
+                )
     return findings
 
 
@@ -142,8 +154,10 @@ def draw_forward(draw: Draw) -> list[Values]:
     """The same transformer on all ranks, other tokens on each, and what is added to the shards."""
     rng = draw.shared()
     start = _draw_gpt(rng) | {"factor": float(rng.uniform(0.5, 0.9))}
-    return [start | {f"t{i}": _tokens(own) for i in range(2)}
-            for own in map(draw.private, range(draw.world_size))]  # fmt: skip
+    return [
+        start | {f"t{i}": _tokens(own) for i in range(2)}
+        for own in map(draw.private, range(draw.world_size))
+    ]
 
 
 def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values:
@@ -171,9 +185,13 @@ def judge_forward(case: Case) -> list[Finding]:
             what = "the model's output" + (" after the shards have changed" if i else "")
             hint = "Forward gathers a unit anew each time: does it read the shards' values of now?"
             if not oracle.close(
-                findings, rank, what, answer.get(f"o{i}"), expected.numpy(),
+                findings,
+                rank,
+                what,
+                answer.get(f"o{i}"),
+                expected.numpy(),
                 hint=hint if i else "Does each gathered value end up in its place?",
-            ):  # fmt: skip
+            ):
                 break
     return findings
 
@@ -236,10 +254,14 @@ def judge_accumulate(case: Case) -> list[Finding]:
         for key in keys:
             first, second = (parts.finite_floats(answer.get(f"{n}/{key}"), size) for n in _ALONE)
             if first is None or second is None or first.shape != second.shape:
-                findings.append(Finding(
-                    "after zero_grad() and a backward a shard has no gradient, or one that is not "
-                    "finite.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        "after zero_grad() and a backward a shard has no gradient, or one that is "
+                        "not "
+                        "finite.",
+                        rank,
+                    )
+                )
                 break
             if first.size and (not first.any() or np.array_equal(first, second)):
                 findings.append(Finding("other data gave the same gradient, or none.", rank))
@@ -254,11 +276,14 @@ def judge_accumulate(case: Case) -> list[Finding]:
                 why = "Is anything of earlier passes left over, or added twice?"
                 if np.allclose(got, second, rtol=1e-3, atol=1e-4 * scale):
                     why = "That is the second one's alone: add to the shard's gradient."
-                findings.append(Finding(
-                    f"after two backward passes without zero_grad(): expected "
-                    f"{(first + second)[off][0]:.6g}, the sum of both gradients, got "
-                    f"{got[off][0]:.6g}. {why}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"after two backward passes without zero_grad(): expected "
+                        f"{(first + second)[off][0]:.6g}, the sum of both gradients, got "
+                        f"{got[off][0]:.6g}. {why}",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -285,10 +310,12 @@ def _judge_gradients(
             shard = parts.finite_floats(answer[key], flat.size)
             grad = parts.finite_floats(answer.get("g" + key[1:]), flat.size)
             if shard is None or grad is None or grad.shape != shard.shape:
-                findings.append(Finding(
-                    "a shard has no gradient of its own shape, or one that is not finite.",
-                    rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        "a shard has no gradient of its own shape, or one that is not finite.",
+                        rank,
+                    )
+                )
                 break
             places = parts.find(values, order, shard)
             real, place = grad[places >= 0], places[places >= 0]
@@ -297,11 +324,14 @@ def _judge_gradients(
             if off.any():
                 at = place[off][0]
                 hint = _explain(real, place, flat, local[rank], case)
-                findings.append(Finding(
-                    f"the gradient of {names[owner[at]]}: expected {flat[at]:.6g} (mean over "
-                    f"ranks) at entry {int(at - np.flatnonzero(owner == owner[at])[0])}, got "
-                    f"{real[off][0]:.6g}. {hint}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"the gradient of {names[owner[at]]}: expected {flat[at]:.6g} (mean over "
+                        f"ranks) at entry {int(at - np.flatnonzero(owner == owner[at])[0])}, got "
+                        f"{real[off][0]:.6g}. {hint}",
+                        rank,
+                    )
+                )
                 break
     if not findings and not seen.all():
         missing = sorted({names[i] for i in owner[~seen]})

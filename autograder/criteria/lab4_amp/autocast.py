@@ -149,10 +149,14 @@ def judge(case: Case) -> list[Finding]:
             got = [_flat(answer.get(f"p/{name}/{i}")) for i in range(2)]
             dtypes = [str(answer.get(f"dtype/{name}/{i}")) for i in range(2)]
             if dtypes != ["float32"] * 2:
-                findings.append(Finding(
-                    f"dtype={name}: the parameters are {dtypes[0]} and {dtypes[1]} after training. "
-                    "They have to stay float32: autocast rounds copies of them.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"dtype={name}: the parameters are {dtypes[0]} and {dtypes[1]} after "
+                        "training. "
+                        "They have to stay float32: autocast rounds copies of them.",
+                        rank,
+                    )
+                )
                 continue
             hint = "Is autocast's dtype the one that was asked for?"
             for places, reason in MISTAKES.items():
@@ -168,14 +172,24 @@ def _flat(got: Any) -> Any:
 
 
 def _compare(
-    rank: int, name: str, got: list[Any], start: list[np.ndarray],
-    gradients: tuple[np.ndarray, np.ndarray], hint: str,
-) -> list[Finding]:  # fmt: skip
+    rank: int,
+    name: str,
+    got: list[Any],
+    start: list[np.ndarray],
+    gradients: tuple[np.ndarray, np.ndarray],
+    hint: str,
+) -> list[Finding]:
     findings: list[Finding] = []
     whats = ("of the block that insists on float32", "of the layer under autocast")
     for what, value, before, gradient in zip(whats, got, start, gradients, strict=True):
         compare_change(
-            findings, rank, f"the weight {what} (dtype={name})", value, before - gradient, before,
-            RTOL, hint,
-        )  # fmt: skip
+            findings,
+            rank,
+            f"the weight {what} (dtype={name})",
+            value,
+            before - gradient,
+            before,
+            RTOL,
+            hint,
+        )
     return findings

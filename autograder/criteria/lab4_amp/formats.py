@@ -71,16 +71,22 @@ def judge_share(case: Case) -> list[Finding]:
             got = shares[number] if isinstance(shares, list) and number < len(shares) else None
             if not isinstance(got, float) or not abs(got - expected) <= 1e-6:
                 hint = _explain_share(got, values, setting, len(inputs[f"v{number}"]))
-                findings.append(Finding(
-                    f"{dtype}, scale {setting['scale']:g}: expected {expected:.4f}, "
-                    f"got {got}.{hint}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{dtype}, scale {setting['scale']:g}: expected {expected:.4f}, "
+                        f"got {got}.{hint}",
+                        rank,
+                    )
+                )
                 break
         if not same(answer.get("zeros"), 0.0):
-            findings.append(Finding(
-                f"only zeros: expected 0.0, got {answer.get('zeros')}. There is nothing to lose.",
-                rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"only zeros: expected 0.0, got {answer.get('zeros')}. There is nothing to "
+                    "lose.",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -164,10 +170,13 @@ def judge_safe(case: Case) -> list[Finding]:
                 hint = " With this scale an entry overflows. Did you look at absolute values?"
             elif isinstance(got, float) and got > 0 and math.log2(got) % 1:
                 hint = " That is no power of two."
-            findings.append(Finding(
-                f"{name}, largest entry {max(per_rank):.6g}: expected the scale {expected:g}, "
-                f"got {got}.{hint}", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{name}, largest entry {max(per_rank):.6g}: expected the scale {expected:g}, "
+                    f"got {got}.{hint}",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -234,16 +243,22 @@ def judge_choice(case: Case) -> list[Finding]:
         expected = (
             ["bfloat16", False]
             if kind in _BF16
-            else ["float16", True] if kind in _FP16 else ["None", False]
-        )  # fmt: skip
+            else ["float16", True]
+            if kind in _FP16
+            else ["None", False]
+        )
         if kind == "one without bf16" and case.world_size == 1:
             expected = ["float16", True]
         for rank, answer in enumerate(case.answers):
             choices = answer.get("choices")
             got = choices[number] if isinstance(choices, list) and number < len(choices) else None
             if got != expected:
-                findings.append(Finding(
-                    f"{CHOICES[kind]}: expected (dtype, needs a scaler) = {expected}, got {got}. "
-                    "All ranks have to choose alike, from the facts of all.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{CHOICES[kind]}: expected (dtype, needs a scaler) = {expected}, got "
+                        f"{got}. "
+                        "All ranks have to choose alike, from the facts of all.",
+                        rank,
+                    )
+                )
     return findings

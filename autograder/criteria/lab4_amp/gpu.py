@@ -130,12 +130,18 @@ def judge_speed(case: Case) -> list[Finding]:
             continue
         ratio = gpu_meter.median_ratio(full, mixed)
         if not ratio >= LEAST_SPEEDUP:
-            findings.append(Finding(
-                f"a step of {answer.get('samples')} samples took {np.median(mixed) * 1e3:.1f} ms "
-                f"in {answer.get('dtype')}, {np.median(full) * 1e3:.1f} ms in float32: expected "
-                f"at least {LEAST_SPEEDUP:g} times as fast, got {ratio:.2f} times. Do all matrix "
-                "products run under autocast, the model's and the loss's?", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"a step of {answer.get('samples')} samples took {np.median(mixed) * 1e3:.1f} "
+                    "ms "
+                    f"in {answer.get('dtype')}, {np.median(full) * 1e3:.1f} ms in float32: "
+                    "expected "
+                    f"at least {LEAST_SPEEDUP:g} times as fast, got {ratio:.2f} times. Do all "
+                    "matrix "
+                    "products run under autocast, the model's and the loss's?",
+                    rank,
+                )
+            )
         _judge_loss(findings, rank, answer)
     return findings
 
@@ -149,12 +155,16 @@ def judge_memory(case: Case) -> list[Finding]:
             findings.append(Finding("expected two peaks in bytes.", rank))
             continue
         if mixed > MOST_MEMORY * full:
-            findings.append(Finding(
-                f"a step of {answer.get('samples')} samples needed {mixed / 2**30:.2f} GiB beyond "
-                f"parameters and data in {answer.get('dtype')}, {full / 2**30:.2f} in float32: "
-                f"expected at most {MOST_MEMORY:g} of that, got {mixed / full:.2f}. Are the "
-                "activations in 16 bits, and is no float32 copy of them kept?", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"a step of {answer.get('samples')} samples needed {mixed / 2**30:.2f} GiB "
+                    "beyond "
+                    f"parameters and data in {answer.get('dtype')}, {full / 2**30:.2f} in float32: "
+                    f"expected at most {MOST_MEMORY:g} of that, got {mixed / full:.2f}. Are the "
+                    "activations in 16 bits, and is no float32 copy of them kept?",
+                    rank,
+                )
+            )
         _judge_loss(findings, rank, answer)
     return findings
 
@@ -162,11 +172,15 @@ def judge_memory(case: Case) -> list[Finding]:
 def _judge_loss(findings: list[Finding], rank: int, answer: Values) -> None:
     full, mixed = (answer.get(f"{name}/loss") for name in ("full", "mixed"))
     right = (
-        isinstance(full, float) and isinstance(mixed, float)
+        isinstance(full, float)
+        and isinstance(mixed, float)
         and abs(mixed - full) <= LOSS_RTOL * abs(full)
-    )  # fmt: skip
+    )
     if not right:
-        findings.append(Finding(
-            f"the loss of the first step: expected {full} as in float32, within "
-            f"{LOSS_RTOL:.0%}, got {mixed}.", rank,
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                f"the loss of the first step: expected {full} as in float32, within "
+                f"{LOSS_RTOL:.0%}, got {mixed}.",
+                rank,
+            )
+        )

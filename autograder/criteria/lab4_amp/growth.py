@@ -37,10 +37,11 @@ def draw_grows(draw: Draw) -> list[Values]:
         "growth_interval": interval,
     }
     return [
-        {"settings": settings, "steps": steps} | draw_start(draw.private(rank))
+        {"settings": settings, "steps": steps}
+        | draw_start(draw.private(rank))
         | {f"g/{i}": g for i, g in enumerate(draw_gradients(draw.shared(f"gradients {rank}")))}
         for rank in range(draw.world_size)
-    ]  # fmt: skip
+    ]
 
 
 def observe_grows(scaler_class: Any, inputs: Values, context: Context) -> Values:
@@ -111,10 +112,13 @@ def judge_grows(case: Case) -> list[Finding]:
                 hint = " " + reason
         seen = got[place] if isinstance(got, list) and place < len(got) else None
         kinds = "".join("x" if overflow else "." for overflow in steps[: place + 1])
-        findings.append(Finding(
-            f"{_call(settings)}, after the steps {kinds} (x: overflow): expected the scale "
-            f"{expected[place]:g}, got {seen}.{hint}", rank,
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                f"{_call(settings)}, after the steps {kinds} (x: overflow): expected the scale "
+                f"{expected[place]:g}, got {seen}.{hint}",
+                rank,
+            )
+        )
     return findings
 
 
@@ -142,14 +146,17 @@ def draw_state(draw: Draw) -> list[Values]:
     before = [False] * (interval + int(rng.integers(2, interval)))
     after = [False] * interval + [True] + [False] * (interval + 1)
     settings = {
-        "init_scale": float(2 ** rng.integers(8, 12)), "growth_factor": 4.0,
-        "backoff_factor": 0.25, "growth_interval": interval,
-    }  # fmt: skip
+        "init_scale": float(2 ** rng.integers(8, 12)),
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": interval,
+    }
     return [
-        {"settings": settings, "before": before, "after": after} | draw_start(draw.private(rank))
+        {"settings": settings, "before": before, "after": after}
+        | draw_start(draw.private(rank))
         | {f"g/{i}": g for i, g in enumerate(draw_gradients(draw.shared(f"gradients {rank}")))}
         for rank in range(draw.world_size)
-    ]  # fmt: skip
+    ]
 
 
 def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values:
@@ -177,19 +184,24 @@ def judge_state(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         saved, loaded = answer.get("saved"), answer.get("loaded")
         if not isinstance(saved, float) or saved != loaded:
-            findings.append(Finding(
-                f"scale when saved: {saved}, after load_state_dict: {loaded}.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(f"scale when saved: {saved}, after load_state_dict: {loaded}.", rank)
+            )
             continue
         goes_on, restored = answer.get("goes_on"), answer.get("restored")
         if not isinstance(goes_on, list) or not all(isinstance(s, float) for s in goes_on):
             findings.append(Finding("no scales came back.", rank))
         elif (place := _first_difference(restored, goes_on)) is not None:
-            findings.append(Finding(
-                f"{place + 1} steps after it was restored the scale is {_at(restored, place)}; the "
-                f"scaler that was saved has {goes_on[place]:g}. The count of good steps and the "
-                "three settings belong to the state as well.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{place + 1} steps after it was restored the scale is {_at(restored, place)}; "
+                    "the "
+                    f"scaler that was saved has {goes_on[place]:g}. The count of good steps and "
+                    "the "
+                    "three settings belong to the state as well.",
+                    rank,
+                )
+            )
     return findings
 
 

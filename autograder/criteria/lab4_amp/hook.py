@@ -51,8 +51,9 @@ def _draw(draw: Draw, names: list[str], large: bool) -> list[Values]:
 
 def draw_mean(draw: Draw) -> list[Values]:
     """Gradients whose sum, but not whose mean, is beyond fp16; in both formats."""
-    return _draw(draw, [["float16", "bfloat16"][i] for i in draw.shared("order").permutation(2)],
-                 large=True)  # fmt: skip
+    return _draw(
+        draw, [["float16", "bfloat16"][i] for i in draw.shared("order").permutation(2)], large=True
+    )
 
 
 def draw_bytes(draw: Draw) -> list[Values]:
@@ -87,16 +88,25 @@ def judge_mean(case: Case) -> list[Finding]:
                 local = [inputs[f"w/{i}"].astype(np.float64) for inputs in case.inputs]
                 got, expected = answer.get(f"g/{name}/{i}"), np.mean(local, axis=0)
                 if not same(answer.get(f"dtype/{name}/{i}"), "float32"):
-                    findings.append(Finding(
-                        f"{name}: gradient {i} has become {answer.get(f'dtype/{name}/{i}')}. "
-                        "Only what travels is in 16 bits.", rank,
-                    ))  # fmt: skip
+                    findings.append(
+                        Finding(
+                            f"{name}: gradient {i} has become {answer.get(f'dtype/{name}/{i}')}. "
+                            "Only what travels is in 16 bits.",
+                            rank,
+                        )
+                    )
                     break
                 hint = _explain(got, expected, case.world_size)
                 if not compare(
-                    findings, rank, f"{name}: gradient {i}", got, expected,
-                    rtol=2 * eps, atol=0.0, hint=hint,
-                ):  # fmt: skip
+                    findings,
+                    rank,
+                    f"{name}: gradient {i}",
+                    got,
+                    expected,
+                    rtol=2 * eps,
+                    atol=0.0,
+                    hint=hint,
+                ):
                     break
     return findings
 
@@ -122,35 +132,47 @@ def judge_bytes(case: Case) -> list[Finding]:
     collectives = {c.key: c for c in case.trace.collectives}
     findings: list[Finding] = []
     for rank, inputs in enumerate(case.inputs):
-        issued = [collectives[e.key] for e in case.trace.events[rank]
-                  if e.kind == "issue" and e.key in collectives]  # fmt: skip
+        issued = [
+            collectives[e.key]
+            for e in case.trace.events[rank]
+            if e.kind == "issue" and e.key in collectives
+        ]
         reduced = [c for c in issued if c.kind == "all_reduce" and "float" in c.dtype]
         others = {c.kind for c in issued if "float" in c.dtype} - {"all_reduce", "broadcast"}
         wide = [c for c in reduced if c.dtype != name]
         if others or wide:
             what = f"an all-reduce of {wide[0].dtype}" if wide else f"{sorted(others)[0]}"
-            findings.append(Finding(
-                f"{name}: expected one all-reduce of {name} per bucket, saw {what}.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(f"{name}: expected one all-reduce of {name} per bucket, saw {what}.", rank)
+            )
             continue
         reduced = [c for c in reduced if reaches_all(c, case.world_size)]
         sent = sum(c.nbytes for c in reduced)
         if not 0.9 * STEPS * NUMEL * 2 <= sent <= 1.1 * STEPS * NUMEL * 2:
-            findings.append(Finding(
-                f"{name}: {sent} bytes of gradients were all-reduced over all ranks in {STEPS} "
-                f"steps, expected {STEPS * NUMEL * 2}.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{name}: {sent} bytes of gradients were all-reduced over all ranks in {STEPS} "
+                    f"steps, expected {STEPS * NUMEL * 2}.",
+                    rank,
+                )
+            )
         elif not _carries(reduced, rank, inputs, name):
-            findings.append(Finding(
-                f"{name}: what was all-reduced in the last step is not this rank's gradients.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{name}: what was all-reduced in the last step is not this rank's gradients.",
+                    rank,
+                )
+            )
     return findings
 
 
 def _carries(reduced: list[Any], rank: int, inputs: Values, name: str) -> bool:
     """Whether the last step's payloads are the gradients, divided by whatever number."""
-    payloads = [np.asarray(c.payloads[rank], np.float64).ravel()
-                for c in reduced if c.payloads.get(rank) is not None]  # fmt: skip
+    payloads = [
+        np.asarray(c.payloads[rank], np.float64).ravel()
+        for c in reduced
+        if c.payloads.get(rank) is not None
+    ]
     if not payloads:
         return False
     sent = np.sort(np.concatenate(payloads)[-NUMEL:])

@@ -130,19 +130,24 @@ def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
     if settings.get("scheduler"):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=GAMMA)
     batches = [
-        (torch.from_numpy(inputs[f"x/{step}"]).to(device),
-         torch.from_numpy(inputs[f"y/{step}"]).to(device))
+        (
+            torch.from_numpy(inputs[f"x/{step}"]).to(device),
+            torch.from_numpy(inputs[f"y/{step}"]).to(device),
+        )
         for step in range(inputs["steps"])
-    ]  # fmt: skip
+    ]
     factor = settings.get("factor", 1.0)
     losses = train_amp(
-        model, batches, lambda prediction, target: factor * oracle.mse(prediction, target),
-        optimizer, scaler,
+        model,
+        batches,
+        lambda prediction, target: factor * oracle.mse(prediction, target),
+        optimizer,
+        scaler,
         dtype=torch.float16 if settings.get("dtype") else None,
         max_norm=settings.get("max_norm"),
         accumulate=settings.get("accumulate", 1),
         scheduler=scheduler,
-    )  # fmt: skip
+    )
     answer: Values = {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(model.parameters())}
     if settings.get("max_norm"):
         answer["two batches"] = [
@@ -164,9 +169,16 @@ def _raises(
     scaler = GivenScaler(device.type, init_scale=8.0, growth_interval=NEVER)
     try:
         train_amp(
-            model, batches, oracle.mse, optimizer, scaler,
-            dtype=None, max_norm=max_norm, accumulate=2, scheduler=None,
-        )  # fmt: skip
+            model,
+            batches,
+            oracle.mse,
+            optimizer,
+            scaler,
+            dtype=None,
+            max_norm=max_norm,
+            accumulate=2,
+            scheduler=None,
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:200]
     return ""
@@ -232,17 +244,29 @@ def _judge_parameters(
 
 
 def compare_change(
-    findings: list[Finding], rank: int, what: str, got: Any, expected: np.ndarray,
-    before: np.ndarray, rtol: float, hint: str,
-) -> bool:  # fmt: skip
+    findings: list[Finding],
+    rank: int,
+    what: str,
+    got: Any,
+    expected: np.ndarray,
+    before: np.ndarray,
+    rtol: float,
+    hint: str,
+) -> bool:
     """`compare` on what training has changed, relative to the largest change."""
     if isinstance(got, np.ndarray) and got.shape == before.shape and got.dtype.kind == "f":
         got = got.astype(np.float64) - before
     change = expected - before
     return compare(
-        findings, rank, f"change of {what} by training", got, change,
-        rtol=rtol, atol=rtol * float(np.abs(change).max()) + 1e-6, hint=hint,
-    )  # fmt: skip
+        findings,
+        rank,
+        f"change of {what} by training",
+        got,
+        change,
+        rtol=rtol,
+        atol=rtol * float(np.abs(change).max()) + 1e-6,
+        hint=hint,
+    )
 
 
 def judge_fp16(case: Case) -> list[Finding]:
@@ -253,37 +277,49 @@ def judge_fp16(case: Case) -> list[Finding]:
     ]
     expected, losses = oracle.train(case.inputs[0], steps, LR)
     findings = _judge_parameters(
-        case, expected,
+        case,
+        expected,
         "The gradients of this loss are below what fp16 can hold. scale the loss, backward through "
-        "the scaled one, and let the scaler take the step.", rtol=HALF_RTOL,
-    )  # fmt: skip
+        "the scaled one, and let the scaler take the step.",
+        rtol=HALF_RTOL,
+    )
     for rank, answer in enumerate(case.answers):
         values = TINY * np.array([step[rank] for step in losses])
         compare(
-            findings, rank, "losses", answer.get("losses"), values, rtol=HALF_RTOL, atol=0.0,
+            findings,
+            rank,
+            "losses",
+            answer.get("losses"),
+            values,
+            rtol=HALF_RTOL,
+            atol=0.0,
             hint="One number per step: this rank's loss before it is scaled.",
-        )  # fmt: skip
+        )
     return findings
 
 
 def judge_update(case: Case) -> list[Finding]:
     """One update per step, after it."""
     findings = _judge_parameters(
-        case, _train(case),
+        case,
+        _train(case),
         "The scale grows after every step here. Gradients have to be divided by the scale that "
         "their loss was multiplied with: update() comes last.",
-    )  # fmt: skip
+    )
     return findings + _judge_scale(case, 2.0 ** case.inputs[0]["steps"])
 
 
 def _judge_scale(case: Case, factor: float) -> list[Finding]:
     expected = case.inputs[0]["settings"]["scale"] * factor
     return [
-        Finding(f"the scale at the end: expected {expected:g}, got {answer.get('scale')}. "
-                "Call update() once per step.", rank)
+        Finding(
+            f"the scale at the end: expected {expected:g}, got {answer.get('scale')}. "
+            "Call update() once per step.",
+            rank,
+        )
         for rank, answer in enumerate(case.answers)
         if not same(answer.get("scale"), expected)
-    ]  # fmt: skip
+    ]
 
 
 def judge_clip(case: Case) -> list[Finding]:
@@ -291,10 +327,13 @@ def judge_clip(case: Case) -> list[Finding]:
     settings = case.inputs[0]["settings"]
     max_norm, scale = settings["max_norm"], settings["scale"]
     mistakes = (
-        (max_norm / scale, "That is what comes out when gradients are clipped while they are still "
-         "scaled: call scaler.unscale_(optimizer) first."),
+        (
+            max_norm / scale,
+            "That is what comes out when gradients are clipped while they are still "
+            "scaled: call scaler.unscale_(optimizer) first.",
+        ),
         (None, "That is what comes out without any clipping."),
-    )  # fmt: skip
+    )
     hint = "Unscale, then clip to max_norm, then step."
     for limit, reason in mistakes:
         if not _judge_parameters(case, _train(case, max_norm=limit), ""):
@@ -304,32 +343,41 @@ def judge_clip(case: Case) -> list[Finding]:
         raised = answer.get("two batches")
         # What fails without clipping, too, is another criterion's.
         if isinstance(raised, list) and len(raised) == 2 and raised[1] and not raised[0]:
-            findings.append(Finding(
-                f"accumulate=2 with max_norm raised {raised[1]}: unscale and clip once per step, "
-                "after the backward of its last batch.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"accumulate=2 with max_norm raised {raised[1]}: unscale and clip once per "
+                    "step, "
+                    "after the backward of its last batch.",
+                    rank,
+                )
+            )
     return findings
 
 
 def judge_skips(case: Case) -> list[Finding]:
     """Steps that overflow on one rank leave nothing behind, and the schedule stays where it is."""
     bad = [
-        step for step in range(case.inputs[0]["steps"])
+        step
+        for step in range(case.inputs[0]["steps"])
         if any(np.abs(inputs[f"y/{step}"]).max() > 1e30 for inputs in case.inputs)
-    ]  # fmt: skip
+    ]
     taken = case.inputs[0]["steps"] - len(bad)
     findings = [
-        Finding(f"learning rate at the end: expected {LR * GAMMA**taken:.6g} after {taken} steps "
-                f"that were taken and {len(bad)} that were not, got {answer.get('lr')}. "
-                "Call scheduler.step() if scaler.step(optimizer) returned True.", rank)
+        Finding(
+            f"learning rate at the end: expected {LR * GAMMA**taken:.6g} after {taken} steps "
+            f"that were taken and {len(bad)} that were not, got {answer.get('lr')}. "
+            "Call scheduler.step() if scaler.step(optimizer) returned True.",
+            rank,
+        )
         for rank, answer in enumerate(case.answers)
         if not _near(answer.get("lr"), LR * GAMMA**taken)
-    ]  # fmt: skip
+    ]
     findings += _judge_parameters(
-        case, _train(case, skip=bad, gamma=GAMMA),
+        case,
+        _train(case, skip=bad, gamma=GAMMA),
         f"{len(bad)} of {taken + len(bad)} steps overflowed on one rank. They must be left out, "
         "and their gradients must not reach the next step: zero_grad() before every step.",
-    )  # fmt: skip
+    )
     return findings + _judge_scale(case, 0.5 ** len(bad))
 
 
@@ -342,16 +390,20 @@ def judge_accumulates(case: Case) -> list[Finding]:
     settings = case.inputs[0]["settings"]
     k, steps = settings["accumulate"], case.inputs[0]["steps"]
     findings = _judge_parameters(
-        case, _train(case),
+        case,
+        _train(case),
         f"accumulate={k}: divide each loss by {k}, scale it, backward; unscale, step and update "
         f"only after the {k}th. The scale must not change while gradients add up.",
-    )  # fmt: skip
+    )
     for rank, answer in enumerate(case.answers):
         losses = answer.get("losses")
         if not isinstance(losses, np.ndarray) or losses.shape != (steps // k,):
             got = len(losses) if isinstance(losses, np.ndarray) and losses.ndim else losses
-            findings.append(Finding(
-                f"accumulate={k}, {steps} batches: expected {steps // k} losses, one per step, "
-                f"got {got}.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"accumulate={k}, {steps} batches: expected {steps // k} losses, one per step, "
+                    f"got {got}.",
+                    rank,
+                )
+            )
     return findings + _judge_scale(case, 2.0 ** (steps // k))

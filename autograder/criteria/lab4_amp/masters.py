@@ -100,10 +100,14 @@ def judge(case: Case) -> list[Finding]:
             for i, expected in enumerate(_oracle(inputs, number)):
                 got = answer.get(f"p/{number}/{i}")
                 if not same(answer.get(f"dtype/{number}/{i}"), name):
-                    findings.append(Finding(
-                        f"a {name} parameter is {answer.get(f'dtype/{number}/{i}')} after a step. "
-                        "The model's parameters keep their dtype.", rank,
-                    ))  # fmt: skip
+                    findings.append(
+                        Finding(
+                            f"a {name} parameter is {answer.get(f'dtype/{number}/{i}')} after a "
+                            "step. "
+                            "The model's parameters keep their dtype.",
+                            rank,
+                        )
+                    )
                     break
                 start = torch.from_numpy(inputs[f"p/{number}/{i}"]).to(DTYPES[name]).double()
                 still = isinstance(got, np.ndarray) and np.array_equal(got, start.numpy())
@@ -120,8 +124,14 @@ def judge(case: Case) -> list[Finding]:
                 elif i == SOMETIMES:
                     hint = "Where p.grad is None its master has none, not that of the step before."
                 if not compare(
-                    findings, rank, f"{name}, {kind}: parameter {i} after {STEPS} small steps",
-                    got, expected, rtol=eps, atol=0.0, hint=hint,
-                ):  # fmt: skip
+                    findings,
+                    rank,
+                    f"{name}, {kind}: parameter {i} after {STEPS} small steps",
+                    got,
+                    expected,
+                    rtol=eps,
+                    atol=0.0,
+                    hint=hint,
+                ):
                     break
     return findings

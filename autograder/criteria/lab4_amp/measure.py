@@ -29,13 +29,15 @@ def draw_memory(draw: Draw) -> list[Values]:
         rng = draw.private(rank)
         cases = []
         for number, precision in enumerate((*PRECISIONS, "autocast")):
-            cases.append({
-                "precision": precision,
-                "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
-                "batch": int(rng.integers(10, 40)),
-                "frozen": bool(number == 3),
-                "optimizer": str(rng.choice(["AdamW", "SGD"])),
-            })  # fmt: skip
+            cases.append(
+                {
+                    "precision": precision,
+                    "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
+                    "batch": int(rng.integers(10, 40)),
+                    "frozen": bool(number == 3),
+                    "optimizer": str(rng.choice(["AdamW", "SGD"])),
+                }
+            )
         inputs.append({"cases": [cases[i] for i in rng.permutation(len(cases))]})
     return inputs
 
@@ -117,9 +119,14 @@ def judge_memory(case: Case) -> list[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         reports = answer.get("reports")
         if answer.get("stepped") is not True:
-            findings.append(Finding(
-                "the parameters have not made one step with the gradients of compute_loss() alone: "
-                "were older ones cleared?", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    "the parameters have not made one step with the gradients of compute_loss() "
+                    "alone: "
+                    "were older ones cleared?",
+                    rank,
+                )
+            )
             continue
         for number, net in enumerate(inputs["cases"]):
             report = reports[number] if isinstance(reports, list) and number < len(reports) else {}
@@ -127,11 +134,15 @@ def judge_memory(case: Case) -> list[Finding]:
                 got = report.get(key) if isinstance(report, dict) else None
                 if not isinstance(got, int) or not least <= got <= most:
                     frozen = ", first layer frozen" if net["frozen"] else ""
-                    findings.append(Finding(
-                        f"{net['precision']}, layers {net['sizes']}, batch {net['batch']}, "
-                        f"{net['optimizer']}{frozen}: expected {least} bytes of {key}, got {got}. "
-                        f"{_HINTS[key]}", rank,
-                    ))  # fmt: skip
+                    findings.append(
+                        Finding(
+                            f"{net['precision']}, layers {net['sizes']}, batch {net['batch']}, "
+                            f"{net['optimizer']}{frozen}: expected {least} bytes of {key}, got "
+                            f"{got}. "
+                            f"{_HINTS[key]}",
+                            rank,
+                        )
+                    )
             if findings and findings[-1].rank == rank:
                 break
     return findings
@@ -193,10 +204,18 @@ def observe_timing(time_step: Any, inputs: Values, context: Context) -> Values:
     seconds, calls = [], []
     for number, setting in enumerate(inputs["settings"]):
         machine = QueueingDevice(inputs[f"work/{number}"])
-        seconds.append(float(time_step(
-            machine.step, machine.synchronize, context.device,
-            warmup=setting["warmup"], repeats=setting["repeats"], clock=machine.clock,
-        )))  # fmt: skip
+        seconds.append(
+            float(
+                time_step(
+                    machine.step,
+                    machine.synchronize,
+                    context.device,
+                    warmup=setting["warmup"],
+                    repeats=setting["repeats"],
+                    clock=machine.clock,
+                )
+            )
+        )
         calls.append(machine.calls)
     return {"seconds": seconds, "calls": calls}
 
@@ -213,17 +232,23 @@ def judge_timing(case: Case) -> list[Finding]:
             calls, seconds = answer.get("calls"), answer.get("seconds")
             got = seconds[number] if isinstance(seconds, list) and number < len(seconds) else None
             if not isinstance(calls, list) or calls[number : number + 1] != [warmup + repeats]:
-                findings.append(Finding(
-                    f"{what}: step() was called {calls} times in the cases; expected "
-                    f"{warmup + repeats} times in case {number}.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{what}: step() was called {calls} times in the cases; expected "
+                        f"{warmup + repeats} times in case {number}.",
+                        rank,
+                    )
+                )
                 break
             if not isinstance(got, float) or not abs(got - max(medians)) <= 1e-9:
                 hint = _explain_timing(got, per_rank[rank], medians[rank], warmup)
-                findings.append(Finding(
-                    f"{what}: expected {max(medians) * 1e3:.4f} ms, got "
-                    f"{_milliseconds(got)}.{hint}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{what}: expected {max(medians) * 1e3:.4f} ms, got "
+                        f"{_milliseconds(got)}.{hint}",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -237,11 +262,14 @@ def _explain_timing(got: Any, work: np.ndarray, median: float, warmup: int) -> s
         return ""
     for value, reason in (
         (median, "That is this rank's own median: all wait for the slowest rank."),
-        (LAUNCH_S, "That is how long it takes to queue a step: synchronize() before the second "
-         "look at the clock."),
+        (
+            LAUNCH_S,
+            "That is how long it takes to queue a step: synchronize() before the second "
+            "look at the clock.",
+        ),
         (LAUNCH_S + float(work[warmup:].mean()), "That is the mean, which one outlier decides."),
         (LAUNCH_S + float(np.median(work)), "The warm-up steps were timed as well."),
-    ):  # fmt: skip
+    ):
         if abs(got - value) <= 1e-9:
             return " " + reason
     return " Is the queue empty when the clock is read first?"

@@ -101,15 +101,23 @@ def judge_finds(case: Case) -> list[Finding]:
             what, fine = FIND_CASES[kind]
             gradients = [inputs.get(f"{kind}/{i}") for i in range(len(SHAPES))]
             expected = stepped(start, gradients) if fine else start
-            hint = "The step has to be taken." if fine else (
-                "The step has to be left out: not one parameter may change, and no "
-                "optimizer.step() with other gradients either."
-            )  # fmt: skip
+            hint = (
+                "The step has to be taken."
+                if fine
+                else (
+                    "The step has to be left out: not one parameter may change, and no "
+                    "optimizer.step() with other gradients either."
+                )
+            )
             for i, value in enumerate(expected):
                 if not oracle.close(
-                    findings, rank, f"{what}: parameter {i} after step",
-                    answer.get(f"{kind}/{i}"), value, hint=hint,
-                ):  # fmt: skip
+                    findings,
+                    rank,
+                    f"{what}: parameter {i} after step",
+                    answer.get(f"{kind}/{i}"),
+                    value,
+                    hint=hint,
+                ):
                     break
             said = taken[number] if isinstance(taken, list) and number < len(taken) else None
             if said is not fine:
@@ -189,8 +197,10 @@ def judge_agrees(case: Case) -> list[Finding]:
             who = "rank " + " and ".join(map(str, bad)) if bad else "no rank"
             called = "unscale_ and step" if step % 2 else "step"
             what = f"step {step} ({called}), where {who} overflowed"
-            if any(not isinstance(a, np.ndarray) or a.shape != shape or not _finite(a)
-                   for a, shape in zip(after, SHAPES, strict=True)):  # fmt: skip
+            if any(
+                not isinstance(a, np.ndarray) or a.shape != shape or not _finite(a)
+                for a, shape in zip(after, SHAPES, strict=True)
+            ):
                 findings.append(Finding(f"{what}: the parameters are not finite numbers.", rank))
                 break
             taken = any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
@@ -198,14 +208,19 @@ def judge_agrees(case: Case) -> list[Finding]:
                 hint = (
                     "this rank stepped. No rank may when one of them overflows: without an "
                     "agreement the others step, and weights differ from rank to rank."
-                    if bad else "this rank did not step; every rank has to."
-                )  # fmt: skip
+                    if bad
+                    else "this rank did not step; every rank has to."
+                )
                 findings.append(Finding(f"{what}: {hint}", rank))
                 break
             before = after
         if not isinstance(scales[rank], list) or not same(scales[rank], scales[0]):
-            findings.append(Finding(
-                f"scales after each step: {scales[rank]}, on rank 0 {scales[0]}. Ranks with other "
-                "scales add up gradients of other sizes.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"scales after each step: {scales[rank]}, on rank 0 {scales[0]}. Ranks with "
+                    "other "
+                    "scales add up gradients of other sizes.",
+                    rank,
+                )
+            )
     return findings

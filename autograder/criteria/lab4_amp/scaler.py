@@ -86,10 +86,11 @@ def draw_scale(draw: Draw) -> list[Values]:
     rng = draw.shared("scales")
     scales = [float(2 ** rng.integers(3, 9)), float(rng.integers(300, 3000)), 2.0**17]
     return [
-        {"scales": scales} | draw_start(draw.private(rank))
+        {"scales": scales}
+        | draw_start(draw.private(rank))
         | {f"w{i}": g for i, g in enumerate(draw_gradients(draw.shared(f"weights {rank}")))}
         for rank in range(draw.world_size)
-    ]  # fmt: skip
+    ]
 
 
 def observe_scale(scaler_class: Any, inputs: Values, context: Context) -> Values:
@@ -122,34 +123,57 @@ def judge_scale(case: Case) -> list[Finding]:
         weights = [inputs[f"w{i}"].astype(np.float64) for i in range(len(SHAPES))]
         terms = np.concatenate([(p * w).ravel() for p, w in zip(start, weights, strict=True)])
         if not same(answer.get("default"), 65536.0):
-            findings.append(Finding(
-                f"get_scale() of LossScaler(): expected 65536, got {answer.get('default')}.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"get_scale() of LossScaler(): expected 65536, got {answer.get('default')}.",
+                    rank,
+                )
+            )
         if not any(same(answer.get("half"), [f"float{n}", 163840.0]) for n in (32, 64)):
-            findings.append(Finding(
-                f"scale(loss) of a loss of 2.5 in fp16, at 65536: expected 163840 in float32, got "
-                f"{answer.get('half')}. fp16 ends at 65504.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "scale(loss) of a loss of 2.5 in fp16, at 65536: expected 163840 in float32, "
+                    "got "
+                    f"{answer.get('half')}. fp16 ends at 65504.",
+                    rank,
+                )
+            )
         if not same(answer.get("scales"), inputs["scales"]):
-            findings.append(Finding(
-                f"get_scale() with init_scale={inputs['scales']}: got {answer.get('scales')}.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"get_scale() with init_scale={inputs['scales']}: got {answer.get('scales')}.",
+                    rank,
+                )
+            )
         for number, scale in enumerate(inputs["scales"]):
             what, atol = f"scale(loss) at scale {scale:g}", 1e-4 * scale * np.abs(terms).sum()
             good = compare(
-                findings, rank, what, answer.get(f"scaled/{number}"),
-                np.asarray(scale * terms.sum()), rtol=1e-4, atol=atol,
+                findings,
+                rank,
+                what,
+                answer.get(f"scaled/{number}"),
+                np.asarray(scale * terms.sum()),
+                rtol=1e-4,
+                atol=atol,
             ) and compare(
-                findings, rank, "change of the loss itself", answer.get(f"change/{number}"),
-                np.zeros(()), rtol=0.0, atol=0.0,
+                findings,
+                rank,
+                "change of the loss itself",
+                answer.get(f"change/{number}"),
+                np.zeros(()),
+                rtol=0.0,
+                atol=0.0,
                 hint="Return a new tensor: the loss is still to be logged.",
-            )  # fmt: skip
+            )
             for i, weight in enumerate(weights):
                 good = good and oracle.close(
-                    findings, rank, f"gradient {i} of {what}", answer.get(f"g{number}/{i}"),
+                    findings,
+                    rank,
+                    f"gradient {i} of {what}",
+                    answer.get(f"g{number}/{i}"),
                     scale * weight,
                     hint="Backward of the scaled loss must give scale times the gradient.",
-                )  # fmt: skip
+                )
             if not good:
                 break
     return findings
@@ -221,10 +245,13 @@ def judge_unscale(case: Case) -> list[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         start = oracle.parameters_of(inputs)
         if not same(answer.get("second"), "RuntimeError"):
-            findings.append(Finding(
-                "a second unscale_ before update(): expected a RuntimeError, but "
-                f"{answer.get('second')}. It would divide twice without anybody noticing.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "a second unscale_ before update(): expected a RuntimeError, but "
+                    f"{answer.get('second')}. It would divide twice without anybody noticing.",
+                    rank,
+                )
+            )
         for kind, what in UNSCALE_CASES.items():
             gradients = [inputs[f"{kind}/{i}"] for i in range(len(SHAPES))]
             before = start
@@ -234,22 +261,31 @@ def judge_unscale(case: Case) -> list[Finding]:
                 continue
             scale = inputs["scales"][kind]
             if kind != "implicit" and answer.get(f"in place/{kind}") is not True:
-                findings.append(Finding(
-                    f"{what}: p.grad is another tensor than before. unscale_ works in place.", rank
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{what}: p.grad is another tensor than before. unscale_ works in place.",
+                        rank,
+                    )
+                )
                 continue
             good = kind == "implicit" or all(
                 oracle.close(
-                    findings, rank, f"{what} (scale {scale:g}): gradient {i} after unscale_",
-                    answer.get(f"g/{kind}/{i}"), np.asarray(grad, np.float64),
+                    findings,
+                    rank,
+                    f"{what} (scale {scale:g}): gradient {i} after unscale_",
+                    answer.get(f"g/{kind}/{i}"),
+                    np.asarray(grad, np.float64),
                     hint="unscale_ divides each gradient by the scale, in place, once.",
                 )
                 for i, grad in enumerate(gradients)
-            )  # fmt: skip
+            )
             for i, expected in enumerate(stepped(before, gradients)):
                 good = good and oracle.close(
-                    findings, rank, f"{what} (scale {scale:g}): parameter {i} after step",
-                    answer.get(f"p/{kind}/{i}"), expected,
+                    findings,
+                    rank,
+                    f"{what} (scale {scale:g}): parameter {i} after step",
+                    answer.get(f"p/{kind}/{i}"),
+                    expected,
                     hint="The step needs gradients that were divided exactly once.",
-                )  # fmt: skip
+                )
     return findings

@@ -53,11 +53,15 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
             state = {
                 "model": {"weight": torch.from_numpy(inputs["weight"]) * step},
                 "half": torch.full((2,), float(step), dtype=torch.bfloat16),
-                "optimizer": {"state": {0: {"moment": torch.from_numpy(inputs["moment"])}},
-                              "groups": [{"lr": 0.1 * step, "betas": (0.9, step)}]},
+                "optimizer": {
+                    "state": {0: {"moment": torch.from_numpy(inputs["moment"])}},
+                    "groups": [{"lr": 0.1 * step, "betas": (0.9, step)}],
+                },
                 "counts": torch.from_numpy(inputs["counts"]),
-                "losses": [1.5, step], "word": inputs["word"], "nothing": None,
-            }  # fmt: skip
+                "losses": [1.5, step],
+                "word": inputs["word"],
+                "nothing": None,
+            }
             returned = module.save_checkpoint(place, step, state, keep=3)
             right = (place / name_of(step)).resolve()
             answer["returned"].append(Path(str(returned)).resolve() == right)
@@ -81,8 +85,13 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
         answer["moment"] = state["optimizer"]["state"][0]["moment"].numpy()
         group = state["optimizer"]["groups"][0]
         answer["counts"] = state["counts"].numpy()
-        answer["rest"] = [group["lr"], group["betas"][1], *state["losses"], state["word"],
-                          state["nothing"]]  # fmt: skip
+        answer["rest"] = [
+            group["lr"],
+            group["betas"][1],
+            *state["losses"],
+            state["word"],
+            state["nothing"],
+        ]
         return answer
 
 
@@ -115,8 +124,9 @@ def judge_roundtrip(case: Case) -> list[Finding]:
     expected = {
         "weight": given["weight"] * np.float32(last),
         "half": torch.full((2,), float(last), dtype=torch.bfloat16).float().numpy(),
-        "moment": given["moment"], "counts": given["counts"],
-    }  # fmt: skip
+        "moment": given["moment"],
+        "counts": given["counts"],
+    }
     for name, value in expected.items():
         got = case.answers[0].get(name)
         if not (isinstance(got, np.ndarray) and np.array_equal(got, value)):
@@ -187,9 +197,9 @@ def judge_damage(case: Case) -> list[Finding]:
     given, answer = case.inputs[0], plain(case.answers[0])
     first, second, third = given["steps"][:3]
     if answer.get("whole") != [third, True]:
-        return [Finding(
-            f"nothing is damaged yet: expected step {third}, got {answer.get('whole')}.", 0
-        )]  # fmt: skip
+        return [
+            Finding(f"nothing is damaged yet: expected step {third}, got {answer.get('whole')}.", 0)
+        ]
     kinds = [DAMAGE[0]] * len(given["places"]) + list(DAMAGE[1:])
     found = answer.get("found")
     found = found if isinstance(found, list) else []
@@ -266,15 +276,27 @@ def judge_keep(case: Case) -> list[Finding]:
             right = [name_of(s) for s in steps[max(0, number + 1 - keep) : number + 1]]
             got = seen[number] if number < len(seen) else None
             if got != right:
-                return [Finding(
-                    f"keep={keep}, after the saves {steps[: number + 1]}: expected {right}, "
-                    f"got {got}.", 0)]  # fmt: skip
+                return [
+                    Finding(
+                        f"keep={keep}, after the saves {steps[: number + 1]}: expected {right}, "
+                        f"got {got}.",
+                        0,
+                    )
+                ]
         if answer.get(f"others{keep}") != ["best.ckpt", "notes.txt"]:
-            return [Finding(
-                "a file that is no step-….ckpt was deleted: keep away from what is not yours.", 0
-            )]  # fmt: skip
+            return [
+                Finding(
+                    "a file that is no step-….ckpt was deleted: keep away from what is not yours.",
+                    0,
+                )
+            ]
     if answer.get("after") is not True:
-        return [Finding(
-            "keep=1, and the process died while it saved: the checkpoint before it is gone too. "
-            "Delete old ones only when the new one has its name.", 0)]  # fmt: skip
+        return [
+            Finding(
+                "keep=1, and the process died while it saved: the checkpoint before it is gone "
+                "too. "
+                "Delete old ones only when the new one has its name.",
+                0,
+            )
+        ]
     return []

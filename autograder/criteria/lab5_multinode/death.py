@@ -66,27 +66,45 @@ def judge_atomic(case: Case) -> list[Finding]:
         seen = answer.get(what)
         if not isinstance(seen, dict) or seen.get("ended") != "killed":
             how = seen.get("ended") if isinstance(seen, dict) else None
-            findings.append(Finding(
-                f"{text}: it was to die in the middle of a large write, but it {how or 'did not'}. "
-                "Does save_checkpoint write the state to the folder it is given?", 0))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{text}: it was to die in the middle of a large write, but it "
+                    f"{how or 'did not'}. "
+                    "Does save_checkpoint write the state to the folder it is given?",
+                    0,
+                )
+            )
         elif seen.get("same") is not True:
             left = (
                 f"{name_of(step)} is there with {seen.get('size')} bytes, a part of a checkpoint"
                 if seen.get("exists")
                 else f"{name_of(step)} is gone"
             )
-            findings.append(Finding(
-                f"{text}, and now {left}. Write to another name in the same folder, and rename "
-                "the file when it is complete: os.replace is all or nothing.", 0))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{text}, and now {left}. Write to another name in the same folder, and rename "
+                    "the file when it is complete: os.replace is all or nothing.",
+                    0,
+                )
+            )
         elif seen.get("found") != [second, True]:
-            findings.append(Finding(
-                f"{text}: afterwards load_newest should give step {second}, it gave "
-                f"{seen.get('found')}.", 0))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"{text}: afterwards load_newest should give step {second}, it gave "
+                    f"{seen.get('found')}.",
+                    0,
+                )
+            )
     if not findings and answer.get("later") != [third, True]:
-        findings.append(Finding(
-            f"after a death the next save of step {third} should work and be found; load_newest "
-            f"gave {answer.get('later')}. What a dead process left behind must not be in the way.",
-            0))  # fmt: skip
+        findings.append(
+            Finding(
+                f"after a death the next save of step {third} should work and be found; "
+                "load_newest "
+                f"gave {answer.get('later')}. What a dead process left behind must not be in the "
+                "way.",
+                0,
+            )
+        )
     return findings
 
 
@@ -155,11 +173,18 @@ def judge_durable(case: Case) -> list[Finding]:
     if file[1] in sizes:
         return []
     if sizes:
-        return [Finding(
-            f"when the file was synced it had {sizes[-1]} of its {file[1]} bytes: the rest was "
-            "in Python's own buffer. file.flush() comes before os.fsync(file.fileno()).",
-            0)]  # fmt: skip
-    return [Finding(
-        "the file got its name before os.fsync was called on it. The kernel keeps written data in "
-        "memory for a while: after a power cut the name may be there and the data not.",
-        0)]  # fmt: skip
+        return [
+            Finding(
+                f"when the file was synced it had {sizes[-1]} of its {file[1]} bytes: the rest was "
+                "in Python's own buffer. file.flush() comes before os.fsync(file.fileno()).",
+                0,
+            )
+        ]
+    return [
+        Finding(
+            "the file got its name before os.fsync was called on it. The kernel keeps written data "
+            "in "
+            "memory for a while: after a power cut the name may be there and the data not.",
+            0,
+        )
+    ]

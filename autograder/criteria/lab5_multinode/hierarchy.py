@@ -83,10 +83,15 @@ def judge_values(case: Case) -> list[Finding]:
                 total = np.sum(everyone, axis=0)
                 dtype = "float64" if k == 2 else "float32"
                 right = right and oracle.close(
-                    findings, rank, f"{layout}, tensor of shape {shape}", answer.get(key), total,
-                    dtype=dtype, hint=_why(answer.get(key), total, case, key, rank),
+                    findings,
+                    rank,
+                    f"{layout}, tensor of shape {shape}",
+                    answer.get(key),
+                    total,
+                    dtype=dtype,
+                    hint=_why(answer.get(key), total, case, key, rank),
                     terms=everyone,
-                )  # fmt: skip
+                )
             if not right:
                 break
     return findings
@@ -213,9 +218,10 @@ def _found(case: Case, number: int, rank: int, local_size: int, *, inside: bool)
     keys = {
         event.key
         for event in _by_size(case.trace.events[rank], len(sizes))[number]
-        if event.kind == "issue" and event.collective != "recv"
+        if event.kind == "issue"
+        and event.collective != "recv"
         and any((to // local_size == node) == inside for to, _ in _flows(event, rank))
-    }  # fmt: skip
+    }
     sent = [c for c in case.trace.collectives if c.key in keys and c.completed]
     tensors = [values["x"].astype(np.float64) for values in case.inputs]
     starts = range(0, case.world_size, local_size)
@@ -237,28 +243,39 @@ def judge_slow(case: Case) -> list[Finding]:
         layout = f"{nodes} nodes × {local_size}"
         total = sum(outside for _, outside in sent)
         if total < 0.49 * ideal * case.world_size:
-            return [Finding(
-                f"{layout}: only {_mb(total)} crossed between nodes, too little for a sum over "
-                "all of them.")]  # fmt: skip
+            return [
+                Finding(
+                    f"{layout}: only {_mb(total)} crossed between nodes, too little for a sum over "
+                    "all of them."
+                )
+            ]
         for rank, (_, outside) in enumerate(sent):
             if outside > SLACK * ideal + SLACK_BYTES:
-                findings.append(Finding(
-                    f"{layout}, {CALLS} all-reduces of {_mb(num_bytes)}: this rank sent "
-                    f"{_mb(outside)} to other nodes, at most {_mb(ideal)} is needed. Reduce-"
-                    f"scatter inside the node first: then each rank has 1/{local_size} of the "
-                    "sum, and only that has to meet its counterparts on the other nodes.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{layout}, {CALLS} all-reduces of {_mb(num_bytes)}: this rank sent "
+                        f"{_mb(outside)} to other nodes, at most {_mb(ideal)} is needed. Reduce-"
+                        f"scatter inside the node first: then each rank has 1/{local_size} of the "
+                        "sum, and only that has to meet its counterparts on the other nodes.",
+                        rank,
+                    )
+                )
         if findings or nodes == 1:
             continue
         part = FLOATS_PER_RANK * case.world_size // local_size
         for rank in range(case.world_size):
             found = _found(case, number, rank, local_size, inside=False)
             if found < part // 2:
-                findings.append(Finding(
-                    f"{layout}: what this rank sent to other nodes held {found} different numbers "
-                    f"of the nodes' sums, expected {part}: its 1/{local_size} of what the ranks of "
-                    "its node add up to.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{layout}: what this rank sent to other nodes held {found} different "
+                        "numbers "
+                        f"of the nodes' sums, expected {part}: its 1/{local_size} of what the "
+                        "ranks of "
+                        "its node add up to.",
+                        rank,
+                    )
+                )
     return findings
 
 
@@ -273,22 +290,32 @@ def judge_local(case: Case) -> list[Finding]:
             return [Finding(f"only {_mb(total)} moved inside the nodes, too little for a sum.")]
         for rank, (inside, _) in enumerate(sent):
             if inside > SLACK * ideal + SLACK_BYTES:
-                findings.append(Finding(
-                    f"nodes of {local_size}, {CALLS} all-reduces of {_mb(num_bytes)}: this rank "
-                    f"sent {_mb(inside)} inside its node, at most {_mb(ideal)} is needed: a "
-                    "reduce-scatter and an all-gather, each (n-1)/n of the tensor. An all-reduce "
-                    "is both already.", rank))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"nodes of {local_size}, {CALLS} all-reduces of {_mb(num_bytes)}: this "
+                        "rank "
+                        f"sent {_mb(inside)} inside its node, at most {_mb(ideal)} is needed: a "
+                        "reduce-scatter and an all-gather, each (n-1)/n of the tensor. An "
+                        "all-reduce "
+                        "is both already.",
+                        rank,
+                    )
+                )
         if findings or local_size == 1:
             continue
         least = (local_size - 1) * FLOATS_PER_RANK * case.world_size // local_size
         for rank in range(case.world_size):
             found = _found(case, number, rank, local_size, inside=True)
             if found < 0.98 * least:
-                findings.append(Finding(
-                    f"nodes of {local_size}: what this rank sent inside its node held {found} "
-                    f"different numbers of the ranks' tensors or of their sums, expected at least "
-                    f"{least}.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"nodes of {local_size}: what this rank sent inside its node held {found} "
+                        "different numbers of the ranks' tensors or of their sums, expected at "
+                        "least "
+                        f"{least}.",
+                        rank,
+                    )
+                )
     return findings
 
 
@@ -358,9 +385,13 @@ def judge_hook(case: Case) -> list[Finding]:
         else:
             numel = answer.get("numel")
             compare(
-                findings, rank, "numbers that went through the given all-reduce",
+                findings,
+                rank,
+                "numbers that went through the given all-reduce",
                 np.asarray(numel if isinstance(numel, int | float) else np.nan),
-                np.asarray(count), rtol=0.02, atol=0.0,
+                np.asarray(count),
+                rtol=0.02,
+                atol=0.0,
                 hint="The hook's first argument is the all-reduce to use.",
-            )  # fmt: skip
+            )
     return findings

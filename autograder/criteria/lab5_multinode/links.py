@@ -29,15 +29,17 @@ def draw_measure(draw: Draw) -> list[Values]:
         rng = draw.private(rank)
         repeats = int(rng.choice([5, 7]))
         disturbed = [[int(i) for i in rng.choice(5, repeats // 2, replace=False)] for _ in SIZES]
-        inputs.append({
-            "warmup": int(rng.choice([3, 4])),
-            "repeats": repeats,
-            "latency_s": float(rng.uniform(1e-5, 9e-4)),
-            "bandwidth_bytes_per_s": float(rng.uniform(2e8, 3e9)),
-            "clock_began_s": float(rng.uniform(10, 1000)),
-            "disturbed": disturbed,
-            "cold_s": float(rng.uniform(0.5, 2.0)),
-        })  # fmt: skip
+        inputs.append(
+            {
+                "warmup": int(rng.choice([3, 4])),
+                "repeats": repeats,
+                "latency_s": float(rng.uniform(1e-5, 9e-4)),
+                "bandwidth_bytes_per_s": float(rng.uniform(2e8, 3e9)),
+                "clock_began_s": float(rng.uniform(10, 1000)),
+                "disturbed": disturbed,
+                "cold_s": float(rng.uniform(0.5, 2.0)),
+            }
+        )
     return inputs
 
 
@@ -69,9 +71,12 @@ def observe_measure(measure_link: Any, inputs: Values, context: Context) -> Valu
     """What the function makes of the link."""
     link = _Link(inputs)
     found = measure_link(
-        link.exchange, list(SIZES),
-        clock=link.clock, warmup=inputs["warmup"], repeats=inputs["repeats"],
-    )  # fmt: skip
+        link.exchange,
+        list(SIZES),
+        clock=link.clock,
+        warmup=inputs["warmup"],
+        repeats=inputs["repeats"],
+    )
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise TypeError(f"measure_link: expected (latency_s, bandwidth_bytes_per_s), got {found!r}")
     return {"found": np.array([float(found[0]), float(found[1])])}
@@ -85,9 +90,15 @@ def judge_measure(case: Case) -> list[Finding]:
         right = np.array([given["latency_s"], given["bandwidth_bytes_per_s"]])
         hint = "" if not isinstance(got, np.ndarray) else _reason(got, right, given)
         compare(
-            findings, rank, "[latency_s, bandwidth_bytes_per_s]", got, right,
-            rtol=1e-3, atol=0.0, hint=hint,
-        )  # fmt: skip
+            findings,
+            rank,
+            "[latency_s, bandwidth_bytes_per_s]",
+            got,
+            right,
+            rtol=1e-3,
+            atol=0.0,
+            hint=hint,
+        )
     return findings
 
 

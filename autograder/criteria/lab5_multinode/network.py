@@ -100,15 +100,23 @@ def judge_interface(case: Case) -> list[Finding]:
             where = f"{dict(table['interfaces'])}, peer {table['peer']}"
             if right is None:
                 if said != NO_WAY:
-                    findings.append(Finding(
-                        f"{where}: no interface leads there, so a ValueError was expected, got "
-                        f"{said}. A wrong guess hangs later, with no message.", rank))  # fmt: skip
+                    findings.append(
+                        Finding(
+                            f"{where}: no interface leads there, so a ValueError was expected, got "
+                            f"{said}. A wrong guess hangs later, with no message.",
+                            rank,
+                        )
+                    )
                 continue
             got = said.get("GLOO_SOCKET_IFNAME") if isinstance(said, dict) else None
             if got != right:
-                findings.append(Finding(
-                    f"{where}: GLOO_SOCKET_IFNAME expected {right}, got {got}."
-                    f"{_WHY.get(table['kind'], '')}", rank))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{where}: GLOO_SOCKET_IFNAME expected {right}, got {got}."
+                        f"{_WHY.get(table['kind'], '')}",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -125,11 +133,15 @@ def judge_nccl(case: Case) -> list[Finding]:
             value = said.get("NCCL_SOCKET_IFNAME")
             admitted = _admitted(value, names)
             if admitted != wanted:
-                findings.append(Finding(
-                    f"interfaces {names}: NCCL_SOCKET_IFNAME={value} admits "
-                    f"{sorted(admitted) or 'none'}, expected only {sorted(map(str, wanted))}. NCCL "
-                    "takes the value for the beginning of a name; =NAME means that name alone.",
-                    rank))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"interfaces {names}: NCCL_SOCKET_IFNAME={value} admits "
+                        f"{sorted(admitted) or 'none'}, expected only {sorted(map(str, wanted))}. "
+                        "NCCL "
+                        "takes the value for the beginning of a name; =NAME means that name alone.",
+                        rank,
+                    )
+                )
                 break
     return findings
 

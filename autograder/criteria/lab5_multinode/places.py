@@ -35,10 +35,13 @@ def observe_places(functions: Any, inputs: Values, context: Context) -> Values:
     for sizes in inputs["clusters"]:
         found = [locate(rank, list(sizes)) for rank in range(sum(sizes))]
         places.append([_pair(place) for place in found])
-        ranks.append([
-            integer(global_rank(node, local, list(sizes)), "global_rank")
-            for node, size in enumerate(sizes) for local in range(size)
-        ])  # fmt: skip
+        ranks.append(
+            [
+                integer(global_rank(node, local, list(sizes)), "global_rank")
+                for node, size in enumerate(sizes)
+                for local in range(size)
+            ]
+        )
     return {"places": places, "ranks": ranks}
 
 
@@ -98,15 +101,17 @@ def draw_command(draw: Draw) -> list[Values]:
         rng = draw.private(rank)
         num_nodes = int(rng.integers(2, 5))
         a, b, c = (int(n) for n in rng.integers(1, 250, 3))
-        inputs.append({
-            "num_nodes": num_nodes,
-            "local_size": num_nodes + int(rng.integers(1, 5)),
-            "head": f"10.{a}.{b}.{c}",
-            "port": int(rng.integers(20000, 60000)),
-            "run_id": f"job-{int(rng.integers(10**6)):06d}",
-            "max_restarts": int(rng.integers(1, 9)),
-            "script": ["train.py", "--lr", f"{rng.random():.3f}"],
-        })  # fmt: skip
+        inputs.append(
+            {
+                "num_nodes": num_nodes,
+                "local_size": num_nodes + int(rng.integers(1, 5)),
+                "head": f"10.{a}.{b}.{c}",
+                "port": int(rng.integers(20000, 60000)),
+                "run_id": f"job-{int(rng.integers(10**6)):06d}",
+                "max_restarts": int(rng.integers(1, 9)),
+                "script": ["train.py", "--lr", f"{rng.random():.3f}"],
+            }
+        )
     return inputs
 
 
@@ -136,9 +141,13 @@ def judge_command(case: Case) -> list[Finding]:
             except ValueError as error:
                 problem = str(error)
             if problem:
-                findings.append(Finding(
-                    f"node {node} of {job['num_nodes']}, {job['local_size']} processes each: "
-                    f"{problem}", rank))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"node {node} of {job['num_nodes']}, {job['local_size']} processes each: "
+                        f"{problem}",
+                        rank,
+                    )
+                )
                 break
     return findings
 

@@ -175,36 +175,47 @@ def judge_training(case: Case) -> list[Finding]:
     _run(right, x, y, BEFORE)
     lr = np.array([group["lr"] for group in right.optimizer.param_groups])
     losses = np.array(_run(right, x, y, AFTER))
-    tensors = [t.detach().double().numpy() for t in
-               [*right.model.parameters(), *right.model.buffers()]]  # fmt: skip
+    tensors = [
+        t.detach().double().numpy() for t in [*right.model.parameters(), *right.model.buffers()]
+    ]
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         if not _close(
-            findings, rank, "losses after collect_state, without a break",
-            answer.get("losses/whole"), losses,
+            findings,
+            rank,
+            "losses after collect_state, without a break",
+            answer.get("losses/whole"),
+            losses,
             hint="collect_state must not change the training.",
-        ):  # fmt: skip
+        ):
             continue
         got, kept = answer.get("losses/resumed"), answer.get("losses/whole")
         what = f"losses of steps {BEFORE} to {BEFORE + AFTER - 1} after restore_state"
-        if not _close(findings, rank, what, got, losses, hint=_hint(
-            got, losses, answer.get("lr/resumed"), lr
-        )):  # fmt: skip
+        if not _close(
+            findings, rank, what, got, losses, hint=_hint(got, losses, answer.get("lr/resumed"), lr)
+        ):
             continue
         close = [
             _close(
-                findings, rank, f"tensor {i} of the model at the end", answer.get(f"{i}/resumed"),
+                findings,
+                rank,
+                f"tensor {i} of the model at the end",
+                answer.get(f"{i}/resumed"),
                 value,
                 hint="Buffers, such as a BatchNorm's running mean, belong to the model's state.",
             )
             for i, value in enumerate(tensors)
-        ]  # fmt: skip
+        ]
         pairs = [(got, kept)]
         pairs += [(answer.get(f"{i}/resumed"), answer.get(f"{i}/whole")) for i in range(len(close))]
         if all(close) and not all(_identical(*pair) for pair in pairs):
-            findings.append(Finding(
-                "the resumed run is close to the one without a break, but not the same bit for "
-                "bit: is something converted to another type on the way?", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    "the resumed run is close to the one without a break, but not the same bit for "
+                    "bit: is something converted to another type on the way?",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -253,10 +264,14 @@ def draw_rng(draw: Draw) -> list[Values]:
 
 def _draws() -> list[float]:
     """The next numbers of the three generators that training code uses."""
-    return [*torch.rand(3, dtype=torch.float64).tolist(), *np.random.random_sample(3).tolist(),
-            *(random.random() for _ in range(3)),
-            # Of these, one call makes two numbers and keeps the second for the next call.
-            float(np.random.standard_normal()), random.gauss(0.0, 1.0)]  # fmt: skip
+    return [
+        *torch.rand(3, dtype=torch.float64).tolist(),
+        *np.random.random_sample(3).tolist(),
+        *(random.random() for _ in range(3)),
+        # Of these, one call makes two numbers and keeps the second for the next call.
+        float(np.random.standard_normal()),
+        random.gauss(0.0, 1.0),
+    ]
 
 
 def _seed(seeds: list[int]) -> None:
@@ -288,9 +303,13 @@ def _expected_draws(inputs: Values) -> np.ndarray:
     two, three = np.random.RandomState(seeds[1]), random.Random(seeds[2])
     drawn: list[float] = []
     for _ in range(inputs["skip"] + 1):
-        drawn = [*torch.rand(3, dtype=torch.float64, generator=one).tolist(),
-                 *two.random_sample(3).tolist(), *(three.random() for _ in range(3)),
-                 float(two.standard_normal()), three.gauss(0.0, 1.0)]  # fmt: skip
+        drawn = [
+            *torch.rand(3, dtype=torch.float64, generator=one).tolist(),
+            *two.random_sample(3).tolist(),
+            *(three.random() for _ in range(3)),
+            float(two.standard_normal()),
+            three.gauss(0.0, 1.0),
+        ]
     return np.array(drawn)
 
 
@@ -309,19 +328,27 @@ def judge_rng(case: Case) -> list[Finding]:
         if np.array_equal(got, right):
             continue
         wrong = [
-            name for name, places in
-            {"torch": [0, 1, 2], "NumPy": [3, 4, 5, 9], "random": [6, 7, 8, 10]}.items()
+            name
+            for name, places in {
+                "torch": [0, 1, 2],
+                "NumPy": [3, 4, 5, 9],
+                "random": [6, 7, 8, 10],
+            }.items()
             if not np.array_equal(got[places], right[places])
-        ]  # fmt: skip
+        ]
         why = "their states are not restored."
         if rank and np.array_equal(got, expected[0]):
             why = (
                 "this rank now draws rank 0's numbers: dropout would be the same on every rank. "
                 "Gather the states of all ranks, and give each its own."
             )
-        findings.append(Finding(
-            f"after restore_state the random numbers of {', '.join(wrong)} are not those that "
-            f"came after collect_state: {why}", rank))  # fmt: skip
+        findings.append(
+            Finding(
+                f"after restore_state the random numbers of {', '.join(wrong)} are not those that "
+                f"came after collect_state: {why}",
+                rank,
+            )
+        )
     return findings
 
 
@@ -332,8 +359,11 @@ def draw_sampler(draw: Draw) -> list[Values]:
     """A sampler that is in the middle of its second or third epoch."""
     rng = draw.shared()
     values = oracle.draw_parameters(rng, SIZES)
-    values |= {"settings": _settings(rng), "taken": int(rng.integers(14, 31)),
-               "step": int(rng.integers(5, 500))}  # fmt: skip
+    values |= {
+        "settings": _settings(rng),
+        "taken": int(rng.integers(14, 31)),
+        "step": int(rng.integers(5, 500)),
+    }
     if values["taken"] == 22:  # exactly at the end of an epoch
         values["taken"] = 19
     return [dict(values) for _ in range(draw.world_size)]
@@ -370,12 +400,18 @@ def judge_sampler(case: Case) -> list[Finding]:
         elif not isinstance(got, list) or len(got) != len(right):
             findings.append(Finding("nothing came back.", rank))
         elif got[0] != right[0]:
-            findings.append(Finding(
-                f"training.step after restore_state: expected {right[0]}, got {got[0]}.", rank
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"training.step after restore_state: expected {right[0]}, got {got[0]}.", rank
+                )
+            )
         elif got != right:
-            findings.append(Finding(
-                f"the sampler stood in epoch {epoch} at position {position}. The next samples "
-                f"should be {right[1:6]} …, they are {got[1:6]} …: samples would be seen twice "
-                "and others not at all. Both numbers belong to the state.", rank))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"the sampler stood in epoch {epoch} at position {position}. The next samples "
+                    f"should be {right[1:6]} …, they are {got[1:6]} …: samples would be seen twice "
+                    "and others not at all. Both numbers belong to the state.",
+                    rank,
+                )
+            )
     return findings

@@ -74,8 +74,11 @@ def draw(source: Draw) -> list[Values]:
     steps = 3 * every + int(rng.integers(1, every))
     inputs = oracle.draw_parameters(rng, sizes) | oracle.draw_batch(rng, steps * batch, sizes)
     inputs["job"] = {
-        "steps": steps, "every": every, "batch-size": batch, "lr": float(rng.uniform(0.05, 0.2)),
-    }  # fmt: skip
+        "steps": steps,
+        "every": every,
+        "batch-size": batch,
+        "lr": float(rng.uniform(0.05, 0.2)),
+    }
     return [inputs] + [{} for _ in range(source.world_size - 1)]
 
 
@@ -111,9 +114,12 @@ class _Job:
     def arguments(self, node: int) -> list[str]:
         """The script's arguments on a node."""
         options = [f"--{k}={v}" for k, v in self.inputs["job"].items()]
-        return [f"--data={self.folder / f'data-{node}.npz'}",
-                f"--out={self.folder / f'out-{node}.npz'}",
-                f"--checkpoints={self.checkpoints}", *options]  # fmt: skip
+        return [
+            f"--data={self.folder / f'data-{node}.npz'}",
+            f"--out={self.folder / f'out-{node}.npz'}",
+            f"--checkpoints={self.checkpoints}",
+            *options,
+        ]
 
     def start(self, node: int, port: int, *, agent: bool) -> Child:
         """Starts a node: torchrun's agent and its workers, or one rank that nobody watches."""
@@ -121,9 +127,16 @@ class _Job:
         place = {"cwd": self.folder, "new_session": True}
         if agent:
             return fork(be_agent, *given, node, port, env=_environment(), **place)
-        more = {"RANK": node, "WORLD_SIZE": NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
-                "GROUP_RANK": node, "GROUP_WORLD_SIZE": NODES, "MASTER_PORT": port,
-                "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
+        more = {
+            "RANK": node,
+            "WORLD_SIZE": NODES,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "GROUP_RANK": node,
+            "GROUP_WORLD_SIZE": NODES,
+            "MASTER_PORT": port,
+            "MASTER_ADDR": "127.0.0.1",
+        }
         # What a rank's environment holds, whoever starts it.
         env = _environment() | {k: str(v) for k, v in more.items()}
         return fork(be_rank, *given, env=env, **place)
@@ -153,8 +166,18 @@ class _Job:
 
 def _environment() -> dict[str, str]:
     """This process's, without what torchrun and the kernel put there, and on the CPU."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_",
-            "MINIDIST_", "NODE_RANK", "PET_")  # fmt: skip
+    ours = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "MINIDIST_",
+        "NODE_RANK",
+        "PET_",
+    )
     env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     # Two nodes on one machine would both take its first GPU, which nccl refuses.
     return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -166,17 +189,22 @@ def be_rank(_: Any, log: Path, script: str, arguments: list[str]) -> None:
     _work(script, arguments)
 
 
-def be_agent(
-    _: Any, log: Path, script: str, arguments: list[str], node: int, port: int
-) -> None:  # fmt: skip
+def be_agent(_: Any, log: Path, script: str, arguments: list[str], node: int, port: int) -> None:
     """The agent that torchrun is, on one node; its workers are forked, since torch is here."""
     write_to(log)
     config = LaunchConfig(
-        min_nodes=NODES, max_nodes=NODES, nproc_per_node=PER_NODE, run_id="none",
-        rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={"rank": node, "timeout": RUN_DEADLINE_S}, local_addr="127.0.0.1",
-        start_method="fork", max_restarts=0, monitor_interval=0.1,
-    )  # fmt: skip
+        min_nodes=NODES,
+        max_nodes=NODES,
+        nproc_per_node=PER_NODE,
+        run_id="none",
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": node, "timeout": RUN_DEADLINE_S},
+        local_addr="127.0.0.1",
+        start_method="fork",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
     try:
         elastic_launch(config, _work)(script, arguments)
     except ChildFailedError:  # the script has said why
@@ -256,8 +284,9 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
             [p.name for p in job.checkpoints.glob("saved-*")] if job.checkpoints.is_dir() else []
         )
         return job.results() | {
-            "saved": sorted(marks), "other_out": (job.folder / "out-1.npz").exists(),
-        }  # fmt: skip
+            "saved": sorted(marks),
+            "other_out": (job.folder / "out-1.npz").exists(),
+        }
 
 
 def expected_training(inputs: Values) -> tuple[list[np.ndarray], np.ndarray]:
@@ -283,26 +312,41 @@ def judge_script(case: Case) -> list[Finding]:
     """Losses and parameters as of one process; rank 0 alone writes."""
     given, answer = case.inputs[0], case.answers[0]
     findings: list[Finding] = []
-    _judge_training(findings, given, answer, (
-        "Rank r takes the r-th of the equal parts of each global batch, gradients and the "
-        "reported loss are means over all ranks. (Each node has only its own rows here.)"
-    ))  # fmt: skip
+    _judge_training(
+        findings,
+        given,
+        answer,
+        (
+            "Rank r takes the r-th of the equal parts of each global batch, gradients and the "
+            "reported loss are means over all ranks. (Each node has only its own rows here.)"
+        ),
+    )
     job, saved = given["job"], answer.get("saved")
     steps = range(job["every"], job["steps"] + 1, job["every"])
     wanted = {f"saved-{step}-by-0" for step in steps}
     marks = set(saved) if isinstance(saved, list) else set()
     if missing := sorted(wanted - marks):
-        findings.append(Finding(
-            f"--every={job['every']} --steps={job['steps']}: save_checkpoint should be called "
-            f"with steps {[*steps]}, the number of steps done; {len(missing)} of these calls did "
-            "not come.", 0))  # fmt: skip
+        findings.append(
+            Finding(
+                f"--every={job['every']} --steps={job['steps']}: save_checkpoint should be called "
+                f"with steps {[*steps]}, the number of steps done; {len(missing)} of these calls "
+                "did "
+                "not come.",
+                0,
+            )
+        )
     if any(not str(mark).endswith("-by-0") for mark in marks):
-        findings.append(Finding(
-            "a rank other than 0 called save_checkpoint: two writers of one file spoil it. All "
-            "ranks have the same state, so rank 0 saves it.", 0))  # fmt: skip
+        findings.append(
+            Finding(
+                "a rank other than 0 called save_checkpoint: two writers of one file spoil it. All "
+                "ranks have the same state, so rank 0 saves it.",
+                0,
+            )
+        )
     if answer.get("other_out") is not False:
-        findings.append(Finding(
-            "rank 1 wrote --out too. On another node local rank 0 is not rank 0.", 0))  # fmt: skip
+        findings.append(
+            Finding("rank 1 wrote --out too. On another node local rank 0 is not rank 0.", 0)
+        )
     return findings
 
 
@@ -312,9 +356,14 @@ def _judge_training(findings: list[Finding], given: Values, answer: Values, hint
         return
     for i, expected in enumerate(parameters):
         if not oracle.close(
-            findings, 0, f"p{i} in --out", answer.get(f"p{i}"), expected, hint=hint,
+            findings,
+            0,
+            f"p{i} in --out",
+            answer.get(f"p{i}"),
+            expected,
+            hint=hint,
             terms=[given[f"p{i}"]],
-        ):  # fmt: skip
+        ):
             break
 
 
@@ -386,8 +435,13 @@ def judge_lost(case: Case) -> list[Finding]:
                 "restored, and how far the scheduler had come?"
             )
     findings: list[Finding] = []
-    _judge_training(findings, given, answer, (
-        f"(Both nodes were killed after step {2 * every}, the checkpoint of that step was "
-        f"damaged, and the job was started again: it should go on from step {every}.) {hint}"
-    ))  # fmt: skip
+    _judge_training(
+        findings,
+        given,
+        answer,
+        (
+            f"(Both nodes were killed after step {2 * every}, the checkpoint of that step was "
+            f"damaged, and the job was started again: it should go on from step {every}.) {hint}"
+        ),
+    )
     return findings

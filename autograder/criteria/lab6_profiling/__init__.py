@@ -31,9 +31,13 @@ _cause = partial(
 _loader = partial(Criterion, task=_LOADER, world="none", deadline_s=40.0)
 _plan = partial(Criterion, task=_BUCKETS, world="none", deadline_s=30.0)
 _emulated = partial(
-    Criterion, task=_BUCKETS, world="emulated", plan=emulated.charge_plan,
-    observe=emulated.observe_steps, deadline_s=40.0,
-)  # fmt: skip
+    Criterion,
+    task=_BUCKETS,
+    world="emulated",
+    plan=emulated.charge_plan,
+    observe=emulated.observe_steps,
+    deadline_s=40.0,
+)
 
 LAB = Lab(
     name="lab6_profiling",

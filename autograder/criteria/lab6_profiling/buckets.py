@@ -95,10 +95,13 @@ def judge_plans(case: Case) -> list[Finding]:
             sizes, cap = drawn["sizes"], drawn["cap"]
             wanted, got = fill_buckets(sizes, cap), nth(answer.get("plans"), number)
             if [sorted(b) for b in wanted] != _sorted_buckets(got):
-                findings.append(Finding(
-                    f"sizes {sizes}, cap {cap}: expected {wanted}, got {got!r}."
-                    f"{_explain_plan(got, sizes, cap)}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"sizes {sizes}, cap {cap}: expected {wanted}, got {got!r}."
+                        f"{_explain_plan(got, sizes, cap)}",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -178,12 +181,17 @@ def draw_predictions(draw: Draw) -> list[Values]:
 def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> Values:
     """Predicted seconds for every case."""
     seconds = [
-        float(predict_step(
-            [list(b) for b in case["plan"]], list(case["sizes"]), list(case["backward_s"]),
-            case["forward_s"], all_reduce_of(case),
-        ))
+        float(
+            predict_step(
+                [list(b) for b in case["plan"]],
+                list(case["sizes"]),
+                list(case["backward_s"]),
+                case["forward_s"],
+                all_reduce_of(case),
+            )
+        )
         for case in inputs["cases"]
-    ]  # fmt: skip
+    ]
     return {"seconds": seconds}
 
 
@@ -195,10 +203,13 @@ def judge_predictions(case: Case) -> list[Finding]:
             got = nth(answer.get("seconds"), number)
             wanted = _seconds(drawn, drawn["plan"])
             if not is_close(got, wanted):
-                findings.append(Finding(
-                    f"{len(drawn['sizes'])} gradients, plan {drawn['plan']}: expected "
-                    f"{wanted:.6g} s, got {got!r}.{_explain_prediction(got, drawn)}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{len(drawn['sizes'])} gradients, plan {drawn['plan']}: expected "
+                        f"{wanted:.6g} s, got {got!r}.{_explain_prediction(got, drawn)}",
+                        rank,
+                    )
+                )
                 break
     return findings
 

@@ -177,10 +177,14 @@ def judge_cause(case: Case, cause: str) -> list[Finding]:
             got = nth(answer.get("said"), number)
             if got != cause:
                 ranks = 1 + int(inputs[f"{number}/rank"].max())
-                findings.append(Finding(
-                    f"a run of {ranks} ranks and {len(inputs['steps'][number])} steps: expected "
-                    f"{cause!r}, got {got!r}. In that trace {_HINTS[cause]}.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"a run of {ranks} ranks and {len(inputs['steps'][number])} steps: "
+                        "expected "
+                        f"{cause!r}, got {got!r}. In that trace {_HINTS[cause]}.",
+                        rank,
+                    )
+                )
                 break
     return findings
 

@@ -133,10 +133,13 @@ def _draw_shape(rng: np.random.Generator) -> Values:
     backward = rng.uniform(0.8, 1.2, LAYERS)
     backward *= scale / backward.sum()
     return {
-        "widths": widths, "sizes": sizes, "backward_s": backward.tolist(),
-        "forward_s": (backward / 2).tolist(), "fixed_s": LATENCY * scale / LAYERS,
+        "widths": widths,
+        "sizes": sizes,
+        "backward_s": backward.tolist(),
+        "forward_s": (backward / 2).tolist(),
+        "fixed_s": LATENCY * scale / LAYERS,
         "s_per_byte": TRANSFER * scale / sum(sizes),
-    }  # fmt: skip
+    }
 
 
 def _compute_s(values: Values) -> float:
@@ -145,9 +148,12 @@ def _compute_s(values: Values) -> float:
 
 def _predicted(values: Values, plan: list[list[int]]) -> float:
     return step_seconds(
-        plan, values["sizes"], values["backward_s"], sum(values["forward_s"]),
+        plan,
+        values["sizes"],
+        values["backward_s"],
+        sum(values["forward_s"]),
         lambda nbytes: values["fixed_s"] + values["s_per_byte"] * nbytes,
-    )  # fmt: skip
+    )
 
 
 def charge_plan(draw: Draw) -> ChargePlan:
@@ -236,11 +242,14 @@ def _check_buckets(case: Case) -> list[Finding]:
         got = [c.nbytes for c in found]
         if got != wanted:
             same = sorted(got) == sorted(wanted)
-            findings.append(Finding(
-                f"expected {len(wanted)} all-reduces of {wanted} bytes, one per bucket, got "
-                f"{len(got)} of {got}."
-                + (" The plan's order is the order on the wire." if same else ""), rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"expected {len(wanted)} all-reduces of {wanted} bytes, one per bucket, got "
+                    f"{len(got)} of {got}."
+                    + (" The plan's order is the order on the wire." if same else ""),
+                    rank,
+                )
+            )
             continue
         local = _local_gradients(case, rank)
         for number, (bucket, collective) in enumerate(zip(plan, found, strict=True)):
@@ -248,10 +257,14 @@ def _check_buckets(case: Case) -> list[Finding]:
             if payload is None or not _carries(
                 payload, [local[i] for i in bucket], case.world_size
             ):
-                findings.append(Finding(
-                    f"all-reduce {number} of the last step does not carry the gradients of bucket "
-                    f"{number}: was it started before they were there?", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"all-reduce {number} of the last step does not carry the gradients of "
+                        "bucket "
+                        f"{number}: was it started before they were there?",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -272,17 +285,23 @@ def judge_efficiency(case: Case) -> list[Finding]:
     if compute_s / step_s >= EFFICIENCY:
         return []
     each = compute_s / _predicted(values, fill_buckets(values["sizes"], 0.0))
-    late = compute_s / (compute_s + sum(
-        values["fixed_s"] + values["s_per_byte"] * sum(values["sizes"][i] for i in bucket)
-        for bucket in values["plan"]
-    ))  # fmt: skip
-    return [Finding(
-        f"efficiency {compute_s / step_s:.3f}, target {EFFICIENCY}: a step computes for "
-        f"{compute_s * 1e3:.1f} ms and takes {step_s * 1e3:.1f} ms of virtual time. Here each "
-        f"gradient alone gives {each:.2f}, the plan's buckets all after backward {late:.2f}. "
-        "Start a bucket's all-reduce with async_op=True in the hook of its last gradient, and wait "
-        "in finish() only."
-    )]  # fmt: skip
+    late = compute_s / (
+        compute_s
+        + sum(
+            values["fixed_s"] + values["s_per_byte"] * sum(values["sizes"][i] for i in bucket)
+            for bucket in values["plan"]
+        )
+    )
+    return [
+        Finding(
+            f"efficiency {compute_s / step_s:.3f}, target {EFFICIENCY}: a step computes for "
+            f"{compute_s * 1e3:.1f} ms and takes {step_s * 1e3:.1f} ms of virtual time. Here each "
+            f"gradient alone gives {each:.2f}, the plan's buckets all after backward {late:.2f}. "
+            "Start a bucket's all-reduce with async_op=True in the hook of its last gradient, and "
+            "wait "
+            "in finish() only."
+        )
+    ]
 
 
 def _missing_gradients(case: Case) -> list[Finding]:
@@ -291,13 +310,19 @@ def _missing_gradients(case: Case) -> list[Finding]:
         found = _last_all_reduces(case, rank)
         if isinstance(found, Finding):
             return [found]
-        sent = [np.sort(np.asarray(c.payloads[rank], dtype=np.float64).ravel())
-                for c in found if rank in c.payloads]  # fmt: skip
+        sent = [
+            np.sort(np.asarray(c.payloads[rank], dtype=np.float64).ravel())
+            for c in found
+            if rank in c.payloads
+        ]
         for layer, gradient in enumerate(_local_gradients(case, rank)):
             if not any(_holds(payload, gradient, case.world_size) for payload in sent):
-                return [Finding(
-                    f"the gradient of layer {layer} was in no all-reduce of the last step.", rank
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        f"the gradient of layer {layer} was in no all-reduce of the last step.",
+                        rank,
+                    )
+                ]
     return []
 
 

@@ -129,26 +129,37 @@ def judge(case: Case) -> list[Finding]:
                 break
             found.append(seconds)
         if len(whole) != case.world_size:
-            findings.append(Finding(
-                f"expected {WIDTH} finite numbers of a gradient on each rank, not all of them "
-                "zero.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"expected {WIDTH} finite numbers of a gradient on each rank, not all of them "
+                    "zero.",
+                    rank,
+                )
+            )
         else:
             oracle.close(
-                findings, rank, "gradient of the last bias", answer.get("together/gradient"),
-                oracle.mean(whole), terms=whole,
+                findings,
+                rank,
+                "gradient of the last bias",
+                answer.get("together/gradient"),
+                oracle.mean(whole),
+                terms=whole,
                 hint="It should be the mean over ranks when finish() returns.",
-            )  # fmt: skip
+            )
     if findings:
         return findings
     alone, together = (np.max(times[name], axis=0) for name in ("alone", "together"))
     efficiency = gpu_meter.median_ratio(alone, together)
     if not efficiency >= LEAST_EFFICIENCY:
-        return [Finding(
-            f"a step of {case.answers[0].get('samples')} samples took "
-            f"{np.median(together) * 1e3:.2f} ms with communication, {np.median(alone) * 1e3:.2f} "
-            f"ms without: expected an efficiency of at least {LEAST_EFFICIENCY:g}, got "
-            f"{efficiency:.3f}. Is each bucket sent while backward goes on, and the GPU not waited "
-            "for before finish()?"
-        )]  # fmt: skip
+        return [
+            Finding(
+                f"a step of {case.answers[0].get('samples')} samples took "
+                f"{np.median(together) * 1e3:.2f} ms with communication, "
+                f"{np.median(alone) * 1e3:.2f} "
+                f"ms without: expected an efficiency of at least {LEAST_EFFICIENCY:g}, got "
+                f"{efficiency:.3f}. Is each bucket sent while backward goes on, and the GPU not "
+                "waited "
+                "for before finish()?"
+            )
+        ]
     return []

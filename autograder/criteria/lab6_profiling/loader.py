@@ -99,18 +99,25 @@ def judge_wait(case: Case) -> list[Finding]:
             if not is_close(wait, load[1:].mean()):
                 first = is_close(wait, load.mean())
                 hint = "The first batch pays for the start of the workers: leave it out." * first
-                findings.append(Finding(
-                    f"{len(load)} batches: expected {load[1:].mean() * 1e3:.4f} ms of waiting per "
-                    f"batch, got {_milliseconds(wait)}. {hint or _WAIT_HINT}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{len(load)} batches: expected {load[1:].mean() * 1e3:.4f} ms of waiting "
+                        "per "
+                        f"batch, got {_milliseconds(wait)}. {hint or _WAIT_HINT}",
+                        rank,
+                    )
+                )
                 break
             if not is_close(step, work[1:].mean()):
                 queued = is_close(step, LAUNCH_S)
                 hint = " That is what it takes to queue a step: synchronize() first." * queued
-                findings.append(Finding(
-                    f"{len(load)} batches: expected {work[1:].mean() * 1e3:.4f} ms of work per "
-                    f"batch, got {_milliseconds(step)}.{hint}", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{len(load)} batches: expected {work[1:].mean() * 1e3:.4f} ms of work per "
+                        f"batch, got {_milliseconds(step)}.{hint}",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -171,16 +178,22 @@ def judge_ahead(case: Case) -> list[Finding]:
             numbers = [n for n in row if as_number(n) is not None] if isinstance(row, list) else []
             if len(numbers) < 3 or min(numbers) < depth:
                 got = min(numbers, default=None)
-                findings.append(Finding(
-                    f"depth={depth}: while the loop works on a batch, {depth} more should get "
-                    f"ready; {got} did. A thread of its own has to fill the queue.", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"depth={depth}: while the loop works on a batch, {depth} more should get "
+                        f"ready; {got} did. A thread of its own has to fill the queue.",
+                        rank,
+                    )
+                )
                 break
             if max(numbers) > depth + 2:
-                findings.append(Finding(
-                    f"depth={depth}: {max(numbers)} batches were loaded ahead. Memory is not "
-                    "endless: the queue needs a limit (queue.Queue(maxsize=…)).", rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"depth={depth}: {max(numbers)} batches were loaded ahead. Memory is not "
+                        "endless: the queue needs a limit (queue.Queue(maxsize=…)).",
+                        rank,
+                    )
+                )
                 break
     return findings
 
@@ -194,10 +207,14 @@ def draw_ends(draw: Draw) -> list[Values]:
         batches: list[int | None] = [int(n) for n in rng.integers(0, 99, count)]
         batches[int(rng.integers(2, count - 2))] = None
         batches[1] = 0
-        inputs.append({
-            "batches": batches, "depth": int(rng.integers(1, 4)),
-            "broken": int(rng.integers(4, 8)), "word": f"disk {int(rng.integers(1 << 30))}",
-        })  # fmt: skip
+        inputs.append(
+            {
+                "batches": batches,
+                "depth": int(rng.integers(1, 4)),
+                "broken": int(rng.integers(4, 8)),
+                "word": f"disk {int(rng.integers(1 << 30))}",
+            }
+        )
     return inputs
 
 
@@ -240,25 +257,39 @@ def judge_ends(case: Case) -> list[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         batches, broken = inputs["batches"], inputs["broken"]
         if not is_same(answer.get("delivered"), batches):
-            findings.append(Finding(
-                f"expected the {len(batches)} batches in order, got {answer.get('delivered')!r}. "
-                "None and 0 are batches, too: mark the end with an object of your own.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"expected the {len(batches)} batches in order, got "
+                    f"{answer.get('delivered')!r}. "
+                    "None and 0 are batches, too: mark the end with an object of your own.",
+                    rank,
+                )
+            )
         elif inputs["word"] not in str(answer.get("said")):
-            findings.append(Finding(
-                "the source raised an error and the loop never heard of it. Catch it in the "
-                "thread, send it through the queue, and raise it in the loop.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "the source raised an error and the loop never heard of it. Catch it in the "
+                    "thread, send it through the queue, and raise it in the loop.",
+                    rank,
+                )
+            )
         elif not is_same(answer.get("before_error"), batches[:broken]):
-            findings.append(Finding(
-                f"the source raised after {broken} batches; expected these first, got "
-                f"{answer.get('before_error')!r}.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"the source raised after {broken} batches; expected these first, got "
+                    f"{answer.get('before_error')!r}.",
+                    rank,
+                )
+            )
         elif not is_same(answer.get("left"), 0):
-            findings.append(Finding(
-                "a loop broke off after 3 batches, and the loading thread is still there: it waits "
-                "for room in the queue that nobody will make.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    "a loop broke off after 3 batches, and the loading thread is still there: it "
+                    "waits "
+                    "for room in the queue that nobody will make.",
+                    rank,
+                )
+            )
     return findings
 
 
@@ -282,10 +313,15 @@ def draw_settings(draw: Draw) -> list[Values]:
                 workers, cores = workers + 4, ranks * int(rng.integers(1, 4)) + ranks - 1
             if number == 3:
                 cores = int(rng.integers(1, ranks))
-            cases.append({
-                "load_s": (workers - part) * step_s, "step_s": step_s, "cores": cores,
-                "ranks_per_node": ranks, "device": f"cuda:{number}" if number % 2 else "cpu",
-            })  # fmt: skip
+            cases.append(
+                {
+                    "load_s": (workers - part) * step_s,
+                    "step_s": step_s,
+                    "cores": cores,
+                    "ranks_per_node": ranks,
+                    "device": f"cuda:{number}" if number % 2 else "cpu",
+                }
+            )
         inputs.append({"cases": cases})
     return inputs
 
@@ -299,11 +335,14 @@ def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this machine may have fewer cores
             loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, **settings)
-        found.append({
-            "num_workers": int(loader.num_workers), "pin_memory": bool(loader.pin_memory),
-            "persistent_workers": bool(loader.persistent_workers),
-            "prefetch_factor": loader.prefetch_factor,
-        })  # fmt: skip
+        found.append(
+            {
+                "num_workers": int(loader.num_workers),
+                "pin_memory": bool(loader.pin_memory),
+                "persistent_workers": bool(loader.persistent_workers),
+                "prefetch_factor": loader.prefetch_factor,
+            }
+        )
     return {"found": found}
 
 

@@ -146,10 +146,18 @@ class _Recorder:
 
     def add(self, name: str, category: str, tid: int, start: float, end: float) -> None:
         """A complete event from `start` to `end`, in microseconds after the base."""
-        self.events.append({
-            "ph": "X", "cat": category, "name": name, "pid": 77, "tid": tid,
-            "ts": self.base + start, "dur": end - start, "args": {},
-        })  # fmt: skip
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "pid": 77,
+                "tid": tid,
+                "ts": self.base + start,
+                "dur": end - start,
+                "args": {},
+            }
+        )
 
     def noise(self) -> None:
         """Events that are no spans at all."""

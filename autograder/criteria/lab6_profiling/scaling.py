@@ -34,10 +34,13 @@ def draw_scaling(draw: Draw) -> list[Values]:
                 ideal = seconds / (size / first if mode == "strong" else 1)
                 times.append(ideal * (1 if size == first else float(rng.uniform(1.05, 1.6))))
             order = rng.permutation(len(sizes)).tolist()
-            cases.append({
-                "mode": mode, "sizes": [sizes[i] for i in order],
-                "seconds": [times[i] for i in order],
-            })  # fmt: skip
+            cases.append(
+                {
+                    "mode": mode,
+                    "sizes": [sizes[i] for i in order],
+                    "seconds": [times[i] for i in order],
+                }
+            )
         inputs.append({"cases": cases})
     return inputs
 
@@ -76,8 +79,9 @@ def _scaling_problem(rows: Any, drawn: Values) -> str | None:
             efficiency *= base / size
         pair = got.get(size, [None, None])
         for what, value, wanted in (
-            ("efficiency", pair[1], efficiency), ("speed-up", pair[0], size * efficiency),
-        ):  # fmt: skip
+            ("efficiency", pair[1], efficiency),
+            ("speed-up", pair[0], size * efficiency),
+        ):
             if not is_close(value, wanted):
                 return (
                     f'"{mode}", {base} ranks: {times[base]:.4f} s, {size} ranks: '
@@ -150,10 +154,15 @@ def draw_overhead(draw: Draw) -> list[Values]:
     for rank in range(world_size):
         own = draw.private(rank)
         without = float(own.uniform(0.02, 0.03))
-        inputs.append({
-            "rounds": rounds, "speed": speed, "noise": noise, "without_s": without,
-            "with_s": without + float(own.uniform(0.005, 0.02)),
-        })  # fmt: skip
+        inputs.append(
+            {
+                "rounds": rounds,
+                "speed": speed,
+                "noise": noise,
+                "without_s": without,
+                "with_s": without + float(own.uniform(0.005, 0.02)),
+            }
+        )
     return inputs
 
 
@@ -161,9 +170,13 @@ def observe_overhead(communication_overhead: Any, inputs: Values, context: Conte
     """The share that the function finds, and how often it ran each kind of step."""
     machine = DriftingMachine(*(inputs[k] for k in ("with_s", "without_s", "speed", "noise")))
     share = communication_overhead(
-        lambda: machine.run(True), lambda: machine.run(False), machine.synchronize,
-        context.device, rounds=inputs["rounds"], clock=machine.clock,
-    )  # fmt: skip
+        lambda: machine.run(True),
+        lambda: machine.run(False),
+        machine.synchronize,
+        context.device,
+        rounds=inputs["rounds"],
+        clock=machine.clock,
+    )
     return {"share": float(share), "counts": [machine.counts[True], machine.counts[False]]}
 
 
@@ -178,24 +191,31 @@ def judge_overhead(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         got = answer.get("share")
         if not is_same(answer.get("counts"), [rounds, rounds]):
-            findings.append(Finding(
-                f"rounds={rounds}: expected {rounds} steps of each kind, got "
-                f"{answer.get('counts')!r}.", rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"rounds={rounds}: expected {rounds} steps of each kind, got "
+                    f"{answer.get('counts')!r}.",
+                    rank,
+                )
+            )
         elif not is_close(got, wanted, rtol=1e-4):
             own = 1 - without[rank] / with_s[rank]
             hint = (
                 "That is this rank's own share: all wait for the slowest rank."
                 if is_close(got, own, rtol=1e-4)
-                else "That is without/with." if is_close(got, 1 - wanted, rtol=1e-4)
+                else "That is without/with."
+                if is_close(got, 1 - wanted, rtol=1e-4)
                 else "That is the share of the step without communication."
                 if is_close(got, 1 / (1 - wanted) - 1, rtol=1e-4)
                 else "The machine became slower meanwhile: run both kinds in every round, and take "
                 "the ratio within the round."
-            )  # fmt: skip
+            )
             shown = as_number(got)
-            findings.append(Finding(
-                f"expected {wanted:.4f}, got {got if shown is None else f'{shown:.4f}'}. {hint}",
-                rank,
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"expected {wanted:.4f}, got {got if shown is None else f'{shown:.4f}'}. "
+                    f"{hint}",
+                    rank,
+                )
+            )
     return findings

@@ -222,10 +222,13 @@ def _judge_shares(
             if not is_close(got, wanted):
                 value = as_number(got)
                 hint = "" if value is None else explain(value, spans, start, end)
-                findings.append(Finding(
-                    f"{what} of a trace with {len(spans)} spans: expected {wanted:.4f}, got "
-                    f"{got!r}. {hint}".rstrip(), rank,
-                ))  # fmt: skip
+                findings.append(
+                    Finding(
+                        f"{what} of a trace with {len(spans)} spans: expected {wanted:.4f}, got "
+                        f"{got!r}. {hint}".rstrip(),
+                        rank,
+                    )
+                )
                 break
     return findings
 

@@ -15,10 +15,15 @@ def reduce_in_buckets(params, bucket_bytes):
         future = dist.all_reduce(data, async_op=True).get_future()
 
         def store(done):
-            torch._foreach_copy_(grads, [
-                part.view_as(grad) / world_size
-                for grad, part in zip(grads, data.split([g.numel() for g in grads]), strict=True)
-            ])  # fmt: skip
+            torch._foreach_copy_(
+                grads,
+                [
+                    part.view_as(grad) / world_size
+                    for grad, part in zip(
+                        grads, data.split([g.numel() for g in grads]), strict=True
+                    )
+                ],
+            )
 
         return future.then(store)
 
