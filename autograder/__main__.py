@@ -14,16 +14,16 @@ from autograder.cli import grade, later, prepare
 from autograder.cli.arguments import EXIT_FAILED, EXIT_USAGE
 from autograder.course.course import CourseError
 
-# What needs torch and nbgrader is imported by the command that needs it: wrong usage and --help
+# Each command imports torch and nbgrader itself if it needs them, so that --help and usage errors
 # answer at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 if it did what it was asked, 1 on our own failure, 2 on wrong usage."""
+    """Runs one command; returns 0 on success, 1 on a failure of the grader, 2 on wrong usage."""
     parser = _parser()
     options = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that has no ✓ is no reason to stop.
+        # A terminal that cannot show ✓ must not stop the command.
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     console = Console(stderr=options.command == "grade" and options.json == Path("-"))

@@ -1,4 +1,4 @@
-"""Files that others see whole or not at all."""
+"""Atomic file writes: other processes see the whole file or no file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """A file that nobody sees before all of it is there, and on disk; its folder is made.
+    """Writes a file atomically and syncs the data to disk; creates the folder if needed.
 
     Raises:
-        OSError: it cannot be written; what was there before still is.
+        OSError: the file cannot be written; a previous file at this path is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".writing-")

@@ -1,4 +1,4 @@
-"""Text by strangers, made fit for a terminal, a page and a spreadsheet; marks of verdicts."""
+"""Makes untrusted text safe for a terminal, a page and a spreadsheet; defines marks of verdicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Mark(NamedTuple):
-    """How a status is shown: never by colour alone."""
+    """How a status is shown: by symbol and colour, never by colour alone."""
 
     symbol: str
     style: str
@@ -37,7 +37,7 @@ _ESCAPES = re.compile(
 
 
 def clean(text: object, limit: int = _MESSAGE_CHARS) -> str:
-    """Text without anything that a terminal acts on, or that reorders or hides what is read."""
+    """Removes terminal sequences and every character that reorders or hides text."""
     plain = _ESCAPES.sub("", str(text)).expandtabs(4).replace("\r\n", "\n").replace("\r", "\n")
     plain = "".join(
         c for c in plain if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs")
@@ -47,12 +47,12 @@ def clean(text: object, limit: int = _MESSAGE_CHARS) -> str:
 
 def spreadsheet(text: str) -> str:
     """Text that a spreadsheet does not take for a formula."""
-    # Where ";" separates, it begins a cell in the midst of a text that is not quoted.
+    # Some spreadsheets use ";" as separator: it then starts a new cell within an unquoted text.
     cells = re.split(r"([;\t\n]\s*)", text)
     return "".join(f"'{cell}" if _is_formula(cell) else cell for cell in cells)
 
 
 def _is_formula(cell: str) -> bool:
-    # Some spreadsheets take full-width signs for the usual ones.
+    # Some spreadsheets treat full-width signs like the usual signs.
     plain = unicodedata.normalize("NFKC", cell.lstrip()[:1])
     return plain.startswith(("=", "+", "-", "@", "|", "%"))

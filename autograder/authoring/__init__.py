@@ -1,1 +1,1 @@
-"""From the sources of labs and lectures to what students get."""
+"""Builds what students get from the sources of labs and lectures."""

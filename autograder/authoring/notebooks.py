@@ -5,7 +5,8 @@
     solutions/labN_x/labN_x.ipynb -> labs/labN_x/labN_x.ipynb         by nbgrader, without solutions
 
 The same source gives the same bytes. A notebook carries a hash of its cells (metadata
-`minidist.built`), so one that somebody edited since, in formgrader say, is never overwritten.
+`minidist.built`), so that a notebook that somebody edited later, for example in formgrader, is
+never overwritten.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from autograder.criteria import get_lab
 COURSE_ROOT = Path(__file__).resolve().parents[2]
 SCRIPT_ONLY = "script-only"
 KINDS = ("given", "solution", "check", "demo", "reflect")
-REFLECT_POINTS = 2  # given by hand, beyond the 100 of the criteria
+REFLECT_POINTS = 2  # given by a person, in addition to the criteria's 100
 _KERNEL = re.compile(r"torchrun-([1-9]\d*)")
 _LANGUAGE = {
     "codemirror_mode": {"name": "ipython", "version": 3},
@@ -46,14 +47,14 @@ _LANGUAGE = {
 
 
 def build_notebook(py: Path, *, text: str | None = None) -> NotebookNode:
-    """The notebook of one source: no outputs, the same for the same source.
+    """The notebook of one source, without outputs; equal sources give equal notebooks.
 
     Args:
-        py: a percent script. A lab is a script whose folder has its own name.
-        text: used instead of the content of `py`, where given.
+        py: a percent script. A lab is a script whose folder has the same name as the script.
+        text: used instead of the content of `py`, if given.
 
     Raises:
-        BuildError: names the file, the cell and what is wrong with it.
+        BuildError: the source is invalid; the message names the file, the cell and the problem.
     """
     cells, header = read_cells(py.read_text("utf-8") if text is None else text, where=str(py))
     points: dict[str, float] = {}
@@ -172,7 +173,7 @@ def cells_hash(cells: list[Any]) -> str:
 
 
 def cell_content(cell: Any) -> list[Any]:
-    """[type, source, nbgrader options without what nbgrader computes itself]."""
+    """[type, source, nbgrader options without those that nbgrader computes itself]."""
     nbgrader = {
         key: value
         for key, value in cell["metadata"].get("nbgrader", {}).items()
@@ -182,7 +183,7 @@ def cell_content(cell: Any) -> list[Any]:
 
 
 def to_bytes(notebook: NotebookNode) -> bytes:
-    """The one spelling in which notebooks are stored."""
+    """The bytes of a notebook in the one form in which notebooks are stored."""
     return (nbformat.writes(notebook, version=nbformat.NO_CONVERT).rstrip("\n") + "\n").encode()
 
 
@@ -190,9 +191,9 @@ def to_bytes(notebook: NotebookNode) -> bytes:
 
 
 def release_notebook(notebook: NotebookNode, lab: str) -> NotebookNode:
-    """What `nbgrader generate_assignment` makes of a notebook: stubs for solutions, locked cells.
+    """The student version that `nbgrader generate_assignment` makes: stubs, and locked cells.
 
-    Nothing but the notebook enters nbgrader's converter, so no other file can be released with it.
+    nbgrader's converter gets only the notebook, so that no other file can be released with it.
     """
     from nbgrader.converters import GenerateAssignment
     from nbgrader.coursedir import CourseDirectory
@@ -230,8 +231,8 @@ def build_course(root: Path, *, write: bool = True) -> tuple[list[Path], list[st
     """Builds every notebook of the course that is out of date.
 
     Returns:
-        The out-of-date files (now written, if `write`), and a complaint for each that was left
-        alone because it was edited by hand.
+        The out-of-date files (now written, if `write`), and a complaint for each file that was not
+        written because somebody edited it.
     """
     stale: list[Path] = []
     complaints: list[str] = []
@@ -252,7 +253,7 @@ def build_course(root: Path, *, write: bool = True) -> tuple[list[Path], list[st
             lab = root / "labs" / py.stem / f"{py.stem}.ipynb"
             release = release_notebook(notebook, py.stem)
             outputs.append((lab, release))
-            # nbgrader copies the notebook's metadata, so each release carries its own hash.
+            # nbgrader copies the notebook's metadata, so both notebooks carry the release's hash.
             for each in (notebook, release):
                 each.metadata.minidist.released = cells_hash(release.cells)
             found = edited_by_hand(lab, key="released")
@@ -275,7 +276,7 @@ def build_course(root: Path, *, write: bool = True) -> tuple[list[Path], list[st
 
 
 def read_notebook(path: Path) -> NotebookNode:
-    """The notebook at `path`, or a BuildError that says how to get a good one."""
+    """The notebook at `path`; raises BuildError, with a remedy, if the file is not a notebook."""
     try:
         return nbformat.read(path, as_version=4)
     except Exception as error:
@@ -285,7 +286,7 @@ def read_notebook(path: Path) -> NotebookNode:
 
 
 def edited_by_hand(path: Path, *, key: str = "built") -> NotebookNode | None:
-    """The notebook at `path` if its cells are not those whose hash it carries, else None."""
+    """The notebook at `path` if its cells do not have the hash that it carries, else None."""
     if not path.exists():
         return None
     notebook = read_notebook(path)
@@ -294,7 +295,7 @@ def edited_by_hand(path: Path, *, key: str = "built") -> NotebookNode | None:
 
 
 def cell_diff(built: NotebookNode, found: NotebookNode) -> str:
-    """The difference of two notebooks, cell by cell, for a person."""
+    """The differences between two notebooks, cell by cell, for a person."""
     old = {cell.id: cell for cell in built.cells}
     new = {cell.get("id"): cell for cell in found.cells}
     lines: list[str] = []

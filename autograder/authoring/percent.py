@@ -1,4 +1,4 @@
-"""Course sources (jupytext percent scripts) to notebook cells, and edited cells back to the script.
+"""Converts course sources (jupytext percent scripts) to notebook cells, and cells back to scripts.
 
     # %%rank 0                       %%rank 0
     # %%writefile hello.py    <->    %%writefile hello.py
@@ -7,10 +7,10 @@
 In the script every magic is a comment, so that the script is Python and torchrun can run it:
 
 - A line magic or shell command, `# %matplotlib inline` or `# !nvidia-smi`, loses one `# `.
-  A comment that must stay one is written twice: `# # !important`.
-- A cell may begin with cell magics (`# %%rank 0`). What follows a magic whose body is not this
-  cell's Python (`%%writefile`, `%%bash` ...) is commented as a whole. What follows any other magic
-  may be live Python, or commented as a whole so that the plain script does not run it.
+  A comment that must stay a comment gets a second `# `: `# # !important`.
+- A cell may begin with cell magics (`# %%rank 0`). If the magic's body is not this cell's Python
+  (`%%writefile`, `%%bash` ...), the whole body is commented. Below any other magic, the body may be
+  live Python, or commented as a whole so that the plain script does not run it.
 - `# %% tags=["active-ipynb"]`, jupytext's own way, comments a whole cell.
 
 jupytext splits the script into cells; its other rules for magics are not used, because they leave
@@ -44,7 +44,7 @@ class BuildError(MinidistError):
 
 @dataclass(kw_only=True)
 class SourceCell:
-    """One cell of a course source, its magics as the notebook has them."""
+    """One cell of a course source, with magics in the form of the notebook."""
 
     cell_type: str
     source: str
@@ -63,7 +63,7 @@ def read_cells(text: str, *, where: str) -> tuple[list[SourceCell], dict[str, An
     notebook = jupytext.reads(text, fmt=fmt)
     cells = []
     for number, cell in enumerate(notebook.cells, 1):
-        # jupytext notes there how many blank lines it saw.
+        # jupytext adds lines_to_... entries, which count blank lines.
         options = {key: value for key, value in cell.metadata.items() if "lines_to" not in key}
         tags = [tag for tag in options.pop("tags", []) if tag != ACTIVE_IPYNB]
         source = cell.source
@@ -79,7 +79,7 @@ def read_cells(text: str, *, where: str) -> tuple[list[SourceCell], dict[str, An
 
 
 def source_from_script(text: str) -> str:
-    """A code cell as the script has it -> as the notebook has it."""
+    """Converts a code cell's text from the form of the script to the form of the notebook."""
     lines = text.split("\n")
     head: list[str] = []
     while len(head) < len(lines) and _CELL_MAGIC.match(_uncomment(lines[len(head)])):
@@ -102,7 +102,7 @@ def source_to_script(source: str, *, commented: bool = False) -> str:
     while len(head) < len(lines) and _CELL_MAGIC.match(lines[len(head)]):
         head.append(lines[len(head)])
     body = lines[len(head) :]
-    # A body of comments alone would be read as a commented body, so it gets a second '#'.
+    # A body of comments only would be taken for a commented body, so it gets a second '#'.
     only_comments = all(line.startswith("#") for line in body if line.strip())
     out = [f"# {line}" for line in head]
     if head and (commented or only_comments or _is_foreign(head)):
@@ -130,7 +130,7 @@ def _uncomment(line: str) -> str:
 
 
 def _each_magic(lines: list[str], pattern: re.Pattern[str], change: Any) -> list[str]:
-    """Applies `change` to the magic lines outside strings, and to their `\\` continuations."""
+    """Applies `change` to magic lines outside strings, and to their `\\` continuation lines."""
     parser = StringParser("python")
     out = []
     continued = False

@@ -1,14 +1,14 @@
-"""The repository that students get: labs to fill in, and nothing that holds their answers.
+"""Writes the repository that students get: labs to fill in, without anything that holds answers.
 
     notebooks to fill in   labs/LAB/LAB.ipynb of the labs that are released
-    lib/minidist           without what a lab withholds, and without what cannot be imported then
-    notebooks/             lectures, without those that run what is withheld
+    lib/minidist           without withheld modules, and without modules that need withheld ones
+    notebooks/             lectures, without those that use withheld modules
     autograder/            checks give the same verdicts as the grader does, on practice data
 
-When a lab is over, releasing again with `--over LAB` brings its solution, and what it had withheld
-as far as no other lab does that is handed out and not over. A lab to come withholds nothing yet:
-lectures that come before it need what it will withhold.
-Solutions, the class of wrong submissions and this course's tests are never part of it.
+When a lab is over, a new release with `--over LAB` adds its solution and the modules that it
+withheld, except modules that a different open lab of this release withholds. A lab that is not
+handed out yet withholds nothing: lectures that come before this lab need the modules.
+Solutions of open labs, the class of wrong submissions and this course's tests are never included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autograder.criteria import get_lab
 
 MARK = ".released-by-autograder"
 _COPIED = ("pyproject.toml", "environment.yml", "LICENSE", "nbgrader_config.py")
-_TARGETS = ("help", "lab", "clean", "install")  # of the Makefile
+_TARGETS = ("help", "lab", "clean", "install")  # targets of the Makefile that students get
 _IGNORE = shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints")
 
 
@@ -46,17 +46,17 @@ class Release:
 def write_release(
     course: Course, folder: Path, labs: Sequence[str], over: Sequence[str] = ()
 ) -> Release:
-    """Writes the repository of students; what an earlier release wrote there is replaced.
+    """Writes the students' repository; replaces what an earlier release wrote there.
 
     Args:
-        folder: a new or empty folder, or one that this has written before. Its `.git` and `work`
-            are kept.
-        labs: to be handed out.
-        over: labs whose deadline is over; their solutions may be seen.
+        folder: a new or empty folder, or the folder of an earlier release. Its `.git`, `work`,
+            `.venv` and `build` are kept.
+        labs: labs to hand out.
+        over: labs whose deadline is over; students may see their solutions.
 
     Raises:
-        CourseError: the folder holds something else, or a notebook is not as it was built. Then
-            nothing has been written.
+        CourseError: the folder holds something else, or a notebook was edited since it was built.
+            In both cases nothing is written.
     """
     handed_out = list(dict.fromkeys([*labs, *over]))
     masters = [_master(course, lab) for lab in handed_out]
@@ -96,7 +96,7 @@ def write_release(
 
 
 def _master(course: Course, lab: str) -> Path:
-    """The notebook to hand out, which is the one that was built: one filled in has answers."""
+    """The notebook to hand out; it must be as built, because an edited one may hold answers."""
     master = course.root / "labs" / lab / f"{lab}.ipynb"
     if not master.is_file():
         raise CourseError(f"{master} is missing: run `make build`")
@@ -132,7 +132,10 @@ def _copy(file: Path, folder: Path) -> None:
 
 
 def find_missing(library: Path, withheld: Collection[str]) -> list[str]:
-    """`withheld`, and every module that could not be imported without; the topmost names only."""
+    """The withheld modules and all modules that cannot be imported without them.
+
+    A module inside a missing package is not named itself.
+    """
     modules = {_dotted(path, library): path for path in sorted(library.rglob("*.py"))}
     needs = {name: set(_needs(path, name)) for name, path in modules.items()}
     missing = set(withheld)
@@ -155,7 +158,7 @@ def _dotted(path: Path, library: Path) -> str:
 
 
 def _needs(path: Path, name: str) -> Iterator[str]:
-    """What a module imports when it is imported; a function's own imports come later, if at all."""
+    """The modules that a module imports at import time; imports inside functions do not count."""
     tree = ast.parse(path.read_text("utf-8"))
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     todo: list[ast.AST] = list(tree.body)
@@ -183,7 +186,7 @@ def _remove_module(lib: Path, name: str) -> None:
 
 
 def _uses(notebook: Path, missing: Collection[str]) -> bool:
-    """Whether a cell of a notebook names a module that is not there."""
+    """Whether a code cell of a notebook names a missing module."""
     names = {name.removeprefix("minidist.") for name in missing}
     dotted = re.compile(rf"\bminidist\.({'|'.join(map(re.escape, sorted(names)))})\b")
     listed = re.compile(
@@ -198,7 +201,7 @@ def _uses(notebook: Path, missing: Collection[str]) -> bool:
 
 
 def _makefile(text: str) -> str:
-    """The course's Makefile without the targets that need what students do not have."""
+    """The course's Makefile with only the targets that work in the students' repository."""
     kept = []
     for block in text.split("\n\n"):
         rule = re.match(r"(?:#[^\n]*\n)*([a-z-]+):", block)
@@ -208,7 +211,7 @@ def _makefile(text: str) -> str:
 
 
 def _course_options(text: str) -> str:
-    """What checks read of the course's options; how the class is graded concerns nobody else."""
+    """The tables of `course.toml` that checks read: points and limits, but not [slurm]."""
     tables = tomllib.loads(text)
     lines = ["# What the course sets: points of criteria, limits of a submission."]
     for section in ("points", "limits"):

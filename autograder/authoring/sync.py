@@ -44,7 +44,7 @@ class Segment:
 
 
 def split_script(text: str) -> tuple[str, list[Segment]]:
-    """The jupytext header (may be empty) and the segments; joined they are `text` again."""
+    """The jupytext header (may be empty) and the segments; joined, they give `text` again."""
     match = re.match(r"# ---\n(?:#.*\n)*?# ---\n\n*", text)
     header = match.group(0) if match else ""
     blocks: list[list[str]] = []
@@ -70,7 +70,7 @@ def sync(py: Path) -> bool:
         Whether there was anything to write.
 
     Raises:
-        BuildError: `py` has changed since the build too, or the edit has no form in a source.
+        BuildError: `py` was edited since the build too, or the source cannot express the edit.
     """
     target = py.with_suffix(".ipynb")
     edited = edited_by_hand(target)
@@ -106,9 +106,9 @@ def _merge(text: str, current: NotebookNode, edited: NotebookNode, where: str) -
     cells, _ = read_cells(text, where=where)
     if len(cells) != len(segments):
         raise BuildError(f"{where}: expected {len(cells)} '# %%' cells, found {len(segments)}")
-    segments[-1].gap = "\n\n"  # it may not stay the last one
+    segments[-1].gap = "\n\n"  # this cell may no longer be the last one
 
-    # A script-only cell has no place in the notebook: it stays behind the cell it follows.
+    # A script-only cell is not in the notebook: it stays behind the cell that it follows.
     leading: list[Segment] = []
     groups: dict[str, list[Segment]] = {}
     group = leading
@@ -135,7 +135,7 @@ def _merge(text: str, current: NotebookNode, edited: NotebookNode, where: str) -
 
 
 def _marker(cell: Any) -> str:
-    """The `# %%` line whose expansion is the metadata of a cell."""
+    """The `# %%` line that `build_notebook` expands to the metadata of this cell."""
     nbgrader = cell.metadata.get("nbgrader", {})
     kind = "given"
     if nbgrader.get("solution"):

@@ -1,1 +1,1 @@
-"""A whole class: many submissions, side by side, on this machine or through Slurm."""
+"""Grades a whole class: many submissions in parallel, on this machine or through Slurm."""

@@ -1,4 +1,4 @@
-"""A whole class: submissions in parallel, progress on the terminal, then nbgrader's gradebook."""
+"""Grades a class: runs submissions in parallel, and shows the progress on the terminal."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from autograder.submission.intake import Submission
 from autograder.submission.scratch import remove_abandoned
 
 POOL_TRIES = 3
-# Runs what is left; returns those that came to nothing, and why.
+# Runs the given submissions; returns the indices of those without a record, and the reason.
 Runner = Callable[
     [dict[int, Submission], ClassRun, int, Callable[[int, Record], None]], dict[int, str]
 ]
 
 
 def default_jobs(world_size: int, lab: Lab | None = None) -> int:
-    """As many submissions at once as the cores allow; two, as much of a run is waiting.
+    """The number of submissions to run at once: as many as the cores allow, but at least two.
 
-    And as the GPUs do, where ranks or criteria of the lab use them. Without a lab: of any lab.
+    At least two, because a run waits for much of its time. If ranks or criteria of the lab (of any
+    lab, without `lab`) use GPUs, the number of GPUs is a limit too.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 2
@@ -46,10 +47,10 @@ def grade_class(
     console: Console,
     runner: Runner | None = None,
 ) -> list[Record]:
-    """One record per submission, in their order; what is in the journal is not run again.
+    """One record per submission, in their order; submissions with a journal record are not rerun.
 
     Args:
-        runner: what runs them; default: a pool of processes.
+        runner: runs the submissions; default: a pool of processes.
     """
     records: dict[int, Record] = {}
     announcer: Announcer | None = None
@@ -79,7 +80,7 @@ def grade_class(
         todo = {i: s for i, s in enumerate(submissions) if i not in records}
         lost = run(todo, class_run, min(jobs, len(todo)), done) if todo else {}
         remove_abandoned()
-        for index, reason in lost.items():  # alone: one of them may have killed the others' workers
+        for index, reason in lost.items():  # one by one: one may have killed the others' workers
             for failures in range(POOL_TRIES):
                 if failures:
                     back_off(failures)

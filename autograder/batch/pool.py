@@ -1,8 +1,8 @@
 """The pool of processes that grade a class; imported before anything that needs torch.
 
-Workers are forked from a server that has imported what they need. `begin` starts it, so that it
-imports while the grader does the same: a class begins some seconds sooner. Whatever dies, a worker
-at any moment or the server, costs a task one try and no other task anything.
+Workers are forked from a fork server that has imported what the workers need. `begin` starts this
+server, so that it imports while the grader imports too: a class begins some seconds sooner. If a
+worker or the server dies, at any moment, this costs a task one try and costs other tasks nothing.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from typing import Any
 from minidist.processes.fork_server import Child, Server, fork
 from minidist.processes.lifetime import die_with_parent
 
-_END_WITHIN_S = 20  # told to end, a worker takes down what it has started
-_DIES_WITHIN_S = 5  # between the end of its pipe and its own
-_ending = False  # of a worker: it was told to end; no Event, whose lock a second signal would await
+_END_WITHIN_S = 20  # a worker that is told to end first stops what it has started
+_DIES_WITHIN_S = 5  # between the end of a worker's pipe and the end of the worker
+# In a worker: whether it was told to end. Not an Event: a second signal could wait for its lock.
+_ending = False
 _server: Server | None = None
 
 
 def begin(*labs: str) -> None:
-    """Starts what workers are forked from, for submissions of these labs; returns at once.
+    """Starts the fork server, with the imports for these labs; returns at once.
 
-    It is made once: workers of other labs import a little more.
+    The server is made only once; workers for different labs import the missing modules themselves.
     """
     global _server
     if _server is None:
         _server = Server(
             ["autograder.submission.attempt", *(f"autograder.criteria.{lab}" for lab in labs)]
         )
-    with contextlib.suppress(OSError):  # then it is started when it is needed
+    with contextlib.suppress(OSError):  # in that case `fork` starts the server when needed
         _server.start()
 
 
@@ -49,14 +50,15 @@ def run_pool(
     places: Sequence[Mapping[str, str]],
     done: Callable[[int, Any], None],
 ) -> dict[int, str]:
-    """Calls `work` for each task, as many at once as there are places, and `done` with its number
-    and what came of it.
+    """Calls `work` for each task, and `done` with the task's number and result.
+
+    As many tasks run at once as there are places.
 
     Args:
-        places: for each worker what its environment has more than this process's.
+        places: for each worker, the variables that are added to this process's environment.
 
     Returns:
-        the tasks without a result, and why: their worker was killed, or none could be started.
+        the tasks without a result, and why: the worker was killed, or could not be started.
 
     Raises:
         Exception: what `work` or `done` raised, after all workers were told to end.
@@ -72,14 +74,14 @@ def run_pool(
                 try:
                     worker = worker or _start(work, free)
                 except OSError as error:
-                    if not busy:  # else the next one may start when a worker has ended
+                    if not busy:  # else retry when a worker has finished its task
                         reason = f"a worker process of the grader could not be started ({error})"
                         lost[waiting.popleft()] = reason
                     break
                 if worker.begin(waiting[0], todo[waiting[0]]):
                     waiting.popleft()
                     busy[worker.pipe] = worker
-                else:  # killed before it had anything to do
+                else:  # the worker was killed while it was idle
                     free.append(worker.end())
             for pipe in connection.wait(list(busy)) if busy else ():
                 worker = busy.pop(pipe)  # pyright: ignore[reportArgumentType]
@@ -106,7 +108,7 @@ def run_pool(
 
 @dataclass
 class _Worker:
-    """A worker, as the grader sees it, and the number of its task."""
+    """The grader's view of a worker, with the number of the worker's task."""
 
     child: Child
     place: Mapping[str, str]
@@ -117,7 +119,7 @@ class _Worker:
         return self.child.pipe
 
     def begin(self, number: int, task: Any) -> bool:
-        """Gives it a task; whether it is there to take it."""
+        """Sends the worker a task; False if the worker is dead."""
         self.number = number
         try:
             self.pipe.send(task)
@@ -131,7 +133,10 @@ class _Worker:
                 os.kill(self.child.pid, signal.SIGTERM)
 
     def end(self, ends_at: float = 0.0) -> Mapping[str, str]:
-        """Waits until then for its end, which comes after its task; its place is free."""
+        """Waits until `ends_at` for the worker to end, then kills it; returns its free place.
+
+        A worker ends after its current task.
+        """
         self.pipe.close()
         if self.child.join(ends_at - time.monotonic()) is None:
             self.child.kill()
@@ -153,7 +158,7 @@ def _start(work: Callable[[Any], Any], free: deque[Mapping[str, str]]) -> _Worke
 
 
 def _work_on(pipe: connection.Connection, work: Callable[[Any], Any]) -> None:
-    """Does one task after the other, until there is none or the grader is gone."""
+    """Does one task after the other, until the pipe is closed or the grader is gone."""
     _prepare()
     while True:
         try:
@@ -166,7 +171,7 @@ def _work_on(pipe: connection.Connection, work: Callable[[Any], Any]) -> None:
         except Exception as raised:
             error = raised
             error.add_note(traceback.format_exc())
-        if _ending:  # and something has taken SystemExit for an error of its own
+        if _ending:  # some library caught the SystemExit of `_end`
             return
         try:
             pipe.send((error, result))
@@ -175,9 +180,10 @@ def _work_on(pipe: connection.Connection, work: Callable[[Any], Any]) -> None:
 
 
 def _prepare() -> None:
-    """Leaves Ctrl-C to the grader; ends on SIGTERM by way of `finally`, or with the server.
+    """Sets the worker's signals: ignores Ctrl-C, and ends on SIGTERM through all `finally` blocks.
 
-    The server ends with the grader, which holds the only other end of its socket.
+    The worker also gets SIGTERM when the fork server dies. The server dies when the grader does,
+    because the grader holds the only other end of the server's socket.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -186,9 +192,9 @@ def _prepare() -> None:
 
 
 def _end(*_: Any) -> None:
-    """Once: the grader and the end of the server may both tell it."""
+    """Ends the worker, at the first SIGTERM only: grader and dying server may both send one."""
     global _ending
     if not _ending:
         _ending = True
-        signal.alarm(_END_WITHIN_S)  # the system ends it then
+        signal.alarm(_END_WITHIN_S)  # SIGALRM kills a worker that takes too long
         sys.exit(128 + signal.SIGTERM)

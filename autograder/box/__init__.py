@@ -1,1 +1,1 @@
-"""What student code runs in: nothing to read, nothing to reach, limits on everything."""
+"""The sandbox for student code: it hides the grader's files, cuts the network and sets limits."""

@@ -1,9 +1,9 @@
 """A box made by Apptainer, for clusters that have nothing else.
 
-It holds the same as the other two kinds: a folder of mount points for an image, whose only content
-are read-only mounts of the same allow-list, no network, no capabilities. It always has a user
-namespace, and ends with the command that started it. What Apptainer cannot bound are the sizes of
-/tmp and /dev/shm: `guard` looks at them from outside.
+The box has the same content as the other two kinds. Its image is a folder of mount points with
+read-only mounts of the same allow-list; it has no network and no capabilities. The box always has a
+user namespace, and ends with the command that started it. Apptainer cannot bound the sizes of /tmp
+and /dev/shm, so `guard` checks them from outside.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from pathlib import Path
 
 from autograder.box.containers import ENTER, ContainerMounts, outside
 
-# Where the grader is root, the box's user is as well, to the kernel's files at least.
+# Covered read-only below /proc: if the grader is root, the kernel treats the box's user as root
+# when it accesses these files.
 _KERNEL = ("acpi", "bus", "fs", "irq", "mtrr", "pressure", "scsi", "sys", "sysrq-trigger")
 _SCRATCH = Path("/tmp")
 
 
 class ApptainerMounts(ContainerMounts):
-    """Builds the mount arguments, and a folder with every place that something is mounted on.
+    """Builds the mount arguments, and a folder that holds every mount point.
 
     Attributes:
-        image: that folder.
-        sizes: folders in memory whose size nobody bounds yet -> what they may hold in bytes.
+        image: the folder of mount points.
+        sizes: in-memory folders whose size Apptainer does not bound -> allowed bytes.
     """
 
     def __init__(self, staging: Path) -> None:
@@ -32,12 +33,12 @@ class ApptainerMounts(ContainerMounts):
         self.image = staging / "image"
         self.sizes: dict[str, int] = {}
         self._tops: set[Path] = set()
-        shutil.rmtree(self.image, ignore_errors=True)  # of a box that was built here before
+        shutil.rmtree(self.image, ignore_errors=True)  # left by an earlier box in this folder
         for name in ("dev", "etc", "proc", "sys", "tmp", "var/tmp"):
             (self.image / name).mkdir(parents=True, exist_ok=True)
 
     def symlink(self, target: str, path: str) -> None:
-        if path != "/var/tmp":  # a folder of the box's own, with /tmp in one file system
+        if path != "/var/tmp":  # a real folder here, in the same file system as /tmp
             (self.image / path.lstrip("/")).symlink_to(target)
 
     def device(self, path: Path) -> None:
@@ -52,7 +53,7 @@ class ApptainerMounts(ContainerMounts):
         self.sizes[path] = size
 
     def seal(self) -> None:
-        """An image that is a folder is read-only."""
+        """Does nothing: an image that is a folder is already read-only."""
 
     def _mount(self, source: Path, path: Path) -> None:
         inside = any(path != seen and path.is_relative_to(seen) for seen in self._seen)
@@ -61,10 +62,10 @@ class ApptainerMounts(ContainerMounts):
         super()._mount(source, path)
 
     def _make_room(self, source: Path, path: Path) -> None:
-        """A place to mount `source` on.
+        """Makes the mount point for `source`.
 
-        A folder that leads to one below /tmp would be writable, and could be renamed away and
-        replaced; the first of them therefore becomes a mount of its own.
+        The parent folders of a mount point below /tmp would be writable, and student code could
+        rename and replace them. So the topmost parent folder becomes a mount too.
         """
         room = self.image / path.relative_to("/")
         if path.is_relative_to(_SCRATCH):
@@ -87,7 +88,7 @@ def command(apptainer: str, mounts: ApptainerMounts, env: Mapping[str, str]) -> 
     options = ["--userns", "--containall", "--no-init", "--no-privs", "--no-home", "--no-eval"]
     options += ["--cleanenv", "--net", "--network", "none", "--uts", "--hostname", "box"]
     options += ["--no-mount", "bind-paths,cwd,devpts,home,hostfs,sys"]
-    # Apptainer adds variables, which say where things are outside.
+    # Apptainer adds variables that reveal paths outside the box; env -i removes them.
     inside = ["/usr/bin/env", "-i", *(f"{name}={value}" for name, value in env.items())]
     started = ["/usr/bin/env", "-i", *outside(), apptainer, "--quiet", "exec", *options]
     return [*started, *mounts.args, str(mounts.image), *inside, "/bin/sh", "-c", ENTER, "sh"]

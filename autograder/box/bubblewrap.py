@@ -1,4 +1,4 @@
-"""A box made by bubblewrap: its file system, an allow-list of read-only mounts, and namespaces."""
+"""A box made by bubblewrap: namespaces, and a file system of read-only mounts (an allow-list)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Mounts:
         self.args += ["--ro-bind-try", str(source or path), str(path)]
 
     def package(self, folder: Path, hidden: Collection[tuple[str, ...]]) -> None:
-        """Shows a package without the hidden modules, given as paths of names below it.
+        """Shows a package without the hidden modules.
 
-        Modules are left out one by one rather than covered: an empty folder would still import, as
-        a namespace package. Compiled leftovers in __pycache__ are left out too.
+        Each hidden module is a tuple of names below the package. Hidden modules are left out and
+        not covered by an empty folder: Python would import that as a namespace package. Their
+        compiled files in __pycache__ are left out too.
         """
         if not hidden:
             self.bind(folder)
@@ -71,35 +72,36 @@ class Mounts:
         self.args += ["--dev-bind", str(path), str(path)]
 
     def kernel(self) -> None:
-        """/proc and /dev, for the box's own processes."""
+        """Adds a /proc and a /dev for the box's own processes."""
         self.args += ["--proc", "/proc", "--dev", "/dev"]
 
     def folder(self, path: str) -> None:
-        """A private folder below a scratch folder."""
+        """Adds a private folder below a scratch folder."""
         self.args += ["--perms", "0700", "--dir", path]
 
     def scratch(self, path: str, size: int) -> None:
-        """A folder in memory that student code may write to."""
+        """Adds a folder in memory that student code may write to."""
         self.args += ["--perms", "1777", "--size", str(size), "--tmpfs", path]
 
     def seal(self) -> None:
-        """Makes what leads to the mounts read-only; nothing can be mounted afterwards.
+        """Makes the parent folders of the mounts read-only; nothing can be mounted afterwards.
 
-        /proc too: when the grader is root, the box's user could write sysctls (core_pattern is a
-        way out) although it has no capabilities, for the kernel asks only for the outer uid.
+        /proc becomes read-only too. Otherwise, if the grader is root, the box's user could write
+        sysctls although it has no capabilities, because the kernel checks only the outer uid.
+        Writing core_pattern would be a way out of the box.
         """
         for place in (*map(str, self._tops), "/proc", "/dev", "/"):
             self.args += ["--remount-ro", place]
 
     def _put(self, path: Path) -> None:
-        # "try": another process that imports may replace a compiled file at this moment.
+        # "try": a process outside that imports may replace a compiled file at this moment.
         self.args += ["--ro-bind-try", str(path), str(path)]
 
     def _guard(self, path: Path) -> None:
-        """Keeps mount points below a scratch folder out of student code's hands.
+        """Protects mount points below a scratch folder from student code.
 
-        The folders that lead to a mount point would be part of the writable /tmp and could be
-        renamed away and replaced; the first of them therefore becomes a mount of its own.
+        The parent folders of such a mount point would be part of the writable /tmp, and student
+        code could rename and replace them. So the topmost parent folder becomes a mount too.
         """
         for scratch in SCRATCH:
             if path.is_relative_to(scratch):
@@ -117,7 +119,7 @@ class Mounts:
 
 
 def command(bwrap: str, mounts: Mounts, env: Mapping[str, str], work: str) -> list[str]:
-    """Start of the command line of a program in the box, which begins in the folder `work`."""
+    """Start of the command line of a program in the box; its working folder is `work`."""
     namespaces = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net"]
     namespaces += ["--unshare-uts", "--unshare-cgroup-try", "--uid", "1000", "--gid", "1000"]
     if disables_userns(bwrap):
@@ -139,6 +141,6 @@ def command(bwrap: str, mounts: Mounts, env: Mapping[str, str], work: str) -> li
 
 @functools.cache
 def disables_userns(bwrap: str) -> bool:
-    """Whether this bwrap can forbid further user namespaces in the box (0.8 and newer)."""
+    """Whether this bwrap can forbid new user namespaces in the box (0.8 and newer can)."""
     done = subprocess.run([bwrap, "--help"], capture_output=True, timeout=30, check=False)
     return b"--disable-userns" in done.stdout + done.stderr

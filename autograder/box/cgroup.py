@@ -1,11 +1,11 @@
-"""A control group (cgroup v2) of its own for every box, on machines that let the grader make them.
+"""A separate control group (cgroup v2) for every box, on machines that let the grader make groups.
 
-What `guard` counts twice a second, the kernel then bounds at every moment: memory with everything
-that lies in /tmp and /dev/shm, and the number of processes and threads. Processors are shared out
-by submission, not by process. And a box is ended as a whole, whatever it has started.
+The kernel then bounds at every moment what `guard` counts twice a second: memory, including
+everything in /tmp and /dev/shm, and the number of processes and threads. CPU time is shared equally
+among submissions, not among processes. And the kernel can end all processes of a box at once.
 
-The grader makes groups only where it was given a part of the tree to itself: below the group named
-by $AUTOGRADER_CGROUP, or below its own if that was delegated to it, as with
+The grader makes groups only in a part of the tree that was delegated to it: below the group named
+by $AUTOGRADER_CGROUP, or below the grader's own group if that was delegated, for example by
 
     systemd-run --user --scope -p Delegate=yes autograder grade …
 
@@ -26,10 +26,10 @@ from autograder.criteria.limits import MIB, Limits
 
 ROOT_VARIABLE = "AUTOGRADER_CGROUP"
 _CONTROLLERS = ("memory", "pids", "cpu")
-_OWN = "grader"  # where the grader itself goes: only groups without processes hand on controllers
+_OWN = "grader"  # group of the grader itself: only groups without processes pass controllers on
 _GONE_WITHIN_S = 10.0
-# The rule is `guard`'s, so that a submission gets the same on every machine. What is refused here
-# lies above it: a burst between two of its looks.
+# `guard` enforces the limit on processes, so that the limit is the same on every machine. The
+# kernel's limit is higher by this number: it only stops a burst between two looks of `guard`.
 _SPARE_PROCESSES = 64
 _ENTER = 'echo 0 >"$0/cgroup.procs" && exec "$@"'
 
@@ -39,9 +39,9 @@ class Place:
     """Where groups can be made.
 
     Attributes:
-        root: folder of the group below which they are made; None where none can be.
-        controllers: of memory, pids and cpu, those that bound them.
-        reason: what is used, or why there is none.
+        root: folder of the group below which groups are made; None if none can be made.
+        controllers: which of memory, pids and cpu are available.
+        reason: what is used, or why no groups can be made.
     """
 
     root: Path | None
@@ -51,11 +51,11 @@ class Place:
 
 @dataclass
 class Group:
-    """One submission's group; `remove` it at the end.
+    """One submission's group; call `remove` at the end.
 
     Attributes:
-        path: its folder.
-        prefix: start of a command line; what is appended runs in the group.
+        path: the group's folder.
+        prefix: start of a command line; the appended program runs in the group.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class Group:
         self.prefix = ["/bin/sh", "-c", _ENTER, str(self.path)]
 
     def take_reason(self) -> str:
-        """What the kernel killed in it since this was last asked, and why; empty if nothing."""
+        """Why the kernel killed processes of the group since the last call; empty if it did not."""
         killed = _events(self.path / "memory.events").get("oom_kill", 0)
         if killed <= self._killed:
             return ""
@@ -78,16 +78,16 @@ class Group:
         )
 
     def kill(self) -> None:
-        """Ends every process in it, at once."""
-        with contextlib.suppress(OSError):  # it is gone
+        """Kills every process in the group at once."""
+        with contextlib.suppress(OSError):  # the group is gone
             (self.path / "cgroup.kill").write_text("1")
 
     def remove(self) -> bool:
-        """Ends every process in it and takes it away; False if that takes too long."""
+        """Kills every process in the group and removes the group; False if that takes too long."""
         ends_at = time.monotonic() + _GONE_WITHIN_S
         while self.path.is_dir():
             self.kill()
-            with contextlib.suppress(OSError):  # processes are on their way out
+            with contextlib.suppress(OSError):  # some processes have not ended yet
                 self.path.rmdir()
                 break
             if time.monotonic() > ends_at:
@@ -97,7 +97,7 @@ class Group:
 
 
 def make_group(name: str, limits: Limits) -> Group | None:
-    """A new group with these limits; None where this machine lets us make none."""
+    """Makes a group with these limits; None if this machine does not let us make groups."""
     place = find_place()
     if place.root is None:
         return None
@@ -107,7 +107,7 @@ def make_group(name: str, limits: Limits) -> Group | None:
         most = limits.box_memory_bytes + limits.tmp_bytes + limits.shm_bytes
         (group.path / "memory.max").write_text(str(most))
         (group.path / "memory.oom.group").write_text("1")
-        with contextlib.suppress(OSError):  # there is none without swap
+        with contextlib.suppress(OSError):  # the file does not exist without swap
             (group.path / "memory.swap.max").write_text("0")
     if "pids" in place.controllers:
         (group.path / "pids.max").write_text(str(limits.num_processes + _SPARE_PROCESSES))
@@ -115,7 +115,7 @@ def make_group(name: str, limits: Limits) -> Group | None:
 
 
 def remove_group(name: str) -> None:
-    """Takes away what a killed grader has left under this name, with all that runs in it."""
+    """Removes the group of this name that a killed grader left, and kills its processes."""
     place = find_place()
     if place.root is not None:
         Group(place.root / name).remove()
@@ -123,7 +123,7 @@ def remove_group(name: str) -> None:
 
 @functools.cache
 def find_place() -> Place:
-    """Looks for a part of the tree that is ours, and tries it once (cached)."""
+    """Looks for a part of the tree that was delegated to us, and tests it once (cached)."""
     mount = _mount()
     if mount is None:
         return Place(None, (), "no cgroup v2 file system is mounted")
@@ -159,14 +159,14 @@ def find_place() -> Place:
 
 
 def _prepare(root: Path) -> tuple[str, ...]:
-    """Has the groups below `root` bounded by as many controllers as there are; returns them."""
+    """Enables all available controllers for the groups below `root`; returns the controllers."""
     there = (root / "cgroup.controllers").read_text().split()
     wanted = [name for name in _CONTROLLERS if name in there]
     switch = root / "cgroup.subtree_control"
     if set(wanted) <= set(switch.read_text().split()):
         return tuple(wanted)
-    # Hidden below `root`: the processes that are in it now, our own among them.
-    if (root / "cgroup.type").exists():  # not the tree's own root, which may have both
+    # Move the processes that are in `root` now, including this one, into a group below `root`.
+    if (root / "cgroup.type").exists():  # the tree's own root may have processes and controllers
         own = root / _OWN
         own.mkdir(exist_ok=True)
         for pid in (root / "cgroup.procs").read_text().split():
@@ -177,7 +177,7 @@ def _prepare(root: Path) -> tuple[str, ...]:
 
 
 def _mount() -> Path | None:
-    """Where the cgroup v2 tree is mounted, writable."""
+    """Where the cgroup v2 tree is mounted writable; None if it is not."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -198,7 +198,7 @@ def _own_group(mount: Path) -> Path | None:
 
 
 def _is_delegated(folder: Path) -> bool:
-    """Whether systemd has handed this part of its tree over (its mark for that)."""
+    """Whether systemd has delegated this group (it sets an extended attribute)."""
     for name in ("user.delegate", "trusted.delegate"):
         with contextlib.suppress(OSError):
             if os.getxattr(folder, name) == b"1":
@@ -207,7 +207,7 @@ def _is_delegated(folder: Path) -> bool:
 
 
 def _events(path: Path) -> dict[str, int]:
-    """Lines ``name number`` of a file of the kernel's; empty where it is not there."""
+    """The lines ``name number`` of a kernel file; empty if the file does not exist."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

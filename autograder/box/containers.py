@@ -1,10 +1,10 @@
 """A box made by a container engine (Podman, Docker), for machines where bubblewrap cannot make one.
 
-It holds the same as bubblewrap's: an empty image whose only content are read-only mounts of the
-same allow-list, no network, no capabilities, memory for /tmp and /dev/shm. Two things differ. The
-engine itself bounds memory and processes. And what runs in a container does not end with the
-command that started it: `Container.kill` ends it, and a box that is started again under the same
-name ends the one before.
+The container has the same content as bubblewrap's box: an empty image with read-only mounts of the
+same allow-list, no network, no capabilities, and /tmp and /dev/shm in memory. Two things are
+different. The engine itself bounds memory and processes. And a container does not end with the
+command that started it: `Container.kill` ends it, and starting a box again under the same name
+first removes the previous container.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from autograder.criteria.limits import Limits
 
 _WITHIN_S = 60.0
 _NPROC = 32768
-_FILE = "container"  # in the box's folder on the trusted side: which engine, which name
-# What the engine's own command needs of the grader's environment; none of it enters the box.
+_FILE = "container"  # file with engine and container name, in the box's folder outside the box
+# Variables that the engine's command gets from the grader's environment; none enters the box.
 _OUTSIDE = (
     "CONTAINER_HOST", "DBUS_SESSION_BUS_ADDRESS", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_HOST",
     "HOME", "PATH", "TMPDIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR",
 )  # fmt: skip
-# A container of this name may still be there: the kernel's front has killed only the command that
-# had started it.
+# A container of this name may still exist: the kernel's front kills only the command that started
+# the container.
 _ANEW = '{remove} >/dev/null 2>&1; exec "$@"'
 ENTER = 'umask 077; mkdir /tmp/home /tmp/work && cd /tmp/work && umask 022 && exec "$@"'
 
@@ -46,17 +46,17 @@ class Container:
     name: str
 
     def take_reason(self) -> str:
-        """The engine does not say what it refused."""
+        """Always empty: the engine does not report what it refused."""
         return ""
 
     @property
     def removal(self) -> list[str]:
-        """A command that ends it at once."""
+        """A command that kills and removes the container at once."""
         at_once = ["--time", "0"] if _is_podman(self.engine) else []  # Docker's default
         return [self.engine, "rm", "--force", *at_once, self.name]
 
     def kill(self) -> None:
-        """Ends everything in it."""
+        """Kills everything in the container and removes it."""
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(
                 self.removal, stdin=subprocess.DEVNULL, capture_output=True, timeout=_WITHIN_S,
@@ -64,21 +64,21 @@ class Container:
             )  # fmt: skip
 
     def remove(self) -> bool:
-        """Ends everything in it and takes it away."""
+        """The same as `kill`; always True."""
         self.kill()
         return True
 
 
 def remove_left(folder: Path) -> None:
-    """Ends the containers of a killed grader that worked in this folder."""
+    """Kills the containers of a killed grader that worked in this folder."""
     for file in folder.glob(f"*/.box/{_FILE}"):
         lines = file.read_text().splitlines()
-        if len(lines) == 2:  # else its grader was killed before there was a container
+        if len(lines) == 2:  # else the grader was killed before the container existed
             Container(*lines).kill()
 
 
 class ContainerMounts:
-    """Builds the engine's mount arguments; takes the calls of `mounts.Mounts`."""
+    """Builds the engine's mount arguments; has the methods of `bubblewrap.Mounts`."""
 
     def __init__(self, staging: Path) -> None:
         self.args: list[str] = []
@@ -94,9 +94,10 @@ class ContainerMounts:
             self._mount(source or path, path)
 
     def package(self, folder: Path, hidden: Collection[tuple[str, ...]]) -> None:
-        """Shows a copy of a package without the hidden modules, given as paths of names below it.
+        """Shows a copy of a package without the hidden modules.
 
-        Engines mount on folders, so the modules cannot be mounted one by one into an empty one.
+        Each hidden module is a tuple of names below the package. A copy is needed because engines
+        cannot mount modules one by one into an empty folder.
         """
         if not hidden:
             self.bind(folder)
@@ -123,27 +124,27 @@ class ContainerMounts:
             self._mount(empty if place.is_dir() else Path(os.devnull), place)
 
     def symlink(self, target: str, path: str) -> None:
-        """A link that the image has."""
+        """Adds a symbolic link to the image."""
         self.links[path] = target
 
     def device(self, path: Path) -> None:
         self.args += ["--device", str(path)]
 
     def kernel(self) -> None:
-        """/proc and /dev are the engine's."""
+        """Does nothing: the engine provides /proc and /dev."""
 
     def folder(self, path: str) -> None:
-        """A private folder below a scratch folder; made when the box starts (`ENTER`)."""
+        """Does nothing: `ENTER` makes the private folders when the box starts."""
 
     def scratch(self, path: str, size: int) -> None:
-        """A folder in memory that student code may write to."""
+        """Adds a folder in memory that student code may write to."""
         if path == "/dev/shm":
             self.args += ["--shm-size", str(size)]
         else:
             self.args += ["--tmpfs", f"{path}:rw,exec,nosuid,nodev,size={size},mode=1777"]
 
     def seal(self) -> None:
-        """Nothing else can be written to."""
+        """Makes everything else read-only."""
         self.args += ["--read-only"]
 
     def _mount(self, source: Path, path: Path) -> None:
@@ -156,10 +157,10 @@ class ContainerMounts:
 def command(
     engine: str, mounts: ContainerMounts, folder: Path, limits: Limits, env: Mapping[str, str]
 ) -> tuple[list[str], Container]:
-    """Start of the command line of a program in the container, and what ends it.
+    """Start of the command line of a program in the container, and the container, to end it.
 
     Args:
-        folder: of the trusted side, where the container's name is kept for whoever tidies up.
+        folder: folder outside the box where the container's name is kept for later cleanup.
 
     Raises:
         OSError, subprocess.SubprocessError: the engine does not work.
@@ -172,12 +173,12 @@ def command(
     options += ["--user", f"{os.getuid()}:{os.getgid()}", "--pull", "never"]
     options += ["--memory", str(limits.box_memory_bytes + limits.tmp_bytes + limits.shm_bytes)]
     options += ["--pids-limit", str(limits.num_processes)]
-    # An engine's own defaults may be above what it may set. The processes of all of a user's boxes
-    # count together here; --pids-limit bounds each.
+    # The engine's default limits may be higher than what the engine is allowed to set. `nproc`
+    # counts the processes of all boxes of a user together; --pids-limit bounds each box.
     files = limits.num_open_files
     options += ["--ulimit", f"nofile={files}:{files}", "--ulimit", f"nproc={_NPROC}:{_NPROC}"]
     if _is_podman(engine):
-        # Its own hosts file and folders in memory are not ours.
+        # Podman's own hosts file and in-memory folders would take the place of ours.
         options += ["--no-hosts", "--read-only-tmpfs=false", "--log-driver", "none"]
         options += ["--userns", "keep-id"] if os.getuid() else []
     else:
@@ -200,7 +201,7 @@ def _is_podman(engine: str) -> bool:
 
 
 def _image(engine: str, links: Mapping[str, str]) -> str:
-    """The name of an image that has nothing but these links; made if it is not there."""
+    """The name of an image that holds only mount points and these links; made if missing."""
     digest = hashlib.sha256(repr(sorted(links.items())).encode()).hexdigest()[:12]
     name = f"localhost/minidist-box:{digest}"
     there = [engine, "image", "inspect", "--format", "there", name]

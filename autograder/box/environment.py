@@ -1,4 +1,4 @@
-"""What a program in the box starts with: its environment, and the limits of each process."""
+"""The environment of a program in the box, and the limits of each process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INHERITED = (
 
 
 def environment(home: str, tmp: str, path: str) -> dict[str, str]:
-    """All variables that a program in the box has, or one without a box."""
+    """All environment variables of a program that runs in the box, or without a box."""
     env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     env.setdefault("LANG", "C.UTF-8")
     env |= {
@@ -47,7 +47,10 @@ def environment(home: str, tmp: str, path: str) -> dict[str, str]:
 
 
 def limit_command(limits: Limits, *, with_gpu: bool) -> list[str]:
-    """What starts a program with its limits; inside the box, where its processes are counted."""
+    """Start of a command line that sets the limits and runs a program.
+
+    It must run inside the box, because the kernel counts NPROC there for the box's processes.
+    """
     wanted = {
         "CORE": 0,
         "CPU": limits.cpu_seconds,

@@ -1,4 +1,4 @@
-"""How much memory of the GPUs each process holds, as the driver counts it from outside the box."""
+"""How much GPU memory each process holds, as the driver counts it from outside the box."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Reader = Callable[[], dict[int, int]]
 
 
 def find_reader() -> Reader | None:
-    """A function that says how many bytes each pid holds; None where there is no driver to ask.
+    """A function that returns the bytes that each pid holds; None if there is no driver.
 
-    It starts `nvidia-smi`, which takes tens of milliseconds, and raises OSError or
-    subprocess.SubprocessError if that fails.
+    The function starts `nvidia-smi`, which takes tens of milliseconds. It raises OSError or
+    subprocess.SubprocessError if `nvidia-smi` fails.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -33,7 +33,7 @@ def find_reader() -> Reader | None:
 
     try:
         read()
-    except (OSError, subprocess.SubprocessError):  # the program without a driver
+    except (OSError, subprocess.SubprocessError):  # nvidia-smi is installed, but no driver
         return None
     return read
 
@@ -47,6 +47,6 @@ def parse(text: str) -> dict[int, int]:
     used: dict[int, int] = {}
     for line in text.splitlines():
         pid, _, number = (part.strip() for part in line.partition(","))
-        if pid.isdecimal() and number.isdecimal():  # not every driver tells, in a container say
+        if pid.isdecimal() and number.isdecimal():  # some drivers say "[N/A]", e.g. in a container
             used[int(pid)] = used.get(int(pid), 0) + int(number) * MIB
     return used

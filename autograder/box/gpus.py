@@ -1,7 +1,7 @@
-"""Which GPUs the submissions have that run at once: as far as they go, each has its own.
+"""Divides the GPUs among the submissions that run at once; each gets its own if there are enough.
 
-The ranks of a submission take a GPU each where there is one for every rank, and the CPU otherwise
-(`minidist.device`). What is measured on a GPU is worth nothing while another submission uses it.
+The ranks of a submission use one GPU each if there is one for every rank, and the CPU otherwise
+(`minidist.device`). A measurement on a GPU is worthless while a second submission uses that GPU.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Sequence
 import torch
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# In a worker, which sees only its submissions' own: how many the grader has.
+# Set in a worker, which sees only its own GPUs: the number of GPUs that the grader has.
 ALL = "AUTOGRADER_NUM_GPUS"
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process sees, in the words of CUDA_VISIBLE_DEVICES."""
+    """The GPUs that this process sees, named as in CUDA_VISIBLE_DEVICES."""
     count = torch.cuda.device_count()
     named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     return named[:count] or [str(index) for index in range(count)]
 
 
 def num_gpus() -> int:
-    """How many GPUs the grader has, which a worker of its has only some of."""
+    """How many GPUs the grader has; a worker of the grader sees only some of them."""
     return int(os.environ.get(ALL) or torch.cuda.device_count())
 
 
 def most_jobs(count: int, world_size: int) -> int:
-    """How many submissions can have what they need of `count` GPUs at once; 1 at least."""
+    """How many submissions can run at once with the GPUs they need, out of `count`; at least 1."""
     return max(1, count // world_size if count >= world_size else count)
 
 
 def divide(gpus: Sequence[str], jobs: int) -> list[dict[str, str]]:
-    """Variables for the environment of each of `jobs` workers; empty where there is no GPU.
+    """Environment variables for each of `jobs` workers; empty if there is no GPU.
 
     With fewer GPUs than jobs, several jobs share one.
     """

@@ -1,10 +1,10 @@
-"""Watches one submission's box from outside: all of its processes together, not each by itself.
+"""Watches one submission's box from outside, and limits the sum over all of its processes.
 
-The kernel's own limits (`sandbox`) count per process, and leave out who is root. So a thread of the
-grader adds up what everything in the box uses, a few times a second, and kills the whole box when
-that is too much. The submission then goes on with fresh ranks, as after any death of a rank, and
-its feedback says what was too much. A box in a control group (`cgroup`) or in a container is also
-bounded between two looks.
+The kernel's own limits (`environment.limit_command`) count per process, and some do not apply to
+root. So a thread of the grader adds up twice a second what all processes in the box use, and kills
+the whole box if the sum is above a limit. The submission then goes on with fresh ranks, as after
+any death of a rank, and its feedback says which limit was exceeded. If the box is in a control
+group (`cgroup`) or in a container, it is also bounded between two looks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from autograder.criteria.limits import MIB, Limits
 
 PROC = Path("/proc")
 EVERY_S = 0.5
-GPU_EVERY = 4  # looks: asking the driver takes longer
-MAX_FILES = 1 << 15  # of a whole box: looking at each takes a while
-_RSS = (b"RssAnon:", b"RssShmem:")  # files of libraries are everybody's
+GPU_EVERY = 4  # ask for GPU memory at every 4th look only: the driver answers slowly
+MAX_FILES = 1 << 15  # open files of a whole box, because looking at each file takes time
+_RSS = (b"RssAnon:", b"RssShmem:")  # without mapped files: all processes share library files
 _TABLES = (b"VmPTE:",)
 
 
 @dataclass(frozen=True)
 class Process:
-    """One line of the process table; `born` tells it from a later one with the same pid.
+    """One process of the process table; `born` distinguishes it from a later one with its pid.
 
-    In one that is `headless` the first thread has ended and others have not: it is about to end, or
-    hides, since the kernel says of the first thread only what a process uses.
+    In a `headless` process the first thread has ended and other threads have not. Such a process is
+    about to end, or it hides: the kernel reports memory and files only through the first thread.
     """
 
     pid: int
@@ -46,25 +46,25 @@ class Process:
 
 
 class Wall(Protocol):
-    """What the kernel, or a container engine, bounds and ends as a whole."""
+    """A control group or container, which bounds a box and ends it as a whole."""
 
     def take_reason(self) -> str:
-        """What it has killed since this was last asked; empty if nothing."""
+        """Why processes were killed since the last call; empty if none were."""
         ...
 
     def kill(self) -> None:
-        """Ends all that is in it."""
+        """Kills everything inside."""
         ...
 
 
 class Guard:
-    """Keeps the descendants of one process within limits; `start`, and `stop` at the end.
+    """Keeps the descendants of one process within limits; call `start`, and `stop` at the end.
 
     Args:
-        root: pid of the kernel's front, which starts the box and is not in it.
-        limits: of the box as a whole.
-        wall: what else bounds the box, its control group or container; None if nothing does.
-        sizes: the box's folders in memory that nothing bounds -> bytes that they may hold.
+        root: pid of the kernel's front, which starts the box and is outside the box.
+        limits: limits of the box as a whole.
+        wall: the box's control group or container; None if it has neither.
+        sizes: the box's in-memory folders that nothing else bounds -> allowed bytes.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Guard:
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
 
     def start(self) -> Guard:
-        """Begins to watch; does nothing where there is no /proc (macOS has no sandbox either)."""
+        """Begins to watch; does nothing without /proc (macOS, which has no sandbox either)."""
         if PROC.joinpath("self", "stat").exists():
             self._thread.start()
         return self
 
     def take_reason(self) -> str:
-        """Why the box was killed since this was last asked; empty if it was not."""
+        """Why the box was killed since the last call; empty if it was not."""
         with self._lock:
             reasons, self._reasons = self._reasons, []
         if self.wall is not None and (killed := self.wall.take_reason()):
@@ -95,7 +95,7 @@ class Guard:
         return "; ".join(reasons)
 
     def stop(self) -> list[int]:
-        """Ends the watch and kills what is left of the box; returns the pids of what was."""
+        """Stops watching and kills what is left of the box; returns the pids that were left."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
@@ -160,7 +160,7 @@ class Guard:
             return ""
         try:
             held = self._gpu_memory()
-        except (OSError, subprocess.SubprocessError):  # of the driver's, and nobody's fault
+        except (OSError, subprocess.SubprocessError):  # the driver failed, not the submission
             return ""
         used = sum(held.get(process.pid, 0) for process in inside)
         if used > self.limits.gpu_memory_bytes:
@@ -172,16 +172,16 @@ class Guard:
 
 
 def processes() -> Iterator[Process]:
-    """The process table, as far as it can be read."""
-    for name in os.listdir("/proc"):  # twice a second for each submission: no pathlib
+    """The processes of the process table that can be read."""
+    for name in os.listdir("/proc"):  # pathlib would be too slow for twice a second
         if not name.isdigit():
             continue
         try:
             with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
                 text = file.read(4096)
-        except OSError:  # it has ended since
+        except OSError:  # the process has ended since
             continue
-        # Its name, in brackets, may hold anything.
+        # The process name, in brackets, may hold any characters.
         fields = text[text.rindex(b")") + 2 :].split()
         parent, num_threads, born = (int(fields[i]) for i in (1, 17, 19))
         headless = fields[0] in (b"Z", b"X")
@@ -203,10 +203,10 @@ def descendants(root: int) -> list[Process]:
 
 
 def memory_of(pids: list[int], enough: int) -> int:
-    """Memory of these processes in bytes, without files that are mapped.
+    """Memory of these processes in bytes, without mapped files.
 
-    Pages that several of them share count once where the sum with all of them is above `enough`;
-    telling them apart takes the kernel a while.
+    A page that several processes share counts once per process, if the sum is at most `enough`.
+    Otherwise the sum is made again with each shared page counted once, which is slower.
     """
     used = sum(_fields(pid, "status", _RSS + _TABLES) for pid in pids)
     if used <= enough:
@@ -216,10 +216,10 @@ def memory_of(pids: list[int], enough: int) -> int:
 
 
 def open_files_of(pids: list[int]) -> list[str]:
-    """All that these processes have open, as paths in /proc; not much more than `MAX_FILES`."""
+    """The open files of these processes, as paths in /proc; stops soon after `MAX_FILES`."""
     found: list[str] = []
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended since
+        with contextlib.suppress(OSError):  # the process has ended since
             found += [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
         if len(found) > MAX_FILES:
             break
@@ -227,10 +227,10 @@ def open_files_of(pids: list[int]) -> list[str]:
 
 
 def memory_files_of(open_files: list[str]) -> int:
-    """Bytes in files of these that are nowhere but in memory, each file once; mapped or not."""
+    """Bytes in those open files that exist only in memory (memfd), mapped or not; each once."""
     sizes: dict[tuple[int, int], int] = {}
     for path in open_files:
-        with contextlib.suppress(OSError):  # it has ended, or is closed since
+        with contextlib.suppress(OSError):  # the process has ended, or the file is closed since
             if os.readlink(path).startswith("/memfd:"):
                 file = os.stat(path)
                 sizes[file.st_dev, file.st_ino] = 512 * file.st_blocks
@@ -238,24 +238,26 @@ def memory_files_of(open_files: list[str]) -> int:
 
 
 def used_of(folder: str, pids: list[int]) -> int:
-    """Bytes in a folder in memory that these processes see; 0 where none has one of its own.
+    """Bytes used in the box's own in-memory `folder`; 0 if no process has one.
 
     Args:
-        pids: parents first: what a box's first process sees, the others cannot change.
+        pids: parents first, because processes further down cannot change what the box's first
+            process sees.
     """
     for pid in pids:
         place = f"/proc/{pid}/root{folder}"
         try:
-            if os.stat(place).st_dev != os.stat(folder).st_dev:  # what starts a box sees ours
+            # A process that starts a box, and is not yet inside, sees the machine's own folder.
+            if os.stat(place).st_dev != os.stat(folder).st_dev:
                 found = os.statvfs(place)
                 return (found.f_blocks - found.f_bfree) * found.f_frsize
-        except OSError:  # it has ended since
+        except OSError:  # the process has ended since
             continue
     return 0
 
 
 def _fields(pid: int, name: str, wanted: tuple[bytes, ...]) -> int:
-    """The sum of some lines ``Name: N kB`` of a file in /proc, in bytes."""
+    """The sum of the wanted lines ``Name: N kB`` of a file in /proc, in bytes."""
     try:
         lines = PROC.joinpath(str(pid), name).read_bytes().splitlines()
     except OSError:

@@ -1,19 +1,23 @@
 """One submission's box: what student code can see, use and reach while it is graded.
 
-`build_box` gives the start of a command line. Whatever is appended to it runs with its own
+`build_box` returns the start of a command line. A program that is appended to it runs with its own
 users, processes, network (only ``lo``), hostname and IPC, under a filter of system calls
-(`syscalls`), on a read-only file system made of an allow-list of mounts, with a sized /tmp and
-/dev/shm as the only places to write:
+(`syscalls`). Its file system is read-only and made of an allow-list of mounts. The program can
+write only to /tmp and /dev/shm, whose sizes are limited:
 
     box = build_box(run_dir=run_dir, withheld=("minidist.parallel",), limits=Limits())
     process = subprocess.Popen([*box.prefix, sys.executable, "script.py"], env=box.env)
 
-Four rules for the caller. Pass ``env=box.env``: the first process of the box shows the
-environment it was started with to the others, so clearing it later would not help. Start it
-from a thread that outlives it: the kernel ends the box when the *thread* that started it ends.
-To end it, kill the started process: its pid namespace goes with it, whatever was forked or
-daemonised inside. Give it pipes or /dev/null for its standard streams, never a file of the
-trusted side: what a process has open, student code can open again.
+Four rules for the caller:
+
+- Pass ``env=box.env``. The other processes of the box can read the environment that its first
+  process was started with, so clearing variables later would not help.
+- Start the box from a thread that outlives the box: the kernel ends the box when the *thread* that
+  started it ends.
+- To end the box, kill the started process. Its pid namespace ends with it, and so does everything
+  that was forked or daemonised inside.
+- Use pipes or /dev/null as standard streams, never a file that student code must not read: student
+  code can open again what a process has open.
 
 Not in the box: the course's solutions, tests, keys and gradebook, the trusted part of this
 package, and the modules of minidist that a lab withholds. They are absent, not protected.
@@ -42,15 +46,15 @@ from autograder.box.environment import environment, limit_command
 from autograder.box.syscalls import can_filter, filter_command, start_command, write_filter
 from autograder.criteria.limits import Limits
 
-# Of this package only what runs beside student code; everything else is trusted.
 _PACKAGE = Path(__file__).parents[1]
-# What a box shows of this package; the rest is trusted, and absent.
+# The parts of this package that a box shows, because they run beside student code. All other parts
+# are trusted and absent.
 _SHOWN = frozenset({"__init__", "py", "inside", "criteria"})
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
-# The exchange of nbgrader's older versions holds everybody's submissions, below /usr.
+# In nbgrader's older versions, the exchange folder, with everybody's submissions, is below /usr.
 _HIDDEN = ("/usr/local/share/nbgrader",)
-# When the grader is root, only the rule that a running program is not written to keeps student code
-# from replacing bwrap itself; kernels 6.11 and 6.12 lacked it for a while.
+# If the grader is root, student code could replace bwrap itself, were it not for the kernel's rule
+# that nobody can write to a running program. Kernels 6.11 and 6.12 lacked this rule for a while.
 _PROBE = """
 import minidist
 try:
@@ -61,15 +65,16 @@ else:
     raise SystemExit("bwrap itself can be written to from inside (Linux 6.11 or 6.12 as root)")
 """
 DEVICES = Path("/dev")
-SANDBOXES = ("bwrap", "podman", "docker", "apptainer")  # in this order
+SANDBOXES = ("bwrap", "podman", "docker", "apptainer")  # tried in this order
 
 
 @dataclass(frozen=True)
 class Support:
-    """Whether this machine can sandbox; `reason` says why not and what to do, else what is used.
+    """Whether this machine can sandbox.
 
     Attributes:
         program: bwrap or a container engine.
+        reason: what is used; or, if the sandbox does not work, why not and what to do.
     """
 
     program: str | None
@@ -84,11 +89,11 @@ class Box:
     Attributes:
         prefix: start of the command line; empty without a sandbox.
         env: the whole environment, an allow-list.
-        cwd: working folder as the program sees it; the prefix changes to it. Without a sandbox the
-            caller does (``Popen(…, cwd=cwd)``).
-        sandboxed: whether the box holds anything back.
-        container: what else has to be ended; None where all ends with the started process.
-        sizes: folders in memory -> bytes, where only who watches the box (`guard`) bounds them.
+        cwd: working folder as the program sees it; the prefix changes to it. Without a sandbox,
+            the caller must set it (``Popen(…, cwd=cwd)``).
+        sandboxed: whether the box restricts the program; False without a sandbox.
+        container: the container to end too; None if everything ends with the started process.
+        sizes: in-memory folders that only `guard` bounds -> allowed bytes.
     """
 
     prefix: list[str] = field(default_factory=list)
@@ -101,10 +106,10 @@ class Box:
 
 @functools.cache
 def probe_support() -> Support:
-    """Starts Python in a real box once and says whether that works here (cached).
+    """Starts Python in a real box once and reports whether that works on this machine (cached).
 
-    Bubblewrap comes first; where it does not work, a container engine takes its place.
-    $AUTOGRADER_SANDBOX names the one to take (bwrap, podman, docker, apptainer).
+    Tries bubblewrap first, then the container engines. $AUTOGRADER_SANDBOX chooses a single one
+    (bwrap, podman, docker, apptainer).
     """
     if sys.platform != "linux":
         return Support(None, False, f"the sandbox needs Linux, this is {platform.system()}")
@@ -179,17 +184,19 @@ def build_box(
     """A sandboxed box.
 
     Args:
-        run_dir: existing folder of the trusted side; the box sees it read-only at the same path, so
-            its sockets can be connected to. A few files of the box's /etc are kept below it.
+        run_dir: existing folder outside the box; the box shows it read-only at the same path, so
+            that programs in the box can connect to its sockets. It also holds a few files of the
+            box's /etc.
         withheld: modules of minidist that must not exist inside, such as ``"minidist.parallel"``;
-            a name that does not exist anyway is fine.
-        limits: see `Limits`; those on the box as a whole are for who watches it (`guard`).
+            names of modules that do not exist are allowed.
+        limits: see `Limits`; `guard` enforces the limits on the box as a whole.
         env_extra: added to the environment inside.
         hide: further files and folders that must not be visible even if they lie below a mount.
 
     Raises:
         RuntimeError: no sandbox on this machine (`probe_support` says why).
-        ValueError: `run_dir` is not an absolute existing folder, or a withheld name is not ours.
+        ValueError: `run_dir` is not an absolute existing folder, or a withheld name is not of the
+            form ``minidist.module``.
     """
     support = probe_support()
     if support.program is None or not support.works:
@@ -199,7 +206,7 @@ def build_box(
 
 
 def build_open(*, run_dir: Path, env_extra: Mapping[str, str] | None = None) -> Box:
-    """The form without a sandbox: own working folder and home in `run_dir`, nothing held back."""
+    """A box without a sandbox: working folder and home are in `run_dir`, nothing is restricted."""
     _check_run_dir(run_dir)
     work, home = run_dir / "work", run_dir / "home"
     for folder in (work, home):
@@ -257,7 +264,7 @@ def _assemble(
 
 
 def _mount_system(mounts: Mounts | ContainerMounts, limits: Limits, etc: Path) -> None:
-    """/usr and what points into it, the needed bits of /etc, /proc, devices, scratch folders."""
+    """Mounts /usr and links into it, some files of /etc, /proc, devices and scratch folders."""
     mounts.bind(Path("/usr"))
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         root = Path("/", name)
@@ -273,7 +280,7 @@ def _mount_system(mounts: Mounts | ContainerMounts, limits: Limits, etc: Path) -
     devices = _cuda_devices()
     for device in devices:
         mounts.device(device)
-    # torch reads the processors' layout and complains on stderr without it; CUDA reads the buses.
+    # torch reads the processors' layout, and warns on stderr without it; CUDA reads the buses.
     for readable in (
         ("/sys",) if devices else ("/sys/devices/system/cpu", "/sys/devices/system/node")
     ):
@@ -284,7 +291,7 @@ def _mount_system(mounts: Mounts | ContainerMounts, limits: Limits, etc: Path) -
 
 
 def _write_etc(own: Path) -> Path:
-    """The box's own small /etc files: a hostname that resolves, one user, no others' names."""
+    """The box's own small /etc files: a hostname that resolves, and one user and group only."""
     etc = own / "etc"
     etc.mkdir(mode=0o700, exist_ok=True)
     files = {
@@ -299,7 +306,7 @@ def _write_etc(own: Path) -> Path:
 
 
 def _python_prefixes() -> list[Path]:
-    """Folders that the interpreter and its packages live in, links on the way to it included."""
+    """Folders of the interpreter and its packages, including those of links to the interpreter."""
     found: list[Path] = [Path(sys.base_prefix), Path(sys.prefix)]
     link = Path(sys.executable)
     while link.is_symlink():  # a version manager may put several links before the binary
@@ -312,7 +319,7 @@ def _python_prefixes() -> list[Path]:
         if path in map(Path, ("/", "/usr")):
             continue
         if project.is_relative_to(path) and project.name != "site-packages":
-            # An environment made in the project's own folder: not its solutions and tests.
+            # The environment lies in the project's own folder: do not show solutions and tests.
             names = ("bin", "lib", "lib64", "share", "pyvenv.cfg")
             prefixes += [path / name for name in names if (path / name).exists()]
         else:
@@ -329,7 +336,7 @@ def _hidden_names(withheld: Sequence[str]) -> set[tuple[str, ...]]:
 
 
 def _trusted_names() -> set[tuple[str, ...]]:
-    # Compiled leftovers of modules that are no more, too.
+    # Includes compiled files of modules that no longer exist.
     children = (*_PACKAGE.iterdir(), *_PACKAGE.glob("__pycache__/*"))
     stems = {child.name.partition(".")[0] for child in children}
     return {(stem,) for stem in stems - _SHOWN - {"__pycache__", ""}}
@@ -337,7 +344,7 @@ def _trusted_names() -> set[tuple[str, ...]]:
 
 @functools.cache
 def _cuda_devices() -> tuple[Path, ...]:
-    """NVIDIA's devices that this process may open: under Slurm's ConstrainDevices, the job's."""
+    """NVIDIA devices that this process may open; only the job's with Slurm's ConstrainDevices."""
     return tuple(sorted(p for p in DEVICES.glob("nvidia*") if p.is_dir() or _can_open(p)))
 
 

@@ -1,9 +1,10 @@
-"""System calls around a box: the ones that a submission may not make, and the one that starts it.
+"""The filter of system calls in a box, and the command that starts a box.
 
-What `guard` cannot count from outside, and parts of the Linux kernel that nobody needs to train a
-model but that have let programs out of boxes before, are not there: such a call fails with ENOSYS,
-as on a kernel that was built without it, and who has another way takes that. Sockets are those that
-the box's network of its own holds in; one to a virtual machine's host, say, would lead out.
+The filter denies two kinds of calls: those whose memory `guard` cannot count from outside, and
+those of parts of the Linux kernel that no training needs but that programs have used to escape from
+sandboxes. A denied call fails with ENOSYS, as on a kernel that was built without this call, so
+that libraries use a different way if they have one. Sockets are limited to families that the box's
+own network confines; a socket to the host of a virtual machine, for example, would lead out.
 
 The filter is a program of classic BPF for seccomp(2).
 """
@@ -18,8 +19,8 @@ from pathlib import Path
 
 _MACHINES = ("x86_64", "aarch64")
 _ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of linux/audit.h
-# Name -> its number on each of the machines above.
-_UNCOUNTED = {  # memory that belongs to no process
+# Name -> the call's number on each of the machines above.
+_UNCOUNTED = {  # calls that allocate memory which belongs to no process
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
@@ -35,13 +36,14 @@ _KERNEL = {
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
 }
-_NAMESPACES = {  # in one of its own, a program has capabilities again, over memory that none counts
+# In a new user namespace a program has capabilities again, over memory that nobody counts.
+_NAMESPACES = {
     "unshare": (272, 97),
     "setns": (308, 268),
-    "clone3": (435, 435),  # its flags are out of a filter's sight; libraries then call clone
+    "clone3": (435, 435),  # a filter cannot read its flags; libraries call clone instead
 }
 DENIED = _UNCOUNTED | _KERNEL | _NAMESPACES
-_FOR_A_GPU = frozenset({"memfd_create"})  # CUDA shares memory by it; `guard` counts most of it
+_FOR_A_GPU = frozenset({"memfd_create"})  # CUDA shares memory with it; `guard` counts most of it
 
 _CLONE, _NEW_NAMESPACES = (56, 220), 0x7E020000  # CLONE_NEW* of linux/sched.h
 _SOCKET, _SOCKETPAIR = (41, 198), (53, 199)
@@ -56,7 +58,7 @@ _ENDS = {
     "absent": _ERRNO | errno.ENOSYS,
     "family": _ERRNO | errno.EAFNOSUPPORT,
 }
-_X32 = 0x40000000  # another set of numbers for the same calls, on x86_64
+_X32 = 0x40000000  # a second set of numbers for the same calls, on x86_64
 _JOIN_SESSION_KEYRING = 1
 _SET_SECCOMP, _SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2  # of linux/prctl.h and linux/seccomp.h
 
@@ -65,11 +67,11 @@ def seccomp_filter(machine: str, *, with_gpu: bool = False) -> bytes:
     """The filter as ``struct sock_filter[]``, for ``bwrap --seccomp``.
 
     Args:
-        machine: as `platform.machine` says it; one of those whose numbers are known.
+        machine: name from `platform.machine`; one of `_MACHINES`, whose call numbers are known.
     """
     column = _MACHINES.index(machine)
     denied = [DENIED[name][column] for name in DENIED if not (with_gpu and name in _FOR_A_GPU)]
-    # (operation, value, steps to skip if it is true, and if not); a name is one of the ends.
+    # (operation, value, steps to skip if true, steps to skip if false); a name is a key of `_ENDS`.
     steps: list[tuple[int, int, str | int, str | int]] = [
         (_LOAD, _ARCH_AT, 0, 0),
         (_EQUAL, _ARCH[machine], 0, "absent"),
@@ -97,7 +99,7 @@ def seccomp_filter(machine: str, *, with_gpu: bool = False) -> bytes:
 
 
 def write_filter(folder: Path, *, with_gpu: bool) -> Path | None:
-    """The filter of this machine as a file in `folder`; None where there can be none."""
+    """Writes this machine's filter to a file in `folder`; None if this machine cannot filter."""
     if not can_filter():
         return None
     path = folder / "seccomp"
@@ -106,7 +108,7 @@ def write_filter(folder: Path, *, with_gpu: bool) -> Path | None:
 
 
 def can_filter() -> bool:
-    """Whether the numbers of this machine's calls are known and its kernel has filters."""
+    """Whether this machine's call numbers are known and its kernel supports filters."""
     try:
         return (
             platform.machine() in _MACHINES
@@ -117,21 +119,21 @@ def can_filter() -> bool:
 
 
 def start_command(filter_file: Path | None = None) -> list[str]:
-    """What starts the program that makes a box: with a session keyring of its own, and a filter.
+    """Start of a command line for the program that makes a box: new session keyring, and a filter.
 
-    Where the machine runs out of memory, what is in a box ends first, and not the grader.
+    The program also gets the highest OOM score: if the machine runs out of memory, the kernel kills
+    the box's processes first, and not the grader.
 
-    Without that keyring all boxes would share the one that the grader was given at its login, which
-    outlives them: a place to leave something for the next submission, and perhaps to find keys of
-    the grader's.
+    Without a new keyring, all boxes would share the grader's login keyring, which outlives them.
+    A submission could leave something there for the next one, and perhaps find the grader's keys.
 
     Args:
-        filter_file: given to the program open, as its first option ``--seccomp FD``.
+        filter_file: passed to the program as an open file, by its first option ``--seccomp FD``.
     """
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return []
     number = DENIED["keyctl"][_MACHINES.index(platform.machine())]
-    # Where the kernel has no keyrings, or no more of them, the box is started all the same.
+    # If the kernel has no keyrings, or the quota is used up, the box is started without a new one.
     lines = [
         "import ctypes, os, sys",
         f"ctypes.CDLL(None).syscall({number}, {_JOIN_SESSION_KEYRING}, None)",
@@ -151,17 +153,18 @@ def start_command(filter_file: Path | None = None) -> list[str]:
 
 
 def filter_command(filter_file: Path | None) -> list[str]:
-    """What starts a program under the filter from within the box, on top of an engine's own.
+    """Start of a command line that, inside the box, adds the filter to the engine's own filter.
 
-    The file has to be there at its path outside. Bubblewrap's first process, which stays, has to be
-    under the filter as well, so there `start_command` hands it over.
+    The box must show the file at the same path as outside. Bubblewrap does not use this command:
+    its first process stays in the box and must be under the filter too, so `start_command` passes
+    the filter to bubblewrap.
     """
     if filter_file is None:
         return []
     lines = [
         "import ctypes, os, sys",
         f"steps = open({str(filter_file)!r}, 'rb').read()",
-        # struct sock_fprog, as the machine aligns it
+        # struct sock_fprog with the machine's alignment
         "Program = type('Program', (ctypes.Structure,), {'_fields_': "
         "[('len', ctypes.c_ushort), ('filter', ctypes.c_char_p)]})",
         "prctl = ctypes.CDLL(None, use_errno=True).prctl",

@@ -1,4 +1,4 @@
-"""Exit codes, and types of arguments, that several commands share."""
+"""Exit codes and argument types that several commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def positive(text: str) -> int:
 
 
 def writable(text: str) -> Path:
-    """A file that can be written to: better known now than after an hour of grading."""
+    """A path that can be written to; checked before grading, which may take an hour."""
     path = Path(text)
     if text == "-":
         return path  # standard output

@@ -1,7 +1,7 @@
-"""`autograder doctor`: what this machine can do for grading, and how to mend what it cannot.
+"""`autograder doctor`: what this machine can do for grading, and how to fix what is missing.
 
-needed    without it nothing is graded
-useful    without it something is left out, which the line says
+missing    nothing can be graded without this
+limited    something is left out without this; the line says what
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from autograder.criteria.limits import GIB
 
 MIN_FREE_BYTES = 2 * GIB
 MIN_SHM_BYTES = 64 << 20
-SLURM_WITHIN_S = 15.0  # for its controller's answer
+SLURM_WITHIN_S = 15.0  # time for the answer of Slurm's controller
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "lustre", "gpfs", "ceph", "beegfs"})
 _STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was checked.
 
     Attributes:
         state: "ok"; "missing": nothing can be graded; "limited": something is left out.
         text: what was found.
-        mend: how to get it; empty where it is there.
+        mend: how to fix it; empty if there is nothing to fix.
     """
 
     what: str
@@ -48,7 +48,7 @@ class Finding:
 
 
 def examine(course: Course | None) -> list[Finding]:
-    """Looks at everything that grading needs; starts nothing but one sandbox."""
+    """Checks everything that grading needs; starts a sandbox, and asks Slurm with `sinfo`."""
     found = [
         *_packages(),
         _kernels(),
@@ -194,7 +194,7 @@ def _disk(course: Course) -> Iterator[Finding]:
 
 
 def _file_system(place: Path) -> str:
-    """Type of the file system that holds a path, as /proc/mounts has it; "" where unknown."""
+    """Type of the file system that holds a path, from /proc/mounts; "" if unknown."""
     try:
         lines = Path("/proc/mounts").read_text("utf-8", errors="replace").splitlines()
     except OSError:

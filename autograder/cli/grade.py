@@ -1,4 +1,4 @@
-"""`autograder grade`: a class, from its notebooks to report and gradebook."""
+"""`autograder grade`: grades a class, from its notebooks to report and gradebook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autograder.submission.intake import Found, find_submissions
 
 
 def add_command(commands: Any) -> None:
-    """Adds it to the parser's subcommands."""
+    """Adds `grade` to the parser's subcommands."""
     grade = commands.add_parser("grade", help="grade notebooks")
     grade.add_argument(
         "paths", nargs="*", type=Path, metavar="PATH",
@@ -57,7 +57,7 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     course.key()
     found = _submissions(options, course)
     if options.executor == "pool":
-        pool.begin(options.lab)  # it imports torch meanwhile
+        pool.begin(options.lab)  # the fork server imports torch while this process imports, too
     from autograder.cli.grade_steps import GradeCommand
 
     command = GradeCommand(options, console, course, found)
@@ -80,7 +80,7 @@ def _submissions(options: argparse.Namespace, course: Course) -> Found:
         from autograder.proof.zoo import write_class
 
         folder = course.build / "class"
-        shutil.rmtree(folder, ignore_errors=True)  # of an older version, perhaps
+        shutil.rmtree(folder, ignore_errors=True)  # may be from an older version
         write_class(options.lab, folder, only_example=True)
         found.submissions.extend(find_submissions([folder], options.lab).submissions)
     return Found(choose(found.submissions, options.student), {}) if options.student else found

@@ -1,4 +1,4 @@
-"""`autograder grade`, step by step: `grade.py` has their order."""
+"""The steps of `autograder grade`; `grade.py` calls them in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autograder.submission.intake import Found
 
 
 class GradeCommand:
-    """A class that is graded: each step leaves what the next ones need."""
+    """Grades a class in steps; each step stores what later steps need."""
 
     def __init__(
         self, options: argparse.Namespace, console: Console, course: Course, found: Found
@@ -42,7 +42,7 @@ class GradeCommand:
         self.lab = get_lab(options.lab)
         self.left_out = left_out_of(found.left_out, self.lab.name)
         self.bundled = options.example and not options.paths
-        # Under Slurm, each node looks for a sandbox of its own.
+        # Under Slurm, each node looks for its own sandbox, so this machine needs none.
         sandboxed = options.executor == "slurm" or choose_sandbox(options.trusted, self.bundled)
         world_size = options.ranks or self.lab.grading_world_size
         again = bool(options.student)
@@ -56,7 +56,7 @@ class GradeCommand:
         self.files: list[Path] = []
 
     def choose_runner(self) -> None:
-        """What runs the submissions, and how many at once."""
+        """Chooses what runs the submissions, and how many run at once."""
         options = self.options
         self.runner: Runner | None = None
         self.jobs: int = options.jobs or default_jobs(self.class_run.world_size, self.lab)
@@ -68,7 +68,7 @@ class GradeCommand:
             self.runner, self.jobs = jobs, jobs.parallel(self.jobs)
 
     def grade(self) -> None:
-        """A record of every submission."""
+        """Makes a record of every submission, and prints the table."""
         self.records = grade_class(
             self.submissions, self.class_run, self.jobs, self.console, self.runner
         )
@@ -81,15 +81,15 @@ class GradeCommand:
             )
 
     def show_changes(self) -> None:
-        """Whose score is another one than before."""
+        """Prints which students' verdicts are different than before."""
         self.regrading.show(self.records, self.console)
 
     def write_report(self) -> None:
-        """A page and a table of the whole class, with what is worth a look."""
+        """Writes an HTML page, with similar pairs and evidence, and a CSV table of the class."""
         page, table = self.course.build / "report.html", self.course.build / "grades.csv"
         whole = self.regrading.whole_class
         shown = whole(self.records) if self.options.student else self.records
-        if not self.options.example:  # whose submissions are all variants of one
+        if not self.options.example:  # all submissions of the example are variants of one solution
             self._look_for_copies(shown)
         write_html(
             shown, page, similar.rows(self.pairs), suspicious.rows(self.evidence), self.left_out
@@ -98,7 +98,10 @@ class GradeCommand:
         self.files += [page, table]
 
     def _look_for_copies(self, records: list[Record]) -> None:
-        """Near-identical submissions, and evidence: advice, which must not stop the gradebook."""
+        """Looks for near-identical submissions and evidence.
+
+        An error here must not stop the gradebook, because the results are only advice.
+        """
         files = [(record["student"], Path(record["submission"])) for record in records]
         try:
             notebooks = read_class(self.course, self.lab.name, files)
@@ -112,7 +115,7 @@ class GradeCommand:
             print("autograder: the report lacks what is worth a look, see above", file=sys.stderr)
 
     def write_json(self) -> None:
-        """All records, if they are asked for."""
+        """Writes all records as JSON, if `--json` is given."""
         path: Path | None = self.options.json
         if path is None:
             return
@@ -124,7 +127,7 @@ class GradeCommand:
             self.files.append(path)
 
     def fill_gradebook(self) -> None:
-        """nbgrader's gradebook and feedback; whom the grader has failed is not in the way."""
+        """Fills nbgrader's gradebook and writes feedback, without INFRA submissions."""
         graded = [
             (submission, record)
             for submission, record in zip(self.submissions, self.records, strict=True)
@@ -141,7 +144,7 @@ class GradeCommand:
         self.files += [feedback, self.course.build / "nbgrader" / "gradebook.db"]
 
     def say_what_is_left(self) -> int:
-        """Names what was written, and whom the grader has failed; the exit code."""
+        """Names the written files and the students with INFRA; returns the exit code."""
         if self.evidence:
             students = len({each.student for each in self.evidence})
             self._say(f"{students} submissions with something to look at: see the report")

@@ -1,4 +1,4 @@
-"""Subcommands for the days after grading: replay, status, publish and roster."""
+"""Subcommands besides grading: replay, status, publish and roster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autograder.plain_text import clean
 
 
 def add_commands(commands: Any) -> None:
-    """Adds them to the parser's subcommands."""
+    """Adds these commands to the parser's subcommands."""
     _add_replay(commands)
     _add_status(commands)
     _add_publish(commands)
@@ -100,7 +100,7 @@ def _status(options: argparse.Namespace, console: Console) -> int:
     if options.json:
         print(json.dumps(to_json(status.refresh(), time.time()), indent=1))
     elif options.watch:
-        with contextlib.suppress(KeyboardInterrupt):  # ends the watching, and nothing else
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C only ends watching
             watch(status, console, options.every, time.time)
     else:
         console.print(status.view(status.refresh(), time.time()))

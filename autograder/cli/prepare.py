@@ -17,7 +17,7 @@ from autograder.criteria import lab_names
 
 
 def add_commands(commands: Any) -> None:
-    """Adds them to the parser's subcommands."""
+    """Adds these commands to the parser's subcommands."""
     init = commands.add_parser("init", help="make the course's secret key")
     init.set_defaults(run=_init)
     _add_verify(commands)

@@ -1,1 +1,1 @@
-"""What an instructor sets, in course.toml and on the command line."""
+"""A course's folder and key, and the settings in course.toml."""

@@ -21,7 +21,7 @@ KEY_BYTES = 32
 
 
 class CourseError(Exception):
-    """The course's folder or key is not as it has to be; the message says how to mend it."""
+    """The course's folder, key or options are wrong; the message says how to fix this."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,12 @@ class Course:
 
     @classmethod
     def find(cls, start: Path | None = None) -> Course:
-        """The course of $AUTOGRADER_COURSE, of `start` (default: here) or a folder above it.
+        """The course in $AUTOGRADER_COURSE, else in `start` (default: here) or a folder above.
+
+        The last resort is the checkout that this module lies in.
 
         Raises:
-            CourseError: none has both nbgrader_config.py and labs/.
+            CourseError: none of these folders has both nbgrader_config.py and labs/.
         """
         chosen = os.environ.get("AUTOGRADER_COURSE")
         here = Path(chosen).resolve() if chosen else (start or Path.cwd()).resolve()
@@ -50,24 +52,24 @@ class Course:
 
     @property
     def build(self) -> Path:
-        """Everything that grading leaves."""
+        """The folder for everything that grading writes."""
         return self.root / "build"
 
     @property
     def key_path(self) -> Path:
-        """The secret from which every draw is made."""
+        """Path of the secret key, from which every draw is made."""
         return self.build / "course.key"
 
     @property
     def journal_path(self) -> Path:
-        """The append-only record of every verdict."""
+        """Path of the append-only record of every verdict."""
         return self.build / "journal.jsonl"
 
     def master(self, lab: str) -> NotebookNode:
         """The notebook that students were given.
 
         Raises:
-            CourseError: it was not released, or not since points were changed.
+            CourseError: the notebook is missing, or older than the current points.
         """
         path = self.root / "labs" / lab / f"{lab}.ipynb"
         if not path.is_file():
@@ -89,16 +91,16 @@ class Course:
 
         Raises:
             ValueError: there is no such lab.
-            CourseError: `course.toml` says something that cannot be.
+            CourseError: `course.toml` is invalid.
         """
         return self._options.apply(get_lab(name))
 
     @property
     def slurm(self) -> SlurmOptions:
-        """What `course.toml` has jobs ask Slurm for.
+        """The options for Slurm jobs in `course.toml`.
 
         Raises:
-            CourseError: `course.toml` says something that cannot be.
+            CourseError: `course.toml` is invalid.
         """
         return self._options.slurm
 
@@ -110,7 +112,7 @@ class Course:
             raise CourseError(str(error)) from None
 
     def make_key(self) -> bool:
-        """Makes the course key, readable by its owner only; False if there is one."""
+        """Makes the course key, readable by its owner only; False if the key already exists."""
         self.build.mkdir(exist_ok=True)
         try:
             descriptor = os.open(self.key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -124,7 +126,7 @@ class Course:
         """The course key.
 
         Raises:
-            CourseError: there is none, others can read it, or it is damaged.
+            CourseError: the key is missing, others can read it, or it is damaged.
         """
         try:
             mode = self.key_path.stat().st_mode

@@ -1,18 +1,18 @@
-"""What an instructor sets for a course, in one file: `course.toml` in the course's folder.
+"""The settings of a course, in one file: `course.toml` in the course's folder.
 
-    [points.lab1_ddp]        what a criterion is worth; those not named keep their lab's points
+    [points.lab1_ddp]        points of criteria; criteria not named here keep their lab's points
     ddp_scaling = 10
     wrap_model = 0           checked and shown, and worth nothing
 
-    [limits.lab5_multinode]  what one submission may use; those not named keep their lab's limits
+    [limits.lab5_multinode]  limits of one submission; those not named keep their lab's limits
     wall_s = 1200            all names: `Limits` in autograder/criteria/limits.py
     box_memory_bytes = "12 GiB"
 
     [slurm]                  for `grade --executor slurm`; see autograder/course/slurm_options.py
     partition = "gpu"
 
-After a change of points, `make build` writes them into the notebooks, and grading again runs no
-submission a second time.
+After a change of points, run `make build`, which writes the points into the notebooks. Grading
+again then runs no submission a second time.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _SIZE = re.compile(r"([1-9]\d{0,5}) ?([MG])iB")
 
 
 class OptionsError(ValueError):
-    """The file says something that cannot be; the message names file, table, key and value."""
+    """The file is invalid; the message names file, table, key and value."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `course.toml` says.
+    """The settings in `course.toml`.
 
     Attributes:
         points: lab -> criterion -> points.
         limits: lab -> name of a limit -> value.
-        slurm: what jobs ask Slurm for.
+        slurm: options for Slurm jobs.
     """
 
     points: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -68,11 +68,11 @@ class Options:
 
 
 def read_options(root: Path) -> Options:
-    """What the file in the folder `root` says; nothing where there is none.
+    """Reads the settings in the folder `root`; returns defaults if there is no file.
 
     Raises:
-        OptionsError: it is not TOML, or names a lab, criterion or limit that there is not, or a
-            value is not a number that it can be.
+        OptionsError: the file is not TOML, names a table, lab, criterion, limit or key that does
+            not exist, or has an invalid value.
     """
     path = root / NAME
     try:

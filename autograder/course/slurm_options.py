@@ -7,8 +7,8 @@
     array_parallelism = 32      submissions that run at once
     setup = ["module load cuda"]
 
-Every key may be left out. A key that is not one of these is refused: a typing error would
-otherwise send a class to the wrong partition.
+Every key is optional. An unknown key is an error, because a typing error could otherwise send a
+class to the wrong partition.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from typing import Any
 from autograder.criteria.limits import GIB, MIB, Limits
 
 _SIZE = re.compile(r"([1-9]\d{0,5}) ?([MG])iB")
-# A margin for Slurm, which ends a job at a whole minute: by then the job has ended itself.
+# Slurm's time limit is this much longer than the job's own, so that the job ends itself before
+# Slurm, which counts in whole minutes, ends it.
 TIME_MARGIN_S = 120
 _STARTING_S = 600  # for imports, the box, fresh ranks and a last check, beyond the notebook's time
-_OVERHEAD_BYTES = 2 * GIB  # of the grader beside the box
+_OVERHEAD_BYTES = 2 * GIB  # memory of the grader, which runs outside the box
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What a course asks of Slurm; an empty text or 0 leaves it to Slurm or to the lab.
+    """What a course asks Slurm for; with an empty text or 0, Slurm or the lab decides.
 
     Attributes:
-        partition, account, qos, constraint, reservation, nodelist, exclude, gres: as sbatch's.
+        partition, account, qos, constraint, reservation, nodelist, exclude, gres: as in sbatch.
         gpus: GPUs of a job.
-        cpus: processors of a job; 0 for one a rank.
-        memory: bytes of a job; 0 for what the lab's box may use with /tmp and /dev/shm, and 2 GiB.
-        exclusive: whether a job has its node for itself.
-        time_s: time for one submission; 0 for the time of the lab's notebook and 10 minutes more.
-        array_size: submissions in one array at most; 1 for a job of its own each.
+        cpus: processors of a job; 0 means one per rank.
+        memory: bytes of a job; 0 means what the lab's box, /tmp and /dev/shm may use, plus 2 GiB.
+        exclusive: whether no other job may use the job's node.
+        time_s: time for one submission; 0 means the lab's time for a notebook plus 10 minutes.
+        array_size: maximum number of submissions in one array; 1 means single jobs.
         array_parallelism: jobs of an array that run at once.
-        tries: jobs for one submission at most.
-        backoff_s: wait after a submission's first lost job; twice as long after each further one.
-        poll_s: time between two questions to Slurm, each of which is about all jobs.
-        settle_s: how long a result may take to be seen here after its job has ended.
-        pending_s: how long a job may wait for its turn.
-        silent_s: how long Slurm's controller may not answer.
-        setup: lines of shell that a job runs first.
+        tries: maximum number of jobs for one submission.
+        backoff_s: wait after a submission's first lost job; doubles after each further one.
+        poll_s: time between two questions to Slurm; each question is about all jobs.
+        settle_s: how long a result may take to become visible here after its job has ended.
+        pending_s: how long a job may wait in the queue.
+        silent_s: how long Slurm's controller may stay silent.
+        setup: shell lines that a job runs first.
     """
 
     partition: str = ""
@@ -73,24 +74,24 @@ class SlurmOptions:
     setup: tuple[str, ...] = ()
 
     def seconds(self, limits: Limits) -> int:
-        """What a job gives one submission of a lab with these limits."""
+        """The time that a job gives one submission of a lab with these limits."""
         return self.time_s or limits.wall_s + _STARTING_S
 
     def minutes(self, limits: Limits) -> int:
-        """The time limit for Slurm, after which nothing can be written any more."""
+        """The time limit for Slurm, after which Slurm ends the job."""
         return -(-(self.seconds(limits) + TIME_MARGIN_S) // 60)
 
     def megabytes(self, limits: Limits) -> int:
-        """The memory of a job, in Slurm's unit."""
+        """The memory of a job in MiB, Slurm's unit."""
         box_bytes = limits.box_memory_bytes + limits.tmp_bytes + limits.shm_bytes
         return -(-(self.memory or box_bytes + _OVERHEAD_BYTES) // MIB)
 
 
 def read_slurm(entries: dict[str, Any], where: str) -> SlurmOptions:
-    """What the table says.
+    """Reads the table.
 
     Raises:
-        ValueError: a key that there is not, or a value that cannot be.
+        ValueError: a key is unknown, or a value is invalid.
     """
     kinds = {each.name: each.default for each in dataclasses.fields(SlurmOptions)}
     found: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""nbgrader's gradebook, and what goes from it to students and to an LMS."""
+"""nbgrader's gradebook, its feedback for students, and its exports to an LMS."""

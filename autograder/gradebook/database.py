@@ -1,4 +1,4 @@
-"""nbgrader's gradebook: opened the way that nbgrader needs it, and the grades that are in it."""
+"""Opens nbgrader's gradebook, and reads the grades in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sqlalchemy.exc import DatabaseError
 from autograder.course.course import Course, CourseError
 from autograder.files import write_whole
 
-TIMESTAMP = "timestamp.txt"  # nbgrader's, beside a notebook: when it was handed in
+TIMESTAMP = "timestamp.txt"  # nbgrader's file beside a notebook, with the time of submission
 _MAX_TIME_CHARS = 100
 
 
@@ -30,19 +30,20 @@ def gradebook_path(course: Course) -> Path:
 
 @contextmanager
 def open_gradebook(course: Course, *, create: bool = False) -> Iterator[Gradebook]:
-    """The gradebook, closed again at the end; what is not committed by then is dropped.
+    """Opens the gradebook, and closes it at the end; uncommitted changes are lost.
 
     Args:
-        create: make it if there is none.
+        create: make a gradebook if there is none.
 
     Raises:
-        CourseError: there is none, it is locked by somebody else, or it is no gradebook.
+        CourseError: there is no gradebook, a different process has locked it, or the file is not a
+            gradebook.
     """
     path = gradebook_path(course)
     if not path.is_file() and not create:
         raise CourseError(f"there is no gradebook yet ({path}): run `autograder grade` first")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # nbgrader calls `alembic` by name, also when its virtual environment is not activated.
+    # nbgrader starts `alembic` from PATH, even if its virtual environment is not activated.
     scripts, folders = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if scripts not in folders.split(os.pathsep):
         os.environ["PATH"] = f"{scripts}{os.pathsep}{folders}"
@@ -56,7 +57,10 @@ def open_gradebook(course: Course, *, create: bool = False) -> Iterator[Gradeboo
 
 
 def same_name(name: str) -> str:
-    """Equal for two spellings of a name: capitals, and accents as file names of macOS have them."""
+    """A form of a name that ignores upper and lower case and the Unicode form of accents.
+
+    File names of macOS have accents in a different Unicode form.
+    """
     return unicodedata.normalize("NFC", name).casefold()
 
 
@@ -73,13 +77,13 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Grade:
-    """One student's grade in one lab, as nbgrader has it.
+    """One student's grade in one lab, from nbgrader.
 
     Attributes:
-        submitted: whether there is a submission; without one there is no score.
-        score: points of all cells, a person's included, less the late penalty; at least 0.
-        penalty: what was taken off for handing in late.
-        needs_person: cells are left that a person has to grade.
+        submitted: whether there is a submission; without a submission there is no score.
+        score: points of all cells, including points given by a person, minus the late penalty; at
+            least 0.
+        penalty: points that were subtracted for handing in late.
     """
 
     student: str
@@ -99,16 +103,16 @@ class Grade:
         return any(cell.needs_person for cell in self.cells)
 
     def names(self) -> set[str]:
-        """All that can stand for this student in a class list; see `Person.names`."""
+        """All names that can identify this student in a class list; see `Person.names`."""
         names = {same_name(name) for name in (self.student, self.email) if name}
         return names | ({f"LMS {same_name(self.lms_id)}"} if self.lms_id else set())
 
 
 def handed_in_at(notebook: Path) -> str:
-    """What `timestamp.txt` beside a notebook says, in nbgrader's form; empty without one.
+    """The time in `timestamp.txt` beside a notebook, in nbgrader's form; empty if there is none.
 
     Raises:
-        ValueError: it is no time, or cannot be read.
+        ValueError: the file holds no time, or cannot be read.
     """
     path = notebook.with_name(TIMESTAMP)
     if not path.is_file() or path.is_symlink():
@@ -119,18 +123,18 @@ def handed_in_at(notebook: Path) -> str:
         if len(text) > _MAX_TIME_CHARS:
             raise ValueError(f"over {_MAX_TIME_CHARS} characters")
         return f"{parse_utc(text.strip()).isoformat(' ')} UTC" if text.strip() else ""
-    except Exception as error:  # a student may have written it, and dateutil raises many kinds
+    except Exception as error:  # untrusted text, for which dateutil raises many kinds of errors
         raise ValueError(f"{path}: expected a time, got {error}") from None
 
 
 def seconds_late(book: Gradebook, lab: str) -> dict[str, float]:
-    """By how much each student is late as things are now: due dates and extensions may change."""
+    """Student -> seconds late, by the current due dates and extensions, which may change later."""
     late = {str(s.student_id): s.total_seconds_late for s in book.assignment_submissions(lab)}
     return {student: float(seconds) for student, seconds in late.items()}
 
 
 def note_lateness(course: Course, lab: str, students: Collection[str]) -> None:
-    """Notes by how much these students are late, for which nbgrader has just taken points off."""
+    """Saves how late these students are, after nbgrader has subtracted points for this."""
     with open_gradebook(course) as book:
         late = seconds_late(book, lab)
     noted = noted_lateness(course, lab) | {name: late.get(name, 0.0) for name in students}
@@ -138,7 +142,7 @@ def note_lateness(course: Course, lab: str, students: Collection[str]) -> None:
 
 
 def noted_lateness(course: Course, lab: str) -> dict[str, float]:
-    """By how much each student was late when nbgrader last took the submission in."""
+    """Student -> seconds late at the time when nbgrader last graded the submission."""
     try:
         return json.loads(_lateness_path(course, lab).read_bytes())
     except (OSError, ValueError):
@@ -150,12 +154,12 @@ def _lateness_path(course: Course, lab: str) -> Path:
 
 
 def graded_labs(book: Gradebook) -> list[str]:
-    """Labs that somebody has handed in."""
+    """The labs with at least one submission."""
     return sorted(str(each.name) for each in book.assignments if each.num_submissions)
 
 
 def read_grades(book: Gradebook, lab: str) -> list[Grade]:
-    """The grade of every student that nbgrader knows.
+    """The grades of all students that nbgrader knows.
 
     Raises:
         CourseError: nbgrader does not know the lab.

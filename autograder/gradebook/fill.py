@@ -1,4 +1,4 @@
-"""Verdicts of a class into nbgrader's gradebook."""
+"""Writes the verdicts of a class into nbgrader's gradebook."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NBGRADER_DEADLINE_S = 1800.0
 
 
 def check_names(submissions: Sequence[Submission]) -> None:
-    """Raises ValueError where nbgrader could not keep the students apart, or not name them."""
+    """Raises ValueError if two submissions have the same student, or nbgrader forbids a name."""
     names = Counter(submission.student for submission in submissions)
     for name, count in names.items():
         if count > 1:
@@ -42,10 +42,11 @@ def fill_gradebook(
     class_run: ClassRun,
     settled: Collection[str] = (),
 ) -> Path:
-    """Has nbgrader take the verdicts into its gradebook and write each student's feedback.
+    """Has nbgrader write the verdicts to its gradebook, and each student's feedback.
 
     Args:
-        settled: students whose verdicts the gradebook has already; it is left as it is for them.
+        settled: students whose verdicts are already in the gradebook; their grades stay as they
+            are.
 
     Returns:
         the folder with one feedback page per student.
@@ -59,7 +60,7 @@ def fill_gradebook(
     for submission, record in zip(submissions, records, strict=True):
         target = made / "submitted" / submission.student / lab / f"{lab}.ipynb"
         if submission.path.resolve() == target.resolve():
-            if what := _unreadable(target):  # not ours to change
+            if what := _unreadable(target):  # we must not change the submitted file itself
                 ours.remove(submission.student)
                 print(f"autograder: not in the gradebook, as nbgrader cannot read it: {what}",
                       file=sys.stderr)  # fmt: skip
@@ -67,7 +68,7 @@ def fill_gradebook(
         target.parent.mkdir(parents=True, exist_ok=True)
         _copy_time(submission.path, target)
         intake = class_run.read(submission.path)
-        # nbgrader would stop, for the whole class, at a file that it cannot read.
+        # nbgrader would stop for the whole class at a file that it cannot read.
         if intake.notebook is None or not _is_readable(submission.path):
             stand_in = intake.notebook or refused(class_run.master, intake.invalid or "")
             nbformat.write(stand_in, target)
@@ -85,8 +86,8 @@ def fill_gradebook(
     def only(students: set[str]) -> str:
         return f"--CourseDirectory.student_id_exclude={','.join(sorted(everyone - students))}"
 
-    # nbgrader takes a release away before it writes it anew, and may fail in between: not the
-    # students' own, therefore.
+    # nbgrader deletes a release before it writes the new one, and may fail in between. So it gets
+    # its own release folder, and not the one with the students' notebooks.
     elsewhere = f"--CourseDirectory.release_directory={made / 'release'}"
     _nbgrader(course, "generate_assignment", lab, "--force", elsewhere)
     trusted = f"--GradeWithReferee.trusted={not class_run.sandboxed}"
@@ -94,7 +95,7 @@ def fill_gradebook(
     if new := ours - set(settled):
         try:
             _nbgrader(course, "autograde", lab, "--force", only(new), trusted)
-        except CourseError as error:  # of one; nbgrader goes on with the others
+        except CourseError as error:  # for one student; nbgrader goes on with the others
             failed = error
         note_lateness(course, lab, new)
     if ours:
@@ -105,9 +106,9 @@ def fill_gradebook(
 
 
 def _copy_time(path: Path, target: Path) -> None:
-    """nbgrader's note of when a notebook was handed in, by which it counts late penalties.
+    """Copies `timestamp.txt`, from which nbgrader computes late penalties.
 
-    nbgrader would stop, for the whole class, at one that it cannot read.
+    A file that cannot be read is left out, because nbgrader would stop for the whole class.
     """
     copy = target.with_name(TIMESTAMP)
     try:
@@ -122,7 +123,7 @@ def _copy_time(path: Path, target: Path) -> None:
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether nbformat, which asks more of a notebook than intake, can read this one."""
+    """Whether nbformat can read the notebook; nbformat is stricter than intake."""
     try:
         notebook = nbformat.read(path, as_version=nbformat.current_nbformat)
         nbformat.validate(notebook)
@@ -132,7 +133,7 @@ def _is_readable(path: Path) -> bool:
 
 
 def _unreadable(path: Path) -> str:
-    """What of a submission in nbgrader's own folder it cannot read; empty if nothing."""
+    """Which part of a submission in nbgrader's own folder nbgrader cannot read; empty if none."""
     if not _is_readable(path):
         return str(path)
     try:
@@ -143,7 +144,7 @@ def _unreadable(path: Path) -> str:
 
 
 def _nbgrader(course: Course, command: str, *arguments: str) -> None:
-    scripts = str(Path(sys.executable).parent)  # nbgrader calls `alembic` by name
+    scripts = str(Path(sys.executable).parent)  # nbgrader starts `alembic` from PATH
     env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     try:
         done = subprocess.run(

@@ -1,12 +1,14 @@
 """Files that Canvas, Moodle and Gradescope import, and a plain table.
 
-Canvas    Student,ID,SIS User ID,SIS Login ID,Section,LAB…; a line of points possible comes first.
-          An empty cell changes nothing there. Section has to be the last column before the labs.
-Moodle    a line that names nobody would give its grade to whoever is on the line before, a name
-          that Moodle does not know stops the import, so does a grade above 100, and no grade takes
-          away one that is there. So only lines with an email and a grade are written.
-Gradescope  takes no table of scores. It runs an autograder over every submission and reads
-          results.json; ours hands out what was graded here, to the notebook that was graded.
+Canvas    Student,ID,SIS User ID,SIS Login ID,Section,LAB…; the first line after this header has the
+          points possible. An empty cell changes nothing in Canvas. Section must be the last column
+          before the labs.
+Moodle    A line that names no student would give its grade to the student on the line before. A
+          name that Moodle does not know stops the import; a grade above 100 does, too. An empty
+          grade deletes the grade in Moodle. So only lines with an email and a grade are written.
+Gradescope  Imports no table of scores. It runs an autograder on every submission and reads
+          results.json. Our autograder returns the result that was graded here, but only for the
+          notebook that was graded.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from autograder.plain_text import clean, spreadsheet
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One student to be published: who it is there, and a grade per lab."""
+    """One student to be published: the person in the LMS, and a grade per lab."""
 
     person: Person
     grades: Mapping[str, Grade]
@@ -34,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One lab: the column that it goes to, and what full marks are there."""
+    """One lab: its column in the LMS, and the full marks in that column."""
 
     lab: str
     name: str
@@ -42,7 +44,7 @@ class Column:
     out_of: float | None = None
 
     def cell(self, grade: Grade | None, zero: bool) -> str:
-        """The grade in this column; empty where there is none."""
+        """The grade in this column; empty, or "0" with `zero`, if there is no submission."""
         if grade is None or not grade.submitted:
             return "0" if zero else ""
         scale = self.out_of / self.max_score if self.out_of and self.max_score else 1.0
@@ -56,7 +58,7 @@ class Column:
 
 @dataclass
 class Made:
-    """What was written, and who was left out of it and why."""
+    """The file's content, the students in it, and the students left out, with the reason."""
 
     data: bytes
     written: list[str] = field(default_factory=list)
@@ -65,12 +67,12 @@ class Made:
 
 
 def number(value: float) -> str:
-    """A score with at most two decimals and a point."""
+    """A score with at most two decimals and a decimal point."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def safe(text: str) -> str:
-    """Text that a spreadsheet does not take for a formula, and on one line."""
+    """Text on one line that a spreadsheet does not take for a formula."""
     plain = " ".join(clean(text, 500).split())
     return spreadsheet(plain)
 
@@ -80,7 +82,7 @@ def _is_safe(text: str) -> bool:
 
 
 def write_table(lines: Sequence[Line], columns: Sequence[Column], *, zero: bool = False) -> Made:
-    """For a person: one line per student and lab."""
+    """A table for a person: one line per student and lab."""
     made = Made(b"")
     rows = [["lab", "student", "last_name", "first_name", "email", "lms_user_id", "submitted"]]
     rows[0] += ["score", "max_score", "late_penalty", "to_grade_by_hand"]
@@ -103,7 +105,7 @@ def write_table(lines: Sequence[Line], columns: Sequence[Column], *, zero: bool 
 
 
 def write_canvas(lines: Sequence[Line], columns: Sequence[Column], *, zero: bool = False) -> Made:
-    """A gradebook as Canvas imports it."""
+    """A gradebook in the form that Canvas imports."""
     made = Made(b"")
     head = ["Student", "ID", "SIS User ID", "SIS Login ID", "Section"]
     rows = [[*head, *(safe(column.name) for column in columns)]]
@@ -124,7 +126,7 @@ def write_canvas(lines: Sequence[Line], columns: Sequence[Column], *, zero: bool
 
 
 def write_moodle(lines: Sequence[Line], columns: Sequence[Column], *, zero: bool = False) -> Made:
-    """One lab's grades as Moodle imports them: map "Email address" to "Email address"."""
+    """One lab's grades in Moodle's form; in Moodle, map "Email address" to "Email address"."""
     [column], made = columns, Made(b"")
     rows = [["First name", "Last name", "ID number", "Email address", safe(column.name)]]
     for line in lines:
@@ -169,9 +171,9 @@ def gradescope_result(
     """A student's results.json.
 
     Args:
-        titles: graded cell -> what it is about.
+        titles: graded cell -> its title.
         messages: criterion -> what went wrong.
-        sha256: of the notebook that was graded; empty if there was none.
+        sha256: hash of the notebook that was graded; empty if there was none.
     """
     tests = []
     for cell in grade.cells:
@@ -180,7 +182,7 @@ def gradescope_result(
             said.append("A person has not graded this yet.")
         title = titles.get(cell.name)
         full = cell.score >= cell.max_score
-        if not cell.max_score:  # extra points: anything is at least 0 of 0
+        if not cell.max_score:  # extra points: maximum 0, so the score says nothing about passing
             full = cell.name not in messages
         tests.append({
             "name": f"{cell.name}: {title}" if title else cell.name,
@@ -204,7 +206,7 @@ def gradescope_result(
 
 
 def write_gradescope(results: Mapping[str, dict]) -> bytes:
-    """An autograder for Gradescope that hands out what was graded here.
+    """An autograder for Gradescope that returns the results that were graded here.
 
     Args:
         results: email -> results.json.
@@ -220,7 +222,7 @@ def write_gradescope(results: Mapping[str, dict]) -> bytes:
 
 
 def file_name(email: str) -> str:
-    """The address as a file's name; what is not a plain character is written as its number."""
+    """The address as a file name; special characters are written as % and their hex code."""
     return re.sub(r"[^a-z0-9@._-]", lambda m: f"%{ord(m[0]):x}", email.strip().lower())
 
 
@@ -234,7 +236,7 @@ def _put(archive: zipfile.ZipFile, name: str, text: str, mode: int) -> None:
 _SETUP = """#!/usr/bin/env bash
 command -v python3 > /dev/null || { apt-get update && apt-get install -y python3; }
 """
-# Runs on Gradescope, where nothing of ours is installed. The notebook is hashed and never run.
+# Runs on Gradescope, where our packages are not installed. It hashes the notebook, never runs it.
 _RUN = '''#!/usr/bin/env python3
 """Hands out the result of the course's own grader for this notebook."""
 

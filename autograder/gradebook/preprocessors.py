@@ -1,8 +1,8 @@
-"""nbgrader's side: verdicts become the outputs of test cells; the gradebook is nbgrader's.
+"""Preprocessors for nbgrader, which turn verdicts into outputs of the check cells.
 
-nbgrader reads a grade off a cell's outputs: an error is zero, nothing at all is full marks. So
-what a submission printed in a check's cell is dropped, and the referee's verdict is the only
-output there.
+nbgrader takes a cell's grade from its outputs: an error is zero, no output is full marks. So the
+submission's own outputs in a check's cell are dropped, and the referee's verdict is the only output
+there.
 
     sanitize:  ReadWithIntake   the same intake as `autograder grade`, before nbgrader looks at it
     autograde: GradeWithReferee box + kernel + papermill + referee, or the journal's record of it
@@ -38,7 +38,7 @@ from autograder.submission.intake import Submission, read_submission, sha256_of
 
 class _Bridge(NbGraderPreprocessor):
     def submission(self, resources: dict[str, Any]) -> Submission:
-        """The file as it was handed in."""
+        """The submitted file."""
         names = resources["nbgrader"]
         folder = CourseDirectory(parent=self)
         path = folder.format_path(folder.submitted_directory, names["student"], names["assignment"])
@@ -46,26 +46,26 @@ class _Bridge(NbGraderPreprocessor):
 
 
 class ReadWithIntake(_Bridge):
-    """First of nbgrader's sanitizers."""
+    """Runs first of nbgrader's sanitizers."""
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
-        """The submission's code with the master's locked cells; the master where it is invalid."""
+        """The submission with the master's locked cells; if it is invalid, the untouched master."""
         master = Course.find().master(resources["nbgrader"]["assignment"])
         intake = read_submission(self.submission(resources).path, master)
         return intake.notebook or refused(master, intake.invalid or ""), resources
 
 
 class GradeWithReferee(_Bridge):
-    """Takes the place of nbgrader's Execute."""
+    """Replaces nbgrader's Execute."""
 
     trusted = Bool(False, help="Grade without a sandbox where there is none.").tag(config=True)
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
-        """Runs the submission, or takes what the journal has of it."""
+        """Takes the submission's record from the journal, or runs the submission."""
         course, lab = Course.find(), get_lab(resources["nbgrader"]["assignment"])
         submission = self.submission(resources)
         class_run = ClassRun(course, lab.name, lab.grading_world_size, sandboxed=True)
-        record = known_record(submission, class_run)  # of a machine that had a sandbox, perhaps
+        record = known_record(submission, class_run)  # may come from a machine with a sandbox
         if record is None:
             bundled = not probe_support().works and is_bundled(submission.path, lab.name)
             sandboxed = choose_sandbox(self.trusted, bundled)
@@ -82,10 +82,10 @@ class GradeWithReferee(_Bridge):
 
 
 class SaveExtraPoints(_Bridge):
-    """After nbgrader's SaveAutoGrades: what criteria with extra points are worth.
+    """Saves the scores of criteria with extra points, after nbgrader's SaveAutoGrades.
 
-    Full marks of their cells are 0, which nbgrader reads off an output as 0 of 0. Where one is
-    BLOCKED there is no score, so nbgrader lists it as one for a person to grade.
+    The maximum score of their cells is 0, so nbgrader itself always finds 0 of 0. A BLOCKED
+    criterion gets no score, so nbgrader lists its cell for a person to grade.
     """
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
@@ -115,7 +115,10 @@ def show_verdicts(nb: NotebookNode, record: Record) -> None:
 
 
 def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> NotebookNode:
-    """A display for a pass, an error for anything else: what nbgrader counts as all or nothing."""
+    """A display for PASS and BLOCKED, an error for any other status.
+
+    nbgrader gives full marks for a display, and zero for an error.
+    """
     extra = " extra" if verdict.get("extra") else ""
     score = f"{verdict['points']:g}/{verdict['max_points']:g}{extra}"
     note = "" if sandboxed else "  (UNSANDBOXED)"
@@ -123,7 +126,7 @@ def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> Note
         text = f"✓ {score}  {title}{note}"
         shown = f'<div style="color:#1a7f37"><b>✓ {score}</b> {html.escape(title + note)}</div>'
         return new_output("display_data", {"text/plain": text, "text/html": shown})
-    if verdict["status"] == Status.BLOCKED:  # costs nothing, so it is no error
+    if verdict["status"] == Status.BLOCKED:  # costs no points, so no error output
         text = f"○ {score}  {title}: not here. {verdict['message']}{note}"
         return new_output("display_data", {"text/plain": text})
     ranks = ", ".join(f"rank {r['rank']}: {r['status']}" for r in verdict["ranks"])
@@ -135,7 +138,7 @@ def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> Note
 
 
 def refused(master: NotebookNode, reason: str) -> NotebookNode:
-    """The untouched lab with the reason on top: stands for a notebook that cannot be read."""
+    """The untouched lab with the reason on top, used in place of a notebook that is invalid."""
     text = f"**This submission could not be graded.** {html.escape(reason)}"
     master = copy.deepcopy(master)
     master.cells.insert(0, nbformat.v4.new_markdown_cell(text, id="refused"))

@@ -1,9 +1,9 @@
 """`autograder publish`: nbgrader's gradebook as files that Canvas, Moodle and Gradescope import.
 
-What counts is nbgrader's own score: points of a person and late penalties included. Nobody is
-left out unseen, and nobody's grade goes to somebody whose name only looks alike: a student and a
-line of the roster belong together if an id or an address of theirs is the same, and if that holds
-for two of them, nothing is written.
+The published score is nbgrader's, including a person's points and late penalties. Every student who
+is left out is named. No grade goes to a student whose name only looks similar: a student and a line
+of the roster match only if they have an equal id or address. If a match is not unique, nothing is
+written.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Options:
     """What is published, and how.
 
     Args:
-        labs: default: all that somebody has handed in.
-        roster: a class list with the ids of the other system; without it nbgrader's are taken.
-        columns: lab -> name of its column there, where the roster does not tell.
-        out_of: what full marks are there; default: what they are here.
-        zero: who has not handed in gets 0 instead of no grade.
+        labs: default: all labs with a submission.
+        roster: a class list with the LMS's ids; without it nbgrader's ids are used.
+        columns: lab -> name of its column in the LMS; needed if the roster does not show it.
+        out_of: full marks in the LMS; default: the lab's own.
+        zero: students without a submission get 0 instead of no grade.
     """
 
     labs: tuple[str, ...] = ()
@@ -55,13 +55,13 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The file's content, and all that an instructor should know of it.
+    """The file's content, and everything that an instructor should know about it.
 
     Attributes:
-        unknown: students with a grade whom the roster does not have.
+        unknown: students with a grade who are not in the roster.
         missing: lab -> students without a submission.
-        by_hand: lab -> students of whom a person has not graded everything.
-        new_columns: columns that the roster does not have, so that they will be new there.
+        by_hand: lab -> students with cells that a person still has to grade.
+        new_columns: columns that are not in the roster, so the LMS will create them.
     """
 
     made: Made
@@ -72,7 +72,7 @@ class Published:
     new_columns: tuple[str, ...] = ()
 
     def explain(self) -> list[str]:
-        """What an instructor has to know, a line each."""
+        """What an instructor has to know, one line for each fact."""
         made, said = self.made, [f"{len(set(self.made.written))} students are in it"]
         for lab in self.labs:
             for what, who in (
@@ -101,8 +101,9 @@ def publish(course: Course, system: str, options: Options) -> Published:
     """Makes the file for one system.
 
     Raises:
-        CourseError: there is no gradebook, or it does not have a lab.
-        ValueError: the roster fits two students or lines, or the options do not fit.
+        CourseError: there is no gradebook, it is empty, or it does not have a lab.
+        ValueError: a student matches two lines of the roster, a line matches two students, or the
+            options are invalid.
     """
     with open_gradebook(course) as book:
         labs = options.labs or tuple(graded_labs(book))
@@ -130,10 +131,10 @@ def publish(course: Course, system: str, options: Options) -> Published:
 
 
 def save(path: Path, data: bytes, *, force: bool = False) -> None:
-    """Writes the file whole or not at all.
+    """Writes the file atomically.
 
     Raises:
-        ValueError: there is one already, and it may not be replaced.
+        ValueError: the file exists, and `force` is not set.
     """
     if path.exists() and not force:
         raise ValueError(f"{path} exists already: say --force to replace it, or --out FILE")
@@ -146,7 +147,7 @@ def save(path: Path, data: bytes, *, force: bool = False) -> None:
 def _lines(
     grades: Mapping[str, Sequence[Grade]], roster: Roster | None
 ) -> tuple[list[Line], list[str]]:
-    """Everybody of the roster with their grades, and the students that it does not have."""
+    """Everybody in the roster with their grades, and the students who are not in the roster."""
     by_student: dict[str, dict[str, Grade]] = {}
     for lab, all_ in grades.items():
         for grade in all_:
@@ -182,7 +183,7 @@ def _lines(
 
 
 def _missing(lab: str, grades: Sequence[Grade], lines: Sequence[Line]) -> list[str]:
-    """Students without a submission, of the gradebook and of the roster."""
+    """Students without a submission, from both gradebook and roster."""
     handed_in = {grade.student for grade in grades if grade.submitted}
     missing = {grade.student for grade in grades} - handed_in
     missing |= {line.person.id for line in lines if lab not in line.grades}
@@ -228,14 +229,14 @@ def _columns(
 
 
 def _find_column(name: str, there: Sequence[str]) -> str:
-    """The one column that is meant by a name; empty if there is none.
+    """The column that a name means; empty if there is none.
 
     Raises:
-        ValueError: it could be several.
+        ValueError: the name could mean several columns.
     """
     fitting = [column for column in there if column == name]
     fitting = fitting or [column for column in there if _plain(column) == _plain(name)]
-    if len(fitting) > 1:  # Moodle: a grade as a number, a share and a letter
+    if len(fitting) > 1:  # Moodle exports a grade as number, percentage and letter
         fitting = [c for c in fitting if c.endswith("(Real)")] or fitting
     if len(fitting) > 1:
         could_be = ", ".join(map(repr, fitting))
@@ -244,7 +245,7 @@ def _find_column(name: str, there: Sequence[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """A column's name without what Canvas (an id) and Moodle (the kind, the form) add to it."""
+    """A column's name without Canvas's id, and without Moodle's prefix (kind) and suffix (form)."""
     name = re.sub(r"\s*\([^()]*\)\s*$", "", name)
     return re.sub(r"^\s*(Assignment|Quiz|Manual item)\s*:\s*", "", name).strip().casefold()
 
@@ -271,7 +272,7 @@ def _gradescope(course: Course, lines: Sequence[Line], column: Column) -> Made:
             criteria = grading.record["criteria"] if grading else []
             messages = {c["name"]: c["message"] for c in criteria if c["status"] != "PASS"}
             sha256 = grading.seed_id.rpartition(":")[2] if grading else ""
-            if grading and not sha256:  # INVALID: nothing of it ran
+            if grading and not sha256:  # INVALID: no code ran, so there is no seed_id
                 notebook = Path(grading.record["submission"])
                 sha256 = sha256_of(notebook)
             results[address] = gradescope_result(grade, column, titles, messages, sha256)

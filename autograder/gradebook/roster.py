@@ -1,6 +1,6 @@
-"""A class list, as Canvas, Moodle, Gradescope or nbgrader export it, and its way into nbgrader.
+"""Reads a class list from Canvas, Moodle, Gradescope or nbgrader, and puts it into nbgrader.
 
-What a column means is told by its name; these are known, whatever their case and punctuation:
+A column's name tells its meaning. These names are known; case and punctuation do not matter:
 
     id          student_id, username, SIS Login ID, login, netid, SID, id  (the folder's name)
     names       first_name, last_name, surname, or both as Student, name, full name
@@ -35,13 +35,13 @@ _COLUMNS = {
     "section": ("section", "sections"),
     "role": ("role",),
 }
-_STAFF = ("instructor", "ta", "reader")  # roles in a list of Gradescope
+_STAFF = ("instructor", "ta", "reader")  # roles in Gradescope's lists
 _EMAIL = re.compile(r"[^\s@,;<>/\\\"']+@[^\s@,;<>/\\\"']+\.[^\s@,;<>/\\\"']+")
-# nbgrader takes them for patterns, its folders cannot have them, or its pages would take them for
-# HTML: formgrader writes ids and names as they are.
+# nbgrader treats some of these characters as patterns, folder names cannot have some of them, and
+# formgrader writes ids and names unescaped, so that a browser would read some as HTML.
 _NOT_IN_ID = set(',/[]*?{}+<>"&')
 _NOT_IN_NAMES = set("<>")
-MAX_CHARS = 128  # of nbgrader's columns
+MAX_CHARS = 128  # length of nbgrader's database columns
 MAX_SHOWN = 20
 
 
@@ -51,7 +51,7 @@ class RosterError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Person:
-    """One line of a class list; what it does not have is empty."""
+    """One line of a class list; missing values are empty."""
 
     line: int
     id: str
@@ -64,10 +64,10 @@ class Person:
     section: str = ""
 
     def names(self) -> set[str]:
-        """All that can stand for this person in a gradebook.
+        """All names that can identify this person in a gradebook.
 
-        The number that an LMS gives to a user is nobody's student number, though it may look like
-        somebody's; so it is marked (in capitals, as no other name is).
+        An LMS's number for a user may look like a student number of a different person. So it gets
+        the prefix "LMS"; no other name has capital letters.
         """
         all_ = (self.id, self.email, self.sis_user_id, self.sis_login_id)
         names = {same_name(name) for name in all_ if name}
@@ -76,7 +76,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Roster:
-    """A class list, and the names of all of its columns."""
+    """A class list, and the names of its columns."""
 
     path: Path
     people: tuple[Person, ...]
@@ -87,10 +87,10 @@ def read_roster(path: Path, id_column: str | None = None) -> Roster:
     """Reads a class list.
 
     Args:
-        id_column: the column with the students' ids in nbgrader, where its name does not tell.
+        id_column: the column with the students' ids in nbgrader; needed if no known name fits.
 
     Raises:
-        RosterError: the file cannot be read, or lines of it are wrong.
+        RosterError: the file cannot be read, or lines in it are wrong.
     """
     rows = _rows(path)
     if not rows:
@@ -123,7 +123,7 @@ def read_roster(path: Path, id_column: str | None = None) -> Roster:
 
 
 def _rows(path: Path) -> list[tuple[int, list[str]]]:
-    """Line number and cells of every line that has some."""
+    """Line number and cells of every line that is not empty."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -131,7 +131,7 @@ def _rows(path: Path) -> list[tuple[int, list[str]]]:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise RosterError(f"{path}: line {line}: not UTF-8 text; save it as UTF-8 CSV") from None
-    text = re.sub(r"\Asep=.\r?\n", "", text)  # Excel's word for the separator
+    text = re.sub(r"\Asep=.\r?\n", "", text)  # Excel's line that names the separator
     first = next((line for line in text.splitlines() if line.strip()), "")
     separator = max(",;\t", key=first.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -148,7 +148,7 @@ def _rows(path: Path) -> list[tuple[int, list[str]]]:
 def _places(
     path: Path, header: Sequence[str], rows: Sequence[tuple[int, list[str]]], id_column: str | None
 ) -> dict[str, int]:
-    """Which column is what. One that is empty on every line tells nothing."""
+    """Field -> index of its column. A column that is empty on every line does not count."""
     plain = [re.sub(r"[^a-z0-9]", "", name.casefold()) for name in header]
     used = [
         name
@@ -160,7 +160,7 @@ def _places(
         for name, aliases in _COLUMNS.items()
         if any(alias in used for alias in aliases)
     }
-    if {"student", "id", "section"} <= set(plain):  # Canvas: its ID is Canvas's own
+    if {"student", "id", "section"} <= set(plain):  # in Canvas's export, ID is Canvas's own number
         found["lms_id"] = plain.index("id")
         if found["id"] == found["lms_id"] and "sis_user_id" in found:
             found["id"] = found["sis_user_id"]
@@ -181,7 +181,7 @@ def _places(
 
 
 def _is_no_person(values: Mapping[str, str]) -> bool:
-    """Canvas's second line, its third one, its test student, and who teaches."""
+    """Whether a line is no student: Canvas's extra header lines, its test student, or staff."""
     name = values.get("name", "")
     return (
         "Points Possible" in name
@@ -196,7 +196,8 @@ def _person(line: int, values: dict[str, str]) -> Person:
     values.pop("role", None)
     if name and not values.get("last_name"):
         last, comma, first = name.partition(",")
-        if not comma and (given := values.get("first_name", "")):  # "Name" is the rest, or both
+        # With a column for first names, "Name" holds the last name or both names.
+        if not comma and (given := values.get("first_name", "")):
             first, last = given, name.removeprefix(f"{given} ")
         elif not comma:
             first, _, last = name.rpartition(" ")
@@ -205,7 +206,7 @@ def _person(line: int, values: dict[str, str]) -> Person:
 
 
 def may_be_id(name: str) -> bool:
-    """Whether nbgrader can have a student of this name, and show it."""
+    """Whether nbgrader can store and show a student id like this."""
     return not (
         not name or name.startswith(".") or set(name) & _NOT_IN_ID or not name.isprintable()
     )
@@ -249,7 +250,7 @@ def _doubled(people: Sequence[Person], what: str) -> list[tuple[int, str]]:
 
 @dataclass
 class Imported:
-    """What an import did: ids, by what became of them."""
+    """The result of an import: ids that were added, changed, unchanged, or not in the list."""
 
     added: list[str] = field(default_factory=list)
     changed: dict[str, list[str]] = field(default_factory=dict)  # id -> "email: old -> new"
@@ -258,12 +259,12 @@ class Imported:
 
 
 def import_roster(course: Course, roster: Roster, *, dry: bool = False) -> Imported:
-    """Puts a class list into nbgrader's gradebook: all of it, or nothing if that fails.
+    """Puts a class list into nbgrader's gradebook: the whole list, or nothing if that fails.
 
-    What a line leaves empty stays as it is, and nobody is removed.
+    An empty value in the list changes nothing, and nobody is removed.
 
     Args:
-        dry: only say what would be done.
+        dry: change nothing, only report what would be done.
     """
     done = Imported()
     with open_gradebook(course, create=True) as book:

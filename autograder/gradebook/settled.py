@@ -1,7 +1,7 @@
-"""Whom nbgrader need not look at again: the gradebook has these verdicts already.
+"""Finds students whose verdicts are already in nbgrader's gradebook.
 
-nbgrader marks everything that a person has graded as "needs manual grade" when it takes a
-submission in anew, so only those go through it whose scores it does not have yet.
+When nbgrader grades a submission again, it marks everything that a person has graded as "needs
+manual grade". So nbgrader gets only the submissions whose scores it does not have yet.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def find_settled(
     records: Sequence[Record],
     before: Mapping[str, Grading],
 ) -> set[str]:
-    """Students of whom nbgrader has this very submission with these very verdicts already.
+    """Students for whom nbgrader already has this same submission with these same verdicts.
 
-    Not counted is who was taken in before `nbgrader_config.py`, the lab's solution, a
-    `timestamp.txt`, the due date or an extension changed: late penalties, say, may be others now.
+    A student does not count if `nbgrader_config.py`, the lab's solution, the `timestamp.txt`, the
+    due date or an extension has changed since: late penalties, for example, may then be different.
 
     Args:
-        before: the gradings that nbgrader may have taken in.
+        before: student -> last grading before this one, which nbgrader may have.
     """
     made = course.build / "nbgrader"
     if not gradebook_path(course).is_file():
@@ -68,7 +68,7 @@ def find_settled(
 
 
 def _scores(book: Gradebook, lab: str, student: str) -> dict[str, tuple[float, float]] | None:
-    """Criterion -> points and full points in nbgrader's gradebook."""
+    """Criterion -> points and maximum points in nbgrader's gradebook."""
     try:
         grades = book.find_submission_notebook(lab, lab, student).grades
     except MissingEntry:
@@ -88,7 +88,7 @@ def _points(record: Record) -> dict[str, tuple[float, float]]:
     return {
         c["name"]: (c["points"], 0.0 if c.get("extra") else c["max_points"])
         for c in record["criteria"]
-        if c["status"] != "BLOCKED"  # for a person: nbgrader has no score of it
+        if c["status"] != "BLOCKED"  # nbgrader has no score: a person grades it
     }
 
 
@@ -103,7 +103,7 @@ def _same_time(one: Path, other: Path) -> bool:
     try:
         return handed_in_at(one) == handed_in_at(other)
     except ValueError:
-        return not other.with_name(TIMESTAMP).exists()  # it was left out
+        return not other.with_name(TIMESTAMP).exists()  # an unreadable file is not copied
 
 
 def _time(path: Path) -> float:

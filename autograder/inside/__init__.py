@@ -1,1 +1,1 @@
-"""What of the grader runs beside student code, in the box: it holds no secret."""
+"""The part of the grader that runs in the box, beside student code: it holds no secret."""

@@ -1,11 +1,11 @@
 """`check("name", what_you_wrote)`: the same code at the student's desk and in the grader's box.
 
-It asks the referee for this rank's inputs, calls the student's code with them and sends back
-raw arrays. It knows no expected value and cannot say PASS: the referee, a process of its own,
-judges.
+The probe asks the referee for this rank's inputs, calls the student's code with them and sends back
+raw arrays. The probe knows no expected value and cannot say PASS: the referee, which is a separate
+process, judges.
 
-At the desk there is no referee at first: rank 0 starts one for practice, with public seeds.
-Under the grader each rank is connected by `attach()` before any of the student's code runs.
+At the student's desk, rank 0 starts a practice referee with public seeds. Under the grader,
+`attach()` connects each rank to the referee before any of the student's code runs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from autograder.inside.wire import Message, receive, send
 from minidist.errors import DeadlineError, MinidistError, ProtocolError
 
 START_DEADLINE_S = 60.0
-NOT_WRITTEN = "not written yet"  # what a check says of a cell that is still as it was handed out
-REFEREE_SLACK_S = 10.0  # the referee answers a check this long after its deadline at the latest
+NOT_WRITTEN = "not written yet"  # message of a check whose cell is still as it was handed out
+REFEREE_SLACK_S = 10.0  # the referee answers a check at most this long after its deadline
 
 
 class CheckFailed(AssertionError):
-    """A check did not pass; the message says what was expected and what came."""
+    """A check did not pass; the message says what was expected and what the code returned."""
 
     def _render_traceback_(self) -> list[str]:
-        """IPython shows this instead of a traceback through our own code."""
+        """IPython shows this instead of a traceback through the grader's code."""
         return [str(self)]
 
 
@@ -72,7 +72,7 @@ def check(name: str, subject: Any = None) -> None:
         subject: what the student wrote: a function, a class, or a path.
 
     Raises:
-        CheckFailed: at the student's desk, on rank 0, if the answer is not right.
+        CheckFailed: at the student's desk, on rank 0, if the check does not pass.
     """
     from autograder.criteria import find_criterion
     from autograder.criteria.criterion import Context, HardwareMissingError, split
@@ -104,7 +104,7 @@ def check(name: str, subject: Any = None) -> None:
 
 
 def _tell(channels: _Channels, answer: Message, deadline_s: float) -> Message:
-    """Sends the answer; at the desk the reply comes when all ranks have answered."""
+    """Sends the answer; at the desk, the referee replies only when all ranks have answered."""
     return _talk(channels, answer, deadline_s + REFEREE_SLACK_S)
 
 
@@ -115,7 +115,7 @@ def _talk(channels: _Channels, message: Message, deadline_s: float) -> Message:
 
 
 def _show(fields: dict[str, Any]) -> None:
-    """Prints a passed check, raises for another."""
+    """Prints a passed or blocked check; raises CheckFailed for any other status."""
     score = f"{fields['points']:g}/{fields['max_points']:g}"
     if fields["status"] == "PASS":
         print(f"✓ {fields['name']}  {score}  {fields['title']}  ({fields['so_far']})")
@@ -133,7 +133,7 @@ def _show(fields: dict[str, Any]) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """The exception, and the innermost line of the student's own that led to it."""
+    """The exception, and the innermost line of the student's code that led to it."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         cell = _cell_name(frame.filename)
@@ -152,7 +152,7 @@ def _cell_name(filename: str) -> str | None:
 
 @contextmanager
 def _world(criterion: Any, case: int, channels: _Channels) -> Iterator[tuple[Any, Any]]:
-    """Makes the process group that a criterion asks for torch's default one; device and broker.
+    """Makes the criterion's process group torch's default group; yields device and broker.
 
     Raises:
         HardwareMissingError: the criterion needs a GPU that this rank cannot have.
@@ -174,8 +174,8 @@ def _world(criterion: Any, case: int, channels: _Channels) -> Iterator[tuple[Any
         return
     from minidist.launch import isolated_world
 
-    # A group of its own per check, never torn down: an operation that a wrong submission left
-    # pending cannot meet the next check's.
+    # Each check gets a new group, which is never destroyed: a collective that a wrong submission
+    # left pending cannot match a collective of the next check.
     with isolated_world(
         devices.choose_backend(), store=_store(channels, case), rank=channels.rank,
         world_size=channels.world_size, base=10_000 * (case + 1),
@@ -184,10 +184,11 @@ def _world(criterion: Any, case: int, channels: _Channels) -> Iterator[tuple[Any
 
 
 def _own_gpu(needs: str) -> Any:
-    """The GPU that a criterion with extra points runs on here; ranks may have to share one.
+    """The GPU of this rank for a criterion with extra points; ranks may have to share a GPU.
 
     Raises:
-        HardwareMissingError: there is none, or not one for each rank where that is needed.
+        HardwareMissingError: there is no GPU that works, or the criterion needs one GPU per rank
+            and there are fewer.
     """
     import torch
 
@@ -203,7 +204,7 @@ def _own_gpu(needs: str) -> Any:
     try:
         torch.cuda.set_device(device)
         torch.empty(1, device=device)
-    except RuntimeError as error:  # one process at a time, perhaps, and another rank was first
+    except RuntimeError as error:  # e.g. the GPU takes one process only, and has one already
         said = str(error).partition("\n")[0]
         raise HardwareMissingError(f"It needs a GPU that works; {device}: {said}.") from None
     return device
@@ -211,7 +212,7 @@ def _own_gpu(needs: str) -> Any:
 
 @functools.cache
 def _cuda_works() -> bool:
-    """Whether CUDA starts: that a driver counts devices is not enough."""
+    """Whether CUDA initialises; a driver that counts devices is not enough."""
     import torch
 
     try:
@@ -224,7 +225,7 @@ def _cuda_works() -> bool:
 
 
 def _store(channels: _Channels, case: int) -> Any:
-    """A key-value store for this check, on the store that torchrun already serves."""
+    """A key-value store for this check: a prefix of the store that torchrun already serves."""
     global _base_store
     import torch.distributed as dist
 
@@ -243,9 +244,9 @@ def _store(channels: _Channels, case: int) -> Any:
 
 @contextmanager
 def _harmless_cuda_calls() -> Iterator[None]:
-    """Lets code that synchronises or annotates a GPU run where there is none.
+    """Lets code that synchronises or annotates a GPU run on a machine without a GPU.
 
-    Such calls are right on the machine that students write them for, and change no value.
+    Students write such calls for a machine with GPUs; the calls are correct and change no value.
     """
     import torch
 
@@ -269,7 +270,7 @@ def _harmless_cuda_calls() -> Iterator[None]:
 
 
 class _NoGpu:
-    """A CUDA stream or event on a machine that has none: nothing happens, in no time."""
+    """A CUDA stream or event for a machine without a GPU: every method returns 0.0."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 

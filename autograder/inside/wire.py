@@ -1,4 +1,4 @@
-"""Messages between a rank's probe and the referee: a JSON header, then raw arrays. Never a pickle.
+"""Messages between a rank's probe and the referee: a JSON header, then raw arrays, no pickles.
 
 A message is a kind, a dict of JSON fields and a dict of named NumPy arrays:
 
@@ -9,9 +9,8 @@ A message is a kind, a dict of JSON fields and a dict of named NumPy arrays:
 >>> message.kind, message.fields["criterion"], message.arrays["sum"].tolist()
 ('answer', 'setup', [0.0, 1.0, 2.0])
 
-Whoever reads does not trust whoever wrote: lengths are capped before anything is allocated,
-types and shapes are checked before an array is made, and whatever is wrong raises
-`ProtocolError`.
+The reader does not trust the writer: it checks lengths against limits before it allocates memory,
+checks types and shapes before it makes an array, and raises `ProtocolError` for anything invalid.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def send(sock: socket.socket, message: Message) -> None:
     """Writes one message.
 
     Raises:
-        ProtocolError: an array's dtype cannot be sent, or the message is too large for a peer.
+        ProtocolError: an array's dtype cannot be sent, or the message is larger than peers accept.
     """
     described, payload = [], []
     for name, value in message.arrays.items():
@@ -71,7 +70,7 @@ def send(sock: socket.socket, message: Message) -> None:
 
 
 def receive(sock: socket.socket, *, max_array_bytes: int = MAX_ARRAY_BYTES) -> Message:
-    """Reads one message; the socket's own timeout is the deadline.
+    """Reads one message; the socket's timeout is the deadline.
 
     Raises:
         ProtocolError: the bytes are not a message, or the peer closed the connection.
@@ -120,7 +119,7 @@ def _arrays(described: list[Any], body: memoryview) -> dict[str, np.ndarray]:
         flat = np.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=offset)
         try:
             arrays[name] = flat.reshape(shape).copy()
-        except ValueError as error:  # nothing in it, and sizes that overflow together
+        except ValueError as error:  # an empty array whose other sizes overflow when multiplied
             raise ProtocolError(f"array {name!r}: {error}") from None
         offset += size
     if offset != len(body):
@@ -137,7 +136,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _read(sock: socket.socket, count: int) -> memoryview:
-    """`count` bytes; in one piece of memory, however small the pieces are in which they come."""
+    """Reads `count` bytes into one buffer, even if they arrive in many small pieces."""
     data, came = np.empty(count, np.uint8).data, 0
     while came < count:
         try:

@@ -1,1 +1,1 @@
-"""The proof that the criteria are right: submissions that they must and must not catch."""
+"""Proves that the criteria are right, with submissions that the criteria must or must not fail."""

@@ -1,4 +1,4 @@
-"""Which submissions are the course's own, so that no sandbox is needed for them."""
+"""Recognises the course's own submissions, which need no sandbox."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_bundled(path: Path, lab: str) -> bool:
-    """Whether the file is, byte for byte, one of the bundled example class."""
+    """Whether the file equals, byte for byte, a submission of the bundled class."""
     from autograder.authoring.notebooks import to_bytes
     from autograder.proof.zoo import load_zoo
 

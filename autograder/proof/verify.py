@@ -1,9 +1,10 @@
 """`autograder verify`: proves that a lab's tests are right.
 
 Every submission of the bundled class says in its docstring which criteria it must lose. All are
-graded like a student's, in a course of their own that is thrown away, and the result is the kill
-matrix: submission x criterion. A cell that differs from the docstring fails the proof, and so do a
-reference below full marks, a starter above 0, and a class with too few wrong or right submissions.
+graded like students' submissions, in a temporary course. The result is the kill matrix: submission
+x criterion. The proof fails if a cell of the matrix differs from the docstring, if the reference
+does not get full marks, if the starter gets points, or if the class has too few wrong or right
+submissions.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ _NOT_LOST = (Status.PASS, Status.INFRA, Status.BLOCKED)
 
 @dataclass(frozen=True)
 class Row:
-    """One submission: the statuses that its docstring asks for, and those that it got.
+    """One submission: the statuses that its docstring asks for, and the statuses that it got.
 
-    `parts` names the submissions that were graded as this one.
+    `parts` names the submissions that were combined into this one.
     """
 
     name: str
-    expected: dict[str, str]  # criterion -> status; "" for lost in any way
+    expected: dict[str, str]  # criterion -> status; "" accepts any status that loses
     got: dict[str, str]
     seconds: float
     messages: dict[str, str]
     parts: tuple[str, ...] = ()
-    extra: frozenset[str] = frozenset()  # criteria that may be BLOCKED here
+    extra: frozenset[str] = frozenset()  # criteria with extra points, which may be BLOCKED here
 
     def wrong(self) -> dict[str, str]:
         """Criterion -> what is wrong with its cell."""
@@ -57,7 +58,7 @@ class Row:
             got = self.got.get(name, "")
             right = got == want if want else bool(got) and got not in _NOT_LOST
             if got == Status.BLOCKED and name in self.extra:
-                right = True  # nothing can be said without the hardware
+                right = True  # without the hardware, the criterion cannot be tested
             if not right:
                 why = self.messages.get(name)
                 found[name] = f"expected {want or 'a loss'}, got {got or 'nothing'}: {why}"
@@ -66,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came out for one lab."""
+    """The result for one lab."""
 
     lab: str
     rows: tuple[Row, ...]
@@ -102,17 +103,17 @@ def verify_lab(
     sandbox: bool = True,
     root: Path | None = None,
 ) -> Proof:
-    """Grades the bundled class of one lab and holds it against its docstrings.
+    """Grades the bundled class of one lab and compares the verdicts with the docstrings.
 
-    Submissions with different bugs are graded as one, which must lose what each of them loses and
-    no more; where it does not, they are graded again, one by one, and that is what counts.
+    Submissions with different bugs are combined into one, which must lose exactly the criteria that
+    its parts lose. If it does not, the parts are graded again one by one, and those results count.
 
     Args:
-        covering: only as many submissions as it takes for every criterion to be lost once and
-            passed once; what is left out is named.
+        covering: grade only a few submissions, which lose every criterion once and pass every
+            criterion once; the others are named in `left_out`.
         alone: grade every submission by itself.
-        sandbox: False runs the class, which is ours, without one.
-        root: the checkout; default: the one that this module lies in.
+        sandbox: False runs the class without a sandbox (the class is our own code).
+        root: the checkout; default: the course that `Course.find` finds.
     """
     lab, began = get_lab(name), time.monotonic()
     checkout = root or Course.find().root
@@ -149,7 +150,7 @@ def verify_lab(
 
 
 def matrix_table(proof: Proof) -> Table:
-    """The kill matrix, for a terminal: a sign per criterion, in the lab's order."""
+    """The kill matrix for a terminal: one symbol per criterion, in the lab's order."""
     names = [c.name for c in get_lab(proof.lab).criteria]
     table = Table(
         title=f"{proof.lab}: who loses what", caption="  ".join(names), box=box.SIMPLE_HEAD
@@ -193,13 +194,13 @@ def _row(lab: Lab, entry: ZooEntry, record: dict[str, Any]) -> Row:
 
 
 def find_problems(lab: Lab, entries: Sequence[ZooEntry], rows: Sequence[Row]) -> list[str]:
-    """What keeps the class and its results from being a proof."""
+    """The reasons why the class and its results are no proof; empty if they are a proof."""
     problems = [
         f"{row.name}: {criterion}: {text}"
         for row in rows
         for criterion, text in row.wrong().items()
     ]
-    # The starter's checks say what to do first, not what went wrong somewhere.
+    # The message of each check of the starter must say that the code is not written yet.
     problems += [
         f"starter: {criterion}: the check does not say what is to be written yet: {message[:200]}"
         for row in rows
@@ -224,9 +225,10 @@ def find_problems(lab: Lab, entries: Sequence[ZooEntry], rows: Sequence[Row]) ->
 
 
 def choose_covering(lab: Lab, entries: Sequence[ZooEntry]) -> list[ZooEntry]:
-    """Reference, starter, the first right one, and few wrong ones that lose every criterion.
+    """Reference, starter, one right submission, and a few wrong ones.
 
-    Criteria with extra points are left out: most machines cannot tell who loses them.
+    The wrong ones together lose every criterion. Criteria with extra points do not count, because
+    most machines lack the hardware to test them.
     """
     missing = {criterion.name for criterion in lab.criteria if not criterion.extra}
     right = [e for e in entries if not e.loses and e.name != "reference"][:1]

@@ -1,4 +1,4 @@
-"""The bundled class: wrong, unusual and right submissions, each a small change to the reference.
+"""The bundled class: wrong, unusual and right submissions, each a small change of the reference.
 
 tests/zoo/LAB/NAME.py is a percent script:
 
@@ -11,10 +11,13 @@ tests/zoo/LAB/NAME.py is a percent script:
     # %% replaces="task7_ddp"
     class DDP(nn.Module): ...
 
-A cell stands for the whole solution cell of that name; the other solution cells are the
-reference's. `loses:` takes `nothing` and `everything` too, `base: starter` takes the untouched
-lab, `class: example` puts it into the class that `make grade` shows, and `status:` lines say how
-a criterion is lost where WRONG is not the answer.
+A cell replaces the whole solution cell of that name; the other solution cells come from the
+reference. The docstring has these lines:
+
+- `loses:` lists criteria; also possible: `nothing`, `everything`.
+- `base: starter` (optional) takes the other solution cells from the untouched lab.
+- `class: example` (optional) puts the submission into the class that `make grade` shows.
+- `status:` (optional) names the exact status of a lost criterion; without it any loss will do.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from autograder.authoring.notebooks import COURSE_ROOT, build_notebook, release_
 from autograder.authoring.percent import BuildError, read_cells
 from autograder.criteria import get_lab
 
-MAX_COMBINED = 8  # of one submission, so that all its losses fit into its time
+MAX_COMBINED = 8  # parts of one submission, so that all its failing checks fit into its time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +45,14 @@ class ZooEntry:
 
     Attributes:
         name: the file's name; also the student's id.
-        docstring: what is special about it.
-        loses: the criteria that it must lose, and no other.
-        statuses: criterion -> status, for criteria of `loses` where the file says how.
+        docstring: what is special about the submission.
+        loses: the criteria that the submission must lose; it must pass all others.
+        statuses: criterion -> status, for criteria of `loses` with a `status:` line.
         in_example: whether it is in the class that `make grade` shows (`class: example`).
         notebook: what the student hands in.
-        replaced: the solution cells that are not the reference's, and what they hold instead.
-        base: where the other solution cells are from.
-        parts: the entries that it was combined from; empty for an entry that is a file.
+        replaced: name of a replaced solution cell -> its source.
+        base: where the other solution cells come from: "reference" or "starter".
+        parts: the entries that were combined into this one; empty for an entry that is a file.
     """
 
     name: str
@@ -70,7 +73,7 @@ class ZooEntry:
 
 
 def load_zoo(lab: str, *, root: Path = COURSE_ROOT) -> list[ZooEntry]:
-    """Every entry of a lab, in the order of their names.
+    """All entries of a lab, sorted by file name.
 
     Raises:
         BuildError: an entry names a cell or a criterion that the lab does not have, or has no
@@ -100,12 +103,12 @@ def write_class(
         lab: such as "lab1_ddp".
         dest: the folder that gets one folder per student.
         layout: "nbgrader" for DEST/NAME/LAB/LAB.ipynb, "flat" for DEST/NAME/LAB.ipynb.
-        only_example: leave out what is not in the example class.
-        entries: what to write; default: all of the lab's.
+        only_example: write only the entries of the example class.
+        entries: entries to write; default: all entries of the lab.
 
     Returns:
-        The notebooks, in the order of the students' names. A notebook that is there already with
-        the same content is not touched.
+        The paths of the notebooks, in the order of the entries. A notebook that already exists with
+        the same content is not written again.
     """
     if layout not in ("nbgrader", "flat"):
         raise ValueError(f"layout must be 'nbgrader' or 'flat', got {layout!r}")
@@ -168,10 +171,10 @@ def _load_entry(py: Path, lab: str, reference: NotebookNode, starter: NotebookNo
 
 
 def combine(entries: Sequence[ZooEntry]) -> list[ZooEntry]:
-    """Fewer submissions, each with the changes of several; every bug costs what it costs alone.
+    """Combines entries into fewer submissions, in which every bug costs the same as alone.
 
-    Those go together that change different cells of the reference and lose different criteria, and
-    right ones only with right ones.
+    Entries are combined if they change different cells of the reference and lose different
+    criteria. Right entries are combined with right entries only.
     """
     bins: list[list[ZooEntry]] = []
     alone = []
@@ -250,14 +253,14 @@ def _expectations(
 
 
 def _line(docstring: str, key: str) -> str:
-    """The value of a `key: value` line, with the lines that are indented or follow a comma."""
+    """The value of a `key: value` line; lines that are indented or follow a comma continue it."""
     pattern = rf"^{key}:[ \t]*((?:.*,[ \t]*\n)*.*(?:\n[ \t]+\S.*)*)"
     match = re.search(pattern, docstring, re.MULTILINE)
     return " ".join(match[1].split()) if match else ""
 
 
 def _without_markers(source: str) -> str:
-    """A solution as a student would have it, without nbgrader's BEGIN/END SOLUTION lines."""
+    """The solution without nbgrader's BEGIN/END SOLUTION lines, as a student would write it."""
     lines = source.split("\n")
     return "\n".join(
         line for line in lines if not re.match(r"\s*### (BEGIN|END) SOLUTION\s*$", line)

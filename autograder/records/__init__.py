@@ -1,1 +1,1 @@
-"""What was graded, by which version of the grader, and how far a class has come."""
+"""Records of what was graded, by which version of the grader, and of a class's progress."""

@@ -1,4 +1,4 @@
-"""Gradings that were finished, as the journal tells them."""
+"""Finished gradings, as read from the journal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Grading:
-    """One grading that was finished.
+    """One finished grading.
 
     Attributes:
-        key: what its record is filed under.
-        record: as `autograder grade --json` writes it.
-        seed_id: what its draws were made from; empty where nothing was run.
-        grader_version: of the grader that judged it; empty where nothing was run.
+        key: key of its record in the journal.
+        record: the record, as `autograder grade --json` writes it.
+        seed_id: the id from which its draws were made; empty if nothing was run.
+        grader_version: version of the grader that judged it; empty if nothing was run.
     """
 
     key: str
@@ -30,7 +30,7 @@ class Grading:
 
     @property
     def student(self) -> str:
-        """Who handed it in."""
+        """The student who handed the notebook in."""
         return self.record["student"]
 
     @property
@@ -40,9 +40,9 @@ class Grading:
 
 
 def read_history(course: Course) -> list[Grading]:
-    """Every grading that was finished, oldest first."""
+    """Every finished grading, oldest first."""
     found: list[Grading] = []
-    # key -> seed_id -> grader_version; the same bytes may have been graded for two at once
+    # key -> seed_id -> grader_version; two students' equal notebooks may be graded at the same time
     ran: dict[str, dict[str, str]] = {}
     for entry in Journal(course.journal_path).iter_records():
         key = str(entry.get("key", ""))
@@ -54,7 +54,7 @@ def read_history(course: Course) -> list[Grading]:
             own = [seed for seed in seeds if seed.startswith(f"{entry['record']['student']}:")]
             seed = own[-1] if own else list(seeds)[-1]
             grading = Grading(key, entry["record"], seed, seeds[seed])
-            if not grading.seed_id:  # filed a second time, under the key of its stand-in
+            if not grading.seed_id:  # `fill` files a record again, under the key of a stand-in file
                 same = (g for g in reversed(found) if g.record == grading.record and g.seed_id)
                 if twin := next(same, None):
                     grading = replace(twin)
@@ -63,7 +63,7 @@ def read_history(course: Course) -> list[Grading]:
 
 
 def latest(history: Iterable[Grading], lab: str, world_size: int) -> dict[str, Grading]:
-    """Student -> the last grading in a lab on so many ranks."""
+    """Student -> the last grading in a lab with this world size."""
     return {
         grading.student: grading
         for grading in history

@@ -1,9 +1,8 @@
-"""The append-only journal of verdicts: what makes a batch resumable, and a crash harmless.
+"""The append-only journal of verdicts: it makes a batch resumable, and a crash harmless.
 
 One JSON object per line. A line is written by one `write` under a lock and is on disk (fsync)
-before `append` returns, so several processes may write, and one that is killed loses at most
-the line that it had not finished. Such a torn line is skipped and reported by whoever reads,
-and never joined with the next one.
+before `append` returns. So several processes may write, and a process that is killed loses at most
+its unfinished line. Readers skip and report such a torn line, and the next line never continues it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """A journal file; it and its folder are made by the first `append`.
+    """A journal file; the first `append` makes the file and its folder.
 
     Attributes:
-        problems: what the last reading found wrong, one line each; empty if nothing.
+        problems: the problems that the last reading found, one line each.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,17 +30,17 @@ class Journal:
         self.problems: list[str] = []
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one record; it is on disk when this returns.
+        """Writes one record; the record is on disk when this method returns.
 
         Raises:
-            ValueError, TypeError: the record is not plain JSON (nan and inf are not).
-            OSError: it could not be written (a full disk); the journal is as it was before.
+            ValueError, TypeError: the record is not plain JSON (nan and inf are not JSON).
+            OSError: the record could not be written (a full disk); the journal is unchanged.
         """
         line = json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         with self._locked(os.O_RDWR | os.O_CREAT | os.O_APPEND, fcntl.LOCK_EX) as descriptor:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # a torn line stays alone
+                line = b"\n" + line  # ends the torn line before this one
             try:
                 if os.write(descriptor, line) != len(line):
                     raise OSError(f"{self.path}: only a part of the record could be written")
@@ -51,13 +50,13 @@ class Journal:
                 raise
 
     def iter_records(self) -> Iterator[Record]:
-        """All complete records, oldest first; `problems` then tells of lines that were skipped."""
+        """All complete records, oldest first; afterwards `problems` names the skipped lines."""
         yield from self._parsed(b"")
 
     def finished(self, key: str) -> Record | None:
-        """The last verdict on a submission, if it was graded to the end.
+        """The last record of a submission, if it was graded to the end.
 
-        That is ``entry["record"]`` of the last entry ``{"kind": "submission", "key": key,
+        This is ``entry["record"]`` of the last entry ``{"kind": "submission", "key": key,
         "record": …}``.
 
         Args:
@@ -71,7 +70,7 @@ class Journal:
         return last
 
     def all_finished(self) -> dict[str, Record]:
-        """Key -> what `finished` says, of all keys in one reading."""
+        """Key -> the record that `finished` returns, for all keys in one reading."""
         return {
             str(entry.get("key")): entry["record"]
             for entry in self._parsed(b'"submission"')
@@ -79,7 +78,7 @@ class Journal:
         }
 
     def _parsed(self, needle: bytes) -> Iterator[Record]:
-        """The records of the lines that hold `needle`; parsing is what takes time."""
+        """The records of the lines that contain `needle`; other lines are not parsed, for speed."""
         self.problems = []
         lines = self._read().split(b"\n")
         if torn := lines.pop():
@@ -115,8 +114,8 @@ class Journal:
         new = not self.path.exists()
         descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            # Held for one short write or read, so waiting for it needs no deadline; a process that
-            # dies gives it back.
+            # No deadline is needed: every process holds the lock for one short write or read only,
+            # and a process that dies releases it.
             fcntl.flock(descriptor, kind)
             if new:
                 _sync_folder(self.path.parent)
@@ -126,7 +125,7 @@ class Journal:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new file's name is on disk only when its folder is."""
+    """Syncs a folder to disk: a new file's name is on disk only after that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,9 @@
-"""`autograder status`: what a `grade` in another terminal is doing, or what became of it.
+"""`autograder status`: shows what a `grade` in a different terminal is doing, or how it ended.
 
-A grader notes in the journal whom it is going to grade (`batch`), whom it has finished (`done`)
-and that it is through (`batch_end`); `run` notes every attempt, verdict and failure of ours. The
-reader takes no lock and never writes, so whoever grades does not notice it.
+A grader notes in the journal which students it is going to grade (`batch`), which ones are finished
+(`done`) and that the batch has ended (`batch_end`). `submission.attempt.grade` notes every attempt,
+verdict and failure of the grader. The reader takes no lock and never writes, so it does not disturb
+the grader.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 from autograder.records.journal import Journal
 
 Record = dict[str, Any]
-MIN_RUN_S = 1.0  # less than that, nothing was run
-LAST_RUNS = 50  # of which the usual time is taken
+MIN_RUN_S = 1.0  # if grading took less time, nothing was run
+LAST_RUNS = 50  # the usual time is the mean of this many last runs
 
 
 # --- what the grader notes ----------------------------------------------------------------------
@@ -36,18 +37,18 @@ class Announcer:
         self._journal = Journal(journal)
 
     def begin(self, students: Sequence[str], known: Sequence[str], **about: Any) -> None:
-        """Notes who grades whom; `known` are those whom the journal knew already."""
+        """Notes a batch's students; `known` are those with a record in the journal already."""
         pid = os.getpid()
         self._note("batch", students=list(students), known=list(known), pid=pid, **about)
 
     def done(self, record: Mapping[str, Any]) -> None:
-        """Notes that a student's record is there."""
+        """Notes that a student's record exists."""
         infra = next((c for c in record["criteria"] if c["status"] == "INFRA"), None)
         why = {"message": infra["message"]} if infra else {}
         self._note("done", student=record["student"], lab=record["lab"], **why)
 
     def end(self, lab: str) -> None:
-        """Notes that the batch is through."""
+        """Notes that the batch has ended."""
         self._note("batch_end", lab=lab, pid=os.getpid())
 
     def _note(self, kind: str, **about: Any) -> None:
@@ -58,10 +59,13 @@ class Announcer:
 
 
 def birth(pid: int) -> str:
-    """When a process was started, in a form that only it has; empty if there is no such process."""
+    """The start time of a process, which distinguishes it from later processes with the same pid.
+
+    Empty if there is no such process.
+    """
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else rest[18]  # one that nobody has waited for is no more
+        return "" if state in "ZX" else rest[18]  # a zombie counts as ended
     except (OSError, IndexError):
         pass
     if Path("/proc/self/stat").exists():
@@ -78,14 +82,14 @@ def birth(pid: int) -> str:
 
 
 class Tail:
-    """Reads a journal that grows, without its lock: what is not a whole line yet comes later."""
+    """Reads a growing journal without its lock; an unfinished line is read the next time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._place, self._file = 0, (0, 0)
 
     def read(self) -> tuple[list[Record], bool]:
-        """The records that are new, and whether the file is another one and began anew."""
+        """The new records, and whether the file was replaced or cut, so that reading restarted."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -115,10 +119,10 @@ class Run:
     key: str = ""
     began: float = 0.0
     after: str = ""  # the criterion whose verdict came last
-    message: str = ""  # of our last failure
+    message: str = ""  # of the grader's last failure
 
     def at(self, criteria: Sequence[str]) -> str:
-        """What it is at: the check after the one that was judged last."""
+        """The current check: the one after the check that was judged last."""
         if self.state != "running":
             return ""
         place = criteria.index(self.after) + 1 if self.after in criteria else 0
@@ -149,18 +153,18 @@ class Batch:
         return sum(run.state in states for run in self.runs.values())
 
     def alive(self) -> bool | None:
-        """Whether the grader's process is there; None if it is another machine's."""
+        """Whether the grader's process is alive; None if it runs on a different machine."""
         if self.host != socket.gethostname():
             return None
         return bool(self.born) and birth(self.pid) == self.born
 
     def is_repeated_by(self, later: Batch) -> bool:
-        """Whether somebody of it is graded again in a later one."""
+        """Whether a later batch grades a student of this batch again."""
         same = (self.lab, self.world_size) == (later.lab, later.world_size)
         return same and not self.runs.keys().isdisjoint(later.runs)
 
     def left_s(self, now: float) -> float | None:
-        """Seconds until all are graded, as far as can be told."""
+        """Estimated seconds until all are graded; None if there is nothing to estimate from."""
         if not self.usual or self.ended is not None or self.alive() is False:
             return None
         usual = statistics.fmean(self.usual)
@@ -171,7 +175,7 @@ class Batch:
 
 
 class Progress:
-    """All batches of a journal, as its entries come."""
+    """All batches of a journal, built from its entries one by one."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -179,7 +183,7 @@ class Progress:
         self._usual: dict[str, list[float]] = {}
 
     def feed(self, entries: Iterator[Record] | Sequence[Record]) -> None:
-        """Takes in entries, oldest first; what they lack or have too much does no harm."""
+        """Processes entries, oldest first; ignores malformed ones and unknown fields."""
         for entry in entries:
             take = getattr(self, f"_take_{entry.get('kind')}", None)
             if take is not None:
@@ -189,7 +193,7 @@ class Progress:
                     take(entry)
 
     def shown(self, lab: str | None = None) -> list[Batch]:
-        """The last batch, and every other one that is still being graded."""
+        """The last batch, and every earlier batch that is still being graded."""
         mine = [batch for batch in self.batches if lab in (None, batch.lab)]
         busy = [
             batch
@@ -244,7 +248,7 @@ class Progress:
     def _take_infra(self, entry: Record) -> None:
         if run := self._run(entry["lab"], entry["student"]):
             run.message = str(entry["message"])
-            run.state = str(entry.get("state", run.state))  # a job that was lost waits again
+            run.state = str(entry.get("state", run.state))  # "waiting" again after a lost job
 
     def _take_submission(self, entry: Record) -> None:
         record = entry["record"]
@@ -262,7 +266,7 @@ class Progress:
             run.message = str(entry.get("message", ""))
 
     def _run(self, lab: str, student: str) -> Run | None:
-        """The student's run in the last batch of this lab that has him and is not through."""
+        """The student's run in the last unfinished batch of this lab that has the student."""
         for batch in reversed(self.batches):
             if batch.lab == lab and student in batch.runs and batch.ended is None:
                 return batch.runs[student]

@@ -1,4 +1,4 @@
-"""How `autograder status` shows what it has read: as text for a terminal, or as JSON."""
+"""The output of `autograder status`: text for a terminal, or JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MAX_NAMES = 12
 
 
 class Status:
-    """What a course's journal tells, read again at every `refresh`."""
+    """The batches of a course's journal; every `refresh` reads the new entries."""
 
     def __init__(self, course: Course, lab: str | None = None) -> None:
         self.course, self.lab = course, lab
         self._tail, self._progress = Tail(course.journal_path), Progress()
 
     def refresh(self) -> list[Batch]:
-        """The batches to show, as they are now."""
+        """The batches to show, with their current state."""
         entries, anew = self._tail.read()
         if anew:
             self._progress = Progress()
@@ -38,7 +38,7 @@ class Status:
         return shown
 
     def view(self, batches: Sequence[Batch], now: float) -> RenderableType:
-        """For a terminal."""
+        """The batches as text for a terminal."""
         if batches:
             return Group(*(_view(batch, now) for batch in batches))
         which = f" of {self.lab}" if self.lab else ""
@@ -49,7 +49,7 @@ class Status:
 
 
 def watch(status: Status, console: Console, every_s: float, clock: Callable[[], float]) -> None:
-    """Shows it anew every so often, until nobody grades any more."""
+    """Shows the status every `every_s` seconds, until no grader is at work."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
             batches = status.refresh()
@@ -60,7 +60,7 @@ def watch(status: Status, console: Console, every_s: float, clock: Callable[[], 
 
 
 def to_json(batches: Sequence[Batch], now: float) -> list[dict[str, Any]]:
-    """The same for a program."""
+    """The batches as JSON, for a program."""
     return [
         {
             "lab": batch.lab,
@@ -122,7 +122,7 @@ def _view(batch: Batch, now: float) -> RenderableType:
 
 
 def _who(batch: Batch, now: float) -> Text:
-    """Who is grading, for how long, and for how long still."""
+    """Which process is grading, since when, and how long it will still take."""
     alive, who = batch.alive(), f"process {batch.pid} on {clean(batch.host)}"
     took = _clock((batch.ended or now) - batch.began)
     if batch.ended is not None:

@@ -1,9 +1,9 @@
-"""Which version of the grader a verdict is from, and the key of one grading.
+"""The version of the grader that gave a verdict, and the key of one grading.
 
-What a lab's verdicts depend on is read off the folders: those of the grader that see a submission,
-the lab's own criteria with what they share, and every part of minidist that these or the master
-notebook import. An edited criterion, referee or kernel grades again; an edited report does not, and
-neither does what belongs to another lab.
+A lab's verdicts depend on these files: the grader's folders that handle submissions, the criteria
+of the lab with the modules that criteria share, and every part of minidist that any of these files
+or the master notebook imports. If a criterion, the referee or the kernel is edited, submissions are
+graded again. An edited report, or an edited criterion of a different lab, changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import minidist
 
-# What a submission goes through, as files and folders of this package.
+# The files and folders of this package that handle a submission.
 _SEEN_BY_SUBMISSIONS = (
     "__init__.py",
     "box",
@@ -47,14 +47,15 @@ def submission_key(sha256: str, lab: str, world_size: int, grader_version: str) 
 
 @functools.cache
 def grader_version(lab: str, *also: bytes, code: bytes = b"") -> str:
-    """A short hash of all our code that can change a verdict of a lab, and of torch's version.
+    """A short hash of all our code that can change a lab's verdicts.
 
-    Computed once per process, like the code that it stands for.
+    The versions of Python and torch are part of the hash. It is cached, because a process loads
+    the code only once, too.
 
     Args:
         lab: name of the lab.
-        also: further bytes that matter, such as the master notebook's.
-        code: of the master notebook: what it imports of minidist counts, too.
+        also: further bytes that matter, such as those of the master notebook.
+        code: code of the master notebook; the parts of minidist that it imports count too.
     """
     digest = hashlib.sha256()
     for name, content in graded_by(lab, code).items():
@@ -68,7 +69,7 @@ def grader_version(lab: str, *also: bytes, code: bytes = b"") -> str:
 
 
 def graded_by(lab: str, code: bytes = b"") -> dict[str, bytes]:
-    """Every file of ours that a lab's verdicts depend on: name below our packages -> content."""
+    """Every file of autograder and minidist that a lab's verdicts depend on: name -> content."""
     ours, lib = Path(__file__).parents[1], Path(minidist.__file__).parent
 
     def places(source: bytes) -> Iterator[Path]:

@@ -1,1 +1,1 @@
-"""The judge: outside the ranks, trusted, never run with student code."""
+"""The referee, which judges answers: trusted, in a different process than student code."""

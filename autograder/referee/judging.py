@@ -1,4 +1,4 @@
-"""Judging, within bounds: answers come from a stranger's ranks, and anything may be in them."""
+"""Judges answers within a time limit, because the answers of untrusted ranks may hold anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from autograder.criteria.criterion import Case, Criterion, Finding
 
-MAX_CPU_S = 60.0  # an honest answer takes a fiftieth of it
+MAX_CPU_S = 60.0  # judging an honest answer takes a fiftieth of this
 
 
 class _TooLong(Exception):
@@ -19,15 +19,16 @@ class _TooLong(Exception):
 
 
 def judge(criterion: Criterion, case: Case, max_cpu_s: float = MAX_CPU_S) -> list[Finding]:
-    """What is wrong with the answers; an answer that cannot be judged is wrong.
+    """Findings about what is wrong with the answers; an answer that cannot be judged is wrong.
 
     Args:
-        max_cpu_s: seconds of this process's processor time, so that a machine which stalls costs
-            nobody a point. Not enforced outside the main thread (practice, on one's own machine).
+        max_cpu_s: limit in seconds of this process's CPU time. CPU time is used so that nobody
+            loses a point on a machine that stalls. Not enforced outside the main thread (the
+            practice referee on a student's machine).
     """
     try:
         with _limited(max_cpu_s):
-            return [_checked(finding, case.world_size) for finding in _findings(criterion, case)]
+            return [_checked(finding, case.world_size) for finding in criterion.findings(case)]
     except _TooLong:
         return [Finding(f"the answer cannot be judged: that took more than {max_cpu_s:g} s")]
     except Exception as error:
@@ -35,26 +36,18 @@ def judge(criterion: Criterion, case: Case, max_cpu_s: float = MAX_CPU_S) -> lis
         return [Finding(f"the answer cannot be judged ({type(error).__name__}: {error})")]
 
 
-def _findings(criterion: Criterion, case: Case) -> list[Finding]:
-    """What holds for every criterion, then its own judge."""
-    if criterion.between_ranks and case.world_size == 1:
-        return []
-    if case.trace is not None and case.trace.faults:
-        # Collectives that do not match have no time and no traffic that could be judged.
-        hint = f". {criterion.fault_hint}" if criterion.fault_hint else ""
-        return [Finding(f"{fault}{hint}") for fault in case.trace.faults]
-    return criterion.judge(case)
-
-
 def _checked(finding: Finding, world_size: int) -> Finding:
-    """One that is about all ranks if its number is no rank's: it may come from an answer."""
+    """The finding, attributed to all ranks if its rank number does not exist.
+
+    A judge may have read the number from an untrusted answer.
+    """
     known = finding.rank is None or finding.rank in range(world_size)
     return finding if known else Finding(finding.message)
 
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raises _TooLong inside once so much processor time is used, and each second thereafter."""
+    """Raises _TooLong in the body after this much CPU time, and after each further CPU second."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

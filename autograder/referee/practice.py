@@ -1,7 +1,7 @@
-"""The student's own referee: the same criteria with public seeds, at once.
+"""The practice referee on a student's machine: the same criteria as in grading, with public seeds.
 
 `python -m autograder.referee.practice PATH --world-size N` opens a check when a rank asks for
-one, tells rank 0 the verdict, and ends with its ranks. `inside/probe.py` starts it.
+it, tells rank 0 the verdict, and ends when its ranks have gone. `inside/probe.py` starts it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PracticeReferee(Referee):
 
     @property
     def connected(self) -> bool:
-        """Whether any rank is."""
+        """Whether any rank is connected."""
         return bool(self._connections)
 
     def _ask(self, rank: int, name: object) -> Message:
@@ -46,7 +46,7 @@ class PracticeReferee(Referee):
         return super()._ask(rank, name)
 
     def _open_for(self, rank: int, name: str) -> None:
-        """Opens `name` unless it is open already and this rank has not asked for it yet."""
+        """Opens the check `name`, unless it is open and this rank has not asked for it yet."""
         with self._changed:
             opened = self._open
             if opened and self._is_complete(opened):  # rank 0 is about to be told the verdict
@@ -54,8 +54,8 @@ class PracticeReferee(Referee):
                     lambda: self._open is not opened, timeout=opened.criterion.deadline_s
                 )
                 opened = self._open
-            # A rank that is answering waits for the others, so one that asks again, or for another
-            # check, has given the open one up.
+            # A rank that has answered waits for the other ranks. So a rank that asks again, or asks
+            # for a different check, has given up the open check.
             if opened and opened.criterion.name == name and rank not in opened.asked:
                 return
             try:
@@ -68,14 +68,14 @@ class PracticeReferee(Referee):
         return all(map(opened.has_heard, range(self.world_size)))
 
     def _reply(self, opened: OpenCheck, rank: int) -> Message:
-        """Waits until all ranks have answered; rank 0 is told the verdict."""
+        """Waits until all ranks have answered, then tells rank 0 the verdict."""
         criterion = opened.criterion
         with self._changed:
             self._changed.wait_for(
                 lambda: (
                     self._is_complete(opened)
                     or self._open is not opened
-                    or self._gone  # a rank that has not come yet (a script) is not one that left
+                    or self._gone  # only ranks that left; not ranks of a script still to connect
                 ),
                 timeout=criterion.deadline_s,
             )
@@ -91,7 +91,7 @@ class PracticeReferee(Referee):
 
 
 def lab_of(name: str) -> Lab:
-    """The lab that has a criterion of this name, with the points of the course around us.
+    """The lab that has a criterion of this name, with the points of the current course.
 
     Raises:
         ValueError: no lab has one.
@@ -99,12 +99,12 @@ def lab_of(name: str) -> Lab:
     lab, _ = find_criterion(name)
     try:
         return Course.find().lab(lab.name)
-    except CourseError:  # a notebook by itself
+    except CourseError:  # a notebook outside a course
         return lab
 
 
 def main() -> None:
-    """Serves until its ranks have gone, or for a while if none came."""
+    """Serves until all ranks have gone, or for a while if no rank connects."""
     parser = argparse.ArgumentParser(prog="autograder.referee.practice", description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--world-size", type=int, required=True)
@@ -129,7 +129,7 @@ def main() -> None:
     finally:
         referee.stop()
         with contextlib.suppress(OSError):
-            options.path.parent.rmdir()  # only if it is empty: a plain script's own folder
+            options.path.parent.rmdir()  # removes an empty folder only: that of a plain script
 
 
 if __name__ == "__main__":

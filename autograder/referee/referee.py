@@ -1,9 +1,9 @@
 """The referee: trusted, outside the ranks. Draws inputs, receives every rank's answer, judges.
 
-A submission's ranks reach it over one unix socket, each with one connection for checks and one
-for the emulated cluster, whose broker belongs to the referee. The grader says which check is
-open; an answer to anything else is refused. What the ranks print, raise or claim about
-themselves is never evidence. At a student's desk, `practice.py` has one that opens checks itself.
+A submission's ranks connect over one unix socket. Each rank has one connection for checks and one
+for the emulated cluster, whose broker belongs to the referee. The grader says which check is open;
+an answer to any other check does not count. What the ranks print, raise or claim about themselves
+is never evidence. At a student's desk, the referee of `practice.py` opens checks itself.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from minidist.kernel.cell import printable
 HELLO_DEADLINE_S = 20.0
 ANSWER_DEADLINE_S = 60.0
 MAX_MESSAGE_CHARS = 6000
-# What a rank may send through the emulated cluster at once, and all of them in a check. It is kept
-# until the check is judged, up to five times. Honest work takes an eighth of it on three ranks.
+# Limits for the emulated cluster: bytes of one payload, and of all ranks together in one check.
+# Payloads are kept until the check is judged, up to five times. Honest work needs an eighth of the
+# limits on three ranks.
 MAX_PAYLOAD_BYTES = 1 << 26
 MAX_SESSION_BYTES = 1 << 28
-MAX_SESSION_EVENTS = 5_000  # replaying takes longer than in proportion to them
+MAX_SESSION_EVENTS = 5_000  # the time to replay events grows faster than their number
 _REASONS = {
     Status.TIMEOUT: "no answer before the deadline",
     Status.RANK_LOST: "the process ended before it answered",
@@ -50,8 +51,8 @@ _REASONS = {
     Status.STUDENT_ERROR: "the code raised",
     Status.WRONG: "no answer",
 }
-# The worst of the ranks' statuses is the criterion's, in this order. BLOCKED comes first: without
-# that rank the others had nobody to work with.
+# The criterion gets the worst status of its ranks, in this order. BLOCKED comes first, because
+# the other ranks could not work without the blocked rank.
 _WORST = (
     Status.BLOCKED, Status.RANK_LOST, Status.TIMEOUT, Status.STUDENT_ERROR, Status.WRONG,
     Status.NOT_RUN,
@@ -59,7 +60,10 @@ _WORST = (
 
 
 def draw_for(key: bytes, lab: str, criterion: str, attempt: str, world_size: int) -> Draw:
-    """Secret draws: 128 bits of HMAC-SHA256(course key; lab, criterion, attempt, purpose)."""
+    """Secret draws: seeds are 128 bits of an HMAC-SHA256.
+
+    Its key is the course key; its text is lab, criterion, attempt, world size and purpose.
+    """
 
     def seed(purpose: str) -> int:
         text = "\0".join((lab, criterion, attempt, str(world_size), purpose))
@@ -70,7 +74,7 @@ def draw_for(key: bytes, lab: str, criterion: str, attempt: str, world_size: int
 
 @dataclass
 class OpenCheck:
-    """The check that is being answered."""
+    """The check that ranks may answer now."""
 
     case: int
     criterion: Criterion
@@ -79,10 +83,10 @@ class OpenCheck:
     asked: set[int] = field(default_factory=set)
     answers: dict[int, Values] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    blocked: dict[int, str] = field(default_factory=dict)  # of a criterion with extra points only
+    blocked: dict[int, str] = field(default_factory=dict)  # only for criteria with extra points
 
     def has_heard(self, rank: int) -> bool:
-        """Whether `rank` has answered in some way."""
+        """Whether `rank` has sent an answer, an error or a missing-hardware message."""
         return rank in self.answers or rank in self.errors or rank in self.blocked
 
 
@@ -90,7 +94,7 @@ class Referee:
     """Serves one submission's ranks.
 
     Args:
-        path: of the unix socket, bound here before any rank starts.
+        path: path of the unix socket; the constructor binds it, before any rank starts.
         world_size: number of ranks.
         draw: makes the draws of a criterion.
     """
@@ -102,9 +106,9 @@ class Referee:
         self._open: OpenCheck | None = None
         self._cases = 0
         self._connections: dict[tuple[str, int], socket.socket] = {}
-        self._gone: set[int] = set()  # ranks that were here and have hung up
+        self._gone: set[int] = set()  # ranks that were connected and have disconnected
         self._stopped = False
-        self._greeting = threading.BoundedSemaphore(8 * world_size)  # connections without a name
+        self._greeting = threading.BoundedSemaphore(8 * world_size)  # connections before a hello
         self.broker = Broker(
             world_size, keep_payloads=True, max_payload_bytes=MAX_PAYLOAD_BYTES,
             max_session_bytes=MAX_SESSION_BYTES, max_session_events=MAX_SESSION_EVENTS,
@@ -131,18 +135,18 @@ class Referee:
     def close(
         self, missing: Status, reason: str = "", ranks: dict[int, Status] | None = None
     ) -> Verdict:
-        """Ends the open check and judges what came.
+        """Ends the open check and judges the answers.
 
         Args:
             missing: the status of a rank that did not answer.
-            reason: why, in words for the student (the kernel's diagnosis).
-            ranks: where the kernel knows more about a rank that did not answer.
+            reason: why a rank did not answer, in words for the student (the kernel's diagnosis).
+            ranks: rank -> status, for ranks without an answer of which the kernel knows more.
         """
         with self._changed:
             opened, self._open = self._open, None
             assert opened is not None, "close() without open()"
             criterion = opened.criterion
-            # Before anybody may open the next check, whose session would be ended in its place.
+            # End the session under the lock: after the next open(), this would end the new session.
             trace = self.broker.end() if criterion.world == "emulated" else None
             self._changed.notify_all()
         statuses, notes = [], []
@@ -178,7 +182,7 @@ class Referee:
     def _explain_silence(
         self, statuses: list[Status], spoke: set[int], reason: str
     ) -> list[Finding]:
-        """Why ranks did not answer; what the kernel said comes first and once."""
+        """Findings on why ranks did not answer; the first one is `reason`, if there is a reason."""
         notes: list[Finding] = []
         for status in _WORST:
             silent = [r for r, s in enumerate(statuses) if s == status and r not in spoke]
@@ -188,13 +192,13 @@ class Referee:
         return notes
 
     def new_ranks(self) -> None:
-        """Forgets the connections of ranks that are gone; new ones may connect."""
+        """Drops the connections of the old ranks, so that new ranks may connect."""
         with self._changed:
             connections, self._connections = self._connections, {}
             self._gone.clear()
         for (channel, rank), sock in connections.items():
             if channel == "broker":
-                self.broker.detach(rank)  # the broker's to close: it still watches the descriptor
+                self.broker.detach(rank)  # the broker still watches the socket, so it closes it
             else:
                 _close(sock)
 
@@ -244,7 +248,7 @@ class Referee:
             self._serve(rank, sock)
 
     def _hello(self, sock: socket.socket) -> tuple[str, int]:
-        """Which rank it is, and for what; nothing else is accepted as a first message."""
+        """Reads the first message, which must be a hello; returns channel and rank."""
         sock.settimeout(HELLO_DEADLINE_S)
         hello = receive(sock, max_array_bytes=0)
         rank, channel = hello.fields.get("rank"), hello.fields.get("channel")
@@ -253,7 +257,7 @@ class Referee:
         if channel not in ("check", "broker"):
             raise ProtocolError(f"there is no channel {channel!r}")
         with self._changed:
-            # The broker drops what is broken without a word.
+            # The broker drops broken connections without telling the referee.
             here = channel == "check" or rank in self.broker.attached()
             if here and (channel, rank) in self._connections:
                 raise ProtocolError(f"rank {rank} is already connected for {channel}")
@@ -319,7 +323,7 @@ class Referee:
         return self._reply(opened, rank)
 
     def _reply(self, opened: OpenCheck, rank: int) -> Message:
-        """What a rank is told that has answered the open check."""
+        """The reply to a rank that has answered the open check."""
         return Message("noted")
 
 
@@ -328,7 +332,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _message(findings: list[Finding], world_size: int, limit: int = 4) -> str:
-    """The findings as lines, the same one on several ranks once."""
+    """The findings as lines; equal findings of several ranks share one line."""
     where: dict[str, list[int]] = {}
     for finding in findings:
         where.setdefault(finding.message, []).extend([] if finding.rank is None else [finding.rank])

@@ -1,1 +1,1 @@
-"""Verdicts that changed, and cases judged again without running a submission."""
+"""Compares verdicts before and after grading again, and replays graded notebooks."""

@@ -1,4 +1,4 @@
-"""Grading again: whose scores have changed."""
+"""Grading again: which students' scores have changed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NOTHING = "–"  # the criterion was not there
 
 @dataclass(frozen=True)
 class Change:
-    """What is different between two gradings of one student.
+    """The differences between two gradings of one student.
 
     Attributes:
-        criteria: criterion -> (status, points) before and after, for those that differ.
-        cause: what else is different between the two.
+        criteria: criterion -> (status, points) before and after, for criteria that differ.
+        cause: why the gradings differ: a new notebook, a changed grader, and so on.
     """
 
     student: str
@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Regrading:
-    """What there was before a class is graded, to be compared with what there is then."""
+    """The gradings before and after a class is graded, for comparison."""
 
     class_run: ClassRun
 
@@ -48,12 +48,12 @@ class Regrading:
 
     @cached_property
     def now(self) -> Mapping[str, Grading]:
-        """Student -> the last grading, once the class is graded."""
+        """Student -> the last grading; read this only after the class was graded."""
         run = self.class_run
         return latest(read_history(run.course), run.lab_name, run.world_size)
 
     def show(self, records: Sequence[Record], console: Console) -> None:
-        """Says whose score has changed, if anybody was graded before and again now."""
+        """Prints whose verdicts have changed, if any record differs from the one before."""
         again = {r["student"] for r in records} & self.before.keys()
         now = self.now
         if not any(now[name].record != self.before[name].record for name in again):
@@ -66,7 +66,7 @@ class Regrading:
         console.print(summary(changes, len(again)), markup=False, highlight=False)
 
     def whole_class(self, records: Sequence[Record]) -> list[Record]:
-        """Every student's last record of a class in which only `records` are new."""
+        """The last record of every student of the class; `records` replace older ones."""
         run = self.class_run
         students = last_class(run.course, run.lab_name, run.world_size)
         by_student = {name: g.record for name, g in self.now.items() if name in students}
@@ -141,7 +141,7 @@ def _sign(status: str) -> str:
 
 
 def summary(changes: Sequence[Change], graded_before: int) -> str:
-    """One line: how many of those who were graded before have another score now."""
+    """One line: how many of the students who were graded before have a different score now."""
     scores = sum(change.score[0] != change.score[1] for change in changes)
     verdicts = len(changes) - scores
     also = f"; {verdicts} with other verdicts but the same score" if verdicts else ""

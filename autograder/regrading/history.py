@@ -1,4 +1,4 @@
-"""What the journal tells of gradings that were finished: for replay, regrading and reports."""
+"""Finds finished gradings in the journal, for replay, regrading and reports."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from autograder.records.journal import Journal
 from autograder.submission.intake import Submission
 
 Record = dict[str, Any]
-MIN_PREFIX = 6  # characters of a record's key that name it
+MIN_PREFIX = 6  # shortest accepted beginning of a record's key, in characters
 
 
 def find_grading(history: Sequence[Grading], name: str, lab: str | None = None) -> Grading:
     """The last grading of a student, or the one whose key begins with `name`.
 
     Raises:
-        ValueError: there is none, or `name` could mean several.
+        ValueError: there is no such grading, or `name` could mean several.
     """
     inside = [g for g in history if lab in (None, g.lab)]
     by_student = [g for g in inside if g.student == name]
@@ -43,7 +43,10 @@ def find_grading(history: Sequence[Grading], name: str, lab: str | None = None) 
 
 
 def last_class(course: Course, lab: str, world_size: int) -> set[str]:
-    """The students of the last batch in a lab that was not a few of them graded again."""
+    """The students of the lab's last full batch.
+
+    Batches that only regraded some students (`grade --student`) do not count.
+    """
     students: set[str] = set()
     for entry in Journal(course.journal_path).iter_records():
         where = (entry.get("lab"), entry.get("world_size"))
@@ -59,7 +62,7 @@ def choose(submissions: Sequence[Submission], students: Sequence[str]) -> list[S
     """The submissions of these students.
 
     Raises:
-        ValueError: one of them has none here.
+        ValueError: a student has no submission here.
     """
     here = {submission.student for submission in submissions}
     if unknown := [name for name in students if name not in here]:
@@ -72,10 +75,10 @@ def choose(submissions: Sequence[Submission], students: Sequence[str]) -> list[S
 def handed_in_before(
     history: Sequence[Grading], lab: str, students: Sequence[str]
 ) -> list[Submission]:
-    """The last graded submissions of these students, whatever their files are called.
+    """The submissions of these students that were graded last, whatever the file names are.
 
     Raises:
-        ValueError: one of them was never graded.
+        ValueError: a student was never graded in this lab, or a file no longer exists.
     """
     paths: dict[str, Any] = {g.student: g.record["submission"] for g in history if g.lab == lab}
     if unknown := [name for name in students if name not in paths]:

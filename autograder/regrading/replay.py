@@ -1,7 +1,7 @@
-"""`autograder replay`: the same notebook with the same draws again, held against its record.
+"""`autograder replay`: runs a graded notebook again with the same draws and compares the verdicts.
 
-What is run is the notebook as it was graded (build/executed), so a file that was handed in anew
-since then changes nothing. Nothing is written to the journal or the gradebook.
+Replay runs the notebook as it was graded (build/executed), so a file that was handed in later
+changes nothing. Nothing is written to the journal or the gradebook.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autograder.records.version import grader_version
 from autograder.submission.attempt import run_once
 from autograder.submission.class_run import ClassRun
 
-NOTHING = "–"  # the criterion is not there
+NOTHING = "–"  # shown if a criterion does not exist
 
 
 @dataclass(frozen=True)
 class Row:
-    """One criterion: how it ended then and now; `NOTHING` where it is not there."""
+    """One criterion's status in the record and in the replay; `NOTHING` if it does not exist."""
 
     name: str
     then: str
@@ -47,11 +47,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of it.
+    """The result of a replay.
 
     Attributes:
         rows: one per criterion.
-        remarks: what a difference may come from, one line each.
+        remarks: possible causes of a difference, one line each.
     """
 
     grading: Grading
@@ -71,11 +71,11 @@ def replay(
 
     Args:
         sandboxed: run in the box.
-        keep: where the notebook as it was run now is written.
+        keep: path where the notebook of this run is written.
 
     Raises:
-        CourseError: what was run is no longer there.
-        InfrastructureError: our own failure.
+        CourseError: the notebook that was graded no longer exists.
+        InfrastructureError: the grader's own failure.
     """
     torch.set_num_threads(1)  # as when it was graded
     record = grading.record
@@ -91,7 +91,7 @@ def replay(
 
 
 def _notebook(grading: Grading, class_run: ClassRun) -> NotebookNode:
-    """What was run, without what came of it."""
+    """The notebook that was graded, without outputs and verdicts."""
     path = class_run.executed_path(grading.key)
     if path.is_file():
         notebook = nbformat.read(path, as_version=4)
@@ -111,7 +111,7 @@ def _notebook(grading: Grading, class_run: ClassRun) -> NotebookNode:
 
 
 def _read_again(grading: Grading, class_run: ClassRun) -> tuple[Row, ...]:
-    """A file that could not be graded: nothing is run, but it can be read again."""
+    """The rows for a file that could not be graded: the file is read again, and nothing is run."""
     path = Path(grading.record["submission"])
     intake = class_run.read(path)
     now = str(Status.INVALID) if intake.notebook is None else "a notebook"
@@ -174,7 +174,7 @@ def _status(status: str) -> Text:
 
 
 def explain(result: Replay) -> list[str]:
-    """What to read below the table: messages of what differs, then remarks and the verdict."""
+    """The lines below the table: messages of criteria that differ, remarks, and a summary."""
     lines = []
     for row in result.rows:
         if not row.agrees:

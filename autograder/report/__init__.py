@@ -1,1 +1,1 @@
-"""What a person reads of a graded class."""
+"""Reports on a graded class, for people."""

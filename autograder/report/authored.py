@@ -1,4 +1,4 @@
-"""What of a notebook its author wrote, as plain Python."""
+"""The part of a notebook that its author wrote, as plain Python."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autograder.course.course import Course
 from autograder.submission.intake import read_submission
 
 _SOLUTION = re.compile(r"^[ \t]*### (?:BEGIN|END) SOLUTION[ \t]*$", re.MULTILINE)
-# `%magic`, `!command`, `?help`, `help?` in a line of their own; also `x = %magic`, `x = !command`.
-# Nothing is tried twice: a line may be long.
+# `%magic`, `!command`, `?help`, `help?` on a separate line; also `x = %magic`, `x = !command`.
+# Possessive quantifiers avoid backtracking, because a line may be long.
 _MAGIC = re.compile(
     r"^([ \t]*+(?:[\w.,][\w., \t]*+=[ \t]*+(?=[%!]))?)([%!?].*|[\w.]++\?{1,2}[ \t]*$)",
     re.MULTILINE,
@@ -24,25 +24,28 @@ _MAGIC = re.compile(
 def read_class(
     course: Course, lab: str, submissions: Sequence[tuple[str, Path]]
 ) -> dict[str, NotebookNode]:
-    """Student -> what intake makes of the file, for those whose file is a notebook."""
+    """Student -> the notebook that intake reads, without students whose file is invalid."""
     master = course.master(lab)
     read = {name: read_submission(path, master).notebook for name, path in submissions}
     return {name: notebook for name, notebook in read.items() if notebook is not None}
 
 
 def is_given(cell: NotebookNode) -> bool:
-    """Whether a cell is the master's: locked, or graded without being an answer."""
+    """Whether the master provides the cell: it is locked or graded, and not a solution cell."""
     nbgrader = cell.metadata.get("nbgrader", {})
     return bool(nbgrader.get("grade") or nbgrader.get("locked")) and not nbgrader.get("solution")
 
 
 def name_of(cell: NotebookNode) -> str:
-    """nbgrader's id of a cell; empty for a cell that the author added."""
+    """nbgrader's grade_id of a cell; empty for a cell that the author added."""
     return str(cell.metadata.get("nbgrader", {}).get("grade_id") or "")
 
 
 def code_of(source: str) -> str:
-    """Plain Python, line for line: a script that a cell writes is code too, magics become calls.
+    """Plain Python with the same number of lines.
+
+    Leading cell magics become empty lines, so the script of a %%writefile cell counts as code. If
+    the rest is not Python, other magics become calls.
 
     >>> code_of("%%rank 0\\n%%writefile a.py\\nx = 1\\n!ls 'a b'\\ny = %pwd\\nx?")
     '\\n\\nx = 1\\nmagic("!ls \\'a b\\'")\\ny = magic(\\'%pwd\\')\\nmagic(\\'x?\\')'
@@ -51,12 +54,12 @@ def code_of(source: str) -> str:
     for number, line in enumerate(lines):
         if line.strip() and not line.lstrip().startswith("%%"):
             break
-        lines[number] = ""  # %%rank 0 above %%writefile
+        lines[number] = ""  # several may come first, such as %%rank 0 above %%writefile
     source = _SOLUTION.sub("", "\n".join(lines))
     try:
         ast.parse(source)
-    except SyntaxError:  # perhaps for its magics
+    except SyntaxError:  # perhaps because of magics
         return _MAGIC.sub(lambda m: f"{m[1]}magic({m[2]!r})", source)
-    except Exception:  # source of a stranger: too deep, or with odd characters
+    except Exception:  # untrusted source: too deep, or with odd characters
         pass
     return source

@@ -1,6 +1,6 @@
-"""What came out, as one page of HTML for the instructor: no scripts, nothing from elsewhere.
+"""The results of a class as one HTML page for the instructor, without scripts or external assets.
 
-Its texts come in part from submissions; all of them go through `_esc`.
+Some texts come from submissions; every text goes through `_esc`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def write_html(
     suspicious: Sequence[Sequence[str]] = (),
     left_out: Sequence[Record] = (),
 ) -> None:
-    """One page without scripts or external assets: summary, matrix, and messages per student.
+    """Writes one page without scripts or external assets: summary, matrix, messages per student.
 
     Args:
         similar: rows of `similar.rows`.
         suspicious: rows of `suspicious.rows`.
-        left_out: records of `report.left_out_of`.
+        left_out: records of `terminal.left_out_of`.
     """
     labs = ", ".join(sorted({clean(r["lab"]) for r in records})) or "no submissions"
     ranks = ", ".join(sorted({str(r["world_size"]) for r in records}))
@@ -107,7 +107,7 @@ def _slowest(records: Sequence[Record]) -> str:
 def _bars(
     title: str, what: str, value: str, rows: Sequence[tuple[str, str, float]], top: float = 0
 ) -> str:
-    """A bar chart that is a table."""
+    """A bar chart, made as an HTML table."""
     if not rows:
         return f"<section class=card><h2>{title}</h2><p class=sub>none</p></section>"
     top = max([top, *(size for *_, size in rows)]) or 1
@@ -149,7 +149,7 @@ def _matrix(records: Sequence[Record]) -> str:
 
 
 def _left_out(records: Sequence[Record]) -> str:
-    """Folders of the class in which there is nothing to grade."""
+    """The folders of the class that hold no submission; empty if there are none."""
     if not records:
         return ""
     body = "".join(
@@ -165,7 +165,7 @@ def _left_out(records: Sequence[Record]) -> str:
 
 
 def _suspicious(rows: Sequence[Sequence[str]]) -> str:
-    """Evidence for a person; nothing where there is none."""
+    """Evidence that a person should look at; empty if there is none."""
     if not rows:
         return ""
     body = "".join(
@@ -182,7 +182,7 @@ def _suspicious(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _similar(rows: Sequence[Sequence[str]]) -> str:
-    """Near-identical submissions; nothing where there are none."""
+    """Near-identical submissions; empty if there are none."""
     if not rows:
         return ""
     body = "".join(
@@ -219,7 +219,7 @@ def _details(record: Record, number: int) -> str:
     missed = [c for c in record["criteria"] if c["status"] != "PASS"]
     passed = [c["name"] for c in record["criteria"] if c["status"] == "PASS"]
     groups: dict[tuple[str, ...], list[Record]] = {}
-    for criterion in missed:  # what is the same for several is said once
+    for criterion in missed:  # criteria with equal status and message share one row
         ranks = (r["status"] for r in criterion["ranks"])
         key = (criterion["status"], clean(criterion["message"]), *ranks)
         groups.setdefault(key, []).append(criterion)
@@ -242,7 +242,7 @@ def _details(record: Record, number: int) -> str:
 
 
 def _finding(criteria: Sequence[Record], whole: bool) -> str:
-    """A row for criteria that ended alike; `whole`: they are all that there are."""
+    """A row for criteria with equal results; `whole`: these are all criteria of the lab."""
     status, message = criteria[0]["status"], clean(criteria[0]["message"])
     names = "<br>".join(
         f"<b>{_esc(c['name'])}</b> <small>{_esc(_points(c))}</small>" for c in criteria

@@ -1,8 +1,8 @@
-"""HTML of a submission as a page may show it: text and structure, nothing that runs.
+"""Cleans a submission's HTML for display: keeps text and structure, removes everything that runs.
 
-Named in nbgrader_config.py as nbconvert's filters. Feedback and formgrader show what a student
-wrote and what student code displayed; a script in there would run as whoever opens the page, and
-in formgrader that is the instructor, with the right to change every grade.
+nbgrader_config.py names these functions as nbconvert's filters. Feedback and formgrader show what a
+student wrote and what student code displayed. A script in there would run with the rights of the
+person who opens the page; in formgrader this is the instructor, who may change every grade.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ATTRIBUTES = {
 }
 
 
-# Cleaning takes seconds for a MiB, and the square of how deep tags are nested.
+# Cleaning takes seconds per MiB, and its time grows with the square of the nesting depth of tags.
 MAX_HTML_CHARS = 1_000_000
 MAX_DEPTH = 100
-# What a page shows of a notebook: characters of a cell, of all cells, and of rich output.
+# How much of a notebook a page shows: characters of a cell, of all cells, and of rich output.
 MAX_CELL_CHARS = 20_000
 MAX_CODE_CHARS = 300_000
 MAX_RICH_CHARS = 3_000_000
@@ -45,7 +45,7 @@ _RICH = ("text/html", "text/markdown", "text/latex", "image/svg+xml")
 
 
 def _allowed(tag: str, name: str, value: str) -> bool:
-    if name == "src":  # a picture from elsewhere would tell its owner who opened the page, and when
+    if name == "src":  # an external picture's server would learn who opened the page, and when
         return tag == "img" and value.startswith(("data:image/png;", "data:image/jpeg;"))
     if name == "href" and re.sub(r"[\x00-\x20\x7f-\xa0]", "", value).lower().startswith("data:"):
         return False
@@ -53,7 +53,7 @@ def _allowed(tag: str, name: str, value: str) -> bool:
 
 
 def clean(html: str | bytes) -> str:
-    """The HTML with every other tag and attribute shown as text or left out.
+    """The HTML with allowed tags and attributes only; other tags are shown as text.
 
     >>> clean('<b onclick="x()">a</b><script>b</script><img src="http://x/y.png">')
     '<b>a</b>&lt;script&gt;b&lt;/script&gt;<img>'
@@ -67,7 +67,7 @@ def clean(html: str | bytes) -> str:
 
 
 def _depth(text: str) -> int:
-    """How deep tags are nested at most, if each that has to be closed is.
+    """The greatest nesting depth of tags; a tag counts as open until it is closed.
 
     >>> _depth("<b><i>x</i><br>"), _depth("<td>" * 3), _depth("a < b")
     (2, 3, 0)
@@ -79,14 +79,14 @@ def _depth(text: str) -> int:
             opened[name] += 1
             depth += 1
             deepest = max(deepest, depth)
-        elif closing and opened[name]:  # one that closes nothing changes nothing
+        elif closing and opened[name]:  # ignores a closing tag without an open one
             opened[name] -= 1
             depth -= 1
     return deepest
 
 
 def shorten(notebook: NotebookNode) -> None:
-    """Leaves as much of a graded notebook as a page can show: one must not hold up a class."""
+    """Cuts a graded notebook to what a page can show, so that one notebook cannot delay a class."""
     code, rich = MAX_CODE_CHARS, MAX_RICH_CHARS
     for cell in notebook.cells:
         room = min(MAX_CELL_CHARS, code)

@@ -1,14 +1,14 @@
-"""Near-identical submissions: something for a person to look at, never a verdict.
+"""Finds near-identical submissions: something for a person to look at, never a verdict.
 
-Two notebooks are compared by what their authors wrote: the template's cells, comments, layout and
-the names that an author chose are left out. What is left is cut into runs of tokens, and two
-notebooks are as similar as the share of runs that the shorter one has in common with the other.
+Two notebooks are compared by what their authors wrote. The template's cells, comments, layout and
+the names that an author chose are left out. The rest is cut into runs of tokens. The similarity of
+two notebooks is the share of the shorter one's runs that the longer one has, too.
 
     for param in self.module.parameters():   # all of them      for v in self.v.parameters():
         dist.all_reduce(param.grad)                       ->         dist.all_reduce(v.grad)
 
-Short tasks have few right answers, so a high share is a reason to read both, and no proof. Runs
-that many of a class have are taken for the task's own idiom and do not count.
+Short tasks have few right answers, so a high share is a reason to read both, but no proof. If many
+students of a class have a run, it belongs to the task's idiom and does not count.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from nbformat import NotebookNode
 from autograder.course.course import Course
 from autograder.report.authored import code_of, is_given, name_of
 
-RUN = 8  # tokens in a row
-MIN_RUNS = 60  # a notebook with less of its own is too short to be compared
-NEAR = 0.85  # share of runs in common from which two are shown
-COMMON = 0.25  # runs that more of a class have do not count, …
-MIN_COMMON = 6  # … if these are at least so many submissions
-MAX_ROWS = 200  # of the report
-MAX_CHARS = 200_000  # of a notebook's own code; more is cut off
+RUN = 8  # number of consecutive tokens in a run
+MIN_RUNS = 60  # a notebook with fewer runs is too short to be compared
+NEAR = 0.85  # pairs are shown from this share of common runs on
+# A run does not count if more than this share of the class, and more than this number of
+# submissions, have it.
+COMMON = 0.25
+MIN_COMMON = 6
+MAX_ROWS = 200  # rows in the report
+MAX_CHARS = 200_000  # of a notebook's code cells; the rest is not compared
 _LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENCODING, tokenize.ENDMARKER,
@@ -47,14 +49,15 @@ _KEPT = frozenset({*keyword.kwlist, *dir(builtins), "self"})
 
 @dataclass(frozen=True)
 class Pair:
-    """Two that are near-identical.
+    """Two near-identical notebooks.
 
     Attributes:
         one: a student.
-        other: another student, or what is known of the course's own answers.
-        share: runs of tokens in common, of the shorter one's; 0 to 1.
-        cells: tasks that are the same in both but for names, comments and layout.
-        ours: whether the other one is the course's own.
+        other: a different student, or the name of one of the course's own answers.
+        share: share of common runs, 0 to 1: of the shorter notebook's runs, or of the student's
+            runs if `ours`.
+        cells: tasks that are equal in both except for names, comments and layout.
+        ours: whether `other` is one of the course's own answers.
     """
 
     one: str
@@ -66,7 +69,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class _Work:
-    """What is left of a notebook: runs of all of its cells, and the tokens of each task's."""
+    """The compared part of a notebook: runs of all code cells, and the tokens of each task cell."""
 
     runs: frozenset[int]
     cells: Mapping[str, tuple[str, ...]]
@@ -79,12 +82,12 @@ def find_similar(
     *,
     near: float = NEAR,
 ) -> list[Pair]:
-    """Pairs of students, and students and the course's own answers, the most similar first.
+    """Near-identical pairs, the most similar first: two students, or a student and our answer.
 
     Args:
-        notebooks: student -> what `intake` made of the submission.
-        master: the lab as it was released.
-        ours: name -> solution, or another right answer.
+        notebooks: student -> the submission as `intake` read it.
+        master: the released lab.
+        ours: name -> the course's solution, or a different right answer.
     """
     template = _read(master, own=False)
     works = {name: _read(notebook, own=True) for name, notebook in notebooks.items()}
@@ -96,7 +99,7 @@ def find_similar(
     for one, other in combinations(sorted(works), 2):
         pairs.append(_pair(one, works[one], other, works[other], template))
     for one, work in sorted(works.items()):
-        # Its many variants are all alike: the nearest of ours says it.
+        # Our answers are variants of one solution, so only the most similar one is named.
         each = [_pair(one, work, n, k, template, True) for n, k in known.items() if k.runs]
         pairs += [max(each, key=lambda pair: pair.share)] if each else []
     found = [pair for pair in pairs if pair.share >= near]
@@ -104,12 +107,12 @@ def find_similar(
 
 
 def similar_in_class(course: Course, lab: str, notebooks: Mapping[str, NotebookNode]) -> list[Pair]:
-    """`find_similar` for a class as `read_class` reads it."""
+    """`find_similar` for the notebooks of a class, from `read_class`."""
     return find_similar(notebooks, course.master(lab), course_answers(course.root, lab))
 
 
 def rows(pairs: Sequence[Pair]) -> list[tuple[str, str, str, str]]:
-    """A line per pair for the report: one, the other, share, cells that are the same."""
+    """One row per pair for the report: one, other, share, equal cells."""
     shown = [
         (pair.one, pair.other, f"{100 * pair.share:.0f} %", ", ".join(pair.cells))
         for pair in pairs[:MAX_ROWS]
@@ -120,7 +123,7 @@ def rows(pairs: Sequence[Pair]) -> list[tuple[str, str, str, str]]:
 
 
 def course_answers(root: Path, lab: str) -> dict[str, NotebookNode]:
-    """The lab's solution and the right ones of the bundled class, as far as they are here."""
+    """The lab's solution and the right submissions of the bundled class, if they exist here."""
     from autograder.authoring.percent import BuildError
     from autograder.proof.zoo import load_zoo
 
@@ -141,7 +144,7 @@ def _pair(
     one: str, work: _Work, other: str, its: _Work, template: _Work, ours: bool = False
 ) -> Pair:
     share = len(work.runs & its.runs) / max(1, min(len(work.runs), len(its.runs)))
-    if ours:  # of ours, a whole answer is there: what counts is how much of the student's is in it
+    if ours:  # our answer is complete: what counts is how much of the student's work is in it
         share = len(work.runs & its.runs) / max(1, len(work.runs))
     cells = tuple(
         name
@@ -154,7 +157,7 @@ def _pair(
 
 
 def _common(works: Collection[_Work], template: frozenset[int]) -> frozenset[int]:
-    """Runs that are the template's, or the idiom of a task: many have them."""
+    """Runs of the template, and runs that many submissions have (the idiom of a task)."""
     count = Counter(run for work in works for run in work.runs)
     many = max(MIN_COMMON, COMMON * len(works))
     return template | {run for run, number in count.items() if number > many}
@@ -168,7 +171,7 @@ def _without(work: _Work, common: frozenset[int]) -> _Work:
 
 
 def _read(notebook: NotebookNode, *, own: bool) -> _Work:
-    """Tokens and runs of the code cells; `own` leaves out what the master gives and locks."""
+    """Tokens and runs of the code cells; `own` leaves out the cells that the master provides."""
     runs: set[int] = set()
     cells: dict[str, tuple[str, ...]] = {}
     left = MAX_CHARS
@@ -195,7 +198,7 @@ def _chosen_names(sources: Sequence[str]) -> frozenset[str]:
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue  # then only layout and comments are left out
+            continue  # names that only this cell defines then stay
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
@@ -211,9 +214,9 @@ def _chosen_names(sources: Sequence[str]) -> frozenset[str]:
 
 
 def _tokens(source: str, chosen: frozenset[str]) -> Iterator[str]:
-    """Names, numbers, strings and signs, with every chosen name as `v`; docstrings are comments."""
+    """Tokens without comments, docstrings and layout, and with `v` for every chosen name."""
     reader = io.StringIO(source).readline
-    begins = True  # of a statement, where a string alone says nothing
+    begins = True  # at the beginning of a statement, where a string is a docstring
     with contextlib.suppress(tokenize.TokenError, SyntaxError, IndentationError):
         for token in tokenize.generate_tokens(reader):
             if token.type in _LAYOUT:

@@ -1,10 +1,10 @@
-"""What a person should look at in a submission: evidence with its line, never a verdict.
+"""Finds what a person should look at in a submission: evidence with its line, never a verdict.
 
-Names and strings that the author of a notebook used and that the course's own solution of the same
-task does without: a ready-made class of torch's where the task is to write one, or tools for
-looking around in the process, the machine and the grader. Both may have good reasons, and whoever
-wants to hide can write such names in another way: what is found is worth a question, what is not
-found proves nothing.
+Evidence is a name or string that the notebook uses and the course's own solution of the same task
+does not. Examples are a ready-made class of torch if the task is to write one, and tools to inspect
+the process, the machine or the grader. There may be good reasons to use these, and an author who
+wants to hide can write such names in a different way. So a finding is worth a question, and no
+finding proves nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autograder.course.course import Course
 from autograder.criteria.criterion import Status
 from autograder.report.authored import code_of, is_given, name_of
 
-MAX_ROWS = 200  # of the report
+MAX_ROWS = 200  # rows in the report
 MAX_PER_STUDENT = 8
-MAX_CHARS = 300_000  # of a notebook that are looked at
+MAX_CHARS = 300_000  # characters of a notebook that are searched
 _READY_MADE = """
     DistributedDataParallel Reducer DataParallel FullyShardedDataParallel fully_shard
     ZeroRedundancyOptimizer GradScaler DistributedSampler PostLocalSGDOptimizer powerSGD_hook
@@ -47,10 +47,10 @@ class Evidence:
     """One thing to look at.
 
     Attributes:
-        student: who handed it in.
-        task: the cell; "own cell" for one that the author added, empty for the whole notebook.
-        line: in that cell, from 1; 0 for none.
-        what: in words.
+        student: the student who handed the notebook in.
+        task: the cell; "own cell" for a cell that the author added, empty for the whole notebook.
+        line: line in this cell, from 1; 0 if there is no line.
+        what: description in words.
     """
 
     student: str
@@ -60,10 +60,10 @@ class Evidence:
 
 
 def find_evidence(student: str, notebook: NotebookNode, solution: NotebookNode) -> list[Evidence]:
-    """What to look at in a notebook that intake has read, in the order of its cells.
+    """The evidence in a notebook that intake has read, in the order of its cells.
 
     Args:
-        solution: the course's own; what it uses in a task, students may use there, too.
+        solution: the course's solution; students may use in a task what the solution uses there.
     """
     usual = {
         name_of(cell): set(_traces(cell.source))
@@ -82,7 +82,7 @@ def find_evidence(student: str, notebook: NotebookNode, solution: NotebookNode) 
             found.insert(0, Evidence(student, "", 0, what))
             break
         left -= len(cell.source)
-        # A cell of the author's own may hold what belongs to any task.
+        # A cell that the author added may use what the solution uses in any task.
         allowed = usual.get(name, everywhere)
         for what, line in _traces(cell.source).items():
             if what not in allowed:
@@ -91,7 +91,7 @@ def find_evidence(student: str, notebook: NotebookNode, solution: NotebookNode) 
 
 
 def evidence_in_record(record: Mapping[str, Any]) -> list[Evidence]:
-    """What the verdicts themselves say: processes that ended in checks of a working submission."""
+    """Evidence in the verdicts: ranks that ended during checks of a submission with points."""
     lost = [c["name"] for c in record["criteria"] if c["status"] == Status.RANK_LOST]
     if not lost or not record["score"]:
         return []
@@ -106,10 +106,10 @@ def suspicious_in_class(
     notebooks: Mapping[str, NotebookNode],
     records: Sequence[Mapping[str, Any]],
 ) -> list[Evidence]:
-    """Evidence for all students of a class; nothing where the course has no solution.
+    """Evidence for all students of a class; empty if the course has no solution here.
 
     Args:
-        notebooks: as `read_class` reads them.
+        notebooks: student -> notebook, from `read_class`.
     """
     path = course.root / "solutions" / lab / f"{lab}.ipynb"
     if not path.is_file():
@@ -124,7 +124,7 @@ def suspicious_in_class(
 
 
 def rows(evidence: Sequence[Evidence]) -> list[tuple[str, str, str]]:
-    """A line for each in the report: student, where, what."""
+    """One row per piece of evidence for the report: student, where, what."""
     shown = [
         (e.student, f"{e.task}, line {e.line}" if e.line else e.task, e.what)
         for e in evidence[:MAX_ROWS]
@@ -135,10 +135,10 @@ def rows(evidence: Sequence[Evidence]) -> list[tuple[str, str, str]]:
 
 
 def _traces(source: str) -> dict[str, int]:
-    """What of the lists above is in the code, in words, with the first line that has it."""
+    """Description -> first line, for everything in the code that is in the lists above."""
     try:
         tree = ast.parse(code_of(source))
-    except Exception:  # source of a stranger: too deep, too odd or no Python at all
+    except Exception:  # untrusted source: too deep, with odd characters, or not Python
         return {}
     found: dict[str, int] = {}
     for node in ast.walk(tree):

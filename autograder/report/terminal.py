@@ -1,7 +1,7 @@
-"""What came out, for people: a table in the terminal and a CSV; `page.py` has the page.
+"""The results of a class as a table in the terminal and as CSV; `page.py` writes the HTML page.
 
-All take grading records (the JSON of ``autograder grade --json``). Their texts come in part from
-submissions, so nothing of them reaches a terminal, a spreadsheet or a browser as more than text.
+The input is grading records (the JSON of ``autograder grade --json``). Some of their texts come
+from submissions, so all texts are made safe for a terminal, a spreadsheet and a browser.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NOT_GRADED = frozenset({"INVALID", "INFRA"})
 
 
 def left_out_of(folders: Mapping[Path, str], lab: str) -> list[Record]:
-    """A record without score and criteria for each folder of a class that holds nothing to grade.
+    """A record without score and criteria for each folder of a class without a submission.
 
     Args:
-        folders: folder -> why.
+        folders: folder -> reason.
     """
     return [
         {"submission": str(folder), "student": clean(folder.name), "lab": lab, "score": None,
@@ -40,7 +40,7 @@ def left_out_of(folders: Mapping[Path, str], lab: str) -> list[Record]:
 
 
 def reason(record: Record) -> str:
-    """One line on why points are missing; empty when none are."""
+    """One line on why points are missing; empty if no points are missing."""
     missed = [c for c in record["criteria"] if is_missed(c)]
     if not missed:
         return ""
@@ -54,7 +54,7 @@ def reason(record: Record) -> str:
 
 
 def rich_table(records: Sequence[Record]) -> Table:
-    """The class on a terminal of 100 columns: one line per submission."""
+    """A table for a terminal of 100 columns: one line per submission."""
     labs = sorted({f"{clean(r['lab'])} on {r['world_size']} ranks" for r in records})
     table = Table(
         title=", ".join(labs), box=box.SIMPLE_HEAD, expand=True, title_style="bold", pad_edge=False
@@ -92,7 +92,7 @@ def rich_table(records: Sequence[Record]) -> Table:
 
 
 def write_csv(records: Sequence[Record], path: Path) -> None:
-    """One row per submission; per criterion its points and its status."""
+    """Writes one row per submission, with points and status of each criterion."""
     names = criteria_of(records)
     head = ["student", "submission", "lab", "world_size", "score", "max_score", "seconds"]
     head += ["sandboxed", "reason", *names, *(f"{name} status" for name in names)]
@@ -114,34 +114,34 @@ def write_csv(records: Sequence[Record], path: Path) -> None:
 
 
 def criteria_of(records: Sequence[Record]) -> list[str]:
-    """Names of all criteria, in the order in which they first come up."""
+    """Names of all criteria, in the order in which they first occur."""
     return list(dict.fromkeys(c["name"] for r in records for c in r["criteria"]))
 
 
 def share_of(record: Record) -> float:
-    """Score over what can be had; above 1 with extra points, 0 where there is no score."""
+    """Score divided by maximum score; above 1 with extra points, 0 if there is no score."""
     return (record["score"] or 0.0) / record["max_score"] if record["max_score"] else 0.0
 
 
 def score_of(record: Record) -> str:
-    """Whom the grader has failed has no score."""
+    """Score and maximum score as text; "–" if there is no score (INFRA)."""
     score = "–" if record["score"] is None else f"{record['score']:g}"
     return f"{score} / {record['max_score']:g}"
 
 
 def is_missed(criterion: Record) -> bool:
-    """Whether it cost points; extra ones cost none."""
+    """Whether the criterion cost points; one with extra points never does."""
     return criterion["status"] not in _NOT_MISSED and not criterion.get("extra")
 
 
 def why_ungraded(record: Record) -> str:
-    """INVALID or INFRA when that is all there is, else empty."""
+    """INVALID or INFRA if all criteria have this status, else empty."""
     statuses = {c["status"] for c in record["criteria"]}
     return statuses.pop() if len(statuses) == 1 and statuses <= _NOT_GRADED else ""
 
 
 def was_boxed(record: Record) -> bool:
-    """Whether what ran, ran in the sandbox; nothing of an invalid notebook runs."""
+    """Whether no code ran outside the sandbox; an invalid notebook runs no code."""
     return bool(record["sandboxed"]) or why_ungraded(record) == "INVALID"
 
 

@@ -1,1 +1,1 @@
-"""One submission, from its file to its verdicts."""
+"""Grades one submission, from its file to its verdicts."""

@@ -1,4 +1,4 @@
-"""One submission: box + kernel + papermill + referee -> verdicts -> a record."""
+"""Grades one submission: box + kernel + papermill + referee -> verdicts -> a record."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from autograder.submission.intake import Submission, sha256_of
 from autograder.submission.scratch import scratch_folder
 
 INFRA_TRIES = 3
-INFRA_BACKOFF_S = 2.0  # the wait after a first failure of ours; it doubles
+INFRA_BACKOFF_S = 2.0  # wait after the grader's first failure; doubles with each further failure
 Record = dict[str, Any]
 
 
 def grade(submission: Submission, class_run: ClassRun) -> Record:
-    """Grades one submission; whatever it does, a record comes back.
+    """Grades one submission; returns a record whatever the submission does.
 
-    What the journal has for the same bytes, lab, world size and grader is not run again.
+    If the journal has a record of the same bytes, lab, world size and grader, nothing is run.
     """
-    torch.set_num_threads(1)  # the oracle's models are small, and the cores belong to the ranks
+    torch.set_num_threads(1)  # judging uses small models, and the ranks need the cores
     known = known_record(submission, class_run)
     if known is not None:
         return known
@@ -57,7 +57,7 @@ def grade(submission: Submission, class_run: ClassRun) -> Record:
     entry = {"key": key, "seed_id": seed_id, "grader_version": grader_version(lab.name)}
 
     def note(verdict: Verdict, seconds: float) -> None:
-        """On disk before the next cell runs."""
+        """Writes a verdict to the journal; it is on disk before the next cell runs."""
         kind = {"kind": "verdict", "seconds": round(seconds, 3)}
         journal.append(entry | kind | verdict.record())
 
@@ -75,7 +75,7 @@ def grade(submission: Submission, class_run: ClassRun) -> Record:
         else:
             record = _record(submission, class_run, verdicts, began, class_run.sandboxed)
             return _filed(submission, class_run, journal, key, record)
-        with contextlib.suppress(OSError):  # on a full disk the record alone says it
+        with contextlib.suppress(OSError):  # on a full disk only the record tells of the failure
             journal.append(about | {"kind": "infra", "time": time.time(), "message": reason})
         if number < INFRA_TRIES:
             back_off(number)
@@ -85,14 +85,18 @@ def grade(submission: Submission, class_run: ClassRun) -> Record:
 
 
 def back_off(failures: int) -> None:
-    """Waits after that many failures of ours in a row: what was short may be there again."""
+    """Waits after this many failures of the grader in a row, in case a resource was short."""
     time.sleep(INFRA_BACKOFF_S * 2 ** (failures - 1))
 
 
 def _filed(
     submission: Submission, class_run: ClassRun, journal: Journal, key: str, record: Record
 ) -> Record:
-    """The record, which is in the journal now; on a full disk our failure, and graded again."""
+    """Writes the record to the journal and returns it.
+
+    If the journal cannot be written (a full disk), returns an INFRA record instead, so that the
+    submission is graded again.
+    """
     try:
         journal.append({"kind": "submission", "key": key, "record": record})
     except OSError as error:
@@ -107,10 +111,11 @@ def known_record(
     """The journal's record of the same bytes, lab, world size and grader, if there is one.
 
     Args:
-        last: student -> last grading, as `history.latest` has it; where the student's is another
-            one, the journal gets this as his. The same bytes may be somebody else's, or those of
-            an earlier version.
-        finished: `Journal.all_finished`, where many are asked for: the journal is long.
+        last: student -> last grading, from `grading.latest`. If the student's last grading is a
+            different one, the found record is journalled as this student's. This happens if
+            somebody else handed in the same bytes, or the student handed in an earlier version.
+        finished: `Journal.all_finished`, for callers that ask for many records: reading the
+            journal is slow.
     """
     if class_run.again:
         return None
@@ -120,23 +125,23 @@ def known_record(
         return None
     blocked = any(c["status"] == Status.BLOCKED for c in known["criteria"])
     if blocked and num_gpus() > known.get("num_gpus", 0):
-        return None  # graded where something was missing that may be here
+        return None  # the machine that graded it had too few GPUs; this machine has more
     invalid = all(c["status"] == Status.INVALID for c in known["criteria"])
     if not invalid and not class_run.executed_path(key).is_file():
         return None
-    # The same notebook may have been handed in by somebody else, and points may be others now.
+    # Somebody else may have handed in the same notebook, and points may have changed since.
     found = known | {"submission": str(submission.path.absolute()), "student": submission.student}
     found = _with_points(found, class_run.lab)
     own = last.get(submission.student) if last is not None else None
     is_last = own is not None and (own.key, own.record["criteria"]) == (key, found["criteria"])
     if found["criteria"] != known["criteria"] or (last is not None and not is_last):
-        with contextlib.suppress(OSError):  # on a full disk it is noted the next time
+        with contextlib.suppress(OSError):  # on a full disk the next grading writes it
             journal.append({"kind": "submission", "key": key, "record": found})
     return found
 
 
 def _with_points(record: Record, lab: Lab) -> Record:
-    """A record at what its criteria are worth now; each gives all of its points or none."""
+    """The record with the criteria's current points; each criterion gives all of them or none."""
     worth = {criterion.name: criterion.points for criterion in lab.criteria}
     criteria = [
         c | {"points": worth[c["name"]] if c["status"] == Status.PASS else 0.0}
@@ -149,7 +154,10 @@ def _with_points(record: Record, lab: Lab) -> Record:
 def not_graded(
     submission: Submission, class_run: ClassRun, reason: str, began: float | None = None
 ) -> Record:
-    """A record of our own failure, without points; not journalled, so that it is tried again."""
+    """A record of the grader's failure (INFRA), without points.
+
+    The record is not journalled, so that the submission is graded again.
+    """
     verdicts = _all(class_run.lab, Status.INFRA, reason)
     began = time.monotonic() if began is None else began
     record = _record(submission, class_run, verdicts, began, class_run.sandboxed)
@@ -164,15 +172,15 @@ def run_once(
     executed: Path,
     note: Callable[[Verdict, float], None],
 ) -> list[Verdict]:
-    """Runs a notebook that intake has read, and has it judged; nothing is journalled here.
+    """Runs a notebook that intake has read; returns the verdicts and writes no journal entry.
 
     Args:
-        seed_id: the same one gives the same draws, as long as course key and criteria are the same.
-        executed: where the notebook as it was run goes.
-        note: told each verdict, and how long its cell took in seconds, before the next cell runs.
+        seed_id: the same seed_id gives the same draws, if course key and criteria are the same.
+        executed: path where the executed notebook is written.
+        note: called with each verdict and its cell's time in seconds, before the next cell runs.
 
     Raises:
-        InfrastructureError: our own failure.
+        InfrastructureError: the grader's own failure.
     """
     lab = class_run.lab
     if torch.cuda.device_count():
@@ -181,7 +189,7 @@ def run_once(
 
 
 class _Attempt:
-    """One try: everything that it makes is gone when it returns."""
+    """One try at grading; its temporary files and processes are gone when `run` returns."""
 
     def __init__(
         self, lab: Lab, class_run: ClassRun, seed_id: str, note: Callable[[Verdict, float], None]
@@ -195,7 +203,7 @@ class _Attempt:
     def _run(self, notebook: NotebookNode, executed: Path, folder: Path) -> list[Verdict]:
         run_dir, front_dir = folder / "r", folder / "f"
         run_dir.mkdir(mode=0o700)
-        front_dir.mkdir(mode=0o700)  # the notebook's side of the front; not in the box
+        front_dir.mkdir(mode=0o700)  # files of the kernel's front, outside the box
         referee = Referee(run_dir / "referee.sock", self.class_run.world_size, self._draw)
         wall = None
         try:
@@ -206,7 +214,7 @@ class _Attempt:
                 prefix = [*(wall.prefix if wall else ()), *prefix]
             launcher = {"prefix": prefix, "env": box.env, "run_dir": str(run_dir)}
             launcher["client"] = os.getpid()
-            launcher["fixed_ranks"] = True  # the referee knows those that the engine asks for
+            launcher["fixed_ranks"] = True  # only the engine may ask for fresh ranks, no cell
             if not box.sandboxed:
                 launcher["cwd"] = box.cwd
             (front_dir / "launcher.json").write_text(json.dumps(launcher))
@@ -219,7 +227,7 @@ class _Attempt:
             )  # fmt: skip
             source, output = front_dir / "in.ipynb", front_dir / "out.ipynb"
             nbformat.write(notebook, source)
-            # That a cell raised, papermill says after all of them have run.
+            # papermill raises this only after all cells have run.
             with contextlib.suppress(PapermillExecutionError):
                 papermill.execute_notebook(
                     source, output, engine_name="referee", kernel_name="torchrun-2",
@@ -240,7 +248,7 @@ class _Attempt:
         env = {
             "MINIDIST_REFEREE": str(referee.path),
             "MINIDIST_RANK_INIT": "autograder.inside.probe:attach",
-            # Imported once by the launcher, not by every rank: the first DDP needs torch._dynamo.
+            # The launcher imports these once, so ranks need not: the first DDP needs torch._dynamo.
             "MINIDIST_PRELOAD": ",".join(
                 ("torch._dynamo", "matplotlib.pyplot", f"autograder.criteria.{self.lab.name}")
             ),
@@ -253,9 +261,9 @@ class _Attempt:
 
 
 def _keep(output: Path, session: Session, executed: Path) -> None:
-    """Saves the run notebook with every check cell's verdict in its metadata."""
+    """Saves the executed notebook, with each check's verdict in the metadata of its cell."""
     notebook = nbformat.read(output, as_version=4)
-    # papermill puts markers of its own before a cell that failed
+    # papermill inserts marker cells before a cell that failed
     notebook.cells = [
         c for c in notebook.cells if "minidist" in c.metadata or c.cell_type != "code"
     ]
@@ -306,7 +314,7 @@ def _record(
 
 
 def _scores(criteria: list[dict[str, Any]]) -> dict[str, float]:
-    """Extra points come on top; full marks need none of them."""
+    """Score and maximum score; the maximum does not include extra points, the score does."""
     return {
         "score": sum(c["points"] for c in criteria),
         "max_score": sum(c["max_points"] for c in criteria if not c.get("extra")),

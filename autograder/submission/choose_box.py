@@ -1,4 +1,4 @@
-"""Whether a submission is graded in a sandbox here."""
+"""Decides whether submissions are graded in a sandbox on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ def choose_sandbox(trusted: bool, bundled: bool) -> bool:
     """Whether to grade in the sandbox.
 
     Raises:
-        CourseError: there is none here, and the submissions are neither ours nor trusted.
+        CourseError: this machine has no sandbox, and the submissions are neither bundled with the
+            course nor trusted.
     """
     support = probe_support()
     if support.works:

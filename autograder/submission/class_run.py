@@ -1,4 +1,4 @@
-"""How a class is graded in one lab, and what that takes, read once and handed on."""
+"""How a class is graded in one lab, with lab, master and history, which are read once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from autograder.submission.intake import Intake, read_submission
 
 @dataclass(frozen=True)
 class ClassRun:
-    """How a class is graded, and what that takes.
+    """How a class is graded in one lab; lab, master, history and version are read once.
 
     Args:
         course: where files and key are.
         lab_name: name of the lab.
         world_size: number of ranks.
-        sandboxed: run in the box; without it nothing holds a submission back.
-        again: run also what the journal has a record of.
+        sandboxed: run in the box; without the box nothing restricts a submission.
+        again: also run submissions that have a record in the journal.
     """
 
     course: Course
@@ -39,12 +39,12 @@ class ClassRun:
 
     @cached_property
     def lab(self) -> Lab:
-        """With the points and limits that the course sets."""
+        """The lab, with the points and limits that the course sets."""
         return self.course.lab(self.lab_name)
 
     @cached_property
     def master(self) -> NotebookNode:
-        """The notebook that students were given; not to be changed."""
+        """The notebook that students were given; callers must not change it."""
         return self.course.master(self.lab_name)
 
     @property
@@ -54,35 +54,35 @@ class ClassRun:
 
     @cached_property
     def history(self) -> list[Grading]:
-        """What the journal told when it was first asked, oldest first."""
+        """All finished gradings, oldest first; the journal is read at the first access only."""
         return read_history(self.course)
 
     @cached_property
     def before(self) -> Mapping[str, Grading]:
-        """Student -> the last grading in this lab on so many ranks, as of `history`."""
+        """Student -> the last grading in `history` with this lab and world size."""
         return latest(self.history, self.lab_name, self.world_size)
 
     @cached_property
     def version(self) -> str:
-        """Of all that can change a verdict: our code, the master, the limits."""
+        """Version of all that can change a verdict: the grader's code, the master, the limits."""
         code = "\n".join(cell.source for cell in self.master.cells if cell.cell_type == "code")
         limits = repr(self.lab.limits).encode()
         return grader_version(self.lab_name, _what_matters(self.master), limits, code=code.encode())
 
     def read(self, path: Path) -> Intake:
-        """The submission, with the master's locked cells put back."""
+        """Reads a submission and puts the master's locked cells back."""
         return read_submission(path, self.master)
 
     def key_of(self, sha256: str) -> str:
-        """What a record is filed under: the file's bytes, lab, world size and version."""
+        """The key of a record, made from the file's bytes, lab, world size and version."""
         return submission_key(sha256, self.lab_name, self.world_size, self.version)
 
     def executed_path(self, key: str) -> Path:
-        """The notebook as it was run, with outputs and verdicts."""
+        """Path of the executed notebook, which has outputs and verdicts."""
         return executed_path(self.course, self.lab_name, key)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker needs: the history of a long term is not part of it."""
+        """The state that a worker needs, without the history, which may be long."""
         return {k: v for k, v in self.__dict__.items() if k not in ("history", "before")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -90,12 +90,12 @@ class ClassRun:
 
 
 def executed_path(course: Course, lab: str, key: str) -> Path:
-    """Where the notebook of a record is, as it was run."""
+    """Path of the executed notebook of a record."""
     return course.build / "executed" / lab / f"{key}.ipynb"
 
 
 def _what_matters(master: NotebookNode) -> bytes:
-    """Of a master, what can change a verdict; what a check is worth cannot."""
+    """The parts of the master that can change a verdict. Points cannot, so they are left out."""
     cells = []
     for cell in master.cells:
         nbgrader = dict(cell.metadata.get("nbgrader", {}))

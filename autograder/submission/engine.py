@@ -1,10 +1,10 @@
-"""The papermill engine that runs a submission: every cell, whatever failed before it.
+"""The papermill engine that runs a submission: every cell, even if earlier cells failed.
 
-Only the lab's own demonstrations are left out: they show something and nothing depends on them.
+The engine skips only the lab's demonstrations: no other cell depends on them.
 
-After a hang or a lost rank it asks the kernel for fresh ranks, runs again what had worked so
-far and goes on with the next cell, so one bug costs one criterion. What a check is worth is the
-referee's to say; the engine tells it when a check begins and how its cell ended.
+After a hang or a lost rank, the engine asks the kernel for fresh ranks, runs the earlier cells
+again and goes on with the next cell, so that one bug costs one criterion. The referee decides the
+points of a check; the engine tells the referee when a check begins and how its cell ended.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from minidist.kernel.cell import printable
 
 START_TIMEOUT_S = 120.0
 RESTART_TIMEOUT_S = 90.0
-CONTROL_TIMEOUT_S = 60.0  # the front may have much to read first
-KERNEL_SLACK_S = 45.0  # the kernel ends a cell this long after its deadline at the latest
+CONTROL_TIMEOUT_S = 60.0  # long, because the front may first have to read many other messages
+KERNEL_SLACK_S = 45.0  # the kernel ends a cell at most this long after its deadline
 MAX_RESTARTS = 40
-MAX_SOURCE_CHARS = 50_000  # of a cell whose definitions are looked for: that may take its square
+MAX_SOURCE_CHARS = 50_000  # `definitions` skips longer cells: its time may grow with the square
 BROKEN = ("hang", "deadline", "rank_lost")
 
 
 class InfrastructureError(Exception):
-    """Our own failure, not the student's: the kernel's front died or did not answer."""
+    """The grader's failure, not the student's: the kernel's front died or did not answer."""
 
 
 @dataclass
 class Session:
-    """One submission's run: what it needs, and what comes of it."""
+    """Inputs and results of one submission's run."""
 
     lab: Lab
     world_size: int
@@ -62,7 +62,7 @@ class Session:
     worked: list[tuple[str, int]] = field(
         default_factory=list
     )  # to run again: source and its In[n]
-    renumbered: dict[str, str] = field(default_factory=dict)  # In[n] of a rerun -> the cell's own
+    renumbered: dict[str, str] = field(default_factory=dict)  # In[n] of a rerun -> original In[n]
     restarts: int = 0
 
 
@@ -77,31 +77,31 @@ class RefereeEngine(Engine):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Leaves signals to those who run the grader.
+    """An event loop that leaves signals to the grader.
 
-    nbclient would hang a handler on SIGTERM and SIGINT that ends the kernel and nothing else: a
-    worker that was told to end would take that for our own failure, and grade once more.
+    nbclient would install a handler for SIGTERM and SIGINT that ends only the kernel. A worker
+    that was told to end would take this for a failure of the grader, and would grade again.
     """
 
     def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> NoReturn:
-        raise RuntimeError("signals are not this loop's")  # as outside of the main thread
+        raise RuntimeError("signals are not this loop's")  # as a loop outside the main thread does
 
 
 papermill_engines.register("referee", RefereeEngine)
 
 
 class _Client(NotebookClient):
-    """Survives what is malformed: outputs come from the student's ranks."""
+    """Survives malformed messages: outputs come from the student's ranks."""
 
     def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
-        """Keeps no state of widgets: nobody will see them, and it would have no bound."""
+        """Keeps no state of widgets: nobody sees them, and nothing would bound the state's size."""
 
     async def _async_poll_output_msg(
         self, parent_msg_id: str, cell: NotebookNode, cell_index: int
     ) -> None:
-        """Reads output until the cell is idle; what cannot be read or kept is as good as not sent.
+        """Reads output until the cell is idle; ignores messages that cannot be read or stored.
 
-        nbclient's own would end with the first such message, and the grader with it.
+        nbclient's own method would raise at the first such message, and the grader would stop.
         """
         assert self.kc is not None
         while True:
@@ -112,13 +112,13 @@ class _Client(NotebookClient):
             except CellExecutionComplete:
                 return
             except zmq.ZMQError:
-                raise  # the channel itself
+                raise  # the channel itself failed
             except Exception:
-                # Twice the same signature, a date or a version that is none, JSON that is too deep
+                # For example: a repeated signature, an invalid date or version, too deep JSON
                 continue
 
     def forget_displays(self) -> None:
-        """Outputs of a cell that has ended stay as they were tidied, whoever updates a display."""
+        """Keeps later display updates from changing the tidied outputs of a cell that has ended."""
         self._display_id_map.clear()
 
 
@@ -133,7 +133,7 @@ class _Run:
             nb_man.nb, kernel_name=kernel_name, allow_errors=True, timeout_func=self._timeout,
             startup_timeout=int(START_TIMEOUT_S),
             extra_arguments=list(session.kernel_arguments), on_cell_executed=self._executed,
-            coalesce_streams=False,  # takes the square of a line's length; Tidier does it
+            coalesce_streams=False,  # would take the square of a line's length; Tidier joins them
         )  # fmt: skip
         self.deadline_s = session.lab.cell_deadline_s
         self.tidier = Tidier(session.lab.limits.output_bytes)
@@ -166,12 +166,12 @@ class _Run:
         meta = cell.metadata.minidist
         check = meta.grade_id if meta.kind == "check" else None
         if meta.kind == "given" and not meta.replay:
-            return  # shows something to a student; nothing depends on it
+            return  # a demonstration; nothing depends on it
         if time.monotonic() > self.ends_at:
-            return  # what is left stays NOT_RUN
+            return  # the remaining checks stay NOT_RUN
         self.nb_man.cell_start(cell, index)
-        # Ranks that died after the last cell had ended are not this cell's fault, and would die of
-        # that one again.
+        # If ranks died after the last cell had ended, that cell is to blame, not this one. The
+        # last cell would also kill fresh ranks, so only its definitions are kept.
         if lost := not self.broken and await self._are_lost():
             self._shorten_last()
         if (self.broken or lost) and not await self._fresh_ranks():
@@ -195,7 +195,7 @@ class _Run:
         self.nb_man.cell_complete(cell, index)
 
     def _shorten_last(self) -> None:
-        """Of the cell that was run last, keeps definitions only, if it would be run again."""
+        """If the last cell is in the list of cells to rerun, keeps only its definitions there."""
         worked, cell = self.session.worked, self.last
         if cell is not None and worked and worked[-1][0] == cell.source:
             worked[-1] = (definitions(cell.source), worked[-1][1])
@@ -223,7 +223,10 @@ class _Run:
         return self.deadline_s + KERNEL_SLACK_S
 
     def _close(self) -> Verdict:
-        """Has the open check judged; the kernel's word counts only for ranks without an answer."""
+        """Has the referee judge the open check.
+
+        What the kernel says counts only for ranks that did not answer.
+        """
         kind, why = self.outcome["kind"], self.outcome["why"]
         said = {r["rank"]: r["status"] for r in self.outcome["ranks"]}
         if kind == "rank_lost":
@@ -238,7 +241,7 @@ class _Run:
         return self.session.referee.close(Status.NOT_RUN, "the cell ended without an answer")
 
     async def _are_lost(self) -> bool:
-        """Whether there are no ranks; waits for those that are being started."""
+        """Whether the ranks are lost; waits while ranks are being started."""
         ends_at = time.monotonic() + START_TIMEOUT_S
         while (state := (await self._control("status"))["state"]) == "starting":
             if time.monotonic() > ends_at:
@@ -247,15 +250,15 @@ class _Run:
         return state == "lost"
 
     async def _fresh_ranks(self) -> bool:
-        """New ranks, with everything run again that was run; False if no time is left."""
+        """Starts new ranks and reruns the cells in `worked`; False if restarts or time run out."""
         while True:
             self.session.restarts += 1
             if self.session.restarts > MAX_RESTARTS or time.monotonic() > self.ends_at:
                 return False
             reply = await self._start()
             if reply.get("status") != "ok":
-                # The submission may have left something in its box that keeps ranks from starting;
-                # a start that failed takes the box along, so the next one has a box of its own.
+                # The submission may have left something in its box that keeps ranks from starting.
+                # A failed start ends the box, so the next start gets a new box.
                 reply = await self._start()
             if reply.get("status") != "ok":
                 raise InfrastructureError(f"no fresh ranks: {reply}")
@@ -266,7 +269,7 @@ class _Run:
                     return False
                 await self._again(source, number)
                 if self.outcome["kind"] in BROKEN:
-                    # What worked once does not now: keep its definitions at most.
+                    # The cell worked before and fails now: keep its definitions at most.
                     shorter = definitions(source)
                     self.session.worked[position] = (shorter if shorter != source else "", number)
                     break
@@ -274,16 +277,16 @@ class _Run:
                 return True
 
     async def _start(self) -> dict[str, Any]:
-        """Asks for ranks in place of those that are lost; the front's reply."""
+        """Asks the front for new ranks in place of the lost ranks; returns the front's reply."""
         self.session.referee.new_ranks()
         return await self._control(
             "restart", timeout=RESTART_TIMEOUT_S, ranks=self.session.world_size
         )
 
     async def _again(self, source: str, number: int) -> None:
-        """Runs a cell that was run as In[`number`] once more."""
+        """Reruns a cell whose first run was In[`number`]."""
         cell = NotebookNode(cell_type="code", source=source, metadata={}, outputs=[])
-        self.client.nb.cells.append(cell)  # nbclient wants it to have a place
+        self.client.nb.cells.append(cell)  # nbclient needs the cell to be in the notebook
         try:
             index = len(self.client.nb.cells) - 1
             await self._execute(cell, index, self.session.lab.cell_deadline_s)
@@ -292,7 +295,7 @@ class _Run:
         self.session.renumbered[f"In[{cell.get('execution_count')}]"] = f"In[{number}]"
 
     def _own_numbers(self, verdict: Verdict) -> Verdict:
-        """Names cells by the numbers that the student sees, whatever was run again since."""
+        """Replaces the In[n] of reruns in the message by the numbers that the student sees."""
         names = self.session.renumbered
         message = re.sub(r"In\[\d+\]", lambda m: names.get(m[0], m[0]), verdict.message)
         return replace(verdict, message=message)
@@ -317,7 +320,7 @@ class _Run:
 
 
 def definitions(source: str) -> str:
-    """The imports, functions and classes of a cell, without what it does.
+    """The imports, functions and classes of a cell, without its other statements.
 
     >>> print(definitions("import os; x = 1\\nclass A:\\n    n = 2\\nwhile True: pass"))
     import os
@@ -332,5 +335,5 @@ def definitions(source: str) -> str:
         tree = ast.parse(TransformerManager().transform_cell(source))  # magics become calls
         tree.body = [node for node in tree.body if isinstance(node, keep)]
         return ast.unparse(tree)
-    except Exception:  # source of a stranger: too deep, too odd or no Python at all
+    except Exception:  # untrusted source: too deep, with odd characters, or not Python
         return ""

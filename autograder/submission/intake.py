@@ -1,9 +1,9 @@
-"""From an untrusted file to a notebook that can be run. Nothing of the submission is executed here.
+"""Turns an untrusted file into a notebook that can be run. No code of the submission runs here.
 
-A submission gives its code, and nothing else: the source of its code cells, in its own order.
-The cells that the lab locks come from the master (the released lab), whatever the submission
-says they are. Outputs, tags, metadata, attachments and ids are dropped, because other tools act
-on them: a `skip-execution` tag, say, would keep a check from running.
+Only the source of the submission's cells is used, in the submission's order. The cells that the lab
+locks come from the master (the released lab), whatever the submission has in their place. Outputs,
+tags, metadata, attachments and ids are dropped, because other tools act on them: for example, a
+`skip-execution` tag would keep a check from running.
 
     submission.ipynb -> bounded read -> JSON, depth checked first -> cells -> master's put back
 """
@@ -36,12 +36,12 @@ _MAX_NOTES = 50
 
 @dataclass(frozen=True, kw_only=True)
 class IntakeLimits:
-    """What a submission may be at most; far above any honest notebook.
+    """Upper limits for a submission; far above any honest notebook.
 
     Attributes:
         max_bytes: size of the file, outputs included.
         max_depth: nesting of the JSON.
-        max_containers: lists and objects in the JSON, which bounds what parsing it costs.
+        max_containers: number of lists and objects in the JSON; bounds the cost of parsing.
         max_cells: number of cells.
         max_source: characters in one cell.
     """
@@ -55,14 +55,14 @@ class IntakeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Intake:
-    """What became of a submission: either `notebook` is set, or `invalid` says why not.
+    """A submission after reading: either `notebook` is set, or `invalid` says why not.
 
     Attributes:
         notebook: a fresh nbformat 4.5 notebook. Each code cell has ``metadata.minidist`` with
             ``kind`` ("check", "given", "solution" or "student"), ``grade_id`` and ``replay``
             (whether to run it again on fresh ranks).
         invalid: the reason, written for the student.
-        sha256: of the file's bytes; of what is known about it where it was not read whole.
+        sha256: of the file's bytes; of the reason text if the file was not read as a whole.
         notes: what was repaired.
     """
 
@@ -82,7 +82,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Found:
-    """What there is to grade, and the folders of a class that hold nothing: folder -> why not."""
+    """The submissions, and the folders of a class without a submission: folder -> reason."""
 
     submissions: list[Submission]
     left_out: dict[Path, str]
@@ -98,11 +98,11 @@ class _Invalid(Exception):
 def read_submission(path: Path, master: NotebookNode, limits: IntakeLimits | None = None) -> Intake:
     """Reads a submission and puts the master's locked cells back.
 
-    Never raises for what the file is or holds: that is an `Intake` with `invalid` set.
+    Never raises because of the file or its content: the result is then an `Intake` with `invalid`.
 
     Args:
         path: the submitted file.
-        master: the lab as it was released, with nbgrader's metadata. It is trusted.
+        master: the released lab, with nbgrader's metadata. The master is trusted.
         limits: see `IntakeLimits`.
     """
     limits = limits or IntakeLimits()
@@ -133,7 +133,7 @@ def _unread(reason: _Invalid) -> str:
 
 
 def _read(path: Path, max_bytes: int) -> tuple[bytes, Any]:
-    """The bytes of a regular file. O_NONBLOCK: opening a FIFO must not wait for a writer."""
+    """The bytes and digest of a regular file. O_NONBLOCK: opening a FIFO must not wait."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags)
@@ -182,7 +182,7 @@ def _parse(raw: bytes, limits: IntakeLimits) -> dict[str, Any]:
             raise _Invalid("the file is nested too deeply or has too many parts for a notebook")
     try:
         notebook = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits is a ValueError too
         raise _Invalid(f"the file is not JSON, so not a notebook: {str(error)[:200]}") from None
     if not isinstance(notebook, dict) or ("cells" not in notebook and "nbformat" not in notebook):
         raise _Invalid("the file is JSON, but not a notebook: it has no cells")
@@ -211,7 +211,7 @@ def _cells(notebook: dict[str, Any], limits: IntakeLimits, notes: list[str]) -> 
 
 @dataclass
 class _Cell:
-    """A cell of the submission, and the master's cell that it stands for."""
+    """A cell of the submission, and the master's cell that it corresponds to."""
 
     type: str
     source: str
@@ -286,10 +286,11 @@ def _assemble(cells: list[_Cell], master: NotebookNode, notes: list[str]) -> Not
 
 
 def _match(cells: list[_Cell], ours: dict[str, NotebookNode], notes: list[str]) -> None:
-    """Finds the cell that stands for each of the master's; the first one that claims it, does.
+    """Finds the submission's cell for each cell of the master; the first matching cell is taken.
 
-    By grade_id. For editors that lose the metadata: by cell id, then, for locked cells, by the same
-    source. A wrong guess gains nothing, since a locked cell's source is the master's anyway.
+    Cells match by grade_id. Some editors lose the metadata, so cells then match by cell id and,
+    for locked cells, by equal source. A wrong match gives no advantage, because a locked cell
+    always gets the master's source.
     """
     by_source = {
         cell.source.strip(): grade_id for grade_id, cell in ours.items() if _is_locked(cell)
@@ -350,7 +351,7 @@ def _grade_id(cell: NotebookNode) -> str | None:
 
 
 def _is_locked(cell: NotebookNode) -> bool:
-    """As nbgrader has it: never what students fill in, always what is graded otherwise."""
+    """Whether nbgrader locks the cell: a graded or locked cell that is not a solution cell."""
     nbgrader = _nbgrader(cell)
     if nbgrader.get("solution"):
         return False
@@ -364,13 +365,13 @@ def find_submissions(paths: Sequence[Path], lab: str) -> Found:
     """The notebooks of one lab in files and folders, sorted by student.
 
     A path is a notebook, the folder of one student (``lab.ipynb`` or ``lab/lab.ipynb`` in it), or
-    the folder of a class: ``STUDENT/lab.ipynb`` or nbgrader's ``STUDENT/lab/lab.ipynb``. There, a
-    student's only notebook is taken under another name too. Links to folders outside are not
-    followed.
+    the folder of a class: ``STUDENT/lab.ipynb`` or nbgrader's ``STUDENT/lab/lab.ipynb``. In a
+    class's folder, a student's only notebook is taken even if its name is different. Links that
+    lead out of a class's folder are not followed.
 
     Raises:
-        ValueError: a path does not exist, cannot be listed, holds no submission, or may be the
-            folder of one student as well as that of a class.
+        ValueError: a path does not exist, cannot be listed, holds no submission, or could be both
+            the folder of one student and the folder of a class.
     """
     found: dict[Path, Submission] = {}
     left_out: dict[Path, str] = {}
@@ -391,7 +392,7 @@ def find_submissions(paths: Sequence[Path], lab: str) -> Found:
 
 
 def display_name(name: str) -> str:
-    """A file's or student's name with nothing in it that a terminal or page would act on."""
+    """The name of a file or student, without characters that a terminal or page acts on."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
@@ -421,7 +422,7 @@ def _submissions(path: Path, lab: str, left_out: dict[Path, str]) -> Iterator[Su
                 continue
             try:
                 notebook = _of_student(child, lab) or _only_notebook(child, lab)
-            except OSError:  # not listable: reported for that student when it is read
+            except OSError:  # cannot be listed: reading the notebook reports this for the student
                 notebook = child / f"{lab}.ipynb"
             if notebook:
                 yield Submission(display_name(child.name), notebook)
@@ -430,7 +431,7 @@ def _submissions(path: Path, lab: str, left_out: dict[Path, str]) -> Iterator[Su
 
 
 def _is_students(folder: Path, lab: str) -> bool:
-    """Whether it holds a submission under the lab's very name."""
+    """Whether the folder holds a submission named exactly like the lab."""
     if folder.name.startswith(".") or not folder.is_dir():
         return False
     return any(os.path.lexists(folder / name) for name in (f"{lab}.ipynb", f"{lab}/{lab}.ipynb"))
@@ -446,7 +447,10 @@ def _of_student(folder: Path, lab: str) -> Path | None:
 
 
 def _only_notebook(folder: Path, lab: str) -> Path | None:
-    """`lab`.ipynb, else the only notebook; with several others the missing one, to be reported."""
+    """`lab`.ipynb if it exists, else the only notebook; None if the folder has no notebook.
+
+    If there are several other notebooks, returns the missing `lab`.ipynb, which is then reported.
+    """
     expected = folder / f"{lab}.ipynb"
     if os.path.lexists(expected):
         return expected

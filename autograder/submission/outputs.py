@@ -1,8 +1,9 @@
-"""A cell's outputs as a notebook can hold them, whatever student code sent.
+"""Cleans a cell's outputs so that a notebook can hold them, whatever student code sent.
 
-What a rank sends is signed with a key that student code can read, so anything may be in it: text
-that no file can carry, structures deeper than a recursion goes, numbers where text belongs. And
-the bounds of one cell, added up over all cells, would still fill the grader's memory and disk.
+Ranks sign their messages with a key that student code can read, so a message may hold anything:
+text that no file can hold, structures nested deeper than Python recurses, numbers in place of text.
+Also, the limits of one cell do not bound a notebook: the sum over all cells could fill the grader's
+memory and disk.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Tidier:
         self.left = max_bytes
 
     def tidy(self, cell: NotebookNode) -> None:
-        """Replaces the cell's outputs by what of them is well formed and fits."""
+        """Keeps only those outputs of the cell that are well formed and fit into the bytes left."""
         kept = []
         for clean in _joined([_output(output) for output in cell.outputs]):
             size = _size(clean)
@@ -66,7 +67,7 @@ def _joined(outputs: list[NotebookNode | None]) -> list[NotebookNode]:
 
 
 def settled(text: str) -> str:
-    r"""Text after its carriage returns and backspaces; takes time in proportion to its length.
+    r"""Applies carriage returns and backspaces to text, in time proportional to its length.
 
     >>> settled("10 %\r20 %\nab\bc\r\n")
     '20 %\nac\r\n'
@@ -88,7 +89,7 @@ def _settled_line(line: str) -> str:
 
 
 def _output(output: Any) -> NotebookNode | None:
-    """The output with plain values; None for what is of no known form."""
+    """The output with plain values; None if the output has no known form."""
     clean = _plain(output, 0)
     if not isinstance(clean, dict):
         return None
@@ -114,7 +115,7 @@ def _output(output: Any) -> NotebookNode | None:
 
 
 def _fits(kind: str, value: Any) -> bool:
-    """Whether a display's value is text, or JSON where its type says so."""
+    """Whether a display's value is text, or its MIME type allows JSON."""
     json = kind == "application/json" or (kind.startswith("application/") and kind[-5:] == "+json")
     return json or isinstance(value, str) or _is_lines(value)
 
@@ -140,7 +141,7 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _size(value: Any) -> int:
-    """Characters of all text in it, and something for every part."""
+    """Rough size: the characters of all text in the value, plus 16 for every part."""
     if isinstance(value, str):
         return len(value) + 16
     if isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""The temporary folder that one attempt works in, and what becomes of it when the grader is killed.
+"""The temporary folder of one attempt, and its removal after the grader was killed.
 
-A control group of the same name, or a container, goes with it (`cgroup`, `containers`).
+The control group of the same name, or the container, is removed together with the folder
+(`cgroup`, `containers`).
 
-A worker that gets SIGKILL cannot tidy up. So each folder holds a file that its owner has locked for
-as long as it lives, and whoever grades next takes away the folders whose lock is free.
+A worker that gets SIGKILL cannot clean up. So each folder holds a file that its owner keeps locked
+while the owner lives. The next grader removes the folders whose lock is free.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from pathlib import Path
 from autograder.box.cgroup import remove_group
 from autograder.box.containers import remove_left
 
-MAX_PLACE_BYTES = 30  # a unix socket's path has at most 107
+MAX_PLACE_BYTES = 30  # the path of a unix socket has at most 107 bytes
 PREFIX = "md-"
 _OWNER = "owner"
 
 
 def place() -> Path:
-    """Where these folders are: $TMPDIR, or /tmp where sockets in it would have too long a path."""
+    """Where these folders are: $TMPDIR, or /tmp if $TMPDIR is too long for a socket's path."""
     folder = os.path.realpath(tempfile.gettempdir())
     return Path(folder if len(os.fsencode(folder)) <= MAX_PLACE_BYTES else "/tmp")
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder of this process's own, gone at the end."""
+    """A new folder for this process, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place()))
     try:
-        # Locked before it has its name: nobody may find it free in between.
+        # Lock first, rename second: no other grader may find the file under its name and unlocked.
         unnamed = folder / f"{_OWNER}.new"
         lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -49,10 +50,10 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_abandoned() -> list[Path]:
-    """Takes away this user's folders whose owners are dead; returns them."""
+    """Removes this user's folders whose owners are dead; returns them."""
     removed = []
     for folder in place().glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it went by itself, or is not ours to read
+        with suppress(OSError):  # its owner removed it, or we may not read it
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

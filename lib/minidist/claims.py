@@ -1,4 +1,4 @@
-"""Claims: every number that a lecture states is checked where it is stated.
+"""Claims: every number in a lecture is checked at the place where the lecture states it.
 
 >>> traffic = 2 * (4 - 1) / 4 * 1000  # counted by a log of sends, say
 >>> claim("a ring all-reduce of B bytes on n ranks sends 2(n-1)/n B per rank", traffic, 1500.0,
@@ -7,18 +7,18 @@
 
 The three kinds:
 
-- **verified**: measured or computed here, and equal to what is expected;
-- **corrected**: a source said something else; `said=` is what it said and `why=` why it is wrong.
-  The measured value must equal `expected` and must NOT equal what was said;
-- **cited**: somebody's published figure that is not measured here; `source=` says whose.
+- **verified**: measured or computed here, and equal to the expected value;
+- **corrected**: a source states a wrong value; `said=` is that value and `why=` says why the value
+  is wrong. The measured value must equal `expected` and must NOT equal `said`;
+- **cited**: a published figure that is not measured here; `source=` names the publication.
 
 `expected` is a number, an array, a bool, a string, a pair like `(">=", 0.9)`, or a function of the
 measured value that returns a bool. Floats need `rtol=` (or `atol=`, or `exact=True`). NaN never
-passes. An `expected` that is the very object `measured` is refused: it would check nothing.
+passes. `expected` and `measured` must not be the same object, because such a claim checks nothing.
 
-A false claim raises `ClaimError`. Every claim, true or false, is kept in `claims.registry` and, if
-the environment variable MINIDIST_CLAIMS names a file, appended to it as one JSON line.
-`python -m minidist.claims FILE.jsonl` prints the table and fails if a claim is false.
+A false claim raises `ClaimError`. `claims.registry` keeps every claim, true or false. If the
+environment variable MINIDIST_CLAIMS names a file, each claim is also appended to this file as one
+JSON line. `python -m minidist.claims FILE.jsonl` prints the table and fails if a claim is false.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
 
 
 class ClaimError(MinidistError, AssertionError):
-    """A claim is false, or was made in a way that checks nothing."""
+    """A claim is false."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One checked statement, as it is kept and shown."""
+    """One checked statement, in the form that is stored and shown."""
 
     text: str
     measured: str
@@ -71,7 +71,7 @@ class Claim:
     def __str__(self) -> str:
         mark = {"cited": "§"}.get(self.status, "✓") if self.passed else "✗"
         line = f"{mark} {self.text}: {self.measured}"
-        # A cited figure was not measured; what is exactly as expected need not be said twice.
+        # No "(expected ...)" for a cited figure (it was not measured) and for an exact match.
         exact = self.passed and self.tolerance == "exactly" and self.expected in self.measured
         if self.status != "cited" and not exact:
             line += f" (expected {' '.join(filter(None, (self.expected, self.tolerance)))})"
@@ -93,7 +93,7 @@ class Claim:
         )
 
 
-ROUNDING = 1e-6  # a relative tolerance that only forgives floating-point arithmetic
+ROUNDING = 1e-6  # a relative tolerance for floating-point rounding only
 registry: list[Claim] = []
 
 
@@ -114,17 +114,19 @@ def claim(
 
     Args:
         text: the statement, as a sentence without a full stop.
-        measured: what was measured or computed here; for `cited` the published figure.
+        measured: the value that was measured or computed here; for `cited` the published figure.
         expected: number(s), bool, string, `(operator, value)` or a function of the measured value.
         rtol: allowed |measured - expected| / |expected|. One of rtol, atol and exact is needed
             wherever floats are compared for equality.
-        exact: integers and strings are always exact; this says it for floats.
-        source: citation; needed for `cited`, welcome elsewhere.
+        exact: compare floats exactly. Strings, and integers without rtol and atol, are always
+            compared exactly.
+        source: citation; needed for `cited`, optional otherwise.
         status: verified, corrected or cited.
         said, why: for `corrected`: the wrong value, and why it is wrong.
 
     Raises:
-        ClaimError: the claim is false; the message has what, expected, got and tolerance.
+        ClaimError: the claim is false; the message has the statement, the expected value, the
+            tolerance and the measured value.
         ValueError: the claim is not well formed.
     """
     _check_form(text, measured, expected, rtol, atol, exact, source, status, said, why)
@@ -166,10 +168,12 @@ def table(claims: Iterable[Claim] | None = None) -> str:
 
 
 def load(path: str | Path) -> list[Claim]:
-    """Claims from a JSON-lines file. A claim made by several ranks, or run again, counts once:
-    the last verdict stays, except that a false one is never hidden by another rank's true one.
+    """Claims from a JSON-lines file.
 
-    A table (.csv) of numbers in documents, with their verdicts, is taken as it is."""
+    A claim that was run again counts once, with its last verdict. A claim that several ranks made
+    also counts once; it is false if its last verdict on any rank is false.
+
+    A .csv table of numbers in documents, with their verdicts, is returned row by row, unchanged."""
     if Path(path).suffix == ".csv":
         with Path(path).open(newline="", encoding="utf-8") as file:
             return [_from_document(row) for row in csv.DictReader(file)]
@@ -190,7 +194,7 @@ def load(path: str | Path) -> list[Claim]:
 
 
 def _from_document(row: dict[str, str]) -> Claim:
-    """A row of notebooks/claims.csv; its computation is checked by the tests."""
+    """A claim from a row of notebooks/claims.csv. The tests check the computation of the row."""
     unit = f" {row['unit']}" if row["unit"] else ""
     return Claim(
         text=row["says"],
@@ -254,8 +258,10 @@ def _check_form(
 
 
 def _same_object(a: Any, b: Any) -> bool:
-    """The same object, or two arrays over the same memory. Python shares small integers, bools and
-    strings between expressions that have nothing to do with each other, so those may coincide."""
+    """Whether a and b are the same object, or two arrays over the same memory.
+
+    Small integers, bools and strings never count as the same object, because Python shares these
+    objects between unrelated expressions."""
     if isinstance(a, bool | str) or (isinstance(a, int) and -5 <= a <= 256):
         return False
     if a is b:
@@ -264,7 +270,8 @@ def _same_object(a: Any, b: Any) -> bool:
     def address(value: Any) -> Any:
         if hasattr(value, "data_ptr"):
             return value.data_ptr(), tuple(value.shape)
-        # A NumPy scalar makes its interface anew, at an address that is free again at once.
+        # Arrays only: each access to a NumPy scalar's interface allocates a new buffer and frees
+        # it at once, so equal addresses of two scalars mean nothing.
         is_array = any(base.__name__ == "ndarray" for base in type(value).__mro__)
         interface = getattr(value, "__array_interface__", None) if is_array else None
         return interface and (interface["data"][0], tuple(value.shape))
@@ -372,7 +379,7 @@ def _tolerance(rtol: float | None, atol: float | None, exact: bool, measured: An
 
 
 def _where() -> str:
-    """File and line, or notebook cell, of whoever calls claim()."""
+    """File and line, or notebook cell, of the code that calls claim()."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back
@@ -384,7 +391,7 @@ def _where() -> str:
     if notebook:  # a notebook: IPython knows the number of the running cell
         try:
             cell = frame.f_globals["get_ipython"]().execution_count
-        except Exception:  # a stand-in for IPython: the place is a convenience, the claim is not
+        except Exception:  # a stand-in for IPython; a missing cell number must not stop the claim
             cell = "?"
         return f"{lecture or 'notebook'} [{cell}]"
     return f"{lecture or Path(name).name}:{frame.f_lineno}"
@@ -393,14 +400,17 @@ def _where() -> str:
 def _record(result: Claim) -> None:
     registry.append(result)
     path = os.environ.get("MINIDIST_CLAIMS")
-    if path:  # one write of one line: ranks that append at once do not mix
+    if path:  # one write per line, so that ranks that append at the same time do not mix lines
         line = json.dumps(asdict(result), ensure_ascii=False) + "\n"
         with open(path, "ab", buffering=0) as file:
             file.write(line.encode())
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table of .jsonl and .csv files; 1 if a claim is false or there is none."""
+    """Print the table of .jsonl and .csv files. Returns the exit status.
+
+    0 if all claims are true, 1 if a claim is false or there is no claim, 2 for the usage text.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: python -m minidist.claims FILE ...   (.jsonl or .csv)", file=sys.stderr)
         return 2

@@ -1,10 +1,11 @@
-"""Synthetic data that can be learnt, made anew from a seed: nothing is downloaded.
+"""Synthetic data that a model can learn, generated from a seed: nothing is downloaded.
 
 >>> inputs_NT, targets_NT = make_tokens(100, context=16, vocab_size=32, seed=1)
 >>> inputs_NT.shape, bool((inputs_NT[:, 1:] == targets_NT[:, :-1]).all())
 (torch.Size([100, 16]), True)
 
-The same arguments give the same data on every rank and every machine with the same torch.
+The same arguments give the same data on every rank and on every machine with the same torch
+version.
 Letters of shapes: N samples, T tokens, C channels, H and W height and width.
 """
 
@@ -17,12 +18,12 @@ from torch import Tensor
 def make_tokens(
     num_sequences: int, context: int, vocab_size: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Sequences of a random Markov chain, and the same sequences one token later.
+    """Sequences of a random Markov chain, and the same sequences shifted by one token.
 
-    From each token four others can follow, with probabilities 1/2, 1/4, 1/8 and 1/8, so that no
-    model gets below 1.21 nats per token, and one that only counts tokens stays near ln(vocab_size).
-    The chain depends on `vocab_size` only, so that training and test sets are drawn with different
-    seeds.
+    Four tokens can follow each token, with probabilities 1/2, 1/4, 1/8 and 1/8 (fewer if
+    `vocab_size` is below 4). So no model gets below 1.21 nats per token, and a model that only
+    counts tokens stays near ln(vocab_size). The chain depends on `vocab_size` only: draw training
+    and test sets from the same chain with different seeds.
 
     Returns:
         inputs_NT and targets_NT, int64.
@@ -47,10 +48,10 @@ def make_tokens(
 def make_images(
     num: int, num_classes: int = 10, size: int = 16, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Noisy images, each the pattern of its class.
+    """Noisy images: each image is the pattern of its class plus noise.
 
-    The patterns depend on `num_classes` and `size` only, so that training and test sets are drawn
-    with different seeds.
+    The patterns depend on `num_classes` and `size` only: draw training and test sets with the same
+    patterns and different seeds.
 
     Returns:
         images_NCHW (float32, 3 channels) and labels_N (int64).

@@ -46,7 +46,7 @@ def choose_device(
 def all_gather_single(
     output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Gather equal tensors of all ranks into one; torch called it all_gather_into_tensor."""
+    """Gather equal tensors of all ranks into one; older torch: all_gather_into_tensor."""
     return _renamed("all_gather_single", "all_gather_into_tensor")(
         output, input, group=group, async_op=async_op
     )
@@ -59,14 +59,14 @@ def reduce_scatter_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce one tensor, leaving each rank its part; torch called it reduce_scatter_tensor."""
+    """Reduce one tensor and leave each rank its part; older torch: reduce_scatter_tensor."""
     return _renamed("reduce_scatter_single", "reduce_scatter_tensor")(
         output, input, op=op, group=group, async_op=async_op
     )
 
 
 def _renamed(new: str, old: str) -> Any:
-    """torch 2.13 renamed them, and warns about the old names."""
+    """The function `new` of torch, or `old` in older torch: 2.13 warns about the old names."""
     return getattr(dist, new, None) or getattr(dist, old)
 
 
@@ -78,8 +78,9 @@ def ignore_renaming_warnings() -> None:
 def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Sort tensors into lists of one dtype and device each; order is kept inside a list.
 
-    What may be joined into one message, or given to one of torch's `_foreach_` operators: a few
-    kernels for all of them, where a kernel for each takes a GPU longer to start than to run.
+    The tensors of one list may be joined into one message, or given to one of torch's `_foreach_`
+    operators. These run a few kernels for all tensors, whereas a separate kernel for each tensor
+    takes a GPU longer to start than to run.
     """
     lists: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

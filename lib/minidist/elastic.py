@@ -1,9 +1,9 @@
-"""Training that goes on when ranks are lost, come back, or are told to leave.
+"""Training that continues when ranks are lost, return, or are told to leave.
 
-torchrun restarts every worker when one dies, or when a node joins or leaves; the script begins
-anew, possibly with another number of ranks. So a fault-tolerant script is an ordinary one that
+torchrun restarts every worker when one dies, or when a node joins or leaves; the script starts
+again, possibly with a different number of ranks. So a fault-tolerant script is an ordinary one that
 
-1. loads the newest whole checkpoint before it trains (`minidist.checkpoint`),
+1. loads the newest complete checkpoint before it trains (`minidist.checkpoint`),
 2. saves often enough, and once more when the scheduler says that time is up (`Preemption`),
 3. takes the same global batch at every world size (`share_of_batch`), so that the learning rate and
    the loss curve mean the same after a restart.
@@ -19,9 +19,9 @@ Example, a script for `torchrun --max-restarts 3 --nproc-per-node 2 train.py`::
             preemption=preemption,
         )
 
-At the same world size the run after a restart is the same bit for bit, if everything that decides
-about it is in the checkpoint: parameters, optimizer, scheduler, scaler, random numbers, and where
-the sampler stood.
+At the same world size, a restarted run equals an uninterrupted run bit for bit, if the checkpoint
+holds everything that determines the run: parameters, optimizer, scheduler, scaler, random numbers,
+and the position of the sampler.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Preemption:
 
     Args:
         signals: what to listen to.
-        grace_s: a rank that does not come to `requested` within this time of a signal ends.
-            torchrun sends SIGTERM to the ranks that are left when one has died, and those may hang
-            in a collective with it.
+        grace_s: a rank that does not call `requested` within this time after a signal is ended.
+            When a rank has died, torchrun sends SIGTERM to the remaining ranks, and these may hang
+            in a collective with the dead rank.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Preemption:
             self._timer.cancel()
 
     def requested(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Has any rank been told to end? The same answer on all ranks; a collective."""
+        """Whether any rank has been told to end; the same answer on all ranks. A collective."""
         self._in_time()
         if not dist.is_initialized():
             return self._seen.is_set()
@@ -153,11 +153,11 @@ def train_elastically(
     Args:
         train_step: does step number i, counted from 0 over all runs.
         shared, local: what checkpoints hold, see `Checkpoints.save`. `local` is left out after a
-            restart with another number of ranks.
-        sharded: gives this rank's parts of global tensors, asked at every save and load; they are
-            cut anew where the number of ranks has changed.
+            restart with a different number of ranks.
+        sharded: returns this rank's parts of global tensors; called at every save and load. If the
+            number of ranks has changed, saved tensors are cut into the new parts.
         every: steps between checkpoints.
-        preemption: asked after every step; when it says so, one more checkpoint is saved.
+        preemption: asked after every step; if it says so, a checkpoint is saved and training ends.
 
     Raises:
         ValueError: `every` is below 1.
@@ -207,22 +207,23 @@ def torchrun_command(
 ) -> list[str]:
     """The torchrun command of one node.
 
-    Where workers may be restarted it sets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. torchrun's default
-    is one store for the rendezvous and for the workers' process groups, which keeps the addresses
-    of the workers that were lost: gloo then fails with "connectFullMesh ... Connection refused"
-    after a restart (measured with torch 2.13; pytorch/pytorch issue 135712).
+    If workers may be restarted, the command sets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. By default,
+    torchrun uses one store for the rendezvous and for the workers' process groups. That store keeps
+    the addresses of lost workers, so gloo fails with "connectFullMesh ... Connection refused" after
+    a restart (measured with torch 2.13; pytorch/pytorch issue 135712).
 
     Args:
         script: path and arguments.
         nnodes: "2", or "1:4" for elastic: at least 1, at most 4 nodes.
-        endpoint: "host:port" where the nodes meet; None for one node by itself.
+        endpoint: "host:port" where the nodes meet; None for a single node.
         is_host: whether this node keeps the meeting point; None lets torchrun guess by comparing
             host names, which fails in containers and network namespaces.
         local_addr: address by which the other nodes reach this one.
         keep_alive_s: seconds after which a silent node counts as lost: interval times attempts of
             the rendezvous. torchrun's own default takes 15 s and more.
-        last_call_s: with fewer nodes than the most, how long each rendezvous waits for another one:
-            every restart of an elastic job pays it. torchrun's own default is 30 s.
+        last_call_s: how long each rendezvous waits for a further node while there are fewer than
+            the maximum. Every restart of an elastic job waits this long. torchrun's own default is
+            30 s.
 
     Raises:
         ValueError: several nodes and no endpoint.

@@ -1,4 +1,4 @@
-"""Named errors. A message says what, where, what was expected, what came, and on which rank.
+"""Named errors. A message says what happened, where, what was expected, what was got, which rank.
 
 >>> try:
 ...     raise LaunchError("worker failed", rank=1)
@@ -17,7 +17,7 @@ class MinidistError(Exception):
     """Base of every error that this package raises on purpose.
 
     Args:
-        message: what happened, where, what was expected and what came.
+        message: what happened, where, what was expected and what was got.
         rank: the rank on which it happened, where there is one.
     """
 
@@ -27,15 +27,16 @@ class MinidistError(Exception):
 
 
 def named_rank(group: Any = None) -> str:
-    """Who says so, for a message: "rank 1 of 4", or "this process" without a process group.
+    """Names this process in a message: "rank 1 of 4"; without a process group, "this process".
 
     Args:
-        group: whose ranks are counted; None means the default group. The rank is the global one.
+        group: the group whose ranks are counted; None means the default group. The rank is the
+            global one.
 
     >>> named_rank()
     'this process'
     """
-    dist = sys.modules.get("torch.distributed")  # who has ranks has imported it
+    dist = sys.modules.get("torch.distributed")  # a process with ranks has imported it
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return "this process"
     if group is None:
@@ -60,4 +61,4 @@ class ProtocolError(MinidistError):
 
 
 class MismatchError(MinidistError):
-    """Ranks of one group called different collectives, or the same one with other shapes."""
+    """Ranks of one group called different collectives, or the same one with different shapes."""

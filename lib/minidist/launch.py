@@ -55,8 +55,8 @@ def run(
 
     Every process has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     set as torchrun sets them, one torch thread, and no process group. Arguments and results are
-    pickled, what a script or a notebook has defined by value: the script is not run once more in
-    each process.
+    pickled. Definitions of a script or a notebook are pickled by value, so the script is not run
+    again in each process.
 
     Args:
         fn: what each rank calls.
@@ -67,8 +67,8 @@ def run(
     Raises:
         LaunchError: a rank raised or died; every other rank has been killed by then. `rank` of the
             error is the first one that failed.
-        LaunchDeadlineError: a LaunchError; a rank had not finished by then, and none had failed. It
-            says where each of those stood.
+        LaunchDeadlineError: a LaunchError; a rank had not finished in time, and no rank had failed.
+            The message says where each unfinished rank stood.
     """
     if nprocs < 1:
         raise ValueError(f"run: nprocs must be at least 1, got {nprocs}")
@@ -97,7 +97,8 @@ def _rank_env(rank: int, nprocs: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(nprocs),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # Under torchrun or our kernel it says that an agent serves the store; here rank 0 does.
+        # Under torchrun or our kernel, this variable says that an agent serves the store. Here rank
+        # 0 serves it.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
@@ -131,7 +132,7 @@ class _Rank:
             self.error = value
 
     def let_end(self) -> None:
-        """It ends now, if it is done; all ranks are."""
+        """Close the pipe: a rank that is done ends now."""
         self.process.pipe.close()
 
     def close(self) -> None:
@@ -200,7 +201,7 @@ def _rank_main(pipe: connection.Connection, job: bytes) -> None:
     sys.stderr.flush()
     with contextlib.suppress(OSError, EOFError):
         pipe.send_bytes(message)
-        pipe.recv_bytes()  # until the parent closes its end, or is gone
+        pipe.recv_bytes()  # waits until the parent closes its end, or is gone
 
 
 _c10d_maps = (
@@ -232,9 +233,9 @@ def isolated_world(
 
     Args:
         backend: "gloo", "nccl" or a registered backend.
-        store: where the ranks meet. Each block needs one of its own, e.g. a fresh `PrefixStore`.
-        base: number that the names of the groups made inside count from: the same on every rank,
-            and far from those of other blocks that are alive.
+        store: where the ranks meet. Each block needs a separate store, e.g. a fresh `PrefixStore`.
+        base: first number in the names of the groups made inside: the same on every rank, and far
+            from the numbers of other blocks that are alive.
         timeout_s: timeout of the group's operations.
 
     Yields:
@@ -244,8 +245,8 @@ def isolated_world(
     import torch.distributed.distributed_c10d as c10d
 
     world = c10d._world
-    # Save what surrounds the block, and empty it: the maps are module globals that torch reads
-    # afresh at each use, so other objects in their place are all that isolation takes.
+    # Save the state that surrounds the block, and empty it. torch looks up these module globals at
+    # each use, so replacing the objects is enough for isolation.
     saved = {name: getattr(c10d, name) for name in _c10d_maps}
     saved_world = {
         name: getattr(world, name)

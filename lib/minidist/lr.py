@@ -1,9 +1,9 @@
 """Learning rates of distributed training: scaling with the batch, warm-up, decay.
 
-More ranks make the batch larger, and a larger batch has a less noisy gradient that bears a larger
+More ranks make the batch larger. A larger batch has a less noisy gradient, which allows a larger
 step. **Linear rule** (SGD): k times the batch, k times the rate. **Square-root rule** (often with
-Adam): k times the batch, sqrt(k) times the rate. Both break down while the network changes fast, at
-the beginning, so the rate is warmed up:
+Adam): k times the batch, sqrt(k) times the rate. At the beginning of a training the network changes
+fast and both rules fail, so the rate is warmed up:
 
     rate   peak         . - - .
                       .         ` .
@@ -11,9 +11,9 @@ the beginning, so the rate is warmed up:
                                         ` . final
            step    0    warmup_steps        total_steps
 
-Goyal et al. trained ResNet-50 so: 0.1 for a batch of 256, hence 3.2 for 8192, warmed up from 0.1
-over 5 epochs (and divided by 10 after 30, 60 and 80). 256 GPUs took one hour to the accuracy of the
-small batch, with about 90 % scaling efficiency.
+Goyal et al. trained ResNet-50 in this way: rate 0.1 for a batch of 256, hence 3.2 for 8192, warmed
+up from 0.1 over 5 epochs (and divided by 10 after 30, 60 and 80 epochs). 256 GPUs reached the
+accuracy of the small batch in one hour, with about 90 % scaling efficiency.
 
 >>> round(scale_lr(0.1, batch_size=8192, base_batch_size=256), 6)
 3.2
@@ -42,11 +42,11 @@ def scale_lr(
     base_batch_size: int = 256,
     rule: Literal["linear", "sqrt"] = "linear",
 ) -> float:
-    """The rate for a batch size, from a rate that is good for another one.
+    """The rate for a batch size, from a rate that works well for a different batch size.
 
     Args:
-        base_lr: good for `base_batch_size`.
-        batch_size: of all ranks together, times accumulation: what one step averages over.
+        base_lr: a rate that works well for `base_batch_size`.
+        batch_size: samples that one step averages over: all ranks and accumulation steps together.
         rule: "linear" or "sqrt".
 
     >>> scale_lr(1e-3, batch_size=1024, base_batch_size=256, rule="sqrt")
@@ -77,21 +77,21 @@ def lr_at(
     final_lr: float = 0.0,
     start_lr: float | None = None,
 ) -> float:
-    """The rate of the optimiser's step number `step`, counted from 0: linear warm-up, then decay.
+    """The rate of optimiser step `step`, counted from 0: linear warm-up, then decay.
 
     >>> schedule = dict(peak_lr=1.0, warmup_steps=4, total_steps=8, decay="linear")
     >>> [lr_at(step, **schedule) for step in range(9)]
     [0.2, 0.4, 0.6, 0.8, 1.0, 0.75, 0.5, 0.25, 0.0]
 
     Args:
-        peak_lr: reached at step `warmup_steps`, exactly.
-        total_steps: `final_lr` is reached at this step, the first one after a training of so many
-            steps, and stays from there on.
-        warmup_steps: steps before the peak; 0 starts at it.
+        peak_lr: the rate at step `warmup_steps`, exactly.
+        total_steps: length of the training. The rate is `final_lr` at this step, which is the first
+            step after the training, and at all later steps.
+        warmup_steps: steps before the peak; with 0 the training starts at the peak.
         decay: "cosine", "linear" or "constant" (which ignores `final_lr`).
-        final_lr: where the decay ends.
-        start_lr: rate of step 0. None means peak_lr / (warmup_steps + 1): equal increases from the
-            first step on. 0 would waste a step.
+        final_lr: the rate at the end of the decay.
+        start_lr: rate of step 0. None means peak_lr / (warmup_steps + 1), so that all increases are
+            equal. 0 is refused, because a step with rate 0 is wasted.
 
     Raises:
         ValueError: an argument is out of range.
@@ -115,7 +115,7 @@ def lr_at(
         start_lr = peak_lr / (warmup_steps + 1) if start_lr is None else start_lr
         share = step / warmup_steps
         return start_lr * (1 - share) + peak_lr * share
-    # Decay: the share of the way from final_lr to peak_lr that is left.
+    # Decay: `left` goes from 1 (the rate is peak_lr) to 0 (the rate is final_lr).
     if decay == "constant":
         return peak_lr
     done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
@@ -128,7 +128,8 @@ def make_scheduler(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """`lr_at` as torch's LambdaLR: call its `step()` after each step of the optimiser.
 
-    A group whose rate is not `peak_lr` keeps the proportion: its own rate is its peak.
+    A parameter group whose rate differs from `peak_lr` follows the same curve with its own rate as
+    the peak.
 
     Args:
         schedule: the other arguments of `lr_at`.
@@ -143,12 +144,11 @@ def make_scheduler(
 
 
 def resume_scheduler(scheduler: torch.optim.lr_scheduler.LambdaLR, state: dict[str, Any]) -> None:
-    """Load a scheduler's state and set the optimiser's rates to it.
+    """Load a scheduler's state and set the optimiser's rates to match this state.
 
-    `load_state_dict` alone leaves the rates as they are, and making a scheduler has set them to
-    those of step 0: the first step after a resume would be taken at the wrong rate. The rates
-    follow from the schedule that this scheduler was made with, so another `total_steps` takes
-    effect.
+    `load_state_dict` alone does not change the rates, and the constructor of the scheduler has set
+    the rates to those of step 0. So the first step after a resume would use the wrong rate. The new
+    rates come from the schedule of this scheduler, so a changed `total_steps` takes effect.
     """
     scheduler.load_state_dict(state)
     rates = [

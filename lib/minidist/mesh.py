@@ -1,9 +1,9 @@
-"""Where a rank stands: a mesh of data, pipeline, context and tensor parallelism.
+"""A mesh of data, pipeline, context and tensor parallelism, and the place of each rank in it.
 
 A mesh gives every rank a coordinate on each axis, and one process group per axis: the ranks that
-differ from it on that axis only. Tensor parallelism talks most, so its ranks are neighbours (the
-axis varies fastest, and stays inside a node when its size divides the node's); data parallelism
-talks least often and is the outermost.
+differ from it on that axis only. Tensor parallelism communicates most, so its ranks are neighbours
+(the axis varies fastest, and stays inside a node if its size divides the node's). Data parallelism
+communicates least often, so it is the outermost axis.
 
 Example, 8 ranks with `dp=2, pp=2, tp=2`:
 
@@ -160,7 +160,7 @@ def make_mesh(
 
     Args:
         groups: sets of axes that get a joint group. Gradients are averaged over ("dp", "cp"):
-            context-parallel ranks see other tokens of the same sequences.
+            context-parallel ranks see different tokens of the same sequences.
         device_type: "cpu" or "cuda"; None means what the default group's backend works on.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Metrics over all ranks that equal those of one process, and logging on rank 0.
+"""Metrics over all ranks that equal the metrics of one process, and logging on rank 0.
 
-The mean of the ranks' means is wrong as soon as they saw different numbers of samples or tokens.
-So every metric here keeps a **sum** and a **count**, adds up locally without communication, and
+The mean of the ranks' means is wrong if the ranks saw different numbers of samples or tokens. So
+every metric here keeps a **sum** and a **count**, adds to both locally without communication, and
 reduces both once, at the end. Ranks may have different numbers of batches, or none at all.
 
 Example::
@@ -38,9 +38,9 @@ from minidist.errors import MismatchError, named_rank
 
 
 class WeightedMean:
-    """Sum of weight * value over sum of weights, over all updates of all ranks.
+    """Sum of weight * value divided by the sum of weights, over all updates of all ranks.
 
-    Values stay on their device: an update does not wait for a GPU. Sums are float64.
+    Values stay on their device, so an update does not wait for a GPU. Sums are float64.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class WeightedMean:
         self.count: Tensor | float = 0.0
 
     def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add a mean over `weight` samples or tokens; weight 0 leaves the value out, even nan."""
+        """Add a mean over `weight` samples or tokens. Weight 0 ignores the value, even nan."""
         weight = _wide(weight)
         product = _wide(value) * weight
         if isinstance(product, Tensor):
@@ -59,7 +59,7 @@ class WeightedMean:
         self.count = self.count + weight
 
     def compute(self, group: dist.ProcessGroup | None = None) -> float:
-        """Collective: the mean over the ranks of `group`; nan if nobody had anything."""
+        """Collective: the mean over the ranks of `group`; nan if the sum of all weights is 0."""
         return reduce_metrics({"mean": self}, group)["mean"]
 
     def finish(self, total: float, count: float) -> float:
@@ -68,7 +68,7 @@ class WeightedMean:
 
 
 class Accuracy(WeightedMean):
-    """Share of targets that are among the k most likely classes, in 0 … 1."""
+    """Share of targets that are among the k most likely classes, from 0 to 1."""
 
     def __init__(self, k: int = 1, ignore_index: int = -100) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Accuracy(WeightedMean):
 
     @torch.no_grad()
     def update(self, logits: Tensor, targets: Tensor) -> None:  # type: ignore[override]
-        """Logits (..., classes), integer targets (...); those of `ignore_index` do not count."""
+        """Logits (..., classes), integer targets (...); targets of `ignore_index` do not count."""
         if logits.shape[:-1] != targets.shape:
             raise ValueError(
                 f"Accuracy: logits {tuple(logits.shape)} of {named_rank()} do not fit targets "
@@ -93,7 +93,7 @@ class Accuracy(WeightedMean):
 
 
 class Perplexity(WeightedMean):
-    """exp of the mean loss per token. Not the mean of the batches' perplexities: exp is convex."""
+    """exp of the mean loss per token. A mean of perplexities is larger, because exp is convex."""
 
     def finish(self, total: float, count: float) -> float:
         mean = super().finish(total, count)
@@ -108,7 +108,8 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """Collective: all metrics over all ranks, in one all-reduce.
 
-    Every rank passes the same names in the same order. Without a process group, of this process.
+    Every rank passes the same names in the same order. Without a process group, the metrics are
+    those of this process.
     """
     parts = [part for metric in metrics.values() for part in (metric.sum, metric.count)]
     if not parts:
@@ -125,25 +126,27 @@ def reduce_metrics(
 
 
 def gather_variable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Collective: the tensors of all ranks, whose first dimensions may differ, also be 0.
+    """Collective: the tensors of all ranks. Their first dimensions may differ and may be 0.
 
-    Pads to the longest, since an all-gather wants equal shapes, and cuts afterwards.
+    Pads all tensors to the longest, because an all-gather needs equal shapes, and removes the
+    padding afterwards.
 
     Args:
-        tensor: (n, ...); n is the rank's own, dtype and the other dimensions are the same on all.
+        tensor: (n, ...); n may differ between ranks. The dtype and the remaining dimensions must be
+            the same on all ranks.
 
     Returns:
         One tensor per rank of the group, on the device of `tensor`.
 
     Raises:
-        ValueError: a scalar, on the rank that gives it.
-        MismatchError: on every rank, when dtypes or other dimensions differ, and on the others when
-            one gives a scalar.
+        ValueError: on a rank that passes a scalar.
+        MismatchError: on every rank, if dtypes or the remaining dimensions differ; and on the ranks
+            with a correct tensor, if some other rank passes a scalar.
     """
     wrong = ""
     if tensor.dim() == 0:
         wrong = f"expected a tensor with a first dimension, {named_rank(group)} gave a scalar"
-    # Sizes and kinds first, so that what does not fit fails on every rank.
+    # Exchange shapes and dtypes first, so that an error is raised on every rank.
     info = (*tensor.shape[:1], tuple(tensor.shape[1:]), str(tensor.dtype))
     infos = _all_fit("gather_variable", wrong, group, info)
     if not _is_distributed():
@@ -158,7 +161,7 @@ def gather_variable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> l
                 f"{kind}",
                 rank=dist.get_rank(),
             )
-    # Padded, as bytes: any dtype will do.
+    # Gather padded tensors as bytes, which works for every dtype.
     longest = max(info[0] for info in infos)
     padded = torch.zeros((longest, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
     padded[: len(tensor)] = tensor.detach()
@@ -171,19 +174,19 @@ def gather_variable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> l
 def gather_predictions(
     predictions: Tensor, indices: Tensor, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Collective: predictions of all ranks in the order of the data set, without doubles.
+    """Collective: predictions of all ranks in the order of the data set, without duplicates.
 
     Args:
         predictions: (n, ...), one row per sample that this rank saw.
-        indices: (n,) int64, the samples' numbers in the data set. A sample that several ranks saw
-            (a padded tail) is returned once.
+        indices: (n,) int64, the indices of the samples in the data set. A sample that several ranks
+            saw (a padded tail) is returned once.
 
     Returns:
         (number of different samples, ...), by ascending index.
 
     Raises:
-        ValueError: not one index per prediction, on the rank where it is so.
-        MismatchError: then on the others; and as `gather_variable`.
+        ValueError: on a rank that does not pass one index per prediction.
+        MismatchError: on the remaining ranks in this case; and as `gather_variable`.
     """
     wrong = ""
     if predictions.dim() == 0 or indices.shape != predictions.shape[:1]:
@@ -204,14 +207,14 @@ def gather_predictions(
 def _all_fit(
     where: str, wrong: str, group: dist.ProcessGroup | None, told: Any = None
 ) -> list[Any]:
-    """Collective: what is wrong on one rank is an error on all, for the others would wait for it.
+    """Collective: raise on all ranks if any rank has an error, so that no rank waits for it.
 
     Args:
-        wrong: what is wrong on this rank; "" if nothing is.
-        told: what this rank tells the others, if nothing is wrong anywhere.
+        wrong: the error of this rank; "" if there is none.
+        told: what this rank sends to all ranks.
 
     Returns:
-        what every rank has told.
+        `told` of every rank, if no rank has an error.
     """
     found: list[Any] = [(wrong, told)]
     if _is_distributed():
@@ -225,7 +228,7 @@ def _all_fit(
 
 
 def get_logger(name: str = "minidist", level: int = logging.INFO) -> logging.Logger:
-    """A logger whose lines say which rank wrote them: `12:00:01 [rank 1] loading`."""
+    """A logger that adds the rank to each line: `12:00:01 [rank 1] loading`."""
     logger = logging.getLogger(name)
     if not any(isinstance(each, _RankFilter) for h in logger.handlers for each in h.filters):
         handler = logging.StreamHandler()
@@ -240,7 +243,7 @@ def get_logger(name: str = "minidist", level: int = logging.INFO) -> logging.Log
 
 
 def log0(message: str, *args: Any, logger: logging.Logger | None = None) -> None:
-    """Log on rank 0 only. Call it on all ranks, so that collectives in its arguments are, too."""
+    """Log on rank 0 only. Call it on all ranks: they all run the collectives in its arguments."""
     if _rank() == 0:
         (logger or get_logger()).info(message, *args)
 
@@ -252,7 +255,7 @@ class _RankFilter(logging.Filter):
 
 
 def _rank() -> int:
-    """Also before a process group exists: torchrun says it."""
+    """This process's rank. Before a process group exists, torchrun's RANK (0 without it)."""
     return dist.get_rank() if _is_distributed() else int(os.environ.get("RANK", "0"))
 
 
@@ -261,7 +264,7 @@ def _is_distributed() -> bool:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors have to lie for this group's collectives."""
+    """The device on which this group's collectives need their tensors."""
     if _is_distributed() and dist.get_backend(group) == "nccl":
         return choose_device()
     return torch.device("cpu")

@@ -1,7 +1,7 @@
-"""Two small models that every technique of the course is shown on: a GPT and a ResNet.
+"""The two small models of the course, a GPT and a ResNet: every technique is shown on them.
 
-They are ordinary: what they are made of is what large models are made of, and nothing in them knows
-about ranks. Parallel forms take these modules and split, shard or wrap them.
+They consist of the same parts as large models, and their code knows nothing about ranks. The
+parallel versions take these modules and split, shard or wrap them.
 
 >>> model = GPT(GPTConfig(vocab_size=50, context=8, width=16, num_layers=2, num_heads=4))
 >>> tokens_BT = torch.zeros(3, 8, dtype=torch.int64)
@@ -29,11 +29,11 @@ class GPTConfig:
     """Shape of a GPT."""
 
     vocab_size: int = 64
-    context: int = 32  # most tokens of a sequence
+    context: int = 32  # largest number of tokens in a sequence
     width: int = 32
     num_layers: int = 2
     num_heads: int = 4
-    mlp_ratio: int = 4  # the MLP is this many times as wide as the model
+    mlp_ratio: int = 4  # width of the MLP divided by the width of the model
     dropout: float = 0.0
     tied: bool = False  # the output layer uses the token embedding's weight
     bias: bool = True
@@ -61,7 +61,11 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: what adds to the residual stream starts smaller with depth."""
+        """GPT-2's initialisation.
+
+        The more layers the model has, the smaller the weights of the layers that add to the
+        residual stream.
+        """
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -93,7 +97,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each on normalised input and added to it (pre-norm)."""
+    """Attention, then an MLP. Each works on normalised input and is added to it (pre-norm)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -147,7 +151,7 @@ def lm_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 class ResNet(nn.Module):
-    """A ResNet of three stages; each halves the image and doubles the channels after the first.
+    """A ResNet of three stages. The second and third halve the image and double the channels.
 
     Args:
         width: channels of the first stage.
@@ -182,7 +186,7 @@ class ResNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions, added to their input (through a 1x1 where the shape changes)."""
+    """Two 3x3 convolutions, added to their input (after a 1x1 convolution if the shape changes)."""
 
     def __init__(self, num_in: int, num_out: int, stride: int = 1) -> None:
         super().__init__()
@@ -206,7 +210,7 @@ class ResidualBlock(nn.Module):
 
 
 def num_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:
-    """Number of parameters; one that is used in two places counts once.
+    """Number of parameters; a parameter that is used in two places counts once.
 
     >>> num_parameters(nn.Linear(3, 2))
     8

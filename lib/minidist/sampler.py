@@ -1,7 +1,8 @@
-"""Which samples a rank sees, and loaders made for many ranks.
+"""Which samples a rank sees, and data loaders for many ranks.
 
-Phases of an epoch: all ranks draw the same order of the whole data set (from seed and epoch, so
-nothing is sent), settle the tail that does not divide, and take every world_size-th index.
+Phases of an epoch: every rank draws the same order of the whole data set (from seed and epoch,
+without communication), pads or drops the tail if the length is not divisible by world_size, and
+takes every world_size-th index.
 
 >>> def indices(tail):
 ...     options = dict(world_size=3, shuffle=False, tail=tail)
@@ -21,8 +22,8 @@ nothing is sent), settle the tail that does not divide, and take every world_siz
 With "uneven" the ranks take different numbers of batches: evaluate without collectives inside the
 loop and reduce sums afterwards (minidist.metrics), or train under a join context.
 
-A plain shuffled loader on each rank is no substitute: the ranks would draw different, overlapping
-samples. And without `set_epoch`, every epoch has the same order. torch-native:
+A plain shuffled loader on each rank does not work: the ranks draw different orders, so their
+samples overlap. Without `set_epoch`, every epoch has the same order. torch-native:
 `torch.utils.data.DistributedSampler`, which has "pad" and "drop" and gives the same indices.
 """
 
@@ -45,11 +46,11 @@ class DistributedSampler(Sampler[int]):
 
     Args:
         dataset: anything with a length, or the length itself.
-        rank, world_size: of the data-parallel group: ranks that split a model between them (tensor,
-            pipeline) must see the same samples, so take `mesh.coordinate("dp")`, `mesh.size("dp")`.
-        shuffle: draw the order anew in every epoch; else it is 0, 1, 2, …
+        rank, world_size: of the data-parallel group. Ranks that share one model (tensor, pipeline)
+            must see the same samples, so pass `mesh.coordinate("dp")` and `mesh.size("dp")`.
+        shuffle: draw a new order in every epoch; otherwise the order is 0, 1, 2, …
         seed: the same on every rank.
-        tail: what happens when the length does not divide; see above.
+        tail: what to do if the length is not divisible by world_size; see above.
 
     Raises:
         ValueError: no such rank, or no such tail.
@@ -87,9 +88,10 @@ class DistributedSampler(Sampler[int]):
         """Choose the epoch, on every rank, before iterating.
 
         Args:
-            num_consumed: to resume in the midst of an epoch: how many samples all ranks together
-                have trained on in it. The rest is dealt out anew, so another number of ranks may
-                resume; count in the training loop, since a loader's workers read ahead.
+            num_consumed: to resume in the middle of an epoch: the number of samples of this epoch
+                that all ranks together have trained on. The remaining samples are distributed
+                again, so a different number of ranks may resume. Count in the training loop,
+                because a loader's workers read ahead.
         """
         if epoch < 0 or num_consumed < 0:
             raise ValueError(
@@ -102,7 +104,7 @@ class DistributedSampler(Sampler[int]):
         # The same order on all ranks.
         order = list(range(self.num_samples))
         if self.shuffle:
-            # A sum and no hash, so that the order is the one of torch's sampler.
+            # A sum, not a hash, so that the order equals that of torch's sampler.
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.num_samples, generator=generator).tolist()
         rest = order[self.num_consumed :]
@@ -141,25 +143,26 @@ def make_loader(
     drop_last: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """A loader of this rank's samples, with sound settings; call `set_epoch` before each epoch.
+    """A loader of this rank's samples with sensible settings; call `set_epoch` before each epoch.
 
     Args:
         batch_size: samples per rank and batch.
         rank, world_size: of the data-parallel group, as for `DistributedSampler`.
-        train: shuffle, give every rank as many batches, leave out a smaller last batch (its samples
-            would weigh more in the mean). False is for evaluation: in order, each sample once.
-        num_workers: processes that load, per rank; 0 loads in the training loop itself. All ranks
-            of a node share its cores: cores / ranks per node is the most that helps.
-        prefetch_factor: batches that each worker loads ahead, torch's default is 2. Costs memory:
-            num_workers x prefetch_factor batches per rank.
-        persistent_workers: workers live on from epoch to epoch, since starting them costs seconds;
-            False frees their memory in between. None means: if there are workers.
-        pin_memory: page-locked batches, from which a copy to a GPU can be asynchronous
-            (`.to(device, non_blocking=True)`). None means: if there is a GPU.
-        drop_last: leave out a last batch that is smaller; None means as `train`.
+        train: True shuffles, gives every rank the same number of batches, and leaves out a smaller
+            last batch (its samples would have more weight in the mean). False is for evaluation:
+            in order, each sample once.
+        num_workers: loading processes per rank; 0 loads in the training loop itself. All ranks of a
+            node share its cores: more workers than cores / ranks per node do not help.
+        prefetch_factor: batches that each worker loads ahead; torch's default is 2. Needs memory
+            for num_workers x prefetch_factor batches per rank.
+        persistent_workers: keep the workers between epochs, because starting them takes seconds;
+            False frees their memory between epochs. None means True if there are workers.
+        pin_memory: put batches into page-locked memory, so that a copy to a GPU can be asynchronous
+            (`.to(device, non_blocking=True)`). None means True if there is a GPU.
+        drop_last: leave out a smaller last batch; None means the value of `train`.
 
     Raises:
-        ValueError: batch_size or num_workers out of range, or settings of workers without any.
+        ValueError: batch_size or num_workers out of range, or worker settings without workers.
     """
     if batch_size < 1 or num_workers < 0:
         raise ValueError(
@@ -190,8 +193,8 @@ def make_loader(
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         drop_last=train if drop_last is None else drop_last,
         collate_fn=collate_fn,
-        # In worker i torch seeds `random`, numpy and itself from i and a number that it draws here.
-        # Where all ranks draw the same number, worker i of all ranks augments alike.
+        # In worker i torch seeds `random`, numpy and itself from i and a number that it draws from
+        # this generator. With equal numbers on all ranks, worker i would augment alike on them.
         generator=torch.Generator(),
     )
     set_epoch(loader, 0)
@@ -199,12 +202,12 @@ def make_loader(
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, num_consumed: int = 0) -> None:
-    """Choose the epoch of a loader of `make_loader`: its order, and its workers' random numbers.
+    """Choose the epoch of a `make_loader` loader: its order and its workers' random numbers.
 
-    Both depend on seed, rank and epoch and on nothing that happened before, so a resumed run draws
-    what an uninterrupted one does. (Persistent workers keep their generators between epochs: theirs
-    are exact only for the first epoch after the loader was made. Where it matters, draw from
-    `derive_seed(seed, epoch, index)` in the data set.)
+    Both depend only on seed, rank and epoch, not on earlier epochs, so a resumed run draws the same
+    numbers as an uninterrupted run. (Exception: persistent workers keep their generators between
+    epochs, so their numbers are exact only in the first epoch after the loader was made. If this
+    matters, draw from `derive_seed(seed, epoch, index)` in the data set.)
     """
     sampler = loader.sampler
     if not isinstance(sampler, DistributedSampler) or loader.generator is None:

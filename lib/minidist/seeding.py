@@ -1,12 +1,12 @@
-"""Random numbers on many ranks: the same where replicas must agree, different where they must not.
+"""Random numbers on many ranks: equal where replicas must agree, different everywhere else.
 
     the same on every rank        initial weights (or broadcast them), the order of samples
     different on every rank       dropout, augmentation, noise
     different in every worker     augmentation in the processes of a loader: minidist.sampler
 
-The usual mistake is one seed for both: `manual_seed(seed)` everywhere drops the same neurons on all
-ranks, `manual_seed(seed + rank)` before the model is made starts from different weights. So seed
-twice, before and after making the model.
+The usual mistake is to use one seed for both purposes. With `manual_seed(seed)` on all ranks, all
+ranks drop the same neurons. With `manual_seed(seed + rank)` before the model is built, the ranks
+start from different weights. So seed twice: before and after building the model.
 
 Example::
 
@@ -14,8 +14,8 @@ Example::
     model = GPT(config)
     seed_all(seed, rank)            # from here on, every rank draws its own
 
-Seeds of several parts are hashed, not added: with `seed + rank`, rank 1 of seed 0 is rank 0 of
-seed 1.
+The parts of a seed are hashed, not added: with `seed + rank`, rank 1 of seed 0 would draw the same
+numbers as rank 0 of seed 1.
 
 >>> derive_seed(0, 1) == derive_seed(1, 0), derive_seed(0, 1) == derive_seed(0, 1)
 (False, True)
@@ -38,9 +38,9 @@ import torch
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """A seed in 0 … 2**63 - 1 that depends on every part: rank, epoch, a purpose.
+    """A seed in 0 … 2**63 - 1 that depends on every part, such as rank, epoch, or a purpose.
 
-    The same on every machine and Python, unlike `hash`.
+    Unlike `hash`, the seed is the same on every machine and in every Python process.
     """
     text = "\0".join([str(int(seed)), *(f"{type(p).__name__}:{p}" for p in parts)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -50,7 +50,7 @@ def seed_all(seed: int, *parts: int | str) -> None:
     """Seed `random`, numpy's global generator, and torch on all devices.
 
     Args:
-        parts: as for `derive_seed`; none means `seed` itself.
+        parts: as for `derive_seed`; without parts, `seed` itself is used.
     """
     value = derive_seed(seed, *parts) if parts else seed
     random.seed(value)
@@ -60,9 +60,9 @@ def seed_all(seed: int, *parts: int | str) -> None:
 
 @contextmanager
 def seeded(seed: int, *parts: int | str) -> Iterator[None]:
-    """Seed all generators for the block only; afterwards they go on where they were.
+    """Seed all generators for the block only; afterwards they continue from their old state.
 
-    For what must be the same on all ranks in the midst of what must not::
+    Use this if a block needs the same numbers on all ranks and the code around it does not::
 
         with seeded(seed, "init"):
             model = GPT(config)
@@ -78,12 +78,12 @@ def seeded(seed: int, *parts: int | str) -> Iterator[None]:
 def get_rng_state() -> dict[str, Any]:
     """The state of all generators of this process, for a checkpoint.
 
-    Consists of tensors, numbers and lists, so `torch.load(..., weights_only=True)` reads it. Every
-    rank has a state of its own: save one per rank.
+    The state consists of tensors, numbers, strings and lists, so `torch.load(...,
+    weights_only=True)` can read it. Every rank has a different state: save one state per rank.
     """
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    # Of this rank's device only: asking the others would open a context on each of them.
+    # This rank's device only: a query to any other device would create a CUDA context there.
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {
         "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
@@ -100,10 +100,10 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `get_rng_state` returned.
+    """Restore a state that `get_rng_state` returned.
 
     Raises:
-        ValueError: the state was saved with a GPU and there is none now, or the other way round.
+        ValueError: the state was saved with a GPU and there is no GPU now, or vice versa.
     """
     has_gpu = torch.cuda.is_available()
     if len(state["cuda"]) != has_gpu:

@@ -1,4 +1,4 @@
-"""Figures with controls, for lectures: move a slider, and a real computation is run again.
+"""Figures with controls, for lectures: moving a slider runs a real computation again.
 
 Example, in a notebook::
 
@@ -7,13 +7,14 @@ Example, in a notebook::
     explore(buckets, cap_mb=(1, 100), latency_us=[1, 10, 100],
             labels={"cap_mb": "bucket size (MB)", "latency_us": "latency (µs)"})
 
-The controls have labels and work by keyboard: Tab goes from one to the next, arrow keys move a
-slider, the space bar presses a button. No drop-down menus: in JupyterLab the arrow keys would go to
-the notebook and choose another cell. The output holds the first figure as a picture too,
-so that what runs without a browser (papermill, GitHub, HTML) shows it instead of the controls.
+The controls have labels and work by keyboard: Tab goes from one control to the next, arrow keys
+move a slider, the space bar presses a button. There are no drop-down menus, because in JupyterLab
+the arrow keys would go to the notebook and select a different cell. The output also holds the first
+figure as a picture. Programs without a browser (papermill, GitHub, HTML) show this picture instead
+of the controls.
 
-On a kernel with several ranks the controls live on rank 0, and so must what they run: a callback
-that called a collective would wait for ranks that never come.
+On a kernel with several ranks the controls exist on rank 0 only, so `draw` must use rank 0 only: a
+callback that calls a collective would wait for ranks that never call it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import ipywidgets
 from matplotlib.figure import Figure
 
 Control = tuple[float, float] | tuple[float, float, float] | Sequence[Any] | bool
-_MOST_BUTTONS = 6  # more texts than that become a slider over them
+_MOST_BUTTONS = 6  # a list of more texts gets a slider instead of buttons
 
 
 def explore(
@@ -39,19 +40,22 @@ def explore(
     alt: str = "",
     **controls: Control,
 ) -> Explorer:
-    """Show what `draw` returns, with a control for each of its arguments that is named.
+    """Show the figure that `draw` returns, with a control for each argument named in `controls`.
 
     Args:
-        draw: takes the controls' values by name; the defaults of its parameters are where the
-            controls begin. What it raises is shown in place of the figure.
+        draw: takes the controls' values by name. The defaults of its parameters are the initial
+            values of the controls. An exception of `draw` is shown in place of the figure; if the
+            first drawing fails, `explore` also raises the exception.
         labels: names of the controls with their units; default: the parameter's name.
-        alt: what the figure shows, for those who cannot see it; default: `draw`'s docstring.
-        controls: (low, high) or (low, high, step) for a slider (of whole numbers, if all are),
-            a list of values for a slider over them, a list of a few texts for a row of buttons,
-            True or False for a box to tick.
+        alt: describes the figure for readers who cannot see it; default: first line of `draw`'s
+            docstring.
+        controls: (low, high) or (low, high, step) for a slider (of whole numbers, if all are
+            integers), a list of values for a slider over them, a list of a few texts for a row of
+            buttons, True or False for a check box.
 
     Raises:
-        ValueError: `draw` has no such parameter, or no default for it.
+        ValueError: `draw` has no such parameter, or no default for it, or its default is not in
+            the list of values.
     """
     return Explorer(draw, controls, dict(labels or {}), alt)
 
@@ -91,7 +95,7 @@ class Explorer:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Where the controls stand."""
+        """The current values of the controls."""
         return {name: widget.value for name, widget in self.controls.items()}
 
     def _changed(self, change: Any) -> None:
@@ -121,7 +125,7 @@ class Explorer:
 
 
 def _row(control: Any, label: str, label_em: float) -> Any:
-    """A control beside its label. That of buttons would stand above them."""
+    """A control beside its label. Buttons need a separate label: theirs would be above them."""
     if not isinstance(control, ipywidgets.ToggleButtons):
         return control
     place = ipywidgets.Layout(width=f"{label_em:.1f}em", display="flex", justify_content="flex-end")
@@ -129,7 +133,7 @@ def _row(control: Any, label: str, label_em: float) -> Any:
 
 
 def _make_control(control: Control, value: Any, label: str, label_em: float) -> Any:
-    """One control; the labels of all controls are as wide as the longest, so that they line up."""
+    """One control. All labels are as wide as the longest label, so that the controls line up."""
     style = {"description_width": f"{label_em:.1f}em"}
     common: dict[str, Any] = {"value": value, "description": label, "style": style}
     wide = ipywidgets.Layout(width=f"{label_em + 26:.1f}em", max_width="100%")

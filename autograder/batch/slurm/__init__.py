@@ -1,1 +1,1 @@
-"""A class graded by jobs of a Slurm cluster."""
+"""Grades a class by jobs of a Slurm cluster."""

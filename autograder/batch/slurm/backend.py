@@ -1,8 +1,9 @@
 """Jobs of `autograder grade`, through submitit: on Slurm, or as processes of this machine.
 
-submitit writes the batch scripts and submits them. It is never asked about a job, nor for a job's
-return value: that would be a question to Slurm per job, and a pickle from where submissions ran.
-One `squeue`, and one `sacct` for jobs that it no longer knows, tell of all jobs together.
+submitit writes the batch scripts and submits them. For Slurm jobs, submitit is never asked for
+states: it would ask Slurm once per job. Nor is it ever asked for return values, which are pickles
+from a machine that ran submissions. One `squeue` asks about all jobs together, and one `sacct`
+about the jobs that `squeue` no longer knows.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from autograder.criteria.limits import Limits
 COMMAND_WITHIN_S = 60.0
 CANCEL_WITHIN_S = 30.0
 QUEUED, RUNNING, ENDED = "queued", "running", "ended"
-_SIGNAL_S = 30  # before its time limit Slurm signals a job; it has ended itself long before
+_SIGNAL_S = 30  # Slurm signals a job this long before its time limit; the job ends itself earlier
 
-# How a job ends -> (what that means, whether another one may come further).
+# End state of a job -> (what it means, whether a new job may do better).
 ENDS = {
     "BOOT_FAIL": ("its node did not start", True),
     "CANCELLED": ("somebody cancelled it", False),
@@ -51,7 +52,7 @@ ENDS = {
 }
 _NODES_FAULT = frozenset({"BOOT_FAIL", "COMPLETED", "FAILED", "LAUNCH_FAILED", "NODE_FAIL"})
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
-# What sbatch says when the controller is away or busy; the same job may be taken later.
+# Messages of sbatch if the controller is away or busy; it may accept the same job later.
 _AWAY = re.compile(
     r"unable to contact|connection (refused|timed out|reset)|socket timed out|zero bytes|"
     r"communication (failure|connection)|temporarily|slurm controller|try again",
@@ -61,11 +62,11 @@ _TOO_MANY = re.compile(r"limit|too many|array", re.IGNORECASE)
 
 
 class Refused(Exception):
-    """Jobs were not taken; the message is Slurm's.
+    """Slurm did not accept jobs; the message is Slurm's.
 
     Attributes:
-        away: the controller did not answer, so the same may be asked again.
-        too_many: fewer at once may be taken.
+        away: the controller did not answer, so the same jobs may be submitted again.
+        too_many: Slurm may accept fewer jobs at once.
     """
 
     def __init__(self, message: str) -> None:
@@ -76,12 +77,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Seen:
-    """A job, as it was seen last.
+    """The last known state of a job.
 
     Attributes:
         phase: "queued", "running" or "ended".
-        state: in Slurm's words.
-        note: why it waits, if it does.
+        state: Slurm's name of the state.
+        note: why the job waits, if it does.
     """
 
     phase: str
@@ -90,7 +91,7 @@ class Seen:
     note: str = ""
 
     def tell(self) -> str:
-        """How it ended, in one sentence."""
+        """How the job ended, in one sentence."""
         where = f" on {self.node}" if self.node else ""
         return f"{self.state}{where}: {ENDS.get(self.state, ('it ended', True))[0]}"
 
@@ -100,7 +101,7 @@ class Seen:
 
     @property
     def may_be_its_node(self) -> bool:
-        """Whether another node may do better."""
+        """Whether the node may be to blame, so that a different node may do better."""
         return self.state in _NODES_FAULT
 
 
@@ -108,38 +109,42 @@ class Backend(Protocol):
     """Where jobs run.
 
     Attributes:
-        array_size: jobs that may be submitted at once.
-        capacity: jobs that may be submitted and not through.
+        array_size: maximum number of jobs in one `submit`.
+        capacity: maximum number of submitted jobs that have not ended.
     """
 
     array_size: int
     capacity: int
 
     def submit(self, tasks: Sequence[Path], avoid: Collection[str] = ()) -> list[str]:
-        """Submits a job for each task, on none of these nodes; their ids. Raises Refused."""
+        """Submits a job for each task, on no node in `avoid`; returns the job ids.
+
+        Raises:
+            Refused: the jobs were not accepted.
+        """
         ...
 
     def look(self, ids: Collection[str]) -> Mapping[str, Seen] | None:
-        """The jobs that are known, or None where nobody answered."""
+        """The states of the known jobs, or None if there was no answer."""
         ...
 
     def cancel(self, ids: Collection[str] | None = None) -> bool:
-        """Cancels these jobs or, without ids, all of this grader's; whether these are gone."""
+        """Cancels these jobs, or all jobs of this grader if `ids` is None; whether that worked."""
         ...
 
 
 class SlurmJobs:
-    """Jobs of one name on a Slurm cluster, in arrays."""
+    """Job arrays on a Slurm cluster; all jobs have the same name."""
 
     def __init__(self, name: str, folder: Path, options: SlurmOptions) -> None:
         self.name, self.folder, self.options = name, folder, options
         self.array_size = min(options.array_size, _max_array_size())
-        # Slurm limits the jobs of an array that run at once, but not jobs by themselves.
+        # Slurm limits how many jobs of an array run at once, but not how many single jobs do.
         self.capacity = self.array_size if self.array_size > 1 else options.array_parallelism
         self._parameters: dict[str, Any] = {}
 
     def ask_for(self, ranks: int, limits: Limits) -> SlurmJobs:
-        """Sets what a job gets: one task with a processor a rank, which are started in the box."""
+        """Sets what a job asks for: one task, with one processor per rank unless `cpus` is set."""
         options = self.options
         cpus = options.cpus or ranks
         names = ("partition", "account", "qos", "constraint", "nodelist", "gres")
@@ -152,7 +157,7 @@ class SlurmJobs:
             "nodes": 1,
             "ntasks_per_node": 1,
             "cpus_per_task": cpus,
-            # srun does not take this over from sbatch since Slurm 22.05.
+            # Since Slurm 22.05, srun does not inherit this option from sbatch.
             "srun_args": [f"--cpus-per-task={cpus}"],
             "signal_delay_s": _SIGNAL_S,
             "array_parallelism": options.array_parallelism,
@@ -197,7 +202,7 @@ class SlurmJobs:
     def cancel(self, ids: Collection[str] | None = None) -> bool:
         if ids is not None:
             return _run(["scancel", *sorted(ids)]) is not None
-        # By name: it is only ours, and may stand for a job whose number never reached us.
+        # Cancel by name: only our jobs have it, and a job may exist whose id never reached us.
         _run(["scancel", f"--name={self.name}"])
         ends_at = time.monotonic() + CANCEL_WITHIN_S
         while time.monotonic() < ends_at:
@@ -209,16 +214,16 @@ class SlurmJobs:
 
 
 class LocalJobs:
-    """The same jobs as processes of this machine, a few at a time."""
+    """Runs the same jobs as processes of this machine, a few at a time."""
 
     def __init__(self, folder: Path, jobs: int, time_s: int) -> None:
         self.folder, self._time_s = folder, time_s
         self.array_size, self.capacity = 1, jobs
         self._jobs: dict[str, Any] = {}
-        # submitit knows GPUs by number only, and lets its jobs see none but those they are given.
+        # submitit knows GPUs by number only, and its jobs see only the GPUs that they are given.
         gpus = [name for name in visible_gpus() if name.isdecimal()]
         shares = divide(gpus, jobs)
-        os.environ.update({ALL: shares[0][ALL]} if gpus else {})  # of this grader; its jobs inherit
+        os.environ.update({ALL: shares[0][ALL]} if gpus else {})  # the jobs inherit this
         self._shares = [[int(n) for n in s.get(VISIBLE, "").split(",") if n] for s in shares]
         self._share_of: dict[str, int] = {}
 
@@ -258,9 +263,9 @@ class LocalJobs:
 
 @contextlib.contextmanager
 def _ctrl_c() -> Iterator[None]:
-    """What is started here can be interrupted, which is how submitit cancels.
+    """Makes processes that start in the body react to SIGINT, which submitit uses to cancel.
 
-    A grader that runs in the background (nohup, cron) ignores Ctrl-C, and so would its jobs.
+    A grader in the background (nohup, cron) ignores SIGINT, and its jobs would inherit that.
     """
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
@@ -274,12 +279,12 @@ def _ctrl_c() -> Iterator[None]:
 
 
 def cancel_by_name(name: str) -> bool:
-    """Cancels what a grader that is gone has left in Slurm, if anything; whether Slurm answered."""
+    """Cancels the Slurm jobs that a dead grader left, if any; returns whether Slurm answered."""
     return _run(["scancel", f"--name={name}"]) is not None
 
 
 def _read(said: str) -> list[tuple[str, Seen]]:
-    """Lines of `squeue` or `sacct`: 12_3|RUNNING|n1|reason."""
+    """Parses lines of `squeue` or `sacct`: 12_3|RUNNING|n1|reason."""
     found = []
     for line in said.splitlines():
         name, _, rest = line.strip().partition("|")
@@ -289,19 +294,19 @@ def _read(said: str) -> list[tuple[str, Seen]]:
         if not name or not state:
             continue
         if state == "PENDING" and note.startswith("launch failed"):
-            # Slurm holds it until somebody looks; here, another job takes its place.
+            # Slurm holds such a job until an administrator acts; we submit a new job instead.
             found.append((name, Seen(ENDED, "LAUNCH_FAILED", node)))
         elif state in ENDS:
             found.append((name, Seen(ENDED, state, node)))
         elif state in _WAITING:
             found.append((name, Seen(QUEUED, state, "", note)))
-        else:  # RUNNING, CONFIGURING, COMPLETING, SUSPENDED and what later versions call it
+        else:  # RUNNING, CONFIGURING, COMPLETING, SUSPENDED, and states of later Slurm versions
             found.append((name, Seen(RUNNING, state, node)))
     return found
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """What one of Slurm's commands says; None if it failed or took too long."""
+    """The output of a Slurm command; None if the command failed or took too long."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -313,7 +318,7 @@ def _run(command: Sequence[str]) -> str | None:
 
 
 def _max_array_size() -> int:
-    """Slurm's own limit: an index has to be below it."""
+    """The largest array size that Slurm allows: an array's index must be below MaxArraySize."""
     match = re.search(r"MaxArraySize\s*=\s*(\d+)", _run(["scontrol", "show", "config"]) or "")
     return max(1, int(match[1]) - 1) if match else 1000
 

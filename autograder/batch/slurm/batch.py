@@ -1,4 +1,4 @@
-"""One batch of jobs: submits them, sees what comes of them, and submits again what was lost."""
+"""One batch of jobs: submits them, collects their results, and submits lost jobs again."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from autograder.submission.attempt import Record, not_graded
 from autograder.submission.class_run import ClassRun, executed_path
 from autograder.submission.intake import Submission, sha256_of
 
-HARVEST_S = 0.2  # between two looks at the results' folder
-LATE_S = 600.0  # a job that is this much over Slurm's own time limit will not end by itself
+HARVEST_S = 0.2  # time between two looks at the results' folder
+LATE_S = 600.0  # a job that is this long over Slurm's time limit will not end by itself
 Done = Callable[[int, Record], None]
 
 
 @dataclass
 class _Work:
-    """One submission on its way.
+    """One submission that has no record yet.
 
     Attributes:
-        tries: jobs that were submitted for it.
-        due_at: not to be submitted before.
-        job: number of its job; empty while it has none.
-        since: when its job came into `phase`.
-        seen: its job, as it was seen last.
+        tries: number of jobs that were submitted for it.
+        due_at: earliest time for the next job.
+        job: id of its current job; empty if it has none.
+        since: when its job entered `phase`.
+        seen: last known state of its job.
     """
 
     index: int
@@ -55,7 +55,7 @@ class _Work:
 
 
 class JobBatch:
-    """Submissions on their way, until each has a record."""
+    """Runs jobs for submissions, until each submission has a record."""
 
     def __init__(
         self, backend: Backend, class_run: ClassRun, folder: BatchFolder, options: SlurmOptions,
@@ -75,9 +75,9 @@ class JobBatch:
         self.answered_at = time.monotonic()
         self.asked_at = self.refused_until = 0.0
         self.lost = False
-        # Node -> submissions that came to nothing there. A broken node is done at once with what it
-        # gets, so it would be given job after job, and spoil a class. One submission alone may be
-        # to blame itself, so that only its own next job goes elsewhere.
+        # Node -> submissions whose jobs failed there. A broken node fails at once, so Slurm would
+        # give it job after job, and it would spoil a class. If only one submission failed on a
+        # node, the submission may be to blame, so only its own next job avoids the node.
         self.failed_on: dict[str, set[int]] = {}
 
     def grade(self, todo: Mapping[int, Submission]) -> None:
@@ -94,19 +94,19 @@ class JobBatch:
                 self._harvest()
                 if cancelled:
                     self.folder.close()
-                else:  # the next grader tries it again
+                else:  # the next grader tries again to cancel
                     self._say(f"jobs may still be there: scancel --name={self.folder.name}")
             raise
         self.folder.close()
         if self.lost:
-            self.backend.cancel()  # a job whose number never reached us, say
+            self.backend.cancel()  # e.g. a job whose id never reached us
         else:
             shutil.rmtree(self.folder.path, ignore_errors=True)
 
     # --- results --------------------------------------------------------------------------------
 
     def _harvest(self) -> None:
-        """Takes in what jobs have written."""
+        """Collects the results that jobs have written."""
         there = {path.name for path in self.folder.results.iterdir()}
         for work in [each for each in self.work.values() if each.job]:
             path = self.folder.result_path(work.index, work.tries)
@@ -130,7 +130,7 @@ class JobBatch:
                 self._done(work.index, result.record)
 
     def _failed(self, work: _Work, reason: str, *, again: bool = True) -> None:
-        """A job came to nothing: another one after a while, or INFRA."""
+        """Handles a job without a result: plans a new job after a while, or gives up (INFRA)."""
         self.lost = True
         student, job = work.submission.student, work.job
         again = again and work.tries < self.options.tries
@@ -156,7 +156,7 @@ class JobBatch:
             )  # fmt: skip
 
     def _blame(self, work: _Work, node: str) -> None:
-        """The next jobs go elsewhere, as long as there are other nodes."""
+        """Notes that a submission failed on a node, so that later jobs avoid this node."""
         failed = self.failed_on.get(node, set())
         if not node or work.index in failed:
             return
@@ -165,7 +165,7 @@ class JobBatch:
             self._say(f"jobs came to nothing on {node}: the next ones go to other nodes")
 
     def _bad_nodes(self, due: Sequence[_Work]) -> set[str]:
-        """Where these must not go."""
+        """The nodes that the jobs of these submissions must avoid."""
         again = {work.index for work in due}
         return {node for node, by in self.failed_on.items() if len(by) > 1 or by & again}
 
@@ -186,14 +186,14 @@ class JobBatch:
         due = [each for each in self.work.values() if not each.job and each.due_at <= now]
         room = self.backend.capacity - active
         if not due or (room < len(due) and 2 * room < self.chunk):
-            return  # few large arrays, rather than one for every job that ends
+            return  # wait, to submit few large arrays and not one job whenever a job ends
         due = due[: min(self.chunk, room)]
         tasks, bad_nodes = [self._write_task(each) for each in due], self._bad_nodes(due)
         try:
             ids = self.backend.submit(tasks, bad_nodes)
         except Refused as error:
             if bad_nodes and not error.away and not error.too_many:
-                self.failed_on.clear()  # there are no others: these may have recovered
+                self.failed_on.clear()  # perhaps no other nodes exist; the bad ones may be well now
                 return
             self._refused(error, active, len(due))
             return
@@ -206,7 +206,7 @@ class JobBatch:
         self.answered_at = time.monotonic()
 
     def _refused(self, error: Refused, active: int, number: int) -> None:
-        """Later, or fewer at once, or not at all."""
+        """Handles a refused submit: try later, or with fewer jobs, or raise CourseError."""
         self.lost = True
         self.refused_until = time.monotonic() + self.options.poll_s
         if error.away:
@@ -217,7 +217,7 @@ class JobBatch:
             raise CourseError(f"Slurm does not take the jobs: {error} (see [slurm] in course.toml)")
 
     def _write_task(self, work: _Work) -> Path:
-        """Read anew for each try: the file may have been replaced meanwhile."""
+        """Writes the task file; hashes the notebook anew, because it may have been replaced."""
         class_run, submission = self.class_run, work.submission
         work.sha256 = sha256_of(submission.path)
         work.key = class_run.key_of(work.sha256)
@@ -232,7 +232,7 @@ class JobBatch:
         return path
 
     def _look(self) -> None:
-        """Asks once about all jobs, and acts on those that will bring nothing."""
+        """Asks once about all jobs, and handles those that will bring no result."""
         now = time.monotonic()
         active = {each.job: each for each in self.work.values() if each.job}
         if not active or now - self.asked_at < self.options.poll_s:
@@ -260,7 +260,7 @@ class JobBatch:
                 self._note("attempt", key=work.key, student=work.submission.student, pid=0,
                            job=work.job, node=seen.node, **{"try": work.tries})  # fmt: skip
         work.seen = seen
-        # On a shared file system the result may be seen later than the job's end.
+        # On a shared file system, the result may become visible some time after the job's end.
         if seen.phase == ENDED and now - work.since >= self.options.settle_s:
             self._harvest()
             if work.index in self.work and work.job:
@@ -275,7 +275,10 @@ class JobBatch:
         return work.phase == RUNNING and now - work.since > most_s
 
     def _check_silence(self, what: str) -> None:
-        """Results still come while the controller is away; but not for ever."""
+        """Gives up all submissions if Slurm's controller is silent for more than `silent_s`.
+
+        Before that, results of running jobs still arrive.
+        """
         silent_s = time.monotonic() - self.answered_at
         if silent_s <= self.options.silent_s:
             return
@@ -283,7 +286,7 @@ class JobBatch:
             self._give_up(work, f"Slurm's controller did not answer for {silent_s:.0f} s: {what}")
 
     def _note(self, kind: str, **about: object) -> None:
-        """For `autograder status`; a journal that cannot be written stops nothing."""
+        """Writes a journal entry for `autograder status`; ignores a failure to write."""
         with contextlib.suppress(OSError):
             self.journal.append(
                 {"kind": kind, "lab": self.class_run.lab_name, "time": time.time(), **about}
@@ -291,7 +294,10 @@ class JobBatch:
 
 
 def file_result(course: Course, path: Path, result: Result, record: Record) -> None:
-    """A result into `build/executed` and the journal, in this order: the record stands for both."""
+    """Moves the notebook to `build/executed`, then writes the result to the journal.
+
+    The record comes last, because a record means that everything else is there.
+    """
     notebook = path.with_suffix(".ipynb")
     if notebook.exists():
         target = executed_path(course, record["lab"], result.key)
@@ -304,7 +310,7 @@ def file_result(course: Course, path: Path, result: Result, record: Record) -> N
 
 
 def infra_reason(record: Record | None) -> str:
-    """Why the grader failed in a job, if it did."""
+    """Why the grader failed in a job; empty if it did not fail."""
     criteria: Sequence[Mapping[str, str]] = record["criteria"] if record else ()
     return next((c["message"] for c in criteria if c["status"] == Status.INFRA), "")
 

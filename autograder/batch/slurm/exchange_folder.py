@@ -1,4 +1,4 @@
-"""What passes between the grader on the login node and its jobs: files in a folder that both see.
+"""Files that the grader on the login node and its jobs exchange, in a folder that both can see.
 
     build/jobs/BATCH/
         kind              where its jobs run
@@ -7,8 +7,8 @@
         results/0007.2.json   what came of it; with it 0007.2.ipynb, the notebook as it was run
         submitit/             submitit's own files, and each job's log
 
-A result is written under another name and then renamed, so whoever sees it sees it whole. It is
-JSON: nothing that came near a submission is ever unpickled.
+A result is written under a temporary name and then renamed, so that a reader never sees half of it.
+Results are JSON: the grader never unpickles data that a submission could have touched.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Task:
     Attributes:
         root: the course's folder.
         path: the notebook.
-        sha256, key: of the notebook, and of the grading, as the grader sees them; a job that finds
-            others would file its record where nobody looks.
-        trusted: grade without a sandbox where there is none.
-        time_s: time for all of it.
-        result: where the result goes.
+        sha256, key: hash of the notebook and key of the grading, as the grader computed them. A job
+            that computes different ones fails, because nobody would find its record.
+        trusted: grade without a sandbox if the node has none.
+        time_s: time for the whole task, in seconds.
+        result: path of the result file.
     """
 
     root: str
@@ -71,11 +71,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a task: either `failure` says why nothing did, or the rest is set.
+    """Result of a task: either `failure` says why there is no record, or `record` is set.
 
     Attributes:
-        entries: for the journal, without the record itself.
-        host: where it ran.
+        entries: entries for the journal, without the record itself.
+        host: the node that ran the task.
     """
 
     key: str
@@ -90,8 +90,8 @@ class Result:
         """The result in a file.
 
         Raises:
-            ValueError: it is not one.
-            OSError: it cannot be read.
+            ValueError: the file does not hold a result.
+            OSError: the file cannot be read.
         """
         try:
             result = cls(**json.loads(path.read_text("utf-8")))
@@ -113,7 +113,7 @@ class BatchFolder:
 
     @property
     def name(self) -> str:
-        """What its jobs are called in Slurm, which only they are."""
+        """The name of this batch's Slurm jobs; no other jobs have it."""
         return f"autograder-{self.path.name}"
 
     @property
@@ -131,7 +131,7 @@ class BatchFolder:
         return self.results / f"{index:04d}.{number}.json"
 
     def close(self) -> None:
-        """Notes that nothing is left to be taken from here."""
+        """Marks the folder as done: no result is left to take over."""
         (self.path / _CLOSED).touch()
 
     @property
@@ -141,10 +141,10 @@ class BatchFolder:
 
 @contextmanager
 def new_batch(build: Path, kind: str) -> Iterator[BatchFolder]:
-    """A folder of this process's own; whether it stays is for who uses it to say.
+    """A new folder for this process; the caller decides whether the folder is removed.
 
     Args:
-        kind: where its jobs run, so that only who can cancel them takes it over.
+        kind: where the jobs run, so that only a grader that can cancel them takes the folder over.
     """
     batch = BatchFolder(build / JOBS / secrets.token_hex(6))
     for name in ("tasks", "results", "submitit"):
@@ -152,7 +152,7 @@ def new_batch(build: Path, kind: str) -> Iterator[BatchFolder]:
     lock = os.open(batch.path / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Last: who looks for folders without a grader passes by those that do not say their kind.
+        # Written last: graders that look for abandoned folders ignore a folder without this file.
         write_whole(batch.path / _KIND, kind.encode())
         yield batch
     finally:
@@ -160,7 +160,7 @@ def new_batch(build: Path, kind: str) -> Iterator[BatchFolder]:
 
 
 def remove_old(build: Path) -> None:
-    """Removes folders that were kept for their logs and have been there for a while."""
+    """Removes closed folders, which were kept for their logs, after `KEEP_LOGS_S`."""
     for path in (build / JOBS).glob(f"*/{_CLOSED}"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > KEEP_LOGS_S:
@@ -168,12 +168,12 @@ def remove_old(build: Path) -> None:
 
 
 def abandoned_batches(build: Path, kind: str) -> Iterator[BatchFolder]:
-    """Folders whose grader is gone without having closed them; each is locked while it is used."""
+    """Folders whose grader has died without closing them; each is locked while it is yielded."""
     for path in sorted((build / JOBS).glob("*")):
         batch = BatchFolder(path)
         if batch.closed:
             continue
-        with contextlib.suppress(OSError):  # it is taken, or went by itself
+        with contextlib.suppress(OSError):  # the folder has no kind yet, or was removed meanwhile
             if (path / _KIND).read_text() != kind:
                 continue
             lock = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

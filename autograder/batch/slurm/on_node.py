@@ -1,11 +1,12 @@
-"""What runs on a node: one submission, in the job that was submitted for it.
+"""Runs on a node: grades one submission, in the job that was submitted for it.
 
     run_task("tasks/0007.1.json")     the job: keeps the time and writes the result
     python -m autograder.batch.slurm.on_node TASK FOLDER
                                       its child: grades, in a folder of the node's own disk
 
-Two processes, so that a grader that hangs, is killed or runs out of memory still gets a result that
-says so. A job that is told to end (cancelled, preempted) writes none: why, only Slurm knows.
+There are two processes, so that the job writes a result even if the child hangs, is killed or runs
+out of memory. A job that is told to end (cancelled, preempted) writes no result, because only Slurm
+knows the reason.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ from autograder.batch.slurm.exchange_folder import Result, Task
 from autograder.files import write_whole
 from autograder.submission.scratch import remove_abandoned, scratch_folder
 
-# torch and nbgrader are for the child alone: it may be killed, and its memory is freed at once.
+# Only the child imports torch and nbgrader: it may be killed, which frees its memory at once.
 
-STOP_WITHIN_S = 15.0  # a box and its kernel are gone much sooner
+STOP_WITHIN_S = 15.0  # box and kernel normally end much sooner
 _ANSWER, _EXECUTED = "answer.json", "executed.ipynb"
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
-_TELLING = ("verdict", "infra")  # entries that the grader takes over
+_TELLING = ("verdict", "infra")  # kinds of journal entries that the grader copies
 
 
 def run_task(path: str) -> None:
-    """Grades what the task says and writes its result; returns nothing that could be pickled.
+    """Grades the task's submission and writes the result file.
+
+    Returns nothing, so that submitit has no return value to pickle.
 
     Raises:
-        SystemExit: it was told to end.
+        SystemExit: the job was told to end.
     """
     task = Task.read(Path(path))
     began = time.monotonic()
-    remove_abandoned()  # a job that was killed here before could not tidy up
+    remove_abandoned()  # earlier jobs that were killed on this node could not clean up
     with _told_to_end() as told, scratch_folder() as folder:
         failure = _grade_in_child(task, path, folder, told)
         if failure is None:
@@ -62,13 +65,13 @@ def run_task(path: str) -> None:
 
 
 def _node() -> str:
-    """This node, as Slurm calls it."""
+    """This node's name in Slurm, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @contextmanager
 def _told_to_end() -> Iterator[list[int]]:
-    """Notes signals instead of ending; submitit's own handlers would have the job run again."""
+    """Records signals instead of ending; submitit's own handlers would requeue the job."""
     told: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -82,18 +85,18 @@ def _told_to_end() -> Iterator[list[int]]:
 
 
 def _grade_in_child(task: Task, path: str, folder: Path, told: list[int]) -> str | None:
-    """Empty if there is an answer; else why there is none, or None if the job shall end."""
+    """Runs the child; returns "" if it left an answer, else why not; None if the job must end."""
     ends_at = time.monotonic() + task.time_s
     child = subprocess.Popen(
         [sys.executable, "-m", "autograder.batch.slurm.on_node", path, str(folder)],
-        stdin=subprocess.PIPE,  # closed by the system when this process dies; see _end_with_job
+        stdin=subprocess.PIPE,  # the system closes it when this process dies; see _end_with_job
         env=os.environ | {"AUTOGRADER_COURSE": task.root},
     )
     try:
         while not told and time.monotonic() < ends_at:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = child.wait(timeout=0.5)
-                if told or code in _STOPPED:  # a signal reaches all processes of a job
+                if told or code in _STOPPED:  # Slurm sends a signal to all processes of a job
                     return None
                 there = (folder / _ANSWER).exists()
                 return "" if code == 0 and there else f"the grader ended with {_name(code)}"
@@ -128,9 +131,9 @@ def _name(code: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Grades and leaves an answer in the folder, or a reason why there is no record."""
+    """Grades, and writes an answer to the folder: a record, or the reason why there is none."""
     path, folder = map(Path, arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job tells it when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job's process says when to end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     threading.Thread(target=_end_with_job, daemon=True).start()
     answer = _grade(Task.read(path), folder)
@@ -139,7 +142,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _end_with_job() -> None:
-    """Nobody writes to our standard input; it ends when the job's own process does."""
+    """Ends this process when the job's process ends, which closes our standard input.
+
+    Nobody writes to our standard input.
+    """
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -155,9 +161,10 @@ def _grade(task: Task, folder: Path) -> dict[str, Any]:
 
     @dataclass(frozen=True)
     class JobCourse(Course):
-        """The course, but what grading leaves goes to the job's own folder.
+        """The course, with a build folder that belongs to this job alone.
 
-        So the journal has one writer, and a slow shared file system is in nobody's way.
+        So the course's journal has one writer, and grading does not wait for a slow shared file
+        system.
         """
 
         folder: Path

@@ -1,12 +1,13 @@
-"""`autograder grade --executor slurm|local`: a class as jobs, instead of in a pool of processes.
+"""`autograder grade --executor slurm|local`: grades a class in jobs, not in a pool of processes.
 
     submissions -> tasks (files) -> jobs -> results (files) -> journal
 
-This process alone writes the journal and `build/executed`. It asks Slurm about all jobs together,
-every few seconds. A job that was lost, whatever the reason, is submitted again after a while, a
-few times; then the submission is INFRA, our failure, and never a zero. Ctrl-C cancels the jobs that
-this process has submitted. Run again, it goes on: results of a grader that was killed are taken
-over, its jobs are cancelled, and what the journal has is not graded again.
+Only this process writes the journal and `build/executed`. It asks Slurm about all jobs together,
+every few seconds. A lost job is submitted again after a while, up to a few times, unless a new job
+could not do better (a cancelled job, for example). If no job brings a result, the submission is
+INFRA (a failure of the grader), never a zero. Ctrl-C cancels the jobs that this process has
+submitted. The same command continues an interrupted grading: it takes over the results of a grader
+that was killed, cancels that grader's jobs, and grades nothing that has a record in the journal.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from autograder.submission.intake import Submission
 
 
 class JobRunner:
-    """Grades submissions in jobs; called in place of the pool."""
+    """Grades submissions in jobs; `grade_class` calls it in place of the pool."""
 
     def __init__(
         self, kind: str, course: Course, console: Console, *, trusted: bool = False
@@ -52,13 +53,13 @@ class JobRunner:
         self.options: SlurmOptions = course.slurm
 
     def parallel(self, jobs: int) -> int:
-        """Submissions that run at once, where `jobs` would on this machine."""
+        """Number of submissions that run at once; on this machine it would be `jobs`."""
         return self.options.array_parallelism if self.kind == "slurm" else jobs
 
     def __call__(
         self, todo: dict[int, Submission], class_run: ClassRun, jobs: int, done: Done
     ) -> dict[int, str]:
-        """Grades `todo` and tells `done` every record, INFRA included: nothing is lost."""
+        """Grades `todo` and passes every record to `done`, INFRA included; returns no lost ones."""
         todo = dict(todo)
         if self._take_over(class_run.course):
             finished = Journal(class_run.course.journal_path).all_finished()
@@ -85,25 +86,25 @@ class JobRunner:
         )
 
     def _take_over(self, course: Course) -> int:
-        """Takes the results of graders that were killed, and cancels their jobs."""
+        """Files the results of graders that were killed, and cancels those graders' jobs."""
         taken = 0
         remove_old(course.build)
         for folder in abandoned_batches(course.build, self.kind):
             if self.kind == "slurm" and not cancel_by_name(folder.name):
-                continue  # the next grader tries it again
+                continue  # the next grader tries again to cancel
             kept = False
             for path in sorted(folder.results.glob("*.json")):
                 try:
                     result = Result.read(path)
                     if result.record is None or infra_reason(result.record):
-                        continue  # our own failure is no verdict: it is tried again
+                        continue  # a failure of the grader is no verdict: grade again
                     if Journal(course.journal_path).finished(result.key) is None:
                         file_result(course, path, result, result.record)
                         taken += 1
                 except ValueError:
-                    continue  # half a file
+                    continue  # not a valid result
                 except OSError:
-                    kept = True  # a full disk, say: the next grader finds it here
+                    kept = True  # e.g. a full disk: keep the folder for the next grader
             if not kept:
                 shutil.rmtree(folder.path, ignore_errors=True)
         if taken:
@@ -112,7 +113,7 @@ class JobRunner:
 
 
 def _leave_job() -> None:
-    """Inside a job, what this one was given would count as options of those that it submits."""
+    """Removes this job's own SLURM_* variables: sbatch would use them as options of new jobs."""
     if "SLURM_JOB_ID" in os.environ:
         for name in [each for each in os.environ if each.startswith(("SLURM_", "SRUN_"))]:
             if name != "SLURM_CONF":
@@ -121,7 +122,10 @@ def _leave_job() -> None:
 
 @contextmanager
 def _interrupted_by_hangup() -> Iterator[None]:
-    """A login node that ends our session, or us, interrupts like Ctrl-C: no job stays behind."""
+    """Makes SIGHUP and SIGTERM act like Ctrl-C, so that no job stays behind.
+
+    A login node sends them when it ends our session or this process.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -129,7 +133,7 @@ def _interrupted_by_hangup() -> Iterator[None]:
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGHUP, signal.SIGTERM):
-            if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP; keep that
                 before[number] = signal.signal(number, interrupt)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Checkpoints that survive what happens to training jobs.
+"""Checkpoints that survive the failures of training jobs.
 
-- `Checkpoints` saves and loads: atomically, with checksums, the newest whole one wins (`store`).
+- `Checkpoints` saves atomically and with checksums, and loads the newest undamaged one (`store`).
 - State that is the same on all ranks is written once, each rank's own state once per rank.
 - `Shard` says which part of a global tensor a rank holds; a checkpoint written by 4 ranks is read
-  by 2 or 3, or by another layout of data and tensor parallelism (`shards`).
+  by 2 or 3, or by a different layout of data and tensor parallelism (`shards`).
 - `save_dcp` and `load_dcp` do the same with torch.distributed.checkpoint (`native`).
 
 Example, on every rank::

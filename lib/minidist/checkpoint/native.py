@@ -1,10 +1,10 @@
 """The torch-native way: torch.distributed.checkpoint (DCP) inside our atomic folders.
 
-DCP plans who writes what, writes one file per rank, and reads DTensors back in any layout. It
-leaves to its caller what happens when a job dies while it writes: that is what `Checkpoints` adds.
-`get_state_dict` gives parameters and optimizer state under names, not numbers, so that they can be
-read at another world size; it is a collective and every rank has to call it. (Asking for a *full*
-state dict under `if rank == 0` hangs for the same reason: the other ranks' parts have to be sent.)
+DCP plans which rank writes what, writes one file per rank, and reads DTensors back in any layout.
+It does not handle a job that dies while it writes: `Checkpoints` adds that. `get_state_dict` gives
+parameters and optimizer state under names, not numbers, so that they can be read at a different
+world size; it is a collective, so every rank has to call it. (Asking for a *full* state dict under
+`if rank == 0` hangs for the same reason: the other ranks' parts have to be sent.)
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def save_dcp(
 def load_dcp(
     checkpoints: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> int | None:
-    """Load the newest whole checkpoint of `save_dcp`, whatever layout it was saved in.
+    """Load the newest undamaged checkpoint of `save_dcp`, whatever layout it was saved in.
 
     Returns:
-        Its step; None if there is none. Collective.
+        The step of the checkpoint; None if there is no checkpoint. Collective.
     """
     found = checkpoints.latest()
     if found is None:

@@ -1,13 +1,13 @@
-"""Parts of global tensors: saved by one layout of ranks, read by another.
+"""Parts of global tensors: saved by one layout of ranks, read by a different one.
 
 A rank holds a box of a tensor: it begins at `offsets` and has the local tensor's shape. Boxes of
-all ranks together cover the tensor; several ranks may hold the same box (replicas). Reading is
-cutting: for each wanted box, find the saved boxes that overlap with it, and copy the overlaps.
+all ranks together cover the tensor; several ranks may hold the same box (replicas). To read a box,
+find the saved boxes that overlap with it, and copy the overlaps.
 
     saved by 4 ranks   [  0  |  1  |  2  |  3  ]
     read by 3 ranks    [   0   |   1   |   2   ]    rank 1 reads from the files of ranks 1 and 2
 
-The same idea as in torch.distributed.checkpoint (see `native`), in a file that can be read.
+The same idea as in torch.distributed.checkpoint (see `native`), in code that is short to read.
 
 >>> overlap(Box((0,), (4,)), Box((3,), (4,)))
 Box(offsets=(3,), sizes=(1,))
@@ -134,7 +134,7 @@ def boxes_to_write(
     """Which tensors this rank writes, and the index of what all ranks write.
 
     Args:
-        exchange: gives what every rank passed to it, in the order of ranks.
+        exchange: returns the values that all ranks passed to it, in the order of ranks.
 
     Returns:
         key -> tensor of this rank, and name -> {shape, dtype, boxes: [offsets, sizes, rank, key]}.
@@ -169,7 +169,7 @@ def boxes_to_write(
             key = f"{name}@{','.join(map(str, box.offsets))}"
             entry["boxes"].append([list(box.offsets), list(box.sizes), owner, key])
             if owner == rank:
-                # A view would drag the whole storage into the file.
+                # torch.save would write the whole storage of a view into the file.
                 mine[key] = held[position][1].tensor.detach().contiguous().clone()
     for name, entry in index.items():
         _check_cover(name, entry)
@@ -177,7 +177,7 @@ def boxes_to_write(
 
 
 def _check_cover(name: str, entry: dict[str, Any]) -> None:
-    """Boxes that do not overlap cover the tensor if their sizes add up; a hole shows at once."""
+    """Raise ValueError if the boxes are smaller in sum than the tensor. They must not overlap."""
     whole = Box((0,) * len(entry["shape"]), tuple(entry["shape"]))
     boxes = [Box(tuple(start), tuple(size)) for start, size, _, _ in entry["boxes"]]
     if sum(box.numel for box in boxes) < whole.numel:
@@ -188,7 +188,7 @@ def _check_cover(name: str, entry: dict[str, Any]) -> None:
 
 
 class ShardReader:
-    """Reads boxes out of the files of a checkpoint, whoever wrote them."""
+    """Reads boxes from the files of a checkpoint, whichever ranks wrote them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -199,7 +199,7 @@ class ShardReader:
         """Copy saved values into the tensors of `shards`.
 
         Raises:
-            ValueError: a tensor is not in the checkpoint, has another shape, or is not whole.
+            ValueError: a tensor is not in the checkpoint, has a different shape, or is incomplete.
         """
         for name, parts in shards.items():
             for shard in [parts] if isinstance(parts, Shard) else parts:
@@ -236,6 +236,6 @@ class ShardReader:
     def _file(self, owner: int) -> dict[str, Tensor]:
         if owner not in self._files:
             path = self.folder / f"shards-{owner}.pt"
-            # Mapped, so that only the parts that are wanted are read.
+            # Memory-mapped, so that only the wanted parts are read from the disk.
             self._files[owner] = torch.load(path, mmap=True, weights_only=True)
         return self._files[owner]

@@ -1,16 +1,16 @@
-"""A folder of checkpoints: written whole or not at all, checked before they are used.
+"""A folder of checkpoints: written completely or not at all, checked before they are used.
 
-What can go wrong, and what holds against it:
+Failures, and what protects against them:
 
-1. A job dies while it writes. Files go to `step-00000100.writing`; only when all of them are on
-   the disk does rename(2) give the folder its name, so a folder with a name is complete.
-2. A disk loses or changes bytes later. `manifest.json` has the size and the SHA-256 of every file;
-   what does not agree is not loaded, and the checkpoint before it is.
-3. Ranks see different things (one could not write, one cannot read). Every rank says what it found
-   before any rank goes on, so all save, load, or raise the same.
+1. A job dies while it writes. Files go to the folder `step-00000100.writing`. When all files are on
+   the disk, rename(2) gives the folder its final name, so a folder with that name is complete.
+2. A disk loses or changes bytes later. `manifest.json` has the size and the SHA-256 of every file.
+   A checkpoint that does not agree is not loaded; the checkpoint before it is loaded instead.
+3. Ranks see different things (one could not write, one cannot read). Ranks exchange what they found
+   before any rank continues, so all ranks save or load the same checkpoint, or all raise.
 
 Phases of `save`: open, write, digest, commit. Every phase ends with an exchange between the ranks,
-on a gloo group of its own: so it can run in a background thread beside training's collectives.
+on a separate gloo group, so a save can run in a background thread beside training's collectives.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class Checkpoints:
 
     Args:
         directory: made if it is not there.
-        keep: this many whole ones stay, the one just saved and those before it; older ones are
-            deleted after a save. Those of later steps, left by a run that was set back, stay until
-            the run has come there.
+        keep: number of undamaged checkpoints that stay: the one just saved and those before it.
+            Older ones are deleted after a save. If a run was set back to an earlier step,
+            checkpoints of later steps stay until the run reaches these steps.
         timeout_s: how long ranks wait for each other.
     """
 
@@ -100,13 +100,13 @@ class Checkpoints:
             raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}")
         self.directory = Path(directory)
         self.keep = keep
-        self.group: Any = None  # a gloo group of its own
+        self.group: Any = None  # a separate gloo group
         self.rank, self.world_size = 0, 1
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._saving: Saving | None = None
-        self._damaged: set[int] = set()  # steps that were passed over
+        self._damaged: set[int] = set()  # steps of damaged checkpoints
         self.directory.mkdir(parents=True, exist_ok=True)
 
     # -------------------------------------------------------------------- save
@@ -124,7 +124,7 @@ class Checkpoints:
         Args:
             step: a checkpoint of the same step is replaced.
             shared: state that is the same on every rank; rank 0's is written.
-            local: state that every rank has its own of, e.g. its random numbers.
+            local: state that differs from rank to rank, e.g. random numbers.
             sharded: name -> `Shard` (or several): this rank's parts of global tensors.
 
         Raises:
@@ -141,7 +141,7 @@ class Checkpoints:
         local: States | None = None,
         sharded: Shards | None = None,
     ) -> Saving:
-        """As `save`, but only the copy in memory is made now. One save is under way at a time."""
+        """As `save`, but only a copy in memory is made now. One save is under way at a time."""
         self._finish_saving()
         write = self._snapshot(shared, local, sharded, copy=True)
         self._saving = Saving(lambda: self._save_files(step, write))
@@ -241,7 +241,7 @@ class Checkpoints:
             shutil.rmtree(self.directory / f"step-{step:08d}", ignore_errors=True)
 
     def _recover(self) -> None:
-        """A job that dies while it replaces a step leaves the old one under another name."""
+        """Restore the old checkpoint of a step if a job died while it replaced that step."""
         for old in self.directory.glob("step-*.replaced") if self.rank == 0 else ():
             if not old.with_suffix("").exists():
                 old.rename(old.with_suffix(""))
@@ -254,10 +254,10 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdigit())
 
     def latest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest checkpoint that every rank finds whole; None without one.
+        """Step and folder of the newest checkpoint that every rank finds undamaged, or None.
 
-        Each rank reads a part of the files and compares them with the manifest. What is damaged is
-        passed over with a warning on rank 0.
+        Each rank reads a part of the files and compares them with the manifest. A damaged
+        checkpoint is skipped, with a warning on rank 0.
         """
         self._finish_saving()
         self._recover()
@@ -283,11 +283,11 @@ class Checkpoints:
         sharded: Shards | None = None,
         any_world_size: bool = False,
     ) -> int | None:
-        """Load the newest whole checkpoint into the objects given; returns its step, or None.
+        """Load the newest undamaged checkpoint into the objects given; returns its step, or None.
 
         Tensors of `sharded` are filled in place, from a checkpoint of any number of ranks and any
-        layout. `local` needs the world size that it was saved with, unless `any_world_size` allows
-        to go on without it.
+        layout. `local` needs the world size that it was saved with; with `any_world_size`, it is
+        left out if the world size differs.
 
         Raises:
             CheckpointError: on every rank, if any rank could not load. The objects may then hold
@@ -367,7 +367,7 @@ def _restore(path: Path, parts: States) -> None:
 
 
 def _to_cpu(value: Any, copy: bool) -> Any:
-    """The same structure with its tensors on the CPU; copied if training may change them."""
+    """The same structure with its tensors on the CPU; with `copy`, CPU tensors are copied, too."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
         return value.to("cpu", copy=True) if copy or value.device.type != "cpu" else value

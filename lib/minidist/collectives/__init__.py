@@ -1,8 +1,8 @@
-"""Collectives, from send and receive up.
+"""Collectives, built on send and receive.
 
-An algorithm is data: a `Schedule`, a list of steps of (src, dst, chunk, "reduce" or "copy"), made
-by a function of `algorithms`. One executor runs it; the lectures draw it; `Schedule.time_s` costs
-it.
+An algorithm is data: a `Schedule`, a list of steps of (src, dst, chunk, "reduce" or "copy"). The
+functions of `algorithms` make the schedules. One executor runs every schedule, the lectures draw
+schedules, and `Schedule.time_s` estimates how long a schedule takes.
 
 | read in this order | |
 |---|---|
@@ -12,7 +12,7 @@ it.
 | `rooted`, `alltoall`, `hierarchical` | broadcast, reduce, gather, scatter; all-to-all; nodes |
 | `async_work`, `issue` | `async_op=True` and what it guarantees; validation |
 | `ddp_hooks`, `torch_backend` | DDP communication hooks; the torch.distributed backend "minidist" |
-| `log` | who called what, how many bytes, who waited for whom |
+| `log` | which rank called what, how many bytes, which rank waited for which |
 
 Example::
 

@@ -1,4 +1,4 @@
-"""What `check=True` asks for: before they act, ranks tell each other what they are about to do."""
+"""The comparison behind `check=True`: before a collective, all ranks exchange what they will do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def agree(transport: Transport, device: torch.device, about: str) -> int:
         The bytes that this rank sent.
 
     Raises:
-        MismatchError: on every rank, naming who calls what.
+        MismatchError: on every rank; the message names the ranks and what each of them calls.
     """
     rows, num_bytes = gather_texts(transport, device, about, _DESCRIPTION_BYTES)
     callers = who_says_what(enumerate(rows))
@@ -36,16 +36,17 @@ def agree(transport: Transport, device: torch.device, about: str) -> int:
 def agree_on_sizes(
     transport: Transport, device: torch.device, sends: list[int], expects: list[int]
 ) -> int:
-    """Compare what every rank sends to every other with what that one expects.
+    """Compare, for every pair of ranks, what the source sends with what the target expects.
 
     Args:
-        sends, expects: one number of elements per rank of the group.
+        sends, expects: for each rank of the group, the number of elements that this rank sends to
+            it, and expects from it.
 
     Returns:
         The bytes that this rank sent.
 
     Raises:
-        MismatchError: on every rank, naming the first pair that does not fit.
+        MismatchError: on every rank; the message names the first pair of ranks that disagrees.
     """
     n = transport.size
     table = torch.zeros((n, 2, n), dtype=torch.int64, device=device)
@@ -67,10 +68,12 @@ def agree_on_sizes(
 def gather_texts(
     transport: Transport, device: torch.device, text: str, num_bytes: int
 ) -> tuple[list[str], int]:
-    """A text of every rank. Messages of one fixed size: safe whatever the ranks disagree on.
+    """Gather one text from every rank.
+
+    All messages have the same fixed size, so this works whatever the ranks disagree on.
 
     Args:
-        num_bytes: of a message; a longer text is cut and ends in its digest.
+        num_bytes: size of a message. A longer text is cut, and ends with the digest of the whole.
 
     Returns:
         The texts in the order of the ranks, and the bytes that this rank sent.
@@ -89,7 +92,7 @@ def gather_texts(
 
 
 def who_says_what(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """(rank, text) of every rank -> the ranks of every different text."""
+    """Map each different text to the ranks that gave it. `rows` has (rank, text) of each rank."""
     callers: dict[str, list[int]] = {}
     for rank, row in rows:
         callers.setdefault(row, []).append(rank)

@@ -34,7 +34,7 @@ from minidist.collectives.schedule import Action, Schedule, Step, Transfer
 
 @cache
 def ring_reduce_scatter_steps(world_size: int) -> Schedule:
-    """Chunk c starts at rank c+1, goes once around and ends, complete, on rank c.
+    """Chunk c starts at rank c+1, goes around the ring once, and ends complete on rank c.
 
     >>> print(ring_reduce_scatter_steps(3))
     ring reduce-scatter: 3 ranks, 3 chunks, 2 steps
@@ -46,7 +46,7 @@ def ring_reduce_scatter_steps(world_size: int) -> Schedule:
 
 @cache
 def ring_all_gather_steps(world_size: int) -> Schedule:
-    """Chunk c starts at rank c and goes once around."""
+    """Chunk c starts at rank c and goes around the ring once."""
     return _ring("ring all-gather", world_size, "copy", first=0)
 
 
@@ -55,8 +55,8 @@ def ring_steps(world_size: int, num_segments: int = 1) -> Schedule:
     """All-reduce: reduce-scatter, then all-gather.
 
     Args:
-        num_segments: messages per chunk. With more than one, a rank adds up the first while the
-            next is still under way.
+        num_segments: messages per chunk. With more than one, a rank adds the first segment while
+            the next segment is still on its way.
     """
     n, k = world_size, _positive("num_segments", num_segments)
     ring = ring_reduce_scatter_steps(n) + ring_all_gather_steps(n)
@@ -78,11 +78,11 @@ def _ring(name: str, n: int, action: Action, first: int) -> Schedule:
 
 @cache
 def direct_reduce_scatter_steps(world_size: int, num_segments: int = 1) -> Schedule:
-    """Every rank sends chunk c straight to rank c, which adds up all of them at once.
+    """Every rank sends chunk c directly to rank c, which adds up all N versions at once.
 
     Args:
-        num_segments: steps, each with one part of every chunk. Chunk c is then the chunks
-            c num_segments, ..., (c + 1) num_segments - 1 of the schedule.
+        num_segments: the number of steps. Each step sends one part of every chunk. Chunk c then
+            consists of the schedule's chunks c num_segments, ..., (c + 1) num_segments - 1.
 
     >>> print(direct_reduce_scatter_steps(2, num_segments=2))
     direct reduce-scatter: 2 ranks, 4 chunks, 2 steps
@@ -106,7 +106,7 @@ def direct_all_gather_steps(world_size: int) -> Schedule:
 
 @cache
 def direct_steps(world_size: int) -> Schedule:
-    """All-reduce in two steps. As many bytes as the ring, and N-1 messages at once into a rank."""
+    """All-reduce in two steps: as many bytes as the ring, but N-1 messages reach a rank at once."""
     two = direct_reduce_scatter_steps(world_size) + direct_all_gather_steps(world_size)
     return two.named("direct all-reduce")
 
@@ -118,8 +118,9 @@ def direct_steps(world_size: int) -> Schedule:
 def halving_doubling_steps(world_size: int) -> Schedule:
     """All-reduce by recursive halving (a reduce-scatter) and doubling (an all-gather).
 
-    Distances are powers of two, so only P ranks take part, the largest power of two in N. Rank
-    P+i first folds its buffer into that of rank i, and gets the result from it in the end.
+    Distances are powers of two, so only P ranks take part, where P is the largest power of two
+    that is at most N. Rank P+i first adds its buffer to the buffer of rank i, and gets the result
+    from rank i at the end.
 
     >>> print(halving_doubling_steps(4))
     halving-doubling all-reduce: 4 ranks, 4 chunks, 4 steps
@@ -131,7 +132,8 @@ def halving_doubling_steps(world_size: int) -> Schedule:
     n = _positive("world_size", world_size)
     p = 1 << (n.bit_length() - 1)
     fold = [Transfer(rank, rank - p, 0, "reduce", p) for rank in range(p, n)]
-    # Before a step at distance d, rank r holds the d chunks of its aligned block of d ranks.
+    # Before a doubling step at distance d, rank r holds the d chunks of its aligned block of d
+    # ranks.
     distances = [1 << t for t in range(p.bit_length() - 1)]
     doubling = [[Transfer(r, r ^ d, r // d * d, "copy", d) for r in range(p)] for d in distances]
     name = "halving-doubling all-reduce"
@@ -144,10 +146,10 @@ def halving_doubling_steps(world_size: int) -> Schedule:
 
 
 def tree_parents(world_size: int) -> list[int | None]:
-    """The parent of every rank in a binary tree whose order from left to right is 0 .. N-1.
+    """The parent of every rank in a binary tree whose ranks are 0 .. N-1 from left to right.
 
-    Even ranks are leaves. Counted from 1, the height of a rank is the number of zeros at the end
-    of its binary form.
+    Even ranks are leaves. The height of rank r is the number of zeros at the end of r + 1 in
+    binary.
 
     >>> tree_parents(7)
     [1, 3, 1, None, 5, 3, 5]
@@ -156,7 +158,7 @@ def tree_parents(world_size: int) -> list[int | None]:
     for x in range(1, _positive("world_size", world_size) + 1):
         low = x & -x
         up = x - low if x & (low << 1) else x + low
-        if up > world_size:  # that inner node does not exist: hang on to the next one up
+        if up > world_size:  # this inner node does not exist: take the next one further up
             up = x - low
         parents.append(up - 1 if up else None)
     return parents
@@ -164,11 +166,11 @@ def tree_parents(world_size: int) -> list[int | None]:
 
 @cache
 def tree_steps(world_size: int, num_chunks: int = 1) -> Schedule:
-    """All-reduce over one binary tree: reduce up to its root, broadcast down.
+    """All-reduce over one binary tree: reduce up to the root, then broadcast down.
 
     Args:
-        num_chunks: K chunks follow each other through the tree, one level and step apart; the
-            first are on their way down while the last still go up.
+        num_chunks: K chunks follow each other through the tree. Each is one step, and so one level,
+            behind the chunk before it. The first chunks go down while the last still go up.
     """
     k = _positive("num_chunks", num_chunks)
     return _over_tree("tree all-reduce", tree_parents(world_size), k)
@@ -178,14 +180,15 @@ def tree_steps(world_size: int, num_chunks: int = 1) -> Schedule:
 def double_tree_steps(world_size: int, num_chunks: int = 1) -> Schedule:
     """All-reduce over two binary trees, each with half of the buffer.
 
-    What is a leaf in one tree is an inner rank in the other (one of them is a leaf in both for odd
-    N), so that no rank carries much more than 2 S bytes, where an inner rank of one tree sends up
-    to 3 S. `num_chunks` is per tree.
+    A leaf of one tree is an inner rank of the other tree (if N is odd, one rank is a leaf in both).
+    No rank therefore sends much more than 2 S bytes, whereas an inner rank of a single tree sends
+    up to 3 S. `num_chunks` is per tree.
     """
     n, k = world_size, _positive("num_chunks", num_chunks)
     one = _over_tree("double-tree all-reduce", tree_parents(n), k)
     first = one.moved(num_chunks=2 * k)
-    # An even number of ranks is mirrored, an odd one shifted: both turn even ranks into odd ones.
+    # Leaves are the even ranks. Mirroring (for even N) and shifting by one (for odd N) both move
+    # leaves to odd ranks.
     other = (lambda r: n - 1 - r) if n % 2 == 0 else (lambda r: (r + 1) % n)
     return first.beside(one.moved(rank=other, chunk=lambda c: c + k, num_chunks=2 * k))
 
@@ -214,7 +217,9 @@ def _depth(parents: list[int | None], rank: int) -> int:
 
 @cache
 def broadcast_steps(world_size: int, root: int = 0) -> Schedule:
-    """A binomial tree: who has the buffer sends it on, so their number doubles with each step.
+    """A binomial tree: each rank that has the buffer sends it on.
+
+    The number of ranks that have the buffer doubles with each step.
 
     >>> print(broadcast_steps(4))
     broadcast: 4 ranks, 1 chunks, 2 steps
@@ -237,9 +242,10 @@ def reduce_steps(world_size: int, root: int = 0) -> Schedule:
 
 @cache
 def gather_steps(world_size: int, root: int = 0) -> Schedule:
-    """Chunk c goes from rank c straight to the root.
+    """Chunk c goes directly from rank c to the root.
 
-    A binomial tree would save latencies at the root, but let inner ranks carry others' data.
+    A binomial tree would save latencies at the root, but inner ranks would have to carry the data
+    of other ranks.
     """
     n = world_size
     step = [Transfer(rank, root, rank, "copy") for rank in range(n) if rank != root]
@@ -248,7 +254,7 @@ def gather_steps(world_size: int, root: int = 0) -> Schedule:
 
 @cache
 def scatter_steps(world_size: int, root: int = 0) -> Schedule:
-    """Chunk c goes from the root straight to rank c."""
+    """Chunk c goes directly from the root to rank c."""
     n = world_size
     step = [Transfer(root, rank, rank, "copy") for rank in range(n) if rank != root]
     return Schedule("scatter", n, n, _without_empty([step]))
@@ -256,9 +262,10 @@ def scatter_steps(world_size: int, root: int = 0) -> Schedule:
 
 @cache
 def all_to_all_steps(world_size: int) -> Schedule:
-    """Chunk s N + d goes from rank s to rank d. In step t everyone sends to the rank t further on,
+    """Chunk s N + d goes from rank s to rank d.
 
-    so that in each step every rank sends one message and receives one.
+    In step t rank s sends to rank s + t (mod N), so in each step every rank sends one message and
+    receives one.
     """
     n = world_size
     steps = [
@@ -275,9 +282,9 @@ def all_to_all_steps(world_size: int) -> Schedule:
 def hierarchical_steps(num_nodes: int, local_size: int) -> Schedule:
     """All-reduce on nodes of `local_size` ranks each; rank = node * local_size + local rank.
 
-    Reduce-scatter in each node, all-reduce of each shard over the nodes, all-gather in each node,
-    all of them rings. A shard is 1/local_size of the buffer, and so is what a rank sends to other
-    nodes.
+    The phases are a reduce-scatter in each node, an all-reduce of each shard over the nodes, and an
+    all-gather in each node; all of them are rings. A shard is 1/local_size of the buffer, and a
+    rank sends 2 (M-1)/M of a shard to other nodes (M nodes).
     """
     m, size = _positive("num_nodes", num_nodes), _positive("local_size", local_size)
     world, chunks = m * size, m * size

@@ -1,8 +1,8 @@
-"""All-to-all: every rank sends a part of its own to every other one.
+"""All-to-all: every rank sends one of its parts to each of the other ranks.
 
-Ranks and parts are transposed. In step t of N-1 every rank sends to the one t further on and
-receives from the one t before, so each rank has one message out and one in at a time. Expert
-parallelism lives on it.
+The result is a transpose of ranks and parts. In step t of N-1, rank r sends to rank r + t and
+receives from rank r - t (mod N), so each rank sends one message and receives one at a time. Expert
+parallelism depends on this collective.
 
     rank 0   a0 a1 a2           rank 0   a0 b0 c0
     rank 1   b0 b1 b2    ->     rank 1   a1 b1 c1
@@ -38,18 +38,19 @@ def all_to_all(
     *,
     check: bool = False,
 ) -> CollectiveWork:
-    """Send `inputs[r]` to rank r, and receive into `outputs[r]` what rank r has for this one.
+    """Send `inputs[r]` to rank r, and receive into `outputs[r]` what rank r sends to this rank.
 
     Args:
         outputs: N tensors, `outputs[r]` as large as rank r's input for this rank.
         inputs: N tensors of any sizes, one dtype for all.
         group, async_op: as for `ring_all_reduce`.
-        check: first compare dtypes over all ranks, and what each sends with what is expected.
+        check: first compare the dtypes of all ranks, and the sizes that each rank sends with the
+            sizes that the receivers expect.
 
     Raises:
-        ValueError: not N tensors, or the own input and the own output differ in size.
-        MismatchError: with `check`, on every rank. Without it, an output of another size than what
-            arrives is not detected, or ends the process (gloo).
+        ValueError: not N tensors; or `inputs[r]` and `outputs[r]` of this rank r differ in size.
+        MismatchError: with `check`, on every rank. Without `check`, an output whose size differs
+            from the arriving message is not detected, or ends the process (gloo).
     """
     # Validate.
     call = Call("all_to_all", [*outputs, *inputs], group)

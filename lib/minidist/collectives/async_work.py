@@ -1,29 +1,31 @@
-"""Collectives in the background: what `async_op=True` returns, and what makes it progress.
+"""Collectives in the background: what `async_op=True` returns, and how the operation progresses.
 
 Every process group has one `Channel`: a queue and, from the first asynchronous operation on, one
-thread that runs the operations of that group one after the other, to their ends. An operation that
-nobody waits for makes progress all the same.
+thread. The thread runs the operations of the group one after the other, each until it is complete.
+An operation progresses even if nobody waits for it.
 
-What is guaranteed:
+Guaranteed:
 
 - Operations of one group run in the order in which they were called. As with any collective, all
-  ranks have to call them in the same order; then any number may be in flight.
-- They may be waited for in any order, any number of times, from any thread.
-- A blocking operation waits until those called before it on the same group are over. With none in
-  flight it runs in the calling thread.
+  ranks must call them in the same order; then any number of operations may be in flight.
+- A program may wait for operations in any order, any number of times, from any thread.
+- A blocking operation waits until the earlier operations of the same group are complete. If none is
+  in flight, the blocking operation runs in the calling thread.
 - Operations of different groups run at the same time.
-- Our messages carry a tag of their own: on gloo, the program's own send and recv and torch's
-  collectives may be used on the same group meanwhile.
+- Our messages carry their own tag: on gloo, a program may meanwhile use its own send and recv and
+  torch's collectives on the same group.
 - An operation that fails raises its error from `wait()` and from its future.
 
-What is not: a callback given to `get_future().then(...)` may run in the channel's thread and must
-not call a collective of that group (it would wait for itself): it gets a RuntimeError. And until
-`wait()` returns, its tensors belong to the operation.
+Not allowed:
 
-Which thread. On gloo, point-to-point calls may come from any thread. NCCL's calls only queue work
-on the GPU, so there the operation is queued at once on a side stream, without a thread; `wait()`
-makes the current stream wait. With other backends an asynchronous operation is run when it is
-called: it is correct, and overlaps with nothing.
+- A callback given to `get_future().then(...)` may run in the channel's thread. If it calls a
+  collective of the same group there, it gets a RuntimeError, because it would wait for itself.
+- Until `wait()` returns, the operation's tensors belong to the operation.
+
+Which thread runs an operation depends on the backend. On gloo, any thread may make point-to-point
+calls. NCCL's calls only queue work on the GPU, so the operation is queued at once on a side stream,
+without a thread, and `wait()` makes the current stream wait. With any other backend, an
+asynchronous operation runs inside the call itself: it is correct, but overlaps with nothing.
 """
 
 from __future__ import annotations
@@ -48,15 +50,15 @@ _THREAD_BACKENDS = ("gloo", "minidist")
 
 
 class CollectiveWork(dist._Work):
-    """A collective under way, with the methods of torch's Work.
+    """A collective in progress, with the methods of torch's Work.
 
     Args:
         kind: name of the function that was called.
-        transport: of the group.
-        body: does it, and returns the number of bytes that this rank sent.
-        tensors: all that it reads or writes; they live as long as it does.
-        outputs: those of them that are the future's value.
-        after: an operation of another group that has to be over first.
+        transport: the transport of the group.
+        body: carries out the collective, and returns the number of bytes that this rank sent.
+        tensors: all tensors that the collective reads or writes; this object keeps them alive.
+        outputs: the tensors that become the future's value.
+        after: an operation of a different group that must be complete before this one starts.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class CollectiveWork(dist._Work):
         self._side = _SideStream(self._tensors)
         self._future: torch.futures.Future = torch.futures.Future(devices=self._side.devices)
         self.num_bytes_sent = 0
-        # Where a log listens.
+        # Callbacks of the logs.
         self.on_end: list[Callable[[], None]] = []
         self.on_wait: list[Callable[[float], None]] = []
 
@@ -93,15 +95,15 @@ class CollectiveWork(dist._Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is there, or raise the operation's error.
 
-        On a GPU: when the current stream will not go on before the result is there.
+        On a GPU, return as soon as the current stream is made to wait for the result.
 
         Args:
-            timeout: None leaves it to the group's own timeout, which every message has.
+            timeout: None means that only the group's own timeout applies, which every message has.
 
         Raises:
-            DeadlineError: not over by then. The operation goes on.
+            DeadlineError: the operation is not over when the timeout ends. The operation goes on.
         """
-        seconds = timeout.total_seconds() if timeout else None  # C++ passes zero for none
+        seconds = timeout.total_seconds() if timeout else None  # C++ passes zero for no timeout
         begin_s = time.monotonic()
         if not self.done.wait(seconds):
             raise DeadlineError(
@@ -139,10 +141,11 @@ class CollectiveWork(dist._Work):
     # ------------------------------------------------------ what a channel uses
 
     def run(self) -> None:
-        """Do it. Never raises: the error is for those who wait."""
+        """Run the operation. Never raises: `wait()` and the future raise the operation's error."""
         assert self._body is not None
         try:
-            # Our own additions and messages are no business of a log, a profiler or a roofline.
+            # Disable dispatch modes: a log, a profiler or a roofline must not count our own
+            # additions and messages.
             with self._side, torch.inference_mode(), _disable_current_modes():
                 if self._after is not None:
                     self._after.wait()
@@ -153,7 +156,7 @@ class CollectiveWork(dist._Work):
         for listen in self.on_end:
             listen()
         self.done.set()
-        # The future last: its callbacks run here and now.
+        # Complete the future last, because its callbacks run inside this call.
         if isinstance(self._error, Exception):
             self._future.set_exception(self._error)
         elif self._error is None:
@@ -168,8 +171,8 @@ class Channel:
         self._name = name
         self._queue: queue.SimpleQueue[CollectiveWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Of the operation queued last. Not the operation: it knows the group, which must not live
-        # because of its channel.
+        # The `done` event of the operation queued last. Not the operation itself: the operation
+        # refers to the group, and a channel must not keep its group alive.
         self._last = threading.Event()
         self._last.set()
         self._order = threading.Lock()
@@ -184,16 +187,16 @@ class Channel:
             return _channels[group]
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """On NCCL, before the first messages: a collective of all ranks.
+        """On NCCL, run a collective of all ranks before the first messages.
 
-        Some of our steps involve some ranks only, and NCCL's first batch must involve all.
+        NCCL's first batch must involve all ranks, but some of our steps involve only some ranks.
         """
         if not self._connected:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             self._connected = True
 
     def issue(self, work: CollectiveWork, *, threaded: bool) -> CollectiveWork:
-        """Run it now, or queue it for the thread; in order in any case."""
+        """Run the operation now or queue it for the thread; the order of calls is kept."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "a callback of a collective's future called a collective of the same group: it "
@@ -213,24 +216,25 @@ class Channel:
         return work
 
 
-# One channel per group and process, as long as the group lives: the thread cannot be passed in.
+# One channel per group and process, for as long as the group lives. It is a global because callers
+# pass only the group.
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
 _channels_lock = threading.Lock()
 
 
 def may_use_thread(transport: Transport, device: torch.device) -> bool:
-    """Whether another thread may send and receive for this group."""
+    """Whether the channel's thread may send and receive for this group."""
     return transport.backend(device) in _THREAD_BACKENDS
 
 
 def _progress(operations: queue.SimpleQueue[CollectiveWork | None]) -> None:
     while (work := operations.get()) is not None:
         work.run()
-        del work  # else its tensors would live until the next operation
+        del work  # otherwise its tensors would stay alive until the next operation
 
 
 class _SideStream:
-    """On an accelerator: a stream that starts after the caller's work and that `join` waits for.
+    """On an accelerator: a stream that starts after the caller's work; `join` waits for it.
 
     On the CPU it does nothing.
     """

@@ -1,8 +1,8 @@
 """Our all-reduces as communication hooks of DistributedDataParallel.
 
-DDP hands a hook one bucket of gradients at a time, as soon as it is full, while backward goes on.
-The hook returns a future of the averaged bucket. Ours starts an asynchronous all-reduce, so that a
-bucket travels in the channel's thread while the next gradients are computed.
+DDP passes a hook one bucket of gradients at a time, as soon as the bucket is full, while backward
+continues. The hook returns a future of the averaged bucket. Our hooks start an asynchronous
+all-reduce: the channel's thread sends the bucket while backward computes the next gradients.
 
 Example::
 
@@ -28,7 +28,8 @@ from minidist.collectives.hierarchical import hierarchical_all_reduce
 from minidist.collectives.ring import ring_all_reduce
 from minidist.collectives.tree import tree_all_reduce
 
-# DDP compares a hook's annotations with classes, and here they would be text: so there are none.
+# Hooks have no annotations: DDP compares annotations with classes, but in this module
+# (`from __future__ import annotations`) they would be strings.
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 
@@ -36,11 +37,11 @@ def make_hook(all_reduce: Callable[..., Any], **options: Any) -> Hook:
     """A hook that averages each bucket by one of our all-reduces.
 
     Args:
-        all_reduce: `ring_all_reduce` or another with its arguments.
-        options: passed on, e.g. `num_segments=2` or `accumulate_dtype=torch.float32`.
+        all_reduce: `ring_all_reduce` or a different function with the same arguments.
+        options: passed on to it, e.g. `num_segments=2` or `accumulate_dtype=torch.float32`.
 
     Returns:
-        `hook(state, bucket)`; state is the process group, None for the default one.
+        `hook(state, bucket)`; state is the process group, None for the default group.
     """
 
     def hook(state, bucket):
@@ -67,5 +68,5 @@ def hierarchical_hook(state, bucket):
 
 
 def _first(future: torch.futures.Future) -> torch.futures.Future:
-    """Torch's collectives have a list of tensors as their future's value, a hook has one tensor."""
+    """The future of one tensor, as DDP wants it; a collective's future holds a list of tensors."""
     return future.then(lambda done: done.value()[0])

@@ -1,12 +1,13 @@
 """Direct exchange: the ring's bytes in two steps.
 
-**Reduce-scatter**: every rank sends chunk c straight to rank c, which then holds all N versions of
-it and adds them up at once. **All-gather**: every rank sends its chunk to all others.
+**Reduce-scatter**: every rank sends chunk c directly to rank c, which then holds all N versions of
+the chunk and adds them up at once. **All-gather**: every rank sends its chunk to all other ranks.
 
-Two advantages over the ring: two latencies instead of 2 (N-1), and partial sums do not travel, so a
-half-precision sum is made in float32 and rounded once. One drawback: N-1 messages arrive at each
-rank at once, which wants a network in which everyone has a fast path to everyone (NVLink with
-switches, or the memory of one machine), and scratch memory for them.
+Direct exchange has two advantages over the ring: it takes two latencies instead of 2 (N-1), and
+partial sums do not travel, so half-precision values are summed in float32 and rounded once. It has
+one drawback: N-1 messages arrive at each rank at once. This needs scratch memory, and a network in
+which every rank has a fast path to every other rank (NVLink with switches, or the memory of one
+machine).
 
 Example::
 
@@ -34,7 +35,8 @@ from minidist.collectives.async_work import CollectiveWork
 from minidist.collectives.executor import Transport, even_chunks, run_steps
 from minidist.collectives.issue import Call, all_reduce_by, gather_by, require_writable
 
-# Fresh pages for a message as large as this cost more than to send it in parts.
+# A message larger than this travels in parts, because fresh memory pages for the whole message
+# would cost more than sending it in parts.
 _SEGMENT_BYTES = 8 << 20
 
 
@@ -66,8 +68,8 @@ def direct_reduce_scatter(
 ) -> CollectiveWork:
     """Reduce over all ranks; each keeps its own part. Arguments: as for `ring_reduce_scatter`.
 
-    Only the own part is copied, into `output`; the others are sent from where they are. A large
-    part travels in segments, so that the memory to receive into stays small.
+    Only this rank's own part is copied, into `output`; the other parts are sent from the input's
+    memory. A large part travels in segments, so that the receive buffers stay small.
     """
     # Validate.
     parts = [input] if isinstance(input, torch.Tensor) else list(input)

@@ -1,4 +1,4 @@
-"""Collectives as torch's dispatcher shows them: which one, in which group, on which tensors."""
+"""Reads a collective from a dispatcher call: which collective, which group, which tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Operation of torch's dispatcher -> its name here, position of the argument that is the message.
+# Operation of torch's dispatcher -> (our name for it, index of the argument that is the message).
 _C10D = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -40,7 +40,7 @@ _FUNCTIONAL = {
 
 
 def read_call(func: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """(kind, op, group, tensors) of a call, or None where it is no collective."""
+    """(kind, op, group, tensors) of a call, or None if the call is not a collective."""
     namespace, name = func.namespace, func._schema.name.split("::")[1]
     if namespace == "c10d" and name in _C10D:
         kind, position = _C10D[name]
@@ -60,7 +60,7 @@ def read_call(func: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def _op_name(number: int | None = None) -> str:
-    """The name of a ReduceOp, of which torch's dispatcher carries the number."""
+    """The name of a ReduceOp, from the number that torch's dispatcher carries."""
     if number is None:
         return ""
     return dist.ReduceOp.RedOpType(number).name.lower().replace("product", "prod")

@@ -1,13 +1,14 @@
-"""Runs a schedule on real ranks: the one place where the collectives send and receive.
+"""Runs a schedule on real ranks: the only place where the collectives send and receive.
 
 For every step that this rank takes part in:
 
-1. Post: all receives of the step, then all sends; none of them blocks.
-2. Arrive: as a message comes, put it in its place or reduce it into what is there.
-3. Leave: wait for the own sends, whose memory the next step may overwrite.
+1. Post: start all receives of the step, then all sends; none of them blocks.
+2. Arrive: put each message in its place, or reduce it into the chunk that is there.
+3. Leave: wait for this rank's sends, because the next step may overwrite their memory.
 
-No deadlock is possible: a rank waits only for messages of the step it is in, a peer that has not
-sent yet is in an earlier step, and nobody is in an earlier step than the slowest rank.
+No deadlock is possible: a rank waits only for messages of its current step, a peer that has not
+sent yet is in an earlier step, and no rank is in an earlier step than the slowest rank, which
+therefore can always go on.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from minidist.collectives.schedule import Schedule, Transfer, chunk_offsets
 
 # (chunk, num_chunks) -> the memory of these chunks: one-dimensional, contiguous.
 Chunks = Callable[[int, int], torch.Tensor]
-# Our messages carry this tag, so that on gloo they do not meet the user's own send and recv.
+# Our messages carry this tag, so that on gloo they do not mix with the user's own send and recv.
 TAG = 0x6D64
 
 
 def even_chunks(flat_E: torch.Tensor, num_chunks: int) -> Chunks:
-    """A tensor of one dimension, cut as `schedule.chunk_offsets` says."""
+    """A one-dimensional tensor, cut at `schedule.chunk_offsets`."""
     offsets = chunk_offsets(flat_E.numel(), num_chunks)
     return lambda chunk, count: flat_E[offsets[chunk] : offsets[chunk + count]]
 
 
 def list_chunks(parts: Sequence[torch.Tensor]) -> Chunks:
-    """One tensor per chunk, of any sizes; for schedules that send chunks one by one."""
+    """One tensor of any size per chunk; only for schedules whose transfers have one chunk each."""
 
     def part(chunk: int, count: int) -> torch.Tensor:
         assert count == 1
@@ -46,7 +47,8 @@ class Transport:
     """Messages between the ranks of one process group.
 
     Args:
-        group: a process group with send and recv. `rank` and `size` are those in the group.
+        group: a process group with send and recv. `rank` is this rank's rank in the group, and
+            `size` is the number of ranks in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -58,7 +60,7 @@ class Transport:
         """The name of the backend that carries tensors of this device.
 
         Raises:
-            ValueError: the group has none.
+            ValueError: the group has no such backend.
         """
         if type(self.group) is not dist.ProcessGroup:  # a backend written in Python
             return self.group.name()
@@ -72,23 +74,24 @@ class Transport:
     def exchange(
         self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]
     ) -> tuple[list[dist.Work], list[dist.Work]]:
-        """Start all of them: pairs of a uint8 tensor and a rank of the group.
+        """Start all sends and receives. Each is a pair of a uint8 tensor and a rank of the group.
 
         Returns:
-            What to wait for: handles of the sends, and one per receive.
+            The handles to wait for: those of the sends, and one per receive.
         """
         tensor = (receives or sends)[0][0]
         if self.backend(tensor.device) == "nccl":
-            # NCCL launches the whole batch as one kernel: in any other way, two ranks that both
-            # send first would wait for each other.
+            # NCCL launches the whole batch as one kernel. Without a batch, two ranks that both send
+            # first would wait for each other.
             ops = [
                 dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for t, p in receives
             ] + [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for t, p in sends]
             works = dist.batch_isend_irecv(ops)
             for work in works:
-                work.wait()  # makes this stream wait, not this process
+                work.wait()  # makes the current stream wait, not this process
             return [], works[:1] * len(receives)
-        # What isend and irecv call. They want a group that torch.distributed has registered.
+        # The calls that isend and irecv make. Those two functions themselves accept only a group
+        # that torch.distributed has registered.
         arriving = [self.group.recv([t], peer, TAG) for t, peer in receives]
         leaving = [self.group.send([t], peer, TAG) for t, peer in sends]
         return leaving, arriving
@@ -97,13 +100,13 @@ class Transport:
 def run_steps(
     schedule: Schedule, chunks: Chunks, transport: Transport, reduction: Reduction | None = None
 ) -> int:
-    """Take this rank's part in every step, in place.
+    """Do this rank's part of every step, in place.
 
     Args:
-        schedule: for as many ranks as the transport has.
-        chunks: where this rank's chunks are. A chunk must have as many bytes on every rank that
-            sends or receives it. Empty chunks are not sent.
-        reduction: needed where the schedule reduces.
+        schedule: a schedule for the transport's number of ranks.
+        chunks: the memory of this rank's chunks. A chunk must have the same number of bytes on
+            every rank that sends or receives it. Empty chunks are not sent.
+        reduction: needed if the schedule reduces.
 
     Returns:
         Number of bytes that this rank has sent.
@@ -150,12 +153,12 @@ def run_steps(
 
 
 def _bytes(flat_E: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8: every backend carries these, whatever dtypes it knows."""
+    """The same memory as uint8, a dtype that every backend can send."""
     return flat_E.view(torch.uint8)
 
 
 def _buffer(scratch: dict[int, torch.Tensor], slot: int, like: torch.Tensor) -> torch.Tensor:
-    """Memory to receive into, kept for the next steps: fresh pages cost more than the message."""
+    """A receive buffer, kept for later steps: fresh memory pages cost more than the message."""
     have = scratch.get(slot)
     if have is None or have.numel() < like.numel():
         have = scratch[slot] = torch.empty_like(like)

@@ -1,12 +1,14 @@
-"""Recursive halving and doubling: the ring's bytes in a tree's number of steps.
+"""Recursive halving and doubling: as many bytes as a ring, as few steps as a tree.
 
-**Halving** (a reduce-scatter): rank r and the rank at distance N/2 swap halves of their buffers and
-add up; then each half is halved at distance N/4, and so on. After log2 N steps rank r has chunk r.
-**Doubling** (an all-gather): the same way back, what is sent doubling with each step.
+**Halving** (a reduce-scatter): rank r and the rank at distance N/2 exchange halves of their buffers
+and add what they receive. They then do the same with half of that half at distance N/4, and so on.
+After log2 N steps rank r has chunk r.
+**Doubling** (an all-gather): the same steps in reverse order. The size of a message doubles with
+each step.
 
-Distances are powers of two. With P the largest power of two in N, the N-P ranks beyond first fold
-their buffers into those of ranks 0 .. N-P-1 and get the result from them in the end: two more steps
-and, for the ranks concerned, up to S more bytes.
+Distances are powers of two. Let P be the largest power of two that is at most N. The last N-P ranks
+first add ("fold") their buffers to the buffers of ranks 0 .. N-P-1, and get the result from those
+ranks at the end. This takes two more steps and, for the ranks concerned, up to S more bytes.
 
 Example::
 

@@ -1,9 +1,11 @@
-"""Hierarchical all-reduce: most bytes stay where the links are fast.
+"""Hierarchical all-reduce: most bytes travel on the fast links inside a node.
 
-A cluster's links differ: hundreds of GB/s inside a node, tens between nodes. In three phases:
+The links of a cluster differ: hundreds of GB/s inside a node, tens of GB/s between nodes. The
+all-reduce has three phases:
 
 1. Reduce-scatter inside each node: local rank l then holds shard l of the node's sum.
-2. All-reduce across nodes, among the ranks with the same l: 1/local_size of the bytes per rank.
+2. All-reduce across nodes, among the ranks with the same l: each rank reduces 1/local_size of the
+   bytes.
 3. All-gather inside each node.
 
     node 0   ranks 0 1 2 3      local groups   {0 1 2 3} {4 5 6 7}
@@ -14,8 +16,9 @@ Example::
     local, cross = node_groups(local_size=4)          # once, on all ranks
     hierarchical_all_reduce(t, local_group=local, cross_group=cross)
 
-Torch's own: `dist.all_reduce` on NCCL does the like by itself; HSDP (`fully_shard` on a mesh of two
-axes) has the same traffic. Mikami et al., "Massively Distributed SGD" (arXiv:1811.05233).
+Torch's own: `dist.all_reduce` on NCCL works in a similar way by itself; HSDP (`fully_shard` on a
+mesh of two axes) has the same traffic. Mikami et al., "Massively Distributed SGD"
+(arXiv:1811.05233).
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from minidist.collectives.executor import Transport, even_chunks, run_steps
 from minidist.collectives.issue import Call, require_writable
 from minidist.errors import MismatchError
 
-# With `check`: a rank's description, and of a node as many different ones as it tells the others.
+# Limits for `check`: bytes of one rank's description; how many different descriptions a node
+# reports to the other nodes; bytes of a node's report.
 _RANK_BYTES, _MAX_KINDS, _NODE_BYTES = 512, 8, 16384
 
 
@@ -75,21 +79,21 @@ def hierarchical_all_reduce(
 
     Args:
         tensor, op, async_op: as for `ring_all_reduce`.
-        local_group: the ranks of this rank's node. All nodes have equally many.
-        cross_group: the ranks of all nodes that have this rank's rank in their local group.
-        check: as for `ring_all_reduce`, over all ranks of all nodes; the sizes of the groups are
-            compared, too.
+        local_group: the ranks of this rank's node. All nodes have the same number of ranks.
+        cross_group: the ranks, one per node, that have the same local rank as this rank.
+        check: as for `ring_all_reduce`, over all ranks of all nodes; it also compares the sizes of
+            the groups.
 
     Raises:
-        ValueError, MismatchError: as `ring_all_reduce`; the latter on all ranks of all nodes.
-            Without `check` it is not seen that the groups form no grid.
+        ValueError, MismatchError: as `ring_all_reduce`; MismatchError on all ranks of all nodes.
+            Without `check`, groups that do not form a grid are not detected.
     """
     # Validate.
     local = Call("hierarchical_all_reduce.local", [tensor], local_group)
     cross = Call("hierarchical_all_reduce.cross", [tensor], cross_group)
     require_writable(local, tensor)
     reduction = local.reduction(op)
-    # Derive. The phases share the staged tensor, which the first one makes.
+    # Derive. The phases share the staged tensor, which the first phase makes.
     scatter, gather = ring_reduce_scatter_steps(local.size), ring_all_gather_steps(local.size)
     across = ring_steps(cross.size)
     staged: list[torch.Tensor] = []
@@ -110,7 +114,7 @@ def hierarchical_all_reduce(
         local.unstage(flat, tensor)
         return num_bytes
 
-    # Issue. All phases are queued now, in the order of the call, and each waits for the one before.
+    # Issue. All phases are queued now, so the order of calls is kept; each waits for the previous.
     numel = local.part_sizes("tensor", tensor)[local.rank]
     shard = torch.empty(numel, dtype=tensor.dtype, device="meta")
     about: dict[str, Any] = {"op": reduction.name}
@@ -125,10 +129,10 @@ def hierarchical_all_reduce(
 
 
 def _agree_on_grid(local: Call, cross: Call, tensor: torch.Tensor, op: str) -> CollectiveWork:
-    """Compare what all ranks are about to do: in each node, then what the nodes found.
+    """Compare what all ranks are about to do: first within each node, then across the nodes.
 
-    A node in which ranks differ tells the others before anybody raises: if it raised at once, the
-    other nodes would wait for it.
+    A node whose ranks differ reports this to the other nodes before any rank raises. If the node
+    raised at once, the other nodes would wait for it.
     """
     mine = local.describe(
         op=op, shape=list(tensor.shape), ranks_per_node=local.size, nodes=cross.size
@@ -157,7 +161,7 @@ def _agree_on_grid(local: Call, cross: Call, tensor: torch.Tensor, op: str) -> C
 
 
 def _here(flat: torch.Tensor) -> torch.Tensor:
-    """Tell the allocator that memory of another phase's stream is used on the current one too."""
+    """Tell the allocator that the current stream, too, uses this memory of an earlier phase."""
     if flat.device.type != "cpu":
         flat.record_stream(torch.get_device_module(flat.device).current_stream(flat.device))
     return flat

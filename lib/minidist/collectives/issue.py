@@ -1,7 +1,7 @@
 """What every collective does before and after its steps: validate, stage, check, issue.
 
-A public collective builds a `Call` (which validates what can be known without communication), says
-in a function what to do with the transport, and hands that function to `Call.issue`.
+A public collective builds a `Call`, which validates everything that needs no communication. It then
+defines a function that does the work with the transport, and passes this function to `Call.issue`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Call:
 
     Args:
         kind: name of the function, for errors and the log.
-        tensors: all that it reads or writes.
+        tensors: all tensors that the collective reads or writes.
         group: None means the default group.
 
     Raises:
@@ -61,13 +61,13 @@ class Call:
             )
         self.dtype, self.device = first.dtype, first.device
         backend = self.transport.backend(self.device)
-        # Gloo's send and recv know no other memory than the host's.
+        # Gloo's send and recv work only with host memory.
         self.wire_device = self.device if backend == "nccl" else torch.device("cpu")
 
     # ---------------------------------------------------------------- validate
 
     def require(self, holds: bool, message: str) -> None:
-        """ValueError unless it holds."""
+        """Raise ValueError with this message unless the condition holds."""
         if not holds:
             raise ValueError(f"{self.kind}: {message} (rank {self.rank} of {self.size})")
 
@@ -79,7 +79,7 @@ class Call:
             raise ValueError(f"{self.kind}: {error} {where}") from None
 
     def root(self, name: str, rank: int | None, group_rank: int | None) -> int:
-        """The root as a rank in the group; given as a global rank or as one in the group."""
+        """The root's rank in the group. The caller gives a global rank or a rank in the group."""
         self.require(rank is None or group_rank is None, f"give {name}= or group_{name}=, not both")
         if group_rank is None:
             if rank is None:
@@ -106,7 +106,7 @@ class Call:
         )
 
     def part_sizes(self, name: str, whole: torch.Tensor | Sequence[torch.Tensor]) -> list[int]:
-        """Elements of each rank's part of a tensor, divided as evenly as can be, or of a list."""
+        """Number of elements of each rank's part of a tensor (cut evenly) or of a list."""
         if not isinstance(whole, torch.Tensor):
             self.require_parts(name, whole)
             return [part.numel() for part in whole]
@@ -118,19 +118,19 @@ class Call:
     def stage(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None, *, copy: bool = False
     ) -> torch.Tensor:
-        """The tensor's values in one dimension, contiguous, where the transport can send them.
+        """The tensor's values, 1-D and contiguous, in memory that the transport can send.
 
-        It is the tensor's own memory where that will do and no copy is asked for.
+        This is the tensor's own memory if the transport can send that and `copy` is False.
         """
-        # .data: a collective does not count as an in-place change for autograd, as in torch.
+        # .data: as in torch, autograd does not count a collective as an in-place change.
         plain = tensor.data.resolve_conj().resolve_neg()
         flat = plain.reshape(-1).to(self.wire_device, dtype or tensor.dtype)
-        if not flat.is_contiguous():  # an expanded tensor of one dimension stays one
+        if not flat.is_contiguous():  # reshape leaves an expanded one-dimensional tensor expanded
             flat = flat.contiguous()
         return flat.clone() if copy and flat.data_ptr() == plain.data_ptr() else flat
 
     def unstage(self, flat: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Write the staged values back, unless they are in the tensor's own memory."""
+        """Write the staged values back, unless they already are in the tensor's own memory."""
         if flat.data_ptr() != tensor.data_ptr() or flat.dtype != tensor.dtype:
             tensor.data.copy_(flat.view(tensor.shape))
 
@@ -143,7 +143,7 @@ class Call:
     # ------------------------------------------------------------------- issue
 
     def describe(self, **about: Any) -> str:
-        """What this rank is about to do, in a form that is equal on ranks that do the same."""
+        """A text of what this rank is about to do; ranks that do the same have the same text."""
         known = {"call": self.kind, "dtype": str(self.dtype)} | about
         return json.dumps({key: value for key, value in known.items() if value not in (None, "")})
 
@@ -162,19 +162,19 @@ class Call:
         sizes: tuple[list[int], list[int]] | None = None,
         after: CollectiveWork | None = None,
     ) -> CollectiveWork:
-        """Run it, or start it.
+        """Run the operation, or start it if `async_op`.
 
         Args:
-            body: returns the bytes sent.
+            body: does the work, and returns the number of bytes sent.
             outputs: the future's value.
             check: first compare kind, dtype, op, root, `same` and `how()` over all ranks.
-            message: what this rank contributes, for the log.
-            sizes: elements that it sends to every rank, and that it expects from every rank; for
-                `check`, where ranks may send different amounts.
-            after: an operation of another group that has to be over first.
+            message: the tensors that this rank contributes, for the log.
+            sizes: how many elements this rank sends to each rank, and how many it expects from
+                each rank. Only for `check` of a collective whose ranks may send different amounts.
+            after: an operation of a different group that must be complete first.
 
         Returns:
-            Its handle; unless `async_op`, the operation is over.
+            The operation's handle. Unless `async_op`, the operation is over.
         """
 
         channel = Channel.of(self.group)
@@ -210,12 +210,12 @@ def all_reduce_by(
     check: bool = False,
     accumulate_dtype: torch.dtype | None = None,
 ) -> CollectiveWork:
-    """All-reduce in place by any schedule after which every rank holds the total of every chunk.
+    """All-reduce in place, by any schedule that leaves the total of every chunk on every rank.
 
     Args:
         steps: world size -> schedule.
-        accumulate_dtype: partial sums have this dtype, also on the wire; the total is rounded to
-            the tensor's dtype once. None: that of the tensor.
+        accumulate_dtype: dtype of the partial sums, also on the wire; the total is rounded to the
+            tensor's dtype once. None means the tensor's dtype.
 
     Raises: as `ring_all_reduce`.
     """
@@ -254,7 +254,7 @@ def gather_by(
     async_op: bool,
     check: bool,
 ) -> CollectiveWork:
-    """All-gather by any schedule that brings chunk r from rank r to everyone.
+    """All-gather, by any schedule that copies chunk r from rank r to all ranks.
 
     Raises: as `ring_all_gather`.
     """

@@ -1,4 +1,4 @@
-"""Records the collectives of a block: which, in what order, how many bytes, and who waited.
+"""Records the collectives of a `with` block: kind, order, bytes, and which ranks waited.
 
 Example::
 
@@ -9,24 +9,27 @@ Example::
     log.counts()            # {"all_reduce": 1, "ring_all_reduce": 1}
     print(log.gather())     # on all ranks: who came last to each collective, and who waited
 
-What is seen:
+The log sees:
 
 - every collective, send and recv that torch.distributed runs on a backend written in C++ (gloo,
-  NCCL), whoever calls it: your code, DDP's reducer, FSDP2, DTensor, functional collectives. torch
-  sends them all through its dispatcher, where a `TorchDispatchMode` sees them;
-- every collective of this package over point-to-point messages, also as the backend "minidist".
-  Here the bytes that this rank sent are counted message by message;
+  NCCL), whatever code calls it: your code, DDP's reducer, FSDP2, DTensor, functional collectives.
+  torch sends all of these through its dispatcher, where a `TorchDispatchMode` sees them;
+- every collective of this package over point-to-point messages, also as the backend "minidist". For
+  these, the log counts the bytes that this rank sent, message by message.
 
-When a collective ended is known from its future. On gloo torch's reduce-scatter, send and recv have
-none, and no end here.
+The log takes the end of a collective from its future. On gloo, torch's reduce-scatter, send and
+recv have no future, so the log has no end for them.
 
-Not seen: torch's collectives on other backends written in Python (the emulated cluster has its own
-`Trace`), calls of other threads than the block's and autograd's, and what NCCL does on the GPU:
-there a torch collective ends, for this log, when it is queued.
+The log does not see:
 
-`num_bytes` is what torch and nccl-tests call the message of a rank: the bytes of its input tensors
-(an all-gather's shard, a reduce-scatter's whole buffer); for a broadcast and a scatter, whose input
-only the root has, those of the tensor that everyone ends up with.
+- torch's collectives on other backends written in Python (the emulated cluster has its own
+  `Trace`);
+- calls from threads other than the block's thread and autograd's threads;
+- what NCCL does on the GPU: for this log, a torch collective on NCCL ends when it is queued.
+
+`num_bytes` is what torch and nccl-tests call the message of a rank: the bytes of the rank's input
+tensors (an all-gather's shard, a reduce-scatter's whole buffer). In a broadcast and a scatter only
+the root has an input, so there it is the bytes of the tensor that every rank ends up with.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class CollectiveLog(TorchDispatchMode):
-    """A context manager that records every collective called inside. May be nested and reused."""
+    """A context manager that records every collective called inside. Can be nested and reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +61,8 @@ class CollectiveLog(TorchDispatchMode):
         self._numbers: Counter[str] = Counter()
         self._lock = threading.RLock()
         self._paused = False
-        # torch's operations under way: their future, and that of the callback that stamps the end.
+        # torch's operations in progress: the operation's future, and the future of the callback
+        # that records the end.
         self._pending: list[tuple[Any, Any]] = []
         self._functional: dict[int, Record] = {}
 
@@ -80,7 +84,7 @@ class CollectiveLog(TorchDispatchMode):
             pending, self._pending = self._pending, []
             for future, stamped in pending:
                 if future.done():
-                    stamped.wait()  # whoever waits for the future may wake before the callback ran
+                    stamped.wait()  # a future may be done before its callback has run
                 else:
                     self._pending.append((future, stamped))
             return list(self._records)
@@ -112,14 +116,14 @@ class CollectiveLog(TorchDispatchMode):
         return table([*head, "at ms", "took ms", "waited ms"], rows)
 
     def gather(self, group: dist.ProcessGroup | None = None) -> MergedLog:
-        """Merge the logs of all ranks of `group`: a collective, to be called by all of them.
+        """Merge the logs of all ranks of `group`. This is a collective: all these ranks call it.
 
-        Times of ranks are compared, so the clocks of different machines have to agree (NTP) about
-        as well as the delays that matter; ranks of one machine have one clock.
+        The merged log compares times of different ranks, so the clocks of different machines must
+        agree (NTP) more closely than the delays of interest. Ranks of one machine share one clock.
 
         Raises:
-            MismatchError: ranks that took part in the k-th collective of a group called different
-                ones, or unequal numbers of them.
+            MismatchError: the ranks of a group called different collectives as their k-th, or
+                different numbers of collectives.
         """
         records, self._paused = self.records, True
         try:
@@ -187,14 +191,17 @@ class CollectiveLog(TorchDispatchMode):
         def stamp(_: Any) -> None:
             record.ended_s = time.time()
 
-        with contextlib.suppress(RuntimeError):  # see above: not every Work has a future
+        with contextlib.suppress(RuntimeError):  # not every Work has a future, see the module doc
             future = work.get_future()
             stamped = future.then(stamp)
             with self._lock:
                 self._pending.append((future, stamped))
 
     def _functional_result(self, func: Any, args: Any, result: Any) -> bool:
-        """Functional collectives return no Work: they end in wait_tensor."""
+        """Record the end of a functional collective: it has no Work, it ends in wait_tensor.
+
+        Returns whether this call is wait_tensor.
+        """
         if func._schema.name != "_c10d_functional::wait_tensor":
             return False
         record = self._functional.pop(args[0].data_ptr(), None)
@@ -203,12 +210,13 @@ class CollectiveLog(TorchDispatchMode):
         return True
 
 
-# Tensors that, left to themselves, call again with the plain tensors inside. By name: importing
-# DTensor takes longer than all of this package.
+# Tensor subclasses that repeat the call with the plain tensors they contain, if we return
+# NotImplemented. Compared by name, because importing DTensor takes longer than importing this whole
+# package.
 _WRAPPERS = ("DTensor", "AsyncCollectiveTensor")
 
-# The logs whose blocks are running. Our own collectives run in threads of their own, where no
-# dispatch mode sees them, so they have to find their logs here.
+# The logs whose `with` blocks are active. Our own collectives run in their own threads, where no
+# dispatch mode sees them, so they look up the logs here.
 _active: list[CollectiveLog] = []
 
 

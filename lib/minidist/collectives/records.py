@@ -1,4 +1,4 @@
-"""What a log consists of: the record of one collective, and the merged records of all ranks."""
+"""The parts of a log: the record of one collective, and the merged records of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Record:
     """One collective on one rank. Times are seconds since the epoch, `time.time()`."""
 
     kind: str  # "all_reduce", "ring_all_reduce", "send" ...
-    op: str  # of the reduction; "" where there is none
+    op: str  # the reduction; "" if the collective does not reduce
     group: str  # name of the process group
     ranks: tuple[int, ...]  # its global ranks
     number: int | None  # how many collectives of this group came before; None for send and recv
@@ -22,9 +22,9 @@ class Record:
     shape: tuple[int, ...]  # of the first tensor
     num_bytes: int  # of this rank's message
     issued_s: float
-    ended_s: float | None = None  # None: not over, or torch does not tell
-    waited_s: float | None = None  # how long wait() held up this rank; known of our own
-    num_bytes_sent: int | None = None  # by this rank; known of our own
+    ended_s: float | None = None  # None: not over, or torch does not report the end
+    waited_s: float | None = None  # how long wait() blocked this rank; our own collectives only
+    num_bytes_sent: int | None = None  # by this rank; our own collectives only
 
     @property
     def took_s(self) -> float | None:
@@ -36,7 +36,7 @@ class Record:
 class Meeting:
     """One collective on all ranks that took part in it."""
 
-    record: Record  # the first rank's
+    record: Record  # the record of the first rank
     arrived_s: dict[int, float]  # global rank -> when it called
 
     @property
@@ -45,13 +45,13 @@ class Meeting:
 
     @property
     def waited_s(self) -> dict[int, float]:
-        """Global rank -> how long it was there before the last rank came."""
+        """Global rank -> how long this rank waited for the last rank to call."""
         last_s = self.arrived_s[self.last_rank]
         return {rank: last_s - at_s for rank, at_s in self.arrived_s.items()}
 
 
 class MergedLog:
-    """The logs of several ranks, collective by collective; what `CollectiveLog.gather` returns."""
+    """The logs of several ranks, matched by collective. `CollectiveLog.gather` returns this."""
 
     def __init__(self, logs: dict[int, list[Record]]) -> None:
         self.logs = logs
@@ -73,11 +73,11 @@ class MergedLog:
         self.meetings.sort(key=lambda meeting: min(meeting.arrived_s.values()))
 
     def last_counts(self) -> dict[int, int]:
-        """Global rank -> how many collectives had to wait for it."""
+        """Global rank -> in how many collectives this rank came last."""
         return dict(Counter(meeting.last_rank for meeting in self.meetings))
 
     def waited_s(self) -> dict[int, float]:
-        """Global rank -> seconds that it waited for others to come, over all collectives."""
+        """Global rank -> seconds that this rank waited for other ranks, over all collectives."""
         total = dict.fromkeys(sorted(self.logs), 0.0)
         for meeting in self.meetings:
             for rank, seconds in meeting.waited_s.items():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Each combines in place: the first tensor becomes the reduction of both.
+# Each function works in place: the first tensor becomes the reduction of both.
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "sum": lambda own, other: own.add_(other),
     "avg": lambda own, other: own.add_(other),
@@ -46,7 +46,7 @@ class Reduction:
         """From a name ("sum") or a `dist.ReduceOp`.
 
         Raises:
-            ValueError: there is no such operation, or not for this dtype.
+            ValueError: the operation does not exist, or does not exist for this dtype.
         """
         name = op if isinstance(op, str) else _name_of(op)
         if name not in _COMBINE:
@@ -56,9 +56,9 @@ class Reduction:
         return Reduction(name, dtype)
 
     def combine(self, own: torch.Tensor, arrivals: list[Callable[[], torch.Tensor]]) -> None:
-        """Reduce into `own` what arrives; each of `arrivals` waits for a tensor and returns it.
+        """Reduce what arrives into `own`. Each function in `arrivals` waits for a tensor.
 
-        Half-precision tensors are added up in float32 and rounded once, however many arrive.
+        If two or more half-precision tensors arrive, they are added in float32 and rounded once.
         """
         wide = own
         if len(arrivals) > 1 and own.dtype in _LOW_PRECISION:
@@ -69,7 +69,7 @@ class Reduction:
             own.copy_(wide)
 
     def finish(self, total: torch.Tensor, world_size: int) -> None:
-        """What is left to do when all have been combined: an average is divided here."""
+        """The last step after all tensors have been combined: divide, if this is an average."""
         if self.name != "avg":
             return
         if total.dtype.is_floating_point or total.dtype.is_complex:
@@ -79,13 +79,14 @@ class Reduction:
 
 
 def _name_of(op: Any) -> str:
-    # A ReduceOp object equals the constant it was made of, the constant does not equal it.
+    # The order of the comparison matters: a ReduceOp object equals the constant that it was made
+    # from, but the constant does not equal the object.
     return next((name for name, known in _TORCH.items() if op == known), repr(op))
 
 
 @cache
 def _refusal(name: str, dtype: torch.dtype) -> str:
-    """Why torch cannot do it, found out on one element; "" when it can."""
+    """Why torch cannot reduce this dtype, tested on one element; "" if torch can."""
     if name == "avg" and dtype == torch.bool:
         return "truth values have no average"
     try:

@@ -1,6 +1,6 @@
-"""Tensors that every rank holds: compare their form, and make their values those of one rank.
+"""Tensors that every rank holds: compare their form, and copy the values of one rank to all.
 
-What data parallelism and ZeRO begin with; over torch's own collectives.
+Data parallelism and ZeRO start with these functions. They use torch's own collectives.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from minidist.errors import MismatchError
 def check_same_tensors(
     named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Collective: raise on every rank unless all hold tensors of the same form, in the same order.
+    """Collective: check that all ranks hold tensors of the same form in the same order.
 
     Raises:
-        MismatchError: names, shapes, dtypes or `requires_grad` differ; the message has the first
-            difference to rank 0.
+        MismatchError: on every rank: names, shapes, dtypes or `requires_grad` differ. The message
+            gives the first difference from rank 0.
     """
     own = [
         (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad)
@@ -52,14 +52,14 @@ def _describe(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
 def broadcast_tensors(
     tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, source: int = 0
 ) -> None:
-    """Collective: overwrite tensors in place with those of rank `source` of the group.
+    """Collective: overwrite tensors in place with the values of rank `source` of the group.
 
-    One message per dtype and device instead of one per tensor: a model has hundreds of small
-    tensors, and each message costs a latency.
+    This sends one message per dtype and device instead of one per tensor, because a model has
+    hundreds of small tensors and each message costs a latency.
 
     Args:
-        tensors: of the same shapes, dtypes and order on every rank.
-        source: rank in `group`, not in the world.
+        tensors: with the same shapes, dtypes and order on every rank.
+        source: the rank in `group`, not the global rank.
     """
     for members in by_dtype_and_device(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in members])
@@ -70,11 +70,11 @@ def broadcast_tensors(
             continue
         pieces = flat.split([t.numel() for t in members])
         for tensor, piece in zip(members, pieces, strict=True):
-            # .data: autograd may have saved this buffer for a backward pass that does not read its
-            # value (BatchNorm in training mode), and must not take the write for a mistake.
+            # .data: autograd may have saved this buffer for a backward pass that does not read the
+            # value (BatchNorm in training mode). A write through .data does not raise its error.
             tensor.data.copy_(piece.view(tensor.shape))
 
 
 def global_rank(group: dist.ProcessGroup | None, group_rank: int) -> int:
-    """What `src=` of a collective wants: the rank in the world of a rank of the group."""
+    """The global rank of a rank of the group, as `src=` of a collective needs it."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)

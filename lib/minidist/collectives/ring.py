@@ -1,10 +1,11 @@
-"""The ring: every rank sends to the next one, and only to it.
+"""The ring: every rank sends only to the next rank.
 
-**Reduce-scatter**, N-1 steps. The buffer is cut into N chunks; in each step every rank sends one
-chunk on and adds the one that arrives to its own. Then chunk r is complete on rank r.
-**All-gather**, N-1 steps. The complete chunks go around once more.
-**All-reduce** is one after the other. A rank sends 2 (N-1)/N S bytes, which no all-reduce over
-point-to-point messages can undercut, at the price of 2 (N-1) latencies.
+**Reduce-scatter**, N-1 steps. The buffer is cut into N chunks. In each step every rank sends one
+chunk to the next rank, and adds the chunk that arrives to its own copy of that chunk. At the end,
+chunk r is complete on rank r.
+**All-gather**, N-1 steps. The complete chunks go around the ring once more.
+**All-reduce** is a reduce-scatter followed by an all-gather. A rank sends 2 (N-1)/N S bytes, the
+minimum for an all-reduce over point-to-point messages, but pays 2 (N-1) latencies.
 
     chunks of rank 0   0 1 2        the ranks of a reduce-scatter with N = 3:
     chunks of rank 1   0 1 2        step 1   0 -2-> 1   1 -0-> 2   2 -1-> 0
@@ -51,29 +52,31 @@ def ring_all_reduce(
 ) -> CollectiveWork:
     """Reduce a tensor over all ranks, in place, so that every rank has the result.
 
-    All ranks get the same bits. All the all-reduces of this package take these arguments.
+    All ranks get the same bits. The other all-reduce functions of this package take the same
+    arguments, except `num_segments`; `hierarchical_all_reduce` takes two groups, and no
+    `accumulate_dtype`.
 
     Args:
         tensor: any shape, also empty, and any strides; a CPU or accelerator tensor of any dtype
-            that torch can reduce. The same number of elements on all ranks.
+            that torch can reduce. The number of elements must be the same on all ranks.
         op: "sum", "avg", "max", "min", "prod", for integers also "band", "bor", "bxor"; or a
             `dist.ReduceOp`. The average of integers is rounded toward zero.
         group: None means the default group.
-        async_op: return at once (`work` says what is guaranteed).
-        num_segments: messages per chunk; with 2 or more, adding up overlaps with receiving.
+        async_op: return at once (the module `async_work` says what is guaranteed).
+        num_segments: messages per chunk; with 2 or more, adding overlaps with receiving.
         check: first compare dtype, shape and op over all ranks (one more trip around the ring).
-        accumulate_dtype: dtype of partial sums. By default that of the tensor: on a ring of N
-            ranks a bfloat16 sum is rounded N-1 times. With torch.float32 it is rounded once, and
-            twice as many bytes travel. (`direct_all_reduce` rounds once without that.)
+        accumulate_dtype: dtype of partial sums; by default the tensor's dtype. On a ring of N
+            ranks, a bfloat16 sum is rounded N-1 times. With torch.float32 the sum is rounded once,
+            but twice as many bytes travel. (`direct_all_reduce` rounds once without float32.)
 
     Returns:
         A handle with `wait()`, `is_completed()`, `get_future()` and `num_bytes_sent`. Unless
         `async_op`, the operation is over.
 
     Raises:
-        ValueError: arguments that this rank alone can see to be wrong.
-        MismatchError: with `check`, ranks do not agree. Without it, different sizes are not
-            detected: gloo may report a broken connection, or fill too little of a chunk.
+        ValueError: an argument is wrong, and this rank can see it without the other ranks.
+        MismatchError: with `check`, the ranks do not agree. Without `check`, different sizes are
+            not detected: gloo may report a broken connection, or fill only a part of a chunk.
     """
     steps = partial(ring_steps, num_segments=num_segments)
     return all_reduce_by(
@@ -92,19 +95,19 @@ def ring_reduce_scatter(
     *,
     check: bool = False,
 ) -> CollectiveWork:
-    """Reduce over all ranks; each keeps its own part of the result.
+    """Reduce over all ranks; each rank keeps its own part of the result.
 
-    The input stays as it is: its values are copied first.
+    The input does not change, because its values are copied first.
 
     Args:
         output: receives part r on rank r.
-        input: one tensor, cut into N parts as even as can be (the first ones one element longer, as
-            `torch.tensor_split` does), or a list of N tensors, part r of any size that is the same
-            on all ranks.
+        input: one tensor, cut into N parts as evenly as possible (the first parts may be one
+            element longer, as in `torch.tensor_split`); or a list of N tensors, where part r has
+            any size that is the same on all ranks.
         op, group, async_op, check: as for `ring_all_reduce`.
 
     Raises:
-        ValueError: as `ring_all_reduce`; or `output` has not the size of part r.
+        ValueError: as `ring_all_reduce`; or `output` does not have the size of part r.
     """
     # Validate.
     parts = [input] if isinstance(input, torch.Tensor) else list(input)
@@ -140,13 +143,14 @@ def ring_all_gather(
     """Every rank gets the inputs of all ranks.
 
     Args:
-        output: one tensor, filled with N parts one after the other, of sizes as even as can be (see
-            `ring_reduce_scatter`); or a list of N tensors, number r as large as rank r's input.
-        input: part r on rank r. May be that part of the output.
+        output: one tensor, filled with N consecutive parts of sizes as even as possible (see
+            `ring_reduce_scatter`); or a list of N tensors, where tensor r is as large as rank r's
+            input.
+        input: part r on rank r. May be the memory of part r of the output.
         group, async_op, check: as for `ring_all_reduce`.
 
     Raises:
-        ValueError: as `ring_all_reduce`; or `input` has not the size of part r.
+        ValueError: as `ring_all_reduce`; or `input` does not have the size of part r.
     """
     return gather_by(
         "ring_all_gather", ring_all_gather_steps, output, input, group, async_op, check

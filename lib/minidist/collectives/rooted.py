@@ -1,8 +1,8 @@
 """Collectives with one special rank, the root: broadcast, reduce, gather, scatter.
 
-**Broadcast** goes down a binomial tree: who has the tensor sends it on, so after t steps 2^t ranks
-have it. **Reduce** is the broadcast run backwards. **Gather** and **scatter** are N-1 direct
-messages to and from the root.
+**Broadcast** goes down a binomial tree: each rank that has the tensor sends it on, so after t steps
+2^t ranks have it. **Reduce** is the broadcast run backwards. **Gather** is N-1 direct messages to
+the root, and **scatter** is N-1 direct messages from the root.
 
     broadcast, N = 5        step 1   0 -> 1
                             step 2   0 -> 2   1 -> 3
@@ -11,11 +11,11 @@ messages to and from the root.
 Example::
 
     t = torch.tensor([rank])
-    broadcast(t, src=1)                                 # everyone: tensor([1])
+    broadcast(t, src=1)                                 # on all ranks: tensor([1])
     parts = [torch.empty_like(t) for _ in range(world_size)] if rank == 0 else None
     gather(t, parts, dst=0)
 
-As in torch, the root is a global rank (`src`, `dst`) or one of the group (`group_src`,
+As in torch, the root is a global rank (`src`, `dst`) or a rank of the group (`group_src`,
 `group_dst`).
 Torch's own: `dist.broadcast`, `dist.reduce`, `dist.gather`, `dist.scatter`.
 Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005).
@@ -53,7 +53,7 @@ def broadcast(
 
     Args:
         tensor: the same number of elements and dtype on all ranks.
-        src, group_src: the root, global or in the group; without both, global rank 0.
+        src, group_src: the root's global rank, or its rank in the group; by default global rank 0.
         group, async_op, check: as for `ring_all_reduce`.
 
     Raises:
@@ -85,11 +85,11 @@ def reduce(
     group_dst: int | None = None,
     check: bool = False,
 ) -> CollectiveWork:
-    """Reduce over all ranks into the root's tensor. Those of the other ranks stay as they are.
+    """Reduce over all ranks into the root's tensor. The tensors of other ranks do not change.
 
     Args:
         tensor: as for `ring_all_reduce`.
-        dst, group_dst: the root, global or in the group; without both, global rank 0.
+        dst, group_dst: the root's global rank, or its rank in the group; by default global rank 0.
         op, group, async_op, check: as for `ring_all_reduce`.
 
     Raises:
@@ -128,15 +128,17 @@ def gather(
     """Collect one tensor of every rank on the root.
 
     Args:
-        tensor: of any size, also different ones on different ranks.
-        gather_list: on the root one tensor per rank, as large as that rank's; elsewhere None.
-        dst, group_dst: the root, global or in the group; without both, global rank 0.
-        group, async_op, check: as for `ring_all_reduce`; with `check`, every rank's size is
-            compared with what the root has for it.
+        tensor: of any size; the sizes may differ between ranks.
+        gather_list: on the root, one tensor per rank, as large as this rank's `tensor`; on other
+            ranks None.
+        dst, group_dst: the root's global rank, or its rank in the group; by default global rank 0.
+        group, async_op, check: as for `ring_all_reduce`; `check` also compares each rank's size
+            with the size of the root's tensor for this rank.
 
     Raises:
-        ValueError: the root is not in the group; `gather_list` is missing, too long or too short,
-            or given on another rank; the root's own part differs from `tensor` in size.
+        ValueError: the root is not in the group; `gather_list` is missing, too long or too short on
+            the root, or given on a different rank; the root's own part differs from `tensor` in
+            size.
         MismatchError: with `check`, on every rank.
     """
     parts = list(gather_list or [])
@@ -176,12 +178,13 @@ def scatter(
     group_src: int | None = None,
     check: bool = False,
 ) -> CollectiveWork:
-    """Give every rank one of the root's tensors.
+    """Send one of the root's tensors to each rank.
 
     Args:
-        tensor: receives it.
-        scatter_list: on the root a tensor per rank, as large as `tensor` there; elsewhere None.
-        src, group_src: the root, global or in the group; without both, global rank 0.
+        tensor: receives this rank's part.
+        scatter_list: on the root, one tensor per rank, as large as `tensor` on this rank; on other
+            ranks None.
+        src, group_src: the root's global rank, or its rank in the group; by default global rank 0.
         group, async_op, check: as for `gather`.
 
     Raises:
@@ -213,12 +216,12 @@ def scatter(
 
 
 def _sizes(parts: Sequence[torch.Tensor], num_ranks: int) -> list[int]:
-    """Elements per rank: of the root's parts; elsewhere none."""
+    """Number of elements per rank: on the root, the sizes of its parts; on other ranks, zeros."""
     return [part.numel() for part in parts] or [0] * num_ranks
 
 
 def _only(root: int, numel: int, num_ranks: int) -> list[int]:
-    """Elements per rank, where only the root sends or gets any."""
+    """Number of elements per rank, if only the root sends or receives elements."""
     return [numel if rank == root else 0 for rank in range(num_ranks)]
 
 

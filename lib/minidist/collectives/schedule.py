@@ -1,13 +1,13 @@
-"""A collective as data: steps, each a list of transfers between ranks.
+"""A collective as data: a list of steps, each with the transfers between ranks.
 
-An algorithm such as the ring is nothing but a `Schedule`. One schedule is executed by
-`executor.run_steps` on real ranks, simulated here without any, drawn by the lectures and costed by
-the alpha-beta model, so that none of them can disagree with another.
+An algorithm such as the ring is just a `Schedule`. `executor.run_steps` executes a schedule on real
+ranks, `simulate` computes its result without ranks, the lectures draw it, and the alpha-beta model
+estimates its time. All four use the same schedule, so they cannot disagree.
 
-- Every rank holds the same buffer, cut into `num_chunks` chunks.
-- A `Transfer` sends a run of chunks from one rank to another, which adds it to its own ("reduce")
-  or puts it in the place of its own ("copy").
-- The transfers of a step happen at once: all of them read what was there before the step.
+- Every rank holds a buffer of the same size, cut into `num_chunks` chunks.
+- A `Transfer` sends consecutive chunks from one rank to another. The receiver adds them to its own
+  chunks ("reduce") or replaces its own chunks by them ("copy").
+- The transfers of a step happen at once: all of them read the values from before the step.
 
 Example, the sum of three ranks on a ring::
 
@@ -37,7 +37,7 @@ Action = Literal["reduce", "copy"]
 
 
 class Transfer(NamedTuple):
-    """`num_chunks` chunks, from `chunk` on, go from rank `src` to rank `dst` in one message."""
+    """One message from rank `src` to rank `dst`: `num_chunks` chunks, starting with `chunk`."""
 
     src: int
     dst: int
@@ -63,14 +63,15 @@ class Schedule:
     """The steps of one collective for all ranks.
 
     Args:
-        name: what it is, for titles.
+        name: name of the collective, for titles.
         world_size: number of ranks.
         num_chunks: chunks that each rank's buffer is cut into.
         steps: tuples of transfers.
 
     Raises:
-        ValueError: a rank or chunk does not exist, or a step is ambiguous: a rank would send a
-            chunk that it receives in the same step, or receive two different things into one.
+        ValueError: a rank or chunk does not exist, a transfer goes from a rank to itself, or a step
+            is ambiguous: a rank would send a chunk that it receives in the same step, or receive a
+            chunk twice and at least once as a copy.
     """
 
     name: str
@@ -113,20 +114,23 @@ class Schedule:
     # ------------------------------------------------- schedules out of schedules
 
     def __add__(self, other: Schedule) -> Schedule:
-        """First this one, then the other."""
+        """First this schedule, then the other."""
         self._must_match(other)
         return replace(self, steps=self.steps + other.steps)
 
     def beside(self, other: Schedule) -> Schedule:
-        """Both at once, step by step; `Schedule` refuses it where they touch the same chunk."""
+        """Both schedules at once, step by step.
+
+        `Schedule` raises ValueError if their transfers of a step conflict on a chunk.
+        """
         self._must_match(other)
         pairs = zip_longest(self.steps, other.steps, fillvalue=())
         return replace(self, steps=tuple(mine + theirs for mine, theirs in pairs))
 
     def backwards(self) -> Schedule:
-        """Time reversed, copies turned into reductions and reductions into copies.
+        """The steps in reverse order, with copies turned into reductions and vice versa.
 
-        A broadcast run backwards is a reduce, an all-gather is a reduce-scatter.
+        A broadcast run backwards is a reduce; an all-gather run backwards is a reduce-scatter.
         """
         turned: dict[Action, Action] = {"copy": "reduce", "reduce": "copy"}
         steps = tuple(
@@ -144,7 +148,10 @@ class Schedule:
         num_chunks: int | None = None,
         repeat: int = 1,
     ) -> Schedule:
-        """The same pattern on other ranks and chunks; `repeat` turns each chunk into that many."""
+        """The same pattern on different ranks and chunks.
+
+        Each chunk becomes `repeat` chunks.
+        """
         steps = tuple(
             tuple(
                 Transfer(rank(t.src), rank(t.dst), chunk(t.chunk), t.action, t.num_chunks * repeat)
@@ -170,7 +177,7 @@ class Schedule:
 
     @cached_property
     def by_rank(self) -> list[list[tuple[Step, Step]]]:
-        """Per rank, for each step in which it takes part: (what it sends, what it receives)."""
+        """Per rank, for each step that this rank takes part in: (its sends, its receives)."""
         parts: list[list[tuple[Step, Step]]] = [[] for _ in range(self.world_size)]
         for step in self.steps:
             sends: dict[int, list[Transfer]] = {}
@@ -183,7 +190,7 @@ class Schedule:
         return parts
 
     def num_bytes_sent(self, num_bytes: int, itemsize: int = 1) -> list[int]:
-        """Bytes that each rank sends for a buffer of `num_bytes` bytes, elements kept whole.
+        """Bytes that each rank sends for a buffer of `num_bytes` bytes; no element is split.
 
         >>> from minidist.collectives.algorithms import ring_steps
         >>> ring_steps(4).num_bytes_sent(1000)  # 2 (N-1)/N 1000
@@ -199,9 +206,9 @@ class Schedule:
     def time_s(self, num_bytes: float, *, latency_s: float, bandwidth_bytes_per_s: float) -> float:
         """Seconds in the alpha-beta model: alpha = `latency_s`, beta = 1 / bandwidth.
 
-        A step takes one latency, and as long as its busiest rank needs to send (or to receive)
-        all of its messages of that step; every rank has one link of that bandwidth in each
-        direction, and a step begins when the one before is over.
+        A step takes one latency plus the time in which the busiest rank sends (or receives) all of
+        its messages of the step. Every rank has one link of the given bandwidth in each direction,
+        and a step begins when the previous step is over.
 
         >>> from minidist.collectives.algorithms import ring_steps
         >>> ring_steps(4).time_s(1e9, latency_s=0.25, bandwidth_bytes_per_s=1e9)  # 6 x 0.25 + 1.5
@@ -221,7 +228,8 @@ class Schedule:
 def chunk_offsets(numel: int, num_chunks: int) -> list[int]:
     """Where the chunks of a buffer begin, and where the last one ends.
 
-    Chunks are as even as can be, the first ones one element longer (as `torch.tensor_split`).
+    Chunks are as even as possible; the first chunks may be one element longer, as in
+    `torch.tensor_split`.
 
     >>> chunk_offsets(10, 4)
     [0, 3, 6, 8, 10]
@@ -235,13 +243,13 @@ def simulate(
     values: Sequence[Sequence[Any]],
     reduce: Callable[[Any, Any], Any] = operator.add,
 ) -> list[list[Any]]:
-    """What every rank holds in the end, computed without ranks.
+    """What every rank holds at the end, computed in one process.
 
     Args:
         values: `values[rank][chunk]`, of any type that `reduce` can combine.
         reduce: `reduce(own, received)`.
 
-    Example, who has contributed to what::
+    Example: which ranks have contributed to which chunk::
 
     >>> from minidist.collectives.algorithms import ring_reduce_scatter_steps
     >>> simulate(ring_reduce_scatter_steps(3), [["a"] * 3, ["b"] * 3, ["c"] * 3])
@@ -249,7 +257,7 @@ def simulate(
     """
     held = [list(row) for row in values]
     for step in schedule.steps:
-        for t in step:  # one by one: within a step, nobody sends what it receives
+        for t in step:  # one by one is correct: no rank sends a chunk that it receives in this step
             for chunk in t.chunks:
                 arrived, own = held[t.src][chunk], held[t.dst][chunk]
                 held[t.dst][chunk] = reduce(own, arrived) if t.action == "reduce" else arrived

@@ -1,4 +1,4 @@
-"""The torch.distributed backend "minidist": stock torch code runs on our collectives.
+"""The torch.distributed backend "minidist": unchanged torch code runs on our collectives.
 
 Example::
 
@@ -7,15 +7,16 @@ Example::
     dist.all_reduce(t)                       # a ring
     DistributedDataParallel(model)           # its buckets travel on rings, in the background
 
-Three layers: `dist.all_reduce` calls `MinidistGroup.allreduce`; that calls `ring_all_reduce` with
-the group itself; the executor calls the group's `send` and `recv`, those of an inner gloo group.
+Three layers: `dist.all_reduce` calls `MinidistGroup.allreduce`. This calls `ring_all_reduce` with
+the group itself. The executor then calls the group's `send` and `recv`, which call an inner gloo
+group.
 
-Known to run on it: DDP, FSDP2's `fully_shard`, sub-groups, object collectives, send and recv. Not:
-communication hooks that call a collective in a callback of a future (PowerSGD), see `work`;
-`split_group`; sparse tensors.
+Known to work: DDP, FSDP2's `fully_shard`, sub-groups, object collectives, send and recv. Known not
+to work: communication hooks that call a collective in a callback of a future (PowerSGD), see the
+module `async_work`; `split_group`; sparse tensors.
 """
 
-# torch declares overloads for its own callers; this takes whatever any of them passes.
+# torch declares overloads for its callers; the methods here accept the arguments of all overloads.
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NAME = "minidist"
 
 
 def register() -> None:
-    """Make "minidist" known to torch.distributed on this process. Calling it again does nothing."""
+    """Register "minidist" with torch.distributed in this process. A second call does nothing."""
     if NAME.upper() not in dist.Backend._plugins:
         devices = ["cpu", "cuda"]
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
@@ -49,11 +50,11 @@ def _create(options: Any, _: Any = None) -> MinidistGroup:
 
 
 class MinidistGroup(dist.ProcessGroup):
-    """A process group whose collectives are ours and whose messages are gloo's.
+    """A process group that runs our collectives over gloo's messages.
 
     Args:
-        wire: carries the messages.
-        name: of the group.
+        wire: the gloo group that carries the messages.
+        name: name of the group.
     """
 
     def __init__(self, wire: Any, name: str) -> None:
@@ -62,7 +63,7 @@ class MinidistGroup(dist.ProcessGroup):
         self._name = name
         self._desc = NAME
 
-    # torch asks for these under both of its naming conventions.
+    # torch calls these methods under both of its naming conventions.
     def getBackendName(self) -> str:
         return NAME
 
@@ -131,7 +132,7 @@ class MinidistGroup(dist.ProcessGroup):
         return _together([ring_all_gather(outputs, t, self, True) for outputs, t in pairs])
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        # Here the outputs come per rank, each with one tensor per input.
+        # torch passes the outputs per rank, each with one tensor per input.
         per_input = [list(column) for column in zip(*output_lists, strict=True)]
         return self.allgather(per_input, inputs)
 
@@ -172,10 +173,10 @@ class MinidistGroup(dist.ProcessGroup):
         return all_to_all(outputs, inputs, self, True)
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
-        # Nobody has the total before everyone has called.
+        # An all-reduce works as a barrier: no rank has the total before every rank has called.
         return tree_all_reduce(torch.zeros(1), group=self, async_op=True)
 
-    # torch 2.11 calls these names, 2.13 those above.
+    # torch 2.11 calls these names; torch 2.13 calls the names above.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

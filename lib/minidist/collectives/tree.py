@@ -1,12 +1,13 @@
-"""Trees: few latencies where the ring has many.
+"""Trees: fewer latencies than the ring.
 
-Reduce up to the root, then broadcast down: 2 log2 N steps instead of 2 (N-1). For messages that are
-dominated by latency this wins. For large ones, cut them into chunks (`num_chunks`) that follow each
-other through the tree, so that all levels work at once.
+Reduce up to the root, then broadcast down: 2 log2 N steps instead of 2 (N-1). This is faster for
+messages whose time is mostly latency. Large messages are cut into chunks (`num_chunks`) that follow
+each other through the tree, so that all levels work at once.
 
-In one binary tree half of the ranks are leaves that only send S bytes up, while an inner rank sends
-up to 3 S: one up, two down. Two trees, each for one half of the message, and with the leaves of one
-as the inner ranks of the other, even that out at 2 S for everyone. NCCL's tree is of that kind.
+In one binary tree, half of the ranks are leaves that only send S bytes up, while an inner rank
+sends up to 3 S: S up and 2 S down. With two trees, each carries half of the message, and the leaves
+of one tree are inner ranks of the other. Then every rank sends about 2 S. NCCL's tree works this
+way.
 
     N = 7       3                    chunk k of 4: leaves send it up in step 1 + k,
               /   \\                  the root has it after step 2 + k,
@@ -51,9 +52,9 @@ def tree_all_reduce(
     """Reduce a tensor over all ranks, in place, over one binary tree or two.
 
     Args:
-        double: two trees with half of the tensor each.
+        double: use two trees, each for half of the tensor.
         num_chunks: chunks per tree that are in flight together; 1 for small tensors.
-        Others, errors and result: as for `ring_all_reduce`.
+        The other arguments, the errors and the result are as for `ring_all_reduce`.
     """
     steps = partial(double_tree_steps if double else tree_steps, num_chunks=num_chunks)
     return all_reduce_by(

@@ -1,4 +1,4 @@
-"""What training costs, in seconds, bytes and money, before a single GPU is rented. Pure Python.
+"""Predict what training costs, in seconds, bytes and money, without any GPU. Pure Python.
 
     hardware     GPUs, links, nodes, with sources     transformer  parameters and FLOPs of a GPT
     comm         collectives: alpha, beta, gamma      bandwidth    bus bandwidth, fits

@@ -1,8 +1,9 @@
 """Measured collectives: bus bandwidth, and a fit of latency and bandwidth to measurements.
 
 nccl-tests reports two figures. *Algorithm bandwidth* is buffer bytes / seconds. *Bus bandwidth* is
-that times a factor per collective, chosen so that an ideal ring reads as the speed of the wire
-whatever the number of ranks: for an all-reduce 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md).
+algorithm bandwidth times a factor per collective, for example 2(n-1)/n for an all-reduce. With this
+factor an ideal ring gives the bandwidth of the wire for any number of ranks (nccl-tests,
+doc/PERFORMANCE.md).
 
 Example: 8 ranks all-reduce 16 GiB in 0.128 s.
 
@@ -24,7 +25,7 @@ from minidist.cost.comm import Wire
 
 def bus_factor(*, kind: str, num_ranks: int) -> float:
     """Bus bandwidth / algorithm bandwidth. Buffer sizes as in `minidist.cost.comm`: for all_gather
-    and reduce_scatter everything, n times a rank's share.
+    and reduce_scatter the whole buffer, n times a rank's share.
 
     >>> bus_factor(kind="all_reduce", num_ranks=8), bus_factor(kind="all_gather", num_ranks=8)
     (1.75, 0.875)
@@ -34,7 +35,7 @@ def bus_factor(*, kind: str, num_ranks: int) -> float:
         raise ValueError(f"bus_factor: num_ranks must be at least 1, got {n}")
     factors = {
         "all_reduce": 2 * (n - 1) / n,
-        "all_reduce_in_network": (n - 1) / (n + 1),  # the switch adds (NVLink SHARP)
+        "all_reduce_in_network": (n - 1) / (n + 1),  # the switch computes the sum (NVLink SHARP)
         "reduce_scatter": (n - 1) / n,
         "all_gather": (n - 1) / n,
         "all_to_all": (n - 1) / n,
@@ -53,7 +54,7 @@ def algorithm_bandwidth(*, num_bytes: float, seconds: float) -> float:
 
 
 def bus_bandwidth(*, kind: str, num_bytes: float, seconds: float, num_ranks: int) -> float:
-    """Bytes per second that the busiest link carries, if the algorithm is an ideal ring."""
+    """Bytes per second on the busiest link, if the algorithm is an ideal ring."""
     factor = bus_factor(kind=kind, num_ranks=num_ranks)
     return factor * algorithm_bandwidth(num_bytes=num_bytes, seconds=seconds)
 
@@ -61,13 +62,13 @@ def bus_bandwidth(*, kind: str, num_bytes: float, seconds: float, num_ranks: int
 def seconds_from_bus_bandwidth(
     *, kind: str, num_bytes: float, bus_bytes_per_s: float, num_ranks: int
 ) -> float:
-    """Back from a figure of nccl-tests to the time it was computed from."""
+    """The time from which nccl-tests computed a bus bandwidth."""
     return num_bytes * bus_factor(kind=kind, num_ranks=num_ranks) / bus_bytes_per_s
 
 
 def half_bandwidth_bytes(*, num_ranks: int, link: Wire) -> float:
-    """The buffer for which a ring all-reduce reaches half of its bandwidth, n alpha / beta: where
-    latency and transfer take equally long.
+    """The buffer size at which a ring all-reduce reaches half of its bandwidth, n alpha / beta: the
+    latency and the transfer take equally long.
 
     >>> wire = Wire(bandwidth_bytes_per_s=100e9, latency_s=5e-6)
     >>> round(half_bandwidth_bytes(num_ranks=8, link=wire))
@@ -82,8 +83,9 @@ class Fit:
 
     Attributes:
         link: latency per message and bandwidth that explain the times best.
-        latency_s_error, bandwidth_rel_error: one standard error of each.
-        mean_rel_error, max_rel_error: of the fitted times against the measured ones.
+        latency_s_error, bandwidth_rel_error: standard error of the latency, relative standard error
+            of the bandwidth.
+        mean_rel_error, max_rel_error: of the fitted times compared with the measured times.
     """
 
     link: Wire
@@ -103,9 +105,10 @@ def fit_link(
 ) -> Fit:
     """Fit alpha and beta of a ring to measured times by (weighted) least squares.
 
-    The time of a collective is a straight line in its bytes: t = M alpha + c B beta, with M
-    messages in a row and c the bus factor. `relative=True` minimises relative errors (weights
-    1/t^2), so that small messages count as much as large ones; without it the largest one decides.
+    The time of a collective is a linear function of its bytes: t = M alpha + c B beta, with M
+    messages one after the other and c the bus factor. `relative=True` minimises relative errors
+    (weights 1/t^2), so that small messages count as much as large messages; with `relative=False`
+    the largest messages decide the fit.
 
     >>> sizes = [2.0**k for k in range(10, 26)]
     >>> times = [14 * 5e-6 + 1.75 * b / 200e9 for b in sizes]  # 8 ranks, 5 us, 200 GB/s
@@ -114,8 +117,8 @@ def fit_link(
     (5.0, 200.0)
 
     Raises:
-        ValueError: fewer than three points, one size only, times that are not positive, or a line
-            that slopes down.
+        ValueError: fewer than three points, one size only, times that are not positive, or larger
+            messages do not take longer.
     """
     if len(num_bytes) != len(seconds) or len(seconds) < 3 or len(set(num_bytes)) < 2:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""What a collective costs: the alpha-beta-gamma model.
+"""The time of a collective in the alpha-beta-gamma model.
 
 A message of B bytes over a link takes alpha + B * beta: alpha is the latency in seconds, beta is
-1 / bandwidth. Adding up B received bytes costs B * gamma (gamma is small next to beta, and 0 unless
-given). A link is full duplex: a rank sends and receives at once.
+1 / bandwidth. Adding B received bytes to a buffer takes B * gamma (gamma is small compared with
+beta, and 0 by default). A link is full duplex: a rank sends and receives at the same time.
 
 With n ranks and a buffer of B bytes (Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan 2009):
 
@@ -13,14 +13,15 @@ With n ranks and a buffer of B bytes (Thakur, Rabenseifner and Gropp 2005; Patar
     tree, pipelined       2 (log2(n)+k-1) alpha  4 (log2(n)+k-1)/k B beta    k chunks, 2 children
     double tree           2 (log2(n)+k-1) alpha  2 (log2(n)+k-1)/k B beta    two trees, half each
 
-Example: 100 MB over 100 Gbit/s on 8 ranks takes 14 ms on a ring; bandwidth in bytes, not in bits.
+Example: 100 MB over 100 Gbit/s on 8 ranks takes 14 ms on a ring. The bandwidth is in bytes, not in
+bits.
 
 >>> link = Wire(bandwidth_bytes_per_s=100e9 / 8, latency_s=0)
 >>> round(all_reduce_seconds(num_bytes=100e6, num_ranks=8, link=link, algorithm="ring") * 1e3, 3)
 14.0
 
-`collective_seconds` agrees with `minidist.emulate.simulate.collective_seconds`, the clock of the
-emulated cluster.
+`collective_seconds` gives the same times as `minidist.emulate.simulate.collective_seconds`, the
+clock of the emulated cluster.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Protocol
 
 
 class LinkLike(Protocol):
-    """Anything with a bandwidth (one direction) and a latency: `Link`, `Wire`, emulate's `Link`."""
+    """An object with bandwidth (one direction) and latency: `Link`, `Wire`, emulate's `Link`."""
 
     @property
     def bandwidth_bytes_per_s(self) -> float: ...
@@ -42,7 +43,7 @@ class LinkLike(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """The two numbers of the model, and nothing else."""
+    """A link that has only the two numbers of the model."""
 
     bandwidth_bytes_per_s: float
     latency_s: float
@@ -68,13 +69,14 @@ def p2p_seconds(*, num_bytes: float, link: LinkLike) -> float:
 
 
 def _ring(n: int, size: float, alpha: float, beta: float, gamma: float) -> float:
-    """n-1 steps of reduce-scatter and n-1 of all-gather, each with a chunk of B/n."""
+    """n-1 steps of reduce-scatter and n-1 steps of all-gather, each with a chunk of B/n."""
     return 2 * (n - 1) * (alpha + size / n * beta) + (n - 1) * size / n * gamma
 
 
 def _halving_doubling(n: int, size: float, alpha: float, beta: float, gamma: float) -> float:
-    """Exchange half, then a quarter, ... with ever nearer ranks, then back. Ranks beyond a power
-    of two first hand their buffer to a partner and get the result in the end: 2 whole messages."""
+    """Exchange half of the buffer, then a quarter, ..., each time with a nearer rank; then the same
+    steps in reverse. If n is not a power of two, each extra rank first sends its buffer to a
+    partner and receives the result at the end: 2 messages of the whole buffer."""
     power = 1 << (n.bit_length() - 1)
     extra = 0.0 if power == n else 2 * (alpha + size * beta) + size * gamma
     share = (power - 1) / power * size
@@ -82,19 +84,20 @@ def _halving_doubling(n: int, size: float, alpha: float, beta: float, gamma: flo
 
 
 def _tree(n: int, size: float, alpha: float, beta: float, gamma: float) -> float:
-    """Binomial reduce to a root, then broadcast: the whole buffer on each of log2(n) levels."""
+    """Binomial reduce to a root, then broadcast: whole buffer on each of ceil(log2(n)) levels."""
     return _log2_ceil(n) * (2 * (alpha + size * beta) + size * gamma)
 
 
 def _pipelined(
     levels: int, size: float, alpha: float, beta: float, gamma: float, *, children: int
 ) -> float:
-    """k chunks flow up a tree and down again: (levels + k - 1) steps each way, in each of which an
-    inner rank's link carries a chunk per child. The best k: sqrt((levels-1) children B beta/alpha).
+    """k chunks move up a tree and down again: (levels + k - 1) steps each way. In each step an
+    inner rank's link carries one chunk per child. The best k without gamma is
+    sqrt((levels-1) children B beta/alpha).
     """
     per_step = children * size
     k = 1
-    if levels > 1 and size > 0:  # more chunks than bytes make no sense
+    if levels > 1 and size > 0:  # k is at most the number of bytes
         whole = per_step * (beta + gamma / 2)
         best = math.sqrt((levels - 1) * whole / alpha) if alpha > 0 else math.inf
         best = max(1.0, min(size, best))
@@ -107,14 +110,14 @@ def _pipelined(
 
 
 def _pipelined_tree(n: int, size: float, alpha: float, beta: float, gamma: float) -> float:
-    """A binary tree: two children share an inner rank's link, hence 4 B beta for large buffers."""
+    """A binary tree: two children share an inner rank's link, so large buffers take 4 B beta."""
     return _pipelined(_log2_ceil(n), size, alpha, beta, gamma, children=2 if n > 2 else 1)
 
 
 def _double_tree(n: int, size: float, alpha: float, beta: float, gamma: float) -> float:
-    """Two binary trees with half the buffer each; an inner rank of one is a leaf of the other, so
-    every link is busy in both directions: 2 B beta for large buffers, with the latency of a tree
-    (Sanders, Speck and Traeff 2009; NCCL since 2.4)."""
+    """Two binary trees, each with half of the buffer. An inner rank of one tree is a leaf of the
+    second tree, so every link is busy in both directions: 2 B beta for large buffers, with the
+    latency of a tree (Sanders, Speck and Traeff 2009; NCCL since 2.4)."""
     return _pipelined(_log2_ceil(n), size, alpha, beta, gamma, children=1)
 
 
@@ -192,8 +195,8 @@ def hierarchical_all_reduce_seconds(
 ) -> float:
     """Reduce-scatter in the node, all-reduce of B/r across nodes, all-gather in the node.
 
-    Every rank has its own network port (`inter_node`) and sends B/r over it, so r ranks per node
-    divide the slow part by r.
+    Every rank has its own network port (`inter_node`) and all-reduces B/r over this port, so r
+    ranks per node divide the time of the slow part by r.
 
     >>> nvlink = Wire(bandwidth_bytes_per_s=300e9, latency_s=0)
     >>> port = Wire(bandwidth_bytes_per_s=25e9, latency_s=0)
@@ -217,7 +220,7 @@ def hierarchical_all_reduce_seconds(
 def reduce_scatter_seconds(
     *, num_bytes: float, num_ranks: int, link: LinkLike, gamma_s_per_byte: float = 0.0
 ) -> float:
-    """Ring: (n-1) alpha + (n-1)/n B beta. B is the buffer before it is cut up."""
+    """Ring: (n-1) alpha + (n-1)/n B beta. B is the whole buffer before the scatter."""
     _checked(num_bytes, num_ranks)
     share = (num_ranks - 1) / num_ranks * num_bytes
     per_byte = 1 / link.bandwidth_bytes_per_s + gamma_s_per_byte
@@ -225,12 +228,12 @@ def reduce_scatter_seconds(
 
 
 def all_gather_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
-    """Ring: (n-1) alpha + (n-1)/n B beta. B is everything gathered, n times what a rank brings."""
+    """Ring: (n-1) alpha + (n-1)/n B beta. B is the gathered buffer, n times one rank's part."""
     return reduce_scatter_seconds(num_bytes=num_bytes, num_ranks=num_ranks, link=link)
 
 
 def broadcast_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
-    """A pipelined tree with small chunks: log2(n) alpha + B beta. A reduce takes the same."""
+    """A pipelined tree with small chunks: log2(n) alpha + B beta. A reduce takes the same time."""
     _checked(num_bytes, num_ranks)
     if num_ranks == 1:
         return 0.0
@@ -238,14 +241,14 @@ def broadcast_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> fl
 
 
 def all_to_all_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
-    """Pairwise exchange: (n-1) alpha + (n-1)/n B beta. B is what one rank holds, its own part
-    included."""
+    """Pairwise exchange: (n-1) alpha + (n-1)/n B beta. B is one rank's whole buffer, including the
+    part that the rank keeps."""
     return reduce_scatter_seconds(num_bytes=num_bytes, num_ranks=num_ranks, link=link)
 
 
 def gather_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
-    """All others through the root's link: alpha + (n-1)/n B beta, B everything gathered. A scatter,
-    and a step of a parameter server in each direction, take the same."""
+    """All parts go through the root's link: alpha + (n-1)/n B beta, where B is the gathered buffer.
+    A scatter takes the same time, and so does each direction of a parameter server's step."""
     _checked(num_bytes, num_ranks)
     if num_ranks == 1:
         return 0.0
@@ -253,12 +256,12 @@ def gather_seconds(*, num_bytes: float, num_ranks: int, link: LinkLike) -> float
 
 
 def barrier_seconds(*, num_ranks: int, link: LinkLike) -> float:
-    """Dissemination: log2(n) rounds of empty messages."""
+    """Dissemination algorithm: log2(n) rounds of empty messages."""
     return _log2_ceil(num_ranks) * link.latency_s
 
 
 def collective_seconds(*, kind: str, num_bytes: float, num_ranks: int, link: LinkLike) -> float:
-    """One collective by its name, with the algorithm that the emulated cluster assumes.
+    """Seconds of a collective by its name, with the algorithm that the emulated cluster assumes.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,

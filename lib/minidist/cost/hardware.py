@@ -1,12 +1,13 @@
-"""GPUs, links and nodes as data, each figure with where it comes from.
+"""GPUs, links and nodes as data, with the source of each figure.
 
-Three traps that this file takes out:
+This file avoids three common mistakes:
 
 - **Dense or sparse.** Data sheets print tensor-core peaks for 2:4 sparsity first. Training is
-  dense, so every peak here is the dense one, half of that.
-- **One direction or both.** NVLink is sold by the sum of both directions ("900 GB/s"). A ring
-  sends in one direction while it receives in the other, so its time follows from ONE (450 GB/s).
-  `Link.bandwidth_bytes_per_s` is always one direction; `bidirectional_bytes_per_s` is both.
+  dense, so every peak in this file is the dense peak, which is half of the sparse peak.
+- **One direction or both.** NVLink is sold by the sum of both directions ("900 GB/s"). In a ring
+  each rank sends and receives at the same time, so the bandwidth of ONE direction (450 GB/s)
+  decides the time. `Link.bandwidth_bytes_per_s` is always one direction;
+  `bidirectional_bytes_per_s` is both.
 - **Bits or bytes.** Networks are sold in bits: 400 Gbit/s is 50 GB/s. GB is 10^9 bytes, GiB 2^30.
 
 Example: an A100 sends to its neighbour over NVLink 9.5 times as fast as over PCIe 4.0.
@@ -16,7 +17,7 @@ Example: an A100 sends to its neighbour over NVLink 9.5 times as fast as over PC
 >>> gbit_per_s(400) / 1e9
 50.0
 
-Sources: NVIDIA data sheets as gathered in github.com/stas00/ml-engineering (chapters on
+Sources: NVIDIA data sheets as collected in github.com/stas00/ml-engineering (chapters on
 accelerators and networks); attainable fractions: the measurements in benchmarks/reference/;
 latencies: NCCL's tuning model (src/graph/tuning.cc, ring, Simple protocol).
 """
@@ -44,12 +45,12 @@ class GPU:
 
     Attributes:
         peak_flops_per_s: dense peak by dtype: "bf16" and "fp16" (tensor cores, fp32 accumulation),
-            "tf32" (tensor cores), "fp32" (plain cores), "fp8". Only what the chip has.
-        memory_bytes: of device memory, in bytes (a data sheet's GB, 10^9).
-        memory_bandwidth_bytes_per_s: of device memory.
-        matmul_efficiency: the share of peak that the matrix products of a transformer layer reach,
-            fitted to published training runs for A100 and H100 (see `minidist.cost.step`) and taken
-            from them for the others.
+            "tf32" (tensor cores), "fp32" (plain cores), "fp8". Only dtypes that the chip supports.
+        memory_bytes: size of the device memory (a data sheet's GB is 10^9 bytes).
+        memory_bandwidth_bytes_per_s: bandwidth of the device memory.
+        matmul_efficiency: the share of peak that the matrix products of a transformer layer reach.
+            For A100 and H100 it is fitted to published training runs (see `minidist.cost.step`);
+            the remaining GPUs have the value of A100 or H100.
         source: where the figures come from.
     """
 
@@ -64,7 +65,7 @@ class GPU:
         """Dense peak in FLOP/s.
 
         Raises:
-            ValueError: the chip has no units for this dtype.
+            ValueError: no peak is known for this dtype.
         """
         if dtype not in self.peak_flops_per_s:
             raise ValueError(
@@ -79,8 +80,9 @@ class Link:
 
     Attributes:
         bandwidth_bytes_per_s: nominal, one direction.
-        attainable_fraction: what a long ring all-reduce reaches of it (bus bandwidth / nominal).
-        latency_s: of one hop, software included.
+        attainable_fraction: bus bandwidth of a ring all-reduce of a large buffer / nominal
+            bandwidth.
+        latency_s: of one hop, including software.
     """
 
     name: str
@@ -101,7 +103,7 @@ class Link:
 
     @property
     def attainable(self) -> Link:
-        """The same link at the bandwidth that collectives reach in practice."""
+        """The same link with the bandwidth that collectives reach in practice."""
         return Link(
             name=f"{self.name}, attainable",
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * self.attainable_fraction,
@@ -122,7 +124,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A machine: GPUs joined by `intra_node`, each with its own `network` port to other nodes."""
+    """A machine: `intra_node` joins its GPUs; each GPU has a `network` port to other nodes."""
 
     name: str
     gpu: GPU
@@ -131,10 +133,11 @@ class Node:
     network: Link
 
     def link_for(self, *, num_ranks: int, stride: int = 1) -> Link:
-        """The link that a ring of `num_ranks` ranks, `stride` apart, is bound by.
+        """The link that limits a ring of `num_ranks` ranks that are `stride` ranks apart.
 
-        Inside one node it is `intra_node`. Across nodes a group with k ranks in every node drives k
-        network ports at once (NCCL builds a ring per port), but never more than `intra_node`.
+        Inside one node this is `intra_node`. Across nodes, a group with k ranks in every node uses
+        k network ports at once (NCCL builds a ring per port), but at most the bandwidth of
+        `intra_node`.
 
         >>> DGX_A100.link_for(num_ranks=8).name
         'NVLink 3'
@@ -215,9 +218,10 @@ GPUS = {gpu.name: gpu for gpu in (V100, A100_40GB, A100, H100, H200, B200)}
 
 
 def find_gpu(name: str, memory_bytes: float) -> GPU | None:
-    """The figures for a device of this name, as CUDA gives it; None if there are none.
+    """The figures for a device with this name from CUDA; None if there are none.
 
-    Boards for PCIe slots have the name of a chip, but not the speed of its SXM module.
+    A board for a PCIe slot has the name of a chip, but not the speed of the SXM module with this
+    chip, so it gets None.
 
     >>> find_gpu("NVIDIA A100-SXM4-40GB", 42e9).name
     'A100 SXM 40 GB'
@@ -227,7 +231,7 @@ def find_gpu(name: str, memory_bytes: float) -> GPU | None:
     if re.search(r"PCIe|NVL\b", name, re.IGNORECASE):
         return None
     found = [gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.name.split()[0]}\b", name)]
-    # "A100" is one with 40 GB and one with 80.
+    # Two GPUs are called A100, with 40 GB and with 80 GB: the memory size decides.
     return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
 
 
@@ -249,9 +253,9 @@ def _nvlink(generation: int, num_links: int, gbytes_per_link: float, fraction: f
 NVLINK2 = _nvlink(2, 6, 25.0, 0.8)
 NVLINK3 = _nvlink(3, 12, 25.0, 0.78)  # 234.9 of 300 GB/s measured, 8 x A100, 16 GiB
 NVLINK4 = _nvlink(4, 18, 25.0, 0.82)  # 367.6 of 450 GB/s measured, 8 x H200, ring
-NVLINK5 = _nvlink(5, 18, 50.0, 0.82)  # not measured with a ring; taken from NVLink 4
+NVLINK5 = _nvlink(5, 18, 50.0, 0.82)  # no ring measurement; the fraction of NVLink 4
 
-# Transfers per second of one lane, in 10^9; from 3.0 on 128 of 130 bits are data.
+# Transfers per second of one lane, in 10^9. In 3.0 to 5.0, 128 of 130 bits are data.
 _PCIE_GT_PER_S = {3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 
@@ -276,7 +280,7 @@ def pcie(*, generation: int, num_lanes: int = 16) -> Link:
 
 
 def network(*, gigabits_per_s: float, name: str, latency_s: float = _NETWORK_HOP_S) -> Link:
-    """A network port, one direction, from the Gbit/s it is sold by."""
+    """A network port, one direction, from its nominal speed in Gbit/s."""
     return Link(
         name=f"{name} {gigabits_per_s:g} Gbit/s",
         bandwidth_bytes_per_s=gbit_per_s(gigabits_per_s),

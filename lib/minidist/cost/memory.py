@@ -2,10 +2,10 @@
 
 **Model states.** Mixed-precision Adam keeps 2 bytes of bf16 parameter, 2 of gradient, and in fp32
 a master copy, a momentum and a variance: 2 + 2 + 12 = 16 bytes per parameter (Rajbhandari et al.,
-arXiv 1910.02054). The 12 alone are often quoted; they are only the optimiser's part. Plain fp32
-Adam also has 16: mixed precision saves activations and time, not model states.
+arXiv 1910.02054). Texts often quote 12, which is only the optimiser's part. Plain fp32 Adam also
+needs 16: mixed precision saves activations and time, not model states.
 
-**ZeRO** over N ranks: stage 1 divides the 12 by N, stage 2 the gradients too, stage 3 everything.
+**ZeRO** over N ranks: stage 1 divides the 12 by N, stage 2 also the gradients, stage 3 everything.
 
 **Activations** of one block, in bytes, s sequence, b micro-batch, h width, a heads, t tensor ranks
 (Korthikanti et al., arXiv 2205.05198, table 2):
@@ -13,10 +13,10 @@ Adam also has 16: mixed precision saves activations and time, not model states.
     no parallelism           s b h (34 + 5 a s/h)
     tensor parallel          s b h (10 + 24/t + 5 a s/(h t))
     + sequence parallel      s b h (34/t + 5 a s/(h t))
-    selective recomputation  the terms with 5 a s/h vanish (as they do with FlashAttention)
+    selective recomputation  without the terms with 5 a s/h (as with FlashAttention)
     full recomputation       s b h 2
 
-Example: GPT-3's model states, then one sequence's activations on one GPU.
+Example: GPT-3's model states, then the activations of one sequence on one GPU.
 
 >>> round(MIXED_ADAM.total * 175e9 / 1e12, 1)  # TB
 2.8
@@ -42,8 +42,8 @@ class StateBytes:
 
     Attributes:
         parameter: the copy that the forward pass uses.
-        gradient: what backward writes and the ranks reduce.
-        optimizer: everything else that lives between steps: master copy, momenta.
+        gradient: the gradient that backward writes and the ranks reduce.
+        optimizer: all other state that is kept between steps: master copy, momenta.
     """
 
     parameter: float
@@ -55,7 +55,7 @@ class StateBytes:
         return self.parameter + self.gradient + self.optimizer
 
     def per_rank(self, *, zero_stage: int, num_ranks: int) -> StateBytes:
-        """What one of `num_ranks` data-parallel ranks holds, per parameter of the model.
+        """Bytes that each of `num_ranks` data-parallel ranks holds per parameter of the model.
 
         >>> stage = lambda s: MIXED_ADAM.per_rank(zero_stage=s, num_ranks=64).total * 7.5
         >>> [round(stage(s), 1) for s in (0, 1, 2, 3)]  # GB for 7.5B parameters
@@ -80,8 +80,8 @@ def state_bytes(*, optimizer: str = "adam", precision: str = "bf16_mixed") -> St
         optimizer: sgd, momentum, adam, adamw, adam8bit (one byte per state).
         precision: "fp32"; "bf16_mixed" or "fp16_mixed" (16-bit parameters and gradients, fp32
             master copy and states); "bf16_fp32_grads" (Megatron: gradients kept in fp32);
-            "fp16_fp32_grad_copy" (Megatron fp16: a second, fp32 gradient); "bf16" (all of it in
-            16 bits, no master copy: small updates are lost).
+            "fp16_fp32_grad_copy" (Megatron fp16: an additional fp32 gradient); "bf16" (everything
+            in 16 bits, no master copy: small updates are lost).
 
     >>> [state_bytes(precision=p).total for p in ("fp32", "bf16_mixed", "bf16_fp32_grads",
     ...                                           "fp16_fp32_grad_copy", "bf16")]
@@ -92,7 +92,7 @@ def state_bytes(*, optimizer: str = "adam", precision: str = "bf16_mixed") -> St
     if optimizer not in _STATES_PER_PARAMETER:
         raise ValueError(f"state_bytes: unknown optimizer {optimizer!r}")
     states = _STATES_PER_PARAMETER[optimizer]
-    table = {  # parameter, gradient, kept beside (master and gradient copies), bytes per state
+    table = {  # parameter, gradient, extra copies (master, gradient), bytes per optimiser state
         "fp32": (4, 4, 0, 4),
         "bf16_mixed": (2, 2, 4, 4),
         "fp16_mixed": (2, 2, 4, 4),
@@ -112,9 +112,9 @@ MIXED_ADAM = state_bytes()
 def zero_traffic_bytes(
     *, num_parameters: float, num_ranks: int, zero_stage: int, bytes_per_element: float = 2
 ) -> float:
-    """Bytes that one rank sends per step: 2 P (n-1)/n for stages 0 to 2 (an all-reduce, or
-    reduce-scatter and all-gather), 3 P (n-1)/n for stage 3, which gathers twice
-    (arXiv 1910.02054, section 7)."""
+    """Bytes that one rank sends per step, with P the bytes of all parameters: 2 P (n-1)/n for
+    stages 0 to 2 (an all-reduce, or reduce-scatter and all-gather), 3 P (n-1)/n for stage 3, which
+    gathers twice (arXiv 1910.02054, section 7)."""
     passes = 3 if zero_stage == 3 else 2
     return passes * (num_ranks - 1) / num_ranks * num_parameters * bytes_per_element
 
@@ -137,16 +137,18 @@ def activation_bytes_per_layer(
 ) -> float:
     """Bytes that one block keeps for backward on one GPU, with 16-bit activations.
 
-    For a GPT with dropout this is table 2 of arXiv 2205.05198. The same counting covers other MLPs
-    and grouped queries: an operation keeps its input, a dropout one byte per element for its mask.
+    For a GPT with dropout this is table 2 of arXiv 2205.05198. The same way of counting covers
+    other MLPs and grouped queries: an operation keeps its input, and a dropout keeps one byte per
+    element for its mask. The terms, in units of s b h (the scores in units of s b h a s/h):
 
-        kept whole by plain tensor parallelism: two norms and two block inputs 2+2+2+2, masks 1+1
-        cut by tensor parallelism: q 2, k and v 4 (less with grouped queries), attention output 2,
-            MLP 2r before and 2r after GELU (r = inner width / h; SwiGLU keeps four such tensors)
-        scores: softmax 2 a s/h, and with dropout its mask 1 and its output 2
+        whole on each rank with plain tensor parallelism: two norms and two block inputs 2+2+2+2,
+            masks 1+1
+        divided by tensor parallelism: q 2, k and v 4 (less with grouped queries), attention output
+            2, MLP 2r before and 2r after GELU (r = inner width / h; SwiGLU keeps four such tensors)
+        scores: softmax 2, and with dropout its mask 1 and its output 2
 
     Args:
-        fused_attention: FlashAttention: the scores are never stored.
+        fused_attention: FlashAttention, which never stores the scores.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute is one of {RECOMPUTE}, got {recompute!r}")
@@ -172,8 +174,8 @@ def in_flight_layers(
 ) -> float:
     """Layers x micro-batches whose activations the first stage holds at the peak.
 
-    GPipe holds all m micro-batches of its l/p layers; 1F1B min(p, m); interleaving
-    l (1 + (p-1)/(p v)) (arXiv 2104.04473, 2205.05198).
+    GPipe holds l/p layers for all m micro-batches; 1F1B holds l/p layers for min(p, m)
+    micro-batches; interleaving holds l (1 + (p-1)/(p v)) in total (arXiv 2104.04473, 2205.05198).
     """
     if schedule == "gpipe":
         if num_microbatches is None:
@@ -189,8 +191,8 @@ def in_flight_layers(
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the fullest GPU. `working` is what comes and goes: layers gathered by ZeRO-3, a
-    block being recomputed, and what the framework takes for itself."""
+    """Bytes on the fullest GPU. `working` is temporary memory (layers gathered by ZeRO-3, the block
+    that is being recomputed) and the memory of the framework itself."""
 
     parameters: float
     gradients: float
@@ -208,8 +210,8 @@ class Memory:
 
 
 def parameters_per_gpu(*, model: Transformer, parallelism: ParallelismConfig) -> float:
-    """Parameters on the fullest stage: its blocks and one table (or both, without a pipeline), cut
-    by tensor parallelism. Norms are small and counted as if cut."""
+    """Parameters per GPU on the fullest stage: its blocks and one table (without a pipeline the
+    whole model), divided by tp. Norms are small and are counted as if divided, too."""
     p = parallelism
     if p.pp == 1:
         return model.num_parameters / p.tp
@@ -261,13 +263,13 @@ def memory_per_gpu(
         virtual_stages=p.virtual_stages,
     )
     tokens = model.context / p.cp * micro_batch
-    logits = 6 * tokens * model.vocab_size / p.tp  # in 16 bits, and in fp32 for the loss
+    logits = 6 * tokens * model.vocab_size / p.tp  # 2 bytes, and 4 bytes (fp32) for the loss
     if p.pp == 1:
         activations = layers * per_layer + logits
-    else:  # the first stage holds most micro-batches, the last one the logits
+    else:  # the first stage holds the most micro-batches, the last stage holds the logits
         activations = max(layers * per_layer, model.num_layers / p.pp * per_layer + logits)
     again = 0.0
-    if recompute == "full":  # one block at a time is alive in full
+    if recompute == "full":  # during backward one block at a time has all its activations
         again = activation_bytes_per_layer(
             model=model,
             micro_batch=micro_batch,
@@ -278,7 +280,7 @@ def memory_per_gpu(
             dropout=dropout,
         )
     gathered = 0.0
-    if p.zero_stage == 3:  # the block in use and the next one, prefetched; and its gradient
+    if p.zero_stage == 3:  # the block in use, the next block (prefetched), and one gradient
         gathered = model.block_parameters / p.tp * (2 * states.parameter + states.gradient)
     return Memory(
         parameters=held * mine.parameter,
@@ -300,9 +302,10 @@ def largest_micro_batch(
     dropout: bool = False,
     framework_bytes: float = 2e9,
 ) -> int:
-    """The most sequences per micro-batch that fit the GPU; 0 if not even one does.
+    """The largest number of sequences per micro-batch that fits the GPU; 0 if one does not fit.
 
-    Everything but model states grows linearly with the micro-batch, so two evaluations are enough.
+    Activations grow linearly with the micro-batch and the rest is constant, so two evaluations are
+    enough.
     """
 
     def total(micro_batch: int) -> float:

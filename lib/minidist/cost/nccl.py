@@ -1,14 +1,15 @@
-"""How NCCL itself predicts a collective, to choose an algorithm and a protocol.
+"""NCCL's own prediction of a collective's time, with which NCCL chooses algorithm and protocol.
 
-NCCL adds a base latency, a latency per hop and bytes / bandwidth, for every algorithm (ring, tree)
-and protocol, and takes the fastest:
+For every algorithm (ring, tree) and protocol, NCCL adds a base latency, a latency per hop and
+bytes / bandwidth. Then NCCL takes the fastest combination. The protocols:
 
 - **LL** sends 4 bytes of data with 4 bytes of flag: lowest latency, a quarter of the bandwidth;
 - **LL128** sends 120 of 128 bytes as data: low latency, 92 % of the bandwidth, where NVLink allows;
 - **Simple** sends large chunks with a fence: highest latency, all of the bandwidth.
 
-Constants: NVIDIA/nccl, src/graph/tuning.cc (2.1x), microseconds. `Simple` for trees has its latency
-per hop in one number (28 us on NVLink), which is why small trees never use it.
+Constants: NVIDIA/nccl, src/graph/tuning.cc (2.1x), microseconds. For `Simple` on trees the latency
+per hop is large (28 us on NVLink) and the base latency is 0, so NCCL never uses `Simple` for small
+buffers on trees.
 
 Example: 8 GPUs on NVLink switch from LL to LL128 to Simple as the buffer grows.
 
@@ -52,11 +53,12 @@ def latency_seconds(
     kind: str = "all_reduce",
     intra: str = "NVLINK",
 ) -> float:
-    """The part that does not depend on bytes.
+    """The part of the predicted time that does not depend on the number of bytes.
 
     ring: base + (steps - network steps) * intra + network steps * net, where an all-reduce has
-    2(n-1) steps, 2(nodes-1) of them over the network (half of each for reduce-scatter and
-    all-gather). tree (all-reduce only): base + 2((g-1) * intra + log2(nodes) * net), g per node.
+    2(n-1) steps, 2(nodes-1) of them over the network (half of both for reduce-scatter and
+    all-gather). tree (all-reduce only): base + 2((g-1) * intra + log2(nodes) * net), with g GPUs
+    per node.
     """
     index = PROTOCOLS.index(protocol)
     hop, net = HOP_LATENCY_US[intra][algorithm][index], HOP_LATENCY_US["NET"][algorithm][index]
@@ -83,11 +85,11 @@ def predict(
     kind: str = "all_reduce",
     intra: str = "NVLINK",
 ) -> float:
-    """Seconds of a collective as NCCL predicts them: latency + bytes / algorithm bandwidth.
+    """Seconds of a collective that NCCL predicts: latency + bytes / algorithm bandwidth.
 
     Args:
-        bus_bytes_per_s: of the ring or tree that NCCL found, all channels together. The algorithm
-            bandwidth is bus * n / steps for a ring and bus / 2 for a tree.
+        bus_bytes_per_s: bus bandwidth of the ring or tree that NCCL found, all channels together.
+            The algorithm bandwidth is bus * n / steps for a ring and bus / 2 for a tree.
     """
     n = gpus_per_node * num_nodes
     if n == 1:
@@ -115,7 +117,7 @@ def choose(
     kind: str = "all_reduce",
     intra: str = "NVLINK",
 ) -> Choice:
-    """The algorithm and protocol that the model finds fastest."""
+    """The algorithm and protocol with the shortest predicted time."""
     choices = [
         Choice(
             algorithm=algorithm,

@@ -1,4 +1,4 @@
-"""How a job is cut up: degrees of parallelism, checked with the arithmetic in the error.
+"""How a job is divided over ranks: degrees of parallelism, with checks that show their arithmetic.
 
 >>> config = ParallelismConfig(dp=2, tp=2, pp=2)
 >>> config.world_size
@@ -18,15 +18,15 @@ from minidist.cost.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
-    """Degrees of data, pipeline, context and tensor parallelism, and what goes with them.
+    """Degrees of data, pipeline, context and tensor parallelism, and their options.
 
-    Rank order is that of `minidist.mesh`: dp, pp, cp, tp from slowest to fastest.
+    The rank order is that of `minidist.mesh`: dp, pp, cp, tp from slowest to fastest axis.
 
     Attributes:
-        zero_stage: 0 (replicate), 1 (shard optimiser states over dp), 2 (and gradients), 3 (and
-            parameters; FSDP) (arXiv 1910.02054).
-        sequence_parallel: shard what tensor parallelism leaves whole along the sequence
-            (arXiv 2205.05198).
+        zero_stage: 0 (replicate), 1 (shard optimiser states over dp and cp), 2 (also gradients), 3
+            (also parameters; FSDP) (arXiv 1910.02054).
+        sequence_parallel: shard along the sequence the activations that tensor parallelism does not
+            shard (arXiv 2205.05198).
         virtual_stages: chunks of layers per pipeline rank (interleaved 1F1B, arXiv 2104.04473).
     """
 
@@ -67,7 +67,7 @@ class ParallelismConfig:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that hold equal parameters, so that ZeRO can shard over them: dp * cp."""
+        """Ranks that hold equal parameters, so that ZeRO can shard over these ranks: dp * cp."""
         return self.dp * self.cp
 
     def stride(self, axis: str) -> int:
@@ -92,7 +92,7 @@ class ParallelismConfig:
     # ----------------------------------------------------------------------------------- checks
 
     def check_world_size(self, world_size: int) -> None:
-        """Raises ValueError with the product where it is not `world_size`."""
+        """Raises ValueError if the product of the degrees is not `world_size`."""
         if self.world_size != world_size:
             raise ValueError(
                 f"dp {self.dp} x pp {self.pp} x cp {self.cp} x tp {self.tp} = {self.world_size}, "
@@ -100,7 +100,7 @@ class ParallelismConfig:
             )
 
     def num_microbatches(self, *, global_batch: int, micro_batch: int) -> int:
-        """m = global batch / (dp * micro-batch), in sequences; what each pipeline runs per step.
+        """Micro-batches of each pipeline per step: m = global batch / (dp * micro-batch).
 
         >>> ParallelismConfig(dp=4).num_microbatches(global_batch=64, micro_batch=2)
         8
@@ -129,7 +129,7 @@ class ParallelismConfig:
         micro_batch: int = 1,
         gpus_per_node: int | None = None,
     ) -> list[str]:
-        """What does not divide, in words; empty if the configuration can run."""
+        """The sizes that do not divide or fit, in words; empty if the configuration can run."""
         found = []
         kv_heads = model.num_kv_heads or model.num_heads
 
@@ -179,7 +179,7 @@ class ParallelismConfig:
         micro_batch: int = 1,
         gpus_per_node: int | None = None,
     ) -> ParallelismConfig:
-        """Returns itself, or raises ValueError that lists everything that does not fit."""
+        """Returns itself, or raises a ValueError that lists everything that does not fit."""
         self.check_world_size(world_size)
         if model is not None:
             found = self.problems(

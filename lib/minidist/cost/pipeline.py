@@ -1,7 +1,8 @@
-"""Idle time of pipelines, and of model parallelism without one.
+"""Idle time of pipelines, and of model parallelism without a pipeline.
 
-p stages, m micro-batches, v chunks of layers per stage; every stage takes t_F forward and t_B
-backward per micro-batch (zero-bubble splits t_B into t_B for the inputs and t_W for the weights).
+p stages, m micro-batches, v chunks of layers per stage. Every stage takes t_F forward and t_B
+backward per micro-batch. In the rows ZB-..., t_B is the backward for the inputs only and t_W is the
+backward for the weights.
 
                         bubble time              of the ideal time   of the step
     GPipe, 1F1B         (p-1)(t_F + t_B)         (p-1)/m             (p-1)/(m+p-1)
@@ -10,8 +11,9 @@ backward per micro-batch (zero-bubble splits t_B into t_B for the inputs and t_W
     ZB-H2               (p-1)(t_F + t_B - 2t_W)  for equal times 0
     ZB-V                                         for equal times 0
 
-(p-1)/m compares with the IDEAL time m (t_F + t_B), not with the step: for p = m = 8 the bubble is
-7/15 of the step. GPipe and 1F1B have the same bubble; 1F1B holds min(p, m) micro-batches, not m.
+(p-1)/m is the bubble divided by the IDEAL time m (t_F + t_B), not by the step: for p = m = 8 the
+bubble is 7/15 of the step. GPipe and 1F1B have the same bubble; GPipe holds the activations of m
+micro-batches, 1F1B of min(p, m).
 (GPipe arXiv 1811.06965; 1F1B and interleaving 2104.04473, section 2.2; zero bubble 2401.10241.)
 
 >>> round(bubble_fraction(num_stages=8, num_microbatches=8), 3)
@@ -44,11 +46,11 @@ def bubble_seconds(
     schedule: str = "1f1b",
     virtual_stages: int = 1,
 ) -> float:
-    """Idle time of a stage per step; transfers take no time here.
+    """Idle time of a stage per step. Transfers are assumed to take no time.
 
     Args:
         backward_s: of one micro-batch, for inputs and weights together.
-        weight_backward_s: the part of backward_s that is for the weights (zero bubble needs it).
+        weight_backward_s: the part of backward_s for the weights (the zb schedules use it).
     """
     _checked(num_stages, 1, virtual_stages)
     both = forward_s + backward_s
@@ -80,7 +82,8 @@ def bubble_fraction(
 ) -> float:
     """Idle share of the STEP, between 0 and 1.
 
-    The default times are the usual ones: backward twice as long, half of it for the weights.
+    The default times are the usual ratio: backward takes twice as long as forward, and half of
+    backward is for the weights.
     """
     _checked(num_stages, num_microbatches, virtual_stages)
     weight_s = backward_s / 2 if weight_backward_s is None else weight_backward_s
@@ -96,7 +99,7 @@ def bubble_fraction(
 
 
 def bubble_ratio(*, num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
-    """Bubble / IDEAL time, (p-1)/(v m): Megatron's figure. Above 1 for few micro-batches."""
+    """Bubble / IDEAL time, (p-1)/(v m), as in Megatron's papers. Above 1 for few micro-batches."""
     _checked(num_stages, num_microbatches, virtual_stages)
     return (num_stages - 1) / (virtual_stages * num_microbatches)
 
@@ -153,7 +156,7 @@ def peak_microbatches(
 
 @dataclass(frozen=True, kw_only=True)
 class NaiveModelParallel:
-    """Time of layers spread over GPUs that work one after the other."""
+    """Times of a model whose layers are on several GPUs that work one after the other."""
 
     forward_s: float
     total_s: float
@@ -170,8 +173,8 @@ def naive_model_parallel(
 ) -> NaiveModelParallel:
     """One batch through all layers and back, without micro-batches.
 
-    forward = l * layer + (n-1) * transfer; layers need not divide evenly, they add up all the same.
-    utilisation = busy GPU time / (n * total): below 1/n however fast the wire is.
+    forward = l * layer + (n-1) * transfer, also if the layers do not divide evenly over the GPUs.
+    utilisation = busy GPU time / (n * total): at most 1/n, for any transfer time.
 
     Args:
         backward_ratio: backward time / forward time of a layer.

@@ -1,12 +1,14 @@
-"""Choose how to cut up a job: every plan that divides, those that fit, the fastest first.
+"""Choose how to divide a job over GPUs: the plans that divide and fit, fastest first.
 
-1. Enumerate dp x pp x cp x tp = N over the divisors of N, tp inside a node, every ZeRO stage, every
-   way to recompute, several micro-batches. Any N works: 6, 7 and 100 GPUs as well as 64. Where no
-   plan divides the batch (1,024 on 100 GPUs), the nearest multiple of N takes its place.
-2. Drop what does not divide (heads by tp, layers by pp, batch by dp), and remember why.
-3. Drop what does not fit the GPU (`minidist.cost.memory`).
-4. Predict the step time of the rest (`minidist.cost.step`) and sort. Among plans within 2 % the
-   simplest wins: fewest parallel axes, lowest ZeRO stage, least recomputation.
+1. Enumerate dp x pp x cp x tp = N over the divisors of N, tp inside a node, the ZeRO stages (only 0
+   and 1 with a pipeline), the kinds of recomputation, several micro-batches. Any N works: 6, 7 and
+   100 GPUs as well as 64. If no plan divides the batch (1,024 on 100 GPUs), use the nearest
+   multiple of N as batch.
+2. Drop plans that do not divide (heads by tp, layers by pp, batch by dp), and remember why.
+3. Drop plans that do not fit into the GPU's memory (`minidist.cost.memory`).
+4. Predict the step time of the remaining plans (`minidist.cost.step`) and sort. Among plans within
+   2 % of the fastest, the simplest plan is first: fewest parallel axes, lowest ZeRO stage, least
+   recomputation.
 
 Example: 13 billion parameters on two DGX A100.
 
@@ -36,7 +38,7 @@ _RECOMPUTE_ORDER = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One way to run the job that fits, with its predicted time and the reasons in words."""
+    """One way to run the job that fits into memory, with predicted time and reasons in words."""
 
     parallelism: ParallelismConfig
     global_batch: int
@@ -56,7 +58,7 @@ class Plan:
 
 
 class NothingFitsError(ValueError):
-    """No plan divides and fits; the message says what came nearest and why the others failed."""
+    """No plan divides and fits. The message has the nearest plan, or why no plan divides."""
 
 
 def divisors(number: int) -> list[int]:
@@ -74,12 +76,15 @@ def divisors(number: int) -> list[int]:
 def parallelisms(
     *, num_gpus: int, gpus_per_node: int, max_cp: int = 1
 ) -> Iterator[ParallelismConfig]:
-    """Every dp x pp x cp x tp with that product, tp a divisor of a node, ZeRO where it can be.
+    """Every dp x pp x cp x tp with product num_gpus, and every ZeRO stage that is possible.
+
+    tp fits into a node and, if the job is larger than a node, divides the node. ZeRO needs
+    dp * cp > 1; with a pipeline only stages 0 and 1 are tried.
 
     >>> {c.world_size for c in parallelisms(num_gpus=7, gpus_per_node=8)}
     {7}
     """
-    # A job smaller than a node, or one that does not fill nodes, still packs tp groups into nodes.
+    # In a job larger than a node, tp must divide the node, so that no tp group spans two nodes.
     for tp in divisors(num_gpus):
         if tp > gpus_per_node or (num_gpus > gpus_per_node and gpus_per_node % tp):
             continue
@@ -117,15 +122,16 @@ def recommend(
     """The fastest plans, best first, each with its reasons.
 
     Args:
-        num_gpus: any number from 1; all of them are used.
-        global_batch: sequences of `model.context` tokens per optimiser step. If no plan divides it,
-            plans are made for the nearest multiple of `num_gpus`; their reasons say so.
-        reserve: share of the memory kept free for fragmentation.
+        num_gpus: any number from 1; every plan uses all GPUs.
+        global_batch: sequences of `model.context` tokens per optimiser step. If no plan divides the
+            batch, the plans use the nearest multiple of `num_gpus`; their reasons say so.
+        reserve: share of the memory that stays free for fragmentation.
         max_cp: largest context-parallel degree to try (long sequences).
         limit: how many plans to return.
 
     Raises:
-        NothingFitsError: nothing divides, or nothing fits; with the nearest miss in numbers.
+        NothingFitsError: no plan divides, or no plan fits; the message has the nearest plan with
+            its memory, or the reasons.
     """
     if num_gpus < 1 or global_batch < 1 or not 0 <= reserve < 1:
         raise ValueError(
@@ -135,8 +141,8 @@ def recommend(
     budget = node.gpu.memory_bytes * (1 - reserve)
     options = _Options(model, node, num_gpus, states, micro_batches, fused_attention, max_cp)
     plans, refused, nearest = _search(options, global_batch, budget, launch_s)
-    if not plans and nearest is None:  # nothing divides: perhaps it is the batch
-        # Halves go up, and there is at least one sequence for each GPU.
+    if not plans and nearest is None:  # no plan divides: try a different batch
+        # The nearest multiple of num_gpus; halves are rounded up; at least one sequence per GPU.
         multiple = max(1, (2 * global_batch + num_gpus) // (2 * num_gpus)) * num_gpus
         plans, _, nearest = _search(options, multiple, budget, launch_s)
     if not plans:
@@ -147,7 +153,7 @@ def recommend(
 
 @dataclass(frozen=True)
 class _Options:
-    """What all plans have in common."""
+    """The settings that all plans share."""
 
     model: Transformer
     node: Node
@@ -161,7 +167,8 @@ class _Options:
 def _search(
     options: _Options, global_batch: int, budget: float, launch_s: float
 ) -> tuple[list[Plan], Counter[str], tuple[float, str] | None]:
-    """Plans that divide and fit, why others do not divide, and the nearest that does not fit."""
+    """Plans that divide and fit, reasons why plans do not divide, and the smallest plan that
+    divides but does not fit (bytes and text)."""
     model, node, states = options.model, options.node, options.states
     num_gpus, max_cp = options.num_gpus, options.max_cp
     fused_attention = options.fused_attention
@@ -177,7 +184,7 @@ def _search(
             m = p.num_microbatches(global_batch=global_batch, micro_batch=micro_batch)
             for recompute in _RECOMPUTE_ORDER:
                 if recompute == "selective" and fused_attention:
-                    continue  # the scores are recomputed inside the kernel anyway
+                    continue  # the fused kernel recomputes the scores anyway
                 memory = memory_per_gpu(
                     model=model,
                     parallelism=p,
@@ -214,7 +221,7 @@ def _search(
                         step=step,
                     )
                 )
-                break  # more recomputation only costs time
+                break  # this plan fits, and more recomputation would only cost time
     return plans, refused, nearest
 
 
@@ -232,7 +239,7 @@ def _why_nothing(
 
 
 def _rank(plans: list[Plan]) -> list[Plan]:
-    """By time, but within 2 % of the fastest by simplicity."""
+    """Sort plans by time, but plans within 2 % of the fastest by simplicity."""
 
     def simplicity(plan: Plan) -> tuple[int, int, int, float]:
         p = plan.parallelism

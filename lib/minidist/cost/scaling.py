@@ -1,14 +1,14 @@
-"""Speedup and efficiency: how much of N GPUs a job gets.
+"""Speedup and efficiency: how much of the performance of N GPUs a job gets.
 
 - **Communication**: S = N / (1 + C), C = exposed communication / computation of a step on N GPUs.
 - **Amdahl** (1967): a serial share f of the one-GPU time limits S to 1 / (f + (1-f)/N) < 1/f.
 - **Gustafson** (1988): if the problem grows with N, S = N - f (N - 1), f the serial share of the
   N-GPU time.
 - **Critical batch size** (McCandlish et al., arXiv 1812.06162): (steps/S_min - 1) times
-  (examples/E_min - 1) is 1, so beyond B_crit = E_min/S_min more data per step buys few steps.
+  (examples/E_min - 1) is 1, so above B_crit = E_min/S_min a larger batch saves only few steps.
 
-A measured communication share at N GPUs is not Amdahl's f: with it the speedup is simply
-N * compute / (compute + communication).
+A communication share that was measured on N GPUs is not Amdahl's f. With a measured share the
+speedup is N * compute / (compute + communication).
 
 >>> round(speedup_with_communication(num_gpus=8, compute_s=0.100, communication_s=0.010), 2)
 7.27
@@ -28,8 +28,8 @@ def speedup_with_communication(
     """S = N / (1 + C) for data parallelism with a fixed batch per GPU.
 
     Args:
-        overlap_fraction: share of the communication that hides behind computation; at most as much
-            as there is computation.
+        overlap_fraction: share of the communication that runs behind computation. The hidden time
+            is at most compute_s.
     """
     if compute_s <= 0 or communication_s < 0 or not 0 <= overlap_fraction <= 1:
         raise ValueError(
@@ -55,8 +55,9 @@ def gustafson_speedup(*, serial_fraction: float, num_gpus: int) -> float:
 
 
 def karp_flatt(*, speedup: float, num_gpus: int) -> float:
-    """The serial share that explains a measured speedup: f = (1/S - 1/N) / (1 - 1/N). If it grows
-    with N, the loss is overhead (communication), not a serial part (Karp and Flatt 1990).
+    """The serial share that explains a measured speedup: f = (1/S - 1/N) / (1 - 1/N). If f grows
+    with N, the loss comes from overhead (communication), not from a serial part (Karp and Flatt
+    1990).
 
     >>> [round(karp_flatt(speedup=1000 / t, num_gpus=n), 3) for n, t in ((2, 520), (32, 50))]
     [0.04, 0.019]
@@ -67,7 +68,7 @@ def karp_flatt(*, speedup: float, num_gpus: int) -> float:
 
 
 def strong_scaling_efficiency(*, time_one_s: float, time_n_s: float, num_gpus: int) -> float:
-    """Same problem on N GPUs: (t_1 / t_N) / N.
+    """The same problem on N GPUs: (t_1 / t_N) / N.
 
     >>> round(100 * strong_scaling_efficiency(time_one_s=100, time_n_s=15, num_gpus=8), 1)
     83.3
@@ -76,12 +77,12 @@ def strong_scaling_efficiency(*, time_one_s: float, time_n_s: float, num_gpus: i
 
 
 def weak_scaling_efficiency(*, time_one_s: float, time_n_s: float) -> float:
-    """Same work per GPU: t_1 / t_N."""
+    """The same work per GPU: t_1 / t_N."""
     return time_one_s / time_n_s
 
 
 def throughput_efficiency(*, rate_one: float, rate_n: float, num_gpus: int) -> float:
-    """Samples per second on N GPUs / (N * samples per second on one)."""
+    """Samples per second on N GPUs / (N * samples per second on one GPU)."""
     return rate_n / (num_gpus * rate_one)
 
 
@@ -95,10 +96,11 @@ class Bottleneck:
     Attributes:
         limit: "compute", "communication", "loader" or "idle": the largest loss, or "compute" if
             no loss is above the threshold.
-        shares: of the step: compute, exposed communication, waiting for data, other idle time.
+        shares: shares of the step: compute, exposed communication, waiting for data, other idle
+            time.
         efficiency: the compute share.
-        speedup: what `num_gpus` GPUs deliver against one that only computes.
-        best_speedup: the same if the largest loss went away.
+        speedup: speedup of `num_gpus` GPUs over one GPU that only computes.
+        best_speedup: the speedup without the largest loss.
         advice: what to try first.
     """
 
@@ -130,12 +132,13 @@ def bottleneck(
     overlapped_s: float = 0.0,
     threshold: float = 0.1,
 ) -> Bottleneck:
-    """What limits a step, from its measured parts.
+    """What limits a step, from the measured parts of the step.
 
     Args:
-        communication_s: all of it; overlapped_s of it runs behind computation.
+        communication_s: all communication; of this time, overlapped_s runs behind computation.
         loader_s: time that the step waits for its batch.
-        step_s: the whole step; what the parts do not explain is idle. Default: their sum.
+        step_s: the whole step; the time that is in no part counts as idle. Default: the sum of the
+            parts.
         threshold: losses below this share of the step do not count as the limit.
 
     >>> b = bottleneck(compute_s=60, communication_s=40, num_gpus=8)
@@ -180,7 +183,7 @@ def bottleneck(
 def steps_and_examples(
     *, batch: float, critical_batch: float, min_steps: float
 ) -> tuple[float, float]:
-    """Optimiser steps and examples to reach a fixed loss at a batch size (arXiv 1812.06162).
+    """Optimiser steps and examples that reach a fixed loss at a batch size (arXiv 1812.06162).
 
     steps = S_min (1 + B_crit/B), examples = E_min (1 + B/B_crit), E_min = S_min B_crit.
 
@@ -194,9 +197,9 @@ def steps_and_examples(
 
 
 def critical_batch_size(*, batches: tuple[float, float], steps: tuple[float, float]) -> float:
-    """B_crit from the steps that two batch sizes needed to reach the same loss.
+    """B_crit from the steps with which two batch sizes reached the same loss.
 
-    From steps = S_min (1 + B_crit/B) twice: B_crit = (s1 - s2) / (s2/B1 - s1/B2).
+    Two equations steps = S_min (1 + B_crit/B) give B_crit = (s1 - s2) / (s2/B1 - s1/B2).
 
     >>> critical_batch_size(batches=(500, 2000), steps=(15000, 7500))
     1000.0
@@ -213,8 +216,8 @@ def critical_batch_size(*, batches: tuple[float, float], steps: tuple[float, flo
 
 def noise_scale(*, grad_sq_small: float, grad_sq_big: float, small: int, big: int) -> float:
     """Simple noise scale tr(S)/|G|^2, an estimate of B_crit, from the mean squared norms of
-    gradients over `small` and `big` examples (arXiv 1812.06162, appendix A): data parallelism gives
-    both, one rank's gradient and the all-reduced one.
+    gradients over `small` and `big` examples (arXiv 1812.06162, appendix A). Data parallelism has
+    both gradients: one rank's gradient and the all-reduced gradient.
 
     |G|^2 = (big g_big - small g_small) / (big - small); tr(S) = (g_small - g_big)/(1/small - 1/big)
 

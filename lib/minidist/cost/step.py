@@ -1,21 +1,22 @@
 """Predicted time of a training step, for any mix of data, pipeline, context and tensor parallelism.
 
-The model, block by block. On one GPU a block's forward pass of one micro-batch takes
+The model works block by block. On one GPU the forward pass of one block and one micro-batch takes
 
     matrix products    FLOPs / (tp cp) / (peak * matmul_efficiency)
     everything else    2 * stored activation bytes / memory bandwidth   (written once, read once)
     tensor parallel    2 all-reduces of the block's output (sequence parallelism: the same bytes)
     at least           launch_s, the time the host needs to launch its kernels
 
-and backward twice the products, twice the traffic and the same all-reduces; recomputation repeats
-forward. A stage runs its blocks, the last one the head too; a pipeline adds its bubble and two
-exposed messages per micro-batch. Gradients are reduced over dp behind backward where there is
-enough of it to hide them; the optimiser reads and writes its states once.
+Backward takes twice the products, twice the traffic and the same all-reduces; recomputation repeats
+forward. A stage runs its blocks; the last stage also runs the head. A pipeline adds its bubble and
+two exposed messages per micro-batch and chunk of layers. The reduction of gradients over dp runs
+behind backward, as far as backward takes long enough to hide it. The optimiser reads and writes its
+states once.
 
 Two numbers are fitted: `GPU.matmul_efficiency` (0.7 of peak on A100, 0.5 on H100) and `launch_s`
-(0.9 ms, eager Megatron). tests/cost/test_cost_published.py compares with published measurements and
-says how far off this is: 5 to 15 % on average, and up to a factor of two for single runs in which
-something else went on than the model knows. Kernels, NCCL and clocks differ.
+(0.9 ms, eager Megatron). tests/cost/test_cost_published.py compares the predictions with published
+measurements: the error is 5 to 15 % on average, and up to a factor of two for single runs with
+effects that the model does not contain. Kernels, NCCL and clocks differ.
 
 Example: GPT-3 on 1,024 A100s, close to the 34 days of arXiv 2104.04473.
 
@@ -48,13 +49,13 @@ _BYTES = 2  # of an activation and of a gathered parameter
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimiser step, by where they go. Communication is what is exposed.
+    """Seconds of one optimiser step, divided into parts. Only exposed communication counts.
 
     Attributes:
         compute_s: of the busiest stage: m micro-batches, forward, backward, recomputation.
         tensor_s, context_s, pipeline_s, data_s: exposed communication by axis.
-        host_s: GPU waits for the host to launch kernels (small layers).
-        bubble_s: waiting of that stage for the others to fill and drain.
+        host_s: time in which the GPU waits for the host to launch kernels (small layers).
+        bubble_s: idle time of the busiest stage while the pipeline fills and drains.
         optimizer_s: the update.
         hidden_s: communication that runs behind computation (not part of the total).
         mfu, hfu: utilisation without and with recomputation.
@@ -89,11 +90,11 @@ class StepTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole job."""
+        """Tokens per second of the whole job."""
         return self.tokens / self.total_s
 
     def shares(self) -> dict[str, float]:
-        """Share of the step by part, largest first; they add up to 1."""
+        """Share of the step of each part, largest first; the shares add up to 1."""
         names = ("compute", "host", "tensor", "context", "pipeline", "data", "bubble", "optimizer")
         parts = {name: getattr(self, f"{name}_s") / self.total_s for name in names}
         return dict(sorted(parts.items(), key=lambda item: -item[1]))
@@ -101,13 +102,13 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """One block, one micro-batch, one GPU: seconds."""
+    """Seconds of one block for one micro-batch on one GPU."""
 
     forward_s: float
     again_s: float  # recomputed during backward
     tensor_s: float  # exposed all-reduces, forward, backward and recomputation together
     context_s: float
-    host_s: float  # how much longer the host takes to launch all of it
+    host_s: float  # how much longer the host's launches take than the GPU's work
 
     @property
     def compute_s(self) -> float:
@@ -156,7 +157,7 @@ def _block(
         size = tokens * model.width * _BYTES
         tensor_s = 2 * passes * all_reduce_seconds(num_bytes=size, num_ranks=p.tp, link=link)
     context_s = 0.0
-    if p.cp > 1:  # keys and values go round the ring while attention computes
+    if p.cp > 1:  # the ring passes keys and values on while attention computes
         link = node.link_for(num_ranks=p.cp, stride=p.tp).attainable
         size = micro_batch * model.context * 2 * model.kv_width / p.tp * _BYTES
         ring_s = all_gather_seconds(num_bytes=size, num_ranks=p.cp, link=link)
@@ -196,18 +197,18 @@ def _data_parallel(
         (n - num_nodes) * node.intra_node.latency_s + (num_nodes - 1) * node.network.latency_s
     )
 
-    def ring_s(num_bytes: float) -> float:  # of an all-gather; a reduce-scatter takes the same
+    def ring_s(num_bytes: float) -> float:  # time of an all-gather, and of a reduce-scatter
         return latency_s + (n - 1) / n * num_bytes / link.bandwidth_bytes_per_s
 
     gather_s, reduce_s = ring_s(held * _BYTES), ring_s(held * states.gradient)
-    if p.zero_stage == 3:  # gather for forward and again for backward, of every micro-batch
+    if p.zero_stage == 3:  # every micro-batch gathers for forward and again for backward
         total_s = num_microbatches * (2 * gather_s + reduce_s)
         room_s = compute_s
         floor_s = (gather_s + reduce_s) / layers  # the first gather, the last reduction
-    elif p.zero_stage > 0:  # stage 2 keeps no whole gradient, so every micro-batch is reduced
+    elif p.zero_stage > 0:  # stage 2 keeps no whole gradient, so it reduces every micro-batch
         times = num_microbatches if p.zero_stage == 2 else 1
         total_s, room_s = times * reduce_s + gather_s, times * backward_s
-        floor_s = reduce_s / layers + gather_s  # updated parameters are gathered after the step
+        floor_s = reduce_s / layers + gather_s  # the updated parameters are gathered after the step
     else:
         total_s, room_s, floor_s = 2 * reduce_s, backward_s, 2 * reduce_s / layers
     if not overlap:
@@ -231,18 +232,19 @@ def predict_step(
     dtype: str = "bf16",
     launch_s: float = 0.9e-3,
 ) -> StepTime:
-    """Seconds of one step, and where they go.
+    """Seconds of one step, divided into parts.
 
     Args:
         global_batch, micro_batch: in sequences of `model.context` tokens.
         recompute: none, selective or full.
-        fused_attention: FlashAttention: no traffic for the scores.
-        overlap_dp: reduce gradients behind backward (DDP, FSDP); False for one reduction after it.
-        launch_s: host time to launch the kernels of one block's forward pass; with CUDA graphs or
-            torch.compile nearly 0.
+        fused_attention: FlashAttention: no memory traffic for the scores.
+        overlap_dp: True reduces gradients behind backward (DDP, FSDP); False makes one reduction
+            after backward.
+        launch_s: host time to launch the kernels of one block's forward pass; nearly 0 with CUDA
+            graphs or torch.compile.
 
     Raises:
-        ValueError: a configuration that does not divide.
+        ValueError: the batch, the model or the ranks are not divisible as the plan needs.
     """
     p = parallelism
     m = p.num_microbatches(global_batch=global_batch, micro_batch=micro_batch)
@@ -250,7 +252,7 @@ def predict_step(
     if found:
         raise ValueError(f"{p}: " + "; ".join(found))
 
-    # One micro-batch through a stage; the head makes the last stage the busiest.
+    # One micro-batch in one stage. The last stage has the head, so it is the busiest stage.
     block = _block(
         model, p, node, micro_batch, recompute, fused_attention, dropout, dtype, launch_s
     )
@@ -261,7 +263,7 @@ def predict_step(
     stage_s = layers * block.compute_s + head_s
     stage_wait_s = layers * (block.tensor_s + block.context_s + block.host_s)
 
-    # The pipeline: messages of each micro-batch, and the time to fill and drain.
+    # The pipeline: messages of each micro-batch, and the time to fill and drain the pipeline.
     pipeline_s = bubble_s = 0.0
     if p.pp > 1:
         link = node.link_for(

@@ -1,11 +1,11 @@
-"""A GPT by its sizes: how many parameters it has and how much arithmetic a token costs.
+"""The number of parameters of a GPT and its FLOPs per token, from the sizes of the model.
 
 Symbols, as in Narayanan et al. 2021 (arXiv 2104.04473): l layers, h width, s context, V vocabulary,
 b sequences, a heads. One block has 12 h^2 weights: 3 h^2 for queries, keys and values, h^2 for the
 output, 8 h^2 for the MLP. A matrix product with n weights costs 2n FLOPs per token forward and 4n
 backward (once for the inputs, once for the weights), hence the "6N" of Kaplan et al. (2001.08361).
 
-Example: GPT-3 has 175 billion parameters and trains at 6N = 1.05 TFLOP per token, and attention
+Example: GPT-3 has 175 billion parameters. Training takes 6N = 1.05 TFLOP per token, and attention
 scores add 3 percent.
 
 >>> gpt3 = GPT3_175B
@@ -26,11 +26,13 @@ class Transformer:
     """Sizes of a decoder-only transformer. Field names are those of `minidist.model.GPTConfig`.
 
     Attributes:
-        mlp_ratio: inner width of the MLP over h (float for GPUs' favourite multiples).
-        gated_mlp: SwiGLU: three matrices instead of two.
+        mlp_ratio: inner width of the MLP / h. A float, because some models choose an inner width
+            that suits GPUs and is no multiple of h.
+        gated_mlp: SwiGLU, with three matrices instead of two.
         num_kv_heads: fewer than num_heads for grouped-query attention; None means num_heads.
-        learned_positions: a table of context x width (GPT), or none (rotary).
-        bias, norm_bias: of the linear layers, of the norms (LayerNorm has one, RMSNorm has not).
+        learned_positions: True for a table of context x width (GPT), False without one (rotary).
+        bias, norm_bias: whether the linear layers and the norms have a bias (LayerNorm has a bias,
+            RMSNorm has none).
     """
 
     vocab_size: int
@@ -72,18 +74,18 @@ class Transformer:
 
     @property
     def kv_width(self) -> float:
-        """Width of keys (and of values): h, or less with grouped queries."""
+        """Width of the keys, and of the values: h, or less with grouped-query attention."""
         return self.width * (self.num_kv_heads or self.num_heads) / self.num_heads
 
     @property
     def block_weights(self) -> int:
-        """Entries of the weight matrices of one block: 12 h^2 for a GPT."""
+        """Number of entries of the weight matrices of one block: 12 h^2 for a GPT."""
         h, mlp_matrices = self.width, 3 if self.gated_mlp else 2
         return round(2 * h * h + 2 * h * self.kv_width + mlp_matrices * h * self.mlp_width)
 
     @property
     def block_parameters(self) -> int:
-        """With biases and the two norms: 12 h^2 + 13 h for a GPT."""
+        """Weights, biases and the two norms of one block: 12 h^2 + 13 h for a GPT."""
         h = self.width
         norms = 2 * h * (2 if self.norm_bias else 1)
         if not self.bias:
@@ -99,7 +101,7 @@ class Transformer:
 
     @property
     def num_parameters(self) -> int:
-        """All of them. 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)) + 2h for a tied GPT
+        """All parameters. 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)) + 2h for a tied GPT
         (arXiv 2104.04473, equation 2, which leaves out the 2h of the last norm)."""
         final_norm = self.width * (2 if self.norm_bias else 1)
         return self.num_layers * self.block_parameters + self.embedding_parameters + final_norm
@@ -109,24 +111,24 @@ class Transformer:
     def attention_flops_per_token(self, *, causal: bool = False) -> float:
         """Forward FLOPs of the scores and of their product with the values, all layers: 4 l s h.
 
-        The field counts the full square, also where a causal kernel computes half of it
-        (`causal=True` for that half).
+        It is usual to count the full square of scores, although a causal kernel computes only half
+        of the square. `causal=True` counts this half.
         """
         return 4 * self.num_layers * self.context * self.width * (0.5 if causal else 1.0)
 
     def forward_flops_per_token(self, *, causal: bool = False, head: bool = True) -> float:
-        """2 FLOPs per weight of a matrix product, plus attention. Tables that are looked up cost
-        nothing; the head is a product, tied or not."""
+        """2 FLOPs per weight of a matrix product, plus attention. Table look-ups cost no FLOPs. The
+        head is a matrix product, also if it is tied."""
         weights = self.num_layers * self.block_weights
         weights += self.vocab_size * self.width if head else 0
         return 2 * weights + self.attention_flops_per_token(causal=causal)
 
     def flops_per_token(self, *, causal: bool = False, recompute: str = "none") -> float:
-        """Forward and backward: three times the forward pass; what `recompute` repeats on top.
+        """Forward and backward, which is three times the forward pass, plus recomputation.
 
         Args:
-            recompute: "none"; "full": every block's forward again (the head is not repeated);
-                "selective": only the attention scores again (arXiv 2205.05198).
+            recompute: "none"; "full": repeats every block's forward pass, but not the head;
+                "selective": repeats only the attention scores (arXiv 2205.05198).
         """
         total = 3 * self.forward_flops_per_token(causal=causal)
         if recompute == "full":
@@ -143,8 +145,9 @@ def megatron_iteration_flops(
 ) -> float:
     """FLOPs of one step: F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) (arXiv 2104.04473, eq. 3).
 
-    The 96 counts a fourth, recomputed forward pass, so dividing by time gives a *hardware* figure
-    (HFU). Without recomputation the factor is 72, the head's term V/(12 l h), and it is MFU.
+    The factor 96 includes the recomputed forward pass, so a utilisation from these FLOPs is the
+    *hardware* figure (HFU). Without recomputation the factor is 72, the head's term is V/(12 l h),
+    and the utilisation is MFU.
 
     >>> model = GPT3_175B
     >>> full = megatron_iteration_flops(model=model, global_batch=1)

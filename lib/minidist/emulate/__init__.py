@@ -1,9 +1,9 @@
 """The emulated cluster: PyTorch code runs for real on N processes, and time is simulated.
 
-- `Broker` carries the data of every collective and remembers who did what (`Trace`),
+- `Broker` carries the data of every collective and records what each rank did (`Trace`),
 - `emulated_world` makes it a rank's default process group (the torch.distributed backend
   "emulated"),
-- `simulate(trace, cluster)` says what that would have taken on any cluster (`Timeline`),
+- `simulate(trace, cluster)` computes the time that this takes on any cluster (`Timeline`),
 - `run(fn, nprocs, cluster)` does all of it in one call.
 
 Names that need torch are loaded when they are first used.

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# torch's name of a dtype -> numpy's; None: only moved, never reduced.
+# torch's name of a dtype -> numpy's name; None: values are only moved, never reduced.
 NUMPY_DTYPES: dict[str, str | None] = {
     "float64": "float64",
     "float32": "float32",
     "float16": "float16",
-    "bfloat16": "uint16",  # numpy has none: see _to_compute
+    "bfloat16": "uint16",  # numpy has no bfloat16: see `values`
     "int64": "int64",
     "int32": "int32",
     "int16": "int16",
@@ -71,7 +71,7 @@ def values(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def reduce(raws: Sequence[np.ndarray], op: str, dtype: str) -> np.ndarray:
-    """Reduce in the order given, 16-bit floats in float32 and rounded once; raw bytes again."""
+    """Reduce in the order given, 16-bit floats in float32 and rounded once; returns raw bytes."""
     function = _FUNCTIONS[op]
     first = values(raws[0], dtype)
     if dtype == "bool":  # as torch: sum is or, product is and
@@ -79,7 +79,7 @@ def reduce(raws: Sequence[np.ndarray], op: str, dtype: str) -> np.ndarray:
         total = first.astype(np.bool_)
     else:
         total = first.astype(np.float32) if dtype == "float16" else first.copy()
-    with np.errstate(all="ignore"):  # overflow and nan are the caller's data
+    with np.errstate(all="ignore"):  # overflow and nan are allowed
         for raw in raws[1:]:
             function(total, values(raw, dtype), out=total)
         if op == "avg":

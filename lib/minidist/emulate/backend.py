@@ -1,8 +1,8 @@
 """The torch.distributed backend "emulated": collectives that travel through the broker.
 
-A collective's data is sent when it is called and fetched when somebody waits for it: the order of
-messages on the rank's one connection is the order of events in virtual time. Importing this
-registers the backend; `emulated_world` makes it the default process group for a block.
+A collective's data is sent when the collective is called, and fetched when the rank waits for it.
+The order of messages on the rank's one connection is the order of events in virtual time. Importing
+this module registers the backend; `emulated_world` makes it the default process group for a block.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ __all__ = [
     "emulated_world",
 ]
 
-# Names of groups count from here, per session: equal on all ranks, unlike any other group's.
+# Names of groups are numbered from here, per session: the same on all ranks, and different from
+# the names of all other groups.
 _BASE = 1_000_000
 _client: Client | None = None
 
 
 @contextlib.contextmanager
 def emulated_world(sock: socket.socket, rank: int, world_size: int) -> Iterator[Client]:
-    """One session on this rank: inside, `torch.distributed` is the emulated cluster.
+    """One session on this rank: inside the block, `torch.distributed` uses the emulated cluster.
 
-    The broker's `begin` comes before, its `end` after all ranks have left their blocks. The same
-    socket serves one block after another. What was the default group before is so again after.
+    The broker's `begin` is called before the block, its `end` after all ranks have left their
+    blocks. The same socket serves one block after another. After the block, the previous default
+    group is restored.
 
     Yields:
-        The connection; its `charge(layer, direction)` is the channel that `Charged` wants.
+        The connection; with its `charge(layer, direction)` it is the channel that `Charged` needs.
 
     Raises:
         CollectiveError: no session has begun, or the connection is broken; from a collective's
@@ -70,7 +72,7 @@ def emulated_world(sock: socket.socket, rank: int, world_size: int) -> Iterator[
 
 
 def current_client() -> Client:
-    """The connection of the block that runs now; RuntimeError outside of one."""
+    """The connection of the block that runs now; RuntimeError outside of a block."""
     if _client is None:
         raise RuntimeError('the backend "emulated" works only inside `with emulated_world(...)`')
     return _client

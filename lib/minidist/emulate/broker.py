@@ -1,8 +1,8 @@
-"""The broker of the emulated cluster: carries every collective's data, and remembers who did what.
+"""The broker of the emulated cluster: carries every collective's data, records what each rank did.
 
 It runs as one thread of a trusted process and serves one socket per rank. The ranks are not
-trusted: whatever they send, the broker neither hangs nor dies; what breaks the protocol becomes a
-fault of the session that names the rank.
+trusted: whatever they send, the broker neither hangs nor dies. A message that breaks the protocol
+becomes a fault of the session, and the fault names the rank.
 
     broker = Broker(2)
     broker.attach(0, sock_0); broker.attach(1, sock_1)
@@ -29,15 +29,15 @@ from minidist.emulate.trace import Trace
 from minidist.errors import ProtocolError
 
 _BUFFER_BYTES = 1 << 20
-# Replies that a rank does not read pile up to here; then it counts as broken.
+# Limit of the replies that a rank has not read; beyond it, the rank's connection is shut down.
 _MAX_UNREAD_BYTES = 1 << 30
-# A rank that has so many replies to read is not listened to until it has read them.
+# Beyond this many unread replies, the broker reads nothing from the rank until it has read some.
 _MAX_UNREAD_REPLIES = 1000
 _FRAMES_PER_TURN = 64
 
 
 class _Connection:
-    """One rank's socket: bytes on their way in and out."""
+    """One rank's socket, with the bytes that are being received and sent."""
 
     def __init__(self, rank: int, sock: socket.socket, max_payload_bytes: int) -> None:
         self.rank = rank
@@ -45,7 +45,7 @@ class _Connection:
         self.reader = wire.FrameReader(max_payload_bytes)
         self.outgoing: deque[memoryview] = deque()
         self.unread_bytes = 0
-        self.mask = selectors.EVENT_READ  # what it is registered for
+        self.mask = selectors.EVENT_READ  # events that the socket is registered for
 
 
 class Broker:
@@ -53,8 +53,8 @@ class Broker:
 
     Args:
         world_size: number of ranks.
-        keep_payloads: keep what was sent and what came out in `Trace.collectives`.
-        deadline_s: seconds that a rank may wait for the others in one collective.
+        keep_payloads: keep the sent data and the results in `Trace.collectives`.
+        deadline_s: seconds that a rank may wait for other ranks in one collective.
         max_payload_bytes: largest payload of one collective on one rank.
         max_session_bytes: most that the ranks may send in one session, all together.
         max_session_events: most charges, calls and waits of one rank in one session.
@@ -94,7 +94,7 @@ class Broker:
     # --------------------------------------------------- for the trusted caller
 
     def attach(self, rank: int, sock: socket.socket) -> None:
-        """Serve a connected stream socket as that rank's; replaces the rank's former one."""
+        """Serve a connected stream socket for that rank; it replaces the rank's previous socket."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"attach: rank {rank} is not in 0 to {self.world_size - 1}")
         with self._lock:
@@ -109,7 +109,7 @@ class Broker:
         self._wake()
 
     def detach(self, rank: int) -> None:
-        """Close a rank's socket; not a fault. No-op when there is none."""
+        """Close a rank's socket, if there is one; this is not a fault."""
         with self._lock:
             connection = self._connections.get(rank)
             if connection is not None:
@@ -121,7 +121,7 @@ class Broker:
             return sorted(self._connections)
 
     def begin(self, plan: ChargePlan | None = None) -> None:
-        """Start a session with an empty trace; whatever waits in the former one gets an error."""
+        """Start a session with an empty trace; ranks that wait in the previous one get an error."""
         with self._lock:
             self._abort("a new session has begun")
             self._sessions += 1
@@ -140,8 +140,8 @@ class Broker:
     def end(self) -> Trace:
         """Finish the session and return what happened in it.
 
-        Call it when the ranks have left their `emulated_world` blocks; one that has not gets an
-        error from its next collective.
+        Call it when the ranks have left their `emulated_world` blocks; a rank that has not left
+        gets an error from its next collective.
         """
         with self._lock:
             session = self._session
@@ -207,12 +207,12 @@ class Broker:
             self._wake_send.close()
 
     def _check_deadline(self) -> float | None:
-        """Seconds until the next deadline of the session, None where nobody waits."""
+        """Seconds until the next deadline of the session, None if no rank waits."""
         if self._session is None:
             return None
         try:
             return self._session.check_deadline(time.monotonic())
-        except Exception as error:  # as below: ours, but it must not end the thread
+        except Exception as error:  # our own error must not end the thread
             self._session.fail("lost", f"the deadline could not be checked: {error!r}")
             return None
 
@@ -237,7 +237,7 @@ class Broker:
             except ProtocolError as error:
                 self._lost(connection, f"it broke the protocol: {error}", always=True)
                 return
-            except Exception as error:  # ours, but a rank provoked it: it must not end the thread
+            except Exception as error:  # our own error, caused by a rank, must not end the thread
                 self._lost(connection, f"its frame could not be handled: {error!r}", always=True)
                 return
             if self._connections.get(connection.rank) is not connection:
@@ -249,7 +249,7 @@ class Broker:
         if session is not None and (kind == "join" or header.get("s") == session.number):
             session.handle(rank, header, payload)
             return
-        # A late frame of an earlier session: dropped, but nobody is left waiting for an answer.
+        # A late frame of an earlier session is dropped, but a request is answered with an error.
         if type(request) is int and 0 <= request <= 1 << 64:
             text = "no session has begun" if kind == "join" else "this session has ended"
             self._reply(rank, {"q": request, "error": ["ended", text]}, None)
@@ -279,7 +279,8 @@ class Broker:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            # Reading will report it; here a fault could come in the midst of handling another.
+            # The next read reports the error. A fault reported here could come in the middle of
+            # handling a different fault.
             outgoing.clear()
         if connection.unread_bytes > _MAX_UNREAD_BYTES:
             outgoing.clear()
@@ -293,7 +294,7 @@ class Broker:
                 self._selector.modify(connection.sock, mask, connection)
 
     def _lost(self, connection: _Connection, what: str, *, always: bool = False) -> None:
-        """The connection is of no use any more; a fault unless the rank was through anyway."""
+        """Drop an unusable connection; a fault if `always`, or if the rank has not left yet."""
         self._drop(connection)
         session, rank = self._session, connection.rank
         if session is not None and (always or rank not in session.left):

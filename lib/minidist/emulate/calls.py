@@ -1,4 +1,4 @@
-"""What one rank asked for in one collective: parsed from an untrusted header, and carried out."""
+"""One rank's call of one collective, parsed from an untrusted header, and the calls' results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Call:
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's part; of an all_to_all, those that it sends."""
+        """Elements of this rank's part; for an all_to_all, the elements that it sends."""
         return sum(self.send_splits) if self.kind == "all_to_all" else numel_of(self.shape)
 
     def describe(self) -> str:

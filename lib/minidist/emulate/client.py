@@ -1,8 +1,9 @@
 """A rank's side of the connection to the broker. No torch here.
 
-Several threads may use one client: requests carry a number, and whichever thread waits first reads
-for all of them. An interrupt while waiting leaves the connection in step (the late answer is
-dropped) but ends this session on this rank; an interrupt in the midst of a frame closes the socket.
+Several threads may use one client: requests carry a number, and the thread that waits first reads
+the answers for all threads. An interrupt while waiting keeps the connection usable (the late answer
+is dropped) but ends this session on this rank. An interrupt in the middle of a frame closes the
+socket.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ import numpy as np
 from minidist.emulate import wire
 from minidist.errors import MinidistError, MismatchError, ProtocolError
 
-# The broker answers within its own deadline; this much longer, and it must be gone.
+# The broker answers within its own deadline; without an answer after this much more, it is gone.
 _GRACE_S = 20.0
 _JOIN_S = 30.0
 
 
 class CollectiveError(MinidistError, RuntimeError):
-    """A collective on the emulated cluster did not happen; the message says who was missing."""
+    """A collective on the emulated cluster did not happen; the message names the missing ranks."""
 
 
 class CollectiveMismatch(MismatchError, RuntimeError):
-    """The ranks of a group called different collectives; the message says who called what."""
+    """The ranks of a group called different collectives; the message says what each rank called."""
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Client:
         self._sock = sock
         self._deadline_s = _JOIN_S
         self._slots: dict[int, _Slot] = {}
-        # Random, so that a late answer to an earlier client's request is not taken for ours.
+        # Random, so that a late answer to an earlier client is not taken for an answer to this one.
         self._request = secrets.randbits(62)
         self._state = threading.Condition()
         self._reading = False
@@ -74,7 +75,7 @@ class Client:
                 "session; fresh ranks are needed",
                 rank=self.rank,
             )
-        self._sock.settimeout(60.0)  # for the rest of a frame of which a part has come
+        self._sock.settimeout(60.0)  # for the rest of a frame that has begun to arrive
         answer, _ = self.call({"t": "join"})
         if answer.get("world_size") != self.world_size:
             raise ProtocolError(
@@ -86,7 +87,7 @@ class Client:
         self._deadline_s = float(answer["deadline_s"])
 
     def leave(self) -> None:
-        """Tell the broker that this rank is through; returns when it knows. Never raises."""
+        """Tell the broker that this rank leaves, and wait for its answer. Never raises."""
         reason, self._unusable = self._unusable, None
         try:
             if self._sock.fileno() != -1 and self.session >= 0:
@@ -97,12 +98,12 @@ class Client:
             self._unusable = reason or "this emulated_world block has ended"
 
     def charge(self, layer: int, direction: str) -> float:
-        """Pay for a layer's forward or backward pass; returns the factor that proves it."""
+        """Pay for a layer's forward or backward pass; returns the factor that proves payment."""
         answer, _ = self.call({"t": "charge", "layer": layer, "dir": direction})
         return float(answer["factor"])
 
     def compute(self, name: str, flops: float, num_bytes: float) -> None:
-        """Report compute of this rank's own (teaching); sent along with the next message."""
+        """Report this rank's own compute (teaching); it is sent with the next message."""
         with self._sending:
             self._computes.append([name, flops, num_bytes, self.stream])
             if len(self._computes) >= 256:
@@ -118,7 +119,7 @@ class Client:
             self._send(header, payload)
 
     def call(self, header: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
-        """Send a message and wait for its answer; raises what the broker answers as an error."""
+        """Send a message and wait for its answer; raises the error if the broker answers one."""
         self._check()
         slot = _Slot()
         with self._state:
@@ -133,7 +134,7 @@ class Client:
             self._wait_for(slot, str(what))
         except Exception:
             raise
-        except BaseException as error:  # KeyboardInterrupt above all
+        except BaseException as error:  # mainly KeyboardInterrupt
             self._unusable = self._unusable or (
                 f"interrupted by {type(error).__name__} while it waited for the broker"
             )
@@ -170,7 +171,7 @@ class Client:
                 if payload is not None and size:
                     self._sock.sendall(payload)
             except BaseException as error:
-                # Part of a frame may be out: whatever came next would be taken for its rest.
+                # Part of a frame may be sent: the broker would take the next bytes for its rest.
                 raise self._broken(error, "sending to") from error
 
     def _wait_for(self, slot: _Slot, what: str) -> None:
@@ -198,13 +199,13 @@ class Client:
         return f"the broker has not answered for {self._deadline_s + _GRACE_S:g} s ({what})"
 
     def _read_frame(self, end_s: float, what: str) -> None:
-        # Until the first byte is there nothing is taken from the socket, so an interrupt here
-        # leaves it in step.
+        # Nothing is read from the socket before the first byte has arrived, so an interrupt here
+        # does not break a frame apart.
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         while True:
             left_s = end_s - time.monotonic()
-            # In slices, for a signal that another thread of the process got.
+            # Poll in slices, so that this thread handles a signal that a different thread received.
             if poll.poll(int(1000 * min(1.0, max(0.0, left_s)))):
                 break
             if left_s <= 0:
@@ -232,7 +233,7 @@ class Client:
         return data
 
     def _broken(self, error: BaseException, doing: str) -> BaseException:
-        """Close the socket, which no longer is in step, and say why."""
+        """Close the socket, which may be in the middle of a frame; returns the error to raise."""
         self._unusable = f"its connection broke while {doing} the broker: {error!r}"
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)

@@ -27,7 +27,7 @@ class Link:
 class Cluster:
     """Nodes of equal devices. Rank r is device r % devices_per_node of node r // devices_per_node.
 
-    Every device has a port to the links inside its node; every node has one port to the others.
+    Every device has a port to the links inside its node; every node has one port to other nodes.
     """
 
     name: str
@@ -89,7 +89,7 @@ def laptop(num_devices: int = 2) -> Cluster:
 
 
 def pcie_a100(num_devices: int = 2) -> Cluster:
-    """A100 GPUs that talk over PCIe 4.0 x16 (32 GB/s each way)."""
+    """A100 GPUs that communicate over PCIe 4.0 x16 (32 GB/s each way)."""
     return Cluster(
         name=f"{num_devices} x A100, PCIe",
         nodes=1,

@@ -1,8 +1,8 @@
-"""Where a rank's compute comes from: layers that are charged for, or a roofline over every op.
+"""How a rank's compute is counted: layers that are charged for, or a roofline over every operation.
 
-Grading: `Charged` multiplies a layer's activations and gradients by factors that only the broker
-can give out, and that it gives out only against a charge. Teaching: `RooflineDevice` counts what
-each operation costs and reports it.
+Grading: `Charged` multiplies a layer's activations and gradients by factors. Only the broker can
+give out these factors, and it charges for each of them. Teaching: `RooflineDevice` counts what each
+operation costs and reports it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Channel(Protocol):
 
 
 class _Charge(torch.autograd.Function):
-    """y = f * x; backward: f * g * dy, with g asked for only when dy has come."""
+    """y = f * x; backward: f * g * dy, where g is requested only after dy has arrived."""
 
     @staticmethod
     def forward(ctx: Any, channel: Channel, layer: int, *outputs: torch.Tensor) -> Any:
@@ -81,13 +81,13 @@ class Charged(torch.nn.Module):
 class RooflineDevice(TorchDispatchMode):
     """Reports flops and bytes of every operation in the block as compute of this rank.
 
-    The cost is what the rank says of itself: good for teaching, not for grading. Views and
-    operations on DTensors or fake tensors cost nothing; a DTensor's local operations do.
+    The rank reports its own cost: good for teaching, not for grading. Views and operations on
+    DTensors or fake tensors cost nothing; the local operations of a DTensor have a cost.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first operation: more than a second
+        return False  # else torch imports its compiler at the first operation: over a second
 
     def __init__(self, client: Client) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class RooflineDevice(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(base.__name__ == "DTensor" for t in types for base in t.__mro__):
-            return NotImplemented  # it comes back with its local tensors
+            return NotImplemented  # torch calls again, with the local tensors
         out = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", func)
         if func.is_view or packet in _FREE or _has_fake(out) or _has_fake(args):

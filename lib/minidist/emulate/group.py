@@ -1,6 +1,6 @@
 """The process group of the emulated cluster: what torch.distributed calls for each collective."""
 
-# torch declares overloads for its own callers; this takes whatever any of them passes.
+# torch declares overloads of these methods; each method here takes the arguments of all overloads.
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 # pyright: reportCallIssue=false
 
@@ -43,9 +43,9 @@ class EmulatedGroup(dist.ProcessGroup):
         self._group_desc = "emulated"
         self._number = 0
         self._messages: dict[tuple[str, int, int], int] = {}
-        self._order = threading.RLock()  # numbers have to be sent in their order
+        self._order = threading.RLock()  # collectives must be sent in the order of their numbers
 
-    # torch asks for these under both of its naming conventions.
+    # torch calls these methods under both of its naming conventions.
     def getBackendName(self) -> str:
         return "emulated"
 
@@ -143,7 +143,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return _together(works, [t for out in outputs for t in out])
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
-        # Here the outputs come per rank, each with one tensor per input.
+        # Here there is one output list per rank, each with one tensor per input.
         works = [
             self._gather_into("all_gather", [out[i] for out in output_lists], tensor)
             for i, tensor in enumerate(input_list)

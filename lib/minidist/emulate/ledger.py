@@ -1,4 +1,4 @@
-"""What the ranks of one session did, event by event; the frames that only add to it.
+"""The events of the ranks in one session, and the frames that do nothing but add events.
 
 Frames come from untrusted processes, so every field is checked; a ProtocolError means that this
 rank broke the protocol.
@@ -17,11 +17,11 @@ _MAX_STREAMS = 1024
 
 
 class Ledger:
-    """Per rank its events, in its order.
+    """The events of each rank, in that rank's order.
 
     Args:
-        plan: what layers cost; None where ranks report their own compute.
-        max_events: of one rank.
+        plan: what layers cost; None if ranks report their own compute.
+        max_events: largest number of events of one rank.
     """
 
     def __init__(self, world_size: int, plan: ChargePlan | None, max_events: int) -> None:
@@ -35,7 +35,7 @@ class Ledger:
             raise ProtocolError(f"more than {self._max_events} events in one session")
 
     def charge(self, rank: int, header: dict[str, Any], plan: ChargePlan) -> float:
-        """Charge the rank for a layer's pass; returns the factor that it gets for it."""
+        """Charge the rank for a layer's pass; returns the factor that the rank gets for it."""
         layer = integer(header, "layer", 0, plan.num_layers - 1)
         direction = header.get("dir")
         if direction not in DIRECTIONS:
@@ -54,7 +54,7 @@ class Ledger:
         return plan.factor(rank, layer, direction, n)
 
     def compute(self, rank: int, header: dict[str, Any]) -> None:
-        """Compute that the rank reports itself."""
+        """Record compute that the rank reports itself."""
         if self._plan is not None:
             raise ProtocolError("reported compute of its own in a session that charges by plan")
         entries = header.get("ev")
@@ -77,8 +77,8 @@ class Ledger:
         stream = _stream(header)
         events = self.events[call.rank]
         if self._plan is not None and stream:
-            # Nothing proves which computes a collective on another stream depends on, so it
-            # depends on all that this rank has been charged for.
+            # Nothing proves which computes a collective on a different stream depends on, so it
+            # must wait for everything that this rank has been charged for.
             mark = f"charges/{len(events)}"
             events.append(Event(kind="record", key=mark))
             events.append(Event(kind="after", key=mark, stream=stream))
@@ -103,7 +103,7 @@ class Ledger:
         self.events[rank].append(event)
 
     def mark(self, rank: int, header: dict[str, Any], kind: Literal["record", "after"]) -> None:
-        """A point of a stream that others of the same rank can wait for, or such a wait."""
+        """Record a mark on a stream, or a stream's wait for a mark of the same rank."""
         mark = integer(header, "e", 0, 1 << 40)
         marks = self._marks[rank]
         if (kind == "record") == (mark in marks):
@@ -114,7 +114,7 @@ class Ledger:
         self.events[rank].append(event)
 
     def first_issues(self) -> dict[str, tuple[int, int]]:
-        """Collective -> the lowest rank that issued it, and when in that rank's order."""
+        """Collective -> (the lowest rank that issued it, the index in that rank's events)."""
         first: dict[str, tuple[int, int]] = {}
         for rank, events in enumerate(self.events):
             for index, event in enumerate(events):

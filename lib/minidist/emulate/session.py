@@ -31,11 +31,11 @@ class Session:
     """State of one session.
 
     Args:
-        number: what frames have to carry to belong to this session.
+        number: the number that frames must carry to belong to this session.
         reply: sends a reply to a rank; must not block or raise.
         max_bytes: payload bytes that the ranks may send in the session, all together.
-        max_events: charges, calls and waits of one rank in the session; replaying a trace takes
-            longer than in proportion to them.
+        max_events: charges, calls and waits of one rank in the session; the time to replay a trace
+            grows faster than their number.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Session:
         self._max_bytes = max_bytes
         self._ledger = Ledger(world_size, plan, max_events)
         self._slots: dict[str, Slot] = {}
-        self._waiting: dict[str, Slot] = {}  # those with unanswered fetches
+        self._waiting: dict[str, Slot] = {}  # slots with unanswered fetches
         self._groups: dict[str, tuple[int, ...]] = {}
         self._counts: dict[tuple[str, int], int] = {}
         self._message_counts: dict[tuple[str, int], int] = {}
@@ -73,7 +73,7 @@ class Session:
     # ------------------------------------------------------------------ frames
 
     def handle(self, rank: int, header: dict[str, Any], payload: np.ndarray) -> None:
-        """One frame of `rank`, already known to belong to this session."""
+        """Process one frame of `rank`; the caller has checked that it belongs to this session."""
         kind = header.get("t")
         self._ledger.check_room(rank)
         self._bytes += payload.nbytes
@@ -124,7 +124,7 @@ class Session:
     def _leave(self, rank: int, header: dict[str, Any]) -> None:
         self.left.add(rank)
         self._reply(rank, {"q": request_number(header)}, None)
-        # Who waits for this rank waits in vain: say so now, not at the deadline.
+        # Ranks that wait for this rank wait in vain: fail now, not at the deadline.
         for slot in list(self._waiting.values()):
             if rank in slot.members and rank not in slot.calls:
                 self._fail_missing(slot, "waits")
@@ -181,7 +181,7 @@ class Session:
         self._flush(slot)
 
     def _add(self, slot: Slot, call: Call, header: dict[str, Any]) -> None:
-        """Enter the call everywhere, or nowhere if there is something wrong with it."""
+        """Enter the call into the ledger and the slot, or into neither if the call is invalid."""
         slot.check(call)
         self._ledger.issue(call, header, slot.record)
         self._slots[slot.record.key] = slot
@@ -189,13 +189,13 @@ class Session:
 
     def _match(self, slot: Slot) -> None:
         if self.failure is not None:
-            return  # the session is over: nothing may depend on who was faster
+            return  # the session is over: nothing may depend on which rank was faster
         if len(slot.calls) < len(slot.members):
             gone = [r for r in slot.members if r not in slot.calls and r in self.left]
             if gone and slot.fetches:
                 self._fail_missing(slot, "waits")
             return
-        # Only now, so that the message tells what every rank called.
+        # Compare only after all calls, so that the message says what every rank called.
         if slot.complete(keep=self._keep):
             self._flush(slot)
         else:
@@ -220,7 +220,7 @@ class Session:
         self._flush(slot)
 
     def _flush(self, slot: Slot) -> None:
-        """Answer the fetches whose result is there; all of them once the session has failed."""
+        """Answer the fetches whose result is ready, or all of them if the session has failed."""
         waiting = []
         for rank, request, since in slot.fetches:
             if rank in slot.ready:
@@ -236,7 +236,7 @@ class Session:
     # ----------------------------------------------------------------- failure
 
     def fail(self, kind: str, text: str) -> None:
-        """End the session: every fetch of a result that is not there gets this error."""
+        """End the session: every fetch of a result that is not ready gets this error."""
         if len(self.faults) < _MAX_FAULTS:
             self.faults.append(text)
         if self.failure is None:
@@ -245,14 +245,14 @@ class Session:
             self._flush(slot)
 
     def close(self, why: str) -> None:
-        """Give everyone who still waits an error; the trace taken before is not touched."""
+        """Give each rank that still waits an error; a trace taken before does not change."""
         if self.failure is None:
             self.failure = ("ended", why)
         for slot in list(self._waiting.values()):
             self._flush(slot)
 
     def check_deadline(self, now_s: float) -> float | None:
-        """Fail if a fetch has waited too long; returns the seconds until the next may have."""
+        """Fail if a fetch has waited too long; returns the seconds until the next deadline."""
         oldest: tuple[float, Slot] | None = None
         for slot in self._waiting.values():
             for _, _, since in slot.fetches:
@@ -309,7 +309,7 @@ class Session:
         records = [slot.record for slot in self._slots.values()]
         for record in records:
             record.arrived = tuple(sorted(record.arrived))
-        # The order must not depend on who came first in real time.
+        # The order must not depend on which rank was first in real time.
         records.sort(key=lambda record: first[record.key])
         return Trace(
             world_size=self.world_size,

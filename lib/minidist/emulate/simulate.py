@@ -27,7 +27,7 @@ from minidist.errors import ProtocolError
 
 
 def collective_seconds(kind: str, nbytes: float, num_ranks: int, link: Link) -> float:
-    """Duration of one collective, once all of its ranks are there.
+    """Duration of one collective, after all of its ranks have issued it.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter (rings), broadcast, reduce (pipelined trees),
@@ -61,8 +61,8 @@ def collective_seconds(kind: str, nbytes: float, num_ranks: int, link: Link) -> 
 class Interval:
     """What one rank did for a while.
 
-    `compute` and `idle` are what stream 0 does, `copy` is compute on another stream, and
-    `communication` lies beside them.
+    `compute` and `idle` are what stream 0 does, `copy` is compute on a different stream, and
+    `communication` overlaps with them.
     """
 
     kind: str
@@ -173,8 +173,8 @@ class _Replay:
         while True:
             # Let every rank go on until it waits for a collective that has no end yet ...
             moved = [self._advance(rank) for rank in range(self.size)]
-            # ... then start the one that can start first. Whatever the ranks issue later, they
-            # issue after its start, so the order of links is that of virtual time.
+            # ... then start the collective that can start first. Ranks issue later collectives
+            # after its start, so links are occupied in the order of virtual time.
             started = self._start_earliest()
             if not started and not any(moved):
                 break
@@ -200,7 +200,7 @@ class _Replay:
     def _advance(self, rank: int) -> bool:
         """Let every stream of a rank go on as far as it can."""
         moved, again = False, True
-        while again:  # a stream may have waited for a mark of another
+        while again:  # a stream may have waited for a mark of another stream
             again = False
             for stream, queue in self.queues[rank].items():
                 while queue and self._step(rank, stream, queue[0]):
@@ -217,7 +217,7 @@ class _Replay:
             if seconds is None:
                 seconds = self.cluster.roofline_seconds(event.flops, event.num_bytes)
             end_s = now_s + seconds
-            # Other streams copy: only stream 0 is what efficiency is about.
+            # Compute on other streams counts as a copy: efficiency is about stream 0 only.
             self._add(rank, "copy" if stream else "compute", event.name, now_s, end_s)
         elif event.kind == "issue":
             self._issue(rank, index, event, now_s)
@@ -250,12 +250,12 @@ class _Replay:
             pending = _Pending(event, 1 if message else len(event.ranks))
             self.pending[event.key] = pending
         if event.collective == "recv":
-            # Its sender decides when it travels; the span is filled in once that is known.
+            # The sender decides when the message travels; the span is filled in later.
             pending.issued.append((rank, index, now_s))
             if pending.span is not None:
                 self.times[rank][index] = pending.span
             return
-        # Of an uneven all_to_all the largest part tells, whoever is first.
+        # For an uneven all_to_all the largest part counts, whichever rank is first.
         if event.collective == "send" or event.nbytes > pending.first.nbytes:
             pending.first = event
         pending.issued.append((rank, index, now_s))
@@ -277,7 +277,7 @@ class _Replay:
         for key, issued_s in self.ready.items():
             streams = self._streams_of(self.pending[key].first)
             if any(self.heads[stream][0] != key for stream in streams):
-                continue  # an earlier one of the same stream has not started
+                continue  # an earlier collective of the same stream has not started
             start_s = max(issued_s, *(self.streams.get(stream, 0.0) for stream in streams))
             if best is None or (start_s, key) < best:
                 best = (start_s, key)
@@ -331,7 +331,7 @@ def _issue_order(
 ) -> dict[tuple[str, object], deque[str]]:
     """Per communication stream the keys in the order in which the program issued them.
 
-    A recv has no place in it: its sender decides when the message travels.
+    Recvs are left out, because the sender decides when a message travels.
     """
     order: dict[tuple[str, object], deque[str]] = {}
     for rank, own in enumerate(events):
@@ -345,7 +345,7 @@ def _issue_order(
 
 
 def _flows(event: Event) -> Iterable[tuple[int, int, float]]:
-    """Who sends how many bytes to whom: (source, target, bytes)."""
+    """Which rank sends how many bytes to which rank: (source, target, bytes)."""
     ranks, nbytes, n = event.ranks, float(event.nbytes), len(event.ranks)
     if event.collective == "send":
         return [(ranks[0], ranks[1], nbytes)]

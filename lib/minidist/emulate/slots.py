@@ -1,4 +1,4 @@
-"""One collective or message of a session on its way: who has called it, what each rank gets."""
+"""One collective or message of a session: which ranks have called it, what each rank gets."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Slot:
     """The k-th collective of a group, or the n-th message of one direction.
 
     Attributes:
-        number: for messages: "#3 0 -> 1 of group"; members: ranks that have to call it;
-        results: raw bytes per rank, until fetched; fetches: (rank, request, since) unanswered;
-        ready: ranks whose result is there.
+        number: its name in error texts, such as "#3 0 -> 1 of group"; members: ranks that have to
+        call it; results: raw bytes per rank, until fetched; fetches: unanswered fetches as
+        (rank, request, since); ready: ranks whose result is ready.
     """
 
     record: Collective
@@ -33,7 +33,7 @@ class Slot:
 
     @classmethod
     def of(cls, key: str, number: str, group: str, members: tuple[int, ...], call: Call) -> Slot:
-        """A slot whose first call is `call`; it has yet to be added."""
+        """A slot for the first call `call`; the caller still has to `add` the call."""
         record = Collective(
             key=key,
             kind="send" if call.kind == "recv" else call.kind,
@@ -53,13 +53,13 @@ class Slot:
         return self.record.kind == "send"
 
     def absent(self) -> list[int]:
-        """Ranks that have not called it; of a message only the sender is waited for."""
+        """Ranks that have not called it; for a message always the sender, the only one awaited."""
         if self.is_message:
             return [self.members[0]]
         return [rank for rank in self.members if rank not in self.calls]
 
     def check(self, call: Call) -> None:
-        """Whether it can be called so.
+        """Check that `call` fits this slot.
 
         Raises:
             ProtocolError: a collective in a group whose name is that of a message, or the reverse.
@@ -68,10 +68,10 @@ class Slot:
             raise ProtocolError(f"named a group so that {call.describe()} meets {self.number}")
 
     def add(self, call: Call, *, keep: bool) -> None:
-        """A rank has called it; `keep` its payload for the trace."""
+        """Add a rank's call; with `keep`, the trace keeps the payload."""
         side = call.rank
         if self.is_message and self.members[0] == self.members[1]:
-            # A message of a rank to itself has both of its ends there: tell them apart by kind.
+            # Both ends of a message from a rank to itself are that rank: tell them apart by kind.
             side = -1 if call.kind == "send" else -2
         self.calls[side] = call
         self.record.arrived += (call.rank,)
@@ -80,7 +80,7 @@ class Slot:
             self.record.payloads[call.rank] = arrays.values(call.payload, call.dtype)
 
     def complete(self, *, keep: bool) -> bool:
-        """Compute what each rank gets, now that all calls are there; False if they disagree."""
+        """Compute what each rank gets, after all calls were added; False if the calls disagree."""
         done = self._deliver() if self.is_message else self._combine(keep)
         self.record.completed = done
         return done
@@ -91,7 +91,7 @@ class Slot:
             return False
         self.ready.add(wanted.rank)
         self.results[wanted.rank] = sent.payload
-        sent.payload = np.empty(0, np.uint8)  # once it is fetched, nobody keeps it
+        sent.payload = np.empty(0, np.uint8)  # so that the payload is freed after the fetch
         return True
 
     def _combine(self, keep: bool) -> bool:
@@ -99,7 +99,7 @@ class Slot:
         first = calls[0]
         if not agree(calls) or (first.kind == "all_to_all" and not splits_agree(calls)):
             return False
-        if first.kind == "all_to_all":  # ranks may send more or less: the largest part tells
+        if first.kind == "all_to_all":  # ranks may send different sizes: the largest counts
             largest = max(calls, key=lambda call: call.numel)
             self.record.shape, self.record.numel = largest.shape, largest.numel
             self.record.nbytes = num_bytes(largest, len(self.members))
@@ -110,7 +110,7 @@ class Slot:
             if raw is not None:
                 self.record.result = arrays.values(raw, first.dtype)
         for call in calls:
-            call.payload = np.empty(0, np.uint8)  # no view of it, which would keep all of it
+            call.payload = np.empty(0, np.uint8)  # a view would keep the whole payload
         return True
 
     # -- words -----------------------------------------------------------------------------------
@@ -128,11 +128,11 @@ class Slot:
     def missing(
         self, verb: str, joined: Collection[int], left: Collection[int], last: Mapping[int, str]
     ) -> tuple[str, str]:
-        """Kind and text of the failure that some ranks have not called it.
+        """Kind and text of the failure "some ranks have not called it".
 
         Args:
-            verb: what those do that have: "waits", "waited 30 s".
-            joined, left: ranks that are, and are no longer, in the session.
+            verb: what the ranks do that have called it: "waits", "waited 30 s".
+            joined, left: ranks that have joined, and ranks that have left, the session.
             last: rank -> its last call.
         """
         waiting = ", ".join(f"rank {rank}" for rank in sorted({f[0] for f in self.fetches}))

@@ -1,7 +1,7 @@
 """Streams of the emulated device, under the names of torch.cpu.
 
 On a GPU, code that overlaps copies, collectives and compute puts them on streams and orders them by
-events; `fully_shard` is written like that. On a CPU torch's streams are empty shells. Inside
+events; `fully_shard` is written like that. On a CPU torch's streams do nothing. Inside
 `emulated_streams` they are recorded, so that such code overlaps in virtual time as it would on a
 GPU: a collective is issued on the current stream, `wait` makes the current stream wait, and
 `stream.wait_event(event)` orders one stream after another.
@@ -20,7 +20,7 @@ from minidist.emulate.client import Client
 
 
 class EmulatedStream:
-    """A queue of work of the emulated device. Number 0 is the one that computes."""
+    """A queue of work of the emulated device. Stream number 0 does the compute."""
 
     def __init__(self, device: _Device, number: int) -> None:
         self._device = device
@@ -39,7 +39,7 @@ class EmulatedStream:
             self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
-        """Nothing: the host of the emulated cluster costs no time."""
+        """Does nothing: the host of the emulated cluster costs no time."""
 
     def query(self) -> bool:
         return True
@@ -56,11 +56,11 @@ class EmulatedEvent:
         self._mark = self._device.mark(stream or self._device.current)
 
     def wait(self, stream: EmulatedStream | None = None) -> None:
-        if self._mark is not None:  # one that was never recorded holds nobody up, as in CUDA
+        if self._mark is not None:  # an event never recorded blocks nothing, as in CUDA
             self._device.wait_for(self._mark, stream or self._device.current)
 
     def synchronize(self) -> None:
-        """Nothing: see `EmulatedStream.synchronize`."""
+        """Does nothing: see `EmulatedStream.synchronize`."""
 
     def query(self) -> bool:
         return True
@@ -107,7 +107,7 @@ class _Device:
 
 @contextlib.contextmanager
 def emulated_streams(client: Client) -> Iterator[None]:
-    """Make torch.cpu's streams and events those of the emulated device for the block."""
+    """Replace torch.cpu's streams and events by those of the emulated device, inside the block."""
     device = _Device(client)
     ours = {
         "Stream": device.new_stream,

@@ -31,8 +31,8 @@ def run(
 
     Args:
         fn: runs inside `emulated_world`, with "emulated" as the default process group.
-        cluster: what the replay takes place on.
-        plan: cost of each `Charged` layer. Without one every operation is charged by roofline
+        cluster: the cluster on which the trace is replayed.
+        plan: cost of each `Charged` layer. Without a plan, every operation is charged by roofline
             (see `RooflineDevice`).
         deadline_s: real seconds for all of it.
 

@@ -53,7 +53,7 @@ def describe(kind: str, tensor: torch.Tensor, op: str) -> dict[str, Any]:
 
 
 def to_bytes(tensors: Tensors, dtype: torch.dtype) -> memoryview | None:
-    """The tensors' values one after the other, without a copy where there is one contiguous."""
+    """The tensors' values one after the other; a single contiguous tensor is not copied."""
     flat = [t.detach().resolve_neg().resolve_conj().reshape(-1) for t in tensors if t.numel()]
     if not flat:
         return None
@@ -67,7 +67,7 @@ def write(output: torch.Tensor, raw: np.ndarray) -> None:
     if output.numel() == 0:
         return
     values = torch.from_numpy(raw).view(output.dtype)
-    # .data: the version counter stays as it is, as for a collective of any other backend.
+    # .data: the version counter does not change, as in a collective of any other backend.
     output.data.copy_(values.view(output.shape))
 
 
@@ -97,7 +97,7 @@ def check_parts(kind: str, parts: Tensors, count: int, like: torch.Tensor) -> No
 
 
 def split_sizes(what: str, tensor: torch.Tensor, splits: Any, count: int) -> list[int]:
-    """Elements for each rank; splits count rows, and none means equal parts."""
+    """Number of elements for each rank; `splits` counts rows, and no splits mean equal parts."""
     rows = tensor.shape[0] if tensor.dim() else 0
     per_row = math.prod(tensor.shape[1:])
     if not splits:

@@ -20,7 +20,7 @@ class Event:
 
     kind: EventKind
     name: str = ""
-    stream: int = 0  # of the rank's device; 0 is the one that computes
+    stream: int = 0  # of the rank's device; stream 0 does the compute
     # compute
     duration_s: float | None = None
     flops: float = 0.0

@@ -1,6 +1,6 @@
 """Frames between a rank and the broker: magic, two lengths, a JSON header, raw bytes.
 
-The broker reads frames of untrusted ranks: lengths are capped before anything is allocated, and
+The broker reads frames of untrusted ranks: lengths are checked before anything is allocated, and
 nothing is ever unpickled.
 """
 
@@ -34,7 +34,7 @@ def view_of(array: np.ndarray) -> memoryview:
 def unpack_prefix(
     data: bytes | bytearray | memoryview, max_payload_bytes: int = MAX_PAYLOAD_BYTES
 ) -> tuple[int, int]:
-    """Lengths of header and payload; ProtocolError when they are not credible."""
+    """Lengths of header and payload; ProtocolError if the magic is wrong or a length too large."""
     magic, header_bytes, payload_bytes = PREFIX.unpack(data)
     if magic != MAGIC:
         raise ProtocolError(f"a frame has to start with {MAGIC!r}, got {bytes(magic)!r}")
@@ -46,7 +46,7 @@ def unpack_prefix(
 
 
 def unpack_header(data: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """The header as a dictionary; ProtocolError when it is anything else."""
+    """The header as a dictionary; ProtocolError if it is anything else."""
     try:
         header = json.loads(bytes(data), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -61,10 +61,10 @@ def _no_constant(name: str) -> float:
 
 
 class FrameReader:
-    """Takes bytes as they come and says where the next ones go; never blocks.
+    """Assembles frames from bytes as they arrive; never blocks.
 
-    `buffer()` is the space for the next bytes, `advance(n)` says that n came and returns a frame
-    once it is complete.
+    `buffer()` is the space for the next bytes. Call `advance(n)` after n bytes have arrived; it
+    returns a frame if the frame is complete.
     """
 
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
@@ -96,7 +96,7 @@ class FrameReader:
                 self._start(1, memoryview(bytearray(header_bytes)))
             elif self._stage == 1:
                 self._header = unpack_header(self._view)
-                # numpy does not touch the pages, so a claim alone costs no memory.
+                # numpy does not touch the pages, so a claimed length alone costs no memory.
                 self._payload = np.empty(self._payload_bytes, dtype=np.uint8)
                 self._start(2, view_of(self._payload))
             else:

@@ -51,10 +51,10 @@ class EmulatedWork(dist._Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
-        """A completed future; what waits for it in C++ (DDP's reducer) does so at backward's end.
+        """A completed future; C++ code that waits for it (DDP's reducer) does so at backward's end.
 
-        The result is fetched here and now: a reader thread that completed futures would run
-        their callbacks, which may call collectives themselves.
+        The result is fetched at once. If a reader thread completed futures, it would also run
+        their callbacks, which may call collectives.
         """
         with self._lock:
             if not self._fetched:
@@ -93,7 +93,7 @@ class EmulatedWork(dist._Work):
         self._fetched = True
         self._waited = moves_clock
         if self._store is not None:
-            # Copies of ours are no compute of the rank: a roofline must not see them.
+            # These copies are not compute of the rank: a roofline must not see them.
             with torch.no_grad(), _disable_current_modes():
                 self._store(payload)
             self._store = None
@@ -112,7 +112,7 @@ class EmulatedWork(dist._Work):
 
 
 class _Future(torch.futures.Future):
-    """Tells when Python code waits for it; C++ code uses the future below and does not."""
+    """Reports when Python code waits for it; C++ code waits for the C++ future, unreported."""
 
     def __init__(self, work: EmulatedWork) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _Future(torch.futures.Future):
 
 
 class ManyWorks(dist._Work):
-    """Several collectives that were called as one."""
+    """Several collectives that were called together."""
 
     def __init__(self, works: list[EmulatedWork], outputs: Tensors) -> None:
         super().__init__()

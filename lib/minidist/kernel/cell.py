@@ -1,4 +1,4 @@
-"""One cell on its way: which ranks have finished it, and how their answers become one."""
+"""The state of a running cell: which ranks have finished it, and how their errors are merged."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Cell:
     """An execute request while ranks work on it.
 
     Attributes:
-        request: the message that the ranks were sent; idents: where the reply goes.
-        source: the client's message that it comes from: the same, but for a cell run again.
-        ranks: ranks that run it; count: its number In[count]; generation: of the ranks.
-        replies: content of the reply of each rank that has one.
+        request: the message that was sent to the ranks; idents: the client that gets the reply.
+        source: the client's message that caused it: equal to `request`, except for a rerun cell.
+        ranks: ranks that run the cell; count: its number In[count]; generation: the number of
+        the ranks' generation.
+        replies: content of the reply of each rank that has replied.
         idle: ranks whose output is complete.
-        answers: what the user typed for each input(); inputs: what each rank has asked for.
+        answers: what the user typed for each input(); inputs: the input() requests of each rank.
     """
 
     request: dict[str, Any]
@@ -43,7 +44,7 @@ class Cell:
     read_bytes: Counter[int] = field(default_factory=Counter)  # of each rank's output
     interrupted: bool = False
     cut: bool = False  # whether connections of a rank were shut down to free it
-    broken: dict[str, Any] | None = None  # an end that no rank replied: lost, hang, deadline
+    broken: dict[str, Any] | None = None  # why it ended without replies: lost, hang, deadline
 
     @property
     def msg_id(self) -> str:
@@ -51,7 +52,7 @@ class Cell:
 
     @property
     def may_ask(self) -> bool:
-        """Whether there is somebody who would answer input()."""
+        """Whether the client can answer input()."""
         return bool(self.source["content"].get("allow_stdin", True))
 
     @property
@@ -59,14 +60,14 @@ class Cell:
         return [r for r in self.ranks if r not in self.replies or r not in self.idle]
 
     def stop(self, kind: str, ename: str, text: str, states: list[dict[str, Any]]) -> None:
-        """End the cell for a reason that no rank's reply can give; the first reason stays."""
+        """End the cell for a reason other than the ranks' replies; only the first call counts."""
         if self.broken is None:
             self.broken = {"kind": kind, "ename": ename, "text": text, "ranks": states}
             self.changed.set()
 
 
 def printable(text: str) -> str:
-    """Without lone surrogates, which no message to the notebook could carry."""
+    """`text` with lone surrogates replaced, because a message to the notebook cannot hold them."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -89,9 +90,9 @@ def failure(reply: dict[str, Any]) -> tuple[str, str]:
 
 
 def merge_errors(replies: dict[int, dict[str, Any]], num_ranks: int) -> dict[str, Any] | None:
-    """One error for the notebook from those of the ranks; None when no rank failed.
+    """Merge the ranks' errors into one error for the notebook; None if no rank failed.
 
-    Ranks with the same error and traceback share one; with a single rank nothing is labelled.
+    Ranks with the same error and traceback share one entry. With a single rank there are no labels.
     """
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank in sorted(replies):

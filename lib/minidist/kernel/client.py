@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from jupyter_client.session import DELIM, Session
 
-_MAX_HEAD_BYTES = 64 * 1024  # of a rank's header, parent header and metadata, each
+_MAX_HEAD_BYTES = 64 * 1024  # limit for each of: a rank's header, parent header, metadata
 _PORTS = {
     "shell": zmq.ROUTER,
     "control": zmq.ROUTER,
@@ -24,7 +24,7 @@ _PORTS = {
 
 
 class Client:
-    """Jupyter's connection file, made into bound sockets.
+    """The sockets that Jupyter's connection file describes, bound.
 
     Raises:
         OSError, ValueError: the file cannot be read or is not a connection file.
@@ -42,7 +42,7 @@ class Client:
         for name, kind in _PORTS.items():
             sock = context.socket(kind)
             sock.linger = 1000
-            sock.sndhwm = 0  # output is bounded per cell; dropping messages would lose an `idle`
+            sock.sndhwm = 0  # unlimited: output is bounded per cell; dropping could lose an `idle`
             if info.get("curve_secretkey"):
                 sock.curve_secretkey = str(info["curve_secretkey"]).encode()
                 sock.curve_publickey = str(info["curve_publickey"]).encode()
@@ -73,24 +73,24 @@ class Client:
         """(identities, message) of the notebook's signed frames.
 
         Raises:
-            ValueError: the frames are no message or are not signed with this kernel's key.
+            ValueError: the frames are not a message or are not signed with this kernel's key.
         """
         try:
             idents, parts = self.session.feed_identities(frames)
             message = self.session.deserialize(parts)
             _check(message)
             return list(idents), message
-        except Exception as error:  # anything at all may be in there
+        except Exception as error:  # the frames may contain anything
             raise ValueError(f"not a message: {error}") from error
 
     def read(self, frames: list[bytes], *, content: bool = True) -> dict[str, Any]:
-        """The message of a rank's signed frames; without `content`, that stays packed.
+        """The message of a rank's signed frames; with `content=False`, the content stays packed.
 
-        There are many for each cell, most of them only to be counted or forwarded, so what
-        `deserialize` does besides is left out: turning text into dates, and remembering signatures.
+        A cell has many messages, and most are only counted or forwarded. So this leaves out two
+        things that `deserialize` does: converting text to dates, and remembering signatures.
 
         Raises:
-            ValueError: the frames are no message or are not signed with this kernel's key.
+            ValueError: the frames are not a message or are not signed with this kernel's key.
         """
         try:
             parts: list[Any] = self.session.feed_identities(frames)[1]
@@ -106,7 +106,7 @@ class Client:
             }  # fmt: skip
             _check(message, content=content)
             return message
-        except Exception as error:  # anything at all may be in there
+        except Exception as error:  # the frames may contain anything
             raise ValueError(f"not a message: {error}") from error
 
     def frames(
@@ -164,7 +164,7 @@ class Client:
 def _check(message: dict[str, Any], *, content: bool = True) -> None:
     """
     Raises:
-        ValueError: a part of it is no dict, or the header does not say what and which it is.
+        ValueError: a part of the message is not a dict, or the header lacks msg_id or msg_type.
     """
     for name in ("header", "parent_header", "content")[: 3 if content else 2]:
         if not isinstance(message[name], dict):

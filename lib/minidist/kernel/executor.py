@@ -1,4 +1,4 @@
-"""Runs cells on the ranks: what their first line asks for, their end, their one reply."""
+"""Runs cells on the ranks: obeys their magics, waits for their end, sends one reply per cell."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from minidist.kernel.watch import Watch, places_of, states_of
 
 
 class Executor:
-    """One cell after the other, on whatever ranks there are.
+    """Runs one cell after the other on the present ranks.
 
     Attributes:
-        generations: the ranks; inbox: what they send;
+        generations: the ranks; inbox: receives what the ranks send;
         deadline_s: longest time of a cell in seconds, None for no limit.
     """
 
@@ -55,14 +55,14 @@ class Executor:
             on_lost=self._on_lost,
             on_buried=self._on_buried,
         )
-        self._interrupting: asyncio.Task[None] | None = None  # kept, or it could be collected
-        self._unsaid: Callable[[], None] | None = None  # that the cell has begun
-        self._busy = False  # with a request, of which the ranks may know nothing yet
-        self._interrupted = False  # before they did
+        self._interrupting: asyncio.Task[None] | None = None  # keeps it from garbage collection
+        self._unsaid: Callable[[], None] | None = None  # publishes that the cell has begun
+        self._busy = False  # whether a request is processed, even if the ranks do not have it yet
+        self._interrupted = False  # whether the interrupt came before the ranks had the request
         self._executions = 0
         self._cells = 0
         self._history = History()
-        self._failed_rank = 0  # where `%debug` goes
+        self._failed_rank = 0  # the rank on which `%debug` runs
 
     # -- the ranks -------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Executor:
     def to_rank_zero(
         self, channel: str, idents: list[bytes], message: dict[str, Any], frames: list[bytes]
     ) -> bool:
-        """Pass a request on; False when there is no rank to pass it to."""
+        """Forward a message to rank 0; False if there are no ranks that could take it."""
         generations = self.generations
         if generations.ranks is None or generations.failure or not generations.settled:
             return False
@@ -107,7 +107,7 @@ class Executor:
         cell.stop("rank_lost", "RankLost", f"{text} in the middle of this cell", states)
 
     def _on_buried(self) -> None:
-        """The ranks are being ended; where the cell has a reason already, that one stays."""
+        """The ranks are being ended. If the cell has ended already, its reason stays."""
         if self.inbox.cell is not None:
             self.inbox.cell.stop("rank_lost", "RankLost", "the ranks were restarted", [])
         self.inbox.give_up()
@@ -116,7 +116,7 @@ class Executor:
     # -- a cell ----------------------------------------------------------------------------------
 
     async def execute(self, idents: list[bytes], request: dict[str, Any]) -> bool:
-        """Run one execute request; returns whether cells that wait behind it must be dropped."""
+        """Run one execute request; returns whether cells queued behind it must be aborted."""
         content = request["content"]
         silent = bool(content.get("silent"))
         keeps = bool(content.get("store_history", True)) and not silent
@@ -138,7 +138,7 @@ class Executor:
         return answer["status"] == "error" and bool(content.get("stop_on_error", True))
 
     def _announce(self) -> None:
-        """Tell frontends that the cell has begun, unless they know; nothing may be shown before."""
+        """Tell the clients, once, that the cell has begun; no output may be shown before that."""
         say, self._unsaid = self._unsaid, None
         if say is not None:
             say()
@@ -152,7 +152,7 @@ class Executor:
     async def _run(
         self, idents: list[bytes], request: dict[str, Any], code: str, keeps: bool
     ) -> dict[str, Any]:
-        """Content of the reply to a cell: first what its magics ask of the front, then its code."""
+        """Obey the cell's magics, then run its code; returns the content of the reply."""
         if not self.generations.settled:
             self._announce()
             await self.generations.until_settled()
@@ -203,7 +203,7 @@ class Executor:
     async def _fresh_ranks(
         self, plan: magics.Plan, idents: list[bytes], request: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Start fresh ranks and, if asked to, run the cells above; the reply if that failed."""
+        """Start fresh ranks; rerun the cells above if asked to. Returns a reply if that failed."""
         if failed := await self.generations.restart(plan.count):
             return reply.error("rank_lost", "RankLost", failed, [])
         told = f"{self.generations.count} fresh rank{'s' if self.generations.count > 1 else ''}"
@@ -234,14 +234,14 @@ class Executor:
     async def _again(
         self, past: Past, idents: list[bytes], request: dict[str, Any], keeps: bool
     ) -> dict[str, Any]:
-        """Run a cell again under its old number; its output is in the notebook already."""
+        """Rerun a cell under its old number, without output: the notebook already shows that."""
         try:
             plan = magics.read(past.code, self.generations.count)
         except magics.MagicError as error:
             return reply.error("error", "UsageError", str(error), [])
-        # A message id of its own keeps late messages of one cell out of the next.
+        # Each rerun has its own message id, so that late messages do not reach the next cell.
         header = {**request["header"], "msg_id": uuid.uuid4().hex}
-        # Numbers that do not rise would put its source into the wrong place of In.
+        # IPython stores a source at the right place of In only if the numbers rise.
         content = {**request["content"], "store_history": keeps, "user_expressions": {}}
         own = {**request, "header": header, "content": content}
         return await self._one(idents, own, plan, count=past.number, source=request)
@@ -255,13 +255,13 @@ class Executor:
         count: int,
         source: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Run the plan's code as In[count]; with a `source`, its output is not shown."""
+        """Run the plan's code as In[count]; if `source` is given (a rerun), no output is shown."""
         if self.generations.failure or self.generations.ranks is None:
             return reply.error("rank_lost", "RankLost", self.generations.failure, [])
         if self._interrupted:
             return reply.error("error", "KeyboardInterrupt", "before the cell had begun", [])
         cell = self._send(idents, request, plan, count, source)
-        self._announce()  # only now: the ranks can work meanwhile
+        self._announce()  # after the send, so that the ranks work meanwhile
         try:
             await self._until_done(cell)
             note = await recover(cell, self.generations.ranks) if cell.interrupted else ""
@@ -286,8 +286,8 @@ class Executor:
         numbered = bool(wanted.get("store_history", True)) and not wanted.get("silent")
         if source is None:
             outputs = Outputs(
-                # Code that an editor runs unseen (for its list of variables, say) reads what one
-                # kernel would print.
+                # An editor that runs hidden code (for its list of variables, say) expects the
+                # output of one kernel.
                 ranks if numbered else ranks[:1],
                 lambda kind, content: self._client.publish(kind, content, request),
                 lambda frames: self._client.forward("iopub", frames),
@@ -324,7 +324,7 @@ class Executor:
             if len(cell.replies) == len(cell.ranks):
                 replied_at = replied_at or time.monotonic()
                 if time.monotonic() - replied_at > 5.0:
-                    return  # an idle message got lost with output that was too large
+                    return  # an idle message was dropped with output that was too large
             await watch.look()
 
     def _conclude(self, cell: Cell) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The front: what the notebook talks to. It outlives its ranks and trusts nothing that they send.
+"""The front: the process that the notebook talks to. It outlives its ranks and does not trust them.
 
 It imports neither torch nor ipykernel, so it answers within a fraction of a second, and a crash of
-the ranks cannot take it down. `executor.py` runs cells, `generations.py` keeps ranks; this file
-moves everything else.
+the ranks cannot take it down. `executor.py` runs cells and `generations.py` keeps ranks; this file
+handles all other messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from minidist.kernel.options import Options, make_run_dir, parse
 from minidist.processes.lifetime import adopt_orphans
 from minidist.processes.tree import kill_descendants
 
-# Answers to requests that need a rank when there is none.
+# Answers to requests that need a rank, while there are no ranks.
 _WITHOUT_RANKS: dict[str, dict[str, Any]] = {
     "complete_request": {"status": "ok", "matches": [], "metadata": {}},
     "inspect_request": {"status": "ok", "found": False, "data": {}, "metadata": {}},
@@ -49,7 +49,7 @@ class Front:
         self._context = zmq.asyncio.Context()
         self.client = Client(options.connection_file, self._context)
         self.run_dir = options.run_dir or make_run_dir()
-        # For output that is too much to show; a sandbox has no use for a folder outside of it.
+        # For output that is too long to show; a sandbox cannot use a folder outside of itself.
         self._output_dir = None if options.run_dir else tempfile.mkdtemp(prefix="minidist-output-")
         self.stop = asyncio.Event()
         self._queue: asyncio.Queue[tuple[list[bytes], dict[str, Any], list[bytes]]]
@@ -66,7 +66,7 @@ class Front:
         self._generations = self.executor.generations
 
     async def run(self) -> None:
-        """Serve until told to stop, then leave nothing behind."""
+        """Serve until told to stop, then end all descendants and remove the files made here."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop.set)
@@ -106,11 +106,12 @@ class Front:
             print(f"minidist.kernel: internal error, please report it\n{text}", file=sys.stderr)
 
     async def _watch_parent(self) -> None:
-        """Stop when the parent has ended, or if the client had before this process could look."""
+        """Stop when the client has ended, even if it ended before this process could look."""
         parent, client = os.getppid(), self._options.client
         if client is None:
-            # Where some other program starts kernels for the client, that one is the parent. But
-            # what leads a session was started by jupyter_client, and init has only adopted it.
+            # A different program may start kernels for the client; then that program is the
+            # parent. But jupyter_client makes each kernel lead a session: if this process does
+            # and its parent is init, then the client has ended and init has adopted it.
             adopted = parent == 1 and os.getsid(0) == os.getpid()
             client = int(os.environ["JPY_PARENT_PID"]) if adopted else parent
         while os.getppid() == client:
@@ -129,7 +130,7 @@ class Front:
                 if frames[0][:1] == b"\x01":
                     self.client.welcome(frames[0][1:])
             else:
-                # A malformed or unsigned message from the network is not worth an answer.
+                # A malformed or unsigned message from the network gets no answer.
                 with contextlib.suppress(ValueError):
                     idents, message = self.client.parse(frames)
                     self._dispatch(name, idents, message, frames)
@@ -182,7 +183,7 @@ class Front:
     def _to_rank(
         self, channel: str, idents: list[bytes], message: dict[str, Any], frames: list[bytes]
     ) -> None:
-        """Pass a request on to rank 0 as it is; its reply and output come back as they are."""
+        """Forward a message to rank 0 unchanged; its reply and output come back unchanged."""
         if self.executor.to_rank_zero(channel, idents, message, unaddressed(frames)):
             return
         kind = message["header"]["msg_type"]
@@ -254,7 +255,7 @@ class Front:
                 self._working = False
 
     async def _execute(self, idents: list[bytes], message: dict[str, Any]) -> bool:
-        """Run a cell; whatever goes wrong in here, it is answered and the next one can come."""
+        """Run a cell; after an internal error it still gets a reply, and the next cell can run."""
         try:
             return await self.executor.execute(idents, message)
         except Exception as error:
@@ -265,7 +266,7 @@ class Front:
             return True
 
     def _abort_waiting(self) -> None:
-        """After an error, cells that were sent before it was known are not run."""
+        """After a cell's error, abort the cells that are queued already."""
         others = []
         while not self._queue.empty():
             idents, message, frames = self._queue.get_nowait()

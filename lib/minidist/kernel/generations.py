@@ -1,4 +1,4 @@
-"""The ranks of a kernel, one generation after the other: started, restarted, lost, buried."""
+"""Starts, restarts and ends the ranks of a kernel, one generation after the other."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HOW_TO_GO_ON = "Run %restart_ranks in a cell for fresh ranks, or restart the ker
 
 
 class Generations:
-    """Sees to it that there are ranks, or that it is known why there are none.
+    """Keeps ranks running, or records why there are none.
 
-    `on_message` and `on_lost` as for `Ranks`; `on_buried()` is called whenever ranks are ended.
+    `on_message` and `on_lost` are as for `Ranks`; `on_buried()` is called whenever ranks are ended.
 
     Attributes:
-        count: number of ranks; number: of the present generation, -1 before the first;
-        ranks: the present ones, None before the first; failure: why they cannot run anything, or
-        empty; settled: whether ranks are ready, or known to be lost (not being started).
+        count: number of ranks; number: number of the present generation, -1 before the first;
+        ranks: the present ranks, None before the first; failure: why they cannot run a cell, or
+        empty; settled: False while ranks are being started, True when they are ready or lost.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Generations:
 
     @property
     def least(self) -> int:
-        """How many ranks there must be: one on each node."""
+        """The smallest number of ranks: one on each node."""
         return 1 if self._hub is None else self._hub.job.num_nodes
 
     async def until_settled(self) -> None:
         await self._settled.wait()
 
     async def restart(self, count: int | None = None) -> str:
-        """Fresh ranks in place of the old ones; returns why it failed, or an empty string."""
+        """Replace the ranks by fresh ones; returns why that failed, or an empty string."""
         if count is not None and count < self.least:
             return f"expected {self.least} ranks or more, one on each node, got {count}"
         async with self._restarting:
@@ -98,11 +98,11 @@ class Generations:
             return self.failure
 
     async def _stopped(self) -> bool:
-        """Whether the old ranks are gone and their launcher is fit to start others."""
+        """Whether the old ranks are gone and their launcher can start fresh ranks."""
         return self._stopping is not None and await self._stopping
 
     def bury(self) -> None:
-        """End the ranks; a launcher that does not see to it at once goes with them."""
+        """End the ranks; a launcher that does not confirm this in time is ended as well."""
         self._on_buried()
         if self.ranks is not None and (self._stopping is None or self._stopping.done()):
             self._stopping = asyncio.get_running_loop().create_task(self._stop(self.ranks))
@@ -121,12 +121,12 @@ class Generations:
 
     def close(self) -> None:
         if self._hub is not None:
-            self._hub.close()  # first: who shuts a kernel down may not wait for its ranks' end
+            self._hub.close()  # first: a client's shutdown may not wait until the ranks end
         if self.ranks is not None:
             self.ranks.close()
 
     def states(self) -> list[dict[str, Any]]:
-        """Per rank: `rank`, its process id `pid` as it says itself or None, whether it is `alive`.
+        """Per rank: `rank`, `pid` (its process id as the rank reported it, or None), `alive`.
 
         Empty before the first generation.
         """

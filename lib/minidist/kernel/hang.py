@@ -1,7 +1,7 @@
-"""From what each rank says it is doing: is this a hang, and how is it told?
+"""Decides from the ranks' reports whether a cell hangs, and describes what each rank does.
 
-A rank's report (see `diagnose.where`) comes from inside and is only ever shown or compared; every
-value is checked for type and cut to a bounded length first.
+A rank's report (see `diagnose.where`) is not trusted: it is only shown or compared, and only after
+every value is checked for its type and cut to a bounded length.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# A blocked thread may wake now and then to look at a deadline; a working one does so all the time.
+# A blocked thread may wake now and then to check a deadline; a working thread wakes far more often.
 MAX_SWITCHES = 20
 
 
@@ -46,7 +46,7 @@ def _integer(value: Any) -> int:
 
 
 def place(report: dict[str, Any] | None) -> Place:
-    """The checked form of a rank's report; `None` where it gave none."""
+    """The checked form of a rank's report; `report` is None if the rank gave none."""
     if report is None or "state" not in report:
         return Place("silent")
     tensor = " ".join(filter(None, (_string(report.get("dtype")), _string(report.get("shape")))))
@@ -79,8 +79,9 @@ def unmoved(before: Place, now: Place) -> bool:
 def is_hang(places: dict[int, Place]) -> bool:
     """Whether waiting ranks wait for something that cannot come.
 
-    Only called when every waiting rank has stood still for seconds. A rank that runs may still get
-    there, and ranks that all wait in one and the same collective may have a slow link: no hang.
+    The caller also checks that the waiting ranks stand still for seconds. It is no hang if a rank
+    runs, because it may still reach the collective, or if all ranks wait in the same collective,
+    because their link may be slow.
     """
     everyone = tuple(sorted(places))
     moving = {r for r, p in places.items() if p.status in ("running", "silent")}

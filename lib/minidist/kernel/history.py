@@ -1,8 +1,9 @@
-"""The cells that were run, so that fresh ranks can be brought to where the old ones were.
+"""The cells that were run, so that fresh ranks can rerun them.
 
-A kernel is never told which cells a notebook has, nor in what order, only what was run. JupyterLab
-names the cell with each request: then a cell counts once, with what it said last, at the place
-where it was first run. Other clients give no name, and every request is a cell of its own.
+A kernel does not know which cells a notebook has, nor their order; it only gets execute requests.
+JupyterLab names the cell in each request: then the history has each cell once, with the code of
+its last run, at the position of its first run. Other clients give no name, so each of their
+requests counts as a separate cell.
 
 Example::
 
@@ -26,7 +27,7 @@ MAX_CELLS = 1000
 
 @dataclass(frozen=True)
 class Past:
-    """A cell as it was last run: In[number], what it ran, and whether it worked."""
+    """The last run of a cell: its number In[number], its code, and whether it succeeded."""
 
     number: int
     code: str
@@ -41,14 +42,14 @@ class History:
         self.forgotten = 0
 
     def note(self, key: str, number: int, code: str, *, ok: bool) -> None:
-        """Remember that cell `key` was run; the code may be empty, then only its place counts."""
+        """Record that cell `key` was run; if its code is empty, only its position matters."""
         self._cells[key] = Past(number, code, ok)
         if len(self._cells) > MAX_CELLS:
             del self._cells[next(iter(self._cells))]
             self.forgotten += 1
 
     def above(self, key: str) -> list[Past]:
-        """Cells that were first run before `key`, or all if it is new."""
+        """Cells with code that were first run before `key`, or all if `key` is new."""
         cells: list[Past] = []
         for name, past in self._cells.items():
             if name == key:

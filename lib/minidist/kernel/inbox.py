@@ -1,4 +1,4 @@
-"""What ranks send, while a cell runs and between cells: output, replies, questions of input()."""
+"""Receives what ranks send, during and between cells: output, replies, input() requests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 from minidist.kernel.cell import Cell
 from minidist.kernel.client import Client
 
-# Output outside of cells (threads, widgets): bytes from one cell to the next.
+# Limit of output outside of cells (threads, widgets): bytes between two cells.
 MAX_STRAY_BYTES = 4 * 1024 * 1024
-# Calls of input() of one rank in a cell, and bytes of one: they are kept until the cell ends.
+# Limits of input() for one rank in a cell: calls, and bytes of one call. All calls are kept until
+# the cell ends.
 MAX_INPUTS, MAX_INPUT_BYTES = 1000, 64 * 1024
-# Reading JSON of many small parts takes a second for 20 MiB, and nobody else is served meanwhile:
-# bytes of a reply, and of the output of a rank in a cell, that are read at all.
+# Parsing 20 MiB of JSON with many small parts takes a second, and the front serves nobody
+# meanwhile. So there are limits on what is parsed: bytes of a reply, and bytes of a rank's output
+# in a cell.
 MAX_REPLY_BYTES = 8 * 1024 * 1024
 MAX_READ_BYTES = 64 * 1024 * 1024
 _TOO_LARGE = {
@@ -25,9 +27,9 @@ _TOO_LARGE = {
 
 
 class Inbox:
-    """Hands each message of a rank to the cell or the client that it is for, or to nobody.
+    """Hands each message of a rank to the cell or the client that it is for, or drops it.
 
-    `send(channel, rank, frames)` sends a message to a rank, or to nobody if there is none.
+    `send(channel, rank, frames)` sends a message to a rank; it does nothing if there are no ranks.
 
     Attributes:
         cell: the cell that the ranks run, None between cells.
@@ -40,23 +42,23 @@ class Inbox:
         self._stray_left = MAX_STRAY_BYTES
 
     def end_cell(self) -> None:
-        """The cell is over; what comes from now on belongs to none."""
+        """The cell is over; messages that come from now on belong to no cell."""
         self.cell = None
         self._stray_left = MAX_STRAY_BYTES
 
     def expect(self, channel: str, idents: list[bytes], message: dict[str, Any]) -> None:
-        """Rank 0 has been sent this request of the client, and will reply to it."""
+        """Remember a client's request that is sent to rank 0, so that its reply is forwarded."""
         self._pending[message["header"]["msg_id"]] = (channel, idents, message)
 
     def give_up(self) -> None:
-        """Nobody is left who could reply."""
+        """Answer all remembered requests with `RankLost`, because no rank is left to reply."""
         for channel, idents, message in self._pending.values():
             self._client.reply(channel, idents, message, {"status": "error", "ename": "RankLost"})
             self._client.status("idle", message)
         self._pending.clear()
 
     def receive(self, channel: str, rank: int, frames: list[bytes]) -> None:
-        """Anything a rank sends; what is not a proper message is dropped."""
+        """Process a message from a rank; a malformed message is dropped."""
         with contextlib.suppress(ValueError):
             if channel == "iopub":
                 self._output(rank, frames)
@@ -89,7 +91,7 @@ class Inbox:
             size = sum(map(len, frames))
             starting = kind == "status" and not message["parent_header"]
             if rank == 0 and size <= self._stray_left and not starting:
-                self._unpack(message)  # raises where the notebook could not read it either
+                self._unpack(message)  # raises if it is not JSON: the notebook could not read it
                 self._stray_left -= size
                 self._client.forward("iopub", frames)
             return
@@ -124,7 +126,7 @@ class Inbox:
     # -- input() ---------------------------------------------------------------------------------
 
     def _asks(self, rank: int, message: dict[str, Any]) -> None:
-        """input() in a cell is asked once; every rank gets the same answer."""
+        """Show each input() of a cell to the user once; every rank gets the same answer."""
         cell = self.cell
         assert cell is not None
         waiting = cell.inputs.setdefault(rank, [])
@@ -142,7 +144,7 @@ class Inbox:
             self._client.forward("stdin", frames)
 
     def typed(self, message: dict[str, Any]) -> None:
-        """The user has answered."""
+        """The user has answered an input(): pass the answer to the ranks that have asked."""
         cell = self.cell
         if cell is None:
             return

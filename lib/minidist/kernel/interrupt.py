@@ -1,4 +1,4 @@
-"""Interrupting a cell on all ranks, and making the ranks fit to communicate afterwards."""
+"""Interrupts a cell on all ranks, and makes the ranks able to communicate again afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from minidist.kernel.cell import Cell
 from minidist.kernel.ranks import Ranks
 from minidist.kernel.watch import places_of, states_of
 
-# After an interrupt: when a rank still blocked is cut off from its peers, and when it is killed.
+# Seconds after an interrupt at which a rank that is still blocked is cut off from its peers, and
+# at which it is killed.
 CUT_AFTER_S = 0.7
 KILL_AFTER_S = 5.0
 # A rank that has reacted may need longer to write its traceback when the machine is busy.
@@ -17,7 +18,10 @@ REPORT_WITHIN_S = 30.0
 
 
 async def interrupt(cell: Cell, ranks: Ranks) -> None:
-    """KeyboardInterrupt on every rank that runs; what does not react is cut, then given up."""
+    """Raise KeyboardInterrupt on every rank that runs.
+
+    A rank that does not react is first cut off from its peers; later all ranks are given up.
+    """
     cell.interrupted = True
     start = time.monotonic()
     await ranks.ask_all(cell.unfinished, "interrupt")
@@ -39,7 +43,7 @@ async def interrupt(cell: Cell, ranks: Ranks) -> None:
             cell.stop("rank_lost", "RankLost", f"{text}; all ranks were killed", states)
             return
         if now >= next_cut:
-            if again:  # not at once: it would break off the report of the first one
+            if again:  # not at the first cut: it would break off the first interrupt's traceback
                 await ranks.ask_all(cell.unfinished, "interrupt")
             cell.cut = True
             await ranks.ask_all(cell.unfinished, "cut")
@@ -48,10 +52,11 @@ async def interrupt(cell: Cell, ranks: Ranks) -> None:
 
 
 async def recover(cell: Cell, ranks: Ranks) -> str:
-    """Make the ranks fit to communicate again; returns what was done, for the user.
+    """Make the ranks able to communicate again; returns what was done, as a text for the user.
 
-    An interrupted collective would pair with its peers' next one and give wrong sums, so unless all
-    ranks stand at the same point with nothing under way, process groups are destroyed.
+    An interrupted collective would pair with the peers' next collective and give wrong sums. So
+    process groups are destroyed, unless no rank was cut off, all ranks have started the same number
+    of collectives, and none is pending.
     """
     if cell.broken is not None:
         return ""

@@ -1,4 +1,4 @@
-"""The launcher's process as the front sees it: how it was started, its last words, its end."""
+"""The launcher's process as the front sees it: its start, its last output, its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TAIL_BYTES = 8000
 
 
 class LauncherProcess:
-    """A launcher: a new process, in the box where there is one."""
+    """A launcher: a new process, inside the sandbox if there is one."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -30,10 +30,10 @@ class LauncherProcess:
         return self._process is not None
 
     async def start(self, config: dict[str, Any]) -> None:
-        """Start it with what `launcher.py` reads from its standard input.
+        """Start the launcher; `launcher.py` reads `config` from its standard input.
 
         Raises:
-            RuntimeError: it could not be started, or was ended meanwhile.
+            RuntimeError: the process could not be started.
         """
         options = self._options
         try:
@@ -58,7 +58,7 @@ class LauncherProcess:
         asyncio.get_running_loop().add_reader(fd, self._drain, fd)
 
     def _drain(self, fd: int) -> None:
-        """Keep the end of what launcher and ranks write past Jupyter; it explains failed starts."""
+        """Keep the end of what launcher and ranks print directly: it explains failed starts."""
         try:
             data = os.read(fd, 65536)
         except BlockingIOError:
@@ -79,13 +79,13 @@ class LauncherProcess:
         return None if self._process is None else self._process.pid
 
     def exit(self) -> str | None:
-        """How it has ended, in words; None while it runs, or before it was started."""
+        """How the launcher has ended, in words; None before its start and while it runs."""
         if self._process is None or self._process.poll() is None:
             return None
         return describe_exit(self._process.poll() or 0)
 
     def end(self) -> None:
-        """End it and everything below it."""
+        """Kill the launcher's process group and all descendants of this process."""
         process = self._process
         if process is None:
             return

@@ -1,7 +1,7 @@
-"""The line between the front and a rank's companion thread: JSON objects, one a line, bounded.
+"""The link from the front to the launcher or a rank's companion thread: JSON lines of bounded size.
 
-It is a plain unix socket, not zmq: the operating system closes it when the process at the other end
-dies, so a lost rank is noticed at once.
+The link is a plain unix socket, not zmq, because the operating system closes it when the process at
+the other end dies. So the front notices a lost rank at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def token(key: bytes, who: str, generation: int) -> str:
 
 
 def socket_name(generation: int, channel: str, rank: int) -> str:
-    """File name of a rank's zmq socket; another generation has other names."""
+    """File name of a rank's zmq socket; each generation has different names."""
     return f"{generation}-{channel}-{rank}"
 
 
@@ -39,7 +39,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The message in `line`; an empty one when it is not a JSON object."""
+    """The message in `line`, or an empty message if `line` is not a JSON object."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -48,7 +48,7 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 class Link:
-    """The inner end: blocking, used by the launcher and by each rank's companion thread."""
+    """The blocking end of the link, used by the launcher and by each rank's companion thread."""
 
     def __init__(self, run_dir: str, key: bytes, who: str, generation: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

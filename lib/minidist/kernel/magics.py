@@ -12,12 +12,12 @@ _RANK = re.compile(r"%%ranks?(?:[ \t]+(?P<ranks>[^\n]*))?$")
 _RESTART = re.compile(r"%restart_ranks(?:[ \t]+(?P<words>[^\n]*))?$")
 _SHOW = re.compile(r"%ranks$")
 _DEBUG = re.compile(r"%debug$")
-# Not str.isdigit: it is true of superscripts, which int() refuses, and of any length.
+# Not str.isdigit, which also accepts superscripts, which int() refuses, and numbers of any length.
 _NUMBER = re.compile(r"[0-9]{1,6}\Z")
 
 
 class MagicError(ValueError):
-    """A magic of ours was written wrongly; the message says how to write it."""
+    """One of the front's magics was written wrongly; the message says how to write it."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Plan:
         count: how many fresh ranks; None for as many as before.
         rerun: whether they run the cells above first.
         show: whether to show the table of ranks.
-        debug: whether to run it on the rank that failed last.
+        debug: whether to run the code on the lowest rank that failed last.
     """
 
     code: str
@@ -56,10 +56,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def read(code: str, count: int, least: int = 1, *, fixed: bool = False) -> Plan:
-    """The plan of a cell that is to run on `count` ranks; fresh ones must be `least` or more.
+    """The plan of a cell for `count` ranks; `%restart_ranks` must ask for `least` ranks or more.
 
-    Where the ranks are `fixed`, because who started the kernel decides on them, `%restart_ranks`
-    is left out and the rest of the cell is run.
+    If the ranks are `fixed`, because the program that started the kernel decides on them,
+    `%restart_ranks` is ignored and the rest of the cell is run.
 
     Raises:
         MagicError: a `%%rank` or `%restart_ranks` line cannot be understood.
@@ -95,14 +95,15 @@ def read(code: str, count: int, least: int = 1, *, fixed: bool = False) -> Plan:
     ranks = _numbers(match["ranks"] or "")
     if not ranks or ranks[-1] >= count:
         raise MagicError(f"%%rank: expected ranks from 0 to {count - 1}, got {match['ranks']!r}")
-    # A cell magic must stay on the first line; otherwise a comment keeps line numbers right.
+    # A comment in place of `%%rank` keeps line numbers right. It is left out if a cell magic
+    # follows, which must be on the first line.
     if not rest.lstrip("\n").startswith("%%"):
         rest = f"# {first}\n{rest}"
     return Plan(code=rest, ranks=tuple(ranks))
 
 
 def without_restart(code: str) -> str:
-    """The code of a cell less a first line that starts fresh ranks.
+    """The code of a cell without its first line, if that is `%restart_ranks`.
 
     >>> without_restart("%restart_ranks 3\\nx = 1"), without_restart("x = 1")
     ('x = 1', 'x = 1')

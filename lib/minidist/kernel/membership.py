@@ -1,8 +1,9 @@
-"""The job of several nodes that a kernel is part of: its size, where it meets, what it may know.
+"""A job of several nodes that serve one kernel: its size, its address, its secret, its keys.
 
-Everything comes from the environment, and the first variable that says something wins: MINIDIST_*,
-then torchrun's own (PET_*), then Slurm's. One secret that all nodes share gives two key pairs, the
-front's and the nodes'; each end lets in nobody who cannot show the other's.
+Everything comes from the environment; the first variable that is set wins: MINIDIST_*, then
+torchrun's own (PET_*), then Slurm's. Two key pairs are derived from one secret that all nodes
+share: the front's and the nodes'. The front accepts only the nodes' key, and a node only the
+front's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DEFAULT_PORT = 29500  # torchrun's
 MAX_NODES = 1024
 MIN_SECRET_CHARS = 32
 _SIOCGIFADDR = 0x8915
-# An address that no network has (RFC 5737); asked for, the system names the default interface.
+# An address that no network has (RFC 5737): the system's route to it names the default interface.
 _ANYWHERE = "192.0.2.1"
 
 
@@ -39,9 +40,10 @@ class Job:
     """Several nodes that serve one kernel.
 
     Attributes:
-        node: this one's number; the front runs on node 0.
-        host, port: where the front listens, as every node can reach it.
-        secret: what the launching script gave all nodes, or empty; then secret_file holds it.
+        node: this node's number; the front runs on node 0.
+        host, port: where the front listens; every node can reach this address.
+        secret: the secret that the launching script gave all nodes; if it is empty, secret_file
+        holds the secret.
     """
 
     num_nodes: int
@@ -56,12 +58,12 @@ class Job:
 
     @property
     def address(self) -> str:
-        """Where nodes connect."""
+        """The address to which nodes connect."""
         return f"tcp://{endpoint(self.host, self.port)}"
 
     @property
     def listen_address(self) -> str:
-        """Where the front binds: a name may mean a loopback address on its own machine."""
+        """The address that the front binds: not its own host name, which may mean loopback."""
         if self.host == "localhost":
             return f"tcp://127.0.0.1:{self.port}"
         return self.address if _is_literal(self.host) else f"tcp://*:{self.port}"
@@ -69,7 +71,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one node does for a generation: its own ranks, and where torch's agents meet."""
+    """One node's part of a generation: its own ranks, and the address where torch's agents meet."""
 
     num_nodes: int
     node: int
@@ -84,7 +86,7 @@ class Share:
 
 
 def divide(job: Job, count: int, port: int) -> list[Share]:
-    """`count` ranks over all nodes, the same number on each, or one more on the first ones.
+    """Divide `count` ranks among all nodes: equally, or with one more on each of the first nodes.
 
     >>> job = Job(num_nodes=2, node=0, host="n1", port=1)
     >>> [share.ranks for share in divide(job, 5, 2)]
@@ -107,10 +109,10 @@ def divide(job: Job, count: int, port: int) -> list[Share]:
 
 
 class Keys:
-    """The CURVE keys of a job, made from its secret; each end knows both pairs.
+    """The CURVE keys of a job, derived from its secret; each end knows both pairs.
 
     Raises:
-        ValueError, OSError: the secret is too short, or its file is not only ours.
+        ValueError, OSError: the secret is too short, or other users own or may use its file.
     """
 
     def __init__(self, job: Job) -> None:
@@ -132,11 +134,11 @@ class Keys:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the secret's file was made here."""
+        """Whether this object has created the secret's file."""
         return bool(self._created)
 
     def forget(self) -> None:
-        """Remove the secret's file, if it was made here."""
+        """Remove the secret's file, if this object has created it."""
         if self._created:
             with contextlib.suppress(OSError):
                 os.unlink(self._created)
@@ -148,11 +150,11 @@ def _key(secret: str, who: str) -> bytes:
 
 
 def _read_or_create(path: str) -> tuple[str, bool]:
-    """The secret in the file, and whether this call has made it: the first node to look does."""
+    """The secret, and whether this call has created its file: the first node to look creates it."""
     for _ in range(2):
         with contextlib.suppress(FileNotFoundError):
             return _read(path), False
-        # Under another name first, so that nobody reads half of it.
+        # Write under a temporary name first, so that no node reads half of the secret.
         draft, text = f"{path}.{secrets.token_hex(8)}", secrets.token_hex(32)
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -230,7 +232,7 @@ def _endpoint(environment: Mapping[str, str]) -> tuple[str, int]:
         port = _first(environment, "PET_MASTER_PORT", "MASTER_PORT")[1]
         nodes = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")[1]
         host = host or first_host(nodes)
-    if not port:  # jobs of other users may run on the same nodes
+    if not port:  # depends on the job: other users' jobs may run on the same nodes
         job = environment.get("SLURM_JOB_ID", "")
         port = str(20000 + int(job) % 10000) if job.isdecimal() else str(DEFAULT_PORT)
     host = host.strip("[]")
@@ -246,7 +248,7 @@ def _endpoint(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _secret(environment: Mapping[str, str]) -> tuple[str, str]:
-    """(secret, file that has it): one of them is empty."""
+    """(secret, path of the file that holds it): one of the two is empty."""
     if text := environment.get("MINIDIST_SECRET", "").strip():
         return text, ""
     path = environment.get("MINIDIST_SECRET_FILE", "").strip()
@@ -262,7 +264,7 @@ def _secret(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def first_host(text: str) -> str:
-    """The first of Slurm's list of nodes, which is node 0.
+    """The first host in Slurm's list of nodes, which is node 0.
 
     >>> first_host("gpu[003-004,007],cpu1"), first_host("n1,n2"), first_host("")
     ('gpu003', 'n1', '')
@@ -277,7 +279,7 @@ def first_host(text: str) -> str:
 def rank_environment(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a launcher: without the secret, with the interface for gloo.
 
-    Left to itself, gloo listens where the host's own name leads, often to a loopback address.
+    By default, gloo listens at the address of the host's own name, often a loopback address.
     """
     hidden = ("MINIDIST_SECRET", "MINIDIST_SECRET_FILE")
     result = {key: value for key, value in environment.items() if key not in hidden}
@@ -293,11 +295,11 @@ def _is_literal(host: str) -> bool:
 
 
 def _interface(job: Job) -> str | None:
-    """The network interface over which this node reaches the others; None if it has no name."""
+    """The name of the network interface that leads to the other nodes; None if none is found."""
     with contextlib.suppress(OSError):
         mine = _address_towards(job.host)
         if mine.startswith("127.") and not _is_literal(job.host) and job.host != "localhost":
-            mine = _address_towards(_ANYWHERE)  # node 0's own name leads to itself
+            mine = _address_towards(_ANYWHERE)  # on node 0, whose name means loopback
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             for _, name in socket.if_nameindex():
                 with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the front is told: the command line, the launcher's file and Jupyter's connection file."""
+"""The front's options, from the command line, the launcher's file and the environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from minidist.kernel.membership import Job, rank_environment, read_job
 from minidist.kernel.rank_count import DEFAULT_RANKS, count_ranks
 
-# A unix socket's path has at most 107 bytes; ours add up to 40 to the directory's.
+# A unix socket's path has at most 107 bytes; our file names add up to 40 to the directory's path.
 MAX_RUN_DIR_BYTES = 66
 
 
@@ -24,13 +24,14 @@ class Options:
     Attributes:
         connection_file: Jupyter's file with addresses and key of this kernel.
         num_ranks: how many ranks a cell runs on.
-        job: the nodes that they run on; None for this one alone.
-        prefix: argv put before the launcher's own, such as a sandbox's; may be empty.
+        job: the nodes that the ranks run on; None for this node alone.
+        prefix: a command put before the launcher's own, such as a sandbox's; may be empty.
         env: whole environment of the launcher; None passes the front's on.
         cwd: directory in which the launcher starts; None keeps the front's.
         run_dir: directory of the sockets that ranks connect to; None makes a fresh private one.
-        fixed_ranks: cells cannot ask for fresh ranks; a grader does, by a message of its own.
-        client: pid of the process that starts the front and that it ends with; None: Jupyter's.
+        fixed_ranks: cells cannot ask for fresh ranks; a grader can, with a `minidist_request`.
+        client: pid of the process that starts the front; the front ends when that process ends.
+            None: Jupyter's client.
         deadline_s: longest time of one cell in seconds; None sets no limit.
     """
 
@@ -56,7 +57,7 @@ class Options:
 
 
 def check_run_dir(path: str) -> None:
-    """Raises ValueError where sockets in `path` could not be bound."""
+    """Raise ValueError if sockets in `path` could not be bound."""
     size = len(os.fsencode(path))
     if not os.path.isabs(path) or size > MAX_RUN_DIR_BYTES or not os.path.isdir(path):
         raise ValueError(
@@ -75,7 +76,7 @@ def make_run_dir() -> str:
 
 
 def parse(argv: list[str]) -> Options:
-    """Options from the command line; arguments that are not ours are ignored, as Jupyter adds some.
+    """Options from the command line; unknown arguments are ignored, because Jupyter adds some.
 
     Raises:
         ValueError: a value or the launcher's file is not of the form described in `Options`.
@@ -112,7 +113,7 @@ def parse(argv: list[str]) -> Options:
         client=launcher.get("client"),
         deadline_s=known.deadline,
         rank_init=(os.environ if env is None else env).get("MINIDIST_RANK_INIT"),
-        # What a grader starts owes nothing to any other process.
+        # If the launcher's file gives an environment, as a grader's does, only that one counts.
     )
 
 

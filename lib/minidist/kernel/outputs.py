@@ -1,8 +1,9 @@
-"""One cell's output: rank 0's as it comes, the others' where they differ, all of it bounded.
+"""Merges the ranks' output of one cell, within bounds.
 
-Rank 0 streams through untouched. What another rank prints is held back: if it turns out the same as
-rank 0's there is nothing to tell but that; as soon as it differs it is shown, each line labelled.
-Figures and HTML of other ranks, where they differ, end up folded under the cell.
+The output of the lowest rank passes through at once, unchanged. What the other ranks print is held
+back. If it is the same as the lowest rank's, only this fact is shown; as soon as it differs, it is
+shown with a label on each line. Figures and HTML of the other ranks are shown, if they differ,
+folded under the cell.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any
 
 from minidist.kernel.text import Screen
 
-# Characters of printed text per stream, rank and cell: as they end up on the screen, and as they
-# come (redrawn lines included); bytes of figures and other rich output per cell, of the lowest
-# rank and of all others together.
+# Limits of printed text, in characters per stream, rank and cell: as it stands on the screen, and
+# as it was sent (redrawn lines included). Limit of figures and other rich output, in bytes per
+# cell: one for the lowest rank, one for all other ranks together.
 MAX_TEXT = 1024 * 1024
 MAX_RAW_TEXT = 16 * MAX_TEXT
 MAX_RICH_BYTES = 32 * 1024 * 1024
 
-# As many equal lines at the beginning of another rank's output are not shown once more.
+# If a rank's output begins with this many lines of the lowest rank, or more, they are not repeated.
 MIN_SAME_LINES = 5
-# Looks for which other ranks' lines wait for the end of a line that the lowest rank has begun.
+# Calls of `tick` for which other ranks' lines wait until the lowest rank ends a line it has begun.
 MAX_WAITED = 10
 
 Publish = Callable[[str, dict[str, Any]], None]
@@ -58,7 +59,7 @@ class _Text:
 
 
 def _same_lines(own: str, reference: str) -> tuple[int, int]:
-    """(characters, lines) at the beginning that need no second showing; zeros for just a few."""
+    """(characters, lines) at the beginning that need not be repeated; zeros if they are few."""
     low, high = 0, min(len(own), len(reference))  # bisection: comparing slices is fast
     while low < high:
         middle = (low + high + 1) // 2
@@ -86,9 +87,9 @@ class Outputs:
     """Merges the outputs of `ranks` for one cell.
 
     Args:
-        ranks: ranks that run the cell; the lowest one's output is shown plain.
+        ranks: ranks that run the cell; the output of the lowest ("plain") rank has no labels.
         publish: sends a message of the given type and content to the notebook.
-        forward: passes a message of the plain rank on as it is.
+        forward: passes a message of the plain rank on unchanged.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Outputs:
         self._publish, self._forward = publish, forward
         self._texts: dict[tuple[int, str], _Text] = {}
         self._pictures: dict[int, list[str]] = {rank: [] for rank in self.ranks}
-        self._rich_left = {True: MAX_RICH_BYTES, False: MAX_RICH_BYTES}  # of the plain rank?
+        self._rich_left = {True: MAX_RICH_BYTES, False: MAX_RICH_BYTES}  # plain rank's?
         self._rich_dropped = 0
         self._open: set[str] = set()  # streams in which the plain rank is in the middle of a line
         self._waited = 0
@@ -128,7 +129,7 @@ class Outputs:
             plain = data.get("text/plain")
             text = f"{plain if isinstance(plain, str) else ''}\n"
             held = self._text(rank, "stdout")
-            if rank == self.plain:  # its own display is shown, so nothing of it is lost here
+            if rank == self.plain:  # the display itself is shown, so the cut loses nothing
                 text = text[: max(0, MAX_TEXT - held.screen.length)]
             held.add(text)
             if picture := _picture(data) if fits else "":
@@ -142,11 +143,11 @@ class Outputs:
             return
         self._rich_left[rank == self.plain] -= size
         if rank == self.plain:
-            self._open.clear()  # text after a figure begins anew
+            self._open.clear()  # text after a figure begins a new line
             self._forward(frames)
 
     def drop(self, rank: int, kind: str, size: int) -> None:
-        """Output of so many bytes that nobody has read, as there was too much before."""
+        """Count `size` bytes of output that were not read, because the rank had sent too much."""
         if rank not in self.ranks:
             return
         if kind == "stream":
@@ -155,13 +156,13 @@ class Outputs:
             self._rich_dropped += size
 
     def tick(self) -> None:
-        """Show what certainly differs from the plain rank by now; called while the cell runs."""
+        """Show output that already differs from the plain rank's; called while the cell runs."""
         self._waited = self._waited + 1 if self._open else 0
         for (rank, name), held in list(self._texts.items()):
             if rank == self.plain or held.screen.length == held.shown:
                 continue
             if name in self._open and self._waited <= MAX_WAITED:
-                continue  # not into the middle of a line
+                continue  # do not print into the middle of a line
             own, reference = held.screen.lines(), self._text(self.plain, name).screen.lines()
             differs = held.shown or not (own.startswith(reference) or reference.startswith(own))
             if differs and len(own) > held.shown:
@@ -200,7 +201,7 @@ class Outputs:
             self._tell(f"figures and other rich output cut after {MAX_RICH_BYTES} bytes")
 
     def _show_pictures(self) -> set[int]:
-        """Show what other ranks displayed, folded, where it differs; returns those ranks."""
+        """Show, folded, the other ranks' displays that differ; returns the ranks that differ."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for rank, pictures in self._pictures.items():
             if pictures and pictures != self._pictures[self.plain]:
@@ -215,7 +216,7 @@ class Outputs:
         return {rank for ranks in groups.values() for rank in ranks}
 
     def _show(self, ranks: list[int], name: str, text: str, num_same_lines: int) -> None:
-        """Show `text` labelled, after `num_same_lines` that are only counted."""
+        """Show `text` with labels; the `num_same_lines` lines before it are only counted."""
         mark = f"[{label(ranks)}] "
         lines = text.removesuffix("\n").split("\n") if text else []
         if num_same_lines:

@@ -1,6 +1,6 @@
-"""How many ranks the kernel "torchrun (auto)" starts on a node: what this machine, or job, is for.
+"""How many ranks the kernel "torchrun (auto)" starts on a node.
 
-The first of these that says something: MINIDIST_RANKS; PET_NPROC_PER_NODE, torchrun's own variable;
+The first of these that gives a number above 0: MINIDIST_RANKS; torchrun's own PET_NPROC_PER_NODE;
 the GPUs of CUDA_VISIBLE_DEVICES, of the Slurm job, of the machine; the tasks of the Slurm job; 2.
 """
 
@@ -26,7 +26,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 def _num_gpus(environment: Mapping[str, str]) -> int:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:  # as CUDA reads it: what follows an invalid entry is not seen
+    if visible is not None:  # as in CUDA, entries after an invalid one do not count
         names = [name.strip() for name in visible.split(",")]
         return next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
     on_node = environment.get("SLURM_GPUS_ON_NODE", "").strip()

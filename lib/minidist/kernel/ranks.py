@@ -30,14 +30,15 @@ from minidist.processes.tree import (
 START_DEADLINE_S = 60.0
 # Many nodes that read torch from one file system at once take longer.
 NODES_START_DEADLINE_S = 180.0
-# A closed line says that a rank has ended, the launcher also how; on a busy machine it needs time.
+# A closed link shows that a rank has ended. Only the launcher says how, and on a busy machine that
+# may take this long.
 LAST_WORD_S = 10.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-# Messages of a rank that wait to be read; more wait on the rank's side. zmq counts messages, not
-# bytes, so its own thousand would be 60 GiB of the front's memory.
+# Messages of a rank that may wait in the front; further messages wait in the rank. zmq counts
+# messages, not bytes: its default of 1000 could take 60 GiB of the front's memory.
 MAX_WAITING = {"iopub": 16, "shell": 4, "control": 4, "stdin": 4}
-MAX_NAMELESS = 32  # lines on which nobody has said who it is
-# zmq ends the whole process when it can accept no further connection, so before that the ranks end.
+MAX_NAMELESS = 32  # links whose other end has not yet said who it is
+# zmq ends the whole process if it cannot accept a connection. So the ranks are ended before that.
 MAX_FILES, FILES_PER_RANK = 512, 32
 CHANNELS = {"shell": zmq.DEALER, "control": zmq.DEALER, "stdin": zmq.DEALER, "iopub": zmq.PULL}
 
@@ -47,9 +48,10 @@ _CROWDED = "the ranks were ended: their processes had opened hundreds of connect
 class Ranks:
     """Starts ranks and carries messages to and from them; one launcher serves many generations.
 
-    `on_message(channel, rank, frames)` is called for each message from a rank, the next one is read
-    when what it returns has come, and `on_lost(rank or None, text)` once per generation, when a
-    rank or the launcher has ended. Where there are other nodes, these are this node's ranks.
+    `on_message(channel, rank, frames)` is called for each message from a rank; if it returns an
+    awaitable, the next message is read after that. `on_lost(rank or None, text)` is called once per
+    generation, when a rank or the launcher has ended. If there are several nodes, these are this
+    node's ranks.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Ranks:
         self._start_error = ""
         self._changed = asyncio.Event()
         self._closed = False
-        self._running = False  # whether the present generation is wanted
+        self._running = False  # whether the present generation is started, and not lost or stopped
         self._nameless = 0
         self._server: asyncio.Server | None = None
 
@@ -98,10 +100,10 @@ class Ranks:
         return len(self.ready) == len(self._awaited)
 
     async def start(self, count: int, generation: int, share: Share | None = None) -> None:
-        """Bind, start the launcher if there is none, have it start ranks, wait for every one.
+        """Bind sockets, start the launcher if there is none, let it start ranks, wait for them all.
 
         Args:
-            share: this node's part of the `count` ranks, where there are several nodes.
+            share: this node's part of the `count` ranks, if there are several nodes.
 
         Raises:
             RuntimeError: not all ranks were ready in time; the message says what is missing.
@@ -138,17 +140,17 @@ class Ranks:
             self._changed.clear()
 
     def _bind(self) -> None:
-        """Raises RuntimeError where a socket cannot be made."""
+        """Bind all sockets; raises RuntimeError if one of them cannot be bound."""
         try:
             self._bind_all()
-        except zmq.ZMQError as error:  # which is no OSError
+        except zmq.ZMQError as error:  # not an OSError
             raise RuntimeError(
                 f"The sockets of {len(self._here)} ranks cannot be made in {self._run_dir}: {error}"
             ) from None
 
     def _bind_all(self) -> None:
-        # In a directory that the caller chose, its mode is the guard: a sandbox may run as
-        # another user, who must be able to write to the sockets.
+        # In a directory that the caller chose, the mode of the directory protects the sockets: a
+        # sandbox may run as a different user, who must be able to write to them.
         shared = self._options.run_dir is not None
         if not shared:  # somebody may have cleaned /tmp
             with contextlib.suppress(OSError):
@@ -161,7 +163,7 @@ class Ranks:
                 sock.rcvhwm = MAX_WAITING[channel]
                 sock.maxmsgsize = MAX_MESSAGE_BYTES
                 if kind == zmq.DEALER:
-                    sock.routing_id = b"front"  # one name on shell and stdin: input() needs it
+                    sock.routing_id = b"front"  # the same on shell and stdin: input() needs it
                 path = f"{self._run_dir}/{socket_name(self.generation, channel, rank)}"
                 sock.bind(f"ipc://{path}")
                 if shared:
@@ -171,7 +173,10 @@ class Ranks:
                     self._readers.append(asyncio.create_task(self._read(channel, rank, sock)))
 
     def has_link(self) -> bool:
-        """Whether new ranks would find their way here; its folder may have been cleaned away."""
+        """Whether the link's socket file, which new ranks need, is still there.
+
+        Somebody may have cleaned its folder away.
+        """
         return os.path.exists(f"{self._run_dir}/{LINK_NAME}")
 
     async def _open_link(self) -> None:
@@ -250,7 +255,7 @@ class Ranks:
             self._changed.set()
             while line := await reader.readline():
                 self._link_message(who, decode(line))
-                await asyncio.sleep(0)  # lines that have come already do not let others have a turn
+                await asyncio.sleep(0)  # reading lines that are here already lets no other task run
         except (OSError, ValueError, TimeoutError, asyncio.CancelledError):
             pass  # ValueError: a line beyond the limit; cancelled: the front itself ends
         finally:
@@ -281,7 +286,10 @@ class Ranks:
         self._changed.set()
 
     def _is_answer(self, who: Collection[str], message: dict[str, Any]) -> bool:
-        """Hand the message to the one who has asked one of `who`, if there is such a question."""
+        """Whether the message has the id of an open question.
+
+        It is handed to the task that has asked, if that task has asked one of `who`.
+        """
         identifier = message.get("id")
         if not isinstance(identifier, int) or identifier not in self._answers:
             return False
@@ -298,7 +306,7 @@ class Ranks:
         return True
 
     async def ask(self, rank: int, do: str, timeout_s: float = 0.5) -> dict[str, Any] | None:
-        """A companion thread's answer; None when it gave none in time."""
+        """A companion thread's answer; None if it gave none in time."""
         return await self._ask(str(rank), do, timeout_s)
 
     async def _ask(self, who: str, do: str, timeout_s: float) -> dict[str, Any] | None:
@@ -339,8 +347,9 @@ class Ranks:
             self._start_error = self._start_error or text
 
     async def _link_lost(self, rank: int) -> None:
-        """A rank's line was closed, so it has ended; how comes from the launcher, if it can."""
-        await asyncio.sleep(LAST_WORD_S)  # its word ends this task, as it ends the generation
+        """A rank's link was closed, so the rank has ended; the launcher may still say how."""
+        # The launcher's report ends the generation, and this task with it.
+        await asyncio.sleep(LAST_WORD_S)
         self._tell_lost(rank, f"rank {rank} ended")
 
     async def _watch_launcher(self) -> None:
@@ -352,7 +361,7 @@ class Ranks:
                 self._start_error = f"{_CROWDED} while the ranks started"
                 self._tell_lost(None, _CROWDED)
                 return
-        await asyncio.sleep(0.3)  # a rank's own end, if that was the cause, comes first
+        await asyncio.sleep(0.3)  # if a rank's end was the cause, report that first
         self._tell_lost(None, f"the launcher of the ranks ended with {how}")
 
     def _tell_lost(self, rank: int | None, text: str) -> None:
@@ -361,7 +370,7 @@ class Ranks:
             self._on_lost(rank, text)
 
     def node_of(self, rank: int) -> str:
-        """Words for the node that the rank runs on; empty where there is only this one."""
+        """The name of the node that the rank runs on; empty if there is only this node."""
         return ""
 
     def alive(self, rank: int) -> bool:
@@ -369,7 +378,7 @@ class Ranks:
         return self._running and writer is not None and not writer.is_closing()
 
     async def stop(self) -> bool:
-        """End the ranks; returns whether the launcher did, and can start others."""
+        """End the ranks; returns whether the launcher confirmed it and can start fresh ranks."""
         self._unbind()
         if self._closed or self._launcher.exit():
             return False
@@ -380,7 +389,7 @@ class Ranks:
         return await self._ask("launcher", do, timeout_s)
 
     def _unbind(self) -> None:
-        """Have nothing more to do with the present generation."""
+        """Close sockets, readers and links of the present generation."""
         self._running = False
         for task in self._readers:
             task.cancel()
@@ -393,7 +402,7 @@ class Ranks:
             self._writers.pop(who).close()
 
     def _unlink(self) -> None:
-        """Take the sockets' names away: who is not connected by now has nothing to say."""
+        """Remove the sockets' files, so that no process that is not connected yet can connect."""
         for channel, rank in self._sockets:
             with contextlib.suppress(OSError):
                 os.unlink(f"{self._run_dir}/{socket_name(self.generation, channel, rank)}")
@@ -416,7 +425,7 @@ class Ranks:
 
 
 def descendants_to_reap() -> list[int]:
-    """Direct children of this process that have ended: orphans that it had adopted."""
+    """Direct children of this process, adopted orphans included; `reap` takes those that ended."""
     try:
         text = open(f"/proc/self/task/{os.getpid()}/children").read()  # noqa: SIM115
     except OSError:

@@ -9,7 +9,7 @@ from minidist.kernel.cell import printable
 
 
 def ok(reply: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
-    """A cell that worked; `reply` is the plain rank's own, `states` says how each rank ended."""
+    """Content for a cell that succeeded, from the plain rank's `reply` and the ranks' `states`."""
     keep = {
         key: reply[key]
         for key in ("payload", "user_expressions")
@@ -24,11 +24,11 @@ def ok(reply: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-MAX_DEPTH = 50  # of lists and objects in a part of a reply; the reader may have less room than we
+MAX_DEPTH = 50  # of nested lists and objects in a reply; the reader's limit may be lower than ours
 
 
 def _can_be_sent(value: Any) -> bool:
-    """Whether a part of a rank's reply can go into a message: no surrogates, no nan, not deep."""
+    """Whether a part of a reply can be sent: no lone surrogates, no nan, not nested too deeply."""
     if not _is_shallow(value, MAX_DEPTH):
         return False
     try:
@@ -46,7 +46,7 @@ def _is_shallow(value: Any, left: int) -> bool:
 
 
 def error(kind: str, ename: str, text: str, states: list[dict[str, Any]]) -> dict[str, Any]:
-    """A cell that did not work: `kind` is error, hang, deadline or rank_lost."""
+    """Content for a cell that failed: `kind` is error, hang, deadline or rank_lost."""
     return {
         "status": "error",
         "ename": ename,

@@ -1,4 +1,6 @@
-r"""Printed text as a terminal would show it: of a line redrawn after a carriage return, the last.
+r"""Printed text as a terminal would show it: of a redrawn line, only the last drawing.
+
+A line is redrawn after a carriage return.
 
 Example::
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 
 def settle(text: str) -> str:
-    """What is left to see of `text`: each line's last drawing."""
+    """`text` with only the last drawing of each line."""
     if "\r" not in text:
         return text
     lines = text.replace("\r\n", "\n").split("\n")
@@ -23,10 +25,10 @@ def settle(text: str) -> str:
 
 
 def fold(chunk: str) -> str:
-    r"""A piece of a stream without drawings that would be gone before anybody sees them.
+    r"""A piece of a stream without the drawings that the same piece overwrites.
 
-    Unlike `settle`, it keeps what tells that the piece redraws a line which began before it, or
-    that the next piece will redraw its last line.
+    Unlike `settle`, it keeps the carriage return that redraws a line from before this piece, and
+    the one at the end, which lets the next piece redraw the last line.
 
     >>> fold("\r1%\r2%"), fold("9%\r10%\nnext 1\rnext 2\r")
     ('\r2%', '\r10%\nnext 2\r')
@@ -41,7 +43,7 @@ def fold(chunk: str) -> str:
 
 
 class Screen:
-    """Text that is printed piece by piece, kept settled, so that a progress bar stays one line.
+    """Text that is printed piece by piece; `settle` is applied, so a progress bar stays one line.
 
     Attributes:
         length: characters kept.
@@ -74,7 +76,7 @@ class Screen:
             self._line_length += len(tail)
 
     def lines(self) -> str:
-        """The whole lines; what has been returned once is the beginning of all later results."""
+        """The complete lines; every later result begins with the earlier results."""
         if len(self._done) > 1:
             self._done = ["".join(self._done)]
         return self._done[0] if self._done else ""

@@ -1,4 +1,4 @@
-"""Watches a running cell: output to show meanwhile, hangs, the cell's deadline."""
+"""Watches a running cell: shows new output, detects hangs, applies the cell's deadline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minidist.kernel.ranks import Ranks
 
 FIRST_LOOK_S = 1.0
 LOOK_EVERY_S = 0.5
-# Ranks that stand still this long and wait for what cannot come are a hang.
+# It is a hang if ranks stand still for this long and wait for something that cannot come.
 HANG_AFTER_S = 3.0
 
 
@@ -37,7 +37,7 @@ class Watch:
         return max(0.0, min(times) - time.monotonic())
 
     async def look(self) -> None:
-        """Show what is new, and end the cell where it hangs or has run out of time."""
+        """Show new output, and end the cell if it hangs or is past its deadline."""
         now = time.monotonic()
         late = self._end is not None and now >= self._end
         if now < self._next_look and not late:

@@ -1,27 +1,29 @@
 """Gradient accumulation: one optimizer step from several micro-batches.
 
-A batch that does not fit into memory is cut into micro-batches; their gradients add up in `p.grad`.
-Over ranks and micro-batches the result must be what one process gets from the joint batch:
+A batch that does not fit into memory is cut into micro-batches, and `p.grad` sums their gradients.
+Over all ranks and micro-batches, the result must equal what one process gets from the joint batch:
 
     gradient = sum over ranks r, micro-batches i of weight[r, i] grad(loss[r, i]) / sum of weights
 
 where loss[r, i] is a mean over `weight[r, i]` tokens (or samples). A data-parallel wrapper divides
 by the number of ranks W, so each loss is scaled by **weight * W / sum of weights** before backward.
-With equal weights and k micro-batches that is the familiar 1 / k. Where sequences are padded the
-weights differ, and 1 / k would give a token of a sparse micro-batch more say than one of a full.
+With equal weights and k micro-batches this is the familiar factor 1 / k. If sequences are padded,
+the weights differ, and with 1 / k a token of a micro-batch with few tokens would count more than a
+token of a full micro-batch.
 
 Phases of a step: agree on the sum of weights; forward and backward of every micro-batch, all but
 the last under `no_sync`; unscale; clip; step.
 
-Three mistakes, all common: `no_sync` around backward only (it is the forward that decides); a step
-at `i % k == 0`, which is after the first micro-batch; forgetting the tail when k does not divide.
+Three common mistakes: `no_sync` around backward only (but forward decides whether to synchronise);
+a step at `i % k == 0`, which is true for the first micro-batch; no step for the remaining
+micro-batches if k does not divide their number.
 
 Example::
 
     for group in micro_batch_groups(loader, 4):        # the last may be smaller
         accumulate_step(ddp, group, loss_fn, optimizer, max_norm=1.0)
 
-or with a loop of one's own::
+or with your own loop::
 
     for micro_batch, is_last in accumulate(group, ddp):
         (loss_fn(ddp, micro_batch) / len(group)).backward()   # is_last: gradients are synchronised
@@ -51,7 +53,7 @@ T = TypeVar("T")
 
 
 class Scaler(Protocol):
-    """What is used of a GradScaler: torch.amp's, or any with the same methods."""
+    """The GradScaler methods used here: torch.amp's GradScaler, or any class that has them."""
 
     def scale(self, outputs: Tensor, /) -> Tensor: ...
     def unscale_(self, optimizer: torch.optim.Optimizer, /) -> Any: ...
@@ -61,13 +63,13 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step reports.
+    """The report of one step.
 
     Args:
-        loss: this rank's part of the mean loss: the mean over ranks of `loss` is the mean over all
-            tokens of all ranks and micro-batches. A scalar, detached, on the model's device.
+        loss: this rank's part of the mean loss. The mean of `loss` over the ranks is the mean loss
+            over all tokens of all ranks and micro-batches. A detached scalar on the model's device.
         total_weight: sum of the weights of all ranks.
-        grad_norm: before clipping; None without clipping.
+        grad_norm: gradient norm before clipping; None without clipping.
     """
 
     loss: Tensor
@@ -98,10 +100,10 @@ def _groups(batches: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def accumulate(micro_batches: Iterable[T], model: nn.Module) -> Iterator[tuple[T, bool]]:
-    """Yield (micro-batch, is it the last); the loop's body runs under `no_sync` until the last.
+    """Yield (micro-batch, whether it is the last). Before the last, the loop body is in `no_sync`.
 
-    Forward **and** backward belong into the body. Takes any iterable: it reads one ahead to know
-    which is the last.
+    Forward **and** backward must be in the loop body. Any iterable works: the generator reads one
+    micro-batch ahead to know which is the last.
     """
     no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)
     iterator = iter(micro_batches)
@@ -133,17 +135,18 @@ def accumulate_step(
     Args:
         model: a data-parallel wrapper over `group` whose gradients are means over ranks, or a plain
             module in a single process.
-        micro_batches: this rank's, at least one; ranks may have different numbers of them.
+        micro_batches: this rank's micro-batches, at least one; their number may differ by rank.
         loss_fn: model, micro-batch -> mean loss, a scalar.
-        weights: how many tokens (or samples) each micro-batch's mean is over; their sum over ranks
-            is agreed on in one small all-reduce. None means all micro-batches weigh the same.
-        scaler: for fp16; unscaled before clipping, and it may skip the step.
-        autocast: makes the context of forward, `lambda: torch.autocast("cuda", torch.bfloat16)`.
-        max_norm: clip the whole gradient's norm, after the sum and the synchronisation.
+        weights: the number of tokens (or samples) behind each micro-batch's mean. One small
+            all-reduce sums them over the ranks. None means that all micro-batches weigh the same.
+        scaler: for fp16. It unscales the gradients before clipping, and may skip the step.
+        autocast: makes the context of forward, e.g.
+            `lambda: torch.autocast("cuda", torch.bfloat16)`.
+        max_norm: limit for the norm of the whole gradient, after the sum and the synchronisation.
         group: the data-parallel ranks; None means the default group.
 
     Raises:
-        ValueError: on every rank, when one has no micro-batch or weights that do not fit, or when
+        ValueError: on every rank, if a rank has no micro-batch or weights that do not fit, or if
             all weights add up to 0.
     """
     # Agree on the sum of weights.
@@ -158,8 +161,8 @@ def accumulate_step(
     for (micro_batch, _), weight in zip(accumulate(micro_batches, model), weights, strict=True):
         with autocast():
             loss = loss_fn(model, micro_batch)
-        # A micro-batch of no tokens has a mean of nan, which times 0 is nan; its backward has to
-        # run all the same, since the last one is where ranks meet.
+        # A micro-batch without tokens has a mean of nan, and nan * 0 is nan, so nan is replaced
+        # first. Its backward must run anyway, because ranks synchronise in the last backward.
         scaled = torch.nan_to_num(loss) * 0 if weight == 0 else loss * (weight * world_size / total)
         (scaled if scaler is None else scaler.scale(scaled)).backward()
         loss_sum = scaled.detach() + (0 if loss_sum is None else loss_sum)
@@ -211,10 +214,10 @@ def train_epoch_native(
     num_accumulate: int,
     num_batches: int,
 ) -> int:
-    """The torch-native way, written out: equal micro-batches, right modulo, tail included.
+    """Accumulation with torch alone: equal micro-batches, correct modulo, smaller last group.
 
     Args:
-        num_batches: how many batches the loader has, `len(loader)`.
+        num_batches: the number of batches of the loader, `len(loader)`.
 
     Returns:
         The number of optimizer steps.
@@ -222,7 +225,7 @@ def train_epoch_native(
     num_steps = 0
     for i, (inputs, targets) in enumerate(loader):
         is_last = (i + 1) % num_accumulate == 0 or i + 1 == num_batches
-        # The tail has fewer micro-batches, so each of them weighs more.
+        # The last group may have fewer micro-batches, so each of them weighs more.
         first = i - i % num_accumulate
         size = min(num_accumulate, num_batches - first)
         with nullcontext() if is_last else model.no_sync():

@@ -1,14 +1,14 @@
-"""Local SGD: each rank trains alone for a while, then the ranks average their parameters.
+"""Local SGD: each rank trains alone for some steps, then the ranks average their parameters.
 
-Data parallelism averages gradients at every step. Local SGD takes H steps without any communication
-and then averages parameters: H times fewer bytes, and H times fewer waits for the slowest rank.
+Data parallelism averages gradients at every step. Local SGD takes H steps without communication and
+then averages parameters: H times fewer bytes, and H times fewer waits for the slowest rank.
 
     step        0     1     2     3     4     5     6     7
     gradients   mean  mean                                     start_step = 2: like DDP at first
     parameters              .     .     mean  .     .     mean  period = 3: then local
 
 Phases of a step:
-1. Before `start_step`: average the gradients. Early on the replicas would run apart fastest
+1. Before `start_step`: average the gradients, because replicas diverge fastest early in training
    ("post-local SGD").
 2. The optimiser's own step, on each rank.
 3. From `start_step` on, every `period` steps: average the parameters.
@@ -23,16 +23,17 @@ Example::
     local.average()                          # before evaluating or saving: replicas differ
     print(local.saved_bytes)
 
-**Period 1 is not DDP.** Averaging parameters after every step equals averaging gradients before it
-only if the step is linear in the gradients. SGD is, with momentum and weight decay too: the mean of
-the ranks' momenta is the momentum of the mean gradient. Adam divides by the root of a mean of
-squares, and the mean of squares of the ranks' gradients is not the square of their mean, so each
-rank divides by another number. Clipping and skipped steps are not linear either.
+**Period 1 is not DDP.** Averaging parameters after every step equals averaging gradients before the
+step only if the step is linear in the gradients. An SGD step is linear, with momentum and weight
+decay too: the mean of the ranks' momenta is the momentum of the mean gradient. Adam divides by the
+root of a mean of squares. The mean of squares of the ranks' gradients is not the square of their
+mean, so each rank divides by a different number. Clipping and skipped steps are not linear either.
 
-Period > 1 is another algorithm for any optimiser: gradients are taken at different points.
+With a period above 1 the algorithm differs from DDP for any optimiser, because the ranks compute
+gradients at different parameters.
 
 Papers: Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767; post-local SGD:
-Lin et al., arXiv 1808.07217. torch's own form of it is `torch_local_sgd` below.
+Lin et al., arXiv 1808.07217. `torch_local_sgd` below uses torch's own implementation.
 """
 
 from __future__ import annotations
@@ -72,24 +73,25 @@ def average_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | 
 
 
 class LocalSGD:
-    """Takes the optimiser's steps, and averages when it is time.
+    """Takes the optimiser's steps, and averages the parameters every `period` steps.
 
-    Replicas must start equal: the constructor sends rank 0's parameters and buffers to all
+    Replicas must start equal, so the constructor sends rank 0's parameters and buffers to all ranks
     (collective).
 
     Args:
-        module: a plain module. Wrapped in DDP or FSDP it would average gradients as well.
-        optimizer: of this rank.
+        module: a plain module. A DDP or FSDP wrapper would also average gradients.
+        optimizer: this rank's optimiser.
         period: steps between two averagings of parameters, H in the paper.
-        start_step: steps with averaged gradients at the beginning.
-        average_state: keys of the optimiser's per-parameter state to average along, e.g.
-            ("momentum_buffer",) of SGD or ("exp_avg", "exp_avg_sq") of Adam. Else each rank goes on
-            with the state that led it to where it no longer is.
+        start_step: number of steps with averaged gradients at the beginning.
+        average_state: keys of the optimiser's per-parameter state to average with the parameters,
+            e.g. ("momentum_buffer",) of SGD or ("exp_avg", "exp_avg_sq") of Adam. State that is not
+            averaged still comes from the rank's own steps, although its parameters have moved.
         group: the ranks that share the work; None means all.
 
     Attributes:
-        sent_bytes: what this rank has sent.
-        saved_bytes: what averaging gradients at every step would have sent on top of that.
+        sent_bytes: bytes that this rank has sent.
+        saved_bytes: bytes that averaging gradients at every step would have sent, minus
+            `sent_bytes`.
 
     Raises:
         ValueError: `period` or `start_step` is out of range, or the module averages gradients.
@@ -110,7 +112,8 @@ class LocalSGD:
                 "LocalSGD: period must be at least 1 and start_step at least 0, got "
                 f"{period} and {start_step}"
             )
-        # What averages gradients can leave it out: torch's DDP, ours, FSDP.
+        # Every wrapper that averages gradients has a method to switch this off: torch's DDP, our
+        # DDP, FSDP.
         if hasattr(module, "no_sync") or hasattr(module, "set_requires_gradient_sync"):
             raise ValueError(
                 f"LocalSGD: needs the plain module, got {type(module).__name__}, which averages "
@@ -134,22 +137,23 @@ class LocalSGD:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of the optimiser, and an averaging if it is due. The same on all ranks."""
+        """One step of the optimiser, and an averaging if it is due. All ranks must call it."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         n = dist.get_world_size(self.group)
         num_bytes = sum(p.numel() * p.element_size() for p in parameters)
         self._gradient_bytes += 2 * (n - 1) * num_bytes // n
-        # 1. Like DDP at first. A parameter without a gradient on this rank may have one elsewhere.
+        # 1. Like DDP at first. A parameter without a gradient on this rank may have a gradient on
+        # a different rank.
         if self.num_steps < self.start_step:
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             gradients = [p.grad for p in parameters if p.grad is not None]
             self.sent_bytes += average_tensors(gradients, self.group)
-        # 2. Each on its own.
+        # 2. Each rank on its own.
         self.optimizer.step()
         self.num_steps += 1
-        # 3. Meet.
+        # 3. Average.
         local_steps = self.num_steps - self.start_step
         if local_steps > 0 and local_steps % self.period == 0:
             self.average()
@@ -171,12 +175,13 @@ class LocalSGD:
                 f"LocalSGD: average_state is {self.average_state}, but "
                 f"{type(self.optimizer).__name__} keeps {sorted(state)}"
             )
-        # Without a gradient so far there is no state: zeros take part, and are not kept.
+        # A parameter that never had a gradient has no state: zeros take part instead, and the
+        # result is not kept.
         values = [state.get(key) for key in self.average_state]
         return [torch.zeros_like(parameter) if value is None else value for value in values]
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is in the period. Between averagings, model and optimiser differ by rank."""
+        """The number of steps taken. Between averagings, model and optimiser differ by rank."""
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -191,15 +196,15 @@ def torch_local_sgd(
     start_step: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[DistributedDataParallel, Any]:
-    """The same with torch: DDP whose hook stops averaging gradients, and an averaging optimiser.
+    """Local SGD with torch: DDP whose hook stops averaging gradients, and an averaging optimiser.
 
-    The phase differs: torch averages right after the first local step and then every `period`
-    steps; `LocalSGD` after every `period` local steps.
+    The steps that average differ: torch averages right after the first local step and then every
+    `period` steps; `LocalSGD` averages after every `period` local steps.
 
     Returns:
         (ddp, optimizer): train with these as usual.
     """
-    # Here, because these imports cost every rank a second.
+    # Imported here, because these imports take every rank a second.
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer

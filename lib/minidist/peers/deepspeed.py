@@ -14,12 +14,13 @@ Traceback (most recent call last):
     ...
 ValueError: DeepSpeed recipe: tp 2: its layers are not split here, use dp, pp and zero
 
-Phases: translate the configuration; build model and engine; the loop, with the samples, learning
-rates and clipping of `minidist.train`, so that the loss curves are the same but for rounding.
+Phases: translate the configuration; build model and engine; run the loop with the samples, learning
+rates and clipping of `minidist.train`, so that the loss curves are equal except for rounding.
 
-What differs: bf16 and fp16 cast the whole model and keep fp32 copies in the optimiser, where
-`minidist.train` runs autocast over fp32 parameters. Ranks of a pipeline are numbered stage by stage
-(dp varies fastest), and each stage clips by its own norm, not by that of the whole model.
+Differences: with bf16 and fp16 DeepSpeed casts the whole model and keeps fp32 copies in the
+optimiser, while `minidist.train` runs autocast over fp32 parameters. DeepSpeed numbers the ranks of
+a pipeline stage by stage (dp varies fastest), and each stage clips by its own gradient norm, not by
+the norm of the whole model.
 
 Papers: ZeRO (arXiv 1910.02054), DeepSpeed pipelines (deepspeed.ai/tutorials/pipeline).
 """
@@ -46,11 +47,11 @@ from minidist.train.resume import Progress
 
 
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """What `deepspeed.initialize(config=...)` takes. Needs no DeepSpeed.
+    """The dictionary for `deepspeed.initialize(config=...)`. Needs no DeepSpeed.
 
     Raises:
-        ValueError: the configuration does not fit the ranks (`TrainConfig.check`), or has something
-            that this recipe has no word for.
+        ValueError: the configuration does not fit the ranks (`TrainConfig.check`), or has a setting
+            that this recipe cannot translate.
     """
     layout = config.check(world_size)
     for name, why in {
@@ -82,7 +83,8 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
 def train_deepspeed(config: TrainConfig) -> list[float]:
     """Train, and return the loss of every step: the mean over all tokens of all ranks.
 
-    Collective; every rank of the default process group calls it, or torchrun's ranks without one.
+    Collective: every rank of the default process group calls it. Without a process group, every
+    rank of torchrun calls it.
 
     Raises:
         ValueError: as `deepspeed_config`, before DeepSpeed is imported.
@@ -95,7 +97,7 @@ def train_deepspeed(config: TrainConfig) -> list[float]:
     deepspeed = _import_deepspeed()
     if not is_there:
         dist.init_process_group(choose_backend())
-    deepspeed.init_distributed(choose_backend(), auto_mpi_discovery=False)  # takes the group over
+    deepspeed.init_distributed(choose_backend(), auto_mpi_discovery=False)  # uses this group
     # Build: the same weights on every rank, from one seed.
     seed_all(config.seed)
     model: nn.Module = GPT(config.model)
@@ -131,7 +133,7 @@ def train_deepspeed(config: TrainConfig) -> list[float]:
 
 
 def pipeline_layers(model: nn.Module) -> list[nn.Module]:
-    """A GPT as the list of layers that a PipelineModule cuts into stages."""
+    """A GPT as a list of layers, which a PipelineModule splits into stages."""
     assert isinstance(model, GPT)
     return [_Embedding(model), *model.blocks, _Head(model)]
 
@@ -156,7 +158,7 @@ class _Head(nn.Module):
 
 
 def _zero_step(engine: Any, batch: tuple[Tensor, Tensor], config: TrainConfig) -> float:
-    """The engine counts micro-batches: it reduces and steps at the last one of each step."""
+    """One step. The engine counts micro-batches: it reduces and updates at the last of the step."""
     pieces = [part.to(engine.device).split(config.micro_batch) for part in batch]
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for tokens_BT, targets_BT in zip(*pieces, strict=True):
@@ -194,8 +196,8 @@ def _import_deepspeed() -> Any:
     import deepspeed.pipe  # pyright: ignore[reportMissingImports]
 
     if choose_device().type == "cpu":
-        # Its own shared-memory all-reduce is compiled at the first use, for minutes, in which a
-        # rank that is ended leaves a lock behind. gloo does without.
+        # DeepSpeed compiles its own shared-memory all-reduce at the first use, which takes minutes.
+        # A rank that is stopped during this time leaves a lock behind. gloo does not need it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 

@@ -1,10 +1,10 @@
-"""A run of `minidist.train` in Megatron: the words of its script, and of Megatron-Core's classes.
+"""A run of `minidist.train` in Megatron: arguments for its script and for Megatron-Core's classes.
 
 Example, from a checkout of Megatron-LM::
 
     torchrun --nproc-per-node 8 pretrain_gpt.py $(python -m minidist.peers.megatron --tp 2 --pp 2)
 
-with WORLD_SIZE=8 in the environment of the second command, or `--dp 2`.
+The second command needs WORLD_SIZE=8 in its environment, or `--dp 2`.
 
 >>> from minidist.train import TrainConfig
 >>> words = megatron_arguments(TrainConfig(tp=2, sequence_parallel=True, zero=1), world_size=4)
@@ -15,9 +15,9 @@ Traceback (most recent call last):
     ...
 ValueError: Megatron recipe: zero 2: its distributed optimizer is ZeRO-1; use 0 or 1
 
-What differs: its data is its own mock data; tp is the innermost axis of ranks, then cp, dp, pp,
-where ours are tp, cp, pp, dp; query, key and value are one layer; bf16 casts parameters and keeps
-an fp32 copy in the optimiser.
+Differences: Megatron trains on its own mock data; its axes of ranks from innermost to outermost are
+tp, cp, dp, pp, and ours are tp, cp, pp, dp; in Megatron query, key and value are one layer; with
+bf16 Megatron casts the parameters and keeps an fp32 copy in the optimiser.
 
 Papers: Megatron-LM (arXiv 1909.08053, 2104.04473, 2205.05198).
 """
@@ -37,8 +37,8 @@ def megatron_arguments(config: TrainConfig, world_size: int) -> list[str]:
     """The arguments of Megatron-LM's `pretrain_gpt.py`. Needs no Megatron.
 
     Raises:
-        ValueError: the configuration does not fit the ranks (`TrainConfig.check`), or has something
-            that Megatron has no word for.
+        ValueError: the configuration does not fit the ranks (`TrainConfig.check`), or has a setting
+            that this recipe cannot translate.
     """
     _check(config, world_size)
     pairs: dict[str, Any] = {
@@ -62,9 +62,9 @@ def megatron_arguments(config: TrainConfig, world_size: int) -> list[str]:
         "lr-decay-style": "cosine",
         "lr-warmup-iters": config.warmup_steps,
         "weight-decay": config.weight_decay,
-        "adam-beta2": 0.999,  # torch's; Megatron's own default is the same
+        "adam-beta2": 0.999,  # torch's default; Megatron's default is the same
         "clip-grad": config.max_norm,
-        "seed": config.seed or 1,  # Megatron wants a positive one
+        "seed": config.seed or 1,  # Megatron needs a positive seed
         "tokenizer-type": "NullTokenizer",
         "vocab-size": config.vocab_size,
     }
@@ -82,10 +82,10 @@ def megatron_arguments(config: TrainConfig, world_size: int) -> list[str]:
 
 
 def megatron_settings(config: TrainConfig, world_size: int) -> dict[str, dict[str, Any]]:
-    """Keyword arguments of Megatron-Core's functions and classes, by their names.
+    """Keyword arguments of Megatron-Core's functions and classes. Needs no Megatron.
 
-    "initialize_model_parallel", "TransformerConfig", "GPTModel" and
-    "DistributedDataParallelConfig". Needs no Megatron.
+    The keys are the names of the function and the classes: "initialize_model_parallel",
+    "TransformerConfig", "GPTModel" and "DistributedDataParallelConfig".
 
     Raises:
         ValueError: as `megatron_arguments`.
@@ -131,13 +131,14 @@ def megatron_settings(config: TrainConfig, world_size: int) -> dict[str, dict[st
 
 
 def build_megatron(config: TrainConfig, world_size: int) -> nn.Module:
-    """This rank's part of the model, on Megatron-Core's own layers (no Transformer Engine).
+    """This rank's part of the model, built from Megatron-Core's own layers (no Transformer Engine).
 
-    Collective: call it on all ranks of the default process group. On a CPU it can be built and
-    looked at; its forward pass needs a GPU.
+    Collective: call it on all ranks of the default process group. The model can be built and
+    inspected on a CPU; its forward pass needs a GPU.
 
     Raises:
-        ValueError: as `megatron_arguments`; or virtual stages, which are several models per rank.
+        ValueError: as `megatron_arguments`; or several virtual stages, which would need several
+            models per rank.
         ModuleNotFoundError: Megatron-Core is not installed.
     """
     settings = megatron_settings(config, world_size)

@@ -1,16 +1,17 @@
 """Figures of the course. Every function takes data, returns a matplotlib Figure, and shows nothing.
 
-One style for all (`style`): the colours of Okabe and Ito, which the colour-blind can tell apart,
-on an opaque white card, so that a figure reads the same in a light and a dark JupyterLab. Kinds of
-work have the same colour everywhere: `COLOURS`. Labels sit at the lines and bars they belong to.
+All figures have one style (`style`): the colours of Okabe and Ito, which colour-blind readers can
+distinguish, on an opaque white background, so that a figure looks the same in a light and a dark
+JupyterLab. Each kind of work has the same colour in all figures: `COLOURS`. Labels are next to
+their lines and bars.
 
-- `style`      colours, fonts, the card
+- `style`      colours, fonts, the background
 - `charts`     lines with direct labels, bars, stacked bars
-- `timelines`  what each rank did when: emulated cluster, profiler, pipelines
+- `timelines`  each rank's work over time: emulated cluster, profiler, pipelines
 - `steps`      a collective step by step, from its `Schedule`
 - `numbers`    floating-point formats
 
-This package and `minidist.widgets` are the only importers of matplotlib and ipywidgets.
+Only this package and `minidist.widgets` import matplotlib and ipywidgets.
 """
 
 from minidist.plots.charts import plot_bars, plot_lines, plot_stacked

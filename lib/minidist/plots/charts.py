@@ -1,4 +1,4 @@
-"""Lines and bars whose labels sit where they belong."""
+"""Lines and bars with labels next to them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def plot_lines(
     """Lines with their names at their ends.
 
     Args:
-        x: of all lines, or one per line.
+        x: x values of all lines, or a mapping from label to the x values of this line.
         lines: label -> values.
         xlabel, ylabel: with the unit, e.g. "message size (bytes)".
-        markers: None marks the points of short lines.
-        ideal: further lines, thin and grey: what theory allows.
-        ticks: places of the x axis that get a number.
+        markers: None marks the points of lines with at most 20 points.
+        ideal: further lines, thin and grey: the values that theory allows.
+        ticks: x values that get a number on the axis.
     """
 
     def x_of(label: str) -> Numbers:
@@ -83,7 +83,7 @@ def plot_lines(
 
 
 def _number_log_axis(axis: Axis, low: float, high: float) -> None:
-    """On a short axis 1, 2, 5, 10: powers of ten alone would leave one or two numbers on it."""
+    """Number a short axis with 1, 2, 5, 10: powers of ten alone would give one or two numbers."""
     if low > 1e-3 and high < 1e6 and high / low < 200:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
@@ -91,7 +91,7 @@ def _number_log_axis(axis: Axis, low: float, high: float) -> None:
 
 
 def _label_ends(figure: Figure, ax: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Write each name beside the end of its line, moved apart where they would overlap."""
+    """Write each name beside the end of its line; move names apart if they would overlap."""
     if not ends:
         return
     figure.draw_without_rendering()
@@ -122,7 +122,7 @@ def plot_bars(
     form: str = "{:.3g}",
     ax: Axes | None = None,
 ) -> Figure:
-    """Horizontal bars with their values at their ends, and a limit as a line."""
+    """Horizontal bars with their values at their ends, and an optional limit as a dashed line."""
     figure, ax = into(ax, height=0.6 + 0.36 * len(bars))
     with style():
         names, values = list(bars), list(bars.values())
@@ -147,11 +147,11 @@ def plot_stacked(
     form: str = "{:.3g}",
     ax: Axes | None = None,
 ) -> Figure:
-    """Horizontal stacked bars: name -> part -> value. Parts are named in a legend above."""
+    """Horizontal stacked bars: name -> part -> value. A legend above the bars names the parts."""
     figure, ax = into(ax, height=1.0 + 0.42 * len(bars))
     with style():
         parts = list(dict.fromkeys(part for values in bars.values() for part in values))
-        # Parts without a colour of their own get those that no part here has, and then grey.
+        # Parts without an entry in COLOURS get the unused colours of the palette, then grey.
         taken = {COLOURS[part] for part in parts if part in COLOURS}
         left_over = [colour for colour in PALETTE if colour not in taken]
         free = itertools.chain(left_over, itertools.repeat(COLOURS["other"]))

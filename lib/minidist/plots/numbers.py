@@ -1,4 +1,4 @@
-"""Floating-point formats: their bits, and how far apart their numbers are."""
+"""Floating-point formats: their bits, and the distance between neighbouring numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minidist.plots.style import INK, PALETTE, into, style, text_colour
 
 
 class FloatFormat(Protocol):
-    """What is drawn of `minidist.precision.Format`."""
+    """The attributes of `minidist.precision.Format` that the figures use."""
 
     @property
     def name(self) -> str: ...
@@ -60,9 +60,9 @@ def plot_formats(formats: Sequence[FloatFormat], *, ax: Axes | None = None) -> F
 
 
 def plot_spacing(formats: Sequence[FloatFormat], *, ax: Axes | None = None) -> Figure:
-    """Gap between neighbouring numbers, relative to their size, from tiny to huge.
+    """Gap between neighbouring numbers divided by their size, from tiny to huge numbers.
 
-    Flat where numbers are normal; rising to the left where they are subnormal and lose digits.
+    The curve is flat for normal numbers. To the left it rises: subnormal numbers lose digits.
     """
     lines, xs = {}, {}
     for each in formats:

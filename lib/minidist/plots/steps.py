@@ -1,4 +1,4 @@
-"""A collective step by step, drawn from the same `Schedule` that is executed."""
+"""A collective step by step, drawn from the same `Schedule` that the ranks execute."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _COPY, _REDUCE = PALETTE[2], PALETTE[5]
 def plot_step(
     schedule: Schedule, step: int, *, title: str | None = None, ax: Axes | None = None
 ) -> Figure:
-    """What every rank holds before step number `step` (from 0), and what is sent in it.
+    """What every rank holds before step number `step` (from 0), and what this step sends.
 
-    Each chunk shows whose contributions it contains: a chunk is done when all ranks are in it.
-    `step` may be the number of steps: the end.
+    Each chunk shows how many ranks' contributions it contains; a chunk with the contributions of
+    all ranks is complete. If `step` is the number of steps, the figure shows the final state.
     """
     inner = ax is not None
     held = holdings(schedule, step)
@@ -74,7 +74,7 @@ def plot_step(
 
 
 def plot_steps(schedule: Schedule, *, columns: int = 3, title: str | None = None) -> Figure:
-    """All steps of a collective, and the end, in one figure."""
+    """All steps of a collective, and its final state, in one figure."""
     count = len(schedule.steps) + 1
     rows = math.ceil(count / columns)
     with style():
@@ -92,7 +92,7 @@ def plot_steps(schedule: Schedule, *, columns: int = 3, title: str | None = None
 
 
 def holdings(schedule: Schedule, step: int) -> list[list[frozenset[int]]]:
-    """Per rank and chunk the ranks whose contributions are in it before a step.
+    """Per rank and chunk: the ranks whose contributions the chunk contains before a step.
 
     >>> from minidist.collectives.algorithms import ring_steps
     >>> [len(chunk) for chunk in holdings(ring_steps(3), 2)[0]]

@@ -1,4 +1,4 @@
-"""One look for every figure: colours, fonts, the white card."""
+"""One style for every figure: colours, fonts, the white background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 INK, FAINT, GRID = "#222222", "#6B6B6B", "#DDDDDD"
 
-# What a rank is doing has the same colour in every figure.
+# Each kind of work has the same colour in every figure.
 COLOURS = {
     "compute": "#0072B2",
     "forward": "#0072B2",
@@ -60,7 +60,7 @@ _RC: dict[Any, Any] = {
 
 
 def style() -> Any:
-    """A context in which figures have the look of the course.
+    """A context in which figures have the style of the course.
 
     >>> with style():
     ...     figure, ax = new_figure()
@@ -69,14 +69,16 @@ def style() -> Any:
 
 
 def new_figure(width: float = 7.5, height: float = 3.0) -> tuple[Figure, Axes]:
-    """A figure and its axes, in inches. It belongs to nobody: pyplot does not show it twice."""
+    """A figure and its axes; sizes in inches. pyplot does not know the figure, so nothing shows it
+    twice."""
     with style():
         figure = Figure(figsize=(width, height), layout="constrained")
         return figure, figure.subplots()
 
 
 def show_in_notebooks() -> None:
-    """Make a figure that is a cell's last value appear as a picture, with or without pyplot."""
+    """Make IPython show a figure as a picture if it is the last value of a cell, even without
+    pyplot."""
     if "IPython" not in sys.modules:
         return
     from IPython.core.getipython import get_ipython
@@ -88,7 +90,7 @@ def show_in_notebooks() -> None:
 
 
 def describe(figure: Figure) -> str:
-    """What a figure shows, in words, for those who cannot see it: its titles, axes and lines.
+    """A figure in words, for readers who cannot see it: its titles, axes, lines and texts.
 
     >>> figure, ax = new_figure()
     >>> _ = ax.set(title="Speed-up", xlabel="GPUs", ylabel="times")
@@ -116,7 +118,7 @@ def _to_png(figure: Figure) -> tuple[bytes, dict[str, str]]:
 
 
 def into(ax: Axes | None, width: float = 7.5, height: float = 3.0) -> tuple[Figure, Axes]:
-    """The axes that were given with their figure, or new ones."""
+    """The given axes and their figure, or a new figure with axes if `ax` is None."""
     if ax is None:
         return new_figure(width, height)
     figure = ax.get_figure(root=True)
@@ -125,7 +127,7 @@ def into(ax: Axes | None, width: float = 7.5, height: float = 3.0) -> tuple[Figu
 
 
 def text_colour(background: str) -> str:
-    """Black or white, whichever reads better on a colour (WCAG relative luminance).
+    """Black or white, whichever has more contrast with a colour (WCAG relative luminance).
 
     >>> text_colour("#0072B2"), text_colour("#EEEEEE")
     ('white', 'black')

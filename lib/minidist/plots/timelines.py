@@ -1,4 +1,4 @@
-"""What each rank did when: one row per rank, communication below its compute."""
+"""Each rank's work over time: one row per rank, communication below compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Scale and name of the unit in which a time reads best.
+    """Scale and name of the unit that suits a time: s, ms or µs.
 
     >>> unit_of(0.02)
     (0.001, 'ms')
@@ -31,7 +31,7 @@ def unit_of(seconds: float) -> tuple[float, str]:
     return next(((scale, name) for scale, name in _UNITS if seconds >= scale), _UNITS[-1])
 
 
-# Kind -> offset and height in a rank's row.
+# Kind -> offset and height inside a rank's row.
 _LANES = {
     "compute": (0.06, 0.42),
     "loader": (0.06, 0.42),  # the loop waits for its batch and computes nothing
@@ -48,16 +48,16 @@ def plot_timeline(
     title: str = "",
     ax: Axes | None = None,
 ) -> Figure:
-    """What every rank did when: compute above, communication below.
+    """Every rank's work over time: compute above, communication below.
 
     Args:
-        timeline: of the emulated cluster; or of `minidist.profile`, which has the steps of
-            torch.profiler's traces (`from_profiler`, `read_trace`, `gather_timeline`). Of those the
-            starts of steps are marked, and operators that touch are drawn as one.
-        start_s, end_s: the part to show, in seconds of the timeline; all of it by default.
+        timeline: a timeline of the emulated cluster; or of `minidist.profile`, which contains the
+            steps of torch.profiler's traces (`from_profiler`, `read_trace`, `gather_timeline`). In
+            a profile, lines mark the starts of steps, and adjacent operators become one bar.
+        start_s, end_s: the range to show, in seconds of the timeline; by default all of it.
 
     Raises:
-        ValueError: the part is empty.
+        ValueError: the range is empty.
     """
     is_profile = _is_profile(timeline)
     rows = _profile_rows(timeline) if is_profile else _emulated_rows(timeline)
@@ -94,13 +94,16 @@ def plot_timeline(
 
 
 def _is_profile(timeline: object) -> TypeIs[Profile]:
-    """Whoever has one has imported its module, which the repository of students may lack."""
+    """Whether a timeline is a profile, without an import of `minidist.profile`.
+
+    The students' repository may lack that module. A caller with a profile has already imported it.
+    """
     profile = sys.modules.get("minidist.profile")
     return profile is not None and isinstance(timeline, profile.Timeline)
 
 
 def _emulated_rows(timeline: Timeline) -> dict[int, list[tuple[str, float, float]]]:
-    """Rank -> (kind, start, end) of what it did."""
+    """Rank -> (kind, start, end) of each of its intervals."""
     return {
         rank: [(each.kind, each.start_s, each.end_s) for each in intervals]
         for rank, intervals in enumerate(timeline.intervals)
@@ -108,7 +111,7 @@ def _emulated_rows(timeline: Timeline) -> dict[int, list[tuple[str, float, float
 
 
 def _profile_rows(timeline: Profile) -> dict[int, list[tuple[str, float, float]]]:
-    """As `_emulated_rows`; a trace has thousands of operators, so what touches becomes one bar."""
+    """As `_emulated_rows`; adjacent spans are merged, because a trace has thousands of them."""
     from minidist.profile.intervals import merge
 
     return {
@@ -122,7 +125,7 @@ def _profile_rows(timeline: Profile) -> dict[int, list[tuple[str, float, float]]
 
 
 def plot_pipeline(timeline: PipelineTimeline, *, title: str = "", ax: Axes | None = None) -> Figure:
-    """A pipeline's schedule: micro-batches by number; forward, backward, weight gradient."""
+    """A pipeline's schedule: numbered micro-batches; forward, backward, weight gradient, update."""
     names = {"F": "forward", "B": "backward", "W": "weight", "U": "update"}
     ranks = timeline.spans
     begin_s = min((span.start_s for rank in ranks for span in rank), default=0.0)
@@ -171,7 +174,7 @@ def _finish(ax: Axes, ranks: Sequence[int], width: float, unit: str, title: str)
 
 
 def _legend(figure: Figure, kinds: list[str]) -> None:
-    if figure.legends:  # several timelines in one figure share one
+    if figure.legends:  # several timelines in one figure share one legend
         return
     handles = [square(COLOURS[kind], kind) for kind in kinds]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(kinds), frameon=False)

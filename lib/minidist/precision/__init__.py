@@ -1,10 +1,10 @@
 """Mixed precision: what 16 bits can hold, and how to train with them (arXiv 1710.03740).
 
-- `formats`: fp32, tf32, fp16, bf16, fp8 as data; rounding to any of them,
-- `compare`: what they do to a matrix product, a long sum, a small update: rows for a table,
+- `formats`: fp32, tf32, fp16, bf16, fp8 as data; rounding to each of these formats,
+- `compare`: errors of a matrix product, a long sum and a small update, as rows for a table,
 - `scaler`: loss scaling from scratch, with one decision for all ranks,
 - `master`: fp16 or bf16 parameters with an fp32 copy in the optimiser,
-- `training`: the autocast step, and the policy that sharded training takes.
+- `training`: the autocast step, and the dtype policy for sharded training.
 
 | what                    | with fp16                         | with bf16                        |
 |-------------------------|-----------------------------------|----------------------------------|

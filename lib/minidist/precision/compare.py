@@ -1,7 +1,7 @@
-"""What formats do to a matrix product, to a long sum, and to a small update.
+"""Rounding errors of number formats in a matrix product, a long sum, and a small update.
 
-Everything is computed by rounding to the format (`round_to`), so tf32 and fp8 can be compared on a
-CPU, and the result does not depend on the hardware. Rows are for tables and plots.
+All functions round to the format in software (`round_to`), so tf32 and fp8 can be compared on a
+CPU, and the result does not depend on the hardware. The rows are for tables and plots.
 
 >>> [row.format for row in matmul_error([16], formats=["tf32", "bf16"])]
 ['tf32', 'bf16']
@@ -26,9 +26,9 @@ class ErrorRow(NamedTuple):
 
     Attributes:
         format: of the inputs, or of the running sum.
-        accumulate: format in which the sum is kept.
-        size: terms that were added up.
-        error: see the function.
+        accumulate: format of the running sum.
+        size: number of terms in the sum.
+        error: see the function that returned the row.
     """
 
     format: str
@@ -44,10 +44,10 @@ def matmul_error(
     accumulate: str = "fp32",
     seed: int = 0,
 ) -> list[ErrorRow]:
-    """Error of A B, both (size, size) and normally distributed, with inputs rounded to a format.
+    """Error of A B with inputs rounded to a format; A and B are (size, size), normally distributed.
 
-    Tensor cores multiply 16-bit numbers exactly and add in fp32; so does this, with one addition
-    per term. `accumulate="fp16"` shows why they do.
+    Tensor cores multiply 16-bit numbers exactly and add in fp32. This function does the same, with
+    one rounded addition per term. `accumulate="fp16"` shows why tensor cores add in fp32.
 
     Returns:
         One row per size and format; `error` is |C - AB| / |AB| in the Frobenius norm, against fp64.
@@ -76,7 +76,7 @@ def accumulation_error(
 ) -> list[ErrorRow]:
     """Relative error of adding the same number `size` times, one after the other.
 
-    Once the sum is so large that the number is less than half its spacing, it stops growing.
+    The sum stops growing when the number is less than half the spacing at the sum.
     """
     rows = []
     for name in formats:
@@ -92,6 +92,7 @@ def accumulation_error(
 
 
 def update_survives(weight: float, update: float, fmt: Format) -> bool:
-    """Whether weight + update differs from weight in the format: why master weights are fp32."""
+    """Whether weight + update differs from weight in the format. Often it does not, so master
+    weights are fp32."""
     before = round_to(torch.tensor(weight, dtype=torch.float64), fmt)
     return bool(round_to(before + update, fmt) != before)

@@ -1,8 +1,8 @@
-"""Floating-point formats as data, and rounding to any of them.
+"""Floating-point formats as data, and rounding to any of these formats.
 
-A number is sign x 1.mantissa x 2**exponent. The exponent's bits decide the range, the mantissa's
-bits the precision. Below the smallest normal number the leading 1 is dropped: subnormal numbers,
-evenly spaced down to zero.
+A number is sign x 1.mantissa x 2**exponent. The number of exponent bits decides the range, the
+number of mantissa bits the precision. Subnormal numbers are smaller than the smallest normal
+number: they have no leading 1 and are evenly spaced down to zero.
 
 >>> fp16, bf16 = FORMATS["fp16"], FORMATS["bf16"]
 >>> fp16.max, bf16.max
@@ -12,7 +12,7 @@ evenly spaced down to zero.
 >>> fp16.epsilon, bf16.epsilon
 (0.0009765625, 0.0078125)
 
-A gradient of 1e-4 is nothing special in fp16. One of 1e-8 is zero:
+fp16 can hold a gradient of 1e-4, but a gradient of 1e-8 becomes zero:
 
 >>> round_to(torch.tensor([1e-4, 1e-7, 1e-8]), fp16)
 tensor([1.0002e-04, 1.1921e-07, 0.0000e+00])
@@ -35,9 +35,9 @@ class Format:
         exponent_bits: bits of the exponent, with bias 2**(bits-1) - 1.
         mantissa_bits: bits of the fraction that are stored.
         storage_bits: bits in memory.
-        has_infinity: the largest exponent is for inf and NaN, as in IEEE 754. fp8 e4m3 has no
-            infinities and only one pattern for NaN, so its largest exponent holds numbers.
-        dtype: torch's dtype; None for tf32, which only exists inside tensor cores.
+        has_infinity: the largest exponent is reserved for inf and NaN, as in IEEE 754. fp8 e4m3 has
+            no infinities and only one bit pattern for NaN, so its largest exponent holds numbers.
+        dtype: torch's dtype; None for tf32, which exists only inside tensor cores.
     """
 
     name: str
@@ -57,12 +57,13 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Of normal numbers."""
+        """The smallest exponent of normal numbers."""
         return 1 - self.bias
 
     @property
     def max(self) -> float:
-        """The largest finite number. Without infinities, all ones is NaN and not a number."""
+        """The largest finite number. In a format without infinities, the all-ones pattern is NaN,
+        so the largest number is one step below this pattern."""
         last = 1 if self.has_infinity else 2
         return (2.0 - last * self.epsilon) * 2.0**self.max_exponent
 
@@ -76,7 +77,7 @@ class Format:
 
     @property
     def epsilon(self) -> float:
-        """Distance from 1 to the next larger number; rounding errs by at most half of it."""
+        """Distance from 1 to the next larger number. Relative rounding errors are at most half."""
         return 2.0**-self.mantissa_bits
 
 
@@ -114,7 +115,8 @@ FORMATS: dict[str, Format] = {
 
 def spacing(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Distance between neighbouring numbers of the format at |x|, fp64 (one ulp)."""
-    # frexp: |x| = fraction x 2**exponent with fraction in [0.5, 1), so 1.mantissa has exponent - 1.
+    # frexp: |x| = fraction x 2**exponent with fraction in [0.5, 1). The form 1.mantissa needs a
+    # fraction in [1, 2), hence exponent - 1.
     _, exponent = torch.frexp(x.double())
     exponent = (exponent - 1).clamp(min=fmt.min_exponent)
     return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - fmt.mantissa_bits)
@@ -123,24 +125,25 @@ def spacing(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 def round_to(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Round to the nearest number of the format, ties to even, as hardware does.
 
-    Too large numbers become inf; in a format without infinities, its largest number (saturation).
+    Numbers that are too large become inf; in a format without infinities they become the largest
+    number of the format (saturation).
 
     Args:
         x: any shape, floating point.
 
     Returns:
-        A tensor of the same shape and dtype. It is exact if x's dtype holds the format's numbers:
-        fp32 does for all of `FORMATS`.
+        A tensor of the same shape and dtype. The result is exact if x's dtype can hold all numbers
+        of the format; fp32 can do so for all of `FORMATS`.
     """
     wide = x.double()
     step = spacing(wide, fmt)
     rounded = torch.round(wide / step) * step
     if fmt.has_infinity:
-        # max + half a step is the tie between max and inf, and goes to inf, the even one.
+        # max + half a step is the tie between max and inf. Ties go to even, which is inf here.
         rounded = torch.where(rounded.abs() > fmt.max, rounded.sign() * torch.inf, rounded)
     else:
         rounded = rounded.clamp(-fmt.max, fmt.max)
-    # Not finite: step is of no meaning.
+    # For inf and NaN `step` has no meaning, so they are handled separately.
     if fmt.has_infinity:
         rounded = torch.where(torch.isinf(wide), wide, rounded)
     else:
@@ -149,9 +152,9 @@ def round_to(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def underflow_share(x: torch.Tensor, fmt: Format, scale: float = 1.0) -> tuple[float, float]:
-    """(share of the non-zero elements that become 0, share that become subnormal) of scale * x.
+    """Shares of the non-zero elements of x that become (0, subnormal) when scale * x is rounded.
 
-    The picture behind loss scaling: gradients on a logarithmic axis, and the edge of fp16.
+    It shows why loss scaling helps: a larger scale moves gradients away from the lower end of fp16.
 
     >>> gradients = torch.tensor([0.0, 1e-9, 3e-8, 1e-6, 1e-3])
     >>> underflow_share(gradients, FORMATS["fp16"])

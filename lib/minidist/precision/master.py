@@ -1,13 +1,14 @@
 """Parameters in 16 bits, and an fp32 copy of them in the optimiser: master weights.
 
 The model computes, stores and communicates in 16 bits. An update is often smaller than half the
-spacing of the 16-bit numbers around the weight, and would be lost at every step: see
-`update_survives`. So updates are added up in an fp32 copy, and the model gets its rounded value.
+spacing of the 16-bit numbers around the weight, so a 16-bit weight would lose the update at every
+step: see `update_survives`. Therefore an fp32 copy (the master) sums the updates, and the model
+gets the rounded value of this copy.
 
 Phases of a step:
-1. `prepare_gradients`: each parameter's gradient becomes its master's, in fp32.
-2. The optimiser's step on the masters.
-3. The masters are rounded into the parameters.
+1. `prepare_gradients`: move each parameter's gradient to its master, in fp32.
+2. The optimiser updates the masters.
+3. Round the masters into the parameters.
 
 Example::
 
@@ -19,7 +20,7 @@ Example::
 
 With fp16 and a scaler, `scaler.step(optimizer)` divides the masters' gradients. Bytes per
 parameter: 2 + 2 for the gradient + 4 for the master + 8 for Adam's states = 16, and 2 more during a
-step, as the gradient is fp32 then. Micikevicius et al., arXiv 1710.03740.
+step, because the gradient is fp32 during the step. Micikevicius et al., arXiv 1710.03740.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ import torch
 class MasterWeights:
     """An optimiser over fp32 copies of parameters.
 
-    It has the methods of an optimizer that a loop and `GradScaler` call. Schedulers take
-    `.optimizer`; clipping takes `.masters`, after `prepare_gradients`.
+    The class has the optimizer methods that a training loop and `GradScaler` call. Pass
+    `.optimizer` to a scheduler. To clip, call `prepare_gradients` and clip `.masters`.
 
     Args:
-        parameters: of any floating-point dtype. fp32 ones are copied as well.
+        parameters: of any floating-point dtype. fp32 parameters are copied as well; parameters
+            without `requires_grad` are ignored.
         make_optimizer: called with the list of masters.
 
     Raises:
-        ValueError: no parameter, or one is not of a floating-point dtype.
+        ValueError: no trainable parameter, or a parameter has no floating-point dtype.
     """
 
     def __init__(
@@ -60,14 +62,15 @@ class MasterWeights:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimiser over the masters."""
+        """The parameter groups of the optimiser over the masters."""
         return self.optimizer.param_groups
 
     @torch.no_grad()
     def prepare_gradients(self) -> None:
-        """Move the gradients to the masters, adding to what is there until `zero_grad`.
+        """Move the gradients to the masters; add to gradients that a master already has.
 
-        `step` does it. Call it after the backward of each micro-batch to accumulate in fp32.
+        `step` calls this method. To accumulate in fp32, call it after the backward of each
+        micro-batch; `zero_grad` removes the sum.
         """
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter.grad is None:
@@ -85,7 +88,7 @@ class MasterWeights:
             parameter.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of parameters and masters."""
+        """Remove the gradients of parameters and masters."""
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.parameters:
             if set_to_none:
@@ -94,7 +97,7 @@ class MasterWeights:
                 parameter.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimiser's state and the masters: parameters alone would lose what was rounded."""
+        """The optimiser's state and the masters, because the parameters are only rounded copies."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": [master.detach().clone() for master in self.masters],
@@ -102,10 +105,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state, and set the parameters to the rounded masters.
+        """Load a state, and set the parameters to the rounded masters.
 
         Raises:
-            ValueError: it has masters of other shapes.
+            ValueError: the state has masters of different shapes.
         """
         expected = [tuple(master.shape) for master in self.masters]
         got = [tuple(master.shape) for master in state["masters"]]

@@ -1,9 +1,9 @@
 """Loss scaling from scratch: `torch.amp.GradScaler`, with one decision for all ranks.
 
 fp16 has no number between 0 and 6e-8, so small gradients become zero. The loss is therefore
-multiplied by a scale, which multiplies every gradient, and gradients are divided again, in fp32,
-before the optimiser sees them. The scale is found by trying: too large a one makes some gradient
-inf or NaN; that step is skipped and the scale halved.
+multiplied by a scale, which multiplies every gradient by the same scale. The gradients are divided
+by the scale, in fp32, before the optimiser uses them. The scaler finds the scale by trying: if the
+scale is too large, some gradient is inf or NaN; then the step is skipped and the scale is halved.
 
     scale       65536   65536   32768   32768 ...  2000 good steps ...  65536
     overflow      no     YES      no      no
@@ -11,10 +11,10 @@ inf or NaN; that step is skipped and the scale halved.
 
 Phases of an iteration:
 1. `scale(loss).backward()`
-2. `unscale_(optimizer)`: divide the gradients, look for inf and NaN, and ask the other ranks.
-   Needed before anything that looks at gradients, e.g. clipping; else `step` does it.
+2. `unscale_(optimizer)`: divide the gradients, look for inf and NaN, and combine the result over
+   the ranks. Call it before code that reads gradients, e.g. clipping; otherwise `step` calls it.
 3. `step(optimizer)`: the optimiser's step, unless a gradient on any rank was not finite.
-4. `update()`: grow or back off.
+4. `update()`: increase or decrease the scale.
 
 Example::
 
@@ -25,11 +25,12 @@ Example::
     scaler.step(optimizer)
     scaler.update()
 
-With DDP all ranks hold the same gradients and come to the same decision by themselves. When
-gradients are sharded, an overflow is seen by the rank that holds it: if only that one skips,
-parameters and scales differ from then on. So the finding itself is reduced over the group, one
-number per optimiser and step. torch's own: `torch.amp.GradScaler(device)`, and
-`ShardedGradScaler` of `torch.distributed.fsdp` with a group.
+With DDP all ranks hold the same gradients, so all ranks make the same decision without
+communication. With sharded gradients, only the rank that holds an overflowed gradient sees the
+overflow. If only this rank skipped the step, parameters and scales would differ between ranks
+afterwards. So the ranks of the group all-reduce two numbers per optimiser and step: whether there
+was an overflow, and whether there was any gradient. torch-native: `torch.amp.GradScaler(device)`,
+and `ShardedGradScaler` of `torch.distributed.fsdp` with a group.
 
 Micikevicius et al., arXiv 1710.03740.
 """
@@ -48,24 +49,24 @@ from minidist.device import by_dtype_and_device
 
 
 class Stage(Enum):
-    """Where an optimiser is between two calls of `update`."""
+    """The state of an optimiser between two calls of `update`."""
 
     READY = auto()  # gradients are scaled
-    UNSCALED = auto()  # gradients are divided, and known to be finite or not
+    UNSCALED = auto()  # gradients are divided and checked for inf and NaN
     STEPPED = auto()  # the step was taken or skipped
 
 
 class GradScaler:
-    """Multiplies the loss, divides the gradients, skips steps that overflowed.
+    """Multiplies the loss, divides the gradients, skips steps with an overflow.
 
-    The arguments mean what they mean in torch. All ranks of the group make the same calls.
+    The arguments mean the same as in torch. All ranks of the group make the same calls.
 
     Args:
-        group: ranks that must decide alike: those that hold shards of the same gradients (for
-            FSDP with tensor parallelism, all of both). None: this rank decides for itself, as
-            torch's GradScaler does; enough for plain DDP.
+        group: the ranks that must make the same decision: all ranks that hold shards of the same
+            gradients (for FSDP with tensor parallelism, the ranks of both). None: this rank decides
+            alone, as torch's GradScaler does; this is enough for plain DDP.
         growth_interval: good steps in a row after which the scale grows.
-        enabled: False makes every method a plain pass-through.
+        enabled: False turns scaling off: losses, gradients and steps pass through unchanged.
 
     Raises:
         ValueError: a factor is out of range.
@@ -91,7 +92,7 @@ class GradScaler:
             raise ValueError(
                 f"GradScaler: growth_interval must be at least 1, got {growth_interval}"
             )
-        # fp32 as in torch; on the CPU, where it is decided about.
+        # The scale is fp32 as in torch, and on the CPU, where `update` changes it.
         self._set_scale(init_scale)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -106,7 +107,7 @@ class GradScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale."""
-        # A number on the CPU may be multiplied by on any device, without a copy that waits.
+        # A scalar tensor on the CPU works with a loss on any device, without a synchronising copy.
         return loss * self._scale if self._enabled else loss
 
     # --- 2. unscale ---------------------------------------------------------------------------
@@ -115,16 +116,17 @@ class GradScaler:
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients of this optimiser's parameters by the scale. Once per step.
 
-        An optimiser that has to fetch its gradients first does so in `prepare_gradients()`, if it
-        has that method (see `MasterWeights`). One that keeps them elsewhere than in `param_groups`
-        says where in `held_parameters()`, and in `shards_gradients` whether ranks hold different
-        ones (see `ShardedOptimizer`).
+        If the optimiser has a method `prepare_gradients()`, `unscale_` calls it first, so that the
+        optimiser can fetch its gradients (see `MasterWeights`). If the gradients are not in the
+        parameters of `param_groups`, `held_parameters()` must return the tensors that have them,
+        and `shards_gradients` tells whether ranks hold different gradients (see
+        `ShardedOptimizer`).
 
         Raises:
             RuntimeError: called twice, or after `step`; or no rank of the group has a gradient.
             ValueError: ranks hold different gradients and the scaler has no group; or a parameter
-                is fp16. Dividing its gradient would make small elements zero again: it needs an
-                fp32 master.
+                is fp16. Dividing an fp16 gradient would make small elements zero again, so the
+                parameter needs an fp32 master.
         """
         if not self._enabled:
             return
@@ -144,10 +146,12 @@ class GradScaler:
         if hasattr(optimizer, "prepare_gradients"):
             optimizer.prepare_gradients()
         parameters = _parameters(optimizer)
-        # Parameters, not gradients: a rank without gradients must raise as well, and not wait.
+        # Check parameters, not gradients: a rank without gradients must also raise here, or it
+        # would wait in the all-reduce for the ranks that raised.
         are_held = hasattr(optimizer, "held_parameters")
         for parameter in parameters:
-            # A frozen one may have any dtype. (A shard is a view and never "requires" a gradient.)
+            # A frozen parameter may have any dtype. Held shards are always checked, because a shard
+            # is a view whose `requires_grad` is never set.
             if parameter.dtype == torch.float16 and (are_held or parameter.requires_grad):
                 raise ValueError(
                     "GradScaler.unscale_: got an fp16 parameter of shape "
@@ -156,7 +160,7 @@ class GradScaler:
         gradients = list(_local_gradients(parameters))
         found = self._divide(gradients)
         if self._group is not None:
-            # One decision. A rank without gradients takes part: the others wait for it.
+            # One decision for the group. A rank without gradients must take part in the collective.
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         overflowed, any_gradient = found.tolist()
         if not any_gradient:
@@ -167,10 +171,11 @@ class GradScaler:
         self._stages[id(optimizer)] = Stage.UNSCALED
 
     def _divide(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Divide in place; two numbers: 1 if anything was not finite, 1 if there was anything."""
+        """Divide in place. Returns two numbers, each 1 or 0: an element was not finite; there was
+        a gradient."""
         device = gradients[0].device if gradients else self._any_device()
         found = torch.zeros((), device=device)
-        # The reciprocal in fp64, then fp32, as torch takes it.
+        # The reciprocal is computed in fp64 and rounded to fp32, as in torch.
         inverse = self._scale.double().reciprocal().float().item()
         for alike in by_dtype_and_device(g for g in gradients if g.numel()):
             extremes = _extremes(alike)
@@ -180,7 +185,7 @@ class GradScaler:
         return torch.stack([found, torch.full_like(found, bool(gradients))])
 
     def _any_device(self) -> torch.device:
-        """Where a group's collectives take their tensors from on a rank without gradients."""
+        """The device for the group's collectives on a rank without gradients."""
         if self._group is not None and dist.get_backend(self._group) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
@@ -188,7 +193,7 @@ class GradScaler:
     # --- 3. step ------------------------------------------------------------------------------
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step()`, unless a gradient was not finite. Unscales first if need be.
+        """`optimizer.step()`, unless a gradient was not finite. Unscales first if necessary.
 
         Raises:
             RuntimeError: called twice, or with a closure.
@@ -210,13 +215,13 @@ class GradScaler:
     # --- 4. update ----------------------------------------------------------------------------
 
     def update(self, new_scale: float | None = None) -> None:
-        """Back off if any optimiser met an overflow, grow after enough good steps.
+        """Decrease the scale if any optimiser had an overflow, increase it after enough good steps.
 
         Args:
-            new_scale: set it to this instead.
+            new_scale: set the scale to this value instead.
 
         Raises:
-            RuntimeError: no gradients were looked at since the last update.
+            RuntimeError: no `step` or `unscale_` since the last update, and no new_scale.
         """
         if not self._enabled:
             return
@@ -261,10 +266,10 @@ class GradScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of this class or of torch's GradScaler.
+        """Load a state of this class or of torch's GradScaler.
 
         Raises:
-            RuntimeError: the state is empty, so it comes from a disabled scaler.
+            RuntimeError: the state is empty, which means that it comes from a disabled scaler.
         """
         if not self._enabled:
             return
@@ -284,14 +289,14 @@ class GradScaler:
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    """What has the gradients that the step will use, in its `.grad`."""
+    """The tensors whose `.grad` the optimiser's step will use."""
     if hasattr(optimizer, "held_parameters"):
         return optimizer.held_parameters()
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _local_gradients(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Their gradients; of sharded ones (DTensor) this rank's part."""
+    """The gradients of the parameters; for sharded gradients (DTensor) this rank's part."""
     for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None:
@@ -299,7 +304,7 @@ def _local_gradients(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
 
 
 def _extremes(alike: list[torch.Tensor]) -> torch.Tensor:
-    """Numbers of which one is inf or NaN where any element is, [some]: no sum, which overflows."""
+    """A few numbers; at least one is inf or NaN if any element is. A sum could overflow instead."""
     if alike[0].is_cuda:  # one kernel for many gradients; on the CPU this norm is slow
         return torch.stack(list(torch._foreach_norm(alike, math.inf)))
     return torch.stack([extreme for gradient in alike for extreme in torch.aminmax(gradient)])

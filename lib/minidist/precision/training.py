@@ -1,8 +1,8 @@
-"""One training step under autocast, and the dtypes that sharded training asks for.
+"""One training step under autocast, and the dtypes of sharded training.
 
-Autocast keeps parameters in fp32 and picks a dtype per operation: matrix products and convolutions
-in 16 bits, sums, norms, softmax and losses in fp32. `torch.autocast(device_type, dtype)` is for all
-devices; the one under torch.cuda is deprecated.
+Autocast keeps parameters in fp32 and chooses a dtype per operation: matrix products and
+convolutions in 16 bits, sums, norms, softmax and losses in fp32. `torch.autocast(device_type,
+dtype)` works for all devices; the version in torch.cuda is deprecated.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import nn
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of sharded training; None means: as the parameters are.
+    """Dtypes of sharded training; None means the dtype of the parameters.
 
     Args:
         param_dtype: of parameters while a layer computes, and of their all-gather.
-        reduce_dtype: of gradients while they are reduced. fp32 is the safe one: a sum over many
-            ranks in bf16 has 8 bits.
-        output_dtype: of what the model returns.
+        reduce_dtype: of gradients while they are reduced. fp32 is the safe choice, because a sum
+            over many ranks in bf16 has only 8 bits of precision.
+        output_dtype: of the model's output.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).output_dtype
 
     Raises:
-        ValueError: a dtype is not a floating-point one.
+        ValueError: a dtype is not a floating-point dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -60,14 +60,14 @@ def autocast_step(
     Args:
         dtype: of the matrix products; None trains without autocast.
         scaler: a `GradScaler`, ours or torch's; fp16 needs one, bf16 does not.
-        max_norm: clip the gradients to this norm, after unscaling: the threshold means unscaled
-            gradients.
+        max_norm: clip the gradients to this norm, after unscaling, because the norm is meant for
+            unscaled gradients.
 
     Returns:
         The loss, a detached scalar.
     """
     optimizer.zero_grad()
-    # Forward and loss under autocast; backward outside: it uses each operation's forward dtype.
+    # Forward and loss run under autocast. Backward runs outside: it uses the forward dtypes anyway.
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
         loss = loss_fn(model(inputs), targets)
     (loss if scaler is None else scaler.scale(loss)).backward()
@@ -84,10 +84,10 @@ def autocast_step(
 
 
 def clip_gradients(model: nn.Module, optimizer: Any, max_norm: float) -> torch.Tensor:
-    """Clip by the global norm, whoever holds the gradients; for a loop that takes any optimizer.
+    """Clip by the global norm, for a training loop that works with any optimizer.
 
-    An optimizer or a model that shards gradients clips its own (`clip_grad_norm_`, as ZeRO's have).
-    Otherwise `model.parameters()` have all gradients, or are DTensors.
+    An optimizer or a model that shards gradients has its own `clip_grad_norm_` (as in ZeRO), and
+    this function calls it. Otherwise `model.parameters()` hold all gradients, or are DTensors.
 
     Returns:
         The norm before clipping, the same on every rank: a scalar.

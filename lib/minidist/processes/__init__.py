@@ -1,1 +1,1 @@
-"""Processes that are forked from one that has torch, and end with whoever started them."""
+"""Forks processes that already have torch and end with their starter; finds and ends processes."""

@@ -1,4 +1,4 @@
-"""A process that has imported torch and forks others: they start in the time of a fork.
+"""A server process that has imported torch and forks new processes, which start as fast as a fork.
 
 Example::
 
@@ -6,10 +6,10 @@ Example::
     answer = child.pipe.recv()
     child.join(5.0)
 
-`fork` starts a server when it is first called. Ranks of the torchrun kernel share one that their
-launcher has forked, which has torch already. A server runs nothing of its users': it is sent open
-files and a single byte, and the process that it forks reads the rest. Whoever asks holds the only
-other end, so there is no address to guess, and nothing that stays on a disk.
+`fork` starts a server when it is first called. Ranks of the torchrun kernel share a server that
+their launcher has forked and that already has torch. A server never runs user code: it receives
+open files and a single byte, and the process that it forks reads the rest. The asking process holds
+the only other end of the socket, so there is no address to guess, and nothing stays on a disk.
 
 Importing this module does not import torch.
 """
@@ -40,13 +40,14 @@ from minidist.processes.lifetime import die_with_parent
 
 # DistributedDataParallel's constructor imports torch._dynamo: more than a second in every process.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "minidist.launch")
-# Names the socket of a server that was inherited, and its inode: the number may mean another file.
+# Environment variable with the number and the inode of an inherited server's socket. The inode
+# shows whether the number still means that socket.
 VARIABLE = "MINIDIST_FORK_SERVER"
-START_TIMEOUT_S = 120.0  # a server imports torch first, on a busy machine perhaps
+START_TIMEOUT_S = 120.0  # a server first imports torch, perhaps on a busy machine
 _INT_BYTES = 4
 
 
-# -- who asks -------------------------------------------------------------------------------------
+# -- the asking process ---------------------------------------------------------------------------
 
 
 class Child:
@@ -71,7 +72,7 @@ class Child:
         return int.from_bytes(data, "little", signed=True)
 
     def join(self, timeout_s: float) -> int | None:
-        """Waits for its end; its exit code, negative for a signal, or None if it still runs."""
+        """Waits for its end; returns its exit code (negative: a signal), or None if it runs."""
         if self._code is None:
             try:
                 self._code = self._read(timeout_s)
@@ -92,7 +93,7 @@ class Child:
                 os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Lets go of the pipe, not of the process."""
+        """Closes the pipe; the process may go on."""
         self.pipe.close()
         self._status.close()
 
@@ -108,14 +109,16 @@ def fork(
     """Calls `fn(pipe, *args)` in a new process that has torch already.
 
     Its standard output and error are this process's, its input is empty. It ends with code 0, or
-    with 1 and a traceback on its standard error where `fn` raised; and with whoever called `fork`.
+    with 1 and a traceback on its standard error if `fn` raised. It is killed when its server ends,
+    and a server ends when no process holds the other end of its socket.
 
     Args:
-        fn: what to call; pickled like its arguments, by value where they cannot be imported.
+        fn: what to call; pickled like its arguments, by value if they cannot be imported.
         env: its whole environment; default: this process's.
         cwd: its working folder; default: this process's.
         new_session: give it a session and a process group of its own.
-        server: what forks it; default: the launcher's where it was inherited, else this process's.
+        server: the server that forks it; default: the launcher's server if it was inherited, else
+            this process's own.
 
     Raises:
         OSError: no process could be started.
@@ -125,7 +128,7 @@ def fork(
              "new_session": new_session}  # fmt: skip
     job = cloudpickle.dumps((fn, args))
     child = server.ask() if server else _ask_inherited() or _OWN.ask()
-    with contextlib.suppress(OSError):  # it has died: its exit code says so
+    with contextlib.suppress(OSError):  # the child has died: its exit code shows that
         child.pipe.send(place)
         child.pipe.send_bytes(job)
     return child
@@ -147,12 +150,12 @@ def _ask(server: socket.socket) -> Child:
 
 
 def name_of(requests: socket.socket) -> str:
-    """What to set `VARIABLE` to for processes that inherit `requests`."""
+    """The value of `VARIABLE` for processes that inherit `requests`."""
     return f"{requests.fileno()}:{os.fstat(requests.fileno()).st_ino}"
 
 
 def _ask_inherited() -> Child | None:
-    """A child of the launcher's server, where this process has its socket from its parents."""
+    """A child of the launcher's server; None if this process has not inherited its socket."""
     fd, _, inode = os.environ.get(VARIABLE, "").partition(":")
     with contextlib.suppress(OSError, ValueError):
         if os.fstat(int(fd)).st_ino == int(inode):
@@ -162,11 +165,11 @@ def _ask_inherited() -> Child | None:
 
 
 class Server:
-    """A server of this process; where it has died, it is started anew when it is needed.
+    """A server of this process; if it has died, it is started again when it is needed.
 
     Args:
-        preload: modules that it imports as soon as it is started; default: PRELOAD, when it is
-            first asked to fork.
+        preload: modules that it imports as soon as it is started; default: PRELOAD, imported when
+            it is first asked to fork.
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
@@ -174,27 +177,27 @@ class Server:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
-        self._owner = 0  # the process that has started it: after a fork, not this one
+        self._owner = 0  # pid of the process that started it; differs after a fork
 
     def start(self) -> None:
-        """Starts it, unless it runs; returns at once."""
+        """Starts the server, unless it runs; returns at once."""
         with self._lock:
             self._ensure()
 
     def ask(self) -> Child:
-        """A child of it that waits for what to do.
+        """A new child of the server, which waits for its work.
 
         Raises:
-            OSError: it could not be started, or it died twice while it forked.
+            OSError: the server could not be started, or it died twice while it forked.
         """
         with self._lock:
-            with contextlib.suppress(OSError):  # it has just been killed
+            with contextlib.suppress(OSError):  # the server has just been killed
                 return _ask(self._ensure())
             self._end()
             return _ask(self._ensure())
 
     def end(self) -> None:
-        """Ends it and what it has forked."""
+        """Ends the server and what it has forked."""
         with self._lock:
             self._end()
 
@@ -229,7 +232,7 @@ _OWN = Server()
 
 
 def use(*preload: str) -> None:
-    """Has this process's server import more than PRELOAD, from its next start on."""
+    """Lets this process's server import `preload` besides PRELOAD, from its next start on."""
     global _OWN
     _OWN.end()
     _OWN = Server([*PRELOAD, *preload])
@@ -239,16 +242,16 @@ def use(*preload: str) -> None:
 
 
 def main(fd: str, *preload: str) -> None:
-    """A server that is a program of its own."""
+    """Runs a server as a separate program."""
     import_for_good(preload)
     serve(socket.socket(fileno=int(fd)), preload or PRELOAD)
-    os._exit(0)  # and what it has forked ends with it
+    os._exit(0)  # what it has forked ends with it
 
 
 def fork_child(work: Callable[[], object]) -> int:
     """Forks a process that does `work` and ends with this one; returns its pid.
 
-    It ends with code 0, or with 1 and a traceback on stderr where `work` raised.
+    It ends with code 0, or with 1 and a traceback on stderr if `work` raised.
     """
     parent = os.getpid()
     pid = os.fork()
@@ -273,8 +276,8 @@ def fork_child(work: Callable[[], object]) -> int:
 def import_for_good(names: Sequence[str]) -> None:
     """Imports modules in a process that will fork.
 
-    Without the garbage collector that takes a fifth less time. What has been made stays out of its
-    sight, so that its later runs do not write to, and thereby copy, what forked processes share.
+    Without the garbage collector, importing takes a fifth less time. Then all objects are frozen:
+    later collections do not write to, and thereby copy, memory that forked processes share.
     """
     gc.disable()
     try:
@@ -286,20 +289,20 @@ def import_for_good(names: Sequence[str]) -> None:
 
 
 def reseed_numpy() -> None:
-    """Lets forks of one process draw different numbers, as Python's own `random` does by itself."""
+    """Makes forks of one process draw different numbers; Python's `random` does so by itself."""
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
 
 
 def serve(requests: socket.socket, preload: Sequence[str] = PRELOAD) -> None:
-    """Forks for those who hold the other end of `requests`, until nobody does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who ask
+    """Forks for the processes that hold the other end of `requests`, until no process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the asking processes
     signal.signal(signal.SIGCHLD, lambda *_: None)
     awake, wake = os.pipe()
     for fd in (awake, wake):
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    statuses: dict[int, int] = {}  # pid -> where its exit code goes
+    statuses: dict[int, int] = {}  # pid -> file to write its exit code to
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         selector.register(awake, selectors.EVENT_READ)
@@ -337,7 +340,7 @@ def _report_ends(statuses: dict[int, int]) -> None:
 
 
 def _tell(fd: int, number: int) -> None:
-    with contextlib.suppress(OSError):  # whoever asked is gone
+    with contextlib.suppress(OSError):  # the asking process is gone
         os.write(fd, number.to_bytes(_INT_BYTES, "little", signed=True))
 
 
@@ -355,15 +358,15 @@ def _be_child(fds: list[int], of_server: list[int]) -> None:
     try:
         _work(connection.Connection(pipe))
     finally:
-        with contextlib.suppress(Exception):  # a DataLoader's workers end
+        with contextlib.suppress(Exception):  # ends a DataLoader's workers
             util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _work(pipe: connection.Connection) -> None:
-    """Goes where whoever asked is, and does what was asked for."""
+    """Takes over the asking process's environment and folder, then calls the function."""
     try:
         place, job = pipe.recv(), pipe.recv_bytes()
-    except EOFError:  # whoever asked was gone before it said what for
+    except EOFError:  # the asking process has ended before it sent the work
         sys.exit(1)
     if place["new_session"]:
         os.setsid()

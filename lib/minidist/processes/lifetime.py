@@ -1,7 +1,7 @@
-"""Who dies with whom: a process that ends with its parent, one that adopts orphans, and backends.
+"""Lifetimes: end with the parent process, adopt orphans, keep the backends of process groups.
 
-The first two ask Linux. Elsewhere nothing happens, and only closed sockets tell of a death.
-Importing this module does not import torch.
+The first two need Linux. On other systems they do nothing, and only closed sockets show that a
+process has ended. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int, how: int = signal.SIGKILL) -> None:
-    """Have this process sent `how` when `parent` (its parent's pid) ends; at once if it has."""
+    """Send this process signal `how` when `parent` (its parent's pid) ends, or if it has ended."""
     _prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os.kill(os.getpid(), how)
@@ -35,12 +35,12 @@ def adopt_orphans() -> None:
 
 
 def keep_backends() -> None:
-    """Let the backend of every process group live as long as this process, also a destroyed one's.
+    """Keep the backends of process groups, even destroyed groups, until this process ends.
 
-    The last owner of a gloo group may be DDP's reducer. Its destructor would join gloo's thread and
-    hold the GIL meanwhile, for which that thread may wait to drop the last all-reduce: on a busy
-    machine, right code that destroyed its group before its model went away hung at its end. The
-    groups themselves go, and with them what others have bound to them.
+    The last owner of a gloo backend may be DDP's reducer. Its destructor would join gloo's thread
+    while it holds the GIL, and that thread may wait for the GIL to drop the last all-reduce. On a
+    busy machine, this made correct code hang at its end, if the code destroyed its group before its
+    model was freed. The groups themselves are freed, with everything that is bound to them.
     """
     import torch.distributed as dist
 
@@ -54,9 +54,9 @@ def keep_backends() -> None:
     def destroy_process_group(group: Any = None) -> None:
         for each in distributed_c10d._world.pg_map:
             for device in each._device_types:
-                with contextlib.suppress(RuntimeError):  # it has none: a group written in Python
+                with contextlib.suppress(RuntimeError):  # no backend: a group written in Python
                     backend = each._get_backend(device)
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))  # through Python's end
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))  # never freed
         destroy(group)
 
     dist.destroy_process_group = destroy_process_group

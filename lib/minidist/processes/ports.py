@@ -1,9 +1,9 @@
-"""A TCP port for a server that is yet to start, kept from others of ours until it is let go.
+"""Reserves a TCP port for a server that starts later, against other processes that use this module.
 
-To ask the system for one, close it and use it later is a race: the number is one of those that it
-hands out, so another process may get it in between. These are below that range, and whoever takes
-one holds a lock on it: an abstract Unix socket, which ends with its process, and which exists once
-per network namespace, as a port does.
+It would be a race to get a port from the system, close it and use it later: a different process may
+get it in between, because the system hands out that range of numbers. The ports here are below that
+range, and the process that takes one holds a lock on it: an abstract Unix socket, which ends with
+its process, and which exists once per network namespace, like a port.
 
 Importing this module does not import torch.
 """
@@ -23,15 +23,15 @@ _held: dict[int, socket.socket] = {}
 
 
 def free_port() -> int:
-    """A port that nothing listens at; no other process that asks here gets it before `let_go`.
+    """A port on which nothing listens; no other process gets it from here before `let_go`.
 
     Raises:
-        OSError: none was found.
+        OSError: no free port was found.
     """
     end = 32_768
     with suppress(OSError, ValueError, IndexError):
         end = int(_RANGE.read_text().split()[0])
-    numbers = random.SystemRandom()  # the numbers of whoever calls stay as they are
+    numbers = random.SystemRandom()  # leaves the caller's random state as it is
     for _ in range(_TRIES if end > _FIRST + _TRIES else 0):
         port = numbers.randrange(_FIRST, end)
         lock = _lock(port)
@@ -40,13 +40,13 @@ def free_port() -> int:
             return port
         if lock is not None:
             lock.close()
-    with socket.socket() as sock:  # not Linux, or a range of its own
+    with socket.socket() as sock:  # not Linux, or the system's range starts too low
         sock.bind(("", 0))
         return int(sock.getsockname()[1])
 
 
 def let_go(port: int) -> None:
-    """Lets others have a port of `free_port`."""
+    """Releases a port of `free_port`."""
     if lock := _held.pop(port, None):
         lock.close()
 
@@ -65,7 +65,7 @@ def _lock(port: int) -> socket.socket | None:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as whoever will listen
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like the later server
         try:
             sock.bind(("", port))
         except OSError as error:

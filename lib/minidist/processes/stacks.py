@@ -1,12 +1,12 @@
-"""Where another process stands, also while it is blocked or its GIL is held.
+"""Tells at which line a different process stands, even while it is blocked or its GIL is held.
 
 Example::
 
     tell_when_asked(pipe.fileno())  # in the process: a signal has its stack written there
     ask({pid: pipe.fileno()})  # outside: {pid: "in all_reduce, called by step, train.py line 12"}
 
-Python's faulthandler writes the stack from C, in the handler of the signal, so a thread that waits
-in a collective need not wake up for it. Importing this module does not import torch.
+Python's faulthandler writes the stack from C, in the signal handler, so a thread that waits in a
+collective need not return to Python for it. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def tell_when_asked(fd: int) -> None:
 
 
 def ask(readers: Mapping[int, int], within_s: float = 1.0) -> dict[int, str]:
-    """Where each process stands, in words; none for one that does not tell in time.
+    """pid -> where the process stands, in words; without processes that do not answer in time.
 
     Args:
-        readers: pid -> the open file to read from what this process writes.
+        readers: pid -> the open file from which that process's stack is read.
         within_s: seconds for all of them together.
     """
     waiting = {fd: pid for pid, fd in readers.items()}
@@ -61,11 +61,11 @@ def ask(readers: Mapping[int, int], within_s: float = 1.0) -> dict[int, str]:
     stacks = dict.fromkeys(readers, b"")
     end_s = time.monotonic() + within_s
     while waiting and (left_s := end_s - time.monotonic()) > 0:
-        quiet_s = _QUIET_S if all(stacks.values()) else left_s  # it comes in small pieces
+        quiet_s = _QUIET_S if all(stacks.values()) else left_s  # a stack comes in small pieces
         ready = connection.wait(list(waiting), min(left_s, quiet_s))
         for fd in waiting.keys() & ready:
             data = b""
-            with contextlib.suppress(OSError):  # it has died meanwhile
+            with contextlib.suppress(OSError):  # the process has died meanwhile
                 data = os.read(fd, _MAX_BYTES)
             stacks[waiting[fd]] += data
             if not data or len(stacks[waiting[fd]]) > _MAX_BYTES:
@@ -77,7 +77,7 @@ def ask(readers: Mapping[int, int], within_s: float = 1.0) -> dict[int, str]:
 
 
 def _words(stack: str) -> str:
-    """The innermost line that is not a library's, and what it has called there."""
+    """The innermost line outside of libraries, and the library function that it has called."""
     # faulthandler writes what is not ASCII as an escape.
     stack = _ESCAPED.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), stack)
     frames = _FRAME.findall(stack)

@@ -1,8 +1,8 @@
-"""Processes: how a whole family of them is found and ended.
+"""Finds and ends all descendants of a process.
 
-The front and the launcher adopt their orphaned descendants, so a daemon that a cell forked twice is
-still found, and ended, when its ranks go. Only own descendants are ever signalled, and they are
-found by asking the operating system, never by a number that a rank sent.
+The front and the launcher adopt their orphaned descendants, so a daemon that a cell created by a
+double fork is still found, and ended when its ranks end. Only a process's own descendants are
+signalled; their pids come from the operating system, never from a rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def descendants(root: int) -> list[int]:
-    """Pids below `root`, parents first, zombies included; empty where there is no /proc."""
+    """Pids below `root`, parents first, zombies included; empty if there is no /proc."""
     families, found, queue = _families(), [], [root]
     while queue:
         below = families.get(queue.pop(0), [])
@@ -44,7 +44,7 @@ def _families() -> dict[int, list[int]]:
 
 
 def count_open_files() -> int:
-    """Files and sockets that this process has open; 0 where that cannot be told."""
+    """Files and sockets that this process has open; 0 if that is unknown."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
@@ -54,7 +54,7 @@ def count_open_files() -> int:
 def allow_more_files() -> None:
     """Let this process open as many files as the administrator lets it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS says a number that it does not accept
+    with contextlib.suppress(OSError, ValueError):  # macOS reports a number that it does not accept
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 

@@ -1,14 +1,14 @@
-"""Where time, memory and bandwidth go. Nothing here changes what is measured.
+"""Measure where time, memory and bandwidth go. The tools do not change what they measure.
 
-    timeline      what every rank did when: one form, Chrome/Perfetto export
+    timeline      each rank's work over time: one format, Chrome/Perfetto export
     trace         timelines from torch.profiler, on gloo and on GPUs
     overlap       compute, exposed and overlapped communication, bubble, of a step
     memory        parameters, gradients, optimiser state, activations over a step
-    loader        does the loop wait for data?           loader_settings  which settings keep up
-    stragglers    who is late, and what it costs         monitor, readers  GPU use, memory, power
-    scaling       strong and weak scaling                paired           DDP beside plain training
-    interconnect  latency and bandwidth between ranks    topology         what is connected to what
-    nccl          environment variables explained        flight           who is missing in a hang
+    loader        time that the loop waits for data      loader_settings  settings that are enough
+    stragglers    late ranks, and their cost             monitor, readers  GPU use, memory, power
+    scaling       strong and weak scaling                paired           DDP and plain training
+    interconnect  latency and bandwidth between ranks    topology         links between devices
+    nccl          environment variables explained        flight           missing ranks in a hang
 
 Example: a DDP step on gloo, and where its time went::
 
@@ -20,7 +20,7 @@ Example: a DDP step on gloo, and where its time went::
     print(report(timeline))
     save_chrome_trace(timeline, "trace.json")                         # open in ui.perfetto.dev
 
-Names that need torch are loaded when they are first used.
+Names that need torch are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which rank is missing from which collective, and at which line: torch's flight recorder, read.
+"""Find the rank that is missing from a collective, and the line, with torch's flight recorder.
 
-torch keeps a list of the last collectives of every process, on gloo and NCCL, unasked
-(TORCH_FR_BUFFER_SIZE). In each group the k-th collective of one rank belongs to the k-th of the
-others. So of a job that hangs the lists tell: the ranks that have queued number k and not finished
-it wait; those that have not queued it are what they wait for.
+By default torch keeps a list of the last collectives of every process, on gloo and NCCL
+(TORCH_FR_BUFFER_SIZE). In each group, collective number k of one rank belongs to number k of the
+other ranks. So the lists explain a hang: the ranks that have queued number k and have not finished
+it are waiting for the ranks that have not queued number k.
 
-Phases: take a dump on every rank, from a thread that is not stuck; bring the dumps together as
-files; compare.
+Phases: take a dump on every rank, from a thread that is not stuck; collect the dumps as files;
+compare the dumps.
 
 Example, on every rank::
 
@@ -23,9 +23,9 @@ which says, for instance::
       rank 0 waits in gloo:all_reduce [[2]] at train.py:31 in step
       rank 1 never called it; its last is 6, gloo:broadcast [[8]] at train.py:20 in load
 
-Messages (send, recv) have no number in a group and are not compared. torch-native: the files that
-NCCL's watchdog writes at a timeout (TORCH_NCCL_DUMP_ON_TIMEOUT) are read by the program
-`torchfrtrace`, module torch.distributed.flight_recorder.
+Messages (send, recv) have no number in a group and are not compared. torch-native: the program
+`torchfrtrace` (module torch.distributed.flight_recorder) reads the files that NCCL's watchdog
+writes at a timeout (TORCH_NCCL_DUMP_ON_TIMEOUT).
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Of these every rank passes equal shapes; of the others only some ranks do.
+# In these collectives all ranks pass equal shapes; in the other collectives shapes may differ.
 _SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 
 
 def take_dump() -> dict[str, Any]:
-    """This process's flight recorder, with Python frames; JSON can hold it. May be called from any
-    thread; finding the frames' lines takes up to some seconds.
+    """The content of this process's flight recorder, with Python frames, storable as JSON.
+
+    May be called from any thread. Finding the lines of the frames can take some seconds.
 
     Returns:
         torch's dump ("entries", "pg_status", …), "rank", and "groups": name -> global ranks.
@@ -54,7 +55,7 @@ def take_dump() -> dict[str, Any]:
     import torch.distributed as dist
     from torch._C import _distributed_c10d as core
 
-    # Of this very process, so that unpickling is safe.
+    # The data comes from this process itself, so unpickling is safe.
     dump = pickle.loads(core._dump_fr_trace())  # type: ignore[attr-defined]
     world = dist.distributed_c10d._world
     dump["rank"] = dist.get_rank()
@@ -65,7 +66,7 @@ def take_dump() -> dict[str, Any]:
 
 
 def write_dump(folder: str | Path) -> Path:
-    """Write this rank's dump to `folder`/rankN.json, whole or not at all."""
+    """Write this rank's dump to `folder`/rankN.json; the file is complete or does not exist."""
     dump = take_dump()
     path = Path(folder) / f"rank{dump['rank']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,16 +77,16 @@ def write_dump(folder: str | Path) -> Path:
 
 
 def read_dumps(folder: str | Path) -> dict[int, dict[str, Any]]:
-    """All dumps of a folder by rank. A rank that could not write one is not there."""
+    """All dumps in a folder, by rank. A rank that could not write a dump is not in the result."""
     dumps = [json.loads(path.read_text("utf-8")) for path in Path(folder).glob("rank*.json")]
     return {int(dump["rank"]): dump for dump in dumps}
 
 
 @contextlib.contextmanager
 def dump_on_hang(folder: str | Path, *, after_s: float) -> Iterator[None]:
-    """Write this rank's dump if the block is not over after `after_s` seconds. The block goes on.
+    """Write this rank's dump if the block runs longer than `after_s` seconds. The block continues.
 
-    Collectives release Python's lock while they wait, so the timer's thread runs.
+    Collectives release Python's lock while they wait, so the timer's thread can run.
     """
     timer = threading.Timer(after_s, write_dump, [folder])
     timer.daemon = True
@@ -101,8 +102,8 @@ class Call:
     """One rank's call of a collective.
 
     Attributes:
-        number: of the collective in its group, from 1.
-        where: "file:line in function", the innermost line that is not torch's; "" if unknown.
+        number: number of the collective in its group, from 1.
+        where: "file:line in function" of the innermost frame outside torch; "" if unknown.
     """
 
     rank: int
@@ -122,9 +123,9 @@ class Stuck:
     """A collective that did not end.
 
     Attributes:
-        waiting: ranks that have called it.
-        missing: ranks that have not -> their last call in this group, if known.
-        unknown: ranks of the group without a dump: ended, or too stuck to write one.
+        waiting: the calls of the ranks that have called the collective and wait in it.
+        missing: rank that has not called it -> its last call in this group, if known.
+        unknown: ranks of the group without a dump: the process has ended, or is too stuck to write.
     """
 
     group: str
@@ -145,7 +146,7 @@ class Stuck:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """One number in one group at which ranks called different collectives, or other shapes."""
+    """A collective number in a group at which the ranks' calls differ in name, shapes or dtypes."""
 
     group: str
     number: int
@@ -159,7 +160,8 @@ class Mismatch:
 def find_stuck(dumps: Mapping[int, Mapping[str, Any]]) -> list[Stuck]:
     """The first collective of each group that some rank has called and not finished.
 
-    Of a job that hangs; in a running one, that is whatever happens to be under way.
+    Use the dumps of a job that hangs. In a job that runs normally, the result is just the
+    collectives in progress.
     """
     states = {rank: _State(rank, dump) for rank, dump in dumps.items()}
     members: dict[str, set[int]] = {}
@@ -186,9 +188,9 @@ def find_stuck(dumps: Mapping[int, Mapping[str, Any]]) -> list[Stuck]:
 
 
 def find_mismatches(dumps: Mapping[int, Mapping[str, Any]]) -> list[Mismatch]:
-    """Numbers at which the ranks' calls do not fit together, by group; the first of each group.
+    """The first collective number of each group at which the ranks' calls do not match.
 
-    What comes after the first is shifted by it and says nothing.
+    Later numbers are not reported: after the first mismatch the ranks' numbers are shifted.
     """
     by_number: dict[tuple[str, int], list[Call]] = {}
     for rank, dump in sorted(dumps.items()):
@@ -206,7 +208,7 @@ def find_mismatches(dumps: Mapping[int, Mapping[str, Any]]) -> list[Mismatch]:
 
 
 def explain_hang(dumps: Mapping[int, Mapping[str, Any]]) -> str:
-    """What the dumps say, in lines for people."""
+    """The mismatches and the stuck collectives in the dumps, as readable lines."""
     found = [*find_mismatches(dumps), *find_stuck(dumps)]
     if not found:
         return f"{len(dumps)} ranks: every collective that was called has ended"
@@ -214,13 +216,14 @@ def explain_hang(dumps: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 class _State:
-    """What one rank's dump says, by the group's name."""
+    """The content of one rank's dump, by group name."""
 
     def __init__(self, rank: int, dump: Mapping[str, Any]) -> None:
         self.rank = rank
         self.groups = {name: tuple(ranks) for name, ranks in dump.get("groups", {}).items()}
         self.calls: dict[str, dict[int, Call]] = {}
-        # pg_id counts the groups of one process, so that ranks number one group differently.
+        # pg_id is a number inside one process, so ranks may have different numbers for a group.
+        # Use the group's name instead.
         names: dict[str, str] = {}
         for entry in dump.get("entries", ()):
             name = str(entry["process_group"][0])
@@ -259,7 +262,7 @@ def _call(rank: int, number: int, entry: Mapping[str, Any]) -> Call:
 
 
 def _where(frames: Any) -> str:
-    """The innermost frame outside of torch, else the innermost of all."""
+    """The innermost frame outside torch, or the innermost frame if all are inside torch."""
     frames = list(frames)
     own = [f for f in frames if "/torch/" not in str(f["filename"]).replace("\\", "/")]
     for frame in own or frames:

@@ -1,11 +1,13 @@
-"""Latency and bandwidth between ranks: message by message, and collective by collective.
+"""Latency and bandwidth between ranks, measured with messages and with collectives.
 
-Phases: every pair of ranks plays ping-pong while the others wait; every collective runs at several
-sizes; a straight line through the times gives latency and bandwidth (`minidist.cost.fit_link`).
+Phases: every pair of ranks exchanges messages (ping-pong) while the other ranks wait; every
+collective runs at several sizes; a straight line through the times gives latency and bandwidth
+(`minidist.cost.fit_link`).
 
     send and back:  t = 2 (latency + bytes / bandwidth)
-    bus bandwidth:  bytes / t times a factor per collective, 2(n-1)/n for an all-reduce, that makes
-                    an ideal ring read as the speed of the wire (nccl-tests, doc/PERFORMANCE.md)
+    bus bandwidth:  bytes / t times a factor per collective, 2(n-1)/n for an all-reduce. With this
+                    factor an ideal ring gives the bandwidth of the wire (nccl-tests,
+                    doc/PERFORMANCE.md)
 
 Example, on all ranks::
 
@@ -14,8 +16,8 @@ Example, on all ranks::
     for row in measure_collectives(("all_reduce", "all_gather")):
         print(row.kind, row.num_bytes, row.bus_bytes_per_s / 1e9)
 
-A time is the shortest of all rounds, as noise only ever adds to it. On one machine over gloo these
-are figures of its TCP stack and its scheduler, not of a network.
+A time is the shortest of all rounds, because noise only makes a round longer. On one machine over
+gloo the figures describe its TCP stack and its scheduler, not a network.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_t
 
 @dataclass(frozen=True, kw_only=True)
 class PairRow:
-    """Messages from one rank to another, as half of the way there and back.
+    """Messages from a source to a target rank; a time is half of a round trip.
 
     Attributes:
         source, target: global ranks.
-        latency_s: of the fit; where no line fits, the time of the smallest message.
-        bandwidth_bytes_per_s: of the fit; where no line fits, that of the largest message.
+        latency_s: of the fit; without a fit, the time of the smallest message.
+        bandwidth_bytes_per_s: of the fit; without a fit, the bandwidth of the largest message.
         is_fit: whether a line fits: larger messages took longer.
-        num_bytes, seconds: what was measured.
+        num_bytes, seconds: the measured sizes and times.
     """
 
     source: int
@@ -62,7 +64,7 @@ class CollectiveRow:
 
     Attributes:
         num_bytes: of the whole buffer; for all_gather and reduce_scatter n times a rank's share.
-        seconds: the slowest rank's, in the best round.
+        seconds: time of the slowest rank in the best round.
     """
 
     kind: str
@@ -86,7 +88,7 @@ def pair_row(
     try:
         link = cost.fit_link(num_bytes=num_bytes, seconds=seconds, kind="send").link
         latency_s, bandwidth, is_fit = link.latency_s, link.bandwidth_bytes_per_s, True
-    except ValueError:  # noise: a larger message came sooner
+    except ValueError:  # no fit, e.g. because of noise larger messages took less time
         latency_s, bandwidth, is_fit = seconds[0], num_bytes[-1] / seconds[-1], False
     return PairRow(
         source=source,
@@ -109,12 +111,12 @@ def measure_pairs(
     """Collective: ping-pong between every ordered pair of ranks; the same rows on all ranks.
 
     Args:
-        num_bytes: message sizes, ascending, three at least.
+        num_bytes: message sizes, ascending, at least three.
         rounds: round trips per pair and size; the shortest counts.
-        device: of the messages; None means the backend's.
+        device: of the messages; None means the backend's device.
 
     Raises:
-        ValueError: sizes or rounds that do not fit.
+        ValueError: invalid sizes or rounds.
     """
     _check(num_bytes, rounds)
     if len(num_bytes) < 3:
@@ -133,9 +135,9 @@ def measure_pairs(
                 dist.barrier(group)
                 for count in range(rounds + 1):
                     seconds = _ping_pong(ball, source, target, group)
-                    if count > 0:  # the first one opens the connection and brings both in step
+                    if count > 0:  # round 0 opens the connection and synchronises the two ranks
                         best[index] = min(best[index], seconds)
-            # The source has held the watch.
+            # Only the source has measured the time.
             times: list[Any] = [best]
             dist.broadcast_object_list(times, src=source, group=group, device=device)
             rows.append(pair_row(source, target, num_bytes, times[0]))
@@ -145,7 +147,7 @@ def measure_pairs(
 def _ping_pong(
     ball: torch.Tensor, source: int, target: int, group: dist.ProcessGroup | None
 ) -> float:
-    """Half of the time there and back, on the source; 0 elsewhere."""
+    """Half of the round-trip time on the source; 0 on all other ranks."""
     rank = dist.get_rank()
     start_s = time.perf_counter()
     if rank == source:
@@ -173,10 +175,10 @@ def measure_collectives(
 ) -> list[CollectiveRow]:
     """Collective: time collectives at several sizes; the same rows on all ranks.
 
-    Sizes are rounded up to whole float32 per rank. Fit them with `fit_collective`.
+    Sizes are rounded up to whole float32 per rank. `fit_collective` fits a line to the rows.
 
     Raises:
-        ValueError: an unknown collective, sizes or rounds that do not fit.
+        ValueError: an unknown collective, or invalid sizes or rounds.
     """
     _check(num_bytes, rounds)
     unknown = [kind for kind in kinds if kind not in COLLECTIVES]
@@ -204,7 +206,7 @@ def measure_collectives(
 
 
 def collective_row(kind: str, num_ranks: int, num_bytes: int, seconds: float) -> CollectiveRow:
-    """A row, with both bandwidths worked out.
+    """A row with its algorithm bandwidth and bus bandwidth.
 
     >>> row = collective_row("all_reduce", 8, 2**34, 0.128)
     >>> round(row.algorithm_bytes_per_s / 1e9), round(row.bus_bytes_per_s / 1e9)
@@ -223,10 +225,10 @@ def collective_row(kind: str, num_ranks: int, num_bytes: int, seconds: float) ->
 
 
 def fit_collective(rows: Sequence[CollectiveRow], kind: str) -> cost.Fit:
-    """Latency per message and bandwidth of a ring that explain the rows of one collective.
+    """The latency per message and bandwidth of a ring that fit the rows of one collective best.
 
     Raises:
-        ValueError: as `minidist.cost.fit_link`: too few rows, or larger ones that are not slower.
+        ValueError: as `minidist.cost.fit_link`: too few rows, or larger sizes did not take longer.
     """
     own = [row for row in rows if row.kind == kind]
     return cost.fit_link(
@@ -240,7 +242,7 @@ def fit_collective(rows: Sequence[CollectiveRow], kind: str) -> cost.Fit:
 def _collective(
     kind: str, per_rank: int, n: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[Callable[[], Any], int]:
-    """The call, and the bytes of its whole buffer. Zeros: sums over many rounds stay finite."""
+    """The call, and the bytes of its whole buffer. The data is 0, so that repeated sums stay 0."""
     whole = torch.zeros(n * per_rank, device=device)
     part = torch.zeros(per_rank, device=device)
     calls: dict[str, Callable[[], Any]] = {
@@ -254,7 +256,7 @@ def _collective(
 
 
 def pair_table(rows: Sequence[PairRow], attribute: str, *, unit: float = 1.0) -> str:
-    """A matrix of one attribute: sources down, targets across.
+    """A matrix of one attribute: a row per source, a column per target.
 
     >>> rows = [pair_row(a, b, (4, 8, 12), (1, 2, 3)) for a, b in ((0, 1), (1, 0))]
     >>> print(pair_table(rows, "bandwidth_bytes_per_s"))
@@ -282,7 +284,7 @@ def _check(num_bytes: Sequence[int], rounds: int) -> None:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors have to lie for this group."""
+    """The device on which this group's collectives need their tensors."""
     return choose_device() if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 

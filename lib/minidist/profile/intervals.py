@@ -1,7 +1,7 @@
 """Sets of points on the time axis, as sorted, disjoint intervals.
 
-Three operations are all that a profile needs: union (`merge`), intersection and difference. Each is
-one sweep over sorted ends, O(n log n) or O(n).
+A profile needs only three operations: union (`merge`), intersection and difference. Each operation
+is one pass over sorted intervals, O(n log n) or O(n).
 
 >>> busy = merge([(0, 2), (1, 3), (5, 6)])
 >>> busy
@@ -22,9 +22,10 @@ Interval = tuple[float, float]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union: sorted and disjoint. Touching intervals become one, empty ones vanish.
+    """The union, as sorted and disjoint intervals. Touching intervals become one; empty intervals
+    are removed.
 
-    Every other function here takes and gives lists of this form.
+    The remaining functions of this module take and return lists of this form.
     """
     merged: list[Interval] = []
     for start, end in sorted(intervals):
@@ -38,14 +39,14 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What lies in both."""
+    """The points in both a and b."""
     common: list[Interval] = []
     i = j = 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < end:
             common.append((start, end))
-        # The one that ends first cannot meet anything else.
+        # The interval that ends first cannot overlap any further interval.
         if a[i][1] <= b[j][1]:
             i += 1
         else:
@@ -54,7 +55,7 @@ def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 
 def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What lies in `a` and not in `b`."""
+    """The points in `a` that are not in `b`."""
     left: list[Interval] = []
     first = 0
     for start, end in a:
@@ -73,7 +74,7 @@ def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
-    """What lies between two points."""
+    """The points of the intervals between `start` and `end`."""
     return intersect(intervals, [(start, end)]) if start < end else []
 
 

@@ -1,7 +1,8 @@
-"""Does training wait for its data? Time waiting for a batch beside time computing on it.
+"""Measure whether training waits for its data: wait time and compute time per batch.
 
-A loader with workers runs beside the training loop, so it cannot be judged alone: what counts is
-how long the loop stands still in `next(loader)`. Timing the copy to the GPU measures the copy.
+A loader with workers runs in parallel to the training loop, so its own speed says little. The
+important time is how long the loop waits in `next(loader)`. The time of the copy to the GPU is not
+loading time.
 
 `WatchedLoader` times the loop; `minidist.profile.loader_settings` compares settings and chooses.
 
@@ -12,9 +13,9 @@ Example::
         train_step(batch)
     print(watched.report())
 
-With a batch that takes L seconds to make and a step of C seconds, w workers make one every L/w
-seconds, so the loop waits max(0, L/w - C) per batch: w = L/C workers are enough, if there are as
-many free cores. Without workers it waits L, always.
+If making a batch takes L seconds and a step C seconds, then w workers make one batch every L/w
+seconds, and the loop waits max(0, L/w - C) per batch. So w = L/C workers are enough, if there are
+as many free cores. Without workers the loop always waits L.
 
 >>> clock = FakeClock()                     # loading takes 3 s, computing 1 s
 >>> batches = (clock.sleep(3) for _ in range(4))
@@ -35,7 +36,7 @@ from typing import Any
 
 
 class FakeClock:
-    """A clock that stands still unless told to sleep: for examples and tests."""
+    """A clock whose time changes only in `sleep`: for examples and tests."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -52,11 +53,11 @@ class LoaderReport:
     """Where the time of the loop went.
 
     Attributes:
-        num_batches: batches counted, the first one left out where there are more: it pays for the
-            start of the workers.
-        first_wait_s: what the first batch took to come.
-        wait_s, compute_s: per batch, the mean.
-        median_wait_s, worst_wait_s: per batch: a mean of a few long waits looks harmless.
+        num_batches: number of batches, including the first. The figures below, except first_wait_s,
+            leave out the first batch if there are more, because it includes the workers' start.
+        first_wait_s: wait for the first batch.
+        wait_s, compute_s: means per batch.
+        median_wait_s, worst_wait_s: per batch, because a mean hides a few long waits.
     """
 
     num_batches: int
@@ -68,7 +69,7 @@ class LoaderReport:
 
     @property
     def wait_fraction(self) -> float:
-        """Share of the loop's time in which it waits for data, 0 to 1."""
+        """Share of the loop's time that is waiting for data, 0 to 1."""
         whole_s = self.wait_s + self.compute_s
         return self.wait_s / whole_s if whole_s else 0.0
 
@@ -85,15 +86,15 @@ class LoaderReport:
 
 
 class WatchedLoader:
-    """Iterates over a loader and notes how long each batch was waited for and worked on.
+    """Iterates over a loader and records, for each batch, the wait and the time of the loop's work.
 
-    May be iterated several times (epochs); times add up. The last batch's work ends when the loop
-    asks for another one.
+    May be iterated several times (epochs); the records of all epochs are kept. The work on a batch
+    ends when the loop asks for the next batch, or stops.
 
     Args:
-        synchronize: called when the loop comes back for the next batch. On a GPU give
-            `torch.cuda.synchronize`: otherwise the loop comes back while the GPU still computes,
-            and what is called waiting would really be hidden behind computation.
+        synchronize: called when the loop asks for the next batch. On a GPU pass
+            `torch.cuda.synchronize`: otherwise the loop asks while the GPU still computes, and
+            waits that run behind computation would count as waiting.
     """
 
     def __init__(
@@ -112,23 +113,23 @@ class WatchedLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        asked_s = self._clock()  # before iter(): that is what starts the workers
+        asked_s = self._clock()  # before iter(), because iter() starts the workers
         for batch in self.loader:
             got_s = self._clock()
             self.wait_s.append(got_s - asked_s)
             try:
                 yield batch
-            finally:  # a loop that breaks off has worked on this batch, too
+            finally:  # also if the loop ends with `break`: it has worked on this batch
                 if self._synchronize is not None:
                     self._synchronize()
                 asked_s = self._clock()
                 self.compute_s.append(asked_s - got_s)
 
     def report(self) -> LoaderReport:
-        """What has been seen so far.
+        """A report of the batches so far.
 
         Raises:
-            ValueError: no batch has been worked on.
+            ValueError: the loop has not worked on any batch yet.
         """
         pairs = list(zip(self.wait_s, self.compute_s, strict=False))
         if not pairs:

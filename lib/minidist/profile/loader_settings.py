@@ -1,4 +1,4 @@
-"""Which loader settings keep up: the training loop with each of them in turn, and a choice.
+"""Run the training loop with several loader settings in turn, and choose the settings that suffice.
 
 Example::
 
@@ -29,7 +29,7 @@ from minidist.profile.loader import LoaderReport, WatchedLoader
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """Arguments of torch's DataLoader that decide whether it keeps up."""
+    """Arguments of torch's DataLoader that decide whether it is fast enough."""
 
     num_workers: int = 0
     prefetch_factor: int | None = None  # batches ahead per worker; needs workers
@@ -37,7 +37,7 @@ class LoaderSettings:
     persistent_workers: bool = False
 
     def as_arguments(self) -> dict[str, Any]:
-        """For `DataLoader(dataset, batch_size, **settings.as_arguments())`."""
+        """Arguments for `DataLoader(dataset, batch_size, **settings.as_arguments())`."""
         return {
             "num_workers": self.num_workers,
             "prefetch_factor": self.prefetch_factor if self.num_workers else None,
@@ -48,13 +48,13 @@ class LoaderSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsRow:
-    """How the loop did with some settings: medians over the rounds."""
+    """The times of the loop with one choice of settings: medians over the rounds."""
 
     settings: LoaderSettings
     wait_s: float
     compute_s: float
     worst_wait_s: float
-    start_s: float  # until the first batch
+    start_s: float  # wait for the first batch
 
     @property
     def batch_s(self) -> float:
@@ -74,9 +74,10 @@ def compare_settings(
     """Run the training loop with each of the settings, in turn, round by round.
 
     Args:
-        make_loader: a fresh loader with these settings.
-        step: what is done with a batch.
-        num_batches: per round and settings, at most; at least 2, for the first does not count.
+        make_loader: returns a new loader with the given settings.
+        step: the work on a batch.
+        num_batches: largest number of batches per round and settings; at least 2, because the first
+            batch does not count.
     """
     if num_batches < 2 or rounds < 1 or not settings:
         raise ValueError(
@@ -120,7 +121,7 @@ class Suggestion:
 
 
 def cores_per_rank(local_world_size: int | None = None) -> int:
-    """Cores that the workers of one rank may use, this rank's own included; at least 1.
+    """Cores that one rank and its workers may use together; at least 1.
 
     Args:
         local_world_size: ranks on this node; None means torchrun's LOCAL_WORLD_SIZE, else 1.
@@ -142,21 +143,21 @@ def suggest(
     batches_per_epoch: int | None = None,
     tolerance: float = 0.03,
 ) -> Suggestion:
-    """The cheapest settings that are about as fast as the fastest that were measured.
+    """The cheapest settings that are about as fast as the fastest measured settings.
 
     Args:
-        rows: of `compare_settings`; with one of `num_workers=0`, the number of workers that would
-            be enough can be worked out, measured or not.
-        cores: per rank: `cores_per_rank()`.
+        rows: of `compare_settings`. If a row has `num_workers=0`, `suggest` also computes how many
+            workers would be enough, even if this number was not measured.
+        cores: cores per rank: `cores_per_rank()`.
         on_gpu: whether batches are copied to a GPU.
-        batches_per_epoch: how often workers are started if they do not persist.
-        tolerance: share of a batch's time that a cheaper setting may lose.
+        batches_per_epoch: batches between two starts of the workers if they do not persist.
+        tolerance: how much slower cheaper settings may be, as a share of the fastest batch time.
     """
     if not rows or cores < 1:
         raise ValueError(f"suggest: wants measured rows and cores >= 1, got {len(rows)}, {cores}")
     reasons: list[str] = []
 
-    # Of those about as fast as the fastest: the fewest workers, the least prefetched.
+    # Among the rows about as fast as the fastest: the fewest workers, then the least prefetching.
     fastest = min(row.batch_s for row in rows)
     best = min(
         (row for row in rows if row.batch_s <= fastest * (1 + tolerance)),
@@ -169,7 +170,7 @@ def suggest(
         f"the fastest measured was {fastest:.3g} s"
     )
 
-    # More workers than were measured?
+    # Suggest more workers than were measured, if that helps.
     alone = next((row for row in rows if row.settings.num_workers == 0), None)
     if alone is not None and share > tolerance and best.compute_s > 0:
         enough = math.ceil(alone.wait_s / best.compute_s)
@@ -186,7 +187,7 @@ def suggest(
                 "batches cheaper (preprocess once, store decoded, augment on the device)"
             )
 
-    # Prefetch hides single slow batches, not a slow average.
+    # Prefetching hides single slow batches, but not a slow average.
     if workers and best.compute_s > 0 and best.worst_wait_s > 2 * (best.wait_s + best.compute_s):
         deep = math.ceil((best.worst_wait_s + best.compute_s) / best.compute_s / workers) + 1
         if deep > (prefetch or 2):

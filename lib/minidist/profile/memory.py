@@ -1,8 +1,9 @@
-"""What fills a rank's memory in a step: parameters, gradients, optimiser state, activations.
+"""The content of a rank's memory in a step: parameters, gradients, optimiser state, activations.
 
-Phases: note what is there at the start; after every operation look at the storages that it made
-(a `TorchDispatchMode` sees them all, backward's and the optimiser's included); sort them into
-categories when they show what they are; let a weak reference say when each is freed.
+Phases: record the storages that exist at the start; after every operation record the storages that
+the operation made (a `TorchDispatchMode` sees all operations, including backward and the
+optimiser); give each storage a category as soon as its use is known; a weak reference tells when a
+storage is freed.
 
 Example::
 
@@ -12,17 +13,22 @@ Example::
         optimizer.step();               tracker.mark("optimizer")
     tracker.peak.total, tracker.peak_of("activations"), tracker.rows
 
-How a storage shows what it is, first match wins: it belongs to a parameter or buffer, a gathered
-one of FSDP or ZeRO-3 included from where backward saves it; to a `.grad`; to the optimiser's state;
-autograd saved a part of it for backward (`saved_tensors_hooks`), which makes it an activation, also
-if it is the batch itself, or activation checkpointing computes it once more during backward. The
-rest is "other": temporaries, communication buckets. Nothing is guessed beforehand, so a gradient is
-"other" until it has been accumulated, and an output counts as activation from the operation that
-saves it.
+The category of a storage, where the first match wins:
 
-Counted are the bytes of living storages, each once, on any device. Memory inside an operation
-(workspaces) does not show, nor what an allocator keeps: on a GPU, the rows carry
-`torch.cuda.memory_allocated` and `memory_reserved` beside it. Torch-native, by module:
+1. "parameters": it belongs to a parameter or buffer. A gathered parameter of FSDP or ZeRO-3 counts
+   from the moment that autograd saves it for backward.
+2. "gradients": it belongs to a `.grad`.
+3. "optimizer": it belongs to the optimiser's state.
+4. "activations": autograd saved a part of it for backward (`saved_tensors_hooks`), even if it is
+   the batch itself; or activation checkpointing recomputes it during backward.
+5. "other": the rest, such as temporaries and communication buckets.
+
+The tracker does not predict a use. So a gradient is "other" until it is accumulated, and an output
+becomes an activation when an operation saves it.
+
+The tracker counts the bytes of living storages, each storage once, on any device. It does not count
+memory inside an operation (workspaces) and memory that an allocator keeps. On a GPU, the rows also
+have `torch.cuda.memory_allocated` and `memory_reserved`. torch-native, by module:
 `torch.distributed._tools.mem_tracker.MemTracker`; `native_peak_bytes` runs it.
 """
 
@@ -41,17 +47,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "other"]
-CATEGORIES: tuple[Category, ...] = get_args(Category)  # a storage moves up this list, never down
+CATEGORIES: tuple[Category, ...] = get_args(Category)  # a storage moves only towards the front
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """Living bytes after one operation.
+    """Bytes of living storages after one operation.
 
     Attributes:
-        time_s: since the tracker was entered.
+        time_s: seconds since the tracker was entered.
         after: the operation, such as "aten.mm.default", or the name of a mark.
-        allocated_bytes, reserved_bytes: what the CUDA allocator says; None without a GPU.
+        allocated_bytes, reserved_bytes: figures of the CUDA allocator; None without a GPU.
     """
 
     time_s: float
@@ -80,14 +86,15 @@ class _Entry:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the memory of everything that happens inside; see the module.
+    """Counts the memory of all operations in its `with` block; see the module's docstring.
 
-    Slows a step down by some tens of microseconds per operation: use it to see memory, not time.
+    The tracker slows a step down by some tens of microseconds per operation: do not use it to
+    measure time.
 
     Args:
         model: its parameters and buffers count as "parameters".
         optimizer: its state counts as "optimizer"; None if there is none.
-        keep_rows: a row per operation; False keeps only peaks and marks.
+        keep_rows: True keeps a row per operation; False keeps only peaks and marks.
     """
 
     def __init__(
@@ -105,18 +112,18 @@ class MemoryTracker(TorchDispatchMode):
         self._entries: dict[int, _Entry] = {}
         self._live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._peaks: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        self._lock = threading.RLock()  # backward frees and calls hooks on threads of its own
+        self._lock = threading.RLock()  # backward has its own threads, which free and call hooks
         self._undo: list[Callable[[], Any]] = []
         self._start_s = 0.0
 
     # ---------------------------------------------------------------- results
 
     def peak_of(self, category: Category) -> int:
-        """Most bytes that a category ever had; the peaks of several need not coincide."""
+        """The largest number of bytes of a category. Categories may peak at different times."""
         return self._peaks[category]
 
     def mark(self, name: str) -> MemoryRow:
-        """Note the state of this moment under a name, such as the end of forward."""
+        """Record the current state under a name, such as the end of forward."""
         self._claim_gradients()
         row = self._row(name, is_mark=True)
         self.marks.append(row)
@@ -126,18 +133,18 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self) -> MemoryTracker:
         self._start_s = time.perf_counter()
-        # Note what is there ...
+        # Record the storages that exist now.
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             self._claim(tensor, "parameters")
         self._claim_gradients()
         self._claim_state()
-        # ... and arrange to hear of what comes.
+        # Install hooks for the storages to come.
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._undo.append(handle.remove)
         if self._optimizer is not None:
-            # Some sharding code sets `.grad` by hand, which no hook of a parameter hears of.
+            # Some sharding code sets `.grad` by hand, which calls no hook of the parameter.
             before = self._optimizer.register_step_pre_hook(lambda *_: self._claim_gradients())
             after = self._optimizer.register_step_post_hook(lambda *_: self._claim_state())
             self._undo += [before.remove, after.remove]
@@ -159,11 +166,12 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(t.__name__ in ("DTensor", "AsyncCollectiveTensor") for t in types):
-            return NotImplemented  # comes again, with the plain tensors inside
+            return NotImplemented  # torch calls again with the plain tensors inside
         result = func(*args, **(kwargs or {}))
-        # A forward inside a backward is activation checkpointing's, whose hooks hide ours.
+        # A forward inside a backward belongs to activation checkpointing. Its saved-tensor hooks
+        # replace ours, so its results are claimed here.
         again = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-        # In-place operations, too: one may be the first sight of a storage made outside.
+        # Also the results of in-place operations: their storage may come from outside the block.
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._claim(tensor, "activations" if again else "other")
@@ -171,9 +179,9 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _claim(self, tensor: Tensor, category: Category) -> None:
-        """Put the storage of a tensor into a category, if that is higher than its own."""
+        """Move a tensor's storage to `category`, if this comes before its old one in CATEGORIES."""
         for storage in _storages(tensor):
-            key = storage._cdata  # one per storage, whatever tensors look at it
+            key = storage._cdata  # one per storage, the same for all tensors on this storage
             with self._lock:
                 entry = self._entries.get(key)
                 if entry is None:
@@ -208,13 +216,13 @@ class MemoryTracker(TorchDispatchMode):
             self._row("gradient")
 
     def _on_save(self, tensor: Tensor) -> Tensor:
-        # FSDP and ZeRO-3 compute with gathered parameters that the model has only for a while.
+        # FSDP and ZeRO-3 compute with gathered parameters, which exist only temporarily.
         whose = tensor._base if tensor._base is not None else tensor
         self._claim(tensor, "parameters" if isinstance(whose, nn.Parameter) else "activations")
         return tensor
 
     def _watch_resizes(self) -> None:
-        """FSDP frees and fills storages in place, which no operation shows."""
+        """Track `resize_`: FSDP frees and refills storages in place, without any operation."""
         original = torch.UntypedStorage.resize_
         tracker = self
 
@@ -254,11 +262,11 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
-    """The memory behind a tensor; of a DTensor or another wrapper, that of the tensors inside."""
+    """The storages of a tensor; for a DTensor or other wrapper, those of the inner tensors."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:
-            if isinstance(inner := getattr(tensor, name), Tensor):  # a DTensor names its mesh too
+            if isinstance(inner := getattr(tensor, name), Tensor):  # a DTensor also names its mesh
                 yield from _storages(inner)
         return
     try:
@@ -270,7 +278,7 @@ def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
 def native_peak_bytes(
     step: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, int]:
-    """Peak of one call of `step`, as torch's own MemTracker counts it.
+    """Peak memory of one call of `step`, measured with torch's own MemTracker.
 
     Returns:
         Its categories ("Parameter", "Gradient", "Activation", "Optstate", "Temp", "Buffer", …) and

@@ -1,7 +1,7 @@
-"""GPU utilisation, memory and power while something runs; without a GPU, those of the host.
+"""GPU utilisation, memory and power while a block runs; without a GPU, figures of the host.
 
-Phases: choose where to read from (NVML through `nvidia-ml-py`, else the program `nvidia-smi`, else
-the host); sample in a thread until the block ends or a deadline comes; sum up per device.
+Phases: choose the source (NVML through `nvidia-ml-py`, else the program `nvidia-smi`, else the
+host); sample in a thread until the block or the deadline ends; summarise per device.
 
 Example::
 
@@ -16,12 +16,12 @@ Example::
 device   utilization  peak      memory  of      power  samples
 gpu 0            50%   50%    4.00 GiB   50%    300 W        2
 
-What is called GPU utilisation is the share of time in which *some* kernel ran, on one of the GPU's
-multiprocessors or on all of them: 100 % does not mean that the GPU is used well. A NCCL kernel that
-waits for another rank counts as 100 %, too. Model FLOPs utilisation (`minidist.cost.utilization`)
-and power say more.
+GPU utilisation is the share of time in which *some* kernel ran, on one of the GPU's multiprocessors
+or on all of them. So 100 % does not mean that the GPU is used well; even a NCCL kernel that waits
+for a different rank counts as 100 %. Model FLOPs utilisation (`minidist.cost.utilization`) and
+power are better measures.
 
-GPUs are numbered as NVML does, by PCI bus, whatever CUDA_VISIBLE_DEVICES says.
+GPUs have NVML's numbers, in PCI bus order; CUDA_VISIBLE_DEVICES has no effect on them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GIB = 1024**3
 
 
 class Sample(NamedTuple):
-    """A reading and when it was taken, in seconds since the monitor started."""
+    """A reading and its time, in seconds since the monitor started."""
 
     time_s: float
     reading: Reading
@@ -46,10 +46,11 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSummary:
-    """One device over the whole block. None where the device does not tell.
+    """One device over the whole block. A field is None if the device does not report the value.
 
     Attributes:
-        utilization, power_w: means over the samples. energy_j: mean power times the time sampled.
+        utilization, power_w: means over the samples.
+        energy_j: mean power times the time between the first and the last sample.
         peak_utilization, peak_memory_bytes: the highest sample.
     """
 
@@ -64,7 +65,7 @@ class DeviceSummary:
 
 
 class Summary(tuple[DeviceSummary, ...]):
-    """Per device; prints as a table."""
+    """The summaries of all devices; prints as a table."""
 
     def __str__(self) -> str:
         lines = ["device   utilization  peak      memory  of      power  samples"]
@@ -88,17 +89,17 @@ def _percent(share: float | None) -> str:
 
 
 class Monitor:
-    """Samples in the background for as long as the block runs; one sample at each end at least.
+    """Samples in a background thread while the block runs, at least at its start and its end.
 
     Args:
         interval_s: pause between samples.
-        reader: what to read; None means `choose_reader()`.
-        deadline_s: sampling stops after this long, so that a monitor which is forgotten in a
-            notebook does not run for ever.
+        reader: the function that reads the devices; None means `choose_reader()`.
+        deadline_s: sampling stops after this time, so that a forgotten monitor in a notebook does
+            not run for ever.
 
     Attributes:
         samples: rows, in order of time.
-        error: what stopped the sampling, if something did; the block goes on.
+        error: the exception of the reader that stopped the sampling, or None; the block continues.
     """
 
     def __init__(
@@ -132,11 +133,11 @@ class Monitor:
     def __exit__(self, *error: Any) -> None:
         self._end.set()
         if self._thread is not None:
-            self._thread.join(self.interval_s + 15.0)  # a hanging nvidia-smi gives up after 10 s
+            self._thread.join(self.interval_s + 15.0)  # a call of nvidia-smi times out after 10 s
             self._thread = None
 
     def summary(self) -> Summary:
-        """Means and peaks per device, of the samples so far."""
+        """Means and peaks per device over the samples so far."""
         by_device: dict[str, list[Sample]] = {}
         for sample in list(self.samples):
             by_device.setdefault(sample.reading.device, []).append(sample)
@@ -155,7 +156,7 @@ class Monitor:
         assert self._reader is not None
         try:
             readings = self._reader()
-        except Exception as error:  # a driver that goes away must not take the training with it
+        except Exception as error:  # a failing driver must not stop the training
             self.error = error
             return
         now_s = time.monotonic() - self._start_s

@@ -1,7 +1,7 @@
-"""NCCL's environment variables as they are set here: what each does, and what looks dangerous.
+"""NCCL's environment variables that are set here: what each does, and which look dangerous.
 
-The first rule is not to: NCCL measures the topology and chooses well, and a variable that was set
-for one machine two years ago is a common reason for slow training on another.
+The first rule is: do not set them. NCCL measures the topology and chooses well. An old variable
+that was set for a different machine is a common reason for slow training.
 
 >>> for row in explain({"NCCL_PROTO": "LL128", "NCCL_DEBUG": "INFO", "PATH": "/bin"}):
 ...     print(row.name, row.value, "|", row.what)
@@ -10,7 +10,7 @@ NCCL_PROTO LL128 | protocols that NCCL may use: LL, LL128, Simple; ^ excludes
 >>> print(find_dangers({"NCCL_PROTO": "LL128"})[0].text)
 forcing LL128 where the hardware does not support it corrupts data; exclude with ^ instead
 
-The table of all of them is `minidist.profile.nccl_settings.SETTINGS`.
+The table of all variables is `minidist.profile.nccl_settings.SETTINGS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_")
 
 @dataclass(frozen=True, kw_only=True)
 class SettingRow:
-    """A variable that is set: its value, and what there is to know."""
+    """A variable that is set: its value, meaning, default, and warnings."""
 
     name: str
     value: str
@@ -38,7 +38,7 @@ class SettingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Danger:
-    """A value, or values together, that cost speed, data or the explanation of a hang."""
+    """A value, or a combination of values, that costs speed, data or the explanation of a hang."""
 
     names: tuple[str, ...]
     text: str
@@ -47,7 +47,8 @@ class Danger:
 def explain(
     env: Mapping[str, str] | None = None, *, interfaces: Collection[str] | None = None
 ) -> list[SettingRow]:
-    """What is set, by name: every variable of the table, and those that only look like one.
+    """Rows for the variables that are set, by name: those in the table, and those that are not in
+    the table but begin with NCCL_, TORCH_NCCL_ or TORCH_FR_.
 
     Args:
         env: None means this process's environment.
@@ -79,7 +80,7 @@ def explain(
 def find_dangers(
     env: Mapping[str, str], *, interfaces: Collection[str] | None = None
 ) -> list[Danger]:
-    """Values and combinations of values that deserve a second look."""
+    """Values and combinations of values that may be a mistake."""
 
     def get(name: str) -> str:
         for each in (name, *BY_NAME[name].old_names):
@@ -117,7 +118,7 @@ def _number(text: str, default: float) -> float:
 
 
 def _forces(value: str, name: str) -> bool:
-    """Whether a list such as "Ring,Tree" or "allreduce:tree" names one, and does not exclude it."""
+    """Whether a list such as "Ring,Tree" or "allreduce:tree" contains `name` and no ^ (exclude)."""
     return bool(value) and "^" not in value and name.lower() in value.lower()
 
 
@@ -135,7 +136,7 @@ def _missing_interfaces(value: str, interfaces: Collection[str] | None) -> list[
 Get = Callable[[str], str]
 Is = Callable[[str], bool]
 
-# (the variables, when it applies, what to say)
+# (the variables, when the rule applies, the warning)
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Get, Is, Is], bool], str], ...] = (
     (
         ("NCCL_PROTO",),

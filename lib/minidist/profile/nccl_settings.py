@@ -1,4 +1,4 @@
-"""NCCL's and torch's environment variables: what each does, its default, when to touch it. Data.
+"""NCCL's and torch's environment variables as data: effect, default, and when to set each one.
 
 Sources: NVIDIA's NCCL user guide, "Environment Variables"; torch's ProcessGroupNCCL.hpp and
 FlightRecorder.hpp. Defaults are those of NCCL 2.2x and torch 2.11 to 2.13.
@@ -20,8 +20,8 @@ class Setting:
     """One environment variable.
 
     Args:
-        when: the situation in which to set it.
-        old_names: names that still work, or did.
+        when: the situation in which to set the variable.
+        old_names: former names of the variable; some still work.
     """
 
     name: str
@@ -326,5 +326,5 @@ SETTINGS: tuple[Setting, ...] = (
     ),
 )
 
-# By every name, the old ones included.
+# By name, including old names.
 BY_NAME = {name: setting for setting in SETTINGS for name in (setting.name, *setting.old_names)}

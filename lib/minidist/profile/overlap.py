@@ -1,7 +1,8 @@
-"""Where the time of a step goes: compute, communication, what hides behind what, and idle time.
+"""Where the time of a step goes: compute, communication, their overlap, and idle time.
 
-Per rank the spans of a kind become a set of points in time (`minidist.profile.intervals`), so that
-two kernels at once count once. Then every moment of a step is given to the first that applies:
+Per rank, the spans of a kind become a set of points in time (`minidist.profile.intervals`), so that
+two simultaneous kernels count once. Then every moment of a step counts as the first kind in this
+list that is active:
 
     compute > exposed communication > exposed copy > loader > idle
 
@@ -11,7 +12,7 @@ two kernels at once count once. Then every moment of a step is given to the firs
 
 In a pipeline without communication costs, `bubble_fraction` is the (p-1)/(m+p-1) of GPipe and 1F1B.
 
-Example: backward for 3 s; from second 2 on an all-reduce of 2 s; a step of 5 s.
+Example: a step of 5 s with a backward of 3 s and an all-reduce from second 2 to second 4.
 
 >>> from minidist.profile.timeline import Span, Timeline, Window
 >>> timeline = Timeline(
@@ -38,16 +39,17 @@ from minidist.profile.timeline import KINDS, Kind, Timeline, Window
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """One rank's seconds in one window, or the sum over several.
+    """One rank's seconds in one window, or the sum over several windows.
 
     Attributes:
-        step_s: the window.
-        compute_s: at least one computation runs.
-        communication_s: at least one collective runs, or waits for other ranks.
-        overlapped_s: both at once. exposed_s: communication and no computation.
-        copy_s: copies beside which neither runs.
-        loader_s: waiting for data beside which nothing of the above runs.
-        idle_s: nothing at all.
+        step_s: length of the window.
+        compute_s: time in which at least one computation runs.
+        communication_s: time in which at least one collective runs, or waits for other ranks.
+        overlapped_s: time with computation and communication.
+        exposed_s: time with communication and without computation.
+        copy_s: time with a copy and without computation and communication.
+        loader_s: time of waiting for data without any of the above.
+        idle_s: time without any of the above.
     """
 
     rank: int | None = None  # None for a sum over ranks
@@ -68,7 +70,7 @@ class Shares:
 
     @property
     def bubble_s(self) -> float:
-        """Time without computation, whatever the reason."""
+        """Time without computation, for any reason."""
         return self.step_s - self.compute_s
 
     @property
@@ -78,12 +80,12 @@ class Shares:
 
     @property
     def overlap_fraction(self) -> float:
-        """Share of the communication that hides behind computation; 1 if there is none."""
+        """Share of the communication that runs behind computation; 1 without communication."""
         return self.overlapped_s / self.communication_s if self.communication_s else 1.0
 
 
 def shares(timeline: Timeline, window: Window) -> Shares:
-    """What one rank does in one window."""
+    """The shares of one rank in one window."""
     return _divide(_busy(timeline, window.rank), window)
 
 
@@ -98,7 +100,7 @@ def step_shares(timeline: Timeline) -> list[Shares]:
 
 
 def _busy(timeline: Timeline, rank: int) -> dict[Kind, list[Interval]]:
-    """Per kind the points in time at which the rank does it."""
+    """Per kind: the points in time at which the rank has a span of this kind."""
     found: dict[Kind, list[Interval]] = {kind: [] for kind in KINDS}
     for span in timeline.of(rank):
         found[span.kind].append((span.start_s, span.end_s))
@@ -106,7 +108,7 @@ def _busy(timeline: Timeline, rank: int) -> dict[Kind, list[Interval]]:
 
 
 def _divide(busy: dict[Kind, list[Interval]], window: Window) -> Shares:
-    """Give each moment of the window to the first kind that applies."""
+    """Count each moment of the window as the first kind that is active."""
     start, end = window.start_s, window.end_s
     inside = {kind: clip(intervals, start, end) for kind, intervals in busy.items()}
     compute, communication = inside["compute"], inside["communication"]
@@ -131,7 +133,7 @@ def _divide(busy: dict[Kind, list[Interval]], window: Window) -> Shares:
 
 
 def total(parts: Iterable[Shares]) -> Shares:
-    """The sum, over steps or ranks: its fractions are those of all their time together."""
+    """The sum over steps or ranks. The fractions of the sum refer to the total time."""
     rows = list(parts)
     ranks = {row.rank for row in rows}
     names = ("step", "compute", "communication", "overlapped", "exposed", "copy", "loader", "idle")
@@ -142,10 +144,10 @@ def total(parts: Iterable[Shares]) -> Shares:
 def find_bottleneck(part: Shares, num_gpus: int) -> Bottleneck:
     """What limits a step, and what to try: `minidist.cost.bottleneck` on measured shares.
 
-    Exposed copies count as loader: on a GPU they are batches on their way.
+    Exposed copies count as loader, because on a GPU they are the transfer of batches.
 
     Raises:
-        ValueError: nothing was computed.
+        ValueError: no computation in this part.
     """
     return bottleneck(
         compute_s=part.compute_s,
@@ -158,7 +160,7 @@ def find_bottleneck(part: Shares, num_gpus: int) -> Bottleneck:
 
 
 def report(timeline: Timeline) -> str:
-    """A table: per rank and step the shares of the step; "overlapped" is of the communication."""
+    """A table of the shares of each rank and step; "overlapped" is a share of the communication."""
     rows = step_shares(timeline)
     width = max([4, *(len(row.name) for row in rows)])
     head = f"{'rank':>4}  {'step':{width}}    compute  exposed   copy  loader   idle    overlapped"

@@ -1,4 +1,4 @@
-"""Time several ways to do a step in turn, in one world of ranks: DDP beside plain training, say.
+"""Time several versions of a step in turn on the same ranks, for example DDP and plain training.
 
 Example::
 
@@ -14,8 +14,9 @@ Example::
     for row in measure_overhead(make_steps, 2):
         print(f"{row.name}: {row.ratio:.2f} ({row.low:.2f} … {row.high:.2f})")
 
-In every round each of them runs once; a ratio is taken within a round, so that what slows down the
-whole machine cancels. The result is the median of the ratios with their quartiles.
+Every round runs each version once (`calls` steps). The ratio of two versions is computed within a
+round, so that a slowdown of the whole machine cancels. The result is the median of these ratios
+with their quartiles.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from minidist import launch
 
 @dataclass(frozen=True, kw_only=True)
 class OverheadRow:
-    """Several ways to train, against the first; ratios within a round, and their quartiles."""
+    """One version of a step. `ratio` is the median ratio to the first version within a round, `low`
+    and `high` are the quartiles of the ratios, `step_s` is the median time."""
 
     name: str
     step_s: float
@@ -49,14 +51,14 @@ def measure_overhead(
     warmup: int = 2,
     deadline_s: float = 120.0,
 ) -> list[OverheadRow]:
-    """What one way to train costs against another, such as DDP against plain training.
+    """The cost of one version of a step compared with a baseline, such as DDP with plain training.
 
-    All ranks run all of them in turn, so that "plain" (no communication, each rank for itself) has
-    the same neighbours on the machine as DDP has: what is left is DDP's own cost.
+    All ranks run all versions in turn. So in "plain" (no communication, each rank on its own) the
+    machine is as busy as with DDP, and the difference is the cost of DDP itself.
 
     Args:
-        make_steps: called on every rank; returns name -> one step, the baseline first, with the
-            same names in the same order on all ranks.
+        make_steps: called on every rank; returns name -> a function that runs one step. The
+            baseline is first. All ranks return the same names in the same order.
 
     Raises:
         LaunchError: a rank failed.
@@ -72,7 +74,7 @@ def measure_overhead(
 
 
 def overhead_rows(seconds: Mapping[str, Sequence[float]]) -> list[OverheadRow]:
-    """Rows from seconds per round; the i-th of all names belong together, the first is the base.
+    """Rows from seconds per round. Entry i of every list is round i; the first name is the base.
 
     >>> [round(row.ratio, 2) for row in overhead_rows({"plain": [1, 2, 4], "ddp": [1.1, 2.2, 4.8]})]
     [1.0, 1.1]
@@ -89,7 +91,7 @@ def overhead_rows(seconds: Mapping[str, Sequence[float]]) -> list[OverheadRow]:
 def _measure_overhead(
     make_steps: Callable[[], Mapping[str, Callable[[], Any]]], rounds: int, calls: int, warmup: int
 ) -> dict[str, list[float]]:
-    """What every rank runs."""
+    """The function that every rank runs."""
     device = start_rank()
     seconds = _rounds(make_steps(), rounds, calls, warmup, device)
     end_rank()
@@ -99,7 +101,7 @@ def _measure_overhead(
 def _rounds(
     steps: Mapping[str, Callable[[], Any]], rounds: int, calls: int, warmup: int, device: Any
 ) -> dict[str, list[float]]:
-    """All steps in turn, round by round."""
+    """Run all steps in turn, round by round; returns the slowest rank's seconds."""
     for step in steps.values():
         for _ in range(warmup):
             step()
@@ -111,7 +113,7 @@ def _rounds(
 
 
 def start_rank() -> Any:
-    """What every rank does first: its device, and the default group. Returns the device."""
+    """The first action of every rank: set the device, make the default group; return the device."""
     import torch
     import torch.distributed as dist
 
@@ -125,9 +127,11 @@ def start_rank() -> Any:
 
 
 def end_rank() -> None:
-    """What every rank does last. The models have to be gone by then: a DDP that outlives its
-    process group destroys it in turn, holding Python's lock while it joins gloo's threads, which
-    may want that lock; about one time in three that hangs (torch 2.13).
+    """The last action of every rank: collect garbage, then destroy the process group.
+
+    The models must be gone before. A DDP object that outlives the process group destroys the group
+    later, and then it joins gloo's threads while it holds Python's lock. These threads may need
+    the lock, so about one time in three the program hangs (torch 2.13).
     """
     import gc
 
@@ -139,7 +143,7 @@ def end_rank() -> None:
 
 
 def time_step(step: Callable[[], Any] | None, calls: int, device: Any) -> float:
-    """Seconds per call on this rank, all starting together; 0 on ranks that only wait."""
+    """Seconds per call on this rank, after a barrier of all ranks; 0 if `step` is None."""
     import torch
     import torch.distributed as dist
 
@@ -157,7 +161,7 @@ def time_step(step: Callable[[], Any] | None, calls: int, device: Any) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """Collective: the longest time of all ranks, on all of them."""
+    """Collective: the longest time of all ranks, returned on every rank."""
     import torch.distributed as dist
 
     every: list[Any] = [None] * dist.get_world_size()

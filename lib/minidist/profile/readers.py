@@ -1,6 +1,6 @@
-"""Where a monitor reads from: NVML, the program nvidia-smi, or the host. No torch.
+"""The sources of a monitor: NVML, the program nvidia-smi, or the host. No torch.
 
-A reader is a function that returns the `Reading` of each device at this moment.
+A reader is a function that returns the current `Reading` of each device.
 
 >>> parse_smi("0, 87, 1024, 81559, 412.50")
 [Reading(device='gpu 0', utilization=0.87, memory_used_bytes=1073741824, ...)]
@@ -21,7 +21,7 @@ _SMI_FIELDS = "index,utilization.gpu,memory.used,memory.total,power.draw"
 
 
 class Reading(NamedTuple):
-    """One device at one moment; None is what the device or driver does not tell."""
+    """One device at one moment. A value is None if the device or driver does not report it."""
 
     device: str  # "gpu 0", "host"
     utilization: float | None  # 0 to 1
@@ -34,7 +34,7 @@ Reader = Callable[[], Sequence[Reading]]
 
 
 def choose_reader() -> Reader:
-    """NVML if it is installed and finds a driver, else nvidia-smi, else the host."""
+    """NVML if `nvidia-ml-py` and a driver are installed, else nvidia-smi, else the host."""
     for make in (nvml_reader, smi_reader):
         with contextlib.suppress(OSError, RuntimeError):
             reader = make()
@@ -63,7 +63,7 @@ def nvml_reader() -> Reader:
     def ask(function: Any, handle: Any) -> Any:
         try:
             return function(handle)
-        except nvml.NVMLError:  # what this GPU, or a part of one (MIG), does not tell
+        except nvml.NVMLError:  # this GPU, or this part of a GPU (MIG), does not report the value
             return None
 
     def read() -> list[Reading]:
@@ -87,10 +87,10 @@ def nvml_reader() -> Reader:
 
 
 def smi_reader(timeout_s: float = 10.0) -> Reader:
-    """Reads all GPUs by starting `nvidia-smi` each time: tens of milliseconds.
+    """Reads all GPUs by starting `nvidia-smi` for each reading, which takes tens of milliseconds.
 
     Raises:
-        RuntimeError: no such program on the PATH.
+        RuntimeError: no nvidia-smi on the PATH.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -110,7 +110,7 @@ def smi_reader(timeout_s: float = 10.0) -> Reader:
 
 
 def parse_smi(text: str) -> list[Reading]:
-    """Readings from what `nvidia-smi --query-gpu=… --format=csv,noheader,nounits` prints.
+    """Readings from the output of `nvidia-smi --query-gpu=… --format=csv,noheader,nounits`.
 
     >>> parse_smi("0, 87, 1024, 81559, 412.50\\n1, 0, 3, 81559, [N/A]\\n")[1].power_w is None
     True
@@ -140,9 +140,9 @@ def parse_smi(text: str) -> list[Reading]:
 
 
 def host_reader() -> Reader:
-    """Reads the host: busy share of all its cores since the last reading, and memory in use.
+    """Reads the host: busy share of all cores since the last reading, and memory in use.
 
-    With psutil where it is installed, else from /proc. The first reading has no utilisation.
+    Uses psutil if it is installed, else /proc. The first reading has no utilisation.
     """
     last: list[tuple[float, float]] = []
 
@@ -166,7 +166,7 @@ def _cpu_times() -> tuple[float, float]:
         import psutil  # comes with ipykernel
 
         times = psutil.cpu_times()
-        whole = math.fsum(times[: 8 if os.name == "posix" else None])  # guests are in user
+        whole = math.fsum(times[: 8 if os.name == "posix" else None])  # user includes guest times
         return whole - times.idle - getattr(times, "iowait", 0.0), whole
     except ImportError:
         fields = [float(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
@@ -174,7 +174,7 @@ def _cpu_times() -> tuple[float, float]:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Used and total bytes; used is what cannot be had without swapping."""
+    """Used and total bytes; used is the memory that is not available without swapping."""
     try:
         import psutil
 

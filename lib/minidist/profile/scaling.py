@@ -3,10 +3,11 @@
     strong    the same batch over N ranks       speedup = t_1/t_N        efficiency = t_1/(N t_N)
     weak      the same batch on every rank      speedup = N t_1/t_N      efficiency = t_1/t_N
 
-Absolute times drift by tens of percent from minute to minute on a shared machine. So all sizes are
-measured in **one** world: the first N ranks form a group of their own while the others wait, round
-by round, and a speed-up is a ratio within a round. The result is the median of those ratios; low
-and high are their quartiles. Every time is that of the slowest rank.
+On a shared machine absolute times drift by tens of percent from minute to minute. So all sizes are
+measured in **one** world: in every round, for each size N, the first N ranks run a step in their
+own group while the other ranks wait. A speed-up is a ratio of times of the same round. The result
+is the median of these ratios; low and high are their quartiles. Every time is the time of the
+slowest rank.
 
 Example::
 
@@ -19,9 +20,9 @@ Example::
     print(table(rows))
 
 Limits. Ranks on the CPU share its cores, caches and memory bandwidth: two busy processes on two
-cores slow each other by 8 to 10 %, so weak scaling tops out near 0.92 there, and with more ranks
-than cores it says nothing at all (`note` of the row). Exact figures, the same on every machine,
-come from the emulated cluster: `scaling_rows({n: [timeline.makespan_s], ...})`.
+cores slow each other by 8 to 10 %, so the weak-scaling efficiency there is at most about 0.92. With
+more ranks than cores the figures mean nothing (see the row's `note`). The emulated cluster gives
+exact figures, which are the same on every machine: `scaling_rows({n: [timeline.makespan_s], ...})`.
 
 >>> print(table(scaling_rows({1: [8.0], 2: [4.0], 4: [2.5]}, mode="strong", batch_size=64)))
 ranks  batch/rank    step (s)  speed-up   low … high   efficiency
@@ -54,10 +55,10 @@ class ScalingRow:
     Attributes:
         batch_size: per rank.
         step_s: median over rounds; low_s, high_s: quartiles.
-        speedup: against one rank of the smallest size, median over rounds of the ratio within a
-            round; speedup_low, speedup_high: quartiles.
+        speedup: speedup over one rank of the smallest measured size; median over rounds of the
+            ratio within a round; speedup_low, speedup_high: quartiles.
         efficiency: speedup / world_size.
-        note: why the figure may mislead; "" if nothing is known.
+        note: a reason why the figure may mislead, or "".
     """
 
     mode: Mode
@@ -83,21 +84,21 @@ def scaling_rows(
     """Rows from seconds per step, measured or simulated.
 
     Args:
-        seconds: world size -> one figure per round; the i-th of all sizes belong together.
+        seconds: world size -> one figure per round; entry i of all sizes is the same round.
         batch_size: weak: per rank. strong: of all ranks together.
-        cores: of the machine, for the note; None where ranks have devices of their own.
+        cores: of the machine, for the note; None if each rank has its own device.
 
     Raises:
-        ValueError: no times, rounds that differ, or a batch that does not divide.
+        ValueError: no times, different numbers of rounds, or a batch that does not divide.
     """
     _check(seconds, mode, batch_size)
     rounds = {len(times) for times in seconds.values()}
     if len(rounds) != 1 or rounds == {0}:
         raise ValueError(f"scaling_rows: every size needs equally many rounds, got {rounds}")
-    base = min(seconds)  # where one rank is too small to hold the model, it is not 1
+    base = min(seconds)  # larger than 1 if the model does not fit on one rank
     rows = []
     for size in sorted(seconds):
-        # speedup over one rank of the base, in each round
+        # The speedup over one rank of the base, in each round.
         scale = base if mode == "strong" else size
         ratios = [scale * b / t for b, t in zip(seconds[base], seconds[size], strict=True)]
         low_s, step_s, high_s = quartiles(seconds[size])
@@ -139,18 +140,20 @@ def measure_scaling(
     warmup: int = 2,
     deadline_s: float = 120.0,
 ) -> list[ScalingRow]:
-    """Start as many ranks as the largest size wants and time a step on groups of each size.
+    """Start as many ranks as the largest size has, and time a step on a group of each size.
 
     Args:
         make_step: `make_step(group, batch_size_per_rank)` builds a model on every rank of the group
-            and returns one training step. It must keep to its group: `DDP(..., process_group=)`.
+            and returns a function that runs one training step. The step must communicate only in
+            its group: `DDP(..., process_group=)`.
         batch_size: weak: per rank. strong: of all ranks together; must be divisible by each size.
-        rounds, calls: rounds of `calls` steps per size.
-        warmup: steps before, not counted: DDP rebuilds its buckets in the second.
-        deadline_s: for everything.
+        rounds, calls: each round times `calls` steps per size.
+        warmup: untimed steps before the first round, because DDP rebuilds its buckets in the second
+            step.
+        deadline_s: for everything, counted from when all ranks have been started.
 
     Raises:
-        ValueError: sizes, batch or mode that do not fit.
+        ValueError: invalid sizes, batch or mode.
         LaunchError: a rank failed.
     """
     sizes = sorted(set(world_sizes))
@@ -168,7 +171,7 @@ def measure_scaling(
 
 
 def _check(seconds: Mapping[int, Any], mode: str, batch_size: int) -> None:
-    """Refuse what does not fit, before any rank is started."""
+    """Raise ValueError for invalid arguments, before any rank is started."""
     if mode not in ("strong", "weak"):
         raise ValueError(f'scaling: mode must be "strong" or "weak", got {mode!r}')
     if not seconds or min(seconds) < 1 or batch_size < 1:
@@ -184,7 +187,7 @@ def _check(seconds: Mapping[int, Any], mode: str, batch_size: int) -> None:
 def _measure(
     make_step: MakeStep, per_rank: dict[int, int], rounds: int, calls: int, warmup: int
 ) -> tuple[dict[int, list[float]], bool]:
-    """What every rank runs."""
+    """The function that every rank runs."""
     device = start_rank()
     seconds = _rounds(make_step, per_rank, rounds, calls, warmup, device)
     end_rank()
@@ -199,10 +202,10 @@ def _rounds(
     warmup: int,
     device: Any,
 ) -> dict[int, list[float]]:
-    """The sizes in turn, round by round."""
+    """Time the sizes in turn, round by round; returns the slowest rank's seconds."""
     import torch.distributed as dist
 
-    # Every group is made by all ranks, in the same order.
+    # All ranks must create every group, in the same order.
     groups: dict[int, Any] = {size: dist.new_group(list(range(size))) for size in per_rank}
     steps: dict[int, Callable[[], Any]] = {}
     for size, batch in per_rank.items():
@@ -219,7 +222,7 @@ def _rounds(
 
 
 def table(rows: Sequence[ScalingRow]) -> str:
-    """The rows for people, with their notes."""
+    """The rows and their notes as a text table."""
     lines = ["ranks  batch/rank    step (s)  speed-up   low … high   efficiency"]
     for row in rows:
         lines.append(

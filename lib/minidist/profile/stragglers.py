@@ -1,12 +1,12 @@
-"""Who is late to the collectives, by how much, and what it costs everybody.
+"""Which ranks are late to the collectives, by how much, and what their lateness costs all ranks.
 
-Synchronous training goes at the pace of its slowest rank: the others wait inside the collective,
-where a plain profile shows their time as communication. So the time to look at is each rank's own,
-from the end of one collective to its arrival at the next.
+Synchronous training is as fast as its slowest rank: the other ranks wait inside the collective, and
+a plain profile shows this wait as communication. So measure each rank's own work: the time from the
+end of one collective to the arrival at the next collective.
 
-Phases: time each rank's own work; gather the rows; compare each rank with the *other* ranks in the
-same step (their median), which cancels what slows down all; decide with the median and the MAD of
-these differences, which a few odd steps do not move.
+Phases: time each rank's own work; gather the rows; compare each rank with the median of the *other*
+ranks in the same step, so that a slowdown of all ranks cancels; decide with the median and the MAD
+(median absolute deviation) of these differences, which a few unusual steps hardly change.
 
 Example::
 
@@ -36,7 +36,7 @@ from minidist.profile.timeline import Timeline
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# Turns the median absolute deviation of a normal distribution into its standard deviation.
+# Standard deviation / median absolute deviation, for a normal distribution.
 MAD_TO_SIGMA = 1.4826
 
 
@@ -44,7 +44,8 @@ class ArrivalTimer:
     """Seconds of each `with` block.
 
     Args:
-        synchronize: called at both ends, so that a GPU's work is inside: `torch.cuda.synchronize`.
+        synchronize: called at both ends of the block, so that the block includes a GPU's work:
+            `torch.cuda.synchronize`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ def gather_rows(
 def compute_rows(timeline: Timeline) -> dict[int, list[float]]:
     """Rows for `find_stragglers` from a timeline: compute seconds of each step of each rank.
 
-    Ranks with fewer steps than others decide how many are compared.
+    All rows are cut to the smallest number of steps of any rank.
     """
     rows: dict[int, list[float]] = {}
     for part in step_shares(timeline):
@@ -92,16 +93,17 @@ def compute_rows(timeline: Timeline) -> dict[int, list[float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLateness:
-    """One rank against the others.
+    """One rank compared with the other ranks.
 
     Attributes:
-        typical_s: its median own time.
-        late_s: median over steps of (own time - median of the other ranks' in that step).
-        late_fraction: median over steps of the same, as a share of that median.
-        noise_fraction: spread of that share over the steps, a standard deviation (from the MAD).
-        is_straggler: late in general: by more than the noise and by a share that matters.
-        late_steps: steps in which it was late far beyond its own habit: hiccups.
-        last_fraction: share of the steps in which it came last.
+        typical_s: median of the rank's own times.
+        late_s: median over steps of (own time - median of the other ranks' times in this step).
+        late_fraction: median over steps of this difference divided by the other ranks' median.
+        noise_fraction: standard deviation of this fraction over the steps (from the MAD).
+        is_straggler: the rank is late in general: late_fraction is above the noise and above
+            min_fraction.
+        late_steps: hiccups: steps in which the rank was much later than it usually is.
+        last_fraction: share of the steps in which the rank was the slowest.
     """
 
     rank: int
@@ -116,14 +118,14 @@ class RankLateness:
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerReport:
-    """All ranks, and what the late ones cost.
+    """All ranks, and the cost of the late ranks.
 
     Attributes:
-        ranks: by rank.
-        step_s: mean over steps of the slowest rank's time: what everybody pays.
-        fair_step_s: the same if every straggler, and every hiccup, were as fast as the others'
-            median in that step.
-        wasted_rank_s: seconds that all ranks together wait for that, over all steps.
+        ranks: in order of rank.
+        step_s: mean over steps of the slowest rank's time, which is the step time of all ranks.
+        fair_step_s: the same mean, if in every step of a straggler and in every hiccup the rank
+            took only the median time of the other ranks.
+        wasted_rank_s: (step_s - fair_step_s) * number of steps * number of ranks.
     """
 
     ranks: tuple[RankLateness, ...]
@@ -162,15 +164,15 @@ def find_stragglers(
 ) -> StragglerReport:
     """Compare the ranks' own times, step by step.
 
-    With two ranks there is no majority, and the slower one counts as late.
+    With two ranks there is no majority, and the slower rank counts as late.
 
     Args:
-        rows: per rank its own seconds in each step, before the collective; equally many per rank.
-            Leave warm-up steps out.
-        min_fraction: a rank that is late by less than this share of the others' time is not
-            reported, however sure that is.
-        num_sigmas: how far beyond the noise. For `is_straggler` it is the noise of a median over
-            all steps, for `late_steps` that of one step.
+        rows: rank -> its own seconds in each step, before the collective; the same number of steps
+            for every rank, without warm-up steps.
+        min_fraction: a rank that is late by less than this share of the other ranks' time is not
+            reported, even if the lateness is certain.
+        num_sigmas: how many standard deviations a rank must be late. For `is_straggler` this is the
+            standard error of the median over all steps, for `late_steps` the deviation of one step.
 
     Raises:
         ValueError: fewer than two ranks, no step, or rows of different lengths.
@@ -195,7 +197,7 @@ def find_stragglers(
     results = []
     for rank in ranks:
         differences = [own - rest for own, rest in zip(rows[rank], others[rank], strict=True)]
-        # As shares, since a step that is long for all has more noise, too.
+        # As fractions, because a step that is long for all ranks also has more noise.
         fractions = [
             difference / rest if rest > 0 else 0.0
             for difference, rest in zip(differences, others[rank], strict=True)
@@ -222,7 +224,7 @@ def find_stragglers(
             )
         )
 
-    # Cost: put the others' median in the place of what was late.
+    # Cost: replace each late time by the median of the other ranks.
     def fair(each: RankLateness, step: int) -> float:
         own = rows[each.rank][step]
         late = each.is_straggler or step in each.late_steps
@@ -239,6 +241,6 @@ def find_stragglers(
 
 
 def _median_and_sigma(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and the standard deviation that the median absolute deviation stands for."""
+    """Median, and the standard deviation estimated from the median absolute deviation."""
     middle = statistics.median(values)
     return middle, MAD_TO_SIGMA * statistics.median(abs(value - middle) for value in values)

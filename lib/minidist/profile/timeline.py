@@ -1,14 +1,15 @@
-"""What every rank did when: one form for all sources, to compute with and to look at.
+"""Each rank's work over time, in one format for all sources.
 
-A `Timeline` is a list of `Span`s. It comes from
+A `Timeline` is a list of `Span`s. Its sources are
 
-- torch.profiler, or a trace file that it exported: `minidist.profile.trace`;
+- torch.profiler, or an exported trace file of torch.profiler: `minidist.profile.trace`;
 - the emulated cluster: `from_emulated(timeline)`;
 - a pipeline, simulated or executed: `from_pipeline(timeline)`;
 - your own measurements: `Timeline(spans)`.
 
-It goes to `minidist.profile.overlap` (shares of a step) and, with `save_chrome_trace(timeline,
-path)`, to Perfetto (https://ui.perfetto.dev) or chrome://tracing, all ranks below each other.
+`minidist.profile.overlap` computes the shares of a step from a timeline.
+`save_chrome_trace(timeline, path)` writes a file for Perfetto (https://ui.perfetto.dev) or
+chrome://tracing, which show all ranks below each other.
 
 >>> timeline = Timeline((
 ...     Span(rank=0, lane="device", kind="compute", name="backward", start_s=0, end_s=3),
@@ -35,21 +36,21 @@ if TYPE_CHECKING:
 Kind = Literal["compute", "communication", "copy", "loader", "idle"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-# Spans of this prefix are the host's calls that hand a collective to the backend's thread. They
-# cost time as the collective itself does, and are not counted as collectives.
+# Spans whose name has this prefix are the host's calls that pass a collective to the backend's
+# thread. Their time counts as communication, but they do not count as collectives.
 HOST_CALL = "c10d::"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that took a while.
+    """One activity of a rank, with its start and end.
 
     Attributes:
-        lane: where it ran: a thread, a CUDA stream, a link. Spans of one lane may nest.
+        lane: where the activity ran: a thread, a CUDA stream, a link. Spans of one lane may nest.
         kind: "communication" begins when the rank joins the collective, not when data starts to
-            flow: it contains the wait for ranks that come later (true of gloo's and NCCL's records;
-            the emulated cluster's start when the last rank is there).
-        start_s, end_s: seconds on an axis that all ranks of a timeline share.
+            flow, so it includes the wait for later ranks. (This is true for records of gloo and
+            NCCL; in the emulated cluster it begins when the last rank is there.)
+        start_s, end_s: seconds on a time axis that all ranks of a timeline share.
     """
 
     rank: int
@@ -71,7 +72,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A stretch of one rank's time to look at: a training step, as a rule."""
+    """A time range of one rank, usually a training step."""
 
     rank: int
     name: str
@@ -81,12 +82,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans and steps of one rank or of several.
+    """Spans and steps of one or several ranks.
 
     Attributes:
         spans: in any order.
-        steps: per rank and step a window; empty where the source knows of none.
-        origin_unix_ns: what second 0 is in Unix time, or None where the axis is not the wall clock.
+        steps: a window per rank and step; empty if the source has no steps.
+        origin_unix_ns: Unix time of second 0, or None if the time axis is not the wall clock.
     """
 
     spans: tuple[Span, ...]
@@ -112,17 +113,17 @@ class Timeline:
         return self.end_s - self.start_s
 
     def of(self, rank: int, *kinds: Kind) -> list[Span]:
-        """Spans of a rank by start; of some kinds, or of all."""
+        """The spans of a rank, sorted by start; of the given kinds, or of all if none is given."""
         chosen = [s for s in self.spans if s.rank == rank and (not kinds or s.kind in kinds)]
         return sorted(chosen, key=lambda s: (s.start_s, s.end_s, s.lane, s.name))
 
     def windows(self, rank: int) -> list[Window]:
-        """The rank's steps in order; without any, one window that is the whole timeline."""
+        """The rank's steps in order; without steps, one window over the whole timeline."""
         steps = sorted((w for w in self.steps if w.rank == rank), key=lambda w: w.start_s)
         return steps or [Window(rank=rank, name="all", start_s=self.start_s, end_s=self.end_s)]
 
     def collectives(self, rank: int, window: Window | None = None) -> dict[str, int]:
-        """How often each collective (or message) of a rank starts, in a window or at all."""
+        """How often each collective (or message) of a rank starts, in a window or in total."""
         return dict(
             Counter(
                 span.name
@@ -134,11 +135,11 @@ class Timeline:
 
 
 def merge_timelines(timelines: Iterable[Timeline]) -> Timeline:
-    """One timeline from those of several ranks.
+    """One timeline from the timelines of several ranks.
 
-    Where all know the wall clock they are put on one axis. Ranks of one machine have one clock;
-    those of several machines are aligned as well as NTP aligns these. Without a wall clock the
-    seconds are taken as they are.
+    If all timelines have a wall-clock origin, they are shifted to one time axis. Ranks of one
+    machine share its clock; ranks of several machines are aligned as exactly as NTP aligns the
+    clocks. If a timeline has no wall-clock origin, the seconds of all timelines stay unchanged.
     """
     parts = list(timelines)
     origins = [part.origin_unix_ns for part in parts if part.origin_unix_ns is not None]
@@ -157,13 +158,13 @@ def merge_timelines(timelines: Iterable[Timeline]) -> Timeline:
 
 
 def shift(timeline: Timeline, seconds: float) -> Timeline:
-    """The same, later by some seconds; the axis is no wall clock any more."""
+    """The timeline moved by some seconds to later times; the result has no wall-clock origin."""
     move: Any = lambda x: replace(x, start_s=x.start_s + seconds, end_s=x.end_s + seconds)  # noqa: E731
     return Timeline(tuple(map(move, timeline.spans)), tuple(map(move, timeline.steps)))
 
 
 def gather_timeline(timeline: Timeline, group: dist.ProcessGroup | None = None) -> Timeline:
-    """Collective: the merged timeline of all ranks of `group`, on all of them."""
+    """Collective: the merged timeline of all ranks of `group`, returned on every rank."""
     import torch.distributed as dist
 
     parts: list[Any] = [None] * dist.get_world_size(group)
@@ -188,7 +189,7 @@ class EmulatedInterval(Protocol):
 
 
 class EmulatedTimeline(Protocol):
-    """`minidist.emulate.Timeline`: per rank intervals, and the steps that were charged."""
+    """`minidist.emulate.Timeline`: intervals per rank, and the steps of its charge plan."""
 
     @property
     def makespan_s(self) -> float: ...
@@ -199,15 +200,16 @@ class EmulatedTimeline(Protocol):
 
 
 def from_emulated(timeline: EmulatedTimeline) -> Timeline:
-    """The emulated cluster's result, in virtual seconds: exact, and equal on every run.
+    """The emulated cluster's result, in virtual seconds: exact, and equal in every run.
 
-    Steps are those that a charge plan made; a run by roofline has one window, the whole.
+    The steps come from the charge plan. A run with a roofline has no steps and gets one window over
+    the whole run.
     """
     lanes = {"compute": "device", "idle": "device", "copy": "copy", "communication": "network"}
     spans, steps = [], []
     for rank, intervals in enumerate(timeline.intervals):
         for each in intervals:
-            # "all_reduce 0/3": the collective, and its number in its group.
+            # "all_reduce 0/3" is the collective and its number in its group; keep the first word.
             name = each.name.split(" ")[0] if each.kind == "communication" else each.name
             kind: Any = each.kind
             spans.append(
@@ -224,16 +226,16 @@ def from_emulated(timeline: EmulatedTimeline) -> Timeline:
 
 
 class PipelineTimeline(Protocol):
-    """`minidist.parallel.pipeline`'s Timeline: per rank spans of (action, start_s, end_s)."""
+    """`minidist.parallel.pipeline`'s Timeline: spans of (action, start_s, end_s) per rank."""
 
     @property
     def spans(self) -> Sequence[Sequence[Any]]: ...
 
 
 def from_pipeline(timeline: PipelineTimeline) -> Timeline:
-    """A pipeline's step, simulated or recorded by the executor: F0, B0, … as compute.
+    """A pipeline's step, simulated or recorded by the executor: F0, B0, … count as compute.
 
-    All ranks get one window, the whole step, so that what is not compute is its bubble.
+    Each rank gets one window over the whole step, so that the time without compute is the bubble.
     """
     spans = [
         Span(rank=rank, lane="stage", kind="compute", name=str(each.action),
@@ -255,8 +257,8 @@ def from_pipeline(timeline: PipelineTimeline) -> Timeline:
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The timeline in the Chrome trace format (Trace Event Format, complete events, microseconds).
 
-    One process per rank and one thread per lane; steps have a lane of their own. Read it back with
-    `minidist.profile.trace.read_trace`.
+    One process per rank and one thread per lane; steps have a separate lane.
+    `minidist.profile.trace.read_trace` reads the format back.
     """
     events: list[dict[str, Any]] = []
     for rank in timeline.ranks:

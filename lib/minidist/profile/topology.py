@@ -1,4 +1,4 @@
-"""What is connected to what: GPUs from `nvidia-smi topo -m`, and the host's cores and interfaces.
+"""Links between GPUs, from `nvidia-smi topo -m`, and the host's cores and network interfaces.
 
 >>> text = "\\tGPU0\\tGPU1\\tCPU Affinity\\nGPU0\\t X \\tNV12\\t0-31\\nGPU1\\tNV12\\t X \\t0-31\\n"
 >>> topology = parse_topo(text)
@@ -7,8 +7,9 @@
 >>> describe_link("NV12")
 '12 NVLinks'
 
-A ring is as fast as its slowest link, so look for the pair that stands out. PIX and PXB stay below
-one PCIe root; PHB goes through the CPU, SYS between CPUs as well, with a fraction of the bandwidth.
+A ring is as fast as its slowest link, so look for the pair of GPUs with the worst link. PIX and PXB
+stay below one PCIe root. PHB goes through a CPU, and SYS also from CPU to CPU, with a fraction of
+the bandwidth.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class GPUTopology:
     """The matrix of `nvidia-smi topo -m`.
 
     Attributes:
-        devices: GPU0, …, NIC0, … as it names them.
+        devices: GPU0, …, NIC0, … as nvidia-smi names them.
         links: (row, column) -> NV12, PIX, SYS, ….
-        affinity: GPU -> its CPU cores, as text. numa: GPU -> its NUMA node, as text.
+        affinity: GPU -> its CPU cores, as text.
+        numa: GPU -> its NUMA node, as text.
         nics: NIC0 -> mlx5_0, ….
     """
 
@@ -66,7 +68,7 @@ class GPUTopology:
         return a, b, self.links[a, b]
 
     def nearest_nics(self, gpu: str) -> tuple[str, ...]:
-        """The adapters with the best link to a GPU: those that its traffic should take."""
+        """The adapters with the best link to a GPU; the GPU's traffic should use these adapters."""
         nics = [device for device in self.devices if not device.startswith("GPU")]
         if not nics:
             return ()
@@ -75,7 +77,7 @@ class GPUTopology:
 
 
 def _distance(link: str) -> float:
-    """For comparing links: kind first, then fewer NVLinks are farther."""
+    """A number for comparing links: first by kind; among NVLinks, fewer links are farther."""
     match = re.fullmatch(r"NV(\d+)", link)
     if match:
         return 1 + 1 / (1 + int(match[1]))
@@ -94,9 +96,9 @@ def parse_topo(text: str) -> GPUTopology:
     """The matrix that `nvidia-smi topo -m` prints, with its legend of adapters.
 
     Raises:
-        ValueError: no line that begins with tab and GPU0.
+        ValueError: no line begins with white space and GPU0.
     """
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # it underlines its heading
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # remove the codes that underline the heading
     lines = [line.rstrip() for line in text.splitlines()]
     at = next((i for i, line in enumerate(lines) if re.match(r"\s+GPU0\b", line)), None)
     if at is None:
@@ -122,7 +124,7 @@ def parse_topo(text: str) -> GPUTopology:
 
 
 def gpu_topology(timeout_s: float = 20.0) -> GPUTopology | None:
-    """This machine's GPUs, or None without nvidia-smi or without a GPU."""
+    """The topology of this machine's GPUs, or None without nvidia-smi or without a GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -137,7 +139,8 @@ def gpu_topology(timeout_s: float = 20.0) -> GPUTopology | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """A network interface. The speed is None where the driver does not say (lo, virtual ones)."""
+    """A network interface. The bandwidth is None if the driver does not report it (lo, virtual
+    interfaces)."""
 
     name: str
     is_up: bool
@@ -163,7 +166,7 @@ class HostTopology:
 
 
 def host_topology(sys_folder: str | Path = "/sys") -> HostTopology:
-    """The host, from /sys on Linux; elsewhere only the number of cores."""
+    """The host, from /sys on Linux; on other systems only the cores."""
     root = Path(sys_folder)
     nodes = {
         int(path.name[4:]): _read(path / "cpulist")
@@ -172,7 +175,7 @@ def host_topology(sys_folder: str | Path = "/sys") -> HostTopology:
     interfaces = [
         Interface(
             name=path.name,
-            # Loopback and tunnels say "unknown" and work.
+            # Loopback and tunnels report "unknown", but they work.
             is_up=_read(path / "operstate") in ("up", "unknown"),
             bandwidth_bytes_per_s=_speed(_read(path / "speed")),
         )

@@ -1,4 +1,4 @@
-"""Timelines from torch.profiler, and from the trace files that it exports.
+"""Timelines from torch.profiler, and from its exported trace files.
 
 Example::
 
@@ -9,21 +9,23 @@ Example::
     timeline = from_profiler(profile, step="step")      # this rank's
     print(overlap.report(gather_timeline(timeline)))
 
-Phases: read the events; decide whether the host or a GPU is what computes; name the kind of each;
-take from compute what is nested in a loader's or a collective's call; cut into steps.
+Phases: read the events; decide whether the host or a GPU computes; find the kind of each event;
+remove from compute the operators inside a loader's or a collective's call; split into steps.
 
-What is what, in a trace without GPU events (CPU, gloo):
+Kinds of events in a trace without GPU events (CPU, gloo):
 
-- `compute`: operators (category `cpu_op`), on whichever thread. Python between two operators is
-  not: it is idle time, as a GPU that waits for its host would be.
-- `communication`: `gloo:all_reduce` and the like, annotations on gloo's own threads. They begin
-  when gloo starts on the collective and last until it has its result, **the wait for slower ranks
-  included**. `c10d::allreduce_` is the host's call that queues it, a span of its own.
-- `loader`: `enumerate(DataLoader)#...__next__`, which is the loop waiting for its batch.
+- `compute`: operators (category `cpu_op`), on any thread. Python code between two operators does
+  not count: it is idle time, like the time in which a GPU waits for its host.
+- `communication`: `gloo:all_reduce` and similar annotations on gloo's own threads. Such a span
+  begins when gloo starts the collective and ends when gloo has the result, **including the wait for
+  slower ranks**. `c10d::allreduce_` is the host's call that queues the collective; it is a separate
+  span.
+- `loader`: `enumerate(DataLoader)#...__next__`, the time that the loop waits for its batch.
 
-In a trace with GPU events the GPU is what computes: kernels by stream, NCCL's by their name (they
-spin until all ranks are there, so they contain the wait, too), copies and memsets; host operators
-only launch, and do not count. Steps are then those of the GPU (`gpu_user_annotation`).
+In a trace with GPU events the GPU computes: kernels by stream, NCCL's kernels recognised by their
+name (they run until all ranks are there, so they also include the wait), copies and memsets. Host
+operators only launch kernels and do not count. The steps are then the GPU's steps
+(`gpu_user_annotation`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")  # torch's profiling names of collectives
 _LOADER = "enumerate(DataLoader)"
-# Operators that queue a collective or wait for one: no computation, whatever else is inside.
+# Operators that queue a collective or wait for one. They and everything inside are no computation.
 _CALLS = (HOST_CALL, "_c10d_functional::", "c10d_functional::", "record_param_comms")
 
 
@@ -51,7 +53,7 @@ def from_profiler(profile: Any, *, rank: int | None = None, step: str = "") -> T
     """This rank's timeline from a `torch.profiler.profile` that has ended.
 
     Args:
-        rank: None means the one that the profiler noted (0 without a process group).
+        rank: None means the rank that the profiler recorded (0 without a process group).
         step: name of the `record_function` block that is a step. "" means the steps that
             `profile.step()` marks, which torch does only where the profiler has a schedule.
     """
@@ -62,7 +64,7 @@ def from_profiler(profile: Any, *, rank: int | None = None, step: str = "") -> T
 
 
 def read_trace(path: str | Path, *, rank: int | None = None, step: str = "") -> Timeline:
-    """A timeline from a trace file (.json or .json.gz) of torch.profiler, or one of ours."""
+    """A timeline from a trace file (.json or .json.gz) of torch.profiler or `save_chrome_trace`."""
     path = Path(path)
     raw = path.read_bytes()
     if path.suffix == ".gz":
@@ -87,16 +89,16 @@ def from_chrome_trace(
     if rank is None:
         rank = int(trace.get("distributedInfo", {}).get("rank", 0))
 
-    # Read: complete events with whole nanoseconds, for a float of 2**53 ns would lose some.
+    # Read complete events. Times are integer nanoseconds: a float is not exact above 2**53 ns.
     base_ns = int(trace.get("baseTimeNanoseconds", 0))
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_device = any(event.get("cat") in _DEVICE for event in events)
     starts = [_ns(event["ts"]) for event in events]
     origin = min(starts, default=0)
 
-    # Name the kind of each event.
+    # Find the kind of each event.
     by_kind: dict[tuple[Kind, str], list[tuple[str, Interval]]] = defaultdict(list)
-    calls: dict[str, list[Interval]] = defaultdict(list)  # per thread: not compute, whatever inside
+    calls: dict[str, list[Interval]] = defaultdict(list)  # per thread; nothing inside is compute
     for event, start in zip(events, starts, strict=True):
         name, lane = str(event["name"]), _lane(event)
         span = ((start - origin) / 1e9, (start - origin + _ns(event.get("dur", 0))) / 1e9)
@@ -106,7 +108,7 @@ def from_chrome_trace(
         if _is_call(name):
             calls[lane].append(span)
 
-    # Take from compute what is nested in such calls.
+    # Remove from compute the time inside such calls.
     spans: list[Span] = []
     for (kind, lane), found in by_kind.items():
         nested = merge(calls[lane]) if kind == "compute" and not on_device else []
@@ -116,7 +118,7 @@ def from_chrome_trace(
                 for start, end in (subtract([interval], nested) if nested else [interval])
             ]
 
-    # Cut into steps.
+    # Split into steps.
     steps = _steps(events, starts, origin, rank, step, on_device)
     unix_ns = origin + base_ns if base_ns else None
     return Timeline(tuple(sorted(spans, key=lambda s: (s.start_s, s.lane))), steps, unix_ns)
@@ -133,12 +135,12 @@ def _lane(event: Mapping[str, Any]) -> str:
 
 
 def _kind(event: Mapping[str, Any], name: str, on_device: bool) -> Kind | None:
-    """Kind of an event, or None for what only says who called what."""
+    """Kind of an event, or None for events that do not count, such as calls that only launch."""
     category = event.get("cat")
     if name.startswith(_LOADER) and category in ("cpu_op", "user_annotation"):
         return "loader"
     if category == "user_annotation" and name.startswith(_BACKENDS):
-        # Of NCCL that is the host's part; the kernel is what counts.
+        # For NCCL this annotation is the host's part, and only the kernel counts.
         return None if on_device and name.startswith("nccl:") else "communication"
     if on_device:
         if category == "kernel":
@@ -152,16 +154,16 @@ def _kind(event: Mapping[str, Any], name: str, on_device: bool) -> Kind | None:
 
 
 def _is_call(name: str) -> bool:
-    """Whether operators inside this, on the same thread, are not the step's computation."""
+    """Whether operators inside this event, on the same thread, do not count as computation."""
     if name.startswith(_BACKENDS):
-        # gloo's threads copy and cast with operators. Its messages are noted on the thread that
-        # called, which goes on computing.
+        # gloo's threads copy and cast with operators, which are no computation. But send and recv
+        # are recorded on the calling thread, which continues to compute meanwhile.
         return not name.endswith((":send", ":recv"))
     return name.startswith((*_CALLS, _LOADER))
 
 
 def _outermost(found: list[tuple[str, Interval]]) -> Iterable[tuple[str, Interval]]:
-    """Of operators that call operators on one thread, the outer ones."""
+    """The operators of one thread that are not inside a different operator."""
     end = float("-inf")
     for name, span in sorted(found, key=lambda each: (each[1][0], -each[1][1])):
         if span[1] > end:
@@ -174,7 +176,7 @@ def _steps(
 ) -> tuple[Window, ...]:
     """Windows of the annotation `name`, or of ProfilerStep#0, #1, ….
 
-    A GPU's step goes to the start of its next one: what the GPU waits for in between belongs to it.
+    A GPU's step lasts until the next step starts, so that it includes the wait between the steps.
     """
     category = "user_annotation"
     if on_device and any(e.get("cat") == "gpu_user_annotation" for e in events):
@@ -188,10 +190,11 @@ def _steps(
             found[label].append((start - origin, start - origin + _ns(event["dur"])))
     if name and not found:
         raise ValueError(f"no {name!r} in the trace: wrap each step in record_function({name!r})")
-    # A GPU repeats an annotation on each of its streams: what overlaps is one step.
+    # A GPU repeats an annotation on each of its streams: overlapping annotations are one step.
     windows = sorted((*each, label) for label, spans in found.items() for each in merge(spans))
     if category == "gpu_user_annotation":
-        # Nothing follows the last one, and its annotation ends with its stream: others may go on.
+        # No step follows the last step. Its annotation ends with its own stream, but other streams
+        # may still run, so the last step ends with the last GPU event.
         ends = [
             start - origin + _ns(event["dur"])
             for event, start in zip(events, starts, strict=True)
@@ -214,7 +217,7 @@ def _steps(
 
 
 def _from_ours(trace: Mapping[str, Any]) -> Timeline:
-    """What `timeline.chrome_trace` wrote."""
+    """A timeline from the output of `timeline.chrome_trace`."""
     lanes: dict[tuple[Any, Any], str] = {}
     spans: list[Span] = []
     steps: list[Window] = []

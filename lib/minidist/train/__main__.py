@@ -1,4 +1,4 @@
-"""`python -m minidist.train`, alone or on the ranks of torchrun."""
+"""`python -m minidist.train`, as one process or on the ranks of torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that decides about a run, in one frozen object; the command line is made from it.
+"""All settings of a run in one frozen object; the command-line parser is made from this object.
 
 >>> config = parse_args(["--tp", "2", "--steps", "10", "--precision", "bf16"])
 >>> config.tp, config.steps, config.precision, config.global_batch
@@ -10,7 +10,7 @@ Traceback (most recent call last):
     ...
 ValueError: pp 1 x cp 1 x tp 2 = 2 ranks hold the model once; 5 ranks = 2 x 2 + 1: 1 is left over
 
-An option is a field: its default, its type, its help text. So nothing is said twice.
+Each field of `TrainConfig` is one command-line option and defines its default, type and help text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minidist.cost.parallelism import ParallelismConfig
 from minidist.cost.transformer import Transformer
 from minidist.model import GPTConfig
 
-# Parameters' dtype, dtype of matrix products (None: the same), and whether the loss is scaled.
+# dtype of parameters, dtype of matrix products (None: the same), and whether the loss is scaled.
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None, bool]] = {
     "fp64": (torch.float64, None, False),
     "fp32": (torch.float32, None, False),
@@ -45,7 +45,7 @@ def _option(default: Any, section: str, help: str, choices: Sequence[Any] | None
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run of `minidist.train`. `check` says what does not fit together."""
+    """The settings of a run of `minidist.train`. `check` raises if they do not fit together."""
 
     # fmt: off
     dp: int | None = _option(None, "ranks", "data parallel; by default all ranks that are left")
@@ -97,10 +97,10 @@ class TrainConfig:
         return self.steps // 10 if self.warmup is None else self.warmup
 
     def layout(self, world_size: int) -> ParallelismConfig:
-        """The degrees, with dp filled in.
+        """The degrees of parallelism; if dp is None, it is computed from the number of ranks.
 
         Raises:
-            ValueError: they do not multiply to the number of ranks.
+            ValueError: the product of the degrees is not the number of ranks.
         """
         model_ranks = self.pp * self.cp * self.tp
         dp, left = divmod(world_size, model_ranks) if model_ranks > 0 else (1, 0)
@@ -123,10 +123,10 @@ class TrainConfig:
         return layout
 
     def check(self, world_size: int) -> ParallelismConfig:
-        """The layout of the ranks, if everything fits. No communication: the same on every rank.
+        """The layout of the ranks. No communication: every rank gets the same result or error.
 
         Raises:
-            ValueError: it does not; the message has the arithmetic.
+            ValueError: the settings do not fit together; the message shows the arithmetic.
         """
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is one of {list(PRECISIONS)}, got {self.precision!r}")

@@ -39,28 +39,30 @@ OnStep = Callable[[dict[str, Any]], object]
 def train(config: TrainConfig, *, on_step: OnStep | None = None) -> list[float]:
     """Train as `config` says; every rank calls it. Returns the loss of every step of this run.
 
-    In a process group that is there already, on its ranks; else under torchrun, or alone.
+    Uses the ranks of the existing process group; without a process group those of torchrun;
+    without torchrun this process alone.
 
     Args:
         on_step: called on every rank after each step, with the step's metrics.
 
     Raises:
-        ValueError: the configuration does not fit the ranks; on every rank, before any message.
+        ValueError: the configuration does not fit the ranks; on every rank, before any
+            communication.
     """
     layout = check_world(config)
     with _process_group() as device:
-        # The mesh, the model, and what this rank holds of it.
+        # The mesh, the model, and this rank's part of the model.
         mesh = make_mesh(dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp)
         trainer = build_trainer(config, layout, mesh, device)
         scaled = PRECISIONS[config.precision][2]
         scaler = GradScaler(enabled=scaled, group=dist.group.WORLD)  # one decision on all ranks
         # The data.
         loader, eval_data = make_data(config, mesh)
-        # Where it goes on.
+        # The step at which the run continues.
         progress = Progress()
         run = make_run_state(config, trainer, scaler, progress)
         keeps_random = run.load() if config.resume else None
-        if keeps_random is False:  # another layout: not the numbers of the first steps again
+        if keeps_random is False:  # a different layout: do not repeat the first steps' numbers
             seed_dropout(config.seed, mesh, progress.step)
         report = make_report(config, layout, mesh, device, progress.step)
         report.say(f"{layout} on {device}, {config.precision}, from step {progress.step}")
@@ -83,18 +85,18 @@ def loop(
     on_step: OnStep,
     preempted: Callable[[], bool],
 ) -> list[float]:
-    """The steps that are left."""
+    """Run the remaining steps."""
     progress = run.progress
     losses: list[float] = []
     batches = endless(loader, progress)
     while progress.step < config.steps:
         tokens_BT, targets_BT = next(batches)
-        # Forward and backward; then gradients are means over ranks, unscaled, clipped.
+        # Forward and backward; then average the gradients over ranks, unscale and clip them.
         loss = trainer.forward_backward(tokens_BT, targets_BT, scale=scaler.get_scale())
         trainer.prepare_gradients()
         scaler.unscale_(trainer)
         grad_norm = trainer.clip_grad_norm(config.max_norm)
-        # The update; fp16 skips it on all ranks if a gradient on any of them was not finite.
+        # The update; with fp16 all ranks skip it if a gradient on any rank was not finite.
         lr = learning_rate(config, progress.step)
         trainer.set_lr(lr)
         record = {"scale": scaler.get_scale()} if scaler.is_enabled() else {}
@@ -138,7 +140,7 @@ def evaluate(trainer: HybridTrainer, batches: list[tuple[Tensor, Tensor]]) -> di
 def build_trainer(
     config: TrainConfig, layout: ParallelismConfig, mesh: Mesh, device: torch.device
 ) -> HybridTrainer:
-    """The same weights on every rank, then other random numbers, then this rank's part."""
+    """Build the same weights on every rank, seed dropout per rank, then keep this rank's part."""
     dtype, compute_dtype, _ = PRECISIONS[config.precision]
     seed_all(config.seed)
     model = GPT(config.model).to(device, dtype)
@@ -157,17 +159,20 @@ def build_trainer(
 
 
 def seed_dropout(seed: int, mesh: Mesh, step: int = 0) -> None:
-    """Other masks on every rank, but not along tp: its ranks hold the same activations."""
+    """Seed different dropout masks on every rank, except along tp.
+
+    The ranks of a tp group hold the same activations, so they need the same masks.
+    """
     seed_all(seed, "dropout", step, *(mesh.coordinate(axis) for axis in ("dp", "pp", "cp")))
 
 
 def make_data(
     config: TrainConfig, mesh: Mesh
 ) -> tuple[DataLoader[Any], list[tuple[Tensor, Tensor]]]:
-    """A loader of this dp rank's batches, and its batches to evaluate on.
+    """A loader of this dp rank's training batches, and its list of evaluation batches.
 
-    Ranks that differ on pp, cp or tp only get the same samples. With the tail dropped, step k has
-    the same samples in all, however many dp ranks there are.
+    Ranks with the same dp coordinate get the same samples. The tail is dropped, so all dp ranks
+    together use the same samples in step k for any number of dp ranks.
     """
     rank, world_size = mesh.coordinate("dp"), mesh.size("dp")
     batch = config.global_batch // world_size
@@ -176,8 +181,8 @@ def make_data(
     loader = make_loader(
         train_data, batch, rank=rank, world_size=world_size, seed=config.seed, tail="drop"
     )
-    # Evaluation: all dp ranks run equally many batches of equal shape, since pipelines and ZeRO-3
-    # need that; what is missing is filled with tokens that do not count.
+    # Evaluation: all dp ranks run the same number of batches of equal shape, because pipelines and
+    # ZeRO-3 need this. Missing sequences are filled with tokens that do not count.
     num = config.num_eval_sequences
     tokens_NT, targets_NT = make_tokens(num, *shape, seed=config.seed + 1)
     missing = -num % config.global_batch
@@ -191,7 +196,7 @@ def make_data(
 
 
 def endless(loader: DataLoader[Any], progress: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of one epoch after the other, from where `progress` stands."""
+    """The batches of all epochs in order, without end, starting at `progress`."""
     while True:
         set_epoch(loader, progress.epoch, progress.num_consumed)
         yield from loader
@@ -242,7 +247,7 @@ def make_report(
 
 
 def check_world(config: TrainConfig) -> ParallelismConfig:
-    """`config.check` with the number of ranks that there are, or that torchrun has started."""
+    """`config.check` with the size of the process group, or without one torchrun's WORLD_SIZE."""
     if dist.is_initialized():
         return config.check(dist.get_world_size())
     return config.check(int(os.environ.get("WORLD_SIZE", "1")))
@@ -250,7 +255,10 @@ def check_world(config: TrainConfig) -> ParallelismConfig:
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[torch.device]:
-    """The ranks: those of the process group that is there, else torchrun's, else this process."""
+    """Use the existing process group, or make one of torchrun's ranks or of this process alone.
+
+    Yields the device. At the end a process group that was made here is destroyed.
+    """
     owns = not dist.is_initialized()
     if owns:
         backend = choose_backend()
@@ -263,7 +271,7 @@ def _process_group() -> Iterator[torch.device]:
     try:
         yield choose_device() if dist.get_backend() == "nccl" else torch.device("cpu")
         if owns:
-            dist.barrier()  # nobody leaves while another still needs it
+            dist.barrier()  # no rank leaves while a different rank still needs it
     finally:
         if owns:
             dist.destroy_process_group()
@@ -271,9 +279,9 @@ def _process_group() -> Iterator[torch.device]:
 
 @contextlib.contextmanager
 def _preemption() -> Iterator[Callable[[], bool]]:
-    """Whether any rank was told to end (SIGTERM, SIGUSR1); a collective."""
+    """Yields a collective function: whether any rank was told to end (SIGTERM, SIGUSR1)."""
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals reach the main thread only
+        yield lambda: False  # only the main thread can handle signals
         return
     with Preemption() as preemption:
         yield preemption.requested

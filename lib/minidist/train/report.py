@@ -1,8 +1,8 @@
-"""What a run tells: a bar on a terminal, lines elsewhere, and one JSON object per step in a file.
+"""The output of a run: a bar on a terminal, lines elsewhere, one JSON object per step in a file.
 
-Only rank 0 writes. Speed is tokens of all ranks per second, and the share of the peak that they are
-(MFU), where the peak of the device is known; arithmetic for attention and recomputation is in
-`minidist.cost`.
+Only rank 0 writes. Speed is tokens per second of all ranks together and, if the peak of the device
+is known, the share of this peak that the model's FLOPs use (MFU). `minidist.cost` has the
+arithmetic for attention and recomputation.
 
 >>> bar(3, 12, width=8)
 '[##......] 3/12'
@@ -30,7 +30,7 @@ def bar(done: int, total: int, width: int = 24) -> str:
 
 
 def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype) -> float | None:
-    """Peak of one device for matrix products of a dtype, in FLOP/s; None if it is not known."""
+    """Peak of one device for matrix products of a dtype, in FLOP/s; None if unknown."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -40,15 +40,16 @@ def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype) -> float 
 
 
 class Report:
-    """Collects the records of a run. Made on every rank, writes on rank 0.
+    """Shows and stores the records of a run. Every rank creates a Report; only rank 0 writes.
 
     Args:
         rank: of this process.
         num_steps: of the whole run.
-        first_step: what was done before; records of later steps in the file are dropped.
-        peak: FLOP/s of all ranks together; None if not known.
+        first_step: number of steps done by earlier runs. Records of later steps are removed from
+            the file, because this run repeats these steps.
+        peak: FLOP/s of all ranks together; None if unknown.
         path: of the JSON lines; None writes no file.
-        log_every: steps between lines where stdout is not a terminal.
+        log_every: steps between lines if stdout is not a terminal.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Report:
         self._clock_s = time.perf_counter()
 
     def speed(self) -> dict[str, float]:
-        """Of the step that ends now; it began at the last `restart_clock`."""
+        """Speed of the step that ends now. The step began at the last `restart_clock`."""
         rate = self.tokens_per_step / (time.perf_counter() - self._clock_s)
         if self.peak is None:
             return {"tokens_per_s": round(rate, 1)}
@@ -83,19 +84,19 @@ class Report:
         return {"tokens_per_s": round(rate, 1), "mfu": round(mfu, 4)}
 
     def restart_clock(self) -> None:
-        """Before a step: evaluations and checkpoints are no training."""
+        """Call it before a step, so that the time of evaluations and checkpoints does not count."""
         self._clock_s = time.perf_counter()
 
     def step(self, record: dict[str, Any]) -> None:
-        """Write what is known of a step: {"step": number of steps done, "loss": ...}."""
+        """Write the record of a step: {"step": number of steps done, "loss": ...}."""
         if self._file is not None:
-            # JSON has no inf and nan, which an fp16 step that is skipped may have.
+            # JSON has no inf and nan, but the record of a skipped fp16 step may contain them.
             finite = {k: v if math.isfinite(v) else None for k, v in record.items()}
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         step = record["step"]
         if self.shows and self.is_terminal:
-            # What does not fit into one line cannot be overwritten.
+            # Cut the text to one line, because "\r" cannot overwrite several lines.
             line = self._line(record)[: shutil.get_terminal_size().columns - 1]
             sys.stdout.write(f"\r\x1b[K{line}")
             if "eval_loss" in record or step == self.num_steps:
@@ -128,7 +129,7 @@ class Report:
 
 
 def _open_after(path: Path, step: int) -> Any:
-    """The file without the steps that are about to be done again, open for more."""
+    """Remove the records after `step` from the file, and open the file for appending."""
     lines = path.read_text().splitlines() if path.exists() else []
     kept = [line for line in lines if _is_whole(line) and json.loads(line)["step"] <= step]
     path.write_text("".join(line + "\n" for line in kept))
@@ -138,6 +139,6 @@ def _open_after(path: Path, step: int) -> Any:
 def _is_whole(line: str) -> bool:
     try:
         json.loads(line)
-    except ValueError:  # the run died while it wrote this line
+    except ValueError:  # an earlier run ended while it wrote this line
         return False
     return True

@@ -1,12 +1,13 @@
-"""What a checkpoint of a run holds, and going on from it.
+"""The content of a run's checkpoint, and how a run continues from a checkpoint.
 
     shared    step, epoch, samples of the epoch, updates, loss scale   the same on every rank
     local     random numbers                                           each rank its own
     sharded   parameters, and AdamW's two moments                      parts of whole tensors
 
-The learning rate is a function of the step, so there is nothing to save of it. With the same layout
-of ranks a resumed run goes on bit for bit. With another layout, parts are read from whoever wrote
-them, and only random numbers (dropout) begin anew.
+The learning rate is a function of the step, so the checkpoint does not contain it. With the same
+layout of ranks a resumed run equals an uninterrupted run bit for bit. With a different layout, each
+rank reads its parts from the files of the ranks that wrote them; only the random numbers (dropout)
+start again.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ class Progress:
 
 @dataclass
 class _Value:
-    """Something with a state, as `Checkpoints` wants it."""
+    """An object with the two methods that `Checkpoints` calls."""
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], Any]
 
 
 class RunState:
-    """Saves and loads a run. All ranks make one and call the same methods.
+    """Saves and loads a run. Every rank creates a RunState, and all ranks call the same methods.
 
     Args:
-        checkpoints: None keeps nothing, and every method does nothing.
-        facts: what a resumed run has to agree about, name -> value.
+        checkpoints: None saves nothing, and every method does nothing.
+        facts: name -> value of the settings that must be equal in the saved and the resumed run.
     """
 
     def __init__(
@@ -84,13 +85,15 @@ class RunState:
             self._saved_at = self.progress.step
 
     def load(self) -> bool | None:
-        """Go on from the newest whole checkpoint.
+        """Load the newest complete checkpoint.
 
         Returns:
-            Whether random numbers go on, too; None if there is no checkpoint.
+            True if the random numbers were restored, False if the layout differs; None if there is
+            no checkpoint.
 
         Raises:
-            CheckpointError: on every rank, for a checkpoint of another model or batch.
+            CheckpointError: on every rank, if the checkpoint was made with different `facts`, such
+                as the model or the batch size.
         """
         if self.checkpoints is None:
             return None
@@ -122,7 +125,7 @@ class RunState:
             )
 
     def _keep_num_updates(self, state: dict[str, int]) -> None:
-        self._num_updates = state["num"]  # AdamW gets it once its moments are there
+        self._num_updates = state["num"]  # `load` passes it to AdamW after loading the moments
 
     def _random(self) -> dict[str, Any]:
         state: dict[str, Any] = {"layout": self._layout, "default": get_rng_state()}

@@ -1,1 +1,1 @@
-"""What of the kernel runs in the ranks and beside them."""
+"""The parts of the kernel that run in the ranks and in their launcher."""

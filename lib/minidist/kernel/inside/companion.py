@@ -23,7 +23,7 @@ class Companion(threading.Thread):
 
     Args:
         kernel: this rank's `RankKernel`.
-        loop: the main thread's event loop; what must run there is handed to it.
+        loop: the main thread's event loop; it gets the work that must run on the main thread.
         inherited: inodes of the sockets that exist before any cell has run; never cut.
     """
 
@@ -67,11 +67,11 @@ class Companion(threading.Thread):
         if do == "status":
             return diagnose.status()
         if do == "interrupt":
-            # A second one would break off the report of the first, and one after the end of the
-            # cell its reply.
+            # A second interrupt would break off the traceback of the first; an interrupt after the
+            # end of the cell would break off the reply.
             if not self._kernel.executing or diagnose.is_reporting(self._main):
                 return {"reporting": True}
-            # To the main thread, so that a system call there is broken off as well.
+            # Signal the main thread, so that a system call there is interrupted as well.
             if self._main.ident is not None:
                 signal.pthread_kill(self._main.ident, signal.SIGINT)
             return {"reporting": False}
@@ -83,5 +83,5 @@ class Companion(threading.Thread):
         return {"error": f"unknown request {do!r}"}
 
     def _reset(self, message: dict[str, Any]) -> None:
-        """On the main thread, between cells."""
+        """Reset the process groups; runs on the main thread, between cells."""
         self._reply(message, recover.reset_groups())

@@ -2,7 +2,8 @@
 
 Two sources: the Python frames of the main thread (which cell, which line, which collective, and the
 tensor in the collective's local variables), and torch's flight recorder (how many collectives were
-started and which are not done). The recorder knows torch's own backends only; frames know all.
+started and which are not done). The recorder covers torch's own backends only; frames cover every
+backend.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _recorder(collectives: bool) -> dict[str, Any]:
     core = sys.modules["torch._C._distributed_c10d"]
     try:
         return json.loads(core._dump_fr_trace_json(includeCollectives=collectives))  # type: ignore[attr-defined]
-    except Exception:  # absent in some builds: frames alone must do
+    except Exception:  # some torch builds have no recorder: then only frames are used
         return {}
 
 
@@ -62,7 +63,7 @@ def _entry_text(entry: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _thread_state(thread: threading.Thread) -> tuple[str, int]:
-    """(state letter, how often it has gone to sleep); a blocked thread's number stands still."""
+    """(state letter, how often the thread has gone to sleep); the count of a blocked one stays."""
     try:
         text = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
     except OSError:
@@ -85,7 +86,7 @@ def _call_source(frame: FrameType) -> str:
 
 
 def _is_work(frame: FrameType, source: str) -> bool:
-    """Whether `source` is `NAME.wait(…)` with NAME a collective's handle, as far as can be told."""
+    """Whether `source` is `NAME.wait(…)` and NAME seems to be the handle of a collective."""
     callee = source.partition("(")[0]
     if not callee.endswith(".wait"):
         return False
@@ -221,7 +222,7 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
 
 
 def _memory() -> int:
-    """Bytes of main memory that this process occupies; 0 where that cannot be known."""
+    """Bytes of main memory that this process occupies; 0 if that is unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,9 +1,10 @@
 """The launcher: imports torch and ipykernel once, and forks an agent for each set of ranks.
 
-The agent is torch's elastic agent, the one that `torchrun` runs, so ranks find torchrun's own
-environment; it forks the ranks. The launcher itself never runs anything of the user's and stays
-fit to fork again: fresh ranks cost a fork, not another import of torch. Its configuration comes as
-one JSON line on standard input; then the front asks over the link for ranks, or for their end.
+The agent is torch's elastic agent, the same that `torchrun` runs, so ranks find torchrun's
+environment variables; the agent forks the ranks. The launcher itself never runs user code and can
+always fork again: fresh ranks cost a fork, not a second import of torch. The launcher reads its
+configuration as one JSON line from standard input; then the front tells it over the link to start
+or to end ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from minidist.processes.tree import children, descendants, kill_descendants
 
 # How soon the launcher looks again for ranks that its agent has forked.
 _LOOK_AGAIN_S = 0.2
-# torch's agent would collect the exit status of a rank within this time, and then nobody else could
-# read it. It has no need to: it may restart nothing, and on a loss the front ends the other ranks.
+# The interval at which torch's agent checks its ranks. A check would collect a rank's exit status,
+# and then nobody else could read it. No check is needed: the agent may restart nothing, and after
+# a loss the front ends the other ranks.
 _NEVER_S = 1e9
 
 
@@ -39,7 +41,7 @@ def _cores() -> int:
 
 
 def _set_environment(config: dict[str, Any]) -> None:
-    """What has to be set before torch and numpy are imported, and what ranks are promised."""
+    """Set what torch and numpy need before their import, and the variables promised to ranks."""
     threads = str(max(1, _cores() // config["ranks"]))
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, threads)
@@ -54,7 +56,7 @@ def _set_environment(config: dict[str, Any]) -> None:
 
 
 def _end_everything(config: dict[str, Any]) -> None:
-    """The front is gone: leave nothing behind."""
+    """The front is gone: end all descendants, remove the directories, and exit."""
     kill_descendants(os.getpid())
     for path in config.get("remove", []):
         shutil.rmtree(path, ignore_errors=True)
@@ -76,8 +78,9 @@ def _serve(link: Link, config: dict[str, Any], orders: queue.Queue[dict[str, Any
 def _report_exits(link: Link, agent: int, ranks: int, generation: Any) -> None:
     """Thread: tell the front how the agent and each rank ended, without collecting them (WNOWAIT).
 
-    And of which generation it was: the last one's ends may be told when the next one starts. Ranks
-    that ended before they were seen here are found, too: as nobody collects them, they stay.
+    Each report names its generation, because ends of one generation may be reported while the next
+    one starts. Ranks that ended before this thread saw them are found, too: nobody collects them,
+    so they stay.
     """
     watched: dict[int, int] = {}
     seen: set[int] = set()
@@ -97,8 +100,8 @@ def _report_exits(link: Link, agent: int, ranks: int, generation: Any) -> None:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Exit status of an ended process, negative for a signal; None where it cannot be known."""
-    try:  # only its parent may ask, so a grandchild's comes from /proc
+    """Exit status of an ended process, negative for a signal; None if it is unknown."""
+    try:  # only the parent may ask, so the status of a grandchild comes from /proc
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if result is None:
             return None
@@ -120,8 +123,9 @@ def _launch(config: dict[str, Any]) -> None:
     from minidist.kernel.inside import rank
 
     # A static rendezvous on the loopback address needs no name look-up, so it also works in a
-    # sandbox that has only `lo`. The port is free when it is drawn; if it was taken since, again.
-    # Several nodes must agree on one, so the front has drawn it.
+    # sandbox that has only `lo`. The port is free when it is chosen; if a different process has
+    # taken it since, the loop tries again. Several nodes must agree on one port, so the front has
+    # chosen it.
     share = config.get("share")
     for attempt in range(1 if share else 5):
         own = f"127.0.0.1:{free_port()}"
@@ -149,7 +153,11 @@ def _launch(config: dict[str, Any]) -> None:
 
 
 def _fork_agent(link: Link, config: dict[str, Any]) -> int:
-    """Fork the process that runs torch's agent, and the one that forks for its ranks."""
+    """Fork the fork server of the ranks and the process that runs torch's agent.
+
+    Returns:
+        The pid of the agent's process.
+    """
     requests, served = socket.socketpair()
 
     def serve() -> None:
@@ -170,18 +178,18 @@ def _fork_agent(link: Link, config: dict[str, Any]) -> int:
 
 
 def _load(more: Iterable[str] = ()) -> None:
-    """What ranks need, once, before they are forked."""
+    """Import what ranks need, once, before they are forked."""
     needed = ["torch.distributed", "ipykernel.debugger", "minidist.kernel.inside.rank"]
-    needed += ["torch.distributed.launcher.api"]  # by the agent
-    needed += ["stack_data", "pygments.formatters.terminal256"]  # by the first traceback
-    # The front answers no debugger's requests, and every rank would load one.
+    needed += ["torch.distributed.launcher.api"]  # for the agent
+    needed += ["stack_data", "pygments.formatters.terminal256"]  # for the first traceback
+    # Keep debugpy from being imported: the front refuses debugger requests.
     sys.modules["debugpy"] = None  # type: ignore[assignment]
     fork_server.import_for_good([*needed, *more])
     del sys.modules["debugpy"]
 
 
 def main() -> int:
-    """Serve the front until it has gone."""
+    """Serve the front until it is gone."""
     config = json.loads(sys.stdin.buffer.readline())
     # Neither ranks nor what they start may read from the front's pipe.
     null = os.open(os.devnull, os.O_RDONLY)

@@ -85,10 +85,10 @@ class RankKernel(IPythonKernel):
                 if isinstance(stream, BoundedStream):
                     stream.end_cell()
 
-    # ipykernel looks at it for every cell.
+    # ipykernel inspects the signature for every cell.
     do_execute.__signature__ = inspect.signature(do_execute)  # type: ignore[attr-defined]
 
-    # The front says once what is run and that the kernel is busy; N ranks need not say it too.
+    # The front publishes `execute_input` and `busy` once, so the ranks do not.
 
     def _publish_execute_input(self, *_: Any, **__: Any) -> None: ...
 
@@ -100,7 +100,7 @@ class RankKernel(IPythonKernel):
 
 
 class RankApp(IPKernelApp):
-    """IPKernelApp that connects to sockets which the front has bound already."""
+    """IPKernelApp that connects to sockets that the front has already bound."""
 
     run_dir = ""
     generation = 0
@@ -115,13 +115,13 @@ class RankApp(IPKernelApp):
 
     def init_control(self, context: Any) -> None:
         super().init_control(context)
-        # The debugger's socket has just connected to the shell's address, which here is the
-        # front's: the front would deal every other request to it.
+        # super() has just connected the debugger's socket to the shell's address, which is the
+        # front's here. The front would send every second request to the debugger's socket.
         self.debug_shell_socket.close(0)
         self.debug_shell_socket = context.socket(zmq.DEALER)
 
     def init_iopub(self, context: Any) -> None:
-        # PUSH, not PUB: it waits where a PUB would drop, so no line of output is lost.
+        # PUSH, not PUB: PUSH waits where PUB would drop messages, so no output is lost.
         self.iopub_socket = context.socket(zmq.PUSH)
         self.iopub_socket.linger = 1000
         _connect(self.iopub_socket, self._address("iopub"))
@@ -147,10 +147,10 @@ class RankApp(IPKernelApp):
 
 
 def _connect(sock: zmq.Socket[bytes], address: str) -> None:
-    """Connects, and waits until that is done: the front takes the addresses away afterwards.
+    """Connect, and wait for the connection, because the front removes the socket files afterwards.
 
     Raises:
-        ConnectionError: nobody has accepted it in time.
+        ConnectionError: nobody has accepted the connection in time.
     """
     events = sock.get_monitor_socket(zmq.EVENT_CONNECTED)
     try:
@@ -165,7 +165,7 @@ def _make_app(config: dict[str, Any], rank: int) -> RankApp:
     settings = Config()
     settings.IPKernelApp.outstream_class = f"{BoundedStream.__module__}.BoundedStream"
     settings.IPKernelApp.kernel_class = RankKernel
-    if rank != 0:  # one history is enough, and N writers of one file get in each other's way
+    if rank != 0:  # one history is enough, and N writers would disturb each other in one file
         settings.HistoryManager.hist_file = ":memory:"
     BoundedStream.folder, BoundedStream.rank = config.get("output_dir"), rank
     app: Any = RankApp.instance(config=settings)
@@ -178,7 +178,7 @@ def _make_app(config: dict[str, Any], rank: int) -> RankApp:
     app.session.signature_scheme = config["signature_scheme"]
     app.initialize([])
     app.shell.ask_exit = _refuse_exit
-    app.log.setLevel(logging.WARNING)  # what is below goes nowhere, and yet takes time to write
+    app.log.setLevel(logging.WARNING)  # lower levels are shown nowhere, but writing them takes time
     return app
 
 
@@ -201,7 +201,7 @@ def main(config: dict[str, Any], launcher: int) -> None:
     """Serve cells until killed; runs in the process that torch's agent has forked."""
     die_with_parent(launcher)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # the agent's handlers came with the fork
+        signal.signal(number, signal.SIG_DFL)  # the fork copied the agent's handlers
     faulthandler.disable()
     import torch
 
@@ -231,5 +231,5 @@ def main(config: dict[str, Any], launcher: int) -> None:
     ).start()
     link.send({"ready": True})
     app.start()
-    time.sleep(0.2)  # its last messages are on their way
-    os._exit(0)  # else the threads of a kernel would keep a process that no longer answers
+    time.sleep(0.2)  # let the last messages leave
+    os._exit(0)  # otherwise the kernel's threads would keep a process that does not answer

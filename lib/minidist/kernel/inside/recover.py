@@ -1,4 +1,4 @@
-"""Getting a rank out of a collective that will never end, and fit to communicate again."""
+"""Frees a rank from a collective that will never end, and makes it able to communicate again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def new_cell(cell_id: str) -> None:
 
 
 def install_fresh_store_keys() -> None:
-    """Give each `init_process_group` its own corner of the rendezvous store.
+    """Give each `init_process_group` its own key prefix in the rendezvous store.
 
-    The store lives in the launcher and outlives process groups. Without this a second
+    The store lives in torch's agent and outlives process groups. Without the prefix, a second
     `init_process_group` reads addresses that the first one left there, and fails to connect. The
-    cell and the number of the call within it name the corner, so ranks agree without talking, even
-    after one of them failed half way in an earlier cell.
+    prefix consists of the cell and the number of the call within the cell, so ranks agree on it
+    without communication, even after one of them failed half way in an earlier cell.
     """
     import torch.distributed as dist
 
@@ -75,10 +75,10 @@ def cut_sockets(inherited: set[str]) -> int:
 
 
 def abort_nccl() -> int:
-    """Break off what groups of nccl have under way; returns how many groups there are.
+    """Abort the running collectives of all nccl groups; returns the number of these groups.
 
-    Their kernels wait on the GPU, where no closed connection reaches them. A communicator that
-    cannot be aborted either leaves its rank blocked, and the front kills that rank.
+    The kernels of nccl wait on the GPU, so closing connections does not free them. If a
+    communicator cannot be aborted, its rank stays blocked, and the front kills that rank.
     """
     from torch.distributed import distributed_c10d
 
@@ -90,7 +90,7 @@ def abort_nccl() -> int:
 
 
 def reset_groups() -> dict[str, Any]:
-    """Forget every process group, whatever state it is in; called between cells."""
+    """Destroy every process group, whatever its state; called between cells."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

@@ -1,8 +1,8 @@
-"""stdout and stderr of a rank: bounded in the notebook, whole in a file.
+"""stdout and stderr of a rank: bounded in the notebook, complete in a file.
 
-Phases of a cell that prints too much: its beginning goes to the notebook; at the bound, what has
-been shown and all that follows goes to a file, which the notebook names; when the cell ends, the
-last lines are shown as well. Redrawn lines (progress bars) count once.
+If a cell prints too much, the beginning goes to the notebook. At the bound, the text shown so far
+and all later text go to a file, and the notebook names the file. When the cell ends, the last lines
+are shown as well. A redrawn line (a progress bar) counts once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ipykernel.iostream import OutStream
 from minidist.kernel.outputs import MAX_TEXT
 from minidist.kernel.text import Screen, fold, settle
 
-# The front cuts at MAX_TEXT whatever a rank sends; this leaves room for the words about the file.
+# The front cuts each rank's text at MAX_TEXT; this leaves room for the note about the file.
 MAX_SHOWN_CHARS = MAX_TEXT - 16 * 1024
 TAIL_CHARS = 2000
 MAX_FILE_BYTES = 256 * 1024 * 1024
-# Older files of a stream are removed, so that a notebook cannot fill a disk.
+# Files kept per stream; older files are removed, so that a notebook cannot fill a disk.
 MAX_FILES = 4
-# Changes from one stream to the other that a cell may make before they come in heaps again.
+# After this many changes between stdout and stderr in a cell, a change no longer sends the text of
+# the previous stream at once.
 MAX_CHANGES = 2000
 
 
@@ -34,13 +35,13 @@ class BoundedStream(OutStream):
     """An OutStream with a bound per cell.
 
     Attributes:
-        folder: where the whole goes; None keeps it nowhere. rank: this rank, for the file's name.
+        folder: directory of the files; None: no files. rank: this rank, for the file's name.
     """
 
     folder: str | None = None
     rank = 0
     _sending: ClassVar[Any] = threading.RLock()  # one stream at a time
-    _last: ClassVar[BoundedStream | None] = None  # printed to last
+    _last: ClassVar[BoundedStream | None] = None  # the one printed to last
     _changes: ClassVar[int] = 0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -65,7 +66,7 @@ class BoundedStream(OutStream):
 
     def write(self, string: str) -> int | None:
         if not isinstance(string, str):
-            return super().write(string)  # which says what is wrong with that
+            return super().write(string)  # raises the fitting error
         self._take_turn()
         with self._bound_lock:
             if self._screen is None:
@@ -89,7 +90,7 @@ class BoundedStream(OutStream):
             return len(string)
 
     def _take_turn(self) -> None:
-        """Send what the other stream holds, if it was printed to last."""
+        """Send the text that the other stream holds, if that stream was printed to last."""
         last = BoundedStream._last
         if last is self:
             return
@@ -99,22 +100,24 @@ class BoundedStream(OutStream):
             last._flush()
 
     def flush(self) -> None:
-        # A cell flushes several times; each takes a turn of the sending thread, mostly for nothing.
-        with BoundedStream._sending:  # what it has taken out is on its way
+        # A cell flushes several times. Each flush waits for the sending thread, mostly with
+        # nothing to send.
+        with BoundedStream._sending:  # waits until the thread has sent what it has taken out
             if not (self._flush_pending or self._subprocess_flush_pending):
                 return
         super().flush()
 
     def _flush(self) -> None:
-        # Whole, so that another thread's flush cannot overtake what this one has taken out.
+        # One flush at a time: a second thread's flush must not overtake the text that this flush
+        # has taken out.
         with BoundedStream._sending:
             super()._flush()
 
     def _open(self) -> str:
-        """Open this cell's file; returns its name for the notebook, empty where there is none.
+        """Open this cell's file; returns its path for the notebook, or "" if there is no file.
 
-        All ranks give the same name, with a `*` for the rank, so that the same output stays the
-        same in what the notebook compares.
+        The path has a `*` in place of the rank. So all ranks print the same path, and equal outputs
+        stay equal when the front compares them.
         """
         if self.folder is None:
             return ""
@@ -139,11 +142,11 @@ class BoundedStream(OutStream):
         if self._fd is not None and left > 0:
             try:
                 self._in_file += os.write(self._fd, data[:left])
-            except OSError:  # the disk is full, say: the cell goes on
+            except OSError:  # e.g. the disk is full: the cell goes on
                 self._in_file = MAX_FILE_BYTES
 
     def new_cell(self, cell: str) -> None:
-        """Start afresh; `cell` begins the name of a file, should there be one."""
+        """Reset the stream for a new cell; the name of its file, if any, begins with `cell`."""
         BoundedStream._changes = 0
         with self._bound_lock:
             self._forget(cell)
@@ -157,14 +160,14 @@ class BoundedStream(OutStream):
                 self._fd = None
             full = self._in_file >= MAX_FILE_BYTES
             cut = f"; the file ends after {self._in_file} bytes" if full else ""
-            # Where two ranks print the same checksum, they printed the same.
+            # Two ranks with the same checksum have printed the same text.
             words = f"{self._total} characters in all, checksum {self._checksum:08x}{cut}"
             tail = settle(self._tail)
-            if len(self._tail) == TAIL_CHARS:  # it begins somewhere in a line
+            if len(self._tail) == TAIL_CHARS:  # it begins in the middle of a line
                 tail = tail.partition("\n")[2] or tail
             super().write(f"[… {words}; the last lines:]\n{tail}")
 
     def _flush_buffers(self) -> Generator[tuple[dict[str, Any], str], Any, None]:
-        # Called a few times a second: drawings that were replaced in between nobody would see.
+        # Called a few times a second: drops the drawings that were overwritten since the last call.
         for parent, data in super()._flush_buffers():
             yield parent, fold(data)

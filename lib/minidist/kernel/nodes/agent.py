@@ -1,9 +1,9 @@
 """What runs on the job's other nodes: `python -m minidist.kernel.nodes.agent [-- COMMAND …]`.
 
-The same line may be run on every node. Node 0 becomes COMMAND (papermill, JupyterLab), which starts
-the front. Any other node connects to the front, keeps this node's ranks with the same `Ranks` that
-the front uses for its own, and carries their messages. It ends with the front, and everything below
-it ends with it.
+The same command may be run on every node. On node 0 it becomes COMMAND (papermill, JupyterLab),
+which starts the front. On any other node it connects to the front, runs this node's ranks with the
+same class `Ranks` that the front uses for its own, and carries their messages. The agent ends with
+the front, and all its descendants end with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from minidist.processes.lifetime import adopt_orphans
 from minidist.processes.tree import kill_descendants
 
 JOIN_WITHIN_S = 600.0
-GOOD_BYE_WITHIN_S = 2.0  # it may still be on its way on the other connection
+GOOD_BYE_WITHIN_S = 2.0  # after a disconnect, "bye" may still arrive on the second connection
 ASK_WITHIN_S = 6.0  # the front itself waits for at most 5 s
 _FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -69,7 +69,7 @@ class Agent:
         sock = self._context.socket(zmq.DEALER)
         configure(sock, self._job.host)
         sock.routing_id = identity
-        sock.sndhwm = 200  # beyond that, ranks wait with what they print
+        sock.sndhwm = 200  # beyond that, ranks that print have to wait
         sock.reconnect_ivl, sock.reconnect_ivl_max = 100, 2000
         sock.curve_serverkey = self._keys.front_public
         sock.curve_secretkey, sock.curve_publickey = self._keys.node, self._keys.node_public
@@ -126,7 +126,7 @@ class Agent:
     # -- the connection --------------------------------------------------------------------------
 
     async def _watch(self, sock: zmq.asyncio.Socket) -> None:
-        """Connect, say hello whenever a front is there, and end when it is there no more."""
+        """Connect, say hello to each front that answers, and end when a front disconnects."""
         monitor = sock.get_monitor_socket(_WATCHED)
         sock.connect(self._job.address)
         while True:
@@ -175,13 +175,13 @@ class Agent:
         if ranks is not None:
             answer = await ranks.ask(message["rank"], message["do"], ASK_WITHIN_S)
             if answer is not None:
-                # A rank's own words, which the front must not take for this agent's.
+                # The front must not take a rank's words for the agent's: they go under `answer`.
                 self._tell({"id": message["id"], "answer": answer})
 
     # -- ranks -----------------------------------------------------------------------------------
 
     def _order(self, message: dict[str, Any]) -> None:
-        """A start or a stop, after the one before; a start that is under way is broken off."""
+        """Obey a start or stop after the previous order; a start that is under way is cancelled."""
         before = self._work
         if before is not None and self._starting:
             before.cancel()
@@ -253,7 +253,7 @@ class Agent:
 
 
 def _make_output_dir(wanted: str) -> str:
-    """A folder under the same name as the front's where that is free: then a cell names both."""
+    """A folder with the path of the front's, if it is free: a cell's one path then fits both."""
     try:
         os.mkdir(wanted, 0o700)
         return wanted
@@ -283,7 +283,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("command", nargs="*", help="what node 0 runs, such as papermill")
     known = parser.parse_args(argv)
     if os.environ.get("SLURM_LOCALID", "0") != "0":
-        return 0  # one agent a node, however many tasks Slurm has started
+        return 0  # one agent per node, even if Slurm has started several tasks there
     try:
         job = read_job(os.environ)
         if job is None or job.node == 0:
@@ -291,12 +291,13 @@ def main(argv: list[str]) -> int:
                 raise ValueError("on node 0, expected the command to run there after --")
             os.execvp(known.command[0], known.command)
         adopt_orphans()
-        # A secret that was made here stays until the end: the next front may have read it already.
+        # A secret file that this process created stays until the process ends: the next front may
+        # have read it already.
         made = keys = Keys(job)
         try:
             code = asyncio.run(_run(job, keys, None if known.stay else known.wait))
             while known.stay and code < 128:
-                time.sleep(1.0)  # where it was refused, it may be again
+                time.sleep(1.0)  # a front that refused this agent may refuse it again
                 keys = Keys(job)
                 made = keys if keys.is_ours else made
                 code = asyncio.run(_run(job, keys, None))

@@ -1,7 +1,7 @@
-"""Ranks on several nodes: those of this node as always, the others through their nodes' agents.
+"""Ranks on several nodes: this node's ranks directly, the others through their nodes' agents.
 
-To the rest of the front it is one set of ranks. What other nodes send is checked as what ranks send
-is: a node speaks for its own ranks only, of the present generation only.
+The rest of the front sees one set of ranks. Messages from other nodes are checked like messages
+from ranks: a node may speak only for its own ranks, and only for the present generation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STOP_DEADLINE_S = 10.0
 
 
 class Cluster(Ranks):
-    """`Ranks` whose numbers go on on the nodes of `hub`."""
+    """`Ranks` on this node and on the nodes of `hub`, numbered consecutively."""
 
     def __init__(self, *, hub: Hub, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -37,14 +37,15 @@ class Cluster(Ranks):
         """As `Ranks.start`, on every node.
 
         Raises:
-            RuntimeError: a node has not come, or not all ranks were ready in time.
+            RuntimeError: a node has not joined, or not all ranks were ready in time.
         """
         try:
             self._hub.open()
             self._hub.listener = self
-            self._shares = []  # until all are there, nobody speaks for a rank
+            self._shares = []  # until all nodes have joined, no node speaks for a rank
             await self._hub.all_joined()
-            # For torch's rendezvous on this node; all must know it before any of them starts.
+            # The port is for torch's rendezvous on this node; all nodes must know it before any of
+            # them starts.
             self._shares = divide(self._hub.job, count, free_port())
             order = {
                 "do": "start",
@@ -60,7 +61,7 @@ class Cluster(Ranks):
         except BaseException:
             self.close()
             raise
-        # Answers are read after this has begun: there is no await in between.
+        # The nodes' answers are read only after this call has begun: no await lies in between.
         await super().start(count, generation, self._shares[0])
 
     def _why_not_ready(self, late: bool) -> str:
@@ -85,7 +86,7 @@ class Cluster(Ranks):
     # -- to the nodes ----------------------------------------------------------------------------
 
     def _node(self, rank: int) -> int | None:
-        """The number of the rank's node; None where there are no ranks."""
+        """The number of the rank's node; None if no node has that rank."""
         return next((share.node for share in self._shares if rank in share.ranks), None)
 
     def node_of(self, rank: int) -> str:
@@ -116,7 +117,7 @@ class Cluster(Ranks):
     # -- from the nodes --------------------------------------------------------------------------
 
     def node_sends(self, node: int, frames: list[bytes]) -> None:
-        """Frames of a rank, after its channel, number and generation."""
+        """Take a node's frames: channel, rank and generation, then a message of that rank."""
         share = self._share(node)
         if share is None or not self._running or len(frames) < 4:
             return
@@ -130,7 +131,7 @@ class Cluster(Ranks):
         if share is None:
             return
         who = {f"node {node}", *map(str, share.ranks)}
-        if isinstance(answer := message.get("answer"), dict):  # a rank's
+        if isinstance(answer := message.get("answer"), dict):  # of a rank
             self._is_answer(who, {**answer, "id": message.get("id")})
             return
         if self._is_answer(who, message):

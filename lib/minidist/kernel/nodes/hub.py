@@ -1,8 +1,8 @@
-"""The front's door for the job's other nodes: one tcp port, encrypted, for those with the secret.
+"""The front's server for the job's other nodes: one encrypted tcp port that requires the secret.
 
-Each node holds two connections: a *line* for short JSON messages, so that a question never waits
-behind a figure, and one for *data*, the frames of its ranks. A node is believed to be there as long
-as both stand; zmq's own heartbeats end one whose other end has vanished without a word.
+Each node has two connections: the *line* for short JSON messages, so that a question never waits
+behind a figure, and *data* for the frames of its ranks. A node counts as present while both
+connections stand; zmq's heartbeats close a connection whose other end has vanished silently.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PING_EVERY_S = 0.5
 # Without a sign of life from the other machine for this long, its connection is closed.
 SILENCE_MS = 10_000
 MAX_FRAME_BYTES = 64 * 1024 * 1024 + 4096  # a rank's largest frame, encrypted
-# Connections of the right key that have not become a node: more are a mistake or mischief.
+# Most connections with the right key that are not yet a node: more are an error or an attack.
 MAX_GUESTS = 64
 LINE, DATA = b"L", b"D"
 
 
 class Listener(Protocol):
-    """What is told of the nodes."""
+    """Gets the messages and departures of the nodes."""
 
     def node_says(self, node: int, message: dict[str, Any]) -> None: ...
     def node_sends(self, node: int, frames: list[bytes]) -> None: ...
@@ -43,7 +43,7 @@ class Listener(Protocol):
 
 
 def configure(sock: zmq.Socket[Any], host: str) -> None:
-    """What both ends of a connection need."""
+    """Set the options that both ends of a connection need."""
     sock.linger = 500
     sock.maxmsgsize = MAX_FRAME_BYTES
     sock.heartbeat_ivl = 1000
@@ -52,10 +52,10 @@ def configure(sock: zmq.Socket[Any], host: str) -> None:
 
 
 class Hub:
-    """Knows which nodes are there, and carries messages to and from them.
+    """Knows which nodes are present, and carries messages to and from them.
 
     Attributes:
-        listener: who is told; changed: set when a node has come.
+        listener: gets what the nodes send; changed: set when a node has joined.
     """
 
     def __init__(self, job: Job) -> None:
@@ -68,7 +68,7 @@ class Hub:
         self._authenticator: AsyncioAuthenticator | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._names = {0: _clean(socket.gethostname())}
-        self._nodes: dict[int, bytes] = {}  # node -> what its two connections' names begin with
+        self._nodes: dict[int, bytes] = {}  # node -> the prefix of its two connections' names
         self._numbers: dict[bytes, int] = {}
         self._guests: dict[bytes, dict[bytes, dict[str, Any]]] = {}
 
@@ -80,8 +80,8 @@ class Hub:
         """
         if self._socket is not None:
             return
-        # A context of its own: in the notebook's, Jupyter's own encrypted sockets would be asked
-        # for our keys.
+        # A separate zmq context: in the notebook's context, our authenticator would also check the
+        # keys of Jupyter's encrypted sockets.
         context = zmq.asyncio.Context()
         sock = context.socket(zmq.ROUTER)
         try:
@@ -106,7 +106,7 @@ class Hub:
         self._tasks = [loop.create_task(self._receive()), loop.create_task(self._ping())]
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """zmq asks whether a client with this public key may come in."""
+        """Whether a client with this public key may connect; zmq calls this."""
         return self._keys is not None and key == self._keys.node_public
 
     def close(self) -> None:
@@ -114,13 +114,13 @@ class Hub:
         for task in self._tasks:
             task.cancel()
         if self._keys is not None:
-            self._keys.forget()  # first, so that a node that waits for the next kernel finds none
+            self._keys.forget()  # first: a node that waits for the next kernel must not find it
         for node in list(self._nodes):
             self.tell(node, {"do": "bye"})
         if self._authenticator is not None:
             self._authenticator.stop()
         if self._context is not None:
-            self._context.destroy(500)  # the process may end now, and nothing said is lost
+            self._context.destroy(500)  # sends the last messages before the process may end
             self._context = self._socket = None
 
     # -- nodes -----------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Hub:
         """Wait for every node of the job.
 
         Raises:
-            RuntimeError: not all have come in time; the message says what to do.
+            RuntimeError: not all nodes have joined in time; the message says what to do.
         """
         end = asyncio.get_running_loop().time() + JOIN_DEADLINE_S
         while missing := [n for n in range(1, self.job.num_nodes) if n not in self._nodes]:
@@ -148,7 +148,7 @@ class Hub:
             self.changed.clear()
 
     def name(self, node: int) -> str:
-        """Words for a node; what it calls itself is only ever shown."""
+        """A node's name for messages; the host name that the node reported is only displayed."""
         name = self._names.get(node)
         return f"node {node} ({name})" if name else f"node {node}"
 
@@ -156,7 +156,7 @@ class Hub:
         return node in self._nodes
 
     def tell(self, node: int, message: dict[str, Any]) -> bool:
-        """Send on the line; False when the node is not there."""
+        """Send on the line; False if the node is not present."""
         return self._post(node, LINE, [json.dumps(message).encode()])
 
     def send(self, node: int, frames: list[bytes]) -> bool:
@@ -203,7 +203,7 @@ class Hub:
                 return
             try:
                 self._take(identity[:-1], identity[-1:], frames)
-            except Exception:  # a fault of ours, and no reason to be deaf to the other nodes
+            except Exception:  # our own error must not stop the messages of other nodes
                 text = traceback.format_exc()
                 print(f"minidist.kernel: internal error, please report it\n{text}", file=sys.stderr)
 
@@ -221,7 +221,7 @@ class Hub:
                 self.listener.node_says(node, message)
 
     def _guest(self, name: bytes, kind: bytes, frames: list[bytes]) -> None:
-        """A connection with the right key that is no node yet: each of the two says hello."""
+        """Take the hello of a connection; a node joins after both of its connections said hello."""
         hello = decode(frames[0]) if len(frames) == 1 and len(frames[0]) < 4096 else {}
         node = hello.get("hello")
         if not isinstance(node, int) or kind not in (LINE, DATA):
@@ -248,7 +248,7 @@ class Hub:
         if version != __version__:
             return f"node 0 has minidist {__version__}, and node {node} has {version}"
         if node in self._nodes and not self._post(node, LINE, [b"{}"]):
-            self._left(node, "ended, or its connection has broken")  # and has come again
+            self._left(node, "ended, or its connection has broken")  # and has returned
         return f"there is a node {node} already" if node in self._nodes else ""
 
 

@@ -1,4 +1,4 @@
-"""Gradient compression: fewer bytes per all-reduce, and what has to be done about the loss.
+"""Gradient compression: fewer bytes per all-reduce, and how to handle the lost precision.
 
 | compressor             | on the wire                                 | loses                     |
 |------------------------|---------------------------------------------|---------------------------|
@@ -9,21 +9,21 @@
 | `TopK(density)`        | 8 bytes per element that is sent            | the small elements        |
 | `PowerSGD(rank)`       | 4 rank (rows + columns) bytes per matrix    | small singular values     |
 
-Three ways to use every one of them::
+Three ways to use every compressor::
 
     ddp.register_comm_hook(HookState(TopK(0.01)), compression_hook)  # stock DDP
     ddp = BucketedDDP(model, reduce=lambda flat: sum_in_place(compressor, flat, ddp.buckets))
     mean = compressor.reduce(flat, segments_of(parameters), group)   # any flat gradient
 
-Three promises, kept by all:
+Three guarantees that every compressor gives:
 
-- **Every rank gets the same bits.** Replicas that differ in one bit drift apart, and nothing ever
-  brings them back. So each element is summed on one rank and copied, or summed in rank order.
-- **Nothing is lost with error feedback.** What did not fit on the wire stays in this rank's
-  residual and is added to the next gradient: on the mean over ranks,
+- **Every rank gets the same bits.** Replicas that differ in one bit drift apart, and nothing makes
+  them equal again. So each element is summed on one rank and copied, or summed in rank order.
+- **Nothing is lost with error feedback.** What a rank did not send stays in its residual, which is
+  added to its next gradient. For the means over the ranks:
   gradient + residual before = result + residual after.
-- **A gradient that is not finite gives a result that is not finite**, on every rank, and leaves the
-  residual alone, so a loss scaler sees the overflow and training goes on unharmed.
+- **A gradient that is not finite gives a result that is not finite**, on every rank, and does not
+  change the residual. So a loss scaler sees the overflow, and training can go on.
 
 Papers: PowerSGD arXiv 1905.13727; top-k, Deep Gradient Compression arXiv 1712.01887; error feedback
 arXiv 1901.09847.

@@ -1,12 +1,12 @@
 """What every compressor shares: the residual, the checks, and the count of bytes.
 
-A reduction is a generator that yields at each collective it has started. `Compressor.reduce` waits
-at every yield; the DDP hook lets other buckets start theirs in between.
+A reduction is a generator that yields each collective after starting it. `Compressor.reduce` waits
+at every yield; the DDP hook meanwhile lets other buckets start their collectives.
 
 Phases of a reduction:
 1. Correct: add this rank's residual to its gradient.
-2. Exchange: the compressor's own collectives; out come the mean and what was sent of ours.
-3. Remember: what was not sent is the new residual, unless the mean is not finite.
+2. Exchange: the compressor's own collectives return the mean, and the values this rank has sent.
+3. Remember: the values not sent are the new residual, unless the mean is not finite.
 
 Error feedback: Karimireddy et al., arXiv 1901.09847.
 """
@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from minidist.errors import named_rank
 
-# Yields a collective that has been started; is resumed when its result is there.
+# Yields a collective that has been started, and is resumed when the collective's result is there.
 Exchange = Generator[Any, None, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Segment(NamedTuple):
-    """One parameter's part of a flat gradient: whose it is, and its shape."""
+    """One parameter's part of a flat gradient: a key for the parameter, and its shape."""
 
     key: Hashable
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 def segments_of(parameters: Iterable[torch.Tensor]) -> list[Segment]:
     """The segments of a flat tensor that holds these parameters' gradients in this order.
 
-    The parameter itself is the key, so a residual follows its parameter when buckets change: DDP
+    The key is the parameter itself, so a residual stays with its parameter when buckets change: DDP
     builds new buckets after its first step.
     """
     return [Segment(parameter, tuple(parameter.shape)) for parameter in parameters]
@@ -50,8 +50,8 @@ def segments_of(parameters: Iterable[torch.Tensor]) -> list[Segment]:
 class Traffic:
     """Bytes that this rank has sent, and what fp32 ring all-reduces would have sent.
 
-    Counted for bandwidth-optimal collectives: (n-1)/n of the tensor for an all-to-all, n-1 times
-    the own part for an all-gather, 2 (n-1)/n of the tensor for an all-reduce.
+    The counts assume bandwidth-optimal collectives: (n-1)/n of the tensor for an all-to-all, n-1
+    times the rank's own part for an all-gather, 2 (n-1)/n of the tensor for an all-reduce.
     """
 
     sent_bytes: int = 0
@@ -59,7 +59,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than fp32; 1.0 while nothing was sent."""
+        """How many times fewer bytes than fp32; 1.0 if nothing has been sent yet."""
         return self.fp32_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     def reset(self) -> None:
@@ -72,14 +72,14 @@ def chunk_size(numel: int, world_size: int) -> int:
 
 
 class Compressor:
-    """Base of all compressors; a subclass writes `_exchange`.
+    """Base of all compressors; a subclass implements `_exchange`.
 
-    One compressor serves any number of buckets and belongs to one group: its residuals are per
-    parameter and per rank. All ranks make equal calls in equal order.
+    One compressor serves any number of buckets but belongs to one group, because its residuals are
+    per parameter and per rank. All ranks must make the same calls in the same order.
 
     Args:
-        error_feedback: add what was lost in one step to the next one. Costs one fp32 tensor of
-            the gradient's size.
+        error_feedback: add what was lost in one step to the gradient of the next step. Costs one
+            fp32 tensor of the gradient's size.
     """
 
     def __init__(self, *, error_feedback: bool) -> None:
@@ -98,7 +98,7 @@ class Compressor:
         Args:
             flat: gradient, 1-D, floating point, of equal length on all ranks. Not changed.
             segments: which parameters `flat` holds, see `segments_of`. None is for a compressor
-                that only ever reduces one tensor: it is then one parameter of one dimension.
+                that always reduces the same tensor, which then counts as one 1-D parameter.
             group: the ranks to average over; None means all.
 
         Returns:
@@ -120,7 +120,7 @@ class Compressor:
         segments: Sequence[Segment] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Generator[Any, None, torch.Tensor]:
-        """`reduce` in steps: yields each collective as a work to wait for, returns the mean."""
+        """`reduce` in steps: yields each collective as a Work to wait for, and returns the mean."""
         segments = [Segment("flat", tuple(flat.shape))] if segments is None else list(segments)
         self._check(flat, segments)
         return self._phases(flat, segments, dist.group.WORLD if group is None else group)
@@ -132,14 +132,14 @@ class Compressor:
             return flat.clone()
         n = group.size()
         self.traffic.fp32_bytes += 2 * (n - 1) * chunk_size(flat.numel(), n) * 4
-        # 1. Correct. Sums in less than fp32 would lose what the residual is there to keep.
+        # 1. Correct. Sums in less than fp32 would lose the small values that the residual keeps.
         values = flat.detach().to(torch.promote_types(flat.dtype, torch.float32), copy=True)
         before = self._residual_of(values, segments) if self.error_feedback else None
         if before is not None:
             values += before
         # 2. Exchange.
         mean, sent = yield from self._exchange(values, segments, group)
-        # 3. Remember. `where` and not `if`: an `if` would make a GPU's host wait.
+        # 3. Remember. `where` instead of `if`, because an `if` would make the CPU wait for the GPU.
         if before is not None:
             residual = torch.where(torch.isfinite(mean).all(), values - sent, before)
             parts = residual.split([segment.numel for segment in segments])
@@ -148,10 +148,9 @@ class Compressor:
         return mean.to(flat.dtype)
 
     def _exchange(self, values: torch.Tensor, segments: list[Segment], group: Any) -> Exchange:
-        """Reduce `values` and return (mean, sent), both of its shape and dtype.
+        """Reduce `values` and return (mean, sent), both with the shape and dtype of `values`.
 
-        `sent` is what the mean has received of this rank, so that over the ranks the mean of
-        `sent` is the result.
+        `sent` is this rank's contribution to the mean: the mean of `sent` over the ranks is `mean`.
         """
         raise NotImplementedError
 
@@ -189,14 +188,14 @@ class Compressor:
     def rescale(self, factor: float) -> None:
         """Multiply every residual, e.g. by new/old when a loss scaler has changed its scale.
 
-        Residuals are in units of the gradients that were reduced. If those were scaled by 1024
-        and the next ones are scaled by 512, the residuals need a factor of 0.5.
+        Residuals have the scale of the gradients that were reduced. If these gradients were scaled
+        by 1024 and the next gradients are scaled by 512, the residuals need a factor of 0.5.
         """
         for residual in self._residuals.values():
             residual.mul_(factor)
 
     def state_dict(self, named: Iterable[tuple[str, Hashable]]) -> dict[str, dict[str, Any]]:
-        """What this rank must save to go on bit for bit; differs from rank to rank.
+        """What this rank must save to continue bit for bit; the content differs between ranks.
 
         Args:
             named: pairs of a name and a segment's key, e.g. `model.named_parameters()`.
@@ -214,10 +213,11 @@ class Compressor:
     def load_state_dict(
         self, state: Mapping[str, Mapping[str, Any]], named: Iterable[tuple[str, Hashable]]
     ) -> None:
-        """Put back what `state_dict` returned.
+        """Restore what `state_dict` returned.
 
         Raises:
-            ValueError: the state has a name that `named` lacks, or is another compressor's.
+            ValueError: the state has a name that `named` lacks, or has the tables of a different
+                kind of compressor.
         """
         keys = dict(named)
         tables = self._tables()

@@ -1,4 +1,4 @@
-"""Compressors inside data parallelism: as communication hooks of stock DDP, and in our own.
+"""Compressors in data parallelism: as communication hooks of torch's DDP, and in our own DDP.
 
 Example::
 
@@ -8,15 +8,16 @@ Example::
     ...
     print(f"{compressor.traffic.ratio:.1f} times fewer bytes than fp32")
 
-DDP calls the hook when a bucket's gradients are ready, while backward goes on for earlier layers.
-The first collective of each bucket starts at once and overlaps with backward (of `Int8` only the
-small one that agrees on the steps, of `TopK` everything). The later ones start when the last bucket
-has come, for all buckets in order. Starting them in the first one's callback would be earlier, but
-on a backend that runs callbacks in threads (gloo) two ranks could then start the collectives of two
-buckets in different orders, and they would be paired wrongly.
+DDP calls the hook when a bucket's gradients are ready, while backward continues for earlier layers.
+The first collective of each bucket starts at once and overlaps with backward. (For `Int8` this is
+only the small one that agrees on the step sizes; for `TopK` it is both.) The later collectives
+start when the last bucket is ready, for all buckets in order. They could start earlier, in the
+callback of the first collective. But on a backend that runs callbacks in threads (gloo), two ranks
+could then start the collectives of two buckets in different orders, and the wrong collectives would
+meet.
 """
 
-# No `from __future__ import annotations`: DDP looks at the hook's annotations, and refuses strings.
+# No `from __future__ import annotations`: DDP reads the hook's annotations and rejects strings.
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from minidist.parallel.compression.base import Compressor, segments_of
 
 
 class Running:
-    """A reduction under way."""
+    """A reduction in progress."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Running:
         self.advance()
 
     def advance(self) -> bool:
-        """Wait for the collective under way and start the next one; False once it is over."""
+        """Wait for the current collective and start the next; False once the reduction is over."""
         if self._done:
             return False
         if self._work is not None:
@@ -55,7 +56,7 @@ class Running:
         return not self._done
 
     def wait(self) -> None:
-        """Do all that is left."""
+        """Run the reduction to its end."""
         while self.advance():
             pass
 
@@ -80,11 +81,11 @@ def compression_hook(
     """Second argument of `register_comm_hook`: averages one bucket, in place."""
     buffer = bucket.buffer()
     if bucket.index() == 0:
-        state._running.clear()  # of a backward that raised half-way
+        state._running.clear()  # left over if an earlier backward raised half-way
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.is_cuda else None
     )
-    # The order of the gradients in the buffer is that of bucket.parameters().
+    # The gradients in the buffer have the order of bucket.parameters().
     steps = state.compressor.phases(buffer, segments_of(bucket.parameters()), state.group)
     state._running.append(Running(steps, lambda mean: future.set_result(buffer.copy_(mean))))
     if bucket.is_last():
@@ -107,15 +108,15 @@ def sum_in_place(
     buckets: Iterable[Bucket],
     group: dist.ProcessGroup | None = None,
 ) -> Running:
-    """Add `flat` up over the group, in place, as `minidist.parallel.data.BucketedDDP` wants it.
+    """Sum `flat` over the group, in place. Suits `reduce=` of `minidist.parallel.data.BucketedDDP`.
 
     Args:
-        flat: what to reduce: the memory of one of the buckets.
-        buckets: where to look up which parameters `flat` holds, e.g. `ddp.buckets`.
+        flat: the memory of one of the buckets.
+        buckets: the buckets, used to look up which parameters `flat` holds, e.g. `ddp.buckets`.
 
     Returns:
-        Something to wait for. Its first collective has been started; `wait` does the rest, so all
-        ranks wait for their buckets in the same order.
+        A handle to wait for. The first collective has been started; `wait` does the rest, so all
+        ranks must wait for their buckets in the same order.
 
     Raises:
         ValueError: `flat` belongs to none of the buckets.

@@ -1,15 +1,15 @@
-"""The same with torch's own hooks.
+"""Gradient compression with torch's own hooks.
 
 Example::
 
     ddp = DistributedDataParallel(model)
     register_torch_hook(ddp, "powersgd", rank=2, start_step=10)
 
-What they leave to you: PowerSGD's hook keeps state per bucket, so it has to let the first two steps
-through uncompressed, and nothing counts bytes. On gloo it needs all gradients in one bucket: it
-starts collectives in callbacks, which gloo runs in threads, and with several buckets two ranks
-start them in different orders (a hang, or an abort by "Received data size doesn't match"). The
-bf16, quantisation and batched PowerSGD hooks do not run on gloo at all (torch 2.13);
+Limits of torch's hooks: PowerSGD's hook keeps state per bucket, so it cannot compress the first two
+steps. No hook counts bytes. On gloo, PowerSGD's hook needs all gradients in one bucket: it starts
+collectives in callbacks, which gloo runs in threads. With several buckets two ranks may start them
+in different orders (a hang, or an abort by "Received data size doesn't match"). The bf16,
+quantisation and batched PowerSGD hooks do not run on gloo at all (torch 2.13), but
 `Cast(torch.bfloat16)`, `Int8` and `PowerSGD(batched=True)` do.
 """
 

@@ -1,11 +1,11 @@
-"""PowerSGD: a gradient matrix travels as two thin ones.
+"""PowerSGD: a gradient matrix travels as two thin matrices.
 
-A gradient M of rows x columns is close to a product of rank r:
+A gradient M of rows x columns is approximately a product of rank r:
 
     M  ~  P Q^T        P: rows x r,  Q: columns x r
 
-Phases, one step of a power iteration whose Q is that of the last step:
-1. P = M Q, mean over the ranks. Parameters that are not worth it travel along uncompressed.
+Phases of one step of a power iteration, which starts with the Q of the previous training step:
+1. P = M Q, mean over the ranks. Parameters too small to compress travel uncompressed with it.
 2. P gets orthonormal columns (the same on all ranks, from the same bits).
 3. Q = M^T P, mean over the ranks.
 4. The result is P Q^T, the projection of the mean gradient on the columns of P.
@@ -15,7 +15,7 @@ Example::
     PowerSGD(rank=2).reduce(flat_N, segments_of(parameters))
     # a 512 x 512 weight: 2 x (512 + 512) numbers instead of 262144, 128 times fewer
 
-The matrices only have one all-reduce each because the mean is linear: mean(M_i Q) = mean(M_i) Q.
+P and Q need only one all-reduce each because the mean is linear: mean(M_i Q) = mean(M_i) Q.
 Vogels et al., arXiv 1905.13727.
 """
 
@@ -35,16 +35,17 @@ class PowerSGD(Compressor):
     """Low-rank compression of every parameter that has two or more dimensions.
 
     Args:
-        rank: columns of P and Q; 1 to 4 are usual. It says how good the approximation is.
-        start_step: uncompressed steps at first. Early gradients change fast, and torch advises a
-            tenth of the training; with its hook it is at least 2 because DDP builds new buckets.
-            Here state belongs to parameters, so 0 is fine.
-        min_ratio: a parameter is compressed only if that saves more than this factor.
-        warm_start: start from the Q of the last step; else from random numbers at each step.
-        seed: of the random numbers. Must be the same on all ranks.
-        batched: take all parameters of a bucket as one matrix, as square as it can be, filled up
-            with zeros: one product instead of one per parameter, also for biases, and fewer bytes,
-            but its rows have no meaning, so the approximation is worse. (torch's batched hook.)
+        rank: number of columns of P and Q; 1 to 4 are usual. A higher rank approximates better.
+        start_step: number of uncompressed steps at first. Early gradients change fast, and torch
+            advises a tenth of the training. torch's hook needs at least 2, because DDP builds new
+            buckets. Here state belongs to parameters, so 0 works.
+        min_ratio: a parameter is compressed only if this saves more than this factor.
+        warm_start: start from the Q of the last step; otherwise from random numbers at each step.
+        seed: seed of the random numbers. Must be the same on all ranks.
+        batched: treat all parameters of a bucket as one square matrix, padded with zeros. This
+            takes one product instead of one per parameter, compresses biases too, and sends fewer
+            bytes. But the rows have no meaning, so the approximation is worse. (torch's batched
+            hook.)
         error_feedback: see `Compressor`. Without it, all but the largest r directions are lost.
     """
 
@@ -86,7 +87,7 @@ class PowerSGD(Compressor):
         side = math.ceil(math.sqrt(numel))
         square = values.new_zeros(side * side)
         square[:numel] = values
-        # What is remembered of a bucket belongs to its first parameter.
+        # The state of a bucket is stored under the key of its first parameter.
         whole = [Segment(segments[0].key, (side, side))]
         mean, sent = yield from self._approximate(square, whole, step, group)
         return mean[:numel], sent[:numel]
@@ -102,7 +103,7 @@ class PowerSGD(Compressor):
             if step >= self.start_step and self._is_worth_it(segment.shape)
         }
         whole = [i for i in range(len(segments)) if i not in low]
-        # 1. P = M Q, and the rest as it is.
+        # 1. P = M Q, and the other parameters uncompressed.
         q = {i: self._start(i, step, segments[i].key, matrix) for i, matrix in low.items()}
         p = {i: matrix @ q[i] for i, matrix in low.items()}
         means = yield from self._mean_of([*(parts[i] for i in whole), *p.values()], group)
@@ -115,7 +116,7 @@ class PowerSGD(Compressor):
         p = {i: orthonormalise(mean) for i, mean in zip(low, means[len(whole) :], strict=True)}
         # 3. Q = M^T P.
         means = yield from self._mean_of([low[i].T @ p[i] for i in low], group)
-        # 4. P Q^T. Of a compressed matrix the result has received just what it is.
+        # 4. P Q^T. Every rank has sent as much as the result contains, so `sent` is the result.
         sent = list(parts)
         for i, mean in zip(low, means, strict=True):
             result[i] = sent[i] = (p[i] @ mean.T).reshape(-1)
@@ -130,18 +131,22 @@ class PowerSGD(Compressor):
         return thin * self.min_ratio < rows * columns
 
     def _start(self, i: int, step: int, key: Hashable, matrix: torch.Tensor) -> torch.Tensor:
-        """The Q that this step begins with."""
+        """The Q that this step starts with."""
         known = self._factors.get(key) if self.warm_start else None
         if known is not None and len(known) == matrix.shape[1]:  # DDP builds its buckets anew once
             return known.to(matrix.device, matrix.dtype)
-        # Drawn on the CPU: the same numbers for every device and rank.
+        # Drawn on the CPU, so that the numbers are the same for every device and rank.
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * step + i)
         shape = (matrix.shape[1], min(self.rank, *matrix.shape))
         q = torch.randn(shape, generator=generator, dtype=torch.float64)
         return q.to(matrix.device, matrix.dtype)
 
     def _keep(self, key: Hashable, new: torch.Tensor, old: torch.Tensor) -> None:
-        """Remember Q, but no column that is zero or not finite: P = M Q would stay so for ever."""
+        """Keep the new Q for the next step.
+
+        A column that is zero or not finite is not kept, because P = M Q would then stay zero or
+        not finite for ever.
+        """
         norms = new.norm(dim=0)
         self._factors[key] = torch.where((norms > 0) & torch.isfinite(norms), new, old)
 
@@ -157,11 +162,11 @@ class PowerSGD(Compressor):
 
 
 def orthonormalise(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns made orthonormal, first to last (modified Gram-Schmidt).
+    """The columns made orthonormal, from first to last (modified Gram-Schmidt).
 
-    A column that depends on those before it becomes zero. Dividing the rounding noise that is left
-    of it by its length would give a direction that is not orthogonal to the others, and P P^T would
-    no longer be a projection.
+    A column that depends linearly on earlier columns becomes zero. Only rounding noise is left of
+    such a column. Dividing this noise by its length would give a direction that is not orthogonal
+    to the other columns, and P P^T would no longer be a projection.
 
     >>> orthonormalise(torch.tensor([[3.0, 3.0], [4.0, 4.0]]))
     tensor([[0.6000, 0.0000],
@@ -175,7 +180,7 @@ def orthonormalise(matrix: torch.Tensor) -> torch.Tensor:
     for column in matrix.unbind(1):
         length = torch.linalg.vector_norm(column)
         column = column / torch.where(length > 0, length, 1.0)
-        for _ in range(2):  # once leaves an error of eps / (what is left); twice is enough
+        for _ in range(2):  # one pass leaves an error of eps / (length that is left); two suffice
             for other in columns:
                 column = column - (other @ column) * other
         left = torch.linalg.vector_norm(column)

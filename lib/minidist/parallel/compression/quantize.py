@@ -5,9 +5,10 @@ Example::
     Cast(torch.bfloat16).reduce(flat_N)        # 2 bytes per element instead of 4
     Int8(per_channel=True).reduce(flat_N, segments_of(parameters))
 
-int8 needs a step size. All ranks use the same one, step = max |x| / 127 over all ranks, agreed on
-with a small MAX all-reduce: either per parameter or per row of a parameter (an output channel).
-A row with small gradients then keeps its own fine step beside a row with large ones.
+int8 needs a step size. All ranks use the same step, max |x| / 127 over all ranks, which they agree
+on with a small MAX all-reduce. There is one step per parameter, or one per row of a parameter (an
+output channel). With one step per row, a row with small gradients has a fine step, even if a
+different row has large gradients.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ _LEVELS = 127
 class Cast(Compressor):
     """Gradients travel as `dtype`, and are added in fp32.
 
-    fp16 ends at 65504 and bf16 keeps 8 bits, so the two lose different things: fp16 range, bf16
-    precision. For fp16 the values are divided before they travel and multiplied afterwards. This is
-    a trade: what is divided by n overflows n times later, and falls below 6e-8, fp16's smallest
-    number, n times earlier. A gradient that overflows nevertheless gives inf on every rank.
+    fp16 ends at 65504 and bf16 keeps 8 bits, so fp16 loses range and bf16 loses precision. For
+    fp16, the values are divided before they travel and multiplied afterwards. This is a trade-off:
+    with a division by n, the largest possible value is n times larger, but values also underflow
+    (below 6e-8, fp16's smallest number) when they are n times larger. A gradient that still
+    overflows gives inf on every rank.
 
     Args:
         dtype: torch.float16, torch.bfloat16, or torch.float32 for no compression.
-        predivide: what fp16 values are divided by on the wire; None means the group's size, which
-            also keeps sums in range (stock DDP's fp16 hook does so). Not used for other dtypes.
+        predivide: divisor of fp16 values on the wire; None means the group's size, which also keeps
+            sums in range (as in the fp16 hook of torch's DDP). Not used for other dtypes.
         error_feedback: see `Compressor`; seldom needed with 16 bits.
     """
 
@@ -88,8 +90,8 @@ class Int8(Compressor):
 
     def _exchange(self, values: torch.Tensor, segments: list[Segment], group: Any) -> Exchange:
         n = group.size()
-        # Largest magnitude per channel, then over the ranks. NaN becomes inf because a MAX may
-        # lose a NaN; an inf makes the step inf and all values of the channel NaN.
+        # Largest magnitude per channel, then over the ranks. NaN is replaced by inf because a MAX
+        # may lose a NaN; an inf makes the step inf, and all values of the channel NaN.
         channels = self._channels(values, segments)
         largest = torch.stack([channel.abs().amax() for channel in channels])
         largest = largest.nan_to_num(nan=float("inf"), posinf=float("inf")).float()
@@ -117,7 +119,7 @@ class _Int8Codec:
         self.steps = steps
 
     def encode(self, values: torch.Tensor, part: slice) -> torch.Tensor:
-        # 0/0 where all of a channel is zero, inf/inf where a value is not finite: 0 on the wire.
+        # 0/0 (a channel of zeros) and inf/inf (a value that is not finite) travel as 0.
         levels = (values / self.steps[part]).nan_to_num(0.0)
         return levels.round().clamp(-_LEVELS, _LEVELS).to(torch.int8)
 

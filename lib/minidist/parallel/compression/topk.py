@@ -4,12 +4,13 @@ Example::
 
     TopK(density=0.01).reduce(flat_N)  # each rank sends 1 % of its elements, 8 bytes each
 
-Ranks choose different elements, so their pairs cannot be added on the way: everyone gets everyone's
-(all-gather), and traffic grows with the number of ranks. Against fp32 it is N / (n k) times less:
-with a density of 1 %, 12.5 times at 8 ranks and nothing at 100.
+Ranks choose different elements, so their pairs cannot be added on the way. Instead every rank gets
+the pairs of all ranks (all-gather), and traffic grows with the number of ranks. The traffic is
+N / (n k) times less than with fp32 (N elements, n ranks): with a density of 1 %, 12.5 times less at
+8 ranks, and no less at 100 ranks.
 
-Without error feedback an element that is never among the k largest of any rank never travels. With
-it, its residual grows until it does.
+Without error feedback, an element that is never among the k largest of any rank never travels. With
+error feedback, its residual grows until it travels.
 
 Deep Gradient Compression, Lin et al., arXiv 1712.01887 (which adds momentum correction, local
 clipping and a density that shrinks over the first epochs; not here).
@@ -43,7 +44,7 @@ class TopK(Compressor):
     def _exchange(self, values: torch.Tensor, segments: list[Segment], group: Any) -> Exchange:
         n, k = group.size(), max(1, round(self.density * values.numel()))
         index_dtype = torch.int32 if values.numel() < 2**31 else torch.int64
-        # Choose. topk takes NaN for the largest number, so it travels too.
+        # Choose. topk treats NaN as the largest number, so NaN travels too.
         indices = values.abs().topk(k, sorted=False).indices
         chosen = values[indices]
         # All-gather both.
@@ -55,8 +56,8 @@ class TopK(Compressor):
         second = all_gather_single(as_bytes(all_wire), as_bytes(wire), group, async_op=True)
         yield first
         yield second
-        # Add, one rank at a time: indices of one rank are distinct, so the order of the additions
-        # is the same everywhere, also where index_add_ is parallel.
+        # Add, one rank at a time: the indices of one rank are distinct, so the order of additions
+        # is the same on all ranks, even if index_add_ runs in parallel.
         mean = torch.zeros_like(values)
         for rank in range(n):
             part = slice(rank * k, (rank + 1) * k)

@@ -6,8 +6,8 @@ Read in this order:
 - `ring`     ring attention, forward and backward
 - `ulysses`  the alternative: exchange tokens for heads
 - `gpt`      a GPT on split sequences: positions, loss, gradients
-- `traffic`  what both send, counted on paper
-- `native`   with stock torch (imported on its own)
+- `traffic`  formulas for the bytes that both methods send
+- `native`   context parallelism with torch alone (not imported here)
 
 Papers: Ring Attention (arXiv 2310.01889), DeepSpeed Ulysses (arXiv 2309.14509).
 """

@@ -1,9 +1,9 @@
 """A GPT whose sequences are split over ranks.
 
-All layers but attention work on each token alone, so they run unchanged on a rank's own tokens.
-What has to be right besides attention: the position of each token, the mean of the loss over the
-tokens of all ranks, and the sum of the gradients (every rank holds the whole model, and has seen
-its own tokens only).
+All layers except attention work on each token alone, so they run unchanged on a rank's own tokens.
+Besides attention, three things need care: the position of each token, the mean of the loss over the
+tokens of all ranks, and the sum of the gradients (every rank holds the whole model, but has seen
+only its own tokens).
 
 Example, on each rank of a group of 2::
 
@@ -14,7 +14,7 @@ Example, on each rank of a group of 2::
     loss.backward()
     sum_gradients(model, model.group)                          # the sum, not the mean
 
-Dropout: ranks hold different tokens, so seed each of them otherwise (after making the model).
+Dropout: ranks hold different tokens, so seed each rank differently (after making the model).
 Papers: Ring Attention (arXiv 2310.01889), DeepSpeed Ulysses (arXiv 2309.14509).
 """
 
@@ -50,8 +50,8 @@ def context_parallel_gpt(
     """A GPT for sequences that are split over the context-parallel ranks.
 
     Args:
-        model: a `minidist.model.GPT`, the same on all ranks. The result shares its parameters; the
-            model itself is not changed and can go on to be used on whole sequences.
+        model: a `minidist.model.GPT`, the same on all ranks. The result shares its parameters. The
+            model itself does not change, and still works on whole sequences.
         mesh_or_group: a mesh (its axis "cp"), a group, or None for the default group.
 
     Raises:
@@ -69,7 +69,7 @@ def make_attention(
 ) -> Attend:
     """Causal attention (B, H, T / n, K) to (B, H, T / n, K) over the ranks of a group.
 
-    Fits wherever a model lets its attention be replaced, a tensor-parallel one included.
+    Works in any model whose attention can be replaced, including a tensor-parallel model.
     """
     if method not in get_args(Method):
         raise ValueError(f"make_attention: method is one of {get_args(Method)}, got {method!r}")
@@ -80,7 +80,7 @@ def make_attention(
 
 
 class ContextParallelGPT(nn.Module):
-    """A GPT on this rank's tokens. Names of parameters are those of the GPT that it shares."""
+    """A GPT on this rank's tokens. It shares a GPT's parameters, under the same names."""
 
     def __init__(
         self, full: Any, group: dist.ProcessGroup | None, attend: Attend, layout: Layout
@@ -100,11 +100,12 @@ class ContextParallelGPT(nn.Module):
         """Logits of this rank's tokens, (B, T / n, V).
 
         Args:
-            tokens_BT: what `shard_sequence` gives, (B, T / n) int64.
+            tokens_BT: the result of `shard_sequence`, (B, T / n) int64.
 
         Raises:
             ValueError: the whole sequence is longer than the context.
-            MismatchError: in the first call: a rank got another shape than rank 0 of the group.
+            MismatchError: in the first call, if a rank's shape differs from that of rank 0 of the
+                group.
         """
         if not self._inputs_checked:
             _check_same_shapes(tokens_BT, self.group)
@@ -135,7 +136,7 @@ class ContextParallelGPT(nn.Module):
 
 
 class ContextParallelBlock(nn.Module):
-    """A pre-norm block that shares its layers with an unsplit one."""
+    """A pre-norm block that shares its layers with an unsplit block."""
 
     def __init__(self, full: Any, attend: Attend) -> None:
         super().__init__()
@@ -150,7 +151,7 @@ class ContextParallelBlock(nn.Module):
 
 
 class ContextParallelAttention(nn.Module):
-    """Self-attention of this rank's tokens to those of all ranks."""
+    """Self-attention of this rank's tokens to the tokens of all ranks."""
 
     def __init__(self, full: Any, attend: Attend) -> None:
         super().__init__()
@@ -170,15 +171,15 @@ class ContextParallelAttention(nn.Module):
 
 
 def mean_over_ranks(total: Tensor, count: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Mean of something that each rank has a sum and a count of; the same value on all ranks.
+    """A mean over all ranks, from each rank's sum and count; the same value on all ranks.
 
-    Its gradient is this rank's share, total / (count of all ranks): to be summed over the ranks,
-    not averaged.
+    Its gradient is the gradient of this rank's share, total / (count of all ranks), so gradients
+    must be summed over the ranks, not averaged.
     """
     sums = torch.stack([total.detach().double(), count.double()])
     dist.all_reduce(sums, group=group)
     own = total / sums[1].to(total.dtype)
-    # The value of all ranks, with the gradient of the own share: the bracket is zero.
+    # The value of all ranks, with the gradient of this rank's share: the bracket's value is zero.
     return (sums[0] / sums[1]).to(total.dtype) + (own - own.detach())
 
 
@@ -186,9 +187,9 @@ def mean_over_ranks(total: Tensor, count: Tensor, group: dist.ProcessGroup | Non
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Sum the gradients over the ranks: one all-reduce per dtype.
 
-    A trainable parameter without a gradient counts as zero, so that all ranks send the same.
-    Something that averages over these ranks (DDP over data and context parallelism) needs the loss
-    multiplied by the group's size instead.
+    A trainable parameter without a gradient counts as zero, so that all ranks send messages of the
+    same size. If something averages over these ranks instead (DDP over data and context
+    parallelism), multiply the loss by the group's size.
     """
     held: list[Tensor] = []
     for parameter in module.parameters():

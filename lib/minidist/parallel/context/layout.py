@@ -1,9 +1,9 @@
 """Which tokens of a sequence a rank holds.
 
-A causal token attends to those before it, so later tokens cost more. If rank r simply held the r-th
-part ("contiguous"), the last rank would do almost all of the work, and the others would wait for
-it. "zigzag" cuts the sequence into 2 n chunks and gives rank r the chunks r and 2 n - 1 - r, an
-early and a late one, which makes the work equal.
+In causal attention a token attends to the tokens before it, so later tokens cost more. If rank r
+simply held the r-th part ("contiguous"), the last rank would have the most work, and the other
+ranks would wait for it. "zigzag" cuts the sequence into 2 n chunks and gives rank r an early and a
+late chunk, r and 2 n - 1 - r. This makes the work equal.
 
 >>> [positions(8, rank, 2, "zigzag").tolist() for rank in range(2)]
 [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -32,7 +32,7 @@ Layout = Literal["zigzag", "contiguous"]
 
 
 def chunks_of(rank: int, size: int, layout: Layout) -> tuple[int, ...]:
-    """Numbers of the chunks that a rank holds, in the order in which it holds them.
+    """Numbers of the chunks that a rank holds, in their order in the rank's memory.
 
     The sequence has `size` chunks (contiguous) or `2 * size` chunks (zigzag) of equal length.
     """
@@ -93,10 +93,10 @@ def unshard_sequence(
 
 
 def sequence_order(num_tokens: int, size: int, layout: Layout) -> Tensor:
-    """Index that puts the parts of ranks 0, 1, ... laid end to end into the sequence's order."""
+    """Index that puts the concatenated parts of ranks 0, 1, ... into the sequence's order."""
     return torch.cat([positions(num_tokens, r, size, layout) for r in range(size)]).argsort()
 
 
 def causal_work(size: int, layout: Layout) -> list[int]:
-    """Pairs of chunks (query, key) that each rank has to compute for causal attention."""
+    """Number of (query, key) pairs of chunks that each rank computes in causal attention."""
     return [sum(chunk + 1 for chunk in chunks_of(r, size, layout)) for r in range(size)]

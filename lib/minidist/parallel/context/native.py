@@ -1,8 +1,8 @@
-"""Context parallelism with stock torch.
+"""Context parallelism with torch alone.
 
 **What torch has**: `torch.distributed.tensor.experimental.context_parallel`, a prototype that
 replaces `F.scaled_dot_product_attention` by a ring with the same zig-zag order. It needs CUDA (it
-knows the flash, memory-efficient and cuDNN kernels), so it is shown here and not run by the tests::
+supports the flash, memory-efficient and cuDNN kernels), so the tests do not run this example::
 
     positions_T = torch.arange(T, device="cuda")
     with context_parallel(mesh.device_mesh["cp"], buffers=[tokens_BT, targets_BT, positions_T],
@@ -11,12 +11,13 @@ knows the flash, memory-efficient and cuDNN kernels), so it is shown here and no
         loss = lm_loss(logits_BTV, targets_BT)                # of the rank's own tokens
         loss.backward()
 
-**What can be written with its functional collectives**, which autograd sees, on any backend:
+**What torch's functional collectives allow**: autograd sees these collectives, and they run on any
+backend.
 
-- `all_gather_attention`: gather keys and values, attend with a mask. Llama 3 does so (arXiv
-  2407.21783, section 3.3.2): the gather costs little beside attention over long sequences, and any
-  mask is possible. Each rank holds the keys and values of the whole sequence; in a ring, of
-  three ranks.
+- `all_gather_attention`: gather keys and values, then attend with a mask. Llama 3 does this (arXiv
+  2407.21783, section 3.3.2): for long sequences the gather costs little compared with attention,
+  and any mask is possible. Each rank holds the keys and values of the whole sequence; with ring
+  attention it holds those of three ranks.
 - `all_to_all_attention`: Ulysses (arXiv 2309.14509).
 """
 
@@ -44,7 +45,7 @@ def all_gather_attention(
     causal: bool = True,
     layout: Layout = "zigzag",
 ) -> Tensor:
-    """Attention of this rank's tokens to the whole sequence; arguments as of `ring_attention`."""
+    """Attention of this rank's tokens to the whole sequence; arguments as in `ring_attention`."""
     check_inputs("all_gather_attention", query_BHTK, key_BHTK, value_BHTK, group, layout)
     # All-gather forward, reduce-scatter of the gradient backward.
     gather: Any = getattr(functional, "all_gather_single_autograd", None)
@@ -69,7 +70,7 @@ def all_to_all_attention(
     causal: bool = True,
     layout: Layout = "zigzag",
 ) -> Tensor:
-    """Ulysses; arguments as of `ring_attention`. The heads have to divide."""
+    """Ulysses; arguments as in `ring_attention`. The ranks must divide the heads evenly."""
     check_inputs("all_to_all_attention", query_BHTK, key_BHTK, value_BHTK, group, layout)
     check_heads("all_to_all_attention", query_BHTK.shape[1], group)
     size = dist.get_world_size(group)
@@ -92,6 +93,6 @@ def _exchange(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _positions(num_tokens: int, rank: int, size: int, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Of this rank's tokens, and of the gathered ones."""
+    """Positions of this rank's tokens, and of the gathered tokens."""
     every = torch.cat([positions(num_tokens, r, size, layout) for r in range(size)])
     return positions(num_tokens, rank, size, layout), every

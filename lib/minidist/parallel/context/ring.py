@@ -1,25 +1,26 @@
 """Ring attention: exact attention over a sequence of which each rank holds a part.
 
-Queries stay. Keys and values travel around the ring, and each rank attends to them as they pass.
-A rank holds at most three ranks' keys and values (its own, those at hand, those coming), so the
-longest sequence grows with the number of ranks. (Scores of one pair of chunks exist as a matrix
-here; a fused kernel such as FlashAttention does without.)
+Queries stay on their rank. Keys and values travel around the ring, and each rank attends to them as
+they pass. A rank holds the keys and values of at most three ranks (its own, the current ones, the
+arriving ones), so the longest possible sequence grows with the number of ranks. (Here the scores of
+one pair of chunks exist as a matrix; a fused kernel such as FlashAttention avoids this matrix.)
 
-Each block of keys gives a partial result; with the logarithm L of its softmax's denominator, two
-partial results combine exactly:
+Each block of keys gives a partial result. Let L be the logarithm of a partial result's softmax
+denominator. Two partial results then combine exactly:
 
     L = log(exp(L1) + exp(L2)),    out = exp(L1 - L) out1 + exp(L2 - L) out2
 
 Phases, forward, n times:
-1. start passing keys and values on,
-2. attend to those at hand, chunk by chunk: earlier chunks fully, the own chunk with a triangular
-   mask, later chunks not at all,
-3. combine with what was there; wait for the next keys and values.
-Phases, backward, n times: keys and values travel again, and their gradients travel with them, one
-step behind, collecting each rank's share until they arrive at home.
-1. start passing keys and values on,
-2. recompute the probabilities from L; gradient of the own queries, share in that of the keys,
-3. add the share to the gradients that arrived; start passing them on.
+1. start sending the current keys and values to the next rank,
+2. attend to the current keys, chunk by chunk: earlier chunks fully, the same chunk with a
+   triangular mask, later chunks not at all,
+3. combine with the earlier partial result; wait for the next keys and values.
+Phases, backward, n times: keys and values travel again. Their gradients follow one step behind;
+each rank adds its share, until the gradients are back on the rank that owns the keys.
+1. start sending the current keys and values to the next rank,
+2. recompute the probabilities from L; compute the gradient of this rank's queries, and this rank's
+   share of the gradients of the current keys and values,
+3. add the share to the gradients that arrived; start sending the sum to the next rank.
 
 Example, on each rank::
 
@@ -42,7 +43,7 @@ from torch import Tensor
 
 from minidist.parallel.context.layout import Layout, chunks_of
 
-_KEYS, _GRADS = 1, 2  # tags: both kinds are under way between the same two ranks
+_KEYS, _GRADS = 1, 2  # tags, because both kinds travel between the same two ranks at once
 
 
 def ring_attention(
@@ -66,7 +67,7 @@ def ring_attention(
         scale: factor of the scores; None means 1 / sqrt(K).
 
     Raises:
-        ValueError: shapes differ, or T is odd where zigzag needs two chunks.
+        ValueError: shapes differ, or T is odd although zigzag needs two equal chunks.
     """
     check_inputs("ring_attention", query_BHTK, key_BHTK, value_BHTK, group, layout)
     scale = query_BHTK.shape[-1] ** -0.5 if scale is None else scale
@@ -76,7 +77,7 @@ def ring_attention(
 def check_inputs(
     who: str, query: Tensor, key: Tensor, value: Tensor, group: Any, layout: Layout
 ) -> None:
-    """What can be said about the inputs of one rank without communication."""
+    """Check the inputs of one rank without communication; raises ValueError."""
     where = f"[rank {dist.get_rank()}] {who}"
     if dist.get_rank(group) < 0:
         raise ValueError(f"{where}: this rank is not a member of the group")
@@ -111,17 +112,17 @@ class _RingAttention(torch.autograd.Function):
         key_value = torch.stack([key, value])
 
         for step in range(ring.size):
-            # 1. Start passing keys and values on.
+            # 1. Start sending the current keys and values.
             passing = ring.pass_on(key_value, _KEYS) if step < ring.size - 1 else None
 
-            # 2. Attend to those at hand.
+            # 2. Attend to the current keys.
             keys, values = (x.to(wide).chunk(len(queries), 2) for x in key_value)
             for i, j, masked in _pairs(ring, step, causal, layout):
                 scores = _scores(queries[i], keys[j], masked, scale)
                 log_sum = scores.logsumexp(-1)
                 out = (scores - log_sum.unsqueeze(-1)).exp() @ values[j]
 
-                # 3. Combine with what was there.
+                # 3. Combine with the earlier partial result.
                 total = torch.logaddexp(log_sums[i], log_sum)
                 outs[i] = outs[i] * (log_sums[i] - total).exp().unsqueeze(-1) + out * (
                     log_sum - total
@@ -144,17 +145,18 @@ class _RingAttention(torch.autograd.Function):
         num = len(chunks_of(0, 1, ctx.layout))
         queries, grad_outs = (x.to(wide).chunk(num, 2) for x in (query, grads[0]))
         log_sums = log_sum.chunk(num, 2)
-        # Softmax backward needs sum_k p_k dp_k, which is dout . out: known without the whole row.
+        # Softmax backward needs sum_k p_k dp_k. This equals dout . out, so no rank needs the whole
+        # row of probabilities.
         inner = (grads[0].to(wide) * out.to(wide)).sum(-1, keepdim=True).chunk(num, 2)
         grad_queries = [torch.zeros_like(q) for q in queries]
         key_value = torch.stack([key, value])
         coming: _Passing | None = None
 
         for step in range(ring.size):
-            # 1. Start passing keys and values on.
+            # 1. Start sending the current keys and values.
             passing = ring.pass_on(key_value, _KEYS) if step < ring.size - 1 else None
 
-            # 2. Gradient of the own queries, and this rank's share in that of keys and values.
+            # 2. Gradient of this rank's queries, and its share of those of keys and values.
             keys, values = (x.to(wide).chunk(num, 2) for x in key_value)
             share = torch.zeros_like(key_value, dtype=wide)
             grad_keys, grad_values = (x.chunk(num, 2) for x in share)  # views
@@ -174,7 +176,7 @@ class _RingAttention(torch.autograd.Function):
             if passing is not None:
                 key_value = passing.wait()
 
-        # After n steps the gradients are home.
+        # After n steps the gradients are back on the rank that owns the keys.
         assert coming is not None
         grad_key, grad_value = coming.wait()
         return (
@@ -194,8 +196,8 @@ def _scores(query: Tensor, key: Tensor, masked: bool, scale: float) -> Tensor:
 
 
 def _pairs(ring: _Ring, step: int, causal: bool, layout: Layout) -> Iterator[tuple[int, int, bool]]:
-    """(query chunk, key chunk, whether to mask) of what a rank computes at a step."""
-    source = (ring.rank - step) % ring.size  # whose keys are here
+    """(query chunk, key chunk, whether to mask) for each pair that a rank computes at a step."""
+    source = (ring.rank - step) % ring.size  # the rank that owns the current keys
     for i, query_chunk in enumerate(chunks_of(ring.rank, ring.size, layout)):
         for j, key_chunk in enumerate(chunks_of(source, ring.size, layout)):
             if not causal or key_chunk < query_chunk:
@@ -205,7 +207,7 @@ def _pairs(ring: _Ring, step: int, causal: bool, layout: Layout) -> Iterator[tup
 
 
 class _Ring:
-    """The ranks of a group in a circle: tensors go to the next one and come from the previous."""
+    """The ranks of a group in a ring: tensors go to the next rank and come from the previous."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -221,10 +223,10 @@ class _Ring:
 
 
 class _Passing:
-    """A tensor on its way to the next rank, while one like it comes from the previous."""
+    """A tensor on its way to the next rank, while a similar one comes from the previous rank."""
 
     def __init__(self, ring: _Ring, tensor: Tensor, tag: int) -> None:
-        self._sent = tensor  # kept until it is gone
+        self._sent = tensor  # kept alive until it is sent
         self._received = tensor
         self._works: list[Any] = []
         if ring.size > 1:

@@ -1,17 +1,19 @@
 """Ulysses: exchange tokens for heads, attend, exchange back.
 
-Attention mixes tokens and leaves heads apart; everything else in a transformer leaves tokens apart.
-So before attention an all-to-all turns "all heads of T / n tokens" into "H / n heads of all
-tokens", and another one turns the result back. In between any attention for whole sequences works.
+Attention mixes tokens but treats each head separately; all other parts of a transformer treat each
+token separately. So before attention an all-to-all turns "all heads of T / n tokens" into "H / n
+heads of all tokens", and a second all-to-all turns the result back. Between the two, any attention
+for whole sequences works.
 
 Phases:
 1. all-to-all of query, key and value together: tokens are gathered, heads are split,
-2. put the tokens into the sequence's order; attend; back into the layout's order,
+2. put the tokens into the sequence's order; attend; put them back into the layout's order,
 3. all-to-all of the result: heads are gathered, tokens are split.
-The backward pass of an all-to-all is the all-to-all back.
+The backward pass of an all-to-all is the reverse all-to-all.
 
-Compared with the ring: a constant number of collectives, whose bytes per rank fall with n; but at
-most as many ranks as heads, and each rank holds some heads of the whole sequence.
+Compared with the ring, the number of collectives is constant, and the bytes per rank decrease with
+n. But there can be at most as many ranks as heads, and each rank holds some heads of the whole
+sequence.
 
 Example, on each rank::
 
@@ -43,7 +45,7 @@ def ulysses_attention(
     layout: Layout = "zigzag",
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of this rank's tokens to the whole sequence; arguments as of `ring_attention`.
+    """Attention of this rank's tokens to the whole sequence; arguments as in `ring_attention`.
 
     Raises:
         ValueError: the heads cannot be split evenly, or shapes differ.

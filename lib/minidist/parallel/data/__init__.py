@@ -8,12 +8,12 @@ Read in this order; each file makes one step:
     overlapped.py       one all-reduce per parameter, during backward
     buckets.py          gradients that travel together
     graph.py            parameters that get no gradient
-    bucketed.py         the real thing: buckets, during backward, for any model
-    join.py             ranks that run out of data earlier
+    bucketed.py         the complete version: buckets, during backward, for any model
+    join.py             ranks that run out of data earlier than others
     clipping.py         gradient norms
     sync_batch_norm.py  BatchNorm over the batches of all ranks
     native.py           torch's DistributedDataParallel and its options
-    legacy.py           DataParallel: one process, and why it was given up
+    legacy.py           DataParallel: one process, and why DDP replaced it
 """
 
 from minidist.collectives.replicas import broadcast_tensors

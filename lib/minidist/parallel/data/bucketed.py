@@ -1,7 +1,8 @@
 """Data parallelism, step 4 of 4: bucketed all-reduces that overlap with backward.
 
-What torch's DistributedDataParallel does, in Python. Gradients are copied into buckets as they
-appear; a bucket whose gradients have all arrived is reduced while backward goes on.
+This does in Python what torch's DistributedDataParallel does. Hooks copy gradients into buckets as
+they appear. As soon as all gradients of a bucket have arrived, the bucket is reduced while backward
+continues.
 
     backward:   | layer 3 | layer 2 | layer 1 |
     network:              | bucket 0 | bucket 1 | bucket 2 |
@@ -11,21 +12,22 @@ Phases:
     1. wrap      compare the models, broadcast rank 0's, make buckets, hook the parameters
     2. forward   broadcast buffers, run the module, watch its outputs
     3. begin     the first gradient of an output: backward has started
-    4. arrive    a parameter's gradient is complete: into its bucket; launch buckets in order
-    5. finish    end of backward: fill in what did not arrive, launch the rest, wait, deliver
+    4. arrive    a parameter's gradient is complete: copy it to its bucket; launch buckets in order
+    5. finish    end of backward: fill in missing gradients, launch the rest, wait, deliver
 
 Example::
 
     ddp = BucketedDDP(model)
-    for x, y in loader:                        # each rank its own x, y
+    for x, y in loader:                        # each rank has its own x, y
         optimizer.zero_grad()
         loss_fn(ddp(x), y).backward()          # p.grad is the mean over ranks when this returns
         optimizer.step()
 
-Three rules make it right whatever a rank's data does to the model. Buckets are launched in one
-fixed order, since collectives pair up by their order. What is reduced is all that `p.grad` holds,
-so any number of backwards may come before it. And a parameter that did not arrive still takes part,
-with what its gradient holds, or zero: so no rank waits for a message that never comes.
+Three rules make the result right, even if the ranks' data lead to different paths in the model.
+Buckets are launched in one fixed order, because collectives are matched by their order. The
+reduction takes the whole value of `p.grad`, so any number of backward passes may come before it. A
+parameter whose gradient did not arrive still takes part, with the value of `p.grad` or zero, so no
+rank waits for a message that is never sent.
 
 Paper: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (arXiv 2006.15704).
@@ -54,15 +56,15 @@ from minidist.parallel.data.replicas import (
 
 MIB = 2**20
 
-# Sums a flat tensor over the ranks, in place. May return before it is done, with something to wait
-# for. Is called on all ranks with the same buckets in the same order.
+# Sums a flat tensor over the ranks, in place. May return before the sum is done, with a handle to
+# wait for. All ranks call it with the same buckets in the same order.
 Reduce = Callable[[Tensor], Work | None]
 
 
 class State(Enum):
-    """Where a rank stands."""
+    """What a rank is doing."""
 
-    IDLE = auto()  # gradients are the user's; hooks do nothing
+    IDLE = auto()  # gradients belong to the user; hooks do nothing
     REDUCING = auto()  # a synchronised backward runs: gradients go into buckets
 
 
@@ -72,24 +74,25 @@ class BucketedDDP(nn.Module):
     Args:
         module: the same on every rank in names, shapes and dtypes; values come from rank 0.
         group: the ranks that share the work; None means the default group.
-        bucket_bytes: most bytes in a bucket. 0 gives every parameter a bucket of its own.
+        bucket_bytes: maximum bytes in a bucket. 0 gives every parameter its own bucket.
         first_bucket_bytes: the same for the first bucket, which decides when overlap starts.
         gradient_as_bucket_view: let `p.grad` be a view of its bucket. Saves one copy, and the
             memory of all gradients.
-        find_unused: parameters may get no gradient. Without it such a parameter counts as zero (on
-            one rank: right; on all ranks: it gets a gradient of zeros, with which an optimizer with
-            momentum or weight decay still moves it). With it, one more small all-reduce settles
-            which ones no rank used, and those keep what they had, None as a rule. The outputs'
-            graph is searched as well, so that a bucket need not wait for what cannot come.
-        broadcast_buffers: before each synchronised forward in training mode, buffers become those
-            of rank 0.
-        reorder: after the first backward, make the buckets anew in the order in which gradients
-            came on rank 0. Without it, the order is that of the parameters, reversed.
-        reduce: replaces the all-reduce: a ring, compression. Sums in place.
+        find_unused: set this if some parameters may get no gradient. Without it, the gradient of
+            such a parameter counts as zero. This is right if only some ranks do not use the
+            parameter. If no rank uses it, it gets a gradient of zeros, and an optimizer with
+            momentum or weight decay still changes it. With it, one more small all-reduce finds the
+            parameters that no rank used; these keep their old gradient, usually None. The graph of
+            the outputs is searched too, so that no bucket waits for a gradient that cannot come.
+        broadcast_buffers: before each synchronised forward in training mode, overwrite buffers with
+            those of rank 0.
+        reorder: after the first backward, make new buckets in the order in which gradients came on
+            rank 0. Without it, buckets have the reversed order of the parameters.
+        reduce: replaces the all-reduce, e.g. by a ring or by compression. Sums in place.
 
     Raises:
         MismatchError: the ranks hold different models.
-        ValueError: no parameter to train, or sizes below zero.
+        ValueError: the module has no parameter to train, or a size is below zero.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class BucketedDDP(nn.Module):
         reduce: Reduce | None = None,
     ) -> None:
         super().__init__()
-        # Validate: without communication, so that a wrong call ends on every rank alike.
+        # Validate: without communication, so that a wrong call raises on every rank.
         if bucket_bytes < 0 or first_bucket_bytes < 0:
             raise ValueError(
                 "BucketedDDP: bucket sizes must be at least 0 bytes, got "
@@ -134,7 +137,8 @@ class BucketedDDP(nn.Module):
         self._state = State.IDLE
         self._sync = True
         self._begin_at_any_gradient = False
-        # With find_unused: what a backward can reach, None where the graph cannot be searched.
+        # With find_unused: parameters that a backward can reach; None if the graph cannot be
+        # searched.
         self._reached: set[Tensor] | None = set()
         self._order_seen: list[nn.Parameter] | None = [] if reorder else None
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
@@ -166,7 +170,7 @@ class BucketedDDP(nn.Module):
     # --- forward ------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; one that may be followed by backward makes it a synchronised one.
+        """The module's forward. With gradients enabled, it prepares a synchronised backward.
 
         Raises:
             MinidistError: the last backward did not end, so the ranks are out of step.
@@ -192,15 +196,15 @@ class BucketedDDP(nn.Module):
         )
 
     def broadcast_buffers(self) -> None:
-        """Collective: buffers become those of rank 0, as wanted before an evaluation, say."""
+        """Collective: overwrite buffers with those of rank 0, e.g. before an evaluation."""
         broadcast_tensors(self.module.buffers(), self.group, self.source)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients local: what is computed inside is added up in `p.grad`.
+        """Keep gradients local: inside the block, `p.grad` sums them.
 
-        It is the forward that decides, so both forward and backward belong inside. The next
-        backward outside reduces the sum.
+        The forward decides whether its backward is synchronised, so both must be inside the block.
+        The next backward outside the block reduces the sum.
         """
         before, self._sync = self._sync, False
         try:
@@ -226,12 +230,12 @@ class BucketedDDP(nn.Module):
     def _watch(self, output: Any) -> None:
         """Let the first gradient that reaches an output begin the reduction.
 
-        A hook on the outputs and not on parameters: with unused parameters there may be a rank on
-        which no parameter gets a gradient, and it has to take part all the same.
+        The hook is on the outputs and not on parameters: on some rank it may happen that no
+        parameter gets a gradient, and this rank must take part too.
         """
         leaves = pytree.tree_leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        # Objects that torch cannot look into may hold tensors as well.
+        # Objects that torch cannot look into may also hold tensors.
         opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
         if self._find_unused and self._reached is not None:
             self._reached = None if opaque else self._reached | parameters_reached(outputs)
@@ -245,7 +249,7 @@ class BucketedDDP(nn.Module):
     @torch.no_grad()
     def _begin(self, _grad: Tensor | None = None) -> None:
         if self._state is State.REDUCING:
-            return  # another output of the same backward
+            return  # a different output of the same backward came first
         self._start()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         reached = self._reached
@@ -287,7 +291,7 @@ class BucketedDDP(nn.Module):
             self._launch()
 
     def _fill(self, which: Callable[[nn.Parameter], bool]) -> None:
-        """Let parameters take part that do not arrive in this backward."""
+        """Let parameters take part whose gradients do not arrive in this backward."""
         for bucket in self._buckets:
             for position in sorted(bucket.waiting):
                 if which(bucket.parameters[position]):
@@ -304,7 +308,7 @@ class BucketedDDP(nn.Module):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """At the end of backward, called by autograd: all gradients become means."""
+        """Called by autograd at the end of backward: turn all gradients into means."""
         self._fill(lambda parameter: True)
         self._launch()
         used = self._agree_on_used() if self._find_unused else None
@@ -330,7 +334,7 @@ class BucketedDDP(nn.Module):
         return {p for p, count in zip(self._order, counts.tolist(), strict=True) if count}
 
     def _reorder(self, seen: list[nn.Parameter]) -> None:
-        """Once: buckets in the order in which gradients came on one rank, instead of a guess."""
+        """Once: rebuild the buckets in the order in which gradients really came on one rank."""
         index = {parameter: i for i, parameter in enumerate(self._order)}
         order = list(dict.fromkeys([*seen, *self._order]))
         wire = torch.tensor([index[p] for p in order], device=self._buckets[0].flat.device)
@@ -348,7 +352,7 @@ class BucketedDDP(nn.Module):
 
     @torch.no_grad()
     def shadow_backward(self) -> None:
-        """Collective: take part in the others' backward without data: zeros in every bucket."""
+        """Collective: take part in the other ranks' backward with zeros in every bucket."""
         self._start()
         for bucket in self._buckets:
             bucket.flat.zero_()

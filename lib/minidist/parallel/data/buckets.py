@@ -7,8 +7,9 @@
 >>> bucket.flat.shape, [slot.shape for slot in bucket.slots]
 (torch.Size([200]), [torch.Size([100]), torch.Size([100])])
 
-The bucket size is a trade: large ones pay the latency less often, small ones start earlier. The
-first bucket is small because until it starts nothing overlaps. Li et al. (arXiv 2006.15704), 3.2.3.
+The bucket size is a trade-off: large buckets pay the latency less often, small buckets start
+earlier. The first bucket is small, because nothing overlaps until it starts. Li et al. (arXiv
+2006.15704), 3.2.3.
 """
 
 from __future__ import annotations
@@ -21,12 +22,9 @@ from torch import Tensor, nn
 
 
 class Work(Protocol):
-    """What a reduction under way has: torch's Work, or anything else that can be waited for."""
+    """A reduction in progress: torch's Work, or any object with `wait`."""
 
     def wait(self) -> Any: ...
-
-
-# Memory of a bucket: (number of elements, dtype, device) -> flat tensor.
 
 
 def assign_buckets(
@@ -35,7 +33,7 @@ def assign_buckets(
     """Group parameters, given in the order in which their gradients come.
 
     A bucket has one dtype and one device, and holds at most `bucket_bytes` unless a single
-    parameter is larger. Depends on nothing but the arguments, so all ranks get the same.
+    parameter is larger. The result depends only on the arguments, so all ranks get the same result.
 
     Returns:
         Indices into `parameters`, bucket by bucket, in the order in which buckets become complete.
@@ -60,9 +58,9 @@ class Bucket:
 
     Attributes:
         flat: the message, (number of elements,).
-        slots: per parameter, the view of `flat` that holds its gradient, shaped as the parameter.
-        waiting: positions whose gradient has not come yet in this backward.
-        work: the reduction under way; None before it, and if it was complete at once.
+        slots: per parameter, the view of `flat` that holds its gradient, in the parameter's shape.
+        waiting: positions of the gradients that have not arrived yet in this backward.
+        work: the reduction in progress; None before it, or if it was complete at once.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -80,7 +78,7 @@ class Bucket:
         return self.flat.numel() * self.flat.element_size()
 
     def reset(self) -> None:
-        """Before a backward: nothing has arrived."""
+        """Prepare for a backward: no gradient has arrived."""
         self.waiting = set(range(len(self.parameters)))
         self.work = None
 
@@ -88,7 +86,7 @@ class Bucket:
         """Write scale * gradient of one parameter into its slot; no gradient counts as zero.
 
         Args:
-            as_view: let `p.grad` be the slot from now on, which saves the copy back.
+            as_view: let `p.grad` be the slot from now on. This saves the copy back.
         """
         parameter, slot = self.parameters[position], self.slots[position]
         self.waiting.discard(position)
@@ -96,7 +94,7 @@ class Bucket:
         if grad is None:
             slot.zero_()
         elif grad.data_ptr() == slot.data_ptr():
-            slot.mul_(scale)  # autograd has added into the slot itself
+            slot.mul_(scale)  # autograd has accumulated into the slot directly
         else:
             torch.mul(grad.detach(), scale, out=slot)  # copy and division in one pass
             if as_view:
@@ -106,8 +104,8 @@ class Bucket:
         """After the reduction: every parameter's gradient becomes its slot, or a copy of it.
 
         Args:
-            used: parameters that have a gradient on some rank; the others keep what they have.
-                None means all.
+            used: parameters that have a gradient on some rank; the others keep their old gradient.
+                None means all parameters.
         """
         targets, sources = [], []
         for parameter, slot in zip(self.parameters, self.slots, strict=True):
@@ -125,9 +123,9 @@ class Bucket:
 
 
 def _shaped(piece: Tensor, parameter: nn.Parameter) -> Tensor:
-    """`piece` with the parameter's shape and, where it fills its memory (channels last), strides.
+    """`piece` with the parameter's shape, and with its strides if it is dense (channels last).
 
-    Autograd wants gradients laid out as their parameters.
+    Autograd expects a gradient to have the memory layout of its parameter.
     """
     if parameter.is_contiguous():
         return piece.view(parameter.shape)

@@ -1,10 +1,10 @@
 """Gradient clipping by global norm: one norm over all parameters, one factor for all gradients.
 
-Under DDP every rank holds the same mean gradients after backward, so every rank computes the same
-norm by itself: clip **after** the synchronisation, and nothing needs to be sent. Clipping before
-it, under `no_sync` say, would clip each rank's own gradients by other factors. Where each rank
-holds only a shard of the gradients (ZeRO, FSDP, tensor parallelism), the squares have to be added
-up.
+With DDP every rank holds the same mean gradients after backward, so every rank computes the same
+norm by itself. Clip **after** the synchronisation; then nothing needs to be sent. Clipping before
+the synchronisation, e.g. under `no_sync`, would use a different factor on each rank. If each rank
+holds only a shard of the gradients (ZeRO, FSDP, tensor parallelism), the squares must be summed
+over the ranks.
 
 >>> w = nn.Parameter(torch.zeros(2))
 >>> w.grad = torch.tensor([3.0, 4.0])
@@ -13,7 +13,7 @@ tensor(5.)
 >>> w.grad
 tensor([0.6000, 0.8000])
 
-With a GradScaler, unscale first: the limit is meant for true gradients. torch-native:
+With a GradScaler, unscale first, because the limit is for unscaled gradients. torch's own:
 `clip_grad_norm_native`. Paper: Pascanu et al. (arXiv 1211.5063).
 """
 
@@ -42,11 +42,11 @@ def clip_grad_norm(
     """Scale gradients in place so that their joint norm is at most `max_norm`.
 
     Args:
-        parameters: those without a gradient are left out.
+        parameters: parameters without a gradient are left out.
         norm_type: 2 is usual; math.inf takes the largest absolute value.
-        shard_group: None if every rank holds all gradients (DDP). Else the ranks of this group hold
-            disjoint parts, maybe none at all, and the call is collective.
-        error_if_nonfinite: raise instead of scaling by nan or 0; on all ranks alike.
+        shard_group: None if every rank holds all gradients (DDP). Otherwise the ranks of this group
+            hold disjoint parts (a rank may hold none), and the call is collective.
+        error_if_nonfinite: raise, on all ranks, instead of scaling by nan or 0.
 
     Returns:
         The norm before clipping, the same on every rank: a scalar in float32, or in float64 for
@@ -54,7 +54,7 @@ def clip_grad_norm(
 
     Raises:
         ValueError: max_norm is not positive or norm_type is below 1.
-        MinidistError: the norm is inf or nan, if asked for.
+        MinidistError: the norm is inf or nan, and `error_if_nonfinite` is set.
     """
     if not max_norm > 0 or not norm_type >= 1:
         raise ValueError(
@@ -66,8 +66,8 @@ def clip_grad_norm(
     if error_if_nonfinite and not torch.isfinite(norm):
         rank = dist.get_rank() if dist.is_initialized() else None
         raise MinidistError(f"clip_grad_norm: the gradients' norm is {norm.item()}", rank=rank)
-    # The small constant keeps a norm of 0 from dividing; min() on the device saves a round trip
-    # from GPU to CPU that `if norm > max_norm` would cost.
+    # The small constant avoids a division by zero. The clamp on the device saves the round trip
+    # from GPU to CPU that `if norm > max_norm` would need.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for alike in by_dtype_and_device(grads):
         torch._foreach_mul_(alike, factor.to(alike[0]))
@@ -75,8 +75,8 @@ def clip_grad_norm(
 
 
 def _norm(grads: list[Tensor], norm_type: float, shard_group: dist.ProcessGroup | None) -> Tensor:
-    # In float32 at least: squares of float16 overflow above 256.
-    # Ranks with shards may hold other dtypes, or nothing: float64 is agreed on without asking.
+    # At least float32, because squares of float16 overflow above 256. With shards always float64:
+    # ranks may hold different dtypes or nothing, and this needs no agreement.
     wide = shard_group is not None or any(grad.dtype == torch.float64 for grad in grads)
     dtype = torch.float64 if wide else torch.float32
     device = grads[0].device if grads else _device(shard_group)
@@ -102,5 +102,5 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def clip_grad_norm_native(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """torch's own, for replicated gradients, and for DTensors of FSDP2, whose norm it joins."""
+    """torch's own function: for replicated gradients, and for DTensors of FSDP2 (global norm)."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm)

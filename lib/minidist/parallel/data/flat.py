@@ -1,7 +1,7 @@
 """Data parallelism, step 2 of 4: one all-reduce of all gradients, after backward.
 
-Phases: flatten the gradients into one tensor per dtype, all-reduce it, copy the means back.
-Hundreds of latencies become one; that costs two copies. The network is still idle during backward.
+Phases: flatten the gradients into one tensor per dtype, all-reduce it, copy the means back. One
+latency replaces hundreds, at the cost of two copies. The network is still idle during backward.
 
 Example::
 
@@ -19,7 +19,7 @@ from torch import nn
 
 @torch.no_grad()
 def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Collective: as `naive.average_gradients`, with one message per dtype and device."""
+    """Collective: like `naive.average_gradients`, with one message per dtype and device."""
     world_size = dist.get_world_size(group)
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in module.parameters():

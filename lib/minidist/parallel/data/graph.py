@@ -1,7 +1,8 @@
-"""Which parameters a backward can reach: what `find_unused` looks up after forward.
+"""Which parameters a backward can reach; `find_unused` needs this after forward.
 
 Autograd's graph links every result to the operations that made it; its leaves are the parameters. A
-parameter that is no leaf of the outputs' graph gets no gradient, so nobody need wait for it.
+parameter that is not a leaf of the outputs' graph gets no gradient, so no rank needs to wait for
+its gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 def parameters_reached(outputs: list[Tensor]) -> set[Tensor]:
-    """Leaves that a backward from `outputs` would give a gradient, found in the graph.
+    """The leaves of the graph that get a gradient in a backward from `outputs`.
 
     >>> import torch
     >>> from torch import nn

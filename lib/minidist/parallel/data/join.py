@@ -1,12 +1,12 @@
-"""Uneven inputs: some ranks run out of batches earlier, and the others still need them.
+"""Uneven inputs: some ranks run out of batches early, but the other ranks still need them.
 
-An all-reduce needs every rank. A rank that has left the loop must therefore go on answering: it
-*shadows* the collectives of those that still train, with zeros for data. Every rank announces
-itself at each forward, so all of them know who still trains.
+An all-reduce needs every rank. A rank that has left the loop must therefore still take part: it
+*shadows* the collectives of the ranks that still train, with zeros as data. At each forward all
+ranks exchange a status, so every rank knows which ranks still train.
 
-Phases, per step: exchange a status per rank; a rank that trains goes on with its step; one that has
-joined repeats the step's collectives. When nobody trains any more, parameters and buffers of the
-rank that trained longest are broadcast: the joined ranks took no optimizer steps meanwhile.
+Phases of a step: exchange one status per rank; a rank that trains continues its step; a rank that
+has joined repeats the step's collectives. When no rank trains any more, a rank that trained in the
+last step broadcasts its parameters and buffers, because joined ranks took no optimizer steps.
 
 Example::
 
@@ -17,7 +17,7 @@ Example::
             optimizer.step()
     # here the replicas are equal again, after 7 steps
 
-torch-native: `torch.distributed.algorithms.join.Join`, see native.py. To avoid the question, give
+torch's own: `torch.distributed.algorithms.join.Join`, see native.py. To avoid the problem, give
 every rank the same number of batches (minidist.sampler).
 """
 
@@ -34,7 +34,7 @@ from minidist.errors import MismatchError
 from minidist.parallel.data.bucketed import BucketedDDP
 from minidist.parallel.data.replicas import broadcast_state
 
-# Status of a rank in a step; bits, 0 once it has joined.
+# Bits of a rank's status in a step; the status is 0 once the rank has joined.
 _TRAINS, _SYNCS, _SHARES_BUFFERS = 1, 2, 4
 
 
@@ -42,16 +42,18 @@ _TRAINS, _SYNCS, _SHARES_BUFFERS = 1, 2, 4
 def join(ddp: BucketedDDP, divide_by: Literal["all", "active"] = "all") -> Iterator[None]:
     """Collective: let ranks leave the block after different numbers of steps.
 
-    Costs one small all-reduce per forward. Every forward in the block that autograd records must be
-    followed by one backward.
+    Costs one small all-reduce per forward. If autograd records a forward in the block, exactly one
+    backward must follow it.
 
     Args:
-        divide_by: what a mean divides by. "all": the ranks of the group, so that every sample keeps
-            its weight and the last steps become smaller. "active": those that still have data.
+        divide_by: the divisor of a mean. "all" is the number of ranks of the group: every sample
+            keeps its weight, and the last steps become smaller. "active" is the number of ranks
+            that still have data.
 
     Raises:
-        ValueError: divide_by is neither.
-        MismatchError: on every rank, when some forwards of a step are under `no_sync` and some not.
+        ValueError: divide_by has a different value.
+        MismatchError: on every rank, if some forwards of a step are under `no_sync` and some are
+            not, or if only some of them would broadcast buffers.
     """
     if divide_by not in ("all", "active"):
         raise ValueError(f'join: divide_by must be "all" or "active", got {divide_by!r}')
@@ -68,7 +70,7 @@ def join(ddp: BucketedDDP, divide_by: Literal["all", "active"] = "all") -> Itera
     ddp.before_forward = announce
     try:
         yield
-        # This rank has no more data: shadow the others until nobody has.
+        # This rank has no more data: shadow the other ranks until no rank has data.
         while active := rounds.exchange(0):
             ddp.source = active[0]
             if rounds.status & _SYNCS:
@@ -82,16 +84,16 @@ def join(ddp: BucketedDDP, divide_by: Literal["all", "active"] = "all") -> Itera
 
 
 class _Rounds:
-    """The exchange of statuses, and what the last one said."""
+    """The exchange of statuses, and the result of the last exchange."""
 
     def __init__(self, ddp: BucketedDDP) -> None:
         self._group = ddp.group
         self._device = ddp.buckets[0].flat.device
-        self.status = 0  # of the ranks that train
-        self.last_active = 0  # one of the ranks that trained in the last step of all
+        self.status = 0  # the common status of the ranks that train
+        self.last_active = 0  # a rank that trained in the very last step
 
     def exchange(self, own: int) -> list[int]:
-        """Collective: tell one's status; returns the ranks of the group that still train."""
+        """Collective: send this rank's status; returns the ranks of the group that still train."""
         statuses = torch.zeros(
             dist.get_world_size(self._group), dtype=torch.int32, device=self._device
         )

@@ -1,22 +1,22 @@
-"""DataParallel, the way of before: one process, one thread per device, everything through device 0.
+"""DataParallel, the older method: one process, one thread per device, all data through device 0.
 
-What a step of `torch.nn.DataParallel` really does, and what crosses a link:
+What a step of `torch.nn.DataParallel` does, and what crosses a link:
 
     1. scatter     the batch is cut; devices 1..n-1 get their parts from device 0
     2. replicate   **in every forward**, parameters and buffers are copied from device 0 to the
                    others
     3. apply       one thread per device runs its replica; the threads share one interpreter
     4. gather      outputs go to device 0, where the loss is computed over the whole batch
-    5. backward    runs through 4, 3, 2 in reverse, nothing else: device 0 sends each device the
+    5. backward    only runs through 4, 3, 2 in reverse: device 0 sends each device the
                    gradient of its outputs (reverse of gather); each device differentiates its
                    replica; the replicas' parameter gradients are **added up on device 0** (reverse
                    of replicate). Only the parameters on device 0 have a `.grad`.
     6. step        the optimizer changes the parameters of device 0 only. Nothing is broadcast after
                    it: the next forward's replicate does that.
 
-So nobody averages gradients: the loss is a mean over the whole batch already. And with P bytes of
-parameters, device 0 sends and receives (n-1) P each per step, however fast the others are, while
-in DDP's ring all-reduce each rank sends and receives 2 (n-1)/n P, less than 2 P for any n.
+So no device averages gradients, because the loss already is a mean over the whole batch. With P
+bytes of parameters, device 0 sends (n-1) P and receives (n-1) P per step. In DDP's ring all-reduce
+each rank sends and receives 2 (n-1)/n P, less than 2 P for any n.
 
 >>> layer = nn.Linear(3, 2)                                     # 8 parameters of 4 bytes
 >>> parallel = DataParallel(layer, devices=["cpu"] * 4)
@@ -24,7 +24,7 @@ in DDP's ring all-reduce each rank sends and receives 2 (n-1)/n P, less than 2 P
 >>> parallel.traffic.bytes["replicate"], parallel.traffic.bytes["add gradients"]
 (96, 96)
 
-The same device may be named several times: then copies are made as if it were several, so that
+The same device may be named several times. Copies are then made as between different devices, so
 the traffic can be counted on a machine without GPUs. (`torch.nn.DataParallel` on a CPU just calls
 the module.) Use DDP for real work.
 """
@@ -44,10 +44,10 @@ from torch import Tensor, nn
 
 @dataclass
 class Traffic:
-    """Bytes that crossed between device 0 and the others, by reason.
+    """Bytes that travelled between device 0 and the other devices, by reason.
 
-    Out of device 0: scatter, replicate, output gradients. Into it: gather, add gradients, input
-    gradients (only where the batch itself requires a gradient).
+    Out of device 0: scatter, replicate, output gradients. Into device 0: gather, add gradients,
+    input gradients (only if the batch itself requires a gradient).
     """
 
     bytes: dict[str, int] = field(default_factory=dict)
@@ -66,16 +66,17 @@ class Traffic:
 class DataParallel(nn.Module):
     """Run a module on several devices of this process, each on a part of the batch.
 
-    Buffers written by replica 0 (BatchNorm's statistics) persist, those of the others are lost, as
-    with torch. Replicas have no `parameters()`: their weights are results of replicate, not leaves.
+    Buffers that replica 0 writes (BatchNorm's statistics) persist; those of other replicas are
+    lost, as in torch. Replicas have no `parameters()`: their weights are results of replicate, not
+    leaves.
 
     Args:
-        module: its parameters lie on `devices[0]`, and stay there.
-        devices: where to run; the first one collects. Threads on one "cpu" share its random number
-            generator, so dropout there is not reproducible.
+        module: its parameters are on `devices[0]`, and stay there.
+        devices: where to run; the first device collects the outputs. Threads on the same "cpu"
+            share one random number generator, so dropout there is not reproducible.
 
     Raises:
-        ValueError: no device, or parameters elsewhere than on the first one.
+        ValueError: no device is given, or a parameter or buffer is not on the first device.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device | str]) -> None:
@@ -100,7 +101,7 @@ class DataParallel(nn.Module):
         """
         if len(x) == 0:
             raise ValueError("DataParallel: the batch has no samples")
-        # Scatter: a batch with fewer samples than devices leaves some without work.
+        # Scatter: if the batch has fewer samples than devices, some devices have no work.
         sizes = [len(part) for part in x.chunk(len(self.devices))]
         devices = self.devices[: len(sizes)]
         parts = _Scatter.apply(x, sizes, devices, self.traffic)
@@ -115,7 +116,7 @@ class DataParallel(nn.Module):
 def replicate(
     module: nn.Module, devices: Sequence[torch.device], traffic: Traffic
 ) -> list[nn.Module]:
-    """One replica of the module per device; gradients of all flow back to `module`'s parameters."""
+    """One replica of the module per device. All gradients flow back to `module`'s parameters."""
     parameters = list(module.parameters())
     copies = _Broadcast.apply(devices, traffic, *parameters)
     replicas: list[nn.Module] = []
@@ -123,21 +124,21 @@ def replicate(
         mine = copies[i * len(parameters) : (i + 1) * len(parameters)]
         tensors = dict(zip(map(id, parameters), mine, strict=True))
         for buffer in module.buffers():
-            # Replica 0 works on the buffers themselves, so that what it writes persists.
+            # Replica 0 uses the original buffers, so that its changes persist.
             tensors[id(buffer)] = buffer if i == 0 else _move(buffer, device, traffic, "replicate")
         replicas.append(_clone(module, tensors, {}))
     return replicas
 
 
 def _clone(module: nn.Module, tensors: dict[int, Tensor], done: dict[int, nn.Module]) -> nn.Module:
-    """The module's tree with other tensors in it; everything else is shared."""
+    """A copy of the module's tree with different tensors; everything else is shared."""
     if id(module) in done:
         return done[id(module)]
     copy = module.__new__(type(module))
     done[id(module)] = copy
     copy.__dict__ = dict(module.__dict__)
-    # A replica's weights are results of an operation, which nn.Module does not take as parameters:
-    # plain attributes serve forward just as well.
+    # A replica's weights are results of an operation, so nn.Module does not accept them as
+    # parameters. Forward also works with plain attributes.
     copy.__dict__["_parameters"] = {}
     for name, parameter in module._parameters.items():
         copy.__dict__[name] = None if parameter is None else tensors[id(parameter)]
@@ -155,9 +156,9 @@ def _clone(module: nn.Module, tensors: dict[int, Tensor], done: dict[int, nn.Mod
 def parallel_apply(
     replicas: Sequence[nn.Module], inputs: Sequence[Tensor], devices: Sequence[torch.device]
 ) -> list[Tensor]:
-    """Call each replica on its input in a thread of its own; raises what the first one raised."""
+    """Call each replica on its input in its own thread; raises the first failed replica's error."""
     results: list[Tensor | BaseException | None] = [None] * len(replicas)
-    # Grad mode and autocast belong to a thread: new ones have to be told.
+    # Grad mode and autocast are per thread, so new threads must set them.
     grad_enabled = torch.is_grad_enabled()
     kind = devices[0].type
     autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -189,13 +190,13 @@ def parallel_apply(
 
 
 def _move(tensor: Tensor, device: torch.device, traffic: Traffic, reason: str) -> Tensor:
-    """A copy on `device`, counted; a copy even where source and target are the same device."""
+    """A copy on `device`, counted; also if source and target are the same device."""
     traffic.count(reason, tensor)
     return tensor.detach().to(device, copy=True)
 
 
 class _Scatter(torch.autograd.Function):
-    """Parts of the batch to the devices; backward: their gradients back to device 0."""
+    """Sends parts of the batch to the devices; backward: their gradients back to device 0."""
 
     @staticmethod
     def forward(
@@ -221,7 +222,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Broadcast(torch.autograd.Function):
-    """Parameters to all devices, device by device; backward: sums of gradients on device 0."""
+    """Copies parameters to all devices, one by one; backward: sums their gradients on device 0."""
 
     @staticmethod
     def forward(
@@ -252,7 +253,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Outputs to device 0; backward: the gradient's parts to the devices that made the outputs."""
+    """Copies outputs to device 0; backward: parts of the gradient go back to their devices."""
 
     @staticmethod
     def forward(

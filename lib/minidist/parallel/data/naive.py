@@ -1,8 +1,8 @@
 """Data parallelism, step 1 of 4: one all-reduce per parameter, after backward.
 
 Every rank computes the gradient of its own batch; the mean over ranks is the gradient of the joint
-batch. Right, and slow twice over: each small tensor costs a full latency, and the network is idle
-during backward, the processors afterwards.
+batch. This is right, but slow for two reasons: each small tensor costs a full latency, and nothing
+overlaps (the network is idle during backward, the processors are idle afterwards).
 
 Example::
 
@@ -24,8 +24,8 @@ from torch import nn
 def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Collective: replace every gradient by its mean over the ranks of `group`.
 
-    A parameter without a gradient counts as zero and gets one: the ranks must make the same calls
-    whatever their data made of the model.
+    A parameter without a gradient counts as zero and gets the mean too, because all ranks must make
+    the same calls, even if their data take different paths through the model.
     """
     world_size = dist.get_world_size(group)
     for parameter in module.parameters():

@@ -1,4 +1,4 @@
-"""The torch-native way: DistributedDataParallel, with each of its options said in a line.
+"""Data parallelism with torch's own DistributedDataParallel, and what each of its options does.
 
 Example::
 
@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-# torch has renamed it; from 2.13 on, the old name gives a warning.
+# torch has renamed this option; from torch 2.13 on, the old name gives a warning.
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -34,20 +34,21 @@ _SYNC_BUFFERS = next(
 class DDPOptions:
     """What `wrap_ddp` passes on, with torch's defaults."""
 
-    # Size of a bucket in MiB: large ones pay fewer latencies, small ones start earlier. The first
-    # step uses one layout; from the second on, buckets follow the order of the first backward.
+    # Size of a bucket in MiB: large buckets pay fewer latencies, small buckets start earlier. From
+    # the second step on, the buckets follow the order of the first backward.
     bucket_cap_mb: float = 25.0
-    # p.grad is a view into the bucket: saves a copy and the memory of all gradients.
+    # p.grad is a view into the bucket. This saves a copy and the memory of all gradients.
     gradient_as_bucket_view: bool = False
-    # Search the graph for parameters that get no gradient in this step. Needed where a branch may
-    # be skipped; without it such a step raises, or hangs when only some ranks skip.
+    # Search the graph for parameters that get no gradient in this step. Needed if a step may skip a
+    # branch. Without it such a step raises, or hangs if only some ranks skip the branch.
     find_unused_parameters: bool = False
-    # The same parameters are used, in the same way, in every step: torch learns once which are
-    # unused. Allows reentrant checkpointing and a parameter used several times.
+    # Every step uses the same parameters in the same way, so torch finds the unused ones only once.
+    # Allows reentrant checkpointing, and parameters that are used several times.
     static_graph: bool = False
-    # Buffers (BatchNorm's running statistics) become rank 0's before every forward.
+    # Overwrite buffers (BatchNorm's running statistics) with rank 0's before every forward.
     broadcast_buffers: bool = True
-    # What travels. "bf16" wants NCCL; "powersgd" sends low-rank factors (arXiv 1905.13727).
+    # What the gradients travel as. "bf16" needs NCCL; "powersgd" sends low-rank factors
+    # (arXiv 1905.13727).
     hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: int = 1
 
@@ -57,10 +58,10 @@ def wrap_ddp(
     options: DDPOptions | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> DistributedDataParallel:
-    """Collective: torch's DDP around a module that is on its device already.
+    """Collective: torch's DDP around a module that is already on its device.
 
     Raises:
-        ValueError: an unknown hook, or one that the backend refuses.
+        ValueError: the hook is unknown, or the backend does not support it.
     """
     options = options or DDPOptions()
     hook = _hook(options, group)
@@ -99,7 +100,7 @@ def _hook(
         state = powerSGD_hook.PowerSGDState(
             group,
             matrix_approximation_rank=options.powersgd_rank,
-            start_powerSGD_iter=2,  # the first steps go uncompressed: buckets are rebuilt in them
+            start_powerSGD_iter=2,  # DDP rebuilds its buckets in the first steps
         )
         return state, powerSGD_hook.powerSGD_hook
     raise ValueError(f"wrap_ddp: hook is none, fp16, bf16 or powersgd, got {options.hook!r}")
@@ -113,8 +114,9 @@ def train_uneven(
 ) -> int:
     """Collective: train on a number of batches that may differ between ranks; returns the steps.
 
-    Ranks that are done shadow the others' collectives; in the end all hold the parameters of one
-    that trained to the last. The mean still divides by all ranks (`divide_by_initial_world_size`).
+    Ranks without more batches shadow the collectives of the other ranks. At the end all ranks hold
+    the parameters of a rank that trained until the last step. A mean still divides by the number of
+    all ranks (`divide_by_initial_world_size`).
     """
     num_steps = 0
     with Join([ddp], divide_by_initial_world_size=True):

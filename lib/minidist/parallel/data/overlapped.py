@@ -1,15 +1,16 @@
 """Data parallelism, step 3 of 4: one all-reduce per parameter, while backward still runs.
 
-Backward makes gradients from the last layer to the first. As soon as one is complete its all-reduce
-starts, and the network works while the processor differentiates the layers before it. Each
-parameter is a message of its own, so a model of many small parameters pays many latencies: buckets
-(step 4) cure that.
+Backward computes gradients from the last layer to the first. As soon as a gradient is complete, its
+all-reduce starts: the network works while the processor computes the gradients of earlier layers.
+Each parameter is one message, so a model with many small parameters pays many latencies; buckets
+(step 4) solve this.
 
-Phases: a hook marks a gradient as arrived; marked ones are launched in **one fixed order**;
-`finish` fills in what did not arrive, waits and divides.
+Phases: a hook marks a gradient as arrived; arrived gradients are launched in **one fixed order**;
+`finish` fills in missing gradients, waits and divides.
 
-Why a fixed order: collectives of a group pair up in the order of their calls. Ranks whose models
-branch differently complete their gradients in different orders, and would add wrong ones.
+The fixed order is necessary because the collectives of a group are matched by the order of their
+calls. Ranks whose models take different branches complete gradients in different orders, and would
+add gradients of different parameters.
 
 Example::
 
@@ -36,11 +37,12 @@ from minidist.parallel.data.replicas import broadcast_state, check_same_model
 class OverlappedDDP(nn.Module):
     """Averages gradients over `group`, parameter by parameter, in `backward()` and `finish()`.
 
-    Every rank calls `finish()` once after each backward. Frozen parameters are left alone, and one
-    without a gradient counts as zero. For accumulation, `no_sync` and buffers see `BucketedDDP`.
+    Every rank must call `finish()` once after each backward. Frozen parameters do not take part; a
+    parameter without a gradient counts as zero. For accumulation, `no_sync` and buffers see
+    `BucketedDDP`.
 
     Raises:
-        MismatchError: at wrapping, when the ranks hold different models.
+        MismatchError: at wrapping, if the ranks hold different models.
         MinidistError: a second backward began before `finish()`.
     """
 
@@ -63,7 +65,7 @@ class OverlappedDDP(nn.Module):
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         if parameter in self._arrived:
-            # Its all-reduce may be under way in the very memory that autograd just added to.
+            # Its all-reduce may still use the memory that autograd has just added to.
             raise MinidistError(
                 "OverlappedDDP: a second backward before finish() of the first",
                 rank=dist.get_rank(),
@@ -83,7 +85,7 @@ class OverlappedDDP(nn.Module):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Collective: after it, every gradient is the mean over ranks."""
+        """Collective: afterwards, every gradient is the mean over ranks."""
         for parameter in self._order:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

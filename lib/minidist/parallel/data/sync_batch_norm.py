@@ -1,12 +1,13 @@
 """SyncBatchNorm: batch normalisation with the statistics of the joint batch of all ranks.
 
-Under plain BatchNorm every rank normalises with mean and variance of its own part, which for a few
-images per rank are noisy, and training with n ranks differs from training with one. Here the
-statistics are those of all samples, and the gradient goes back through them: a sample moves the
-mean, and so the outputs on **all** ranks.
+With plain BatchNorm every rank normalises with the mean and variance of its own part. With a few
+images per rank these are noisy, and training with n ranks differs from training with one rank. Here
+the statistics are those of all samples, and the gradient flows back through them: a sample changes
+the mean, and therefore the outputs on **all** ranks.
 
 Phases: local count, mean and sum of squared deviations; one all-gather; combine (Chan et al. 1979,
-stable where E[x²] - E[x]² is not); normalise. Backward: two sums per channel, one all-reduce.
+numerically stable, unlike E[x²] - E[x]²); normalise. Backward: two sums per channel, one
+all-reduce.
 
 With N samples per channel on all ranks together, x̂ = (x - μ) / σ and g = dL/dy:
 
@@ -17,8 +18,8 @@ Example::
     model = convert_sync_batch_norm(ResNet())     # before wrapping, and before the optimizer
     ddp = BucketedDDP(model)
 
-`torch.nn.SyncBatchNorm` does the same on a GPU and refuses on a CPU. Without a process group, or
-with one rank, this is BatchNorm. Paper: Ioffe & Szegedy (arXiv 1502.03167).
+`torch.nn.SyncBatchNorm` does the same on a GPU, but does not run on a CPU. Without a process group,
+or with one rank, this class is plain BatchNorm. Paper: Ioffe & Szegedy (arXiv 1502.03167).
 """
 
 from __future__ import annotations
@@ -38,21 +39,24 @@ from minidist.errors import named_rank
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm over the batches of all ranks, for inputs (N, C, ...) of any dtype and device.
 
-    Ranks may have different batch sizes, also none: an input of shape (0, C, ...) gives an output
-    of that shape, and its backward has to run, since the others wait for it (`output.sum()` of an
-    empty output is a loss that does). Statistics are computed in float32, or float64 for float64.
+    Ranks may have different batch sizes, also 0: an input of shape (0, C, ...) gives an output of
+    the same shape. Its backward must still run, because the other ranks wait for it; `output.sum()`
+    of an empty output works as the loss. Statistics are computed in float32, or in float64 for
+    float64 inputs.
 
-    Gradients of weight and bias are this rank's, as a data-parallel wrapper expects.
+    Gradients of weight and bias are those of this rank only, as a data-parallel wrapper expects.
 
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats: as in `torch.nn.BatchNorm2d`.
-        group: whose batches count; None means the default group. Give it a group of its own where
-            ranks may skip parameters (find_unused): its all-reduces run in backward between those
-            of the buckets, and both must come in the same order on every rank.
+        group: the ranks whose batches count; None means the default group. If ranks may skip
+            parameters (find_unused), give it a separate group: its all-reduces run in backward
+            between those of the buckets, and within one group all collectives must have the same
+            order on every rank.
 
     Raises:
-        ValueError: in forward, on every rank: fewer than two values per channel in all.
+        ValueError: in forward in training mode, on every rank: the ranks have fewer than two values
+            per channel together.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean_C: Tensor, var_C: Tensor, count: Tensor) -> None:
-        """Move the running statistics; the running variance is the unbiased one, as torch's."""
+        """Update the running statistics; as in torch, the running variance is unbiased."""
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -111,8 +115,9 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Replace every BatchNorm in a module by a SyncBatchNorm that uses the same tensors.
 
-    Parameters stay the same objects, so an optimizer made before still holds them. A module that
-    occurs twice occurs twice afterwards. Returns the module itself, or its replacement.
+    Parameters stay the same objects, so an existing optimizer still holds them. A module that
+    occurs twice is replaced by one module that occurs twice. Returns the module itself, or its
+    replacement.
     """
     return _convert(module, group, {})
 
@@ -142,7 +147,7 @@ def _convert(
 
 
 class _Normalize(torch.autograd.Function):
-    """y, and the statistics that it was normalised with."""
+    """Returns y, and the statistics used to normalise it."""
 
     @staticmethod
     def forward(
@@ -159,13 +164,13 @@ class _Normalize(torch.autograd.Function):
         per_channel = [1, num_channels] + [1] * (x.dim() - 2)
         dims = [d for d in range(x.dim()) if d != 1]
 
-        # Local statistics; an empty batch has count 0 and weighs nothing.
+        # Local statistics; an empty batch has count 0 and no weight.
         local_count = x.numel() // num_channels
         mean_C = wide.sum(dims) / max(local_count, 1)
         squares_C = (wide - mean_C.view(per_channel)).square().sum(dims)
         count = torch.full((1,), float(local_count), dtype=dtype, device=x.device)
 
-        # Of all ranks.
+        # Statistics of all ranks.
         if _world_size(group) > 1:
             local = torch.cat([count, mean_C, squares_C])
             every_W = torch.empty(_world_size(group) * local.numel(), dtype=dtype, device=x.device)
@@ -192,7 +197,7 @@ class _Normalize(torch.autograd.Function):
         if bias_C is not None:
             y = y + bias_C.to(dtype).view(per_channel)
 
-        # x and not x̂ is kept: it is alive anyway.
+        # Keep x instead of x̂, because x stays in memory anyway.
         ctx.save_for_backward(x, weight_C, mean_C, inverse_std_C, count)
         ctx.group = group
         ctx.mark_non_differentiable(mean_C, var_C, count)
@@ -215,7 +220,7 @@ class _Normalize(torch.autograd.Function):
 
         grad_x = None
         if ctx.needs_input_grad[0]:
-            # Sums over all ranks, through which a sample acts on the others' outputs.
+            # Sums over all ranks, because a sample affects the outputs on all ranks.
             if _world_size(ctx.group) > 1:
                 dist.all_reduce(sums_2C, group=ctx.group)
             mean_grad_C, mean_product_C = (sums_2C / count).split(num_channels)

@@ -1,11 +1,12 @@
-"""ZeRO-3 the torch-native way: `fully_shard` (FSDP2), one call per block.
+"""ZeRO-3 with torch's own `fully_shard` (FSDP2), one call per block.
 
     native.py      shard a model, plain or HSDP; meta device; clipping; accumulation
     state.py       full and sharded state dicts: all ranks take part, rank 0 saves
     migration.py   every option of FSDP1, and what to write instead
 
-`minidist.parallel.zero.Zero3` is the same from scratch. FSDP2 cuts each parameter along its first
-dimension and keeps it as a DTensor, where ours lays a unit end to end and cuts the line.
+`minidist.parallel.zero.Zero3` is our own implementation. FSDP2 cuts each parameter along its first
+dimension and keeps it as a DTensor. `Zero3` instead flattens all parameters of a unit into one line
+and cuts this line.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ nothing to write: parameters are never flattened, each stays a DTensor with its 
 >>> fsdp1_to_fsdp2(hybrid, world_size=16, ranks_per_node=8).mesh_shape
 (2, 8)
 
-FSDP1 wraps a module and flattens its parameters; FSDP2 changes it in place and keeps them apart.
+FSDP1 wraps a module and flattens its parameters; FSDP2 changes the module in place and keeps each
+parameter separate.
 PyTorch FSDP: arXiv 2304.11277.
 """
 
@@ -28,7 +29,7 @@ class Option:
     """One option of FSDP1, or one of its methods, and what replaces it.
 
     Args:
-        instead: what to write with FSDP2; empty where nothing is to be written.
+        instead: what to write with FSDP2; empty if FSDP2 needs nothing.
         reason: why.
     """
 
@@ -168,9 +169,9 @@ class Migration:
 
     Args:
         arguments: keyword arguments of `fully_shard`, for every unit.
-        mesh_shape: shape of the mesh that they need; None for a 1-D mesh over all ranks.
-        steps: what is not an argument, in code or words.
-        reasons: why, per option.
+        mesh_shape: shape of the mesh that `fully_shard` needs; None for a 1-D mesh over all ranks.
+        steps: changes that are not arguments of `fully_shard`, as code or words.
+        reasons: the reason for each option's replacement.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -263,7 +264,7 @@ def _policy(value: Any) -> MixedPrecisionPolicy:
 
 
 def _policy_steps(value: Any) -> list[str]:
-    """What of FSDP1's MixedPrecision is no field of FSDP2's policy."""
+    """Steps for the fields of FSDP1's MixedPrecision that FSDP2's policy does not have."""
     steps = []
     if value.cast_root_forward_inputs != value.cast_forward_inputs:
         steps.append(

@@ -1,10 +1,10 @@
-"""`fully_shard` per block: the whole of FSDP2 in the order in which it is written.
+"""`fully_shard` per block: all steps of FSDP2, in the order in which a program writes them.
 
 Phases:
 1. mesh       one axis (shard over all ranks), or two (HSDP: replicas of a sharded group)
-2. shard      the blocks first, then the model: what the blocks leave belongs to the root
+2. shard      the blocks first, then the model: all other parameters belong to the root
 3. values     a model on the meta device gets memory and values, shard by shard
-4. train      as without: the optimiser is made after sharding, over DTensors
+4. train      as without FSDP2; the optimiser is made after sharding, over DTensors
 
 Example::
 
@@ -16,8 +16,8 @@ Example::
     optimizer.step()
 
 PyTorch FSDP: arXiv 2304.11277. HSDP shards inside a node, where links are fast, and replicates
-between nodes: 2 M (R-1) / R bytes leave a node in a step (an all-reduce of its shards) instead of
-3 M (W-1) / W, for M bytes of parameters, W ranks and R nodes that each hold one replica.
+between nodes. For M bytes of parameters, W ranks and R nodes that each hold one replica,
+2 M (R-1) / R bytes leave a node in a step (an all-reduce of its shards) instead of 3 M (W-1) / W.
 """
 
 from __future__ import annotations
@@ -56,20 +56,21 @@ def shard_model(
     """Shard a model in place with `fully_shard`; returns it.
 
     Args:
-        units: gives the modules to gather and free one at a time, as a rule the blocks.
-        mesh: 1-D, or 2-D ("replicate", "shard"); None makes one over all ranks.
-        replicas: without a mesh, number of replicas: 1 shards over all ranks, world_size // 8
+        units: returns the modules to gather and free one at a time, usually the blocks.
+        mesh: 1-D, or 2-D ("replicate", "shard"); None makes a mesh over all ranks.
+        replicas: number of replicas if no mesh is given: 1 shards over all ranks, world_size // 8
             shards over nodes of 8.
         policy: param_dtype to compute in, reduce_dtype for gradients, output_dtype.
-        reshard_after_forward: True frees parameters between forward and backward, False keeps them
-            (ZeRO-2's traffic), a number keeps them sharded over that many ranks. None, torch's
-            choice, is True for all but the root.
+        reshard_after_forward: True frees parameters between forward and backward. False keeps them
+            (ZeRO-2's traffic). A number keeps them sharded over that many ranks. None is torch's
+            default: True for all modules except the root.
         offload: keep shards, gradients and optimiser state in CPU memory.
 
     Raises:
-        ValueError: `replicas` does not divide the number of ranks, or a mesh of other form.
+        ValueError: `replicas` does not divide the number of ranks, or the mesh has a different
+            form, or both `mesh` and `replicas` are given.
     """
-    # 1. mesh. Always an explicit one: without it torch takes a GPU where there is one.
+    # 1. mesh. Always explicit, because without a mesh torch uses a GPU if there is one.
     if mesh is None:
         mesh = _make_mesh(replicas)
     elif mesh.ndim > 2 or replicas != 1 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
@@ -79,7 +80,7 @@ def shard_model(
     # 2. shard
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
     options["mp_policy"] = policy or MixedPrecisionPolicy()
-    # Pinned memory makes copies to a GPU asynchronous; without one it cannot be had.
+    # Pinned memory makes copies to a GPU asynchronous; it does not exist without a GPU.
     on_gpu = mesh.device_type == "cuda"
     options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
     for unit in units(model):
@@ -105,10 +106,10 @@ def initialise(
 ) -> None:
     """Give a sharded model on the meta device its memory and values. Phase 3.
 
-    With the same seed on all ranks, the values are those of the unsharded model: its own
-    initialisation runs for one whole parameter at a time, of which each rank keeps its shard.
-    torch's usual `model.to_empty(device)` and `reset_parameters()` saves that work, but draws other
-    numbers for every number of ranks.
+    With the same seed on all ranks, the values are those of the unsharded model: the model's own
+    initialisation runs for one whole parameter at a time, and each rank keeps its shard. torch's
+    usual `model.to_empty(device)` and `reset_parameters()` do less work, but draw different numbers
+    for every number of ranks.
 
     Args:
         init: as in `minidist.parallel.zero.materialise.materialise`.
@@ -121,7 +122,7 @@ def initialise(
         if buffer is not None and buffer.is_meta
     ]
     model.to_empty(device=device)
-    for module, name, buffer in buffers:  # `materialise` sees to these, and that they get values
+    for module, name, buffer in buffers:  # `materialise` allocates these, and checks their values
         module._buffers[name] = buffer
     writers = {param: partial(_write, param) for param in model.parameters()}
     materialise(model, writers, device, init)
@@ -136,10 +137,10 @@ def _write(param: nn.Parameter, value: Tensor) -> None:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip by the global norm and return it as an ordinary tensor. Collective.
+    """Clip by the global norm and return the norm as an ordinary tensor. Collective.
 
-    torch's own function is right for DTensors, too; its result is a DTensor whose value each rank
-    has only a part of until `full_tensor()`.
+    torch's own function is also right for DTensors, but returns a DTensor: each rank has only a
+    part of its value until `full_tensor()`.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -147,7 +148,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 @contextlib.contextmanager
 def no_sync(model: FSDPModule) -> Iterator[None]:
-    """Accumulate whole gradients in the block; the next backward outside sends their sum."""
+    """Accumulate whole gradients inside the block; the next backward outside reduces their sum."""
     model.set_requires_gradient_sync(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""State dicts of FSDP2 models: full for other programs, sharded for going on.
+"""State dicts of FSDP2 models: full for other programs, sharded to resume training.
 
 The right way to save a full state dict, on all ranks::
 
@@ -6,9 +6,10 @@ The right way to save a full state dict, on all ranks::
     if dist.get_rank() == 0:                    # only the saving is for rank 0
         torch.save(state, path)
 
-With the first line under the `if`, rank 0 waits in an all-gather for ranks that never come.
-Sharded checkpoints go through torch.distributed.checkpoint: each rank writes its own shards, and
-any number of ranks reads them.
+If the first line were also under the `if`, rank 0 would wait for ever in an all-gather, because the
+other ranks do not call it.
+Sharded checkpoints use torch.distributed.checkpoint: each rank writes its own shards, and any
+number of ranks can read them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Whole, unsharded tensors in CPU memory of rank 0; the other ranks get empty dicts.
 
-    Collective: every rank has to call it.
+    Collective: every rank must call it.
 
     Returns:
         {"model": …} and, with an optimiser, {"optimizer": …}, keyed by the names of parameters.
@@ -50,7 +51,7 @@ def full_state_dict(
 def load_full_state_dict(
     model: nn.Module, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Load what `full_state_dict` gave. Only rank 0 needs it; the others pass an empty dict.
+    """Load the result of `full_state_dict`. Only rank 0 needs it; other ranks pass an empty dict.
 
     Collective: rank 0 sends each rank its shards, so no other rank needs memory for the whole.
     """
@@ -68,7 +69,7 @@ def save_sharded(folder: str | Path, model: nn.Module, optimizer: torch.optim.Op
 
 def load_sharded(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load what any number of ranks have saved with `save_sharded`. Collective."""
-    # DCP loads in place: into the state dict of this model as it is sharded now.
+    # DCP loads in place, into the state dict of this model with its current sharding.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=str(folder))

@@ -2,11 +2,12 @@
 
 Read in this order:
 
-- `stage`    what a rank holds: layers split (tp), sequences split (cp), blocks dealt out (pp)
+- `stage`    what a rank holds: layers split (tp), sequences split (cp), blocks distributed (pp)
 - `trainer`  a training step over all axes: forward and backward, gradients, clipping, update
-- `state`    what a rank holds and what of it counts; the whole model back from all ranks
+- `state`    which elements a rank holds, and which of them count on this rank; the whole model
+             again from all ranks
 - `parts`    boxes: which elements of which tensor
-- `native`   two axes with stock torch: DTensor and FSDP2 (imported on its own)
+- `native`   two axes with torch alone: DTensor and FSDP2 (not imported here)
 
 How the axes share the work of one step:
 
@@ -16,7 +17,7 @@ How the axes share the work of one step:
     pp     the list of blocks           activations (to the next stage)         per micro-batch
     dp     the batch                    gradients (all-reduce, reduce-scatter)  once per step
 
-So tp wants the fastest links and dp needs the slowest, which is the order of the mesh.
+So tp needs the fastest links, while dp can use the slowest. The axes of the mesh have this order.
 Papers: Megatron-LM (arXiv 2104.04473, 3D parallelism), Llama 3 (arXiv 2407.21783, section 3.3.2).
 """
 

@@ -1,8 +1,9 @@
-"""Two axes with stock torch: tensor parallelism by DTensor, and FSDP2 over what it leaves.
+"""Two axes with torch alone: tensor parallelism by DTensor, then FSDP2 on the result.
 
-The order matters: first tp, which makes parameters DTensors over the axis "tp"; then `fully_shard`,
-which shards those along "dp" as well. Both take their axis of the same DeviceMesh. torch puts a
-pipeline around such stages (`torch.distributed.pipelining`, see `pipeline.native`).
+The order matters: tensor parallelism comes first and makes parameters DTensors over the axis "tp".
+Then `fully_shard` shards these DTensors along "dp" as well. Both use an axis of the same
+DeviceMesh. For a pipeline around such stages, torch has `torch.distributed.pipelining` (see
+`pipeline.native`).
 
 Example, on 4 ranks::
 
@@ -34,7 +35,7 @@ def parallelize_native(model: Any, mesh: Mesh, *, sequence_parallel: bool = Fals
     """Split a `minidist.model.GPT` in place over the axes tp and dp of a mesh.
 
     Raises:
-        ValueError: the mesh has other axes, or heads or vocabulary do not divide.
+        ValueError: the mesh has a pp or cp axis above 1, or heads or vocabulary do not divide.
     """
     if mesh.size("pp") > 1 or mesh.size("cp") > 1:
         raise ValueError(f"parallelize_native: takes the axes dp and tp, got {mesh.shape}")

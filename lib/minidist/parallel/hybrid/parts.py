@@ -1,7 +1,7 @@
-"""Which elements of which tensor of the model a rank holds, and the whole model back from them.
+"""Which elements of which tensor a rank holds, and the whole model again from these elements.
 
-Tensor parallelism cuts a matrix along a dimension; ZeRO cuts what is left anywhere, as if it lay
-end to end. Both come out as boxes, which is what checkpoints are made of:
+Tensor parallelism cuts a matrix along a dimension. ZeRO then cuts the flattened remainder at any
+element. Both results can be written as boxes, and checkpoints consist of boxes:
 
     elements 2 to 9 of 3 x 4     . . x x     a part of a row,
                                  x x x x     whole rows,
@@ -10,7 +10,8 @@ end to end. Both come out as boxes, which is what checkpoints are made of:
 >>> boxes_of_range((3, 4), 2, 9)
 [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
 
-Padding of the vocabulary is in no box: a model has the same parts however many ranks hold it.
+No box contains padding of the vocabulary, so the boxes of a model cover the same elements for any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Part:
     """A box of a tensor of the unsplit model, and this rank's memory for it.
 
     Args:
-        tensor: a view; writing to it changes what is trained.
-        global_shape: of the whole tensor.
-        offsets: where the box begins in it.
+        tensor: a view; writing to it changes the trained values.
+        global_shape: shape of the whole tensor.
+        offsets: where the box begins in the whole tensor.
     """
 
     tensor: Tensor
@@ -44,13 +45,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Held:
-    """Something that this rank updates: a parameter, or elements [begin, end) of one.
+    """Something that this rank updates: a parameter, or elements [begin, end) of a parameter.
 
     Args:
-        name: as in the unsplit GPT.
-        tensor: what the optimiser sees, with the gradient in `.grad`.
-        shape: of the parameter on this rank, before ZeRO cut it.
-        split: (dimension, size of it in the whole model) if tensor parallelism splits it.
+        name: the parameter's name in the unsplit GPT.
+        tensor: the tensor that the optimiser updates, with the gradient in `.grad`.
+        shape: shape of the parameter on this rank, before ZeRO cut it.
+        split: (split dimension, its size in the whole model) if tensor parallelism splits the
+            parameter.
     """
 
     name: str
@@ -61,13 +63,13 @@ class Held:
     split: tuple[int, int] | None
 
     def parts(self, value: Tensor, tp_rank: int) -> list[Part]:
-        """Boxes of the parameter itself, or of a state of the optimiser with as many elements."""
+        """Boxes of `value`: the parameter itself, or optimiser state with as many elements."""
         origin, whole = [0] * len(self.shape), list(self.shape)
         if self.split is not None:
             dim, whole[dim] = self.split
             origin[dim] = tp_rank * self.shape[dim]
         found = []
-        # What has the parameter's own shape need not lie end to end in memory.
+        # A value that has the parameter's own shape may be non-contiguous, so `view` could fail.
         value = value.detach()
         is_row = tuple(value.shape) != self.shape
         at = 0
@@ -83,7 +85,7 @@ class Held:
 
 
 def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Range]:
-    """(offsets, sizes) of boxes that make up elements [begin, end) of a tensor, in their order."""
+    """(offsets, sizes) of the boxes that make up elements [begin, end) of a tensor, in order."""
     if not shape:
         return [((), ())] if begin < end else []
     row = prod(shape[1:])
@@ -103,7 +105,7 @@ def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Range]:
 
 
 def join_parts(parts: Iterable[tuple[str, Part]]) -> dict[str, Tensor]:
-    """Collective over all ranks: the whole tensors, on the CPU, on every rank. For small models."""
+    """The whole tensors, on the CPU of every rank. Collective over all ranks; for small models."""
     own = [
         (name, part.global_shape, part.offsets, part.tensor.cpu().clone()) for name, part in parts
     ]

@@ -1,13 +1,13 @@
 """What one rank holds of a GPT under tensor, context and pipeline parallelism.
 
-The three cut along different lines, so they can be applied one after another:
+The three split the model in independent ways, so they can be applied one after another:
 
-1. tp   every layer is replaced by one that holds a part of it,
-2. cp   attention is replaced by ring attention; all else works on each token alone,
-3. pp   the list of blocks is dealt out; the first stage also has the embeddings, the last the head.
+1. tp   a layer that holds a part replaces every whole layer,
+2. cp   ring attention replaces attention; everything else works on each token alone,
+3. pp   the blocks are distributed; the first stage also has the embeddings, the last the head.
 
-Example, 4 layers, `pp=2`, `tp=2`: rank 3 has pp 1 and tp 1, so it holds the second half of every
-layer in blocks 2 and 3, the whole last norm, and the head's second half of the vocabulary.
+Example, 4 layers, `pp=2`, `tp=2`: rank 3 has pp 1 and tp 1. It holds the second half of every layer
+in blocks 2 and 3, the whole last norm, and the head for the second half of the vocabulary.
 
 Names of parameters stay those of the unsplit GPT.
 """
@@ -39,12 +39,12 @@ def build_stages(
 
     Args:
         model: a `minidist.model.GPT` with the same weights on all ranks; not changed. Every rank
-            builds it whole once, so it has to fit into memory.
-        compute_dtype: of matrix products (autocast); None computes in the parameters' dtype.
+            builds the whole model once, so the model must fit into memory.
+        compute_dtype: dtype of matrix products (autocast); None means the parameters' dtype.
     """
     # 1. tp: parts of every layer.
     split = parallelize_gpt(model, mesh, sequence_parallel=config.sequence_parallel)
-    # 2. cp: attention that sees the tokens of the other ranks.
+    # 2. cp: attention over the tokens of all ranks.
     if config.cp > 1:
         attend = make_attention(mesh.group("cp"))
         blocks: Any = split.blocks
@@ -59,9 +59,9 @@ def build_stages(
 class HybridStage(GPTStage):
     """Some consecutive blocks of a GPT, on this rank's part of the layers and of the sequence.
 
-    The first stage takes tokens_BT, the others x_BTD; the last one returns logits_BTV of this
-    rank's part of the vocabulary. T is this rank's part of the sequence (with sequence parallelism,
-    x_BTD has a tp-th of it).
+    The first stage takes tokens_BT, the others take x_BTD. The last stage returns logits_BTV of
+    this rank's part of the vocabulary. T is this rank's part of the sequence (with sequence
+    parallelism, x_BTD has 1 / tp of it).
 
     Args:
         split: a tensor-parallel GPT; its modules are shared.
@@ -88,7 +88,7 @@ class HybridStage(GPTStage):
 
     def forward(self, x: Tensor) -> Tensor:
         """tokens_BT or x_BTD -> x_BTD or logits_BTV."""
-        # Autocast in here, not around the step: backward stays outside of it, as it should.
+        # Autocast here and not around the step, because backward must run outside of autocast.
         with torch.autocast(x.device.type, self.compute_dtype, self.compute_dtype is not None):
             if self.is_first:
                 x = self._embed(self, x, self.positions(x))
@@ -97,7 +97,7 @@ class HybridStage(GPTStage):
             return self.head(self.norm(x)) if self.is_last else x
 
     def positions(self, tokens_BT: Tensor) -> Tensor:
-        """Where this rank's tokens stand in their sequence; under cp, not in a row."""
+        """Positions of this rank's tokens in their sequence; with cp they are not consecutive."""
         rank, size = self.cp
         return positions(tokens_BT.shape[1] * size, rank, size, device=tokens_BT.device)
 
@@ -111,11 +111,11 @@ def output_specs(
 ) -> Sequence[TensorSpec]:
     """Shape and dtype of what each stage of the pipeline returns for a micro-batch.
 
-    Known beforehand, so the pipeline need not find them by a forward pass, which would draw random
-    numbers that a resumed run draws at another place.
+    With these the pipeline needs no forward pass to find them. Such a pass would draw random
+    numbers, which a resumed run would draw at a different point.
     """
     tokens = model_config.context // config.cp
-    # Between stages goes the residual stream: autocast leaves it in the parameters' dtype.
+    # Stages exchange the residual stream, which autocast leaves in the parameters' dtype.
     own = tokens // config.tp if config.sequence_parallel else tokens
     between = TensorSpec((micro_batch, own, model_config.width), dtype)
     vocabulary = -(-model_config.vocab_size // config.tp)  # padded to equal parts

@@ -1,15 +1,15 @@
 """What a rank of a hybrid trainer holds, and which of its elements count on this rank.
 
-A tensor of the unsplit GPT may lie in memory several times (on all dp ranks; a norm's weight on all
-tp ranks; a tied embedding at both ends of a pipeline) or in pieces. Two questions follow:
+A tensor of the unsplit GPT may exist several times (on all dp ranks; a norm's weight on all tp
+ranks; a tied embedding at both ends of a pipeline), or in pieces. Therefore this module says
 
-- what does this rank **update**: `held`. With ZeRO-1 some whole parameters, with ZeRO-2 and -3
-  some elements of all, else every parameter of its stages;
-- what of it **counts**, so that over all ranks every element counts once: `counts`. A sum over all
-  ranks (the norm of the gradients) is then right without knowing who holds copies.
+- what this rank **updates**: `held`. With ZeRO-1 these are some whole parameters, with ZeRO-2 and
+  -3 some elements of all parameters, otherwise every parameter of the rank's stages;
+- what **counts** on this rank, so that every element counts on exactly one rank: `counts`. A sum
+  over all ranks (the norm of the gradients) is then right, although some ranks hold copies.
 
-Parts have the names, shapes and offsets of the unsplit model, so what one layout of ranks has
-written to a checkpoint can be read by any other.
+Parts have the names, shapes and offsets of the unsplit model, so any layout of ranks can read a
+checkpoint that a different layout has written.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from minidist.parallel.hybrid.stage import HybridStage
 from minidist.parallel.tensor import sharded_parameters
 from minidist.parallel.zero import ShardedOptimizer, Zero3
 
-_STATES = ("exp_avg", "exp_avg_sq")  # of AdamW: one number each per element
+_STATES = ("exp_avg", "exp_avg_sq")  # AdamW's states with one number per element
 
 
 class HybridState:
-    """The part of `HybridTrainer` that knows what is where, for clipping and checkpoints."""
+    """The part of `HybridTrainer` that knows what each rank holds, for clipping and checkpoints."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class HybridState:
             yield from self._whole
 
     def counts(self, held: Held) -> bool:
-        """Whether this rank is the one that counts it."""
+        """Whether `held` counts on this rank; copies on other ranks do not count."""
         at = self.mesh.coordinate
         replica_of_tp = held.split is None and at("tp") > 0
         replica_of_dp = self.config.zero_stage == 0 and (at("dp"), at("cp")) != (0, 0)
         return not (replica_of_tp or replica_of_dp or self._is_second_copy(held))
 
     def _is_second_copy(self, held: Held) -> bool:
-        """The head of a tied model that a pipeline has cut: the first stage has the weight, too."""
+        """Whether this is a tied head: the first pipeline stage has the same weight."""
         return self._is_tied and held.name == "head.weight"
 
     def _key(self, held: Held) -> str:
@@ -85,14 +85,17 @@ class HybridState:
     # Parts --------------------------------------------------------------------------------------
 
     def parameter_parts(self) -> list[tuple[str, Part]]:
-        """(name, part) of all of the model in this rank's memory. A tied weight has one name."""
+        """(name, part) for all parameters in this rank's memory. A tied weight has one name."""
         tp_rank = self.mesh.coordinate("tp")
-        # Without ZeRO-3 parameters are whole on a rank, whoever updates them.
+        # Without ZeRO-3 the rank holds whole parameters, even if other ranks update them.
         held = self._whole if self._zero3 is None else self.held
         return [(self._key(h), part) for h in held for part in h.parts(h.tensor, tp_rank)]
 
     def optimizer_parts(self) -> list[tuple[str, Part]]:
-        """The same of AdamW's states, `exp_avg.NAME` and `exp_avg_sq.NAME`; made if need be."""
+        """(name, part) for AdamW's states, `exp_avg.NAME` and `exp_avg_sq.NAME`.
+
+        Makes states that do not exist yet.
+        """
         tp_rank = self.mesh.coordinate("tp")
         return [
             (f"{state}.{self._key(held)}", part)
@@ -103,14 +106,14 @@ class HybridState:
 
     def _state(self, tensor: Tensor) -> dict[str, Any]:
         state = self._optimizer.state[tensor]
-        if not state:  # as AdamW makes it in its first step
+        if not state:  # make the same state as AdamW's first step
             wide = torch.get_default_dtype() == torch.float64
             state["step"] = torch.tensor(0.0, dtype=torch.float64 if wide else torch.float32)
             state |= {name: torch.zeros_like(tensor.detach()) for name in _STATES}
         return state
 
     def set_num_updates(self, num_updates: int) -> None:
-        """After AdamW's states were loaded: how many updates they come from."""
+        """Set the number of updates, after AdamW's states have been loaded."""
         self.num_updates = num_updates
         for held in self.held:
             self._state(held.tensor)["step"].fill_(float(num_updates))

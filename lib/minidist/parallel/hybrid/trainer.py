@@ -3,9 +3,9 @@
 Phases of a step:
 
 1. forward and backward   micro-batch after micro-batch: through the pipeline, or accumulated
-2. reduce                 gradients become means over ("dp", "cp"), unless backward has seen to it
+2. reduce                 gradients become means over ("dp", "cp"), unless backward has done this
 3. clip                   by one norm over all ranks
-4. update                 AdamW on what this rank owns; ZeRO sends the result to the others
+4. update                 AdamW on what this rank owns; ZeRO sends the result to the other ranks
 
 Example, on 4 ranks::
 
@@ -19,13 +19,14 @@ Example, on 4 ranks::
         trainer.step()
     state = trainer.full_state_dict()                   # as of the unsplit GPT
 
-**Who averages what.** dp ranks see other sequences and cp ranks other tokens, so gradients are
-averaged over both. Each rank's loss is its sum over tokens, times R / (tokens of all R ranks and
-all micro-batches): the average is then the mean over all tokens, also where targets of -100 make
-the ranks' numbers of tokens unequal. tp ranks need nothing: f and g have summed already. pp ranks
-hold other parameters, but for a tied embedding, whose two copies exchange their gradients.
+**Which ranks average what.** dp ranks see different sequences and cp ranks see different tokens, so
+gradients are averaged over both. Each rank's loss is its sum over tokens, times R / (tokens of all
+R ranks and all micro-batches). The average is then the mean over all tokens, even if targets of
+-100 make the numbers of tokens unequal. tp ranks do not average, because the operators f and g have
+already summed. pp ranks hold different parameters, except a tied embedding: its two copies exchange
+their gradients.
 
-**ZeRO** shards over ("dp", "cp"), what is left of the model after tp and pp:
+**ZeRO** shards what each rank holds after tp and pp, over ("dp", "cp"):
 
     zero_stage        gradients                               with pp > 1
     0 (replicated)    DDP: all-reduce during backward         all-reduce after the pipeline
@@ -63,24 +64,25 @@ from minidist.precision import MixedPrecisionPolicy
 class HybridTrainer(HybridState):
     """A GPT over a mesh, and the AdamW that trains it.
 
-    A `GradScaler` takes it for an optimiser: `scaler.unscale_(trainer)`, `scaler.step(trainer)`.
+    A `GradScaler` can use it as an optimiser: `scaler.unscale_(trainer)`, `scaler.step(trainer)`.
 
     Args:
         model: a `minidist.model.GPT` with the same weights on all ranks; not changed.
         mesh: made with the degrees of `config`.
-        micro_batch: sequences that pass through the model at once.
-        num_micro_batches: of one step; a step's batch is micro_batch * num_micro_batches sequences
-            per dp rank.
-        compute_dtype: bfloat16 or float16 for mixed precision. None computes as the parameters are.
+        micro_batch: number of sequences that pass through the model at once.
+        num_micro_batches: number of micro-batches in one step; a step's batch has
+            micro_batch * num_micro_batches sequences per dp rank.
+        compute_dtype: bfloat16 or float16 for mixed precision. None means the parameters' dtype.
         bucket_bytes: gradients (and with ZeRO-1 and -2 parameters) travel in buckets of this size.
         adamw: lr, betas, eps, weight_decay of torch.optim.AdamW.
 
-    Dropout: seed the default generator after making the model and before this call, by the rank's
-    coordinates on dp, pp and cp but not on tp, whose ranks hold the same activations.
+    Dropout: seed the default generator after making the model and before this call. The seed must
+    depend on the rank's coordinates on dp, pp and cp, but not on tp, because tp ranks hold the same
+    activations.
 
     Raises:
-        ValueError: what does not divide, or ZeRO-2 or -3 with a pipeline; with the arithmetic, and
-            on every rank, before anything is sent.
+        ValueError: sizes that do not divide, or ZeRO-2 or -3 with a pipeline. Raised on every rank
+            before any communication; the message shows the arithmetic.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class HybridTrainer(HybridState):
 
         # Build: cut the model, then let the ranks of self.group share it.
         self.stages = build_stages(model, mesh, config, compute_dtype=compute_dtype)
-        self._module: nn.Module = self.stages[0]  # without a pipeline: what is called
+        self._module: nn.Module = self.stages[0]  # the module to call if there is no pipeline
         self._zero3: Zero3 | None = None
         self._share(bucket_bytes, compute_dtype, adamw)
         self.pipeline: PipelineExecutor | None = None
@@ -161,18 +163,18 @@ class HybridTrainer(HybridState):
     def forward_backward(
         self, tokens_BT: Tensor, targets_BT: Tensor, *, scale: float = 1.0
     ) -> Tensor:
-        """Fresh gradients of one batch. Collective.
+        """Clear the gradients, then compute those of one batch. Collective.
 
         Args:
             tokens_BT, targets_BT: whole sequences, int64; the batch of this rank's dp coordinate.
                 Targets of -100 do not count.
-            scale: loss scale, `scaler.get_scale()`; the gradients come out multiplied by it.
+            scale: loss scale, `scaler.get_scale()`; it multiplies the gradients.
 
         Returns:
             The mean loss per token over all ranks, on every rank: a float64 scalar, not scaled.
 
         Raises:
-            ValueError: the batch has not micro_batch * num_micro_batches sequences.
+            ValueError: the batch does not have micro_batch * num_micro_batches sequences.
         """
         self.zero_grad()
         self._reduced = False
@@ -182,8 +184,8 @@ class HybridTrainer(HybridState):
             self._factor *= self.num_micro_batches  # the executor takes the mean over them
             self.pipeline.step(tokens_BT, targets_BT)
         else:
-            # DDP sends in the last backward; ZeRO-2 and -3, which must not keep whole gradients,
-            # in every one.
+            # DDP sends gradients in the last backward. ZeRO-2 and -3 send them in every backward,
+            # because they must not keep whole gradients.
             no_sync = getattr(self._module, "no_sync", nullcontext)
             for i, (tokens, targets) in enumerate(self._micro_batches(tokens_BT, targets_BT)):
                 with nullcontext() if i == self.num_micro_batches - 1 else no_sync():
@@ -192,10 +194,11 @@ class HybridTrainer(HybridState):
 
     @torch.no_grad()
     def evaluate(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[float, float]:
-        """Sum of the losses of all tokens of all ranks, and how many tokens. Collective.
+        """Sum of the losses of all tokens of all ranks, and the number of tokens. Collective.
 
-        Every dp rank calls it equally often, with batches of the size that training has. One that
-        has run out of sequences fills up with targets of -100, so every sequence counts once.
+        Every dp rank must call it equally often, with batches of the same size as in training. A
+        rank that has no more sequences fills the batch with targets of -100, so that every sequence
+        counts once.
         """
         num_tokens, tokens_BT, targets_BT = self._prepare(tokens_BT, targets_BT)
         modes = [stage.training for stage in self.stages]
@@ -234,7 +237,7 @@ class HybridTrainer(HybridState):
         return zip(*(x.split(self.micro_batch) for x in batch_BT), strict=True)
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """What backward starts from; the sum itself is kept for the report."""
+        """The scaled loss for backward. Also adds the unscaled loss to the sum for the report."""
         total = vocab_parallel_cross_entropy(
             logits_BTV,
             targets_BT,
@@ -248,7 +251,7 @@ class HybridTrainer(HybridState):
     # 2. reduce ----------------------------------------------------------------------------------
 
     def prepare_gradients(self) -> None:
-        """Make gradients the means over all ranks, where backward has not; again does nothing."""
+        """Make gradients means over ranks if backward has not. A second call does nothing."""
         if not self._reduced:
             self._reduced = True
             if isinstance(self.optimizer, ShardedOptimizer):
@@ -262,18 +265,19 @@ class HybridTrainer(HybridState):
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
         """Scale the gradients so that the norm of all of them is at most `max_norm`. Collective.
 
-        Every element of the model counts on exactly one rank, and all ranks add up: one all-reduce
-        of one number. Clipping by each rank's own norm would scale every shard differently.
+        Every element of the model counts on exactly one rank, and one all-reduce of one number adds
+        the squares of all ranks. Clipping by each rank's own norm would scale every shard
+        differently.
 
         Returns:
-            The norm before, a float64 scalar, the same on every rank.
+            The norm before clipping, a float64 scalar, the same on every rank.
         """
         self.prepare_gradients()
         grads = [(held, held.tensor.grad) for held in self.held if held.tensor.grad is not None]
         own = [grad for held, grad in grads if self.counts(held)]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        # A few kernels for all gradients, not a few for each, which a GPU spends more time to start
-        # than to run.
+        # A few kernels for all gradients together. With a few kernels per gradient, a GPU would
+        # spend more time on launches than on computation.
         if own:
             square += torch.stack(torch._foreach_norm(own, dtype=torch.float64)).square().sum()
         dist.all_reduce(square)
@@ -287,7 +291,7 @@ class HybridTrainer(HybridState):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """What this rank updates, with the gradients in `.grad`. For a GradScaler."""
+        """The tensors that this rank updates, with gradients in `.grad`. For a GradScaler."""
         return [{"params": [held.tensor for held in self.held]}]
 
     def step(self) -> None:
@@ -297,7 +301,7 @@ class HybridTrainer(HybridState):
         self.num_updates += 1
 
     def zero_grad(self) -> None:
-        """Forget all gradients, also those of a step that was skipped."""
+        """Clear all gradients, including those of a skipped step."""
         self.optimizer.zero_grad()
         if self._zero3 is not None:
             self._zero3.discard_gradients()
@@ -308,7 +312,7 @@ class HybridTrainer(HybridState):
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this rank's sum of losses counts: the last stage's, once along tp."""
+        """Whether this rank's sum of losses counts: only on the last stage, and only on tp 0."""
         at = self.mesh.coordinate
         return at("pp") == self.config.pp - 1 and at("tp") == 0
 

@@ -1,7 +1,7 @@
 """A parameter server: one process holds the parameters, the others compute gradients.
 
-Workers take parameters, compute a gradient on their own data and send it back. The question is what
-the server does with a gradient that was computed from parameters which have changed since:
+Workers take parameters, compute a gradient on their own data and send it back. Meanwhile the
+parameters may have changed. The consistency says what the server does with such a gradient:
 
 | consistency                  | a worker waits for           | updates per gradient | staleness |
 |------------------------------|------------------------------|----------------------|-----------|
@@ -10,19 +10,19 @@ the server does with a gradient that was computed from parameters which have cha
 | `Asynchronous()`             | nobody                       | 1                    | no limit  |
 | `Asynchronous(max_ahead=s)`  | those more than s steps back | 1                    | see below |
 
-The **staleness** of a gradient is the number of updates between the moment its worker took the
-parameters and the moment it is applied. Asynchronous training never waits, but its gradients are
-for parameters of the past. The last form, "stale synchronous", bounds that: while a worker
-computes, each of the n-1 others gets at most from s steps behind it to s+1 ahead, so staleness is
-at most (n-1)(2s+1).
+The **staleness** of a gradient is the number of updates between two moments: when its worker took
+the parameters, and when the gradient is applied. Asynchronous training never waits, but its
+gradients belong to old parameters. The last form, "stale synchronous", limits the staleness: while
+a worker computes, each of the n-1 other workers moves at most from s steps behind it to s+1 steps
+ahead of it, so the staleness is at most (n-1)(2s+1).
 
-One `Server` holds these rules and is driven in three ways, so that they can be compared:
+One `Server` implements these rules. Three drivers use it, so that their results can be compared:
 
 - `simulate(...)`: in one process with a virtual clock; seeded, reproducible to the last bit,
-- `replay(...)`: in one process, in an order of arrivals that is given,
+- `replay(...)`: in one process, with a given order of arrivals,
 - `serve(...)` and `work(...)`: with real processes, over point-to-point messages.
 
-There is no torch-native form: `torch.distributed.rpc`, which its tutorials use, is no longer
+torch has no parameter server: `torch.distributed.rpc`, which torch's tutorials use, is no longer
 developed. Papers: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI
 2014; Ho et al., stale synchronous parallel, NIPS 2013; Chen et al., synchronous with backup workers
 against asynchronous, arXiv 1604.00981.

@@ -8,14 +8,14 @@ Example::
             return serve(parameters_N, make_sgd, num_updates=100, consistency=Asynchronous())
         return work(gradient, parameters_N)
 
-Messages, all of the size of the parameters plus one number that says what it is:
+All messages have the size of the parameters plus one number, the kind of the message:
 
     server -> worker   PARAMETERS or STOP       worker -> server   GRADIENT or FAILED
 
-A worker always has exactly one message of its own under way or waits for one, so blocking sends
-cannot deadlock: the server answers only workers that listen. The server takes whatever comes first
-(`recv` from any source), which of torch's backends only gloo can do. Parameters therefore are in
-host memory, where a parameter server keeps them anyway; a worker computes wherever it wants.
+A worker either sends exactly one message or waits for one, and the server sends only to workers
+that wait. So blocking sends cannot deadlock. The server takes the message that arrives first
+(`recv` from any source); of torch's backends only gloo supports this. Parameters are therefore in
+host memory, where a parameter server keeps them anyway. A worker may compute on any device.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from minidist.parallel.parameter_server.simulation import Gradient
 class Kind(IntEnum):
     """First number of a message."""
 
-    PARAMETERS = 0  # go on with these
-    STOP = 1  # all updates are made; the parameters are the final ones
+    PARAMETERS = 0  # continue with these parameters
+    STOP = 1  # all updates are made; these are the final parameters
     GRADIENT = 2
-    FAILED = 3  # the sender raised; it sends nothing more
-    ABORT = 4  # another rank failed
+    FAILED = 3  # the sender raised, and sends nothing more
+    ABORT = 4  # a different rank failed
 
 
 def serve(
@@ -54,18 +54,19 @@ def serve(
     consistency: Consistency,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, Report]:
-    """Rank 0 of the group: serve until `num_updates` updates have been made, then stop everyone.
+    """On rank 0 of the group: serve until `num_updates` updates are made, then stop all workers.
 
     Args:
-        parameters: flat, 1-D, on the CPU; what training starts from.
-        make_optimizer: makes the optimizer of the list of tensors it is given.
+        parameters: flat, 1-D, on the CPU; the initial values.
+        make_optimizer: makes the optimizer for a list of tensors.
 
     Returns:
-        (parameters at the end, what happened). Workers are numbered from 0: rank - 1 in the group.
+        (final parameters, report). Workers are numbered from 0: rank - 1 in the group.
 
     Raises:
-        ValueError: wrong arguments, a backend that cannot receive from any source, or not rank 0.
-        ProtocolError: a worker failed; all others have been told, and raise as well.
+        ValueError: wrong arguments, a backend that cannot receive from any source, or a rank other
+            than 0.
+        ProtocolError: a worker failed. All other workers are told, and raise as well.
     """
     rank, num_workers = _check("serve", parameters, group)
     check(parameters, num_workers, consistency)
@@ -76,7 +77,7 @@ def serve(
     message = _message(Kind.PARAMETERS, server.parameters)
     for worker in range(num_workers):
         dist.send(message, group_dst=worker + 1, group=group)
-    busy = set(range(num_workers))  # these compute; all others listen
+    busy = set(range(num_workers))  # these workers compute; all others wait for a message
     gone: set[int] = set()
     error: Exception | None = None
     while busy:
@@ -88,7 +89,7 @@ def serve(
                 gone.add(worker)
                 raise ProtocolError(f"serve: worker {worker} raised", rank=worker + 1)
             if error is not None or server.report.num_updates >= num_updates:
-                continue  # only collect, until everyone listens
+                continue  # only collect messages, until all workers wait
             released = server.push(worker, message[1:])
         except Exception as raised:
             error = error or raised
@@ -109,19 +110,20 @@ def serve(
 def work(
     gradient: Gradient, parameters: torch.Tensor, *, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Every other rank: compute gradients until the server says stop.
+    """On every other rank: compute gradients until the server sends STOP.
 
     Args:
-        gradient: called with (parameters, worker, step), both counted from 0. Returns a tensor of
-            the parameters' shape, on any device.
-        parameters: as on rank 0, for shape and dtype; the values come from the server.
+        gradient: called with (parameters, worker, step); worker and step are counted from 0.
+            Returns a tensor of the parameters' shape, on any device.
+        parameters: same shape and dtype as on rank 0; the values come from the server.
 
     Returns:
-        The parameters at the end, as on the server.
+        The final parameters, as on the server.
 
     Raises:
         ValueError: wrong arguments, or called on rank 0.
-        ProtocolError: another rank failed. What `gradient` raises is raised, and ends all ranks.
+        ProtocolError: a different rank failed. An error of `gradient` is raised here, and ends the
+            training on all ranks.
     """
     rank, _ = _check("work", parameters, group)
     if rank == 0:
@@ -150,7 +152,7 @@ def work(
 
 
 def _message(kind: Kind, values: torch.Tensor) -> torch.Tensor:
-    """[kind, *values]: one tensor, so that receiving from any source cannot mix two messages up."""
+    """[kind, *values] as one tensor, so that a receive from any source cannot mix two messages."""
     return torch.cat([values.new_tensor([float(kind)]), values.detach()])
 
 

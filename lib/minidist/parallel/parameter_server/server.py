@@ -1,4 +1,4 @@
-"""The server's rules, without any communication: what a gradient does, and who may go on.
+"""The server's rules, without communication: what a gradient does, and which workers may go on.
 
 Example::
 
@@ -8,9 +8,9 @@ Example::
     server.push(1, gradient_N)  # [0, 1]
 
 Phases of a push:
-1. Count: the worker has finished a step; how many updates has it missed?
-2. Update: apply the gradient, or keep it until enough have come.
-3. Release: the workers whose wait is over.
+1. Count the worker's finished step, and the updates that its gradient has missed.
+2. Update: apply the gradient, or keep it until enough gradients have come.
+3. Release the workers that need not wait any longer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Synchronous:
     """One update per step, with the mean of the gradients of all workers, or of the fastest ones.
 
     Args:
-        num_backups: workers whose gradient a step does not wait for; it is thrown away. They make
-            up for stragglers.
+        num_backups: how many workers each step does not wait for; it drops their late gradients.
+            This avoids waiting for stragglers.
     """
 
     num_backups: int = 0
@@ -36,11 +36,11 @@ class Synchronous:
 
 @dataclass(frozen=True, kw_only=True)
 class Asynchronous:
-    """One update per gradient, at once.
+    """One update per gradient, made immediately.
 
     Args:
-        max_ahead: a worker that has finished c steps may go on only if all have finished c - this
-            many. None means without limit; 0 means steps in lockstep.
+        max_ahead: a worker that has finished c steps may go on only if all workers have finished at
+            least c - max_ahead steps. None means no limit; 0 means lockstep.
     """
 
     max_ahead: int | None = None
@@ -55,8 +55,8 @@ class Report:
     """What happened at the server.
 
     Attributes:
-        staleness: how many gradients that were applied had missed how many updates.
-        arrivals: the workers whose gradients arrived, in order; `replay` takes it.
+        staleness: number of missed updates -> number of applied gradients that missed so many.
+        arrivals: the workers whose gradients arrived, in order; the input of `replay`.
         num_updates: steps of the optimiser.
         num_dropped: gradients that came after their step was complete.
     """
@@ -77,7 +77,7 @@ class Report:
         return total / max(1, self.num_applied)
 
     def histogram(self) -> list[tuple[int, int]]:
-        """(updates missed, number of gradients), from 0 to the largest, for a drawing."""
+        """(missed updates, number of gradients), from 0 to the largest, for a plot."""
         largest = max(self.staleness, default=-1)
         return [(missed, self.staleness[missed]) for missed in range(largest + 1)]
 
@@ -87,8 +87,8 @@ class Server:
 
     Args:
         parameters: flat, 1-D, floating point; copied. `server.parameters` is the current value.
-        make_optimizer: makes a torch optimizer of the list of tensors it is given.
-        num_workers: all of them have the parameters at the start.
+        make_optimizer: makes a torch optimizer for a list of tensors.
+        num_workers: number of workers; all of them have the parameters at the start.
         consistency: `Synchronous` or `Asynchronous`.
 
     Raises:
@@ -109,7 +109,7 @@ class Server:
         self.consistency = consistency
         self.report = Report()
         self._clocks = [0] * num_workers  # steps that each worker has finished
-        self._read = [0] * num_workers  # the update after which it took its parameters
+        self._read = [0] * num_workers  # num_updates when the worker took its parameters
         self._waiting: set[int] = set()
         self._collected: dict[int, torch.Tensor] = {}  # synchronous: gradients of this step
 
@@ -117,11 +117,11 @@ class Server:
         """A gradient arrives from a worker that was not waiting.
 
         Returns:
-            The workers that may go on with `self.parameters` as they are now, in order. A worker
-            that is not among them waits until a later push returns it.
+            The workers that may go on with the current `self.parameters`, in order. Any other
+            worker that has pushed waits until a later push returns it.
 
         Raises:
-            ValueError: the gradient's shape is wrong, or the worker is waiting.
+            ValueError: the gradient's shape is wrong, or the worker is waiting or does not exist.
         """
         if gradient.shape != self.parameters.shape:
             raise ValueError(
@@ -142,11 +142,11 @@ class Server:
         if isinstance(self.consistency, Asynchronous):
             self._update(gradient, [missed])
         elif missed > 0:
-            self.report.num_dropped += 1  # its step went on without it
+            self.report.num_dropped += 1  # its step was complete without this gradient
         else:
             self._collected[worker] = gradient.clone()
             if len(self._collected) == self.num_workers - self.consistency.num_backups:
-                # In the order of workers, not of arrivals: the sum is the same in every run.
+                # In the order of workers, not of arrivals, so that every run gives the same sum.
                 mean = torch.stack([self._collected[w] for w in sorted(self._collected)]).mean(0)
                 self._update(mean, [0] * len(self._collected))
                 self._collected.clear()
@@ -171,7 +171,7 @@ class Server:
 
 
 def check(parameters: torch.Tensor, num_workers: int, consistency: Consistency) -> None:
-    """Refuse what cannot work. The same on every rank, before any communication."""
+    """Raise ValueError for arguments that cannot work; on every rank, before any communication."""
     if parameters.dim() != 1 or not parameters.is_floating_point():
         raise ValueError(
             "parameter server: parameters must be a 1-D floating-point tensor, got "

@@ -1,4 +1,4 @@
-"""A parameter server in one process: workers with a virtual clock, the same in every run.
+"""A parameter server in one process: workers with a virtual clock, reproducible in every run.
 
 Example::
 
@@ -42,12 +42,13 @@ class Simulated(NamedTuple):
     """Result of `simulate`.
 
     Attributes:
-        parameters: at the end.
+        parameters: the final parameters.
         report: staleness and arrivals.
         time_s: virtual seconds until the last update.
-        intervals: what the workers did, for a drawing, in the order in which gradients arrived.
+        intervals: the computations of the workers, in the order in which gradients arrived; for a
+            plot.
         idle_s: per worker, the seconds it waited for the server's permission to go on.
-        values: what `evaluate` returned: (virtual seconds, value) after each update.
+        values: (virtual seconds, value of `evaluate`) after each update.
     """
 
     parameters: torch.Tensor
@@ -59,7 +60,7 @@ class Simulated(NamedTuple):
 
     @property
     def idle_share(self) -> float:
-        """Share of all workers' time that they waited."""
+        """Share of the workers' total time in which they waited."""
         return sum(self.idle_s) / (len(self.idle_s) * self.time_s) if self.time_s else 0.0
 
 
@@ -78,11 +79,11 @@ def simulate(
     """Train until `num_updates` updates have been made. Messages take no time.
 
     Args:
-        gradient: computes a worker's gradient of its step, both counted from 0.
-        compute_s: how long that takes; the random numbers it gets are the worker's own, so a
+        gradient: computes a worker's gradient of a step; worker and step are counted from 0.
+        compute_s: the seconds that this takes. Each worker has its own random numbers, so a
             worker's times do not depend on the consistency.
-        evaluate: a number for each update, e.g. the loss.
-        seed: of the random numbers.
+        evaluate: returns a number after each update, e.g. the loss.
+        seed: seed of the random numbers.
 
     Raises:
         ValueError: see `Server`; or a time is not positive.
@@ -133,10 +134,10 @@ def replay(
     arrivals: Sequence[int],
     consistency: Consistency,
 ) -> tuple[torch.Tensor, Report]:
-    """Repeat a run from the order in which its gradients arrived: the same result, bit for bit.
+    """Repeat a run from the order in which its gradients arrived; same result, bit for bit.
 
     Args:
-        arrivals: `Report.arrivals` of a run, of real processes for instance.
+        arrivals: `Report.arrivals` of a run, e.g. of real processes.
     """
     server = Server(parameters, make_optimizer, num_workers, consistency)
     held = [server.parameters.clone() for _ in range(num_workers)]

@@ -1,10 +1,10 @@
 """Pipeline parallelism: schedules as data, a simulator, and an executor that runs them for real.
 
-- `schedule`  naive, gpipe, one_f_one_b, pipedream, interleaved, zb_h1; `check`: are they valid?
+- `schedule`  naive, gpipe, one_f_one_b, pipedream, interleaved, zb_h1; `check` validates a schedule
 - `simulate`  timeline, bubble, memory; `draw`
-- `program`   when each rank sends and receives, and why that cannot deadlock
+- `program`   when each rank sends and receives, and why this cannot deadlock
 - `partition` cut a model into balanced stages; tied embeddings
-- `executor`  train a step by any schedule; `backward` cuts the backward pass in two for zero bubble
+- `executor`  train a step with any schedule; `backward` splits the backward pass for zero bubble
 - `weight_stashing`  PipeDream: asynchronous updates
 - `model_parallel`   the naive form, in one process and over ranks
 - `native`    torch.distributed.pipelining on the same stages
@@ -16,7 +16,7 @@ Example, on p ranks::
     result = pipeline.step(inputs, targets)   # gradients are in .grad; the last rank has the loss
     optimizer.step()
 
-`schedule`, `simulate` and `program` need no torch; the rest is loaded when it is first used.
+`schedule`, `simulate` and `program` need no torch; the other modules are loaded at first use.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""A backward pass in two halves: the gradient of the input now, those of the weights later.
+"""A backward pass in two halves: first the gradient of the input, later those of the weights.
 
-The previous stage waits for the input gradient only, so a zero-bubble schedule computes that first
-(B) and fills waiting time with the weight gradients (W). Section 2 of arXiv 2401.10241.
+The previous stage waits only for the input gradient. So a zero-bubble schedule computes the input
+gradient first (B), and computes the weight gradients (W) while it would otherwise wait. Section 2
+of arXiv 2401.10241.
 
-Asking autograd twice, for the input and later for the weights, would be right but walk the whole
-path from output to input twice. Instead:
+Calling autograd twice, for the input and later for the weights, would be right, but would walk the
+whole path from output to input twice. Instead:
 
-1. Find the cuts: nodes of the autograd graph that lie on the path from the output to the input and
-   have weights hanging off it. For y = x W + b that is the one node of the multiplication.
-2. B runs down the path, and keeps the gradient that arrives at every cut.
-3. W starts from the cuts, and goes from each to its own weights only. So B and W together do the
-   arithmetic of one backward pass.
+1. Find the cuts: nodes of the autograd graph that are on the path from the output to the input and
+   lead to weights. For y = x W + b this is only the node of the multiplication.
+2. B walks down the path, and keeps the gradient that arrives at every cut.
+3. W starts from the cuts, and walks from each cut only to its own weights. So B and W together do
+   the arithmetic of one backward pass.
 
 >>> from torch import nn
 >>> layer = nn.Linear(3, 2, bias=False)
@@ -36,20 +37,20 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @dataclass
 class _Cut:
-    """Where weights hang off the path from output to input."""
+    """A node on the path from output to input that leads to weights."""
 
     edges: list[GradientEdge]  # into the node: one per output of its operation
     weights: list[Tensor]
-    gradients: list[Tensor | None]  # what arrived at the edges; filled by B
+    gradients: list[Tensor | None]  # the gradients that arrived at the edges; filled by B
 
 
 class SplitBackward:
     """The backward pass of one micro-batch through one stage.
 
     Args:
-        x: input of the stage, a leaf that requires a gradient; None for the first stage, which
-            owes nobody a gradient: its whole backward is W.
-        y: its output, or the loss (a scalar) on the last stage.
+        x: input of the stage, a leaf that requires a gradient. None for the first stage: it sends
+            no gradient, so its whole backward is W.
+        y: output of the stage, or the loss (a scalar) on the last stage.
     """
 
     def __init__(self, x: Tensor | None, y: Tensor) -> None:
@@ -58,7 +59,7 @@ class SplitBackward:
         self._cuts: list[_Cut] | None = None
 
     def input_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        """B: dL/dx from dL/dy (None for a loss). Parameters are not touched."""
+        """B: dL/dx from dL/dy (None for a loss). Parameters get no gradient."""
         self._gradient = gradient
         if self._x is None:
             return None
@@ -90,10 +91,11 @@ class SplitBackward:
 
 
 def _find_cuts(x: Tensor, y: Tensor) -> list[_Cut] | None:
-    """The cuts between y and x; None where W has to walk the whole path after all.
+    """The cuts between y and x; None if W must walk the whole path after all.
 
-    That is when a weight hangs off two cuts (it is used twice in a stage: starting at the upper
-    cut, autograd would find it along the path as well), and when y does not depend on x.
+    There are two such cases. First, two cuts lead to the same weight, because the stage uses it
+    twice: from the upper cut, autograd would also reach the weight along the path. Second, y does
+    not depend on x.
     """
     # Children before parents, and the edges by which each node is reached.
     root, leaf = get_gradient_edge(y), get_gradient_edge(x).node
@@ -114,7 +116,8 @@ def _find_cuts(x: Tensor, y: Tensor) -> list[_Cut] | None:
             if child is not None:
                 outputs.setdefault(child, set()).add(output_nr)
                 todo.append((child, False))
-    # What reaches x is the path; the other nodes hang off it. Collect the weights below those.
+    # The nodes that reach x are the path; the other nodes are side branches. Collect the weights
+    # below the side branches.
     path: set[Node] = {leaf}
     below: dict[Node, dict[int, Tensor]] = {}
     cuts: list[_Cut] = []
@@ -142,7 +145,7 @@ def _find_cuts(x: Tensor, y: Tensor) -> list[_Cut] | None:
 
 
 def _accumulate_all(x: Tensor | None, y: Tensor, gradient: Tensor | None) -> None:
-    """The whole backward pass; the gradient of x, which B has given away, is dropped."""
+    """The whole backward pass. It drops the gradient of x, because B has already returned it."""
     if not y.requires_grad:  # nothing to train in this stage
         return
     torch.autograd.backward([y], None if gradient is None else [gradient])

@@ -1,4 +1,4 @@
-"""Whether a schedule can run and does all of the work; and an order in which all of it can run.
+"""Checks that a schedule can run and does all of the work; and finds an order in which it can run.
 
 >>> from minidist.parallel.pipeline.schedule import Action, Kind, Schedule
 >>> F, B = Kind.FORWARD, Kind.BACKWARD
@@ -19,9 +19,10 @@ from minidist.parallel.pipeline.schedule import Action, Kind, Schedule
 def check_schedule(schedule: Schedule) -> None:
     """Raise ValueError, naming the rank, unless the schedule can run and does all of the work.
 
-    Every rank has F of every micro-batch and chunk exactly once, and B too unless nobody has one;
-    W (and U) likewise if any occurs. Then the ranks are walked through their lists: an action runs
-    when all that it `needs` is over. If no rank can go on, that is a deadlock.
+    Every rank must have F of every micro-batch and chunk exactly once. If any rank has a B, W or U,
+    then every rank must also have all actions of this kind exactly once. Then the check walks all
+    ranks through their lists: an action runs when everything that it `needs` is over. If no rank
+    can go on, the schedule has a deadlock.
     """
     _check_complete(schedule)
     for _ in in_order(schedule):
@@ -29,7 +30,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """All (rank, action) in an order in which each comes after what it needs.
+    """All (rank, action), ordered so that each comes after everything that it needs.
 
     Raises:
         ValueError: a deadlock; the message says what every stuck rank waits for.

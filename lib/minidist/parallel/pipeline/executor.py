@@ -1,13 +1,13 @@
-"""Train for real by any schedule: stages on the ranks of a group, activations sent between them.
+"""Trains with any schedule: stages on the ranks of a group, activations sent between the ranks.
 
-Phases of a step: cut the batch into micro-batches; walk this rank's program (`program.py`), which
-is actions and exchanges in order; reduce the gradient of tied weights; wait until all is sent.
-Gradients add up in `.grad` to exactly those of the whole batch: the loss is a mean, so each
-micro-batch counts 1/m.
+Phases of a step: cut the batch into micro-batches; walk this rank's program (`program.py`), a list
+of actions and exchanges; sum the gradients of tied weights; wait until all messages are sent. The
+sum in `.grad` is the gradient of the whole batch: the loss is a mean, so each micro-batch counts
+1/m.
 
     F  take the input, run the stage, keep (input, output) until B, send the output on
     B  take the output's gradient, backward, send the input's gradient back
-    W  the part of backward that nobody waits for (zero bubble, `backward.py`)
+    W  the part of backward for which no rank waits (zero bubble, `backward.py`)
 
 Example, on every rank of a group of p::
 
@@ -46,18 +46,18 @@ class PipelineExecutor:
     """Runs one schedule on the stages of this rank.
 
     Args:
-        stages: this rank's stage, or its v chunks in order. One tensor in, one tensor out.
-        schedule: from `schedule.py`, or your own.
-        loss_fn: (output, target) of a micro-batch -> mean over it, a scalar.
-        group: rank i of it is rank i of the schedule; None means the default group. Its timeout is
-            the deadline of every wait.
-        device: where the stages are; by default that of their first parameter.
-        specs: output of every stage for one micro-batch, if known; the same on all ranks. By
-            default they are found in the first step, by a forward pass of zeros.
+        stages: this rank's stage, or its v chunks in order. Each takes and returns one tensor.
+        schedule: a schedule of `schedule.py`, or your own.
+        loss_fn: (output, target) of a micro-batch -> mean over the micro-batch, a scalar.
+        group: rank i of the group is rank i of the schedule; None means the default group. The
+            group's timeout is the deadline of every wait.
+        device: the device of the stages; by default that of their first parameter.
+        specs: spec of every stage's output for one micro-batch, if known; the same on all ranks.
+            By default the first step finds them by a forward pass with zeros.
         record: keep the times of all actions. On CUDA this synchronises the device in every step.
 
     Raises:
-        ValueError: schedule, stages and group do not fit each other.
+        ValueError: schedule, stages and group do not fit together.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class PipelineExecutor:
 
     @property
     def is_first(self) -> bool:
-        """Whether stage 0 is here, which needs the inputs."""
+        """Whether this rank has stage 0, which needs the inputs."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the last stage is here, which needs the targets and has the loss."""
+        """Whether this rank has the last stage, which needs the targets and has the loss."""
         return self.rank == self.schedule.num_ranks - 1
 
     def step(
@@ -105,17 +105,19 @@ class PipelineExecutor:
         """Forward and backward of one batch; gradients are added to `.grad`. Collective.
 
         Args:
-            inputs: (B, ...), needed on the first rank; the others may pass anything.
+            inputs: (B, ...), needed on the first rank; other ranks may pass anything.
             targets: (B, ...), needed on the last rank.
             output: also return the last stage's output, (B, ...), on the last rank.
 
         Raises:
-            ValueError: a rank lacks its inputs or targets, or B is no multiple of m (in the first
-                step on all ranks; later on that rank, and the others wait until the group's
-                timeout); or gradients are switched off.
-            MismatchError: a stage does not fit the one before it (in the first step, on all
-                ranks), or an output's shape or dtype is not the agreed one (on its rank; the
-                others wait until the group's timeout, and the group cannot be used further).
+            ValueError: a rank lacks its inputs or targets, or B is not a multiple of m. The first
+                step raises this on all ranks; later steps raise only on the rank concerned, and the
+                other ranks wait until the group's timeout. Also: gradients are switched off.
+            MismatchError: a stage does not fit the previous stage (in the first step, on all
+                ranks); or an output does not have the agreed shape or dtype (on its rank; the other
+                ranks wait until the group's timeout, and the group cannot be used any more); or the
+                micro-batches differ in shape or dtype from those of the first step (on the first
+                rank).
         """
         self._begin(inputs, targets, output)
         for step in self.program:
@@ -131,8 +133,8 @@ class PipelineExecutor:
     def evaluate(self, inputs: Tensor | None = None, targets: Tensor | None = None) -> StepResult:
         """Loss and output of one batch without gradients, on the last rank. Collective.
 
-        Puts the stages into eval mode for the time of the call. The batch has the size of a
-        training batch.
+        The stages are in eval mode during the call. The batch must have the size of a training
+        batch.
         """
         if self._evaluator is None:
             p, m, v = self.schedule.num_ranks, self.schedule.num_micro_batches, len(self.stages)
@@ -154,7 +156,7 @@ class PipelineExecutor:
             for stage, mode in zip(self.stages, modes, strict=True):
                 stage.train(mode)
 
-    # The three kinds of action. Subclasses change them. ----------------------------------------
+    # The kinds of action. Subclasses override them. --------------------------------------------
 
     def _forward(self, action: Action) -> None:
         x = self._input_of(action)
@@ -185,10 +187,10 @@ class PipelineExecutor:
     def _update(self, action: Action) -> None:
         raise AssertionError("schedules with updates are refused by the constructor")
 
-    # What they are made of. ---------------------------------------------------------------------
+    # Helpers of the actions. --------------------------------------------------------------------
 
     def _act(self, action: Action) -> None:
-        # An input is waited for here, so that the span is computation only.
+        # Wait for inputs here, so that the span contains only computation.
         for source, made_by in self.schedule.needs(self.rank, action):
             if source != self.rank:
                 message = Message(source, self.rank, made_by, action)
@@ -213,7 +215,7 @@ class PipelineExecutor:
         self._mail.post(exchange, outgoing)
 
     def _input_of(self, action: Action) -> Tensor | None:
-        """Of a stage: None for the first one, whose input is the micro-batch."""
+        """The stage's input from the previous stage; None for the first stage."""
         if self._is_first_stage(action):
             return None
         x = self._arrived(action)
@@ -222,7 +224,7 @@ class PipelineExecutor:
     def _call(
         self, action: Action, x: Tensor | None, weights: dict[str, Tensor] | None = None
     ) -> Tensor:
-        """Run the stage, with its own weights or with others, and check what comes out."""
+        """Run the stage, with its own weights or with `weights`, and check the output."""
         if x is None:
             x = self._run.inputs[action.micro_batch]
         stage = self.stages[action.chunk]
@@ -244,7 +246,7 @@ class PipelineExecutor:
         return loss
 
     def _send(self, action: Action, tensor: Tensor | None) -> None:
-        """Hand a result to the next action that needs it: to the outbox, or on this very rank."""
+        """Pass a result to the action that needs it: by the outbox, or directly on this rank."""
         if tensor is None:
             return
         stage = self.schedule.stage(self.rank, action.chunk)
@@ -312,7 +314,8 @@ class PipelineExecutor:
         spec = TensorSpec.of(micro_inputs[0]) if micro_inputs else None
         if self._mailbox is None:
             self._share_problem(problem)
-            # A collective of the whole group: NCCL wants one before its first message, too.
+            # Both branches are a collective of the whole group, which NCCL also needs before its
+            # first message.
             if self.specs is None:
                 self.specs = infer_specs(
                     self.schedule, self.rank, self.stages, spec, self.device, self.group
@@ -337,7 +340,7 @@ class PipelineExecutor:
         )
 
     def _share_problem(self, problem: ValueError | None) -> None:
-        """Collective, in the first step: if one rank cannot begin, the others must not wait."""
+        """Collective, in the first step: if one rank cannot begin, all ranks raise."""
         texts: list[str | None] = [None] * self.schedule.num_ranks
         dist.all_gather_object(texts, None if problem is None else str(problem), group=self.group)
         if problem is not None:

@@ -1,15 +1,15 @@
-"""Naive model parallelism: the layers are spread over devices, and one of p works at a time.
+"""Naive model parallelism: the layers are spread over p devices, and one device works at a time.
 
-Two forms of the same thing. `ModelParallel` is one process that owns all devices: it moves the
-activation along, and autograd moves the gradient back. `forward_backward` is one process per
-device, with every move written out. It is what a pipeline does with one micro-batch.
+There are two forms. `ModelParallel` is one process that owns all devices: it moves the activation
+from device to device, and autograd moves the gradient back. `forward_backward` uses one process per
+device, with every transfer written out. A pipeline with one micro-batch does the same.
 
     rank 0  F .  .  .  .  B
     rank 1  .  F .  .  B  .       utilisation 1/p, less what the transfers take
     rank 2  .  .  F B  .  .
 
-How little that is, for 12 layers of 10 ms on 3 ranks with transfers of 5 ms: the forward pass takes
-3 * 40 + 2 * 5 = 130 ms, backward here as much again, and 30.8 % of the ranks' time is used.
+Example: 12 layers of 10 ms on 3 ranks, with transfers of 5 ms. The forward pass takes
+3 * 40 + 2 * 5 = 130 ms, backward here takes the same, and the ranks work 30.8 % of the time.
 
 >>> from minidist.parallel.pipeline.schedule import naive
 >>> from minidist.parallel.pipeline.simulate import StageTimes, simulate
@@ -48,7 +48,7 @@ class ModelParallel(nn.Module):
     torch.Size([3, 2])
 
     Args:
-        stages: in order, see `split_model`. They are moved to their devices.
+        stages: the stages in order, see `split_model`. They are moved to their devices.
         devices: one per stage.
     """
 
@@ -64,7 +64,7 @@ class ModelParallel(nn.Module):
         self.stages = nn.ModuleList(stage.to(device) for stage, device in pairs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any device -> the last stage's device, where the targets have to be too."""
+        """x may be on any device. The result is on the last stage's device; put targets there."""
         for stage, device in zip(self.stages, self.devices, strict=True):
             x = stage(x.to(device))
         return x
@@ -82,17 +82,17 @@ def forward_backward(
     """One step over ranks with one stage each; gradients are added to `.grad`. Collective.
 
     Args:
-        stage: rank r's is the r-th of the model.
+        stage: on rank r, the r-th stage of the model.
         loss_fn: (output, target) -> scalar.
-        inputs: on the first rank.
-        targets: on the last rank.
-        input_spec: on all ranks but the first: what comes from the rank before.
+        inputs: needed on the first rank.
+        targets: needed on the last rank.
+        input_spec: needed on all ranks except the first: the spec of the previous rank's output.
 
     Returns:
-        The loss on the last rank, detached; None on the others.
+        The loss on the last rank, detached; None on the other ranks.
 
     Raises:
-        ValueError: this rank lacks what it needs.
+        ValueError: an argument that this rank needs is missing.
     """
     rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     for name, value, needed in (
@@ -105,25 +105,26 @@ def forward_backward(
     weight = next(stage.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device
 
-    # 1. The activation comes, and gets a gradient of its own: it is where our graph begins.
+    # 1. Receive the activation. It is the leaf at which this rank's graph begins, so it gets a
+    # gradient.
     if rank == 0:
         assert inputs is not None
         x = inputs.to(device)
     else:
         assert input_spec is not None
         x = _move(dist.irecv, input_spec.empty(device), rank - 1, group).requires_grad_()
-    # 2. Forward, and on.
+    # 2. Forward, then send the output.
     y = stage(x)
     if rank < last:
         _move(dist.isend, y.detach(), rank + 1, group)
-        # 3. The gradient of what we sent comes back.
+        # 3. Receive the gradient of the output.
         gradient = _move(dist.irecv, torch.empty_like(y), rank + 1, group)
         torch.autograd.backward([y], [gradient])
     else:
         assert targets is not None
         y = loss_fn(y, targets.to(device))
         y.backward()
-    # 4. And the gradient of what we got goes back.
+    # 4. Send the gradient of the input back.
     if rank > 0:
         _move(dist.isend, torch.zeros_like(x) if x.grad is None else x.grad, rank - 1, group)
     return y.detach() if rank == last else None
@@ -132,8 +133,8 @@ def forward_backward(
 def _move(
     operation: Callable[..., object], tensor: Tensor, peer: int, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Send or receive, and wait. One message is under way at a time: no circle of waiting."""
-    # gloo has no send and recv for CUDA tensors: they go through the host.
+    """Send or receive, and wait. Only one message travels at a time, so this cannot deadlock."""
+    # gloo has no send and recv for CUDA tensors, so these go through host memory.
     wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else tensor.device
     carried = tensor.to(wire).contiguous()
     for work in dist.batch_isend_irecv(

@@ -1,4 +1,4 @@
-"""The torch-native way: the same stages under torch.distributed.pipelining.
+"""The same stages with torch's own torch.distributed.pipelining.
 
     ours                 torch                           rule on micro-batches
     gpipe                ScheduleGPipe                   -
@@ -6,8 +6,8 @@
     interleaved          ScheduleInterleaved1F1B         m a multiple of max(1, m // p)
     (zb_h1, one chunk)   ScheduleInterleavedZeroBubble   the same; it is the paper's ZB-1P
 
-Both divide by m: torch scales the gradients after the last backward, ours scales each loss. So with
-torch, gradients must be zeroed before each step; with ours they may keep adding up.
+Both divide by m: torch scales the gradients after the last backward, our executor scales each loss.
+So with torch, gradients must be zeroed before each step; with our executor they may accumulate.
 
 Example::
 
@@ -39,11 +39,12 @@ class NativePipeline:
         stages: this rank's stage, or its chunks in order.
         schedule: one of "GPipe", "1F1B" (one stage per rank), "interleaved 1F1B", "zero bubble".
         num_micro_batches: m.
-        loss_fn: (output, target) of a micro-batch -> mean over it.
+        loss_fn: (output, target) of a micro-batch -> mean over the micro-batch.
         group: the pipeline's ranks.
 
     Raises:
-        ValueError: an unknown schedule, more chunks than it can take, or torch's rule on m.
+        ValueError: an unknown schedule, more chunks than the schedule allows, or m breaks torch's
+            rule.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class NativePipeline:
             )
             for i, chunk in enumerate(chunks)
         ]
-        # torch types the two families apart: one stage, or a list of them.
+        # torch has separate types for the two families: one stage, or a list of stages.
         kind: Any = (SINGLE | MULTI)[schedule]
         first: Any = made[0] if schedule in SINGLE else made
         self.schedule = kind(first, n_microbatches=num_micro_batches, loss_fn=loss_fn)

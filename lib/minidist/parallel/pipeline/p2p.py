@@ -1,8 +1,8 @@
-"""What travels between stages: shapes and dtypes agreed once, then tensors by batch_isend_irecv.
+"""Messages between stages: agree on shapes and dtypes once, then send with batch_isend_irecv.
 
-Phases: agree on every stage's output before the first step (`infer_specs`, by one forward pass of
-zeros); then per step post each exchange of the program, wait for an input just before it is used,
-and for the sends at the end of the step.
+Phases: before the first step, agree on every stage's output (`infer_specs`, by one forward pass
+with zeros). Then in each step, post each exchange of the program, wait for an input just before its
+use, and wait for the sends at the end of the step.
 
 Example::
 
@@ -30,7 +30,7 @@ from minidist.parallel.pipeline.schedule import Kind, Schedule
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor. Printed as float32 [2, 8, 16]."""
+    """Shape and dtype of a tensor. Printed e.g. as float32 [2, 8, 16]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,9 +50,9 @@ class Mailbox:
     """Sends and receives of one rank. Posting returns at once; only `take` and `finish` wait.
 
     Args:
-        specs: of the output of every stage.
+        specs: the spec of every stage's output.
         device: where the stages compute.
-        group: rank i of it is rank i of the schedule.
+        group: rank i of the group is rank i of the schedule.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class Mailbox:
     ) -> None:
         self.schedule, self.rank, self.specs, self.group = schedule, rank, specs, group
         self.device = device
-        # gloo has no send and recv for CUDA tensors: they go through the host.
+        # gloo has no send and recv for CUDA tensors, so these go through host memory.
         self.wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self._arriving: dict[Message, tuple[Tensor, list[Any]]] = {}
         self._leaving: list[tuple[Tensor, list[Any]]] = []
 
     def spec(self, message: Message) -> TensorSpec:
-        """A gradient has the shape and dtype of the activation it belongs to."""
+        """The spec of a message. A gradient has the shape and dtype of its activation."""
         activation = message.made_by if message.made_by.kind is Kind.FORWARD else message.used_by
         owner = message.source if message.made_by.kind is Kind.FORWARD else message.target
         return self.specs[self.schedule.stage(owner, activation.chunk)]
 
     def post(self, exchange: Exchange, outgoing: Mapping[Message, Tensor]) -> None:
-        """Start all messages of an exchange. `outgoing` has the tensors of those that we send."""
+        """Start all messages of an exchange. `outgoing` has the tensors that this rank sends."""
         operations, tensors = [], []
         for message in exchange.messages:
             sends = message.source == self.rank
@@ -95,8 +95,9 @@ class Mailbox:
             )
             tensors.append(tensor)
         works = dist.batch_isend_irecv(operations)
-        # gloo gives one handle per operation, and a second wait for the same one hangs; NCCL gives
-        # one for the whole batch, which may be waited for again. A tensor lives until it has left.
+        # gloo returns one handle per operation, and a second wait on the same handle hangs. NCCL
+        # returns one handle for the whole batch, and several waits are allowed. Each tensor is kept
+        # until it is sent.
         separate = len(works) == len(operations)
         for i, message in enumerate(exchange.messages):
             own = [works[i]] if separate else works
@@ -106,14 +107,14 @@ class Mailbox:
                 self._leaving.append((tensors[i], own))
 
     def take(self, message: Message) -> Tensor:
-        """Wait for a posted message and hand out its tensor, on the device of the stages."""
+        """Wait for a posted message and return its tensor, on the device of the stages."""
         tensor, works = self._arriving.pop(message)
         for work in works:
             work.wait()
         return tensor.to(self.device)
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends are complete."""
         for _, works in self._leaving:
             for work in works:
                 work.wait()
@@ -128,14 +129,14 @@ def infer_specs(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> list[TensorSpec]:
-    """Shape and dtype of every stage's output. Collective; stage after stage.
+    """Shape and dtype of every stage's output. Collective; one stage after the other.
 
     Args:
         stages: this rank's chunks.
-        first_input: of one micro-batch; needed on rank 0.
+        first_input: spec of one micro-batch's input; needed on rank 0.
 
     Raises:
-        MismatchError: on every rank, if a stage cannot take what the stage before it gives.
+        MismatchError: on every rank, if a stage cannot take the output of the previous stage.
     """
     specs: list[TensorSpec] = []
     for stage in range(schedule.num_stages):
@@ -152,7 +153,7 @@ def infer_specs(
                 answer = [
                     f"stage {stage} cannot take {before}, {spec}: {type(error).__name__}: {error}"
                 ]
-        # Errors travel as well: otherwise the other ranks would wait for a shape for ever.
+        # Broadcast errors as well; otherwise the other ranks would wait for a shape for ever.
         dist.broadcast_object_list(
             answer, group=group, group_src=owner, device=_wire(device, group)
         )
@@ -175,10 +176,10 @@ def compare_specs(specs: Sequence[TensorSpec], group: dist.ProcessGroup | None =
 
 
 def _output_spec(stage: nn.Module, spec: TensorSpec, device: torch.device) -> TensorSpec:
-    """What a stage makes of zeros. Its buffers and the random numbers are as they were after it.
+    """The spec of a stage's output for zeros. Buffers and random state are restored afterwards.
 
-    Not on the meta device: that takes a product of float32 and float64, and cannot communicate,
-    as a stage that is tensor-parallel itself has to.
+    This does not use the meta device, for two reasons: the meta device accepts a product of float32
+    and float64, and it cannot communicate, as a tensor-parallel stage must.
     """
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     x = torch.zeros(spec.shape, dtype=spec.dtype, device=device)

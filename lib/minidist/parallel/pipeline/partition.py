@@ -1,7 +1,7 @@
 """Cut a model into pipeline stages of equal cost; keep tied embeddings equal on both ends.
 
-Phases of `split_model`: list the model's units (what cannot be cut further), weigh them, find the
-best contiguous partition, build a module per stage.
+Phases of `split_model`: list the model's units (the parts that cannot be cut further), compute
+their costs, find the best contiguous partition, build one module per stage.
 
 >>> balance([4, 1, 1, 1, 1, 4], 3)
 [range(0, 1), range(1, 5), range(5, 6)]
@@ -9,9 +9,9 @@ best contiguous partition, build a module per stage.
 >>> [list(stage.state_dict()) for stage in split_model(model, 2)]
 [['0.weight', '0.bias'], ['2.weight', '2.bias', '3.weight', '3.bias']]
 
-Stages share the model's modules, and parameters keep the names that they have in the model, so the
-union of the stages' state dicts is the model's. Rank r of p then keeps `stages[r]`, or
-`stages[r::p]` with several chunks per rank.
+Stages share the model's modules, and parameters keep their names, so the union of the stages' state
+dicts is the model's state dict. Rank r of p then keeps `stages[r]`, or `stages[r::p]` with several
+chunks per rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def balance(costs: Sequence[float], num_stages: int) -> list[range]:
     Dynamic programming over (units taken, stages used): O(n^2 * num_stages) for n units.
 
     Args:
-        costs: per unit, in any one measure (parameters, seconds); not negative.
+        costs: the cost of each unit, all in the same measure (parameters, seconds); not negative.
 
     Returns:
         Per stage, the indices of its units.
@@ -48,7 +48,7 @@ def balance(costs: Sequence[float], num_stages: int) -> list[range]:
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[i] = (largest sum, where the last stage begins) for the first i units; stage by stage.
+    # best[i] = (largest sum, begin of the last stage) for the first i units; updated per stage.
     best = [(sums[i], 0) for i in range(n + 1)]
     begins = [[0] * (n + 1)]
     for stage in range(1, num_stages):
@@ -71,14 +71,14 @@ def split_model(
 ) -> list[nn.Module]:
     """Stages of a `minidist.model.GPT`, a `minidist.model.ResNet` or an `nn.Sequential`.
 
-    Units are: of a GPT the embeddings, every block, norm with head; of a ResNet the stem, its
-    stages and the head; of a Sequential its modules.
+    The units of a GPT are the embeddings, every block, and the norm with the head; those of a
+    ResNet are the stem, its stages and the head; those of a Sequential are its modules.
 
     Args:
-        costs: one number per unit, seconds say; by default the number of parameters.
+        costs: one number per unit, e.g. seconds; by default the number of parameters.
 
     Raises:
-        ValueError: another kind of model, more stages than units, or too few or many costs.
+        ValueError: a different kind of model, more stages than units, or a wrong number of costs.
     """
     if isinstance(model, nn.Sequential):
         units = list(model)
@@ -106,13 +106,14 @@ def split_model(
 class GPTStage(nn.Module):
     """Some consecutive units of a GPT: embeddings, blocks, norm and head.
 
-    The first stage takes tokens_BT, the others x_BTD; the last one returns logits_BTV. If the model
-    is tied and cut, the last stage gets a weight of its own for the head, and
-    `sync_tied_gradients` keeps it equal to the embedding's.
+    The first stage takes tokens_BT, the others take x_BTD; the last stage returns logits_BTV. If
+    the model is tied and cut, the last stage gets a copy of the weight for its head, and
+    `sync_tied_gradients` keeps the copy equal to the embedding's weight.
 
     Args:
-        model: the GPT; its modules are shared, except for a tied head.
-        part: units of this stage; 0 is the embeddings, num_units - 1 is norm and head.
+        model: the GPT; its modules are shared, except a tied head.
+        part: the units of this stage; unit 0 is the embeddings, unit num_units - 1 is norm and
+            head.
     """
 
     def __init__(self, model: nn.Module, part: range, num_units: int) -> None:
@@ -129,7 +130,7 @@ class GPTStage(nn.Module):
             self.token_embedding = gpt.token_embedding
             self.position_embedding = gpt.position_embedding
             self.tied_weight_name = "token_embedding.weight" if tied else None
-        # A dict with the model's indices as keys, so that names in the state dict stay.
+        # A dict with the model's indices as keys, so that names in the state dict do not change.
         blocks = range(max(part.start - 1, 0), min(part.stop - 1, num_units - 2))
         self.blocks = nn.ModuleDict({str(i): gpt.blocks[i] for i in blocks})
         if self.is_last:
@@ -162,10 +163,11 @@ def _resnet_stage(model: nn.Module, part: range, num_units: int) -> nn.Module:
 def sync_tied_gradients(
     stages: Sequence[nn.Module], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Give both copies of a tied weight the sum of their gradients. Ranks in between do nothing.
+    """Give both copies of a tied weight the sum of their gradients. Middle ranks do nothing.
 
-    The weight is used twice, so its gradient has two parts, one at each end of the pipeline. With
-    equal gradients and equal optimizer state the copies stay equal (Megatron-LM does the same).
+    The model uses the weight twice, so its gradient has two parts, one at each end of the pipeline.
+    With equal gradients and equal optimizer state the copies stay equal (Megatron-LM does the
+    same).
 
     Args:
         stages: this rank's stages, after the backward pass.
@@ -187,7 +189,7 @@ def sync_tied_gradients(
         grads[0].copy_(total)
         grads[1].copy_(total)
         return
-    # An all-reduce of two ranks, as an exchange: no group of the two has to be made.
+    # An all-reduce of two ranks, done as an exchange, because this needs no group of the two ranks.
     last = dist.get_world_size(group) - 1
     other = last if dist.get_rank(group) == 0 else 0
     wire = "cpu" if dist.get_backend(group) == "gloo" else grads[0].device
@@ -199,5 +201,5 @@ def sync_tied_gradients(
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    # In this order on both, so that the sums are the same bit for bit: a + b = b + a.
+    # Both ranks get the same bits, because a + b = b + a.
     grads[0].add_(theirs.to(grads[0].device))

@@ -1,18 +1,19 @@
-"""From a schedule to what each rank really does: its computations, and the messages between them.
+"""From a schedule to the program of each rank: its computations, and the messages between them.
 
-Who sends what to whom follows from the schedule. *When* each rank posts its sends and receives has
-to be chosen so that ranks can never wait for each other in a circle, even where a send does not
-return before it is received and a rank's messages go one after the other (NCCL's stream; gloo is
-milder). The rule, and why it works:
+The schedule determines which rank sends what to which rank. This module chooses *when* each rank
+posts its sends and receives. Ranks must never wait for each other in a circle, even if a send
+returns only after its receive, and if the messages of a rank run one after the other (as on NCCL's
+stream; gloo is less strict). The rule, and why it works:
 
-1. Put everything that all ranks do into one order in time: computations by their start in an ideal
-   run, each message right after the computation that made it.
-2. Every rank does its own part of that order. The first thing of the order that is not over can
-   always run: all before it is over, so both ends of a message are free for it. No deadlock.
-3. A receive moves up past one computation of its rank, but never past another message: it is
-   posted before that computation, which hides the transfer. The order of messages, which is what
-   the proof is about, stays. Neighbours become one batch, with one receive at most: a batch is over
-   when all of it is, and nobody should wait for two inputs to get one.
+1. Put all computations and messages of all ranks into one order in time: computations by their
+   start in an ideal run, each message right after the computation that made it.
+2. Every rank does its own part of this order. The first item of the order that is not over can
+   always run: everything before it is over, so both ends of a message are free. So there is no
+   deadlock.
+3. A receive moves up past one computation of its rank, but never past another message. It is then
+   posted before this computation, which hides the transfer. The order of messages does not change,
+   so the proof still holds. Adjacent messages become one batch, with at most one receive: a batch
+   is over only when all of its messages are, and no rank should wait for two inputs to get one.
 
 >>> from minidist.parallel.pipeline.schedule import one_f_one_b
 >>> for step in make_program(one_f_one_b(2, 2))[1]:
@@ -39,11 +40,11 @@ from minidist.parallel.pipeline.simulate import StageTimes, simulate
 
 @dataclass(frozen=True)
 class Message:
-    """An activation (F) or the gradient of one (B) on its way from rank to rank.
+    """An activation (F) or the gradient of an activation (B), sent from one rank to another.
 
     Args:
-        made_by: the action on rank `source` whose result it is.
-        used_by: the action on rank `target` that needs it.
+        made_by: the action on rank `source` whose result is sent.
+        used_by: the action on rank `target` that needs this result.
     """
 
     source: int
@@ -77,12 +78,13 @@ Step = Action | Exchange
 
 
 def make_program(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
-    """Per rank: actions, and exchanges between them.
+    """The program of each rank: its actions, and the exchanges between them.
 
     Raises:
         ValueError: the schedule is invalid.
     """
-    # 1. One order of everything: an item is (time, messages first, rank, position) and the thing.
+    # 1. One order of everything. An item is (sort key, rank, action or message); at equal times,
+    # messages come first.
     spans = simulate(schedule, StageTimes()).spans
     end_s = {(rank, s.action): s.end_s for rank, of in enumerate(spans) for s in of}
     order: list[tuple[tuple[float, int, int, int], int, Action | Message]] = []
@@ -96,7 +98,7 @@ def make_program(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
                     order.append((key, source, message))
     order.sort(key=lambda item: item[0])
 
-    # 2. Each rank's part of it.
+    # 2. Each rank's part of the order.
     programs: list[list[Step | Message]] = [[] for _ in spans]
     for _, rank, thing in order:
         programs[rank].append(thing)
@@ -106,7 +108,7 @@ def make_program(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
 
 def _batch(rank: int, program: list[Step | Message]) -> list[Step]:
-    # 3. Receives move up past one computation; then neighbours are joined.
+    # 3. Receives move up past one computation; then adjacent messages are joined.
     steps: list[Step | Message] = []
     for thing in program:
         receive = isinstance(thing, Message) and thing.target == rank
@@ -128,10 +130,10 @@ def _batch(rank: int, program: list[Step | Message]) -> list[Step]:
 
 
 def check_program(programs: tuple[tuple[Step, ...], ...]) -> None:
-    """Raise ValueError if the programs could stop, or a rank uses or sends what it does not have.
+    """Raise ValueError on a deadlock, or if a rank uses or sends something before it has it.
 
     Walks all ranks under the strictest rules that a network could have: an exchange is over only
-    when all of its messages have met their other half, and until then its rank does nothing else.
+    when both ends of all its messages are posted, and until then its rank does nothing else.
     """
     at = [0] * len(programs)
     posted: dict[Message, set[int]] = {}
@@ -168,7 +170,7 @@ def check_program(programs: tuple[tuple[Step, ...], ...]) -> None:
 
 
 def num_messages(schedule: Schedule) -> int:
-    """Messages of one step over all ranks: 2 m (p v - 1) where p > 1."""
+    """Number of messages of one step over all ranks: 2 m (p v - 1) if p > 1."""
     return sum(
         source != rank
         for rank, actions in enumerate(schedule.actions)

@@ -1,4 +1,4 @@
-"""What one step of an executor keeps while it runs, and the timeline that comes out of it."""
+"""The state of an executor's step while it runs, and the timeline recorded from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minidist.parallel.pipeline.simulate import Span, Timeline
 
 
 class Clock:
-    """Keeps nothing; the default, for it costs nothing."""
+    """Records nothing. This is the default, because it costs nothing."""
 
     @contextlib.contextmanager
     def span(self, action: Action) -> Iterator[None]:
@@ -28,7 +28,7 @@ class Clock:
 
 
 class HostClock(Clock):
-    """Times of the host: right where computation is over when its call returns (CPU)."""
+    """Times of the host. Correct if computation is over when its call returns (CPU)."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -44,7 +44,7 @@ class HostClock(Clock):
 
 
 class CudaClock(Clock):
-    """Times of the device, from events between its kernels, put on the host's time axis."""
+    """Times of the device, from events between its kernels, converted to the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,12 +81,13 @@ def make_clock(device: torch.device, record: bool) -> Clock:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step left behind on this rank, besides the gradients.
+    """The result of a step on this rank, besides the gradients.
 
     Args:
-        loss: mean over the batch, a detached scalar; on the rank of the last stage, else None.
-        output: of the last stage for the whole batch, where it was asked for.
-        peak_activations: most that the rank kept at once, in micro-batches through all its layers.
+        loss: mean over the batch, a detached scalar; None except on the rank of the last stage.
+        output: output of the last stage for the whole batch, if requested, on its rank; else None.
+        peak_activations: most activations that the rank kept at once. The unit is one micro-batch
+            through all layers of the rank.
         spans: when each action ran, in seconds of this machine's clock; empty unless recording.
     """
 
@@ -112,7 +113,7 @@ class Run:
     outputs: dict[int, Tensor] = field(default_factory=dict)
 
     def keep(self, action: Action, what: Any) -> None:
-        """Activations of a forward, until their backward takes them with `live.pop`."""
+        """Keep the activations of a forward, until its backward takes them with `live.pop`."""
         self.live[action.micro_batch, action.chunk] = what
         self.peak = max(self.peak, len(self.live))
 
@@ -122,11 +123,11 @@ def gather_timeline(
 ) -> Timeline:
     """The timeline of all ranks, on every rank, in the simulator's form. Collective.
 
-    Time 0 is the first start. Ranks of one machine share a clock; across machines the rows are
-    only as well aligned as the machines' clocks.
+    Time 0 is the first start. Ranks of one machine share a clock; across machines, the rows are
+    aligned only as well as the machines' clocks.
 
     Args:
-        spans: of this rank, from a step that was recorded.
+        spans: this rank's spans of a recorded step.
     """
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, spans, group=group)

@@ -1,16 +1,16 @@
-"""Pipeline schedules as data: for every rank the list of what it computes, in order.
+"""Pipeline schedules as data: for every rank, the ordered list of its computations.
 
 The layers of a model are cut into stages. With p ranks and v chunks per rank there are p * v
-stages; stage s lives on rank s % p as its chunk s // p. A batch is cut into m micro-batches, and a
-schedule says in which order each rank runs the forward (F) and backward (B) passes of them. Sends
-and receives are not listed: they follow from the order (`program.py`).
+stages; stage s is chunk s // p of rank s % p. A batch is cut into m micro-batches. A schedule says
+in which order each rank runs their forward (F) and backward (B) passes. It does not list sends and
+receives, because they follow from the order (`program.py`).
 
     naive        one micro-batch at a time: model parallelism, all ranks but one are idle
     gpipe        all forwards, then all backwards                          arXiv 1811.06965
     one_f_one_b  the same bubble, but at most p micro-batches in memory    arXiv 2006.09503
     pipedream    1F1B without a flush: an update (U) after each backward   arXiv 1806.03377
     interleaved  1F1B over v chunks per rank: the bubble is v times less   arXiv 2104.04473
-    zb_h1        the weight gradient (W) waits, and fills the bubble       arXiv 2401.10241
+    zb_h1        the weight gradient (W) runs later, and fills the bubble  arXiv 2401.10241
 
 >>> print(one_f_one_b(3, 4))
 1F1B: 3 ranks, 4 micro-batches
@@ -18,8 +18,8 @@ rank 0: F0 F1 F2 B0 F3 B1 B2 B3
 rank 1: F0 F1 B0 F2 B1 F3 B2 B3
 rank 2: F0 B0 F1 B1 F2 B2 F3 B3
 
-Phases of a builder: validate, count the warm-up, list the actions of each rank. A schedule of your
-own is a `Schedule` too, and `check.py` finds what is wrong with it. No torch in this file.
+Phases of a builder: validate, count the warm-up, list the actions of each rank. Your own schedule
+is a `Schedule` too, and `check.py` finds its mistakes. No torch in this file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Kind(StrEnum):
     """What a rank does with one micro-batch on one of its chunks."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # gradients of input and weights; of the input only where the schedule has W
+    BACKWARD = "B"  # gradients of input and weights; only of the input if the schedule has W
     WEIGHT = "W"  # gradients of the weights, after their B (zero bubble)
     UPDATE = "U"  # optimizer step with the gradients of this one micro-batch (PipeDream)
 
@@ -44,7 +44,7 @@ F, B, W, U = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT, Kind.UPDATE
 
 @dataclass(frozen=True)
 class Action:
-    """One micro-batch through one chunk. Printed as F3, or F3.1 on chunk 1."""
+    """One micro-batch through one chunk. Printed e.g. as F3, or F3.1 on chunk 1."""
 
     kind: Kind
     micro_batch: int
@@ -59,10 +59,10 @@ class Schedule:
     """The actions of every rank, in order.
 
     Args:
-        name: for messages and drawings.
+        name: name for messages and drawings.
         num_ranks: p, pipeline ranks.
         num_micro_batches: m.
-        actions: per rank.
+        actions: the actions of each rank, in order.
         num_chunks: v, stages per rank.
     """
 
@@ -88,7 +88,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether B is the input gradient only, and W the weight gradient."""
+        """Whether B computes only the input gradient, and W the weight gradient."""
         return W in self.kinds
 
     @property
@@ -105,7 +105,7 @@ class Schedule:
         return stage % self.num_ranks, stage // self.num_ranks
 
     def needs(self, rank: int, action: Action) -> Iterator[tuple[int, Action]]:
-        """What has to be over before `action` of `rank` can start: (rank, action) pairs."""
+        """The (rank, action) pairs that must be over before `action` of `rank` can start."""
         kind, micro_batch, chunk = action.kind, action.micro_batch, action.chunk
         stage = self.stage(rank, chunk)
         if kind is F:
@@ -135,7 +135,7 @@ class Schedule:
 
 
 def naive(num_ranks: int, num_micro_batches: int = 1) -> Schedule:
-    """One micro-batch at a time, there and back: 1/p of the ranks work.
+    """One micro-batch at a time, forward and backward: one of p ranks works.
 
     >>> print(naive(2, 2))
     naive: 2 ranks, 2 micro-batches
@@ -148,9 +148,9 @@ def naive(num_ranks: int, num_micro_batches: int = 1) -> Schedule:
 
 
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """All forwards, then all backwards (arXiv 1811.06965): m micro-batches are in memory.
+    """All forwards, then all backwards (arXiv 1811.06965); m micro-batches are in memory.
 
-    The paper draws the backwards in reverse order; time and memory are the same either way.
+    The paper draws the backwards in reverse order; time and memory are the same in both orders.
     """
     _validate("gpipe", num_ranks, num_micro_batches)
     actions = [Action(k, i) for k in (F, B) for i in range(num_micro_batches)]
@@ -160,8 +160,8 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
     """One forward, one backward (arXiv 2006.09503, "PipeDream-flush").
 
-    Rank r starts with p - r - 1 forwards, so that the first backward finds it ready, and holds at
-    most p - r micro-batches.
+    Rank r starts with p - r - 1 forwards, so that it is ready when the first backward arrives. It
+    holds at most p - r micro-batches.
     """
     _validate("one_f_one_b", num_ranks, num_micro_batches)
 
@@ -176,10 +176,10 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def pipedream(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """1F1B that never flushes: each backward is followed by an update (arXiv 1806.03377).
+    """1F1B without flush: an update follows each backward (arXiv 1806.03377).
 
-    `num_micro_batches` is the number of mini-batches of the whole run. Weights differ between the
-    forward and the backward of one mini-batch unless they are stashed (`weight_stashing.py`).
+    `num_micro_batches` is the number of mini-batches of the whole run. The forward and the backward
+    of a mini-batch see different weights, unless the weights are stashed (`weight_stashing.py`).
     """
     base = one_f_one_b(num_ranks, num_micro_batches)
 
@@ -196,7 +196,8 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sche
     """1F1B over v chunks per rank (arXiv 2104.04473, section 2.2).
 
     Micro-batches enter in groups of p: a group passes chunk 0 of all ranks, then chunk 1, and so
-    on. The bubble is v times smaller, and there is v times as much to send. One chunk is 1F1B.
+    on. The bubble is v times smaller, but the ranks send v times as much. With one chunk this is
+    1F1B.
 
     Raises:
         ValueError: m is not a multiple of p (for more than one chunk).
@@ -221,7 +222,8 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sche
         ]
 
     def of_rank(rank: int) -> Iterator[Action]:
-        # Two more per rank of distance, not one: rank 0 must have sent a whole group ahead.
+        # Each earlier rank has two more warm-up forwards, not one as in 1F1B, because rank 0 must
+        # have sent a whole group ahead.
         warmup = 2 * (p - rank - 1) + (v - 1) * p
         forwards, backwards = in_groups(F, range(v)), in_groups(B, reversed(range(v)))
         return _alternate(forwards, backwards, warmup)
@@ -230,11 +232,11 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sche
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """1F1B with the weight gradients put off (arXiv 2401.10241, section 2, "ZB-H1").
+    """1F1B with delayed weight gradients (arXiv 2401.10241, section 2, "ZB-H1").
 
-    B is the input gradient alone, which the previous rank waits for. Rank r runs W of a
-    micro-batch r backwards later, so that every rank holds at most p micro-batches, as rank 0 does
-    in 1F1B, and what is left of W falls into the time when it would wait.
+    B computes only the input gradient, for which the previous rank waits. Rank r runs W of a
+    micro-batch r backwards later. So every rank holds at most p micro-batches, like rank 0 in 1F1B,
+    and the remaining W run while the rank would otherwise wait.
     """
     _validate("zb_h1", num_ranks, num_micro_batches)
 
@@ -254,7 +256,7 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def forward_only(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
-    """Evaluation: no backward, nothing is kept. Groups of p micro-batches pass all chunks."""
+    """Evaluation: no backward, no kept activations. Groups of p micro-batches pass all chunks."""
     _validate("forward_only", num_ranks, num_micro_batches, num_chunks)
     groups = range(0, num_micro_batches, num_ranks)
     actions = [
@@ -267,7 +269,7 @@ def forward_only(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) ->
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> Iterator[Action]:
-    """`warmup` forwards; then forward, backward, ...; then the backwards that are left."""
+    """`warmup` forwards; then forward, backward, ...; then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     yield from forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):

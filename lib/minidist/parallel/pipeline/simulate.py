@@ -1,18 +1,18 @@
-"""How long a schedule takes, how much of that is bubble, and how much it keeps in memory.
+"""How long a schedule takes, how much of the time is bubble, and how much it keeps in memory.
 
-Phases: walk the schedule in dependency order; start every action when its rank is free and all it
-needs is there; read bubble and memory off the timeline.
+Phases: walk the schedule in dependency order; start every action when its rank is free and
+everything that it needs is there; compute bubble and memory from the result.
 
-With equal stages, of the time of a step (not of the ideal time, for which the papers often give
-(p-1)/m) the bubble is
+With equal stages, the bubble is the following share of the time of a step. (The papers often give
+(p-1)/m, which is the share of the ideal time.)
 
     naive                (p-1) / p
     GPipe, 1F1B          (p-1) / (m + p-1)
     interleaved          (p-1) / (v*m + p-1)
     ZB-H1                (p-1)(tF+tB-tW) / (m (tF+tB+tW) + (p-1)(tF+tB-tW)),  m >= p, tW <= tF, tB
 
-and rank r keeps m micro-batches (GPipe), min(p - r, m) (1F1B), at most p + (p-1)/v (interleaved) or
-p (ZB-H1).
+Rank r keeps m micro-batches (GPipe), min(p - r, m) (1F1B), at most p + (p-1)/v (interleaved), or at
+most p (ZB-H1).
 
 >>> from minidist.parallel.pipeline.schedule import gpipe, one_f_one_b, zb_h1
 >>> timeline = simulate(one_f_one_b(3, 4))
@@ -29,7 +29,7 @@ rank 0 F0 F1 F2       B0 W0 F3 B1 W1 B2 W2 B3 W3
 rank 1    F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
 rank 2       F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-Messages take `p2p_s` and do not disturb one another or the computation. No torch in this file.
+Messages take `p2p_s`, and slow down neither each other nor the computation. No torch in this file.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from minidist.parallel.pipeline.schedule import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds that one micro-batch takes on one stage: a number, or one per stage.
+    """Seconds that one micro-batch takes on one stage: one number, or one number per stage.
 
-    In a schedule without W, a B takes backward_s + weight_s. With v chunks per rank a stage has
-    1/v of the rank's layers: give 1/v of the time to compare with v = 1.
+    In a schedule without W, a B takes backward_s + weight_s. With v chunks per rank a stage has 1/v
+    of the rank's layers, so give 1/v of the time for a comparison with v = 1.
 
     Args:
         forward_s: forward pass.
@@ -81,7 +81,7 @@ class StageTimes:
                 return at(self.update_s)
 
     def validate(self, schedule: Schedule) -> None:
-        """Raise ValueError for a negative time, or a sequence of another length."""
+        """Raise ValueError for a negative time, or a sequence of the wrong length."""
         for name in ("forward_s", "backward_s", "weight_s", "update_s", "p2p_s"):
             times = getattr(self, name)
             if isinstance(times, Sequence) and len(times) != schedule.num_stages:
@@ -137,7 +137,7 @@ def simulate(schedule: Schedule, times: StageTimes | None = None) -> Timeline:
     """The timeline of a schedule.
 
     Args:
-        times: of the stages; by default forward 1, backward 2 (of which 1 for the weights).
+        times: times of the stages; by default forward 1, backward 2 (of which 1 for the weights).
 
     Raises:
         ValueError: the schedule is invalid (`check_schedule`), or `times` do not fit it.
@@ -161,9 +161,10 @@ def simulate(schedule: Schedule, times: StageTimes | None = None) -> Timeline:
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Most activations that each rank keeps at once, in micro-batches through all its layers.
+    """The most activations that each rank keeps at once, in micro-batches through all its layers.
 
-    They live from F to B, or to W where the schedule has one. A chunk has 1/v of the rank's layers.
+    Activations live from F to B, or to W if the schedule has W. A chunk has 1/v of the rank's
+    layers.
     """
     last = Kind.WEIGHT if schedule.splits_backward else Kind.BACKWARD
     peaks = []
@@ -177,7 +178,7 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
 
 
 def staleness(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Per rank and micro-batch: updates between its forward and its own update.
+    """Per rank and micro-batch: the number of updates between its forward and its own update.
 
     0 everywhere in a schedule that updates after the flush; min(i, p - r - 1) for micro-batch i on
     rank r of PipeDream (arXiv 1806.03377, section 3.3).
@@ -201,7 +202,7 @@ def staleness(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def draw(timeline: Timeline, columns: int | None = None) -> str:
-    """A timeline as text, one line per rank. A label is clipped where its action is too short.
+    """A timeline as text, one line per rank. If an action is too short, its label is clipped.
 
     Args:
         columns: width of the time axis; by default so that the shortest action shows its label.

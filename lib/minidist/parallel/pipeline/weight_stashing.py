@@ -1,17 +1,17 @@
-"""PipeDream: a pipeline that never empties. Each mini-batch updates the weights when it comes back.
+"""PipeDream: a pipeline without flush. Each mini-batch updates the weights after its backward.
 
-Without a flush there is no bubble after the start, but weights move while a mini-batch is under
-way: stage r of p makes p - r - 1 updates between the forward of a mini-batch and its backward. Two
-things follow, and the executor measures both:
+Without a flush there is no bubble after the start. But weights change while a mini-batch is in the
+pipeline: stage r of p makes p - r - 1 updates between the forward of a mini-batch and its backward.
+This has two consequences, and the executor measures both:
 
-1. **Weight stashing.** The backward pass has to use the weights that the forward pass used, or its
-   result is the gradient of nothing. So every stage keeps up to p - r versions.
-2. **Staleness.** The gradient was taken at weights that are p - r - 1 updates old by then:
+1. **Weight stashing.** The backward pass must use the weights that the forward pass used. Otherwise
+   its result is not the gradient of any function. So every stage keeps up to p - r versions.
+2. **Staleness.** The gradient belongs to weights that are p - r - 1 updates old:
 
        w(t+1) = w(t) - lr * grad f(w_0(t-p+1), w_1(t-p+2), ..., w_{p-1}(t))
 
-Phases of a mini-batch on a stage: forward with a snapshot of the newest weights; backward with that
-same snapshot; optimizer step on the newest weights with this gradient; the next forward takes a new
+Phases of a mini-batch on a stage: forward with a snapshot of the newest weights; backward with the
+same snapshot; optimizer step on the newest weights with this gradient. The next forward takes a new
 snapshot.
 
 Example::
@@ -40,12 +40,12 @@ from minidist.parallel.pipeline.schedule import Action, Schedule
 
 @dataclass(frozen=True)
 class PipeDreamResult(StepResult):
-    """What a run of mini-batches left behind on this rank. `loss` is the mean of `losses`.
+    """The result of a run of mini-batches on this rank. `loss` is the mean of `losses`.
 
     Args:
-        losses: (m,), of every mini-batch before its update; on the last rank, else None.
+        losses: (m,), the loss of every mini-batch before its update; None except on the last rank.
         staleness: per mini-batch, updates of this stage between its forward and its own update.
-        peak_versions: most versions of the weights that were kept at once.
+        peak_versions: the most versions of the weights that were kept at once.
     """
 
     losses: Tensor | None
@@ -55,7 +55,7 @@ class PipeDreamResult(StepResult):
 
 @dataclass(eq=False)
 class _Snapshot:
-    """One version of a stage's weights: leaves of their own, which no optimizer changes."""
+    """One version of a stage's weights, as separate leaves that no optimizer changes."""
 
     version: int  # number of updates that it contains
     weights: dict[str, Tensor]
@@ -67,11 +67,11 @@ class PipeDreamExecutor(PipelineExecutor):
     Args:
         stage: this rank's one stage.
         schedule: `pipedream(p, m)`.
-        loss_fn: (output, target) of a mini-batch -> scalar. It is not divided by m: every
-            mini-batch is a batch of its own.
-        optimizer: of the stage's parameters.
-        stash_weights: False shows what happens without: backward then finds the newest weights
-            beside activations of older ones, and the gradient is wrong.
+        loss_fn: (output, target) of a mini-batch -> scalar. The loss is not divided by m, because
+            every mini-batch is a separate batch.
+        optimizer: the optimizer of the stage's parameters.
+        stash_weights: False shows training without stashing: backward combines the newest weights
+            with activations of older weights, and the gradient is wrong.
         options: `group`, `device`, `specs`, `record` of `PipelineExecutor`.
 
     Raises:
@@ -137,7 +137,7 @@ class PipeDreamExecutor(PipelineExecutor):
         gradient = None if self._is_last_stage(action) else self._arrived(action)
         x, y, snapshot = self._run.live.pop((action.micro_batch, action.chunk))
         if not self.stash_weights:
-            # Behind autograd's back (.data): it would notice, and refuse.
+            # .data hides the change from autograd, which would otherwise raise an error.
             for name, parameter in self.stages[0].named_parameters():
                 snapshot.weights[name].data.copy_(parameter.data)
         torch.autograd.backward([y], None if gradient is None else [gradient])
@@ -155,7 +155,7 @@ class PipeDreamExecutor(PipelineExecutor):
         self._newest = None
 
     def _snapshot(self) -> _Snapshot:
-        """A copy of the newest weights; mini-batches that start between two updates share it."""
+        """A copy of the newest weights. Mini-batches that start between two updates share it."""
         if self._newest is None:
             weights = {
                 name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
@@ -167,5 +167,5 @@ class PipeDreamExecutor(PipelineExecutor):
     def _end(self) -> StepResult:
         losses = [self._run.losses[i] for i in sorted(self._run.losses)]
         self._losses = torch.stack(losses) if losses else None
-        self._newest = None  # weights may be changed from outside between runs
+        self._newest = None  # other code may change the weights between runs
         return super()._end()

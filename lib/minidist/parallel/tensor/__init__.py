@@ -6,10 +6,10 @@ Read in this order:
 - `layers`    column-parallel and row-parallel linear layers, overlap in the backward pass
 - `vocab`     embedding, output layer and cross-entropy split along the vocabulary
 - `block`     attention, MLP and block, with and without sequence parallelism
-- `gpt`       a whole GPT, built from the unsplit one
+- `gpt`       a whole GPT, built from the unsplit GPT
 - `state`     full state dicts from parts and back, clipping of gradients
-- `traffic`   what all of that sends, counted on paper
-- `native`    the same GPT split by torch's DTensor (imported on its own)
+- `traffic`   formulas for the bytes that all of this sends
+- `native`    the same GPT split by torch's DTensor (not imported here)
 - `config`    the options that the layers share, and the second random stream
 
 Papers: Megatron-LM (arXiv 1909.08053), Reducing Activation Recomputation (arXiv 2205.05198).

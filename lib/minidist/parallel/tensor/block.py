@@ -7,11 +7,12 @@ Tensor parallelism (f: identity, all-reduce backward; g: all-reduce, identity ba
     y --+-- norm2 -- f -- up -- GELU -- down -- g --(+)--
         +--------------------------------------------^
 
-Activations outside f...g are whole on every rank. Two all-reduces forward, two backward.
+Activations outside f...g are whole on every rank. There are two all-reduces forward and two
+backward.
 
-With sequence parallelism the same picture, but f is an all-gather and g a reduce-scatter along the
-sequence: outside f...g a rank holds T / n tokens, so norms, dropout and the residual stream cost
-1 / n of the memory. An all-reduce is a reduce-scatter and an all-gather, so the bytes are the same.
+With sequence parallelism, f is an all-gather and g is a reduce-scatter along the sequence. Outside
+f...g a rank holds T / n tokens, so norms, dropout and the residual stream cost 1 / n of the memory.
+An all-reduce is a reduce-scatter plus an all-gather, so the bytes are the same.
 
 Papers: Megatron-LM (arXiv 1909.08053), sequence parallelism (arXiv 2205.05198, figure 5).
 Letters of shapes: B batch, T tokens, D width, H heads of this rank, K width of a head.
@@ -37,18 +38,18 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def causal_attention(query_BHTK: Tensor, key_BHTK: Tensor, value_BHTK: Tensor) -> Tensor:
-    """Each token attends to itself and to those before it; (B, H, T, K)."""
+    """Each token attends to itself and to the tokens before it; (B, H, T, K)."""
     return F.scaled_dot_product_attention(query_BHTK, key_BHTK, value_BHTK, is_causal=True)
 
 
 class ParallelAttention(nn.Module):
-    """Causal self-attention; each rank computes H / n of the heads, which need nothing of others.
+    """Causal self-attention; each rank computes H / n of the heads, which are independent.
 
     Args:
-        full: a `minidist.model.Attention`, or what has its `query`, `key`, `value`, `out`,
+        full: a `minidist.model.Attention`, or an object with its `query`, `key`, `value`, `out`,
             `num_heads` and `dropout`; the same on all ranks.
         attend: the attention itself, on this rank's heads (B, H / n, T, K). Context parallelism
-            puts its own here.
+            replaces it.
 
     Raises:
         ValueError: the heads cannot be split evenly.
@@ -75,10 +76,10 @@ class ParallelAttention(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """Column-parallel, GELU, row-parallel: GELU works on each feature alone, so nothing travels.
+    """Column-parallel, GELU, row-parallel. GELU works on each feature alone, so it sends nothing.
 
     Args:
-        full: a `minidist.model.MLP`, or what has its `up`, `down` and `dropout`.
+        full: a `minidist.model.MLP`, or an object with its `up`, `down` and `dropout`.
     """
 
     def __init__(self, full: Any, tp: TensorParallel) -> None:
@@ -95,7 +96,7 @@ class ParallelBlock(nn.Module):
     """A pre-norm block.
 
     Args:
-        full: a `minidist.model.Block`, or what has its `norm1`, `attention`, `norm2` and `mlp`.
+        full: a `minidist.model.Block`, or an object with its `norm1`, `attention`, `norm2`, `mlp`.
 
     Shapes: (B, T, D) to (B, T, D), the same on all ranks; with sequence parallelism (B, T / n, D)
     to (B, T / n, D), this rank's part.
@@ -116,9 +117,9 @@ class ParallelBlock(nn.Module):
 class ParallelDropout(nn.Module):
     """Dropout after a row-parallel layer.
 
-    There the activations are the same on all ranks, and so must be the mask: it comes from the
-    default stream, which has to be seeded alike. With sequence parallelism each rank holds other
-    tokens, and draws its own mask.
+    After such a layer the activations are the same on all ranks, so the mask must be the same too:
+    it comes from the default random stream, which must have the same seed on all ranks. With
+    sequence parallelism each rank holds different tokens, and draws its own mask.
 
     Raises:
         ValueError: sequence parallelism without an `RngTracker`.

@@ -1,4 +1,4 @@
-"""Who takes part in tensor parallelism and how: the object that every layer of the package gets.
+"""Which ranks take part in tensor parallelism, and how: the options that every layer gets.
 
 >>> split_evenly("ParallelAttention: heads", 6, 3)
 2
@@ -27,7 +27,7 @@ def split_evenly(what: str, total: int, parts: int, rank: int | None = None) -> 
 
     Args:
         what: opens the message, e.g. "ParallelAttention: heads".
-        rank: named in the message where there is one.
+        rank: the rank to name in the message, if given.
     """
     if total % parts == 0:
         return total // parts
@@ -43,10 +43,10 @@ def split_evenly(what: str, total: int, parts: int, rank: int | None = None) -> 
 class RngTracker:
     """A second random stream that differs between the ranks of a group.
 
-    Ranks that hold the same activations must draw the same dropout mask: they use the default
-    stream, seeded alike. Ranks that hold different parts must draw different masks: inside `fork`,
-    the default stream is replaced by one that depends on the rank, and put back afterwards, so that
-    the common stream does not move.
+    Ranks that hold the same activations must draw the same dropout mask, so they use the default
+    stream with the same seed. Ranks that hold different parts must draw different masks: inside
+    `fork`, a stream that depends on the rank replaces the default stream. Afterwards the default
+    stream is restored, so that it stays the same on all ranks.
 
     Example::
 
@@ -89,11 +89,11 @@ class TensorParallel:
 
     Args:
         group: the ranks that share every layer; None is the default group.
-        sequence_parallel: keep the activations between the split layers split along the sequence
+        sequence_parallel: between the split layers, keep activations split along the sequence
             (arXiv 2205.05198).
         overlap: in the backward pass of a column-parallel layer, compute the gradient of the
             weight while the gradient of the input is being reduced.
-        rng: the stream for dropout on split activations; needed where sequence_parallel meets
+        rng: the random stream for dropout on split activations; needed for sequence_parallel with
             dropout.
 
     Raises:
@@ -120,7 +120,7 @@ class TensorParallel:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's rank in the group."""
         return dist.get_rank(self.group)
 
     def split(self, what: str, total: int) -> int:
@@ -132,7 +132,7 @@ class TensorParallel:
         return full.detach().chunk(self.size, dim)[self.rank].clone()
 
     def __deepcopy__(self, memo: Any) -> TensorParallel:
-        return self  # a copy of a model uses the same ranks; process groups cannot be copied
+        return self  # a copied model uses the same ranks, and process groups cannot be copied
 
 
 def _group_rank(group: dist.ProcessGroup | None) -> int:

@@ -1,4 +1,4 @@
-"""A whole GPT, split: built from the unsplit one, and computing the same.
+"""A whole split GPT: built from the unsplit GPT, with the same results.
 
 Example, on each rank of a group of 2::
 
@@ -43,7 +43,7 @@ def parallelize_gpt(
     sequence_parallel: bool = False,
     overlap: bool = False,
 ) -> ParallelGPT:
-    """Split a GPT over the tensor-parallel ranks. Every rank of the group has to call it.
+    """Split a GPT over the tensor-parallel ranks. Every rank of the group must call it.
 
     Args:
         model: a `minidist.model.GPT` with the same weights on all ranks, or on the meta device
@@ -53,9 +53,9 @@ def parallelize_gpt(
 
     Raises:
         ValueError: heads, MLP features or (with sequence parallelism) tokens do not divide.
-        MismatchError: a rank holds other weights than rank 0 of the group.
+        MismatchError: the weights of a rank differ from those of rank 0 of the group.
     """
-    # Validate what needs no communication, alike on every rank.
+    # Validate what needs no communication, with the same result on every rank.
     tp = TensorParallel.of(mesh_or_group, sequence_parallel=sequence_parallel, overlap=overlap)
     tp.split("parallelize_gpt: heads", model.config.num_heads)
     tp.split("parallelize_gpt: features of the MLP", model.config.mlp_ratio * model.config.width)
@@ -103,11 +103,11 @@ class ParallelGPT(nn.Module):
 
         Args:
             tokens_BT: int64, the same on all ranks of the group.
-            positions_T: number of each token in its sequence; None counts from 0.
+            positions_T: position of each token in its sequence; None counts from 0.
 
         Raises:
             ValueError: too many tokens, or T does not divide under sequence parallelism.
-            MismatchError: a rank got other tokens, or another seed, than rank 0 of the group.
+            MismatchError: tokens or random stream of a rank differ from rank 0 of the group.
         """
         if not self._inputs_checked:
             self._check_same_inputs(tokens_BT)
@@ -118,8 +118,10 @@ class ParallelGPT(nn.Module):
         return self.head(self.norm(x_BTD))
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
-        """Token plus position embedding, (B, T, D); this rank's (B, T / n, D) of it with sequence
-        parallelism."""
+        """Token plus position embedding, (B, T, D).
+
+        With sequence parallelism, this rank's part (B, T / n, D).
+        """
         num_tokens = tokens_BT.shape[1]
         if positions_T is None:
             if num_tokens > self.config.context:
@@ -147,13 +149,13 @@ class ParallelGPT(nn.Module):
         )
 
     def gather_logits(self, logits_BTV: Tensor) -> Tensor:
-        """The whole vocabulary's logits, (B, T, V), from those of `forward`."""
+        """Logits of the whole vocabulary, (B, T, V), from the result of `forward`."""
         return self.head.gather(logits_BTV)
 
     def _check_same_inputs(self, tokens_BT: Tensor) -> None:
         flat = tokens_BT.flatten()
         weights = torch.arange(1, len(flat) + 1, device=flat.device)
-        # Only where the ranks draw one mask must they have been seeded alike.
+        # The ranks need the same seed only if they must draw the same dropout mask.
         state = torch.zeros(1, dtype=torch.uint8)
         if self.training and self.config.dropout > 0 and not self.tp.sequence_parallel:
             cpu = flat.device.type == "cpu"

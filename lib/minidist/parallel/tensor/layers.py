@@ -1,18 +1,18 @@
 """Linear layers split over the ranks of a group, and the layer norm that goes with them.
 
-A weight of shape (out, in) is split by *columns* of the matrix that multiplies from the right, that
-is along `out`, or by *rows*, along `in`:
+A weight of shape (out, in) is split by *columns* of its transpose, the matrix that multiplies from
+the right (along `out`), or by *rows* of this matrix (along `in`):
 
     column-parallel:  x replicated,  W = [W_0; W_1],  y_i = x W_i^T          y split along features
     row-parallel:     x split,       W = [W_0, W_1],  y = sum_i x_i W_i^T    y replicated
 
-A column-parallel layer followed by a row-parallel one needs no communication between them, and one
-all-reduce in each direction around them.
+A column-parallel layer followed by a row-parallel layer needs no communication between the two, and
+one all-reduce in each direction around the pair.
 
 Phases of a column-parallel layer with `overlap`, backward:
 1. start gathering the input again (sequence parallelism keeps only a part of it),
-2. gradient of the input: a partial sum; start reducing it,
-3. gradient of weight and bias meanwhile,
+2. compute the gradient of the input, a partial sum; start reducing it,
+3. meanwhile compute the gradients of weight and bias,
 4. wait.
 
 Example, on each rank of a group of 2::
@@ -50,8 +50,8 @@ from minidist.parallel.tensor.mappings import (
 class ShardedModule(nn.Module):
     """A layer of which each rank holds a part.
 
-    `shards` says which of its parameters are parts, and of what: name -> (dimension that is split,
-    size of that dimension in the full layer). Parameters that are not named are replicated.
+    `shards` says which of its parameters are parts: name -> (split dimension, size of this
+    dimension in the full layer). All other parameters are replicated.
     """
 
     shards: dict[str, tuple[int, int]]
@@ -62,7 +62,7 @@ class ColumnParallelLinear(ShardedModule):
     """A linear layer split along its output features.
 
     Args:
-        full: the whole layer, the same on all ranks; each keeps its part of a copy.
+        full: the whole layer, the same on all ranks; each rank copies its part.
         gather_output: join the outputs of all ranks. Not needed before a row-parallel layer.
 
     Shapes: (..., in) to (..., out / n), or (..., out) with gather_output. With sequence parallelism
@@ -89,17 +89,17 @@ class ColumnParallelLinear(ShardedModule):
 class RowParallelLinear(ShardedModule):
     """A linear layer split along its input features, whose partial results are summed.
 
-    The bias is added once, after the sum, by every rank. It is a replicated parameter: added before
-    the sum it would count n times, and added on one rank only the ranks would go apart.
+    Every rank adds the bias once, after the sum. The bias is a replicated parameter: if it were
+    added before the sum, it would count n times; if only one rank added it, the ranks would differ.
 
     Args:
-        full: the whole layer, the same on all ranks; each keeps its part of a copy.
+        full: the whole layer, the same on all ranks; each rank copies its part.
 
     Shapes: (..., in / n) to (..., out); (B, T, in / n) to (B, T / n, out) with sequence
     parallelism.
 
     Raises:
-        ValueError: the input features cannot be split evenly, or `forward` gets another width.
+        ValueError: the input features cannot be split evenly, or the input has a wrong width.
     """
 
     def __init__(self, full: nn.Linear, tp: TensorParallel) -> None:
@@ -122,7 +122,8 @@ class RowParallelLinear(ShardedModule):
             y = reduce_scatter_sequence(partial, 1, self.tp.group)
         else:
             y = reduce_from(partial, self.tp.group)
-        # In y's dtype: under autocast it is a low one, and an fp32 bias would promote the sum.
+        # Add the bias in y's dtype: under autocast y has a low-precision dtype, and an fp32 bias
+        # would promote the sum.
         return y if self.bias is None else y + replicated(self.bias, self.tp).to(y.dtype)
 
 
@@ -151,10 +152,10 @@ class ParallelLayerNorm(nn.LayerNorm):
 def replicated(parameter: Tensor, tp: TensorParallel) -> Tensor:
     """A replicated parameter, ready for use on this rank's activations.
 
-    With sequence parallelism each rank sees other tokens, so its gradient is a partial sum, and the
-    ranks have to add theirs up. That is f (`copy_to`), applied to the parameter. Megatron-LM marks
-    these parameters and sums their gradients after the backward pass instead: fewer collectives,
-    and one more step that can be forgotten.
+    With sequence parallelism each rank sees different tokens, so its gradient is a partial sum, and
+    the ranks must sum their gradients. Applying f (`copy_to`) to the parameter does this.
+    Megatron-LM instead marks these parameters and sums their gradients after the backward pass.
+    This needs fewer collectives, but is one more step that a program can forget.
     """
     return copy_to(parameter, tp.group) if tp.sequence_parallel else parameter
 
@@ -162,8 +163,8 @@ def replicated(parameter: Tensor, tp: TensorParallel) -> Tensor:
 def column_parallel(x: Tensor, layers: Sequence[Any], tp: TensorParallel) -> list[Tensor]:
     """Outputs of one or more column-parallel layers for the same input.
 
-    Query, key and value share one input. Taken together they need one collective per direction
-    instead of three.
+    Query, key and value share one input. Together they need one collective per direction instead of
+    three.
 
     Args:
         x: (..., in), replicated; with sequence parallelism this rank's part (B, T / n, in).
@@ -176,13 +177,13 @@ def column_parallel(x: Tensor, layers: Sequence[Any], tp: TensorParallel) -> lis
     tensors += [layer.bias for layer in layers if layer.bias is not None]
     if len({layer.bias is None for layer in layers}) > 1:
         raise ValueError("column_parallel: either all layers have a bias or none")
-    if torch.is_autocast_enabled(x.device.type):  # it does not reach into autograd functions
+    if torch.is_autocast_enabled(x.device.type):  # autocast has no effect in autograd functions
         tensors = [t.to(torch.get_autocast_dtype(x.device.type)) for t in tensors]
     return list(_OverlappedColumns.apply(tp, len(layers), *tensors))
 
 
 class _OverlappedColumns(torch.autograd.Function):
-    """y_i = x W_i^T + b_i for several i; communicates backward while it computes."""
+    """y_i = x W_i^T + b_i for several i; backward communicates while it computes."""
 
     @staticmethod
     def forward(ctx: Any, tp: TensorParallel, num: int, x: Tensor, *parameters: Tensor) -> Any:
@@ -207,7 +208,7 @@ class _OverlappedColumns(torch.autograd.Function):
             x = part.new_empty(part.shape[0] * tp.size, *part.shape[1:])
             gather = all_gather_single(x, part, group=tp.group, async_op=True)
 
-        # 2. The gradient of the input: each rank has its columns' share of the sum.
+        # 2. The gradient of the input: each rank has the share of its columns.
         partial = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             partial += grad @ weight
@@ -222,7 +223,7 @@ class _OverlappedColumns(torch.autograd.Function):
             grad_x = partial.contiguous()
             reduce = dist.all_reduce(grad_x, group=tp.group, async_op=True)
 
-        # 3. While it travels: the gradients of weights and biases, whole on this rank.
+        # 3. Meanwhile: the gradients of weights and biases, which need no reduction.
         rows = x.flatten(0, -2)
         flat = [grad.flatten(0, -2) for grad in grads]
         grad_weights = [grad.T @ rows for grad in flat]

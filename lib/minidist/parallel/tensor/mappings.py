@@ -1,8 +1,8 @@
-"""The operators between replicated and split tensors, each with the backward pass it must have.
+"""The operators between replicated and split tensors, each with its correct backward pass.
 
-A collective called from `torch.distributed` is invisible to autograd: the gradient stops there, or
-comes out wrong by a factor of the group's size. Each operator here states both directions. They
-come in conjugate pairs, and the backward pass of one is the forward pass of the other:
+Autograd does not see a collective called from `torch.distributed`: the gradient stops there, or is
+wrong by a factor of the group's size. Each operator here defines both directions. The operators
+form conjugate pairs: the backward pass of one is the forward pass of the other.
 
     forward          backward         name                      in the papers
     identity         all-reduce       copy_to                   f (1909.08053)
@@ -12,10 +12,10 @@ come in conjugate pairs, and the backward pass of one is the forward pass of the
     all-gather       reduce-scatter   gather_sequence           g (2205.05198)
     reduce-scatter   all-gather       reduce_scatter_sequence   its conjugate (2205.05198)
 
-`gather_from` and `gather_sequence` do the same forward and differ backward. After `gather_from`
-every rank goes on with the same computation, so every rank's gradient is already whole: keep the
-own part. After `gather_sequence` every rank uses its copy for something else (its columns of a
-weight), so the gradients have to be summed.
+`gather_from` and `gather_sequence` do the same forward, but differ backward. After `gather_from`
+every rank continues with the same computation. So every rank's gradient is already whole, and the
+rank keeps its own part. After `gather_sequence` every rank uses its copy in a different computation
+(its columns of a weight), so the gradients must be summed.
 
 Example, a column-parallel layer followed by a row-parallel one, on each rank::
 
@@ -42,7 +42,7 @@ Group = dist.ProcessGroup | None
 def copy_to(x: Tensor, group: Group = None) -> Tensor:
     """f: identity forward, all-reduce (sum) of the gradient backward.
 
-    For a replicated tensor that each rank is about to use in its own way. Any shape.
+    For a replicated tensor that each rank then uses in a different computation. Any shape.
     """
     return x if dist.get_world_size(group) == 1 else _Copy.apply(x, group)
 
@@ -56,35 +56,35 @@ def scatter_to(x: Tensor, dim: int, group: Group = None) -> Tensor:
     """Keep this rank's part of a replicated tensor; its gradient is gathered.
 
     Raises:
-        ValueError: the size of `dim` is not a multiple of the group's.
+        ValueError: the size of `dim` is not a multiple of the group's size.
     """
     _check(x, dim, group, "scatter_to")
     return x if dist.get_world_size(group) == 1 else _Scatter.apply(x, dim, group)
 
 
 def gather_from(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """Join the parts of all ranks into a tensor that all use alike; keeps the own part backward.
+    """Join the parts of all ranks into a tensor that all ranks use in the same computation.
 
-    Parts must have equal shapes.
+    Backward keeps this rank's part of the gradient. Parts must have equal shapes.
     """
     return x if dist.get_world_size(group) == 1 else _Gather.apply(x, dim, group)
 
 
 def gather_sequence(x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
-    """Join the parts of all ranks for a computation that differs per rank: reduce-scatter backward.
+    """Join the parts of all ranks for a computation that differs between ranks.
 
-    (B, T / n, D) to (B, T, D) for dim=1.
+    Backward is a reduce-scatter. (B, T / n, D) to (B, T, D) for dim=1.
     """
     return x if dist.get_world_size(group) == 1 else _GatherSequence.apply(x, dim, group)
 
 
 def reduce_scatter_sequence(x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
-    """Sum partial results and keep this rank's part of the sum: all-gather backward.
+    """Sum partial results and keep this rank's part of the sum. Backward is an all-gather.
 
     (B, T, D) to (B, T / n, D) for dim=1.
 
     Raises:
-        ValueError: the size of `dim` is not a multiple of the group's.
+        ValueError: the size of `dim` is not a multiple of the group's size.
     """
     _check(x, dim, group, "reduce_scatter_sequence")
     return x if dist.get_world_size(group) == 1 else _ReduceScatterSequence.apply(x, dim, group)

@@ -1,19 +1,19 @@
 """The same GPT, split by torch: DTensor and `parallelize_module`.
 
-Each entry of the plan says how a module's parameters are split and which layout its input and
-output have; torch inserts the collectives. What is easy to get wrong:
+Each entry of the plan says how a module's parameters are split, and which layouts its input and
+output have; torch inserts the collectives. Common mistakes:
 
-- `Attention.forward` unflattens by `num_heads`, and sees a local tensor with H / n heads: the
-  number has to be changed by hand.
-- Query, key and value are three column-parallel layers with one input. With a plan entry each and
-  nothing else, the gradient of that input is reduced three times. `PrepareModuleInput` on the
-  attention makes its input one replicated DTensor; the three partial gradients are added first and
+- `Attention.forward` unflattens by `num_heads`, but sees a local tensor with H / n heads, so the
+  program must change `num_heads`.
+- Query, key and value are three column-parallel layers with one input. With only one plan entry for
+  each, the gradient of this input is reduced three times. `PrepareModuleInput` on the attention
+  makes the input one replicated DTensor; then the three partial gradients are added first and
   reduced once.
 - `loss_parallel` needs logits that are still a DTensor (`use_local_output=False`), and the backward
-  pass has to run inside it.
-- Norms and position embedding are not split. Left out of the plan they keep plain tensors as
-  parameters, and `clip_grad_norm_` and optimizers with `foreach` (the default on GPUs) refuse a mix
-  of those and DTensors. `distribute_module` makes them replicated DTensors.
+  pass must run inside it.
+- Norms and position embedding are not split. If the plan does not contain them, their parameters
+  stay plain tensors. `clip_grad_norm_` and optimizers with `foreach` (the default on GPUs) raise on
+  a mix of plain tensors and DTensors. `distribute_module` makes them replicated DTensors.
 
 Example, on each rank of a group of 2::
 
@@ -56,7 +56,8 @@ def parallelize_gpt_native(
 
     Args:
         mesh: a `Mesh` (its axis "tp") or a one-dimensional `DeviceMesh`.
-        one_input: make the input of query, key and value one DTensor. False shows what it saves.
+        one_input: make the input of query, key and value one DTensor. False is for comparison;
+            `sequence_parallel` ignores it.
 
     Raises:
         ValueError: heads, vocabulary, or (with sequence parallelism) positions do not divide.
@@ -111,7 +112,7 @@ def parallelize_gpt_native(
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Parameters become replicated DTensors; input and output stay plain, equal tensors."""
+    """Make parameters replicated DTensors; input and output stay plain and equal on all ranks."""
 
     def enter(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         return DTensor.from_local(inputs[0], mesh, [Replicate()])

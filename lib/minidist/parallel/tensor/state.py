@@ -1,11 +1,11 @@
-"""Whole parameters from the parts and back, and the norm of a gradient that lies in parts.
+"""Whole parameters from the parts and back, and the norm of a gradient that is in parts.
 
 Example::
 
     state = full_state_dict(model)                    # on every rank, as of the unsplit model
     load_full_state_dict(other_model, state)          # split over any number of ranks
 
-What is split is known from the modules (`ShardedModule.shards`).
+The modules say which parameters are split (`ShardedModule.shards`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minidist.parallel.tensor.mappings import all_gather
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Name -> (dimension that is split, its size in the whole parameter). Others are replicated."""
+    """Name -> (split dimension, its size in the whole parameter). Others are replicated."""
     found = {}
     for prefix, module in model.named_modules():
         if isinstance(module, ShardedModule):
@@ -35,7 +35,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the unsplit model, on every rank. All ranks of the group have to call it."""
+    """The state of the unsplit model, on every rank. All ranks of the group must call it."""
     tp = _tensor_parallel(model)
     shards = sharded_parameters(model)
     full = {}
@@ -84,7 +84,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if not any(tensor.is_meta for tensor in own.values()):
         model.load_state_dict(parts)
         return
-    # On the meta device there is nothing to copy into. What was shared has to be shared again.
+    # On the meta device there is no memory to copy into, so parameters are replaced. Shared
+    # parameters must be shared again afterwards.
     owners: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     shared = [(name, owners.setdefault(id(p), name)) for name, p in named]
@@ -96,10 +97,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before.
+    """Scale all gradients so that their joint norm is at most `max_norm`.
 
     The squares of split gradients are summed over the ranks; replicated gradients, which are equal
-    on all ranks, count once. The same value on every rank.
+    on all ranks, count once. Returns the norm before scaling, the same value on every rank.
     """
     tp = _tensor_parallel(model)
     shards = sharded_parameters(model)

@@ -1,4 +1,4 @@
-"""What tensor parallelism sends: the collectives of a block and of a GPT, counted on paper.
+"""What tensor parallelism sends: formulas for the collectives of a block.
 
 With N = B T D itemsize bytes of activations, a block sends per micro-batch
 
@@ -6,8 +6,8 @@ With N = B T D itemsize bytes of activations, a block sends per micro-batch
     sequence parallel:   forward 2 all-gathers and 2 reduce-scatters of N;  backward the same,
                          and six small all-reduces for norms and biases
 
-A ring moves 2 (n-1)/n N bytes per rank for an all-reduce and (n-1)/n N for each of the others
-(Patarasuk and Yuan 2009), so the activations cost the same on the wire:
+A ring moves 2 (n-1)/n N bytes per rank for an all-reduce, and (n-1)/n N for an all-gather or a
+reduce-scatter (Patarasuk and Yuan 2009), so the activations cost the same on the wire:
 
 >>> whole = block_traffic(batch=1, num_tokens=2048, width=1024, itemsize=2)
 >>> [(each.op, each.phase, each.count, each.num_bytes) for each in whole]
@@ -53,7 +53,7 @@ def block_traffic(
         itemsize: bytes per element.
         overlap: column-parallel layers keep only their part of the sequence, and gather it again
             in the backward pass.
-        bias: whether linear layers have one (layer norms always do).
+        bias: whether linear layers have a bias (layer norms always have a bias).
     """
     num_bytes = batch * num_tokens * width * itemsize
     if not sequence_parallel:

@@ -1,20 +1,20 @@
-"""The two ends of a language model, split along the vocabulary, and the loss that joins them.
+"""Embedding and output layer of a language model, split along the vocabulary, and the loss.
 
-Each rank holds the rows of `V / n` consecutive tokens. If the vocabulary does not divide, it is
+Each rank holds the rows of `V / n` consecutive tokens. If n does not divide the vocabulary, it is
 padded at the end with tokens that never occur; each rank then holds `ceil(V / n)` rows.
 
-- Embedding: a rank looks up the tokens it owns and puts zeros for the others; the sum over the
-  ranks is the embedding.
+- Embedding: a rank looks up the tokens it owns, and writes zeros for the other tokens; the sum over
+  the ranks is the embedding.
 - Output layer: a rank computes the logits of its own tokens.
-- Loss: the logits stay where they are. Only three numbers per token travel, instead of V:
+- Loss: the logits stay on their ranks. Only three numbers per token travel, instead of V:
 
       loss = log(sum_v exp z_v) - z_target = m + log(sum_v exp(z_v - m)) - z_target,  m = max_v z_v
 
 Phases of the loss, forward:
 1. the maximum over the vocabulary: all-reduce (max),
 2. the sum of exponentials and the target's logit: one all-reduce (sum),
-3. the loss of each token; the softmax of the own columns is kept.
-Backward: softmax minus one-hot, on the own columns, without communication.
+3. the loss of each token; the softmax of this rank's columns is kept.
+Backward: softmax minus one-hot, on this rank's columns, without communication.
 
 Example, on each rank of a group of 2::
 
@@ -44,14 +44,14 @@ class VocabParallelEmbedding(ShardedModule):
     """An embedding whose rows are split over the ranks.
 
     Args:
-        full: the whole embedding, the same on all ranks; each keeps its part of a copy.
+        full: the whole embedding, the same on all ranks; each rank copies its part.
 
     Shapes: tokens (B, T), the same on all ranks, to (B, T, D); (B, T / n, D) with sequence
     parallelism.
 
     Raises:
-        ValueError: a token lies outside the vocabulary. On a GPU, where looking would stall the
-            device, torch's device-side assertion fails instead.
+        ValueError: a token is outside the vocabulary. On a GPU a check would stall the device, so
+            torch's device-side assertion fails instead.
     """
 
     def __init__(self, full: nn.Embedding, tp: TensorParallel) -> None:
@@ -67,7 +67,8 @@ class VocabParallelEmbedding(ShardedModule):
         local_BT = tokens_BT - self.tp.rank * num_rows
         owned_BT = (local_BT >= 0) & (local_BT < num_rows)
         wrong_BT = (tokens_BT < 0) | (tokens_BT >= self.vocab_size)
-        # Tokens of other ranks look up row 0, then become zeros. Wrong ones look beyond the end.
+        # Tokens of other ranks look up row 0, and the result becomes zero. Tokens outside the
+        # vocabulary look beyond the end, which raises.
         local_BT = local_BT.masked_fill(~owned_BT, 0).masked_fill(wrong_BT, num_rows)
         x_BTD = F.embedding(local_BT, self.weight) * owned_BT.unsqueeze(-1)
         if self.tp.sequence_parallel:
@@ -79,7 +80,7 @@ class VocabParallelHead(ShardedModule):
     """The output layer: a column-parallel linear layer without bias, padded to equal parts.
 
     Shapes: (B, T, D), or (B, T / n, D) with sequence parallelism, to (B, T, ceil(V / n)): the
-    logits of this rank's tokens. Columns of padding are -inf, so that no softmax sees them.
+    logits of this rank's tokens. Padding columns are -inf, so that they are zero in a softmax.
     """
 
     def __init__(self, full: nn.Linear, tp: TensorParallel) -> None:
@@ -101,7 +102,7 @@ class VocabParallelHead(ShardedModule):
         return logits_BTV
 
     def gather(self, logits_BTV: Tensor) -> Tensor:
-        """The logits of all tokens, (B, T, V), for sampling or for a loss that needs them."""
+        """The logits of the whole vocabulary, (B, T, V), e.g. for sampling."""
         return gather_from(logits_BTV, -1, self.tp.group)[..., : self.vocab_size]
 
 
@@ -115,21 +116,21 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross-entropy of logits that are split along the vocabulary; no rank sees all of them.
+    """Cross-entropy of logits that are split along the vocabulary; no rank sees all logits.
 
-    Means what `F.cross_entropy` means on the whole logits, and has the same value on all ranks.
-    Computed in float32, or in float64 for float64 logits.
+    Equals `F.cross_entropy` of the whole logits, and has the same value on all ranks. Computed in
+    float32, or in float64 for float64 logits.
 
     Args:
         logits: (..., V / n), this rank's columns; rank i holds columns i V / n and following.
-        targets: (...), int64, numbers of the whole vocabulary, the same on all ranks.
-        vocab_size: columns from here on are padding; None if there are none.
-        ignore_index: targets of this value count neither in the sum nor in the mean.
+        targets: (...), int64, token ids of the whole vocabulary, the same on all ranks.
+        vocab_size: columns from this number on are padding; None means that there is no padding.
+        ignore_index: targets with this value count neither in the sum nor in the mean.
         label_smoothing: this share of the target's probability is spread over the vocabulary.
         reduction: "mean", "sum" or "none".
 
     Raises:
-        ValueError: shapes or options do not fit, or a target lies outside the vocabulary (on a GPU:
+        ValueError: shapes or options do not fit, or a target is outside the vocabulary (on a GPU:
             device-side assertion).
     """
     # Validate.
@@ -184,7 +185,7 @@ class _CrossEntropy(torch.autograd.Function):
         targets_N = targets.flatten()
         kept_N = targets_N != ignore_index
 
-        # 1. The maximum over the vocabulary. A rank may own nothing but padding.
+        # 1. The maximum over the vocabulary. A rank may own only padding.
         max_N = z_NV.amax(1) if num_owned else z_NV.new_full((len(z_NV),), float("-inf"))
         dist.all_reduce(max_N, dist.ReduceOp.MAX, group=group)
 

@@ -1,11 +1,11 @@
-"""ZeRO from scratch (arXiv 1910.02054): what every rank would hold N times is held once.
+"""ZeRO from scratch (arXiv 1910.02054): N ranks together hold one copy instead of N copies.
 
     stage   sharded                            class                 file
     1       optimiser state                    ShardedOptimizer      stage1.py
     2       + gradients                        Zero2Optimizer        stage2.py
     3       + parameters                       Zero3                 stage3.py, unit.py, flat.py
 
-Read partition.py (who owns what) and exchange.py (how rows move) first; each is short.
+Read partition.py (which rank owns what) and exchange.py (how rows move) first; both are short.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Buckets of parameters: what one collective of stage 1 or 2 carries.
+"""Buckets of parameters: one collective of stage 1 or 2 sends one bucket.
 
 >>> import torch
 >>> params = [torch.zeros(3), torch.zeros(2), torch.zeros(4)]
@@ -19,14 +19,14 @@ from minidist.parallel.zero.partition import Layout, Piece
 
 @dataclass
 class Bucket:
-    """Some parameters of one dtype and device, and what this rank owns of them."""
+    """Some parameters of one dtype and device, and the pieces that this rank owns."""
 
     params: list[Tensor]
     layout: Layout
-    # One per piece of this rank: the parameter itself (stage 1) or a view of its elements
-    # (stage 2). The gradient is in its .grad.
+    # One tensor per piece of this rank: the parameter itself (stage 1) or a view of its elements
+    # (stage 2). Its .grad holds the gradient.
     pieces: list[Tensor]
-    # What the wrapped optimiser updates: the same tensors, or master copies of them.
+    # The tensors that the wrapped optimiser updates: the pieces, or master copies of them.
     owned: list[Tensor]
     gradients: GradientBucket
 

@@ -1,13 +1,13 @@
 """State dicts of a ZeRO-3 model and its optimiser: full, sharded, and from N ranks to M.
 
     full       the state dict that the model would have unsharded; collective
-    sharded    what this rank has; no communication; `save_sharded` writes a file per rank
+    sharded    the part of this rank; no communication; `save_sharded` writes a file per rank
 
-Either is read by any number of ranks. Reading a folder of shards, a rank takes its elements
-straight from the files, one parameter at a time, so a model that fits no rank can be loaded.
+Any number of ranks can read both. From a folder of shards, a rank reads its elements directly from
+the files, one parameter at a time, so it can load a model that is too large for one rank.
 
-Gathering is a collective: ALL ranks call `full_state_dict`, and then rank 0 saves. Under
-`if rank == 0:` the call waits for ranks that never come.
+Gathering is a collective: ALL ranks call `full_state_dict`, and then rank 0 saves. If the call is
+under `if rank == 0:`, rank 0 waits for ever, because the other ranks do not call it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StateDicts:
         self._homes = {
             piece: (flat, index) for flat in flats for index, piece in enumerate(flat.pieces)
         }
-        # Every name of every parameter; a tied one has several.
+        # Every name of every parameter; a tied parameter has several names.
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self._names = list(model.state_dict(keep_vars=True))
         self._buffer_names = [name for name in self._names if name not in self._named]
@@ -74,9 +74,9 @@ class StateDicts:
         }
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """What the unsharded model's `state_dict()` would be, on the CPU.
+        """The `state_dict()` that the unsharded model would have, on the CPU.
 
-        Collective: every rank has to call it; with `rank0_only` the others get an empty dict.
+        Collective: every rank must call it; with `rank0_only` the other ranks get an empty dict.
         """
         merged = gather_parts(self.sharded_state_dict(), _merge_models, self.group, rank0_only)
         return {name: merged[name] for name in self._names if merged}
@@ -87,12 +87,12 @@ class StateDicts:
         """Load the state dict of an unsharded model.
 
         Args:
-            state_dict: the same on all ranks, or
-            from_rank0: only rank 0's counts, and is sent to the others one tensor at a time.
-                Collective then.
+            state_dict: the same on all ranks, unless `from_rank0`.
+            from_rank0: use only rank 0's state dict, and send it to the other ranks one tensor at a
+                time. The call is then collective.
 
         Raises:
-            ValueError: names or shapes that do not fit; with `from_rank0` on all ranks alike.
+            ValueError: names or shapes do not fit; with `from_rank0` raised on all ranks.
         """
         problem = None if from_rank0 and self.rank else self._misfit(state_dict)
         if from_rank0:
@@ -160,7 +160,7 @@ class StateDicts:
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
-        """Load a full state dict, the same on all ranks, or this rank's own part."""
+        """Load a full state dict (the same on all ranks), or this rank's own part."""
         cuts = self._optimizer_cuts(optimizer)
         cut_optimizer_state(
             state_dict, optimizer, optimizer.param_groups, cuts, self.rank, self.world_size
@@ -188,7 +188,7 @@ class StateDicts:
         if optimizer is not None:
             content["optimizer"] = self.sharded_optimizer_state_dict(optimizer)
         path = folder / f"rank{self.rank:05d}-of-{self.world_size:05d}.pt"
-        # Under another name first, so that a file is either whole or not there.
+        # Save under a temporary name first, so that the file is either complete or absent.
         torch.save(content, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)
         dist.barrier(group=self.group)
@@ -199,7 +199,8 @@ class StateDicts:
         """Load what any number of ranks have saved with `save_sharded`.
 
         Raises:
-            ValueError: no shards, or shards of several saves or not of all ranks.
+            ValueError: the folder has no shards, shards of several saves, or not the shards of all
+                ranks; or the checkpoint belongs to a different model.
         """
         files = sorted(Path(folder).glob("rank*-of-*.pt"))
         worlds = {path.stem.split("-of-")[1] for path in files}
@@ -224,7 +225,7 @@ class StateDicts:
 
 
 class _Merging(Mapping[int, dict[str, Any]]):
-    """The full state of an optimiser, of which only what is asked for is ever merged."""
+    """The full state of an optimiser; merges the state of a parameter only on access."""
 
     def __init__(self, parts: list[dict[str, Any]]) -> None:
         self._parts = [part["state"] for part in parts]

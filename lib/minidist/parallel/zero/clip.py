@@ -1,8 +1,8 @@
 """Clipping by the global norm when every rank holds only some of the gradients.
 
 The 2-norm of all gradients is the root of the sum of squares over ranks, so one all-reduce of one
-number does. (`torch.nn.utils.clip_grad_norm_` on shards would clip each rank by its own norm, and
-the ranks would drift apart.)
+number is enough. (`torch.nn.utils.clip_grad_norm_` on shards would clip each rank by its own norm,
+and the ranks would drift apart.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def clip_by_global_norm(
     Collective. Every element must be in the shard of exactly one rank.
 
     Args:
-        shards: what this rank owns; those without a gradient are left out.
+        shards: the tensors that this rank owns; tensors without a gradient are left out.
         norm_type: p of the p-norm, `math.inf` for the largest magnitude.
 
     Returns:
@@ -43,7 +43,7 @@ def clip_by_global_norm(
         )
     shards = list(shards)
     gradients = [shard.grad for shard in shards if shard.grad is not None]
-    # A rank without a gradient takes part all the same, on the same device and with the same dtype.
+    # A rank without a gradient must take part too, with the same device type and dtype.
     device = shards[0].device if shards else torch.device("cpu")
     if dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -55,7 +55,7 @@ def clip_by_global_norm(
         total = torch.maximum(total, norms.max()) if infinite else total + (norms**norm_type).sum()
     dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     norm = total if infinite else total ** (1 / norm_type)
-    # As torch does: no gradient grows, and the small number guards against a division by zero.
+    # As in torch: no gradient grows, and the small number prevents a division by zero.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for alike in by_dtype_and_device(gradients):
         torch._foreach_mul_(alike, scale.to(alike[0]))

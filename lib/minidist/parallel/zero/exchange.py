@@ -1,17 +1,18 @@
-"""Moving rows: every rank gets all rows, or every rank gets the sum of its own row.
+"""Moving rows: every rank gets all rows, or every rank gets the mean of its own row.
 
     gather_rows          rank r sends row r to all            ZeRO: parameters
     reduce_rows          rank r gets the mean of all row r    ZeRO: gradients
 
-These are all-gather and reduce-scatter. NCCL has both. On gloo the reduce-scatter is a whole
-all-reduce, and the all-gather copies its output once more, so on a CPU the rows travel directly
-between the ranks, into the memory where they are wanted, and the receiver adds. That also does for
+These are all-gather and reduce-scatter. NCCL has both. On gloo, the reduce-scatter is a whole
+all-reduce, and the all-gather copies its output once more. So on a CPU with gloo, the ranks send
+rows directly to each other, into their final memory, and the receiver adds. This also works for
 rows of unequal length.
 
-`GradientBucket` is the way of gradients through all of this: they are copied into the row of their
-owner as they appear, and one collective takes them all. Each row carries one flag per piece that it
-holds: the sum of flags says whether any rank had a gradient. A parameter that no rank used keeps
-`grad = None`, as in one process, and is not decayed or moved by momentum.
+`GradientBucket` collects and sends gradients: it copies each gradient into the row of its owner as
+soon as the gradient appears, and one collective sends all rows. Each row carries one flag per piece
+that it holds. The sum of a flag over the ranks says whether any rank had a gradient. A parameter
+that no rank used keeps `grad = None`, as in one process, so weight decay and momentum do not change
+it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from minidist.device import all_gather_single, reduce_scatter_single
 from minidist.errors import named_rank
 from minidist.parallel.zero.partition import Layout
 
-# Tags keep the two kinds of rows apart from each other and from messages of other code.
+# Tags separate the two kinds of rows from each other and from messages of other code.
 _GATHER_TAG, _REDUCE_TAG = 7001, 7002
 
 
 class Pending:
-    """A collective under way. `wait` returns its result, on a GPU as soon as it is enqueued."""
+    """A collective in progress. `wait` returns its result, on a GPU as soon as it is enqueued."""
 
     def __init__(
         self, works: Sequence[Any], result: Callable[[], Tensor], keep: Tensor | None = None
@@ -53,7 +54,7 @@ def gather_rows(
     """Start an all-gather. `wait()` returns `rows`.
 
     Args:
-        rows: where to put all rows, 1-D, sum(sizes) elements.
+        rows: receives all rows, 1-D, sum(sizes) elements.
         row: this rank's row, 1-D, same dtype and device; must not change before `wait()`.
         sizes: elements of each rank's row.
     """
@@ -82,7 +83,8 @@ def reduce_rows(
     Args:
         rows: one row for every rank, 1-D, sum(sizes) elements; must not change before `wait()`.
         sizes: elements of each row.
-        dtype: dtype of the result. On a CPU the sum is taken in it; elsewhere in that of `rows`.
+        dtype: dtype of the result, and of the sum if the rows are added here. If the backend's
+            reduce-scatter adds them, the sum has the dtype of `rows`.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     parts = rows.split(list(sizes))
@@ -106,7 +108,7 @@ def reduce_rows(
         ]
 
     def mean() -> Tensor:
-        # Scaled before they are added, so that half precision does not overflow.
+        # Scale the rows before adding them, so that half precision does not overflow.
         total = received[0].to(dtype) * (1 / world_size)
         for row in received[1:]:
             total.add_(row, alpha=1 / world_size)
@@ -116,7 +118,7 @@ def reduce_rows(
 
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or all ranks for None."""
+    """The group, or the group of all ranks for None."""
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("there is no default process group: call dist.init_process_group first")
@@ -124,8 +126,8 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Does this group carry CPU tensors by gloo?"""
-    # "undefined" is what torch calls a group with one backend per device: gloo for the CPU.
+    """Whether this group sends CPU tensors with gloo."""
+    # torch calls a group with one backend per device "undefined". Such a group uses gloo for CPU.
     name = str(dist.get_backend(group))
     return name in ("gloo", "undefined") or "cpu:gloo" in name
 
@@ -141,11 +143,11 @@ def _swap(
     group: dist.ProcessGroup,
     tag: int,
 ) -> list[Any]:
-    """Send sends[q] to every other rank q and receive receives[q] from it; empty rows stay home."""
+    """Send sends[q] to every other rank q and receive receives[q] from it; skip empty rows."""
     world_size = len(sends)
     ops = []
     for step in range(1, world_size):
-        # At each step every rank sends to one and receives from one.
+        # At each step every rank sends to one rank and receives from one rank.
         to, source = (rank + step) % world_size, (rank - step) % world_size
         if sends[to].numel():
             ops.append(dist.P2POp(dist.isend, sends[to], group=group, tag=tag, group_peer=to))
@@ -157,10 +159,10 @@ def _swap(
 
 
 class GradientBucket:
-    """Gradients of some parameters on their way to the ranks that own them.
+    """Collects gradients of some parameters and sends them to the ranks that own the parameters.
 
     Phases, once per backward pass: `add` each gradient; `launch` the reduce-scatter; `finish`.
-    Without a launch, what was added stays and the next backward pass adds to it.
+    Without a launch, the added gradients stay, and the next backward pass adds to them.
 
     Args:
         layout: which rank owns which elements.
@@ -182,8 +184,8 @@ class GradientBucket:
         self.wire_dtype = wire_dtype
         self.dtype = dtype
         self.pieces = layout.rows[dist.get_rank(group)]
-        # A row of the wire: the elements, then one flag per piece; as many for all rows, so that
-        # rows of equal length stay equal.
+        # A row on the wire has the elements, then one flag per piece. All rows have the same number
+        # of flags, so that rows of equal length stay equal.
         num_flags = max(len(pieces) for pieces in layout.rows)
         self.sizes = [size + num_flags for size in layout.sizes]
         self._own_size = layout.sizes[dist.get_rank(group)]
@@ -203,7 +205,7 @@ class GradientBucket:
 
     @property
     def is_empty(self) -> bool:
-        """Has nothing been added since the last launch?"""
+        """Whether nothing has been added since the last launch."""
         return not self._filled
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -228,11 +230,11 @@ class GradientBucket:
         self._filled.add(index)
 
     def clear(self) -> None:
-        """Forget what was added and not launched."""
+        """Drop the gradients that were added but not launched."""
         self._rows, self._filled = None, set()
 
     def launch(self) -> None:
-        """Start the reduce-scatter; what this rank has no gradient for counts as zero."""
+        """Start the reduce-scatter. A parameter without a gradient on this rank counts as zero."""
         rows = self._rows
         if rows is None:
             rows = torch.empty(sum(self.sizes), dtype=self.wire_dtype, device=self.device)
@@ -248,13 +250,16 @@ class GradientBucket:
         self._rows, self._filled = None, set()
 
     def finish(self) -> tuple[Tensor, list[bool]]:
-        """Wait; the mean gradient of this rank's row, and which of its pieces any rank had."""
+        """Wait. Returns this rank's row of mean gradients, and which pieces have a gradient.
+
+        A piece has a gradient if any rank added one.
+        """
         assert self._sent is not None, "finish() without launch()"
         pending, filled = self._sent
         self._sent = None
         row = pending.wait()
         present = [piece.index in filled for piece in self.pieces]
-        if not all(present):  # only then is it worth a look at the others' flags
+        if not all(present):  # read the other ranks' flags only if they can change the result
             flags = row[self._own_size :][: len(present)].tolist()
             present = [mine or flag > 0 for mine, flag in zip(present, flags, strict=True)]
         return row[: self._own_size], present

@@ -1,13 +1,14 @@
-"""A few parameters as one flat line, of which each rank keeps one part.
+"""A few parameters as one flat line; each rank keeps one part of the line.
 
     shard        [ w w w w w ]  rank 0      [ w w b b _ ]  rank 1         always there, padded
     full         [ w w w w w w w b b _ ]                                  only while computing
     params       w -> view of full    b -> view of full                   what the layers use
     pieces       w -> view of shard   b -> view of shard                  what the optimiser updates
 
-All-gather writes straight into `full`: the parameters are views of it, so nothing is copied out.
-Freeing `full` keeps its (empty) storage. Autograd has saved views of it for the backward pass; when
-the next all-gather fills the same storage again, they see the parameters again.
+All-gather writes directly into `full`. The parameters are views of `full`, so nothing is copied
+out. Freeing `full` keeps its (empty) storage object. Autograd has saved views of this storage for
+the backward pass. When the next all-gather fills the same storage again, these views show the
+parameters again.
 
 The layout is PyTorch FSDP's flat parameter (arXiv 2304.11277, section 3.2).
 """
@@ -28,13 +29,13 @@ from minidist.parallel.zero.partition import Piece, by_element
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter is registered: `module._parameters[name]`. A tied one has several."""
+    """Where a parameter is registered: `module._parameters[name]`. Tied ones have several slots."""
 
     module: nn.Module
     name: str
 
     def put(self, param: nn.Parameter) -> None:
-        # Not setattr: this runs often, and must not call what a module does in __setattr__.
+        # Not setattr, because this runs often and must not run a module's __setattr__.
         self.module._parameters[self.name] = param
 
 
@@ -42,12 +43,12 @@ class FlatShard:
     """Parameters of one dtype, sharded over a group.
 
     Args:
-        params: whole parameters; on the meta device, `write` has to give their values.
-        slots: where each is registered.
+        params: whole parameters; for those on the meta device, `write` must give the values.
+        slots: for each parameter, the places where it is registered.
         device: where to compute.
-        policy: anything with `param_dtype` and `reduce_dtype` (or without): dtypes to compute and
-            to send gradients in.
-        offload: keep the shard, its gradient and so the optimiser's state in CPU memory.
+        policy: any object; its optional `param_dtype` is the dtype to compute in, its optional
+            `reduce_dtype` is the dtype in which gradients are sent.
+        offload: keep the shard, its gradient, and so the optimiser's state in CPU memory.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class FlatShard:
         size = self.layout.sizes[rank]
         self._row = slice(rank * size, (rank + 1) * size)
 
-        # The shard, and the optimiser's view of it: one piece per parameter, empty if another
-        # rank has it all.
+        # The shard, and the optimiser's view of it: one piece per parameter. A piece is empty if
+        # other ranks have the whole parameter.
         home = torch.device("cpu") if offload else device
         self.shard = torch.zeros(
             size, dtype=dtype, device=home, pin_memory=home != device and device.type == "cuda"
@@ -84,8 +85,8 @@ class FlatShard:
             for cut, param in zip(self.cuts, params, strict=True)
         ]
 
-        # The full line, and the layers' view of it. `.data` gives the views a version counter of
-        # their own: autograd must not take the next all-gather for a change of what it has saved.
+        # The full line, and the layers' view of it. `.data` gives the views their own version
+        # counter. Otherwise autograd would treat the next all-gather as a change of saved tensors.
         self.full = torch.empty(sum(self.layout.sizes), dtype=compute_dtype, device=device)
         line = self.full.data
         self.params = [
@@ -105,7 +106,7 @@ class FlatShard:
 
     @torch.no_grad()
     def write(self, index: int, value: Tensor) -> None:
-        """Take this rank's elements of a whole parameter."""
+        """Copy this rank's elements of a whole parameter into the shard."""
         cut = self.cuts[index]
         self.pieces[index].copy_(value.reshape(-1)[cut.begin : cut.end])
 
@@ -113,7 +114,7 @@ class FlatShard:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start the all-gather, unless it is under way or done."""
+        """Start the all-gather, unless it is in progress or done."""
         if self.is_full or self._pending is not None:
             return
         self.full.untyped_storage().resize_(self._num_bytes)
@@ -131,14 +132,14 @@ class FlatShard:
         self._pending = None
         self.is_full = True
         for param, piece, slots in zip(self.params, self.pieces, self.slots, strict=True):
-            if param.requires_grad != piece.requires_grad:  # frozen or thawed meanwhile
+            if param.requires_grad != piece.requires_grad:  # frozen or unfrozen meanwhile
                 param.requires_grad_(piece.requires_grad)
             for slot in slots:
                 slot.put(param)
 
     def free(self) -> None:
-        """Free the full line; the layers show their pieces again."""
-        if self._pending is not None:  # it was prefetched and then not needed
+        """Free the full line; the layers have their pieces as parameters again."""
+        if self._pending is not None:  # prefetched, but then not needed
             self._pending.wait()
             self._pending = None
         self.full.untyped_storage().resize_(0)
@@ -153,7 +154,7 @@ class FlatShard:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Take this rank's row of the full line into the shard, after somebody changed it."""
+        """Copy this rank's row of the full line into the shard, after a change of the full line."""
         if not self.is_full:
             raise RuntimeError("write_back: the parameters have been freed meanwhile")
         self.shard.copy_(self.full[self._row])

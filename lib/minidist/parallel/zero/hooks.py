@@ -1,4 +1,4 @@
-"""What stage 3 needs of autograd: to be called when the backward of a unit is over."""
+"""The autograd helpers of stage 3, mainly a callback when the backward of a unit is over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Identity; calls back when the gradients of its outputs, the unit's inputs, are there."""
+    """Identity; runs the callback when the gradients of its outputs (the unit's inputs) exist."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> Any:
@@ -26,10 +26,10 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def call_after_backward(inputs: Any, callback: Callable[[], None]) -> Any:
-    """The inputs, arranged so that `callback` runs when backward has come back to them.
+    """Returns the inputs, changed so that `callback` runs when backward has reached them.
 
-    By then the gradients of the unit's parameters are there, too: autograd runs what was recorded
-    last first, and accumulates into leaves before anything else.
+    At that time the gradients of the unit's parameters exist, too: autograd runs operations in the
+    reverse order of their recording, and accumulates into leaves before anything else.
     """
     leaves, spec = tree_flatten(inputs)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -42,7 +42,7 @@ def call_after_backward(inputs: Any, callback: Callable[[], None]) -> Any:
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors of nested containers in `dtype`; everything else as it is."""
+    """Convert the floating-point tensors in nested containers to `dtype`; keep everything else."""
 
     def cast_one(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
@@ -52,5 +52,5 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def backward_is_running() -> bool:
-    """Is this a forward inside a backward, as activation checkpointing runs it?"""
+    """Whether a backward is running; then a forward is a recomputation (checkpointing)."""
     return torch._C._current_graph_task_id() != -1

@@ -1,11 +1,11 @@
 """Initialise a model that has no memory, one parameter at a time.
 
-A model made under `torch.device("meta")` has shapes and no values. Its own `reset_parameters` then
-gives the values, and this module watches it. Parameters are hollow meanwhile: tensors of the right
-shape whose storage has been freed. When the initialisation touches one, its storage is allocated;
-when it goes on to another, the values are handed over (to be sharded) and the storage is freed. The
-random numbers are drawn in the same order as without sharding, so with the same seed the values are
-the same.
+A model made under `torch.device("meta")` has shapes but no values. Its own `reset_parameters` then
+sets the values, and this module watches these calls. Meanwhile parameters are hollow: tensors of
+the right shape whose storage has been freed. When the initialisation touches a parameter, its
+storage is allocated. When the initialisation goes on to the next parameter, the values of the
+previous one are handed over (to be sharded) and its storage is freed. The order of random numbers
+is the same as without sharding, so with the same seed the values are the same.
 
 >>> with torch.device("meta"):
 ...     layer = torch.nn.Linear(3, 2)
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# These give a tensor new values, whatever it held.
+# These operations overwrite all values of a tensor.
 _OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_"}
 
 
@@ -40,17 +40,18 @@ def materialise(
 ) -> None:
     """Run a meta model's initialisation; every parameter's values go to its writer.
 
-    The model has its meta parameters again afterwards. Buffers get memory on `device` and keep it.
+    Afterwards the model has its meta parameters again. Buffers get memory on `device` and keep it.
 
     Args:
-        writers: for every parameter on the meta device, what takes its values.
-        init: initialises the model in place. None means `model.reset_parameters()`, then those of
-            the submodules whose parameters it has left out.
+        writers: for every parameter on the meta device, a function that takes its values.
+        init: initialises the model in place. None means `model.reset_parameters()`, then
+            `reset_parameters()` of each submodule that still has unset values.
 
     Raises:
-        ValueError: parameters or buffers whose values nothing has set.
+        ValueError: nothing has set the values of some parameters or buffers; or the initialisation
+            returns to a parameter whose values have already been handed over.
     """
-    # Put hollow parameters in the place of the meta ones.
+    # Replace the meta parameters by hollow parameters.
     hollow = {param: _hollow(param, device) for param in writers}
     places = [
         (module, name, param)
@@ -96,7 +97,7 @@ def _hollow(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _allocate_buffers(model: nn.Module, device: torch.device) -> dict[int, int]:
-    """Give meta buffers memory; the version of each, by its id, to see later what was written."""
+    """Give meta buffers memory. Returns id -> version of each, to detect later writes."""
     versions = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -108,7 +109,7 @@ def _allocate_buffers(model: nn.Module, device: torch.device) -> dict[int, int]:
 
 
 class _Watch(TorchDispatchMode):
-    """Gives a hollow parameter memory when an operation touches it: to one at a time."""
+    """Gives a hollow parameter memory when an operation touches it; one parameter at a time."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._writers = writers
         self._names = names
-        # By storage, so that views and `.data` are recognised, too.
+        # The key is the storage, so that views and `.data` are recognised, too.
         self._params = {_key(param): param for param in writers}
         self._current: nn.Parameter | None = None
         self._set: set[nn.Parameter] = set()

@@ -1,4 +1,4 @@
-"""How many bytes a rank really holds, how many it should, and a limit that makes sure.
+"""The bytes that a rank holds, the bytes that it should hold, and an enforced memory limit.
 
 >>> formula_bytes(7.5e9, world_size=64, stage=3).total / 1e9  # the paper's Table 1, in GB
 1.875
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of a rank's model states; activations and buffers of collectives are not in it."""
+    """Bytes of a rank's model states, without activations and buffers of collectives."""
 
     parameters: float
     gradients: float
@@ -48,9 +48,9 @@ def formula_bytes(
 
     Args:
         stage: 0 (data parallel), 1, 2 or 3.
-        param_bytes, grad_bytes, state_bytes: per parameter. The defaults are mixed-precision Adam:
-            bf16 parameters and gradients; an fp32 master copy and two fp32 momenta. All in fp32
-            is 4, 4, 8.
+        param_bytes, grad_bytes, state_bytes: bytes per parameter. The defaults are those of
+            mixed-precision Adam: bf16 parameters and gradients; an fp32 master copy and two fp32
+            momenta. With everything in fp32 they are 4, 4, 8.
     """
     if stage not in (0, 1, 2, 3) or world_size < 1:
         raise ValueError(f"formula_bytes: stage {stage} of {world_size} ranks; stages are 0 to 3")
@@ -64,12 +64,12 @@ def formula_bytes(
 def count_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Bytes:
     """Bytes of the memory that parameters, gradients and optimiser state take on this rank.
 
-    Storages are counted, each once: views and tied parameters add nothing, padding does, and a
-    parameter whose storage has been freed is not there.
+    Each storage counts once: views and tied parameters add nothing, padding counts, and a freed
+    storage does not count.
 
     Args:
-        optimizer: any torch optimiser, or ours; of ours, the master copies and the sharded
-            gradients are counted, too.
+        optimizer: any torch optimiser, or one of this package; for the latter, master copies and
+            sharded gradients count too.
     """
     seen: set[int] = set()
     params = list(model.parameters())
@@ -99,12 +99,12 @@ def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 @contextlib.contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Let this process allocate at most `num_bytes` more than it has; beyond that, torch raises.
+    """Let this process allocate at most `num_bytes` more than now; beyond that, torch raises.
 
-    For CPU tensors, on Linux: it limits the process's private writable memory (RLIMIT_DATA), which
-    counts what is allocated, whether it has been touched or not. Threads that start inside cost
-    the size of a stack each (8 MiB as a rule), so start process groups and run a first backward
-    before. On a GPU use `torch.cuda.set_per_process_memory_fraction`.
+    For CPU tensors, on Linux: it limits the process's private writable memory (RLIMIT_DATA). This
+    counts allocated memory, even if it is not used yet. Each thread that starts inside the block
+    costs one stack (usually 8 MiB), so start process groups and run a first backward before. On a
+    GPU use `torch.cuda.set_per_process_memory_fraction`.
     """
     import resource  # not on every system
 

@@ -1,4 +1,4 @@
-"""Who owns what: two ways to cut a list of parameters into one row per rank.
+"""Which rank owns what: two ways to cut a list of parameters into one row per rank.
 
     three parameters a (6 elements), b (3), c (3) over two ranks
 
@@ -7,10 +7,10 @@
 
     by_element over three ranks     row 0: a a a a    row 1: a a b b    row 2: b c c c
 
-*By parameter* keeps every parameter whole, so any optimiser can update it, also one that looks at
-its shape (Adafactor, Muon); the largest parameter bounds the balance. *By element* is balanced to
-one element and gives equal rows, which collectives want; the optimiser must treat elements alike
-(SGD, Adam and its kin do).
+*By parameter* keeps every parameter whole, so any optimiser can update it, including those that use
+its shape (Adafactor, Muon). But the largest parameter limits the balance. *By element* gives equal
+rows (the last rows are padded), which collectives need. But the optimiser must treat all elements
+alike (SGD, Adam and similar optimisers do).
 
 >>> layout = by_element([6, 3, 3], world_size=3)
 >>> layout.sizes, layout.rows[1]
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of the flattened parameter `index`, at `offset` of its rank's row."""
+    """Elements [begin, end) of the flattened parameter `index`, at `offset` in its rank's row."""
 
     index: int
     begin: int
@@ -43,12 +43,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every element of some parameters lives: one row of pieces per rank.
+    """Which rank owns each element of some parameters: one row of pieces per rank.
 
     Args:
-        numels: elements of each parameter.
+        numels: number of elements of each parameter.
         rows: the pieces of each rank, in the order of their offsets.
-        sizes: elements of each rank's row, padding at its end included.
+        sizes: number of elements of each rank's row, including padding at its end.
     """
 
     numels: tuple[int, ...]
@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each parameter begins when all rows of a by-element layout are laid end to end."""
+        """Where each parameter begins in the concatenation of all rows of a by-element layout."""
         starts, at = [], 0
         for numel in self.numels:
             starts.append(at)
@@ -70,7 +70,7 @@ class Layout:
 
 
 def by_element(numels: Sequence[int], world_size: int) -> Layout:
-    """Lay all parameters end to end and cut the line into equal rows; the last ones are padded.
+    """Concatenate all parameters and cut the line into equal rows; the last rows are padded.
 
     Args:
         numels: elements of each parameter.
@@ -92,15 +92,15 @@ def by_element(numels: Sequence[int], world_size: int) -> Layout:
 
 
 def by_parameter(numels: Sequence[int], world_size: int, loads: list[int] | None = None) -> Layout:
-    """Give each parameter to the rank that has least so far, the largest parameters first.
+    """Give each parameter to the rank that has the least so far; largest parameters first.
 
-    Going by index instead leaves one rank with nearly everything in a model of weights and biases:
-    at two ranks all weights have even indices.
+    Assigning by index instead could give one rank nearly everything: in a model of alternating
+    weights and biases on two ranks, all weights have even indices.
 
     Args:
         numels: elements of each parameter.
         world_size: number of rows.
-        loads: elements that each rank owns already; updated in place.
+        loads: number of elements that each rank already owns; updated in place.
     """
     _check(numels, world_size)
     loads = [0] * world_size if loads is None else loads

@@ -15,9 +15,10 @@ Example::
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     DDP(model)(x).backward(); optimizer.step(); schedule.step()
 
-Parameters are owned whole, not in slices: so every optimiser works, also those that look at a
-parameter's shape or norm, and a parameter's state is found in one place. The price is balance: a
-rank owns at least its largest parameter. Stage 2 makes the other choice.
+A rank owns whole parameters, not slices. So every optimiser works, including those that use a
+parameter's shape or norm, and all state of a parameter is in one place. The disadvantage is the
+balance: the rank that owns the largest parameter cannot own less than this parameter. Stage 2 cuts
+by element instead.
 
 ZeRO (P_os): arXiv 1910.02054. Memory of mixed-precision Adam in bytes per parameter: 4 + 12/N.
 """
@@ -49,26 +50,26 @@ from minidist.parallel.zero.state import (
     pack_optimizer_state,
 )
 
-# LBFGS takes inner products over all parameters at once.
+# LBFGS computes inner products over all parameters at once.
 _NOT_SHARDABLE = {"LBFGS"}
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimiser whose state is spread over the ranks of a group.
 
-    It is used as the optimiser that it wraps: `param_groups` hold all parameters, so schedulers and
-    hand-made changes of hyperparameters work, and reach the wrapped optimiser at the next step.
+    Use it like the optimiser that it wraps. `param_groups` hold all parameters, so schedulers and
+    manual changes of hyperparameters work, and reach the wrapped optimiser at the next step.
 
     Args:
-        params: parameters or groups of them, of the same form and order on every rank. Where the
-            gradients are averaged here, the values of rank 0 are taken, so that all start alike;
-            DDP has done that itself.
+        params: parameters or groups of parameters, with the same form and order on every rank. If
+            gradients are averaged here, rank 0's values are sent to all ranks, so that all ranks
+            start equal; otherwise DDP has done this.
         optimizer_class: e.g. torch.optim.AdamW.
         group: ranks to shard over; None means all.
-        average_gradients: average the gradients over the group, by reduce-scatter, in `step`.
-            False where something else has averaged them (DDP).
-        master_dtype: update copies of this dtype (torch.float32) of parameters that have another
-            (torch.bfloat16), and round to the parameters.
+        average_gradients: average the gradients over the group, by reduce-scatter, in `step`. Set
+            False if something else averages them (DDP).
+        master_dtype: for parameters of a different dtype (torch.bfloat16), update copies of this
+            dtype (torch.float32), and round the results to the parameters.
         bucket_bytes: parameters are sent in buckets of about this size.
         **kwargs: arguments of `optimizer_class`.
 
@@ -106,7 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loads = [0] * self.world_size
         self._averaged = False
         self._handed_over = False
-        # Its groups are the same as ours, each with this rank's part only, which may be nothing.
+        # It has the same groups as this optimiser, but each holds only this rank's part (maybe
+        # nothing).
         self.inner = optimizer_class([{"params": []}], **kwargs)  # pyright: ignore[reportCallIssue]
         self.inner.param_groups.clear()
         super().__init__(params, self.inner.defaults)
@@ -115,11 +117,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- ownership -----------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, also after training has begun; every rank adds the same."""
-        # A parameter that is listed twice (tied weights, passed by hand) is one parameter.
+        """Add parameters, also after training has begun; every rank must add the same."""
+        # A parameter that is listed twice (manually passed tied weights) is one parameter.
         listed = param_group["params"]
         listed = [listed] if isinstance(listed, Tensor) else listed
-        if not isinstance(listed, set):  # which torch refuses, for it has no order
+        if not isinstance(listed, set):  # torch rejects a set, because a set has no order
             listed = list(dict.fromkeys(listed))
         super().add_param_group({**param_group, "params": listed})
         added = self.param_groups[-1]
@@ -137,7 +139,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
         """Cut a group's parameters into buckets, and each bucket into rows."""
-        # Parameters of like size share a bucket, at least one per rank: its rows are then equal.
+        # A bucket has parameters of similar size, at least one per rank, so its rows have similar
+        # length.
         for alike in by_dtype_and_device(sorted(params, key=lambda p: -p.numel())):
             for some in cut_into_buckets(alike, self.bucket_bytes, at_least=self.world_size):
                 yield some, by_parameter([p.numel() for p in some], self.world_size, self._loads)
@@ -161,10 +164,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters on all ranks. Collective: every rank has to call it.
+        """Update all parameters on all ranks. Collective: every rank must call it.
 
         Args:
-            closure: computes the loss and the gradients again; called once, on every rank.
+            closure: computes the loss and the gradients again; called once on every rank.
         """
         loss = None
         if closure is not None:
@@ -183,8 +186,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare_gradients(self) -> None:
-        """Phase 1, and copies of master dtype get their gradients; what clipping and a GradScaler
-        change is then in `held_parameters`. Again before the step, it does nothing.
+        """Phase 1; then copy gradients to the master copies.
+
+        Clipping and a GradScaler change the gradients of `held_parameters`. A second call before
+        the step does nothing.
         """
         self.reduce_gradients()
         if not self._handed_over:
@@ -192,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._handed_over = True
 
     def held_parameters(self) -> list[Tensor]:
-        """What has, after `prepare_gradients`, the gradients that the step uses in its `.grad`."""
+        """The tensors whose `.grad` the step uses, after `prepare_gradients`."""
         if not self._keeps_shards:
             return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         return [
@@ -204,12 +209,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether ranks hold different gradients when they step, and have to decide together."""
+        """Whether ranks hold different gradients in a step, and so must decide together."""
         return self._keeps_shards and self.world_size > 1
 
     @property
     def _keeps_shards(self) -> bool:
-        """Whether the step's gradients are elsewhere than in all parameters' `.grad`."""
+        """Whether the step uses gradients other than those in `.grad` of all parameters."""
         return self._averages or self.master_dtype is not None
 
     @property
@@ -218,10 +223,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Phase 1 by itself, to look at or clip averaged gradients before the step.
+        """Phase 1 alone, to inspect or clip averaged gradients before the step.
 
-        Afterwards a rank has the gradients of what it owns; the others are None, so that nobody
-        can read a gradient that is not the average.
+        Afterwards a rank has only the gradients of its own parameters. All other gradients are
+        None, so that no code can read a gradient that is not averaged.
         """
         if not self.average_gradients:
             return
@@ -250,14 +255,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._averaged = True
 
     def _hand_over_gradients(self) -> None:
-        """Give the master copies their gradients; what is updated in place has its own."""
+        """Copy gradients to the master copies; pieces without a master copy keep their own."""
         for bucket in self.buckets:
             for mine, piece in zip(bucket.owned, bucket.pieces, strict=True):
                 if mine is not piece:
                     mine.grad = None if piece.grad is None else piece.grad.to(mine.dtype)
 
     def _gather_parameters(self) -> None:
-        """Send what this rank owns and take what the others do, two buckets at a time."""
+        """Send what this rank owns and receive the other parameters, two buckets at a time."""
         started: tuple[Bucket, Pending] | None = None
         for bucket in self.buckets:
             first = bucket.params[0]
@@ -299,8 +304,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
-        Collective. Returns the norm before scaling, the same on all ranks. Afterwards only the
-        gradients of owned parameters are scaled; the step uses no others.
+        Collective. Returns the norm before scaling, the same on all ranks. It scales only the
+        gradients of this rank's own parameters, because the step uses no others.
         """
         self.prepare_gradients()
         mine = [piece for bucket in self.buckets for piece in bucket.owned]
@@ -309,26 +314,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard, without communication: save one file per rank.
+        """This rank's shard, without communication; save one file per rank.
 
-        `full_state_dict` gives the state of the whole. Either loads with `load_state_dict`, the
-        shard on the same rank of the same number of ranks.
+        `full_state_dict` returns the whole state. `load_state_dict` loads both, but a shard only on
+        the same rank of the same number of ranks.
         """
         part = pack_optimizer_state(self.param_groups, self.inner.state, self._cuts())
         return {"rank": self.rank, "world_size": self.world_size, **part}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The state dict of the wrapped optimiser as if it had not been sharded, on the CPU.
+        """The state dict that the wrapped optimiser would have without sharding, on the CPU.
 
-        Collective: every rank has to call it; with `rank0_only` the others get an empty dict.
+        Collective: every rank must call it; with `rank0_only` the other ranks get an empty dict.
         """
         return gather_parts(self.state_dict(), merge_optimizer_parts, self.group, rank0_only)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load a full state dict, from any number of ranks or none, or this rank's own shard.
+        """Load a full state dict, sharded over any number of ranks or not, or this rank's shard.
 
         Raises:
-            ValueError: the shard of another rank, or groups of other sizes.
+            ValueError: the shard of a different rank, or groups of different sizes.
         """
         cut_optimizer_state(
             state_dict, self.inner, self.param_groups, self._cuts(), self.rank, self.world_size
@@ -337,7 +342,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
 
     def _cuts(self) -> dict[Tensor, Cut]:
-        """What each tensor of the wrapped optimiser is a cut of: (number, shape, begin, end)."""
+        """For each tensor of the wrapped optimiser, the cut of a parameter that it holds."""
         params = [p for group in self.param_groups for p in group["params"]]
         number = {id(p): i for i, p in enumerate(params)}
         cuts = {}

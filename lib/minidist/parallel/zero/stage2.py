@@ -1,4 +1,4 @@
-"""ZeRO stage 2: gradients are sharded too. They leave during the backward pass, and are freed.
+"""ZeRO stage 2: gradients are sharded too. They are sent and freed during the backward pass.
 
     backward:   g5  g4 | g3  g2 | g1           gradients appear, last layers first
     wire:          [bucket 0][bucket 1][bucket 2]  each bucket is reduce-scattered when it is full
@@ -6,9 +6,9 @@
 
 Phases:
 1. collect   a hook copies each new gradient into its bucket and drops it
-2. reduce    a full bucket is reduce-scattered, while backward goes on
+2. reduce    a full bucket is reduce-scattered, while backward continues
 3. keep      at the end of backward each rank adds the mean of its elements to its shard
-4. step      as in stage 1: update what is owned, all-gather the parameters
+4. step      as in stage 1: update the rank's own part, all-gather the parameters
 
 Example::
 
@@ -17,9 +17,9 @@ Example::
     optimizer.clip_grad_norm_(1.0)
     optimizer.step(); optimizer.zero_grad()
 
-A bucket is cut by element, in N equal rows, so that every rank is equally busy and keeps 1/N.
-Therefore the wrapped optimiser has to treat elements alike: SGD, Adam and their kin do, those that
-look at the shape of a parameter do not.
+A bucket is cut by element, into N equal rows, so that every rank has equal work and keeps 1/N.
+Therefore the wrapped optimiser must treat all elements alike: SGD, Adam and similar optimisers do,
+optimisers that use the shape of a parameter do not.
 
 ZeRO (P_os+g): arXiv 1910.02054. Memory of mixed-precision Adam in bytes per parameter: 2 + 14/N.
 """
@@ -44,19 +44,19 @@ from minidist.parallel.zero.exchange import GradientBucket
 from minidist.parallel.zero.partition import Layout, Piece, by_element
 from minidist.parallel.zero.stage1 import ShardedOptimizer
 
-# They look at whole matrices, or at a norm per parameter.
+# These optimisers use whole matrices, or a norm per parameter.
 _NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "LARS", "LAMB", "Shampoo", "SOAP"}
 
 
 class Zero2Optimizer(ShardedOptimizer):
     """A sharded optimiser that averages and shards the gradients during the backward pass.
 
-    After backward the parameters' own `grad` is None: the shards of the gradients belong to the
-    tensors that `inner`, the wrapped optimiser, updates. `backward()` is collective.
+    After backward the `grad` of each parameter is None. The gradient shards belong to the tensors
+    that the wrapped optimiser `inner` updates. `backward()` is collective.
 
     Args:
         params, optimizer_class, group, master_dtype, bucket_bytes: as in `ShardedOptimizer`.
-        reduce_dtype: dtype in which gradients travel; None means the parameters'.
+        reduce_dtype: dtype in which gradients travel; None means the parameters' dtype.
         **kwargs: arguments of `optimizer_class`.
 
     Raises:
@@ -96,7 +96,7 @@ class Zero2Optimizer(ShardedOptimizer):
     # -- ownership -----------------------------------------------------------------------------
 
     def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
-        # Backward reaches the last parameters first, so their bucket comes first.
+        # Backward reaches the last parameters first, so their buckets come first.
         for alike in by_dtype_and_device(reversed(params)):
             for some in cut_into_buckets(alike, self.bucket_bytes):
                 yield some, by_element([p.numel() for p in some], self.world_size)
@@ -111,7 +111,8 @@ class Zero2Optimizer(ShardedOptimizer):
         bucket.gradients = GradientBucket(layout, self.group, first.device, wire_dtype, first.dtype)
         number = len(self.buckets)
         for index, param in enumerate(params):
-            # torch takes hooks only for what requires a gradient; frozen ones may later.
+            # torch accepts hooks only on tensors that require a gradient. A frozen parameter may
+            # require one later.
             frozen = not param.requires_grad
             param.requires_grad_(True)
             param.register_post_accumulate_grad_hook(self._collector(number, index))
@@ -124,8 +125,8 @@ class Zero2Optimizer(ShardedOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Keep gradients whole and local in the block; the next backward outside sends the sum.
 
-        Saves communication for accumulation, and costs the memory of whole gradients meanwhile.
-        Without it, each backward adds to the shards. Only `backward` has to be inside.
+        This saves communication in accumulation, but meanwhile costs the memory of whole gradients.
+        Without it, each backward adds to the shards. Only `backward` must be inside the block.
         """
         before, self._sync = self._sync, False
         try:
@@ -153,8 +154,8 @@ class Zero2Optimizer(ShardedOptimizer):
         return collect
 
     def _send_full_buckets(self) -> None:
-        # 2. reduce. In order of the buckets, whichever fills first: all ranks must agree on the
-        # order, and a rank that does not use a parameter fills its bucket only at the end.
+        # 2. reduce. Always in the order of the buckets, because all ranks must use the same order,
+        # and on a rank that does not use a parameter, its bucket is full only at the end.
         while self._next < len(self.buckets) and self._missing[self._next] <= 0:
             self.buckets[self._next].gradients.launch()
             self._next += 1
@@ -178,7 +179,7 @@ class Zero2Optimizer(ShardedOptimizer):
                 mine.grad = gradient if mine.grad is None else mine.grad.add_(gradient)
 
     def reduce_gradients(self) -> None:
-        """Nothing is left to do after backward; refuses gradients that were never averaged."""
+        """Does nothing, because backward has reduced; raises if gradients were never averaged."""
         if any(not bucket.gradients.is_empty for bucket in self.buckets):
             raise RuntimeError(
                 f"[rank {self.rank}] the last backward() before step() was inside no_sync(), so "
@@ -190,7 +191,7 @@ class Zero2Optimizer(ShardedOptimizer):
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the shards of the gradients, and what no_sync() has kept."""
+        """Clear the gradient shards, and the gradients that no_sync() has kept."""
         super().zero_grad(set_to_none)
         self._missing = {}
         for bucket in self.buckets:

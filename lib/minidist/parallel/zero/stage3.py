@@ -5,10 +5,10 @@
 
 Phases of a step, all started by hooks on the modules:
 1. before forward    the unit's parameters are all-gathered, and the next unit's gather starts
-2. after forward     freed (but for the root's, and the last unit's: it comes first in backward)
-3. before backward   gathered again, and the gather of the unit before it in forward starts
-4. after backward    freed; gradients are reduce-scattered, and wait for nobody
-5. end of backward   each rank adds the mean of its elements to the `.grad` of its pieces
+2. after forward     freed (except the root's, and the last unit's, which backward needs first)
+3. before backward   gathered again; the gather of the previous unit in forward order starts
+4. after backward    freed; gradients are reduce-scattered while the next unit computes
+5. end of backward   each rank has added the mean of its elements to the `.grad` of its pieces
 
 Example::
 
@@ -18,12 +18,12 @@ Example::
     model(x).sum().backward(); zero.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
     torch.save(zero.full_state_dict(rank0_only=True), path)     # on all ranks; rank 0 has it
 
-Between steps `model.parameters()` are 1-D pieces of what they were, under the same names and in the
-same order. An optimiser has to treat elements alike (SGD, Adam and their kin). All ranks have to
-run the same units in the same order.
+Between steps `model.parameters()` are 1-D pieces of the original parameters, with the same names
+and in the same order. An optimiser must treat all elements alike (SGD, Adam and similar
+optimisers). All ranks must run the same units in the same order.
 
 ZeRO (P_os+g+p): arXiv 1910.02054; units and prefetch as in PyTorch FSDP: arXiv 2304.11277.
-Memory of mixed-precision Adam: 16/N bytes per parameter; and the root and two units whole.
+Memory of mixed-precision Adam: 16/N bytes per parameter, plus the whole root and two whole units.
 """
 
 from __future__ import annotations
@@ -53,34 +53,34 @@ from minidist.parallel.zero.unit import (
     take_values_of_rank0,
 )
 
-# Reduce-scatters under way while the next unit computes. Each holds a unit's whole gradients.
+# Reduce-scatters in progress while the next unit computes. Each holds whole gradients of a unit.
 _MAX_IN_FLIGHT = 1
 
 
 class Zero3(StateDicts):
     """Shards a model in place, and runs it.
 
-    The values of rank 0 are taken, also of buffers, so that all ranks start alike.
+    All parameters and buffers get the values of rank 0, so that all ranks start equal.
 
     Args:
-        model: on the compute device, or on the meta device: then its parameters are initialised
-            one at a time, and no rank ever holds them all.
+        model: on the compute device or on the meta device. Parameters on the meta device are
+            initialised one at a time, so no rank ever holds all of them.
         units: modules of `model` whose parameters are gathered together, e.g. its blocks; may be
-            nested. What they leave belongs to the root, the model.
+            nested. All other parameters belong to the root, the model.
         group: ranks to shard over; None means all.
-        policy: anything with `param_dtype`, `reduce_dtype`, `output_dtype` and
+        policy: any object with `param_dtype`, `reduce_dtype`, `output_dtype` and
             `cast_forward_inputs`, e.g. torch's MixedPrecisionPolicy. Shards, and so the optimiser,
-            keep the dtype that the model has.
-        reshard_after_forward: free the parameters between forward and backward. False trades
-            memory for one all-gather less per unit (ZeRO-2's traffic).
-        prefetch: units to gather ahead; 0 for none.
+            keep the dtype of the model.
+        reshard_after_forward: free the parameters between forward and backward. False needs more
+            memory, but saves one all-gather per unit (ZeRO-2's traffic).
+        prefetch: number of units to gather ahead.
         offload: keep shards, gradients and optimiser state in CPU memory.
-        device: where to compute; None means where the model is, for a meta model the CPU.
+        device: where to compute; None means the model's device, or the CPU for a meta model.
         init: called with the model if it is on the meta device; None means `reset_parameters`.
 
     Raises:
-        ValueError: units that are not modules of the model, or parameters whose values nothing
-            sets.
+        ValueError: units that are not modules of the model, parameters whose values nothing sets,
+            a negative `prefetch`, or a model without parameters.
         MismatchError: on every rank, if ranks hold models of different form.
     """
 
@@ -119,7 +119,7 @@ class Zero3(StateDicts):
         is_meta = any(p.is_meta for p in model.parameters())
         if not is_meta:
             take_values_of_rank0(model, self.group, self.device)
-        # Build. The root's unit is the first.
+        # Build. The first unit is the root's.
         self.units: list[Unit] = []
         assigned = assign_parameters(model, units)
         homes: dict[nn.Parameter, tuple[FlatShard, int]] = {}
@@ -132,7 +132,7 @@ class Zero3(StateDicts):
         super().__init__(model, [flat for unit in self.units for flat in unit.flats], self.group)
         self._sync = True
         self._trail: list[Unit] = []  # units in the order of this forward
-        self._last_trail: list[Unit] = []  # ... and of the one before
+        self._last_trail: list[Unit] = []  # units in the order of the previous forward
         self._in_backward = False
         self._in_flight: list[FlatShard] = []
         for unit in self.units:
@@ -140,7 +140,7 @@ class Zero3(StateDicts):
                 partial(self._before_forward, unit), prepend=True, with_kwargs=True
             )
             unit.module.register_forward_hook(partial(self._after_forward, unit))
-        # For training loops that have only the model: torch's would take each rank's own norm.
+        # For training loops that have only the model: torch's function would use each rank's norm.
         object.__setattr__(model, "clip_grad_norm_", self.clip_grad_norm_)
 
     # -- construction --------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Zero3(StateDicts):
         return output
 
     def _stays(self, unit: Unit) -> bool:
-        """Are the parameters kept until backward?"""
+        """Whether the parameters are kept until backward."""
         if not torch.is_grad_enabled():
             return False  # evaluation: no backward will come
         at = len(self._trail) - 1
@@ -205,18 +205,19 @@ class Zero3(StateDicts):
         return is_last or not unit.reshard_after_forward
 
     def _begin_forward(self) -> None:
-        # What an earlier forward has left whole is out of date if the optimiser has stepped.
+        # Parameters that an earlier forward has left whole are out of date after a step of the
+        # optimiser.
         for unit in self.units:
             if unit.state is not State.SHARDED or not unit.is_sharded:
                 unit.free()
-        if self._in_backward:  # the last one ended in an exception
+        if self._in_backward:  # the last backward ended with an exception
             self._in_backward = False
             self._in_flight.clear()
             self.discard_gradients()
         self._last_trail, self._trail = self._trail, []
 
     def _prefetch_forward(self) -> None:
-        # The order of the last forward, for as long as this one follows it.
+        # Prefetch in the order of the last forward, as long as this forward has the same order.
         at = len(self._trail)
         if self._last_trail[:at] == self._trail:
             for unit in self._last_trail[at : at + self.prefetch]:
@@ -263,9 +264,9 @@ class Zero3(StateDicts):
                 self._in_flight.pop(0).keep()
 
     def _end_backward(self) -> None:
-        # 5. end of backward. Left are the root and units whose inputs need no gradient.
+        # 5. end of backward. The root and units whose inputs need no gradient are still left.
         for unit in dict.fromkeys([*reversed(self._trail), *reversed(self.units)]):
-            is_due = self._sync and unit.owes_gradients  # it ran in no_sync() only
+            is_due = self._sync and unit.owes_gradients  # the unit ran only in no_sync()
             if unit.state is State.BACKWARD or unit.has_gradients or is_due:
                 self._reduce(unit)
             elif not unit.is_sharded:
@@ -281,8 +282,8 @@ class Zero3(StateDicts):
     def no_sync(self) -> Iterator[None]:
         """Keep gradients whole and local in the block; the next backward outside sends the sum.
 
-        Saves the reduce-scatters of accumulation, and costs the memory of whole gradients
-        meanwhile. Without it, each backward adds to the sharded gradients.
+        This saves reduce-scatters in accumulation, but meanwhile costs the memory of whole
+        gradients. Without it, each backward adds to the sharded gradients.
         """
         before, self._sync = self._sync, False
         try:
@@ -307,7 +308,7 @@ class Zero3(StateDicts):
         return clip_by_global_norm(pieces, max_norm, norm_type, self.group)
 
     def discard_gradients(self) -> None:
-        """Drop all gradients: those of the pieces, as zero_grad does, and what no_sync has kept."""
+        """Drop all gradients: those of the pieces, like zero_grad, and those kept by no_sync."""
         for unit in self.units:
             unit.owes_gradients = False
             for flat in unit.flats:
@@ -317,9 +318,9 @@ class Zero3(StateDicts):
 
     @contextlib.contextmanager
     def unsharded(self, *, writeback: bool = False) -> Iterator[None]:
-        """Whole parameters in the block, in the compute dtype, to look at or (writeback) change.
+        """Whole parameters in the block, in the compute dtype, to read or (writeback) change.
 
-        Collective: every rank enters, and makes the same changes.
+        Collective: every rank must enter the block and make the same changes.
         """
         for unit in self.units:
             unit.wait()

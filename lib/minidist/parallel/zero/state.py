@@ -1,12 +1,12 @@
-"""State dicts of sharded things: pack what a rank has, merge all ranks' parts, cut for others.
+"""State dicts of sharded tensors: pack a rank's part, merge all parts, cut for other ranks.
 
     rank 0: elements [0, 5) of w ---.                      .--- rank 0 of 3: elements [0, 4)
                                      merge -> w whole, cut ---- rank 1 of 3: elements [4, 8)
     rank 1: elements [5, 9) of w ---'                      '--- rank 2 of 3: elements [8, 9)
 
-A *part* says which elements it has, so merging needs no knowledge of the world that wrote it, and a
-checkpoint of 4 ranks can be read by 3. Parts are plain dicts of tensors and numbers: `torch.load`
-reads them with weights_only=True.
+A *part* says which elements it has. So merging does not depend on the number of ranks that wrote
+the parts, and 3 ranks can read a checkpoint of 4 ranks. Parts are plain dicts of tensors and
+numbers: `torch.load` reads them with weights_only=True.
 
 >>> whole = torch.arange(6.0).view(2, 3)
 >>> parts = [make_part(whole.view(-1)[b:e], whole.shape, b, e) for b, e in ((0, 4), (4, 6))]
@@ -35,11 +35,11 @@ class Cut(NamedTuple):
     shape: torch.Size
     begin: int
     end: int
-    is_master: bool = False  # the tensor itself is state, too: a copy in higher precision
+    is_master: bool = False  # the tensor is a master copy in higher precision, so it is state too
 
     @property
     def is_elsewhere(self) -> bool:
-        """Has this rank nothing of it? Its optimiser then does not count steps either."""
+        """Whether this rank has no element of it. Its optimiser then counts no steps for it."""
         return self.begin == self.end and prod(self.shape) > 0
 
 
@@ -53,14 +53,14 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The whole values of one tensor, from the parts of all ranks in any order.
 
     Raises:
-        ValueError: the parts do not make up the tensor, as when a rank's file is missing.
+        ValueError: the parts do not make up the tensor, e.g. because a rank's file is missing.
     """
     shape = parts[0]["shape"]
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part["values"]):
         having = [part for part in parts if key in part["values"]]
         if not any(key in part["cut"] for part in having):
-            merged[key] = having[0]["values"][key]  # a step count, say: the same everywhere
+            merged[key] = having[0]["values"][key]  # e.g. a step count: the same on all ranks
             continue
         whole = having[0]["values"][key].new_empty(prod(shape))
         found = 0
@@ -82,7 +82,7 @@ def gather_parts(
     group: dist.ProcessGroup,
     rank0_only: bool,
 ) -> dict[str, Any]:
-    """Merge what the ranks of the group have, on all of them or on its rank 0. Collective."""
+    """Merge the parts of all ranks of the group, on all ranks or only on its rank 0. Collective."""
     world_size = dist.get_world_size(group)
     parts: list[Any] = [None] * world_size
     if not rank0_only:
@@ -128,7 +128,7 @@ def pack_optimizer_state(
 def merge_optimizer_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The state dict of an ordinary torch optimiser, from the parts of all ranks.
 
-    A parameter updated through a master copy has it under "master" in its state.
+    If a parameter is updated through a master copy, its state has the copy under "master".
     """
     numbers = sorted({number for part in parts for number in part["state"]})
     state = {
@@ -167,7 +167,7 @@ def cut_optimizer_state(
             f"[rank {rank}] load_state_dict: expected groups of {expected} parameters, got {got}"
         )
     saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    # Cut every value to what this rank has.
+    # Cut every value to this rank's elements.
     local: dict[int, dict[str, Any]] = {}
     masters: list[tuple[Tensor, Tensor]] = []
     groups, position = [], 0
@@ -199,7 +199,7 @@ def cut_optimizer_state(
             if "master" in values:
                 masters.append((mine, values.pop("master")))
             if values:
-                # Cloned: the optimiser must not update the caller's state dict in place.
+                # Clone, because the optimiser must not update the caller's state dict in place.
                 local[number] = {
                     k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()
                 }
@@ -211,10 +211,10 @@ def cut_optimizer_state(
 
 
 def _is_cut(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Is a value per element, so that it is cut as its parameter is? ("step" counts steps.)"""
+    """Whether a value is per element, and so cut like its parameter. ("step" counts steps.)"""
     return isinstance(value, Tensor) and key != "step" and list(value.shape) == list(shape)
 
 
 def _to_cpu(value: Any) -> Any:
-    # A copy, because pickling a view would write all of its storage.
+    # A copy, because pickling a view would write the whole storage.
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

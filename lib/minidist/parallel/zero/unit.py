@@ -1,10 +1,10 @@
-"""A unit of ZeRO-3: the parameters that are gathered and freed together, as a rule one block.
+"""A unit of ZeRO-3: the parameters that are gathered and freed together, usually one block.
 
-Which parameter goes with which unit:
-- each with the innermost unit that its layer is in;
-- the rest with the root, which is the model itself;
-- one that is shared between units (tied weights) with the root, because the root's parameters are
-  there during the whole step.
+Which parameter belongs to which unit:
+- a parameter belongs to the innermost unit that contains its layer;
+- a parameter outside all units belongs to the root, which is the model itself;
+- a parameter that several units share (tied weights) belongs to the root, because the root's
+  parameters stay whole during the whole step.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from minidist.parallel.zero.flat import FlatShard, Slot
 
 
 class State(Enum):
-    """Where a unit is in its step."""
+    """The phase of a unit in a step."""
 
-    SHARDED = auto()  # only the shard is there, or an all-gather is under way
-    FORWARD = auto()  # whole, and its forward runs or has run (if it is not freed after)
+    SHARDED = auto()  # only the shard exists, or an all-gather is in progress
+    FORWARD = auto()  # whole; its forward runs, or has run (if it is not freed afterwards)
     BACKWARD = auto()  # whole, because its backward has begun
 
 
 class Unit:
     """One module's share of the parameters, and its state.
 
-    Parameters of different dtypes, and frozen ones, have a `FlatShard` of their own each: dtypes
-    do not mix in one line, and no gradient travels for what is frozen.
+    Each dtype has a separate `FlatShard`, because one line has one dtype. Frozen parameters also
+    have a separate `FlatShard`, so that no gradient travels for them.
     """
 
     def __init__(self, module: nn.Module, name: str, reshard_after_forward: bool) -> None:
@@ -41,8 +41,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.flats: list[FlatShard] = []
         self.state = State.SHARDED
-        self.num_calls = 0  # forwards whose backward has not come yet
-        self.owes_gradients = False  # no_sync() has kept some
+        self.num_calls = 0  # forwards whose backward has not run yet
+        self.owes_gradients = False  # no_sync() has kept gradients that are not reduced yet
 
     def shard(
         self,
@@ -52,7 +52,7 @@ class Unit:
         policy: Any,
         offload: bool,
     ) -> dict[nn.Parameter, tuple[FlatShard, int]]:
-        """Replace the module's parameters by shards; where each parameter has gone."""
+        """Replace the module's parameters by shards; returns the new place of each parameter."""
         alike: dict[Any, list[nn.Parameter]] = {}
         for param in params:
             alike.setdefault((param.dtype, param.requires_grad), []).append(param)
@@ -66,7 +66,7 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """Is nothing but the shards there, and no all-gather under way?"""
+        """Whether only the shards exist, and no all-gather is in progress."""
         return all(flat.is_sharded for flat in self.flats)
 
     def gather(self) -> None:
@@ -129,7 +129,7 @@ def assign_parameters(
 
 @torch.no_grad()
 def take_values_of_rank0(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Send the parameters and buffers of the group's rank 0 to all; buffers go to `device`."""
+    """Copy parameters and buffers of the group's rank 0 to all ranks; move buffers to `device`."""
     first = dist.get_global_rank(group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
         value = tensor.to(device).contiguous()
