@@ -71,7 +71,7 @@ def check(name, subject):
             if not findings:
                 answers = [told["answer"] for told in everything]
                 seen = Case(world_size, inputs, answers, trace, plan)
-                findings = [finding.message for finding in criterion.judge(seen)]
+                findings = [finding.message for finding in criterion.findings(seen)]
         except Exception as error:
             findings = [f"cannot be judged: {type(error).__name__}: {error}"]
         store.set("findings", json.dumps(findings))

@@ -8,7 +8,7 @@ process) and lists what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,13 +121,23 @@ class Criterion:
     points: float
     draw: Callable[[Draw], list[Values]]
     observe: Callable[[Any, Values, Context], Values]
-    judge: Callable[[Case], list[Finding]]
+    judge: Callable[[Case], Iterable[Finding]]
     world: Literal["own", "none", "real", "emulated"] = "real"
     deadline_s: float = 25.0
     plan: Callable[[Draw], ChargePlan] | None = None
     between_ranks: bool = False
     fault_hint: str = ""
     needs: Needs = "nothing"
+
+    def findings(self, case: Case) -> list[Finding]:
+        """What is wrong with the answers: by rules that hold for all criteria, then by `judge`."""
+        if self.between_ranks and case.world_size == 1:
+            return []
+        if case.trace is not None and case.trace.faults:
+            # Collectives that do not match have no time and no traffic that could be judged.
+            hint = f". {self.fault_hint}" if self.fault_hint else ""
+            return [Finding(f"{fault}{hint}") for fault in case.trace.faults]
+        return list(self.judge(case))
 
     @property
     def extra(self) -> bool:
@@ -190,8 +200,7 @@ class Verdict:
         }
 
 
-def compare(
-    findings: list[Finding],
+def differs(
     rank: int,
     what: str,
     got: Any,
@@ -200,16 +209,16 @@ def compare(
     rtol: float,
     atol: float,
     hint: str = "",
-) -> bool:
-    """True if `got` is a finite array of `expected`'s shape and values, else adds a finding.
+) -> Finding | None:
+    """A finding unless `got` is a finite array of `expected`'s shape and values.
 
     Nothing agrees with an `expected` or a tolerance that is not finite. The message names the
     first place where they differ; `hint` is the likely reason.
     """
     problem = _difference(got, np.asarray(expected, dtype=np.float64), rtol, atol)
-    if problem:
-        findings.append(Finding(f"{what}: {problem}" + (f" {hint}" if hint else ""), rank))
-    return problem is None
+    if problem is None:
+        return None
+    return Finding(f"{what}: {problem}" + (f" {hint}" if hint else ""), rank)
 
 
 def _difference(got: Any, expected: np.ndarray, rtol: float, atol: float) -> str | None:

@@ -171,7 +171,7 @@ def paid_ahead(rank: int, gradients: list[list[np.ndarray]]) -> Iterator[Action]
 
 def test_what_is_asked_for_passes(handed_out):
     case = _run(handed_out, overlapped)
-    assert [judge(case) for judge in JUDGES] == [[], [], []]
+    assert [list(judge(case)) for judge in JUDGES] == [[], [], []]
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_what_is_asked_for_passes(handed_out):
 )
 def test_nothing_else_is_taken_for_overlap(handed_out, program):
     case = _run(handed_out, program)
-    assert emulated.judge_overlap(case), program.__doc__
-    assert emulated.judge_scaling(case), program.__doc__
+    assert list(emulated.judge_overlap(case)), program.__doc__
+    assert list(emulated.judge_scaling(case)), program.__doc__
 
 
 def test_the_margin_is_where_it_was_meant_to_be(handed_out):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
-from autograder.criteria.criterion import Case, Finding
+from autograder.criteria.criterion import Case, Criterion, Finding
 from autograder.referee.judging import judge
 from minidist.emulate.trace import Trace
 
@@ -15,8 +14,16 @@ CASE = Case(1, [{}], [{}])
 
 
 def criterion(judge_, between_ranks=False, fault_hint=""):
-    return SimpleNamespace(
-        name="made_up", judge=judge_, between_ranks=between_ranks, fault_hint=fault_hint
+    return Criterion(
+        name="made_up",
+        title="made up",
+        task="none",
+        points=1,
+        draw=lambda _: [],
+        observe=lambda *_: {},
+        judge=judge_,
+        between_ranks=between_ranks,
+        fault_hint=fault_hint,
     )
 
 

@@ -87,6 +87,6 @@ def assert_none_confuses(
     """Fails if a criterion passes for ranks with one of these for every answer, or says nothing."""
     for value in values:
         answers = [SameUnderEveryKey(value) for _ in range(world_size)]
-        findings = criterion.judge(make_case(lab, criterion, answers))
+        findings = criterion.findings(make_case(lab, criterion, answers))
         assert findings, f"{value!r} for every answer passed"
         assert all(f.message for f in findings)

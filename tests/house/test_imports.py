@@ -253,8 +253,8 @@ def test_only_plots_and_widgets_import_matplotlib_and_ipywidgets():
 @pytest.mark.parametrize("module", ["minidist", "minidist.kernel", "minidist.kernel.front"])
 def test_no_torch_where_it_would_only_cost_time(module):
     code = (
-        f"import sys, {module}; "
-        "print(sorted({'torch', 'ipykernel', 'matplotlib'} & set(sys.modules)))"
+        f"import sys, {module}; print(sorted({{'torch', 'ipykernel', 'matplotlib'}} & "
+        "set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

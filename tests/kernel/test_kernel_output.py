@@ -92,11 +92,9 @@ def test_figures_of_other_ranks_are_folded_below(kernel: Kernel) -> None:
 def test_the_front_cuts_what_a_rank_sends_past_the_bound(kernel: Kernel) -> None:
     # A rank that does not keep to the rules: messages made by hand, past the bounded stream.
     code = (
-        "out = sys.stdout\n"
-        "for _ in range(4):\n"
-        "    content = {'name': 'stdout', 'text': 'y' * 1024 * 1024}\n"
-        "    message = out.session.msg('stream', content, parent=out.parent_header)\n"
-        "    out.session.send(out.pub_thread, message, ident=out.topic)\n"
+        "out = sys.stdout\nfor _ in range(4):\n    content = {'name': 'stdout', 'text': 'y' * 1024 "
+        "* 1024}\n    message = out.session.msg('stream', content, parent=out.parent_header)\n    "
+        "out.session.send(out.pub_thread, message, ident=out.topic)\n"
     )
     text = kernel.ok("%%rank 0\n" + code).text()
     assert len(text) < 1.1 * outputs.MAX_TEXT

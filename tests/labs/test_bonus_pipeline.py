@@ -52,13 +52,15 @@ def test_few_submissions_lose_every_criterion():
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
     empty = make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)])
-    assert criterion.judge(empty)
+    assert criterion.findings(empty)
     assert_none_confuses(LAB, criterion, HOSTILE, WORLD_SIZE)
 
 
 @pytest.mark.parametrize("name", ["pipe_messages", "pipe_time", "pipe_limit"])
 def test_who_says_done_and_has_done_nothing_does_not_pass(name):
-    assert LAB[name].judge(make_case(LAB, LAB[name], [{"done": True} for _ in range(WORLD_SIZE)]))
+    assert LAB[name].findings(
+        make_case(LAB, LAB[name], [{"done": True} for _ in range(WORLD_SIZE)])
+    )
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)

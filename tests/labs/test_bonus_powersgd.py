@@ -50,7 +50,7 @@ def test_few_submissions_lose_every_criterion():
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
-    assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
+    assert criterion.findings(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
     assert_none_confuses(LAB, criterion, HOSTILE, WORLD_SIZE)
 
 
@@ -74,8 +74,8 @@ def test_a_mean_that_nearly_cancels_is_right():
         before = [{f"before/{k}": v for k, v in values.items()} for values in inputs]
         return [means | each for each in before]
 
-    assert criterion.judge(Case(WORLD_SIZE, inputs, answers(0.0))) == []
-    assert criterion.judge(Case(WORLD_SIZE, inputs, answers(5e-3)))
+    assert criterion.findings(Case(WORLD_SIZE, inputs, answers(0.0))) == []
+    assert criterion.findings(Case(WORLD_SIZE, inputs, answers(5e-3)))
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)

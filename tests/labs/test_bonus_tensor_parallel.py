@@ -10,7 +10,7 @@ from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
 from autograder.criteria.bonus_tensor_parallel import model, traffic
-from autograder.criteria.criterion import Case, Values
+from autograder.criteria.criterion import Case, Finding, Values
 from autograder.proof.verify import choose_covering
 from autograder.proof.zoo import load_zoo
 from autograder.referee.referee import draw_for
@@ -52,7 +52,7 @@ def test_few_submissions_lose_every_criterion():
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
-    assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
+    assert criterion.findings(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
     assert_none_confuses(LAB, criterion, HOSTILE, WORLD_SIZE)
 
 
@@ -131,7 +131,10 @@ def test_traffic_is_counted():
     draw = draw_for(b"test", NAME, "btp_mlp_traffic", "test", WORLD_SIZE)
     whole = traffic.draw(draw)[0]["x"].nbytes
     once = [("all_reduce", whole)]
-    judge = traffic.judge_mlp
+
+    def judge(case: Case) -> list[Finding]:
+        return list(traffic.judge_mlp(case))
+
     assert not judge(mlp_case(once, once))
     assert not judge(mlp_case([*once, ("barrier", 0), ("all_gather", 64)], once))
     for forward, backward in (
@@ -150,7 +153,7 @@ def test_missing_passes_and_wrong_numbers_are_told():
     once = [("all_reduce", traffic.draw(draw)[0]["x"].nbytes)]
     case = mlp_case(once, once)
     shares = [dict(answer, x=answer["x"] / WORLD_SIZE) for answer in case.answers]
-    found = traffic.judge_mlp(dataclasses.replace(case, answers=shares))
+    found = list(traffic.judge_mlp(dataclasses.replace(case, answers=shares)))
     assert "an all-reduce is missing" in found[0].message
     assert case.trace is not None
     case.trace.events[2].clear()

@@ -62,7 +62,7 @@ def test_few_submissions_lose_every_criterion():
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
-    assert criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
+    assert criterion.findings(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
     assert_none_confuses(LAB, criterion, HOSTILE, WORLD_SIZE)
 
 

@@ -278,7 +278,7 @@ def test_what_is_observed_reaches_the_judge(lab, criterion, num_ranks, monkeypat
                 answer["mixed/seconds"] = np.arange(1.0, 1 + gpu.ROUNDS)
             if "alone/seconds" in answer:
                 answer["together/seconds"] = answer["alone/seconds"] / 0.95
-        assert criterion.judge(Case(num_ranks, draws, answers)) == []
+        assert criterion.findings(Case(num_ranks, draws, answers)) == []
 
 
 # --- on a GPU ------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_a_gpu_tells_right_from_wrong(lab, criterion, num_ranks, wrong):
     draws = criterion.draw(draw_for(b"t", lab.name, criterion.name, "one", num_ranks))
     subject = _subject(lab.name, wrong=wrong)
     answers = run(_measured, num_ranks, criterion.name, subject, draws, deadline_s=150)
-    told = [finding.message for finding in criterion.judge(Case(num_ranks, draws, answers))]
+    told = [finding.message for finding in criterion.findings(Case(num_ranks, draws, answers))]
     assert bool(told) == wrong, told or answers
 
 
@@ -334,7 +334,7 @@ def test_mixed_precision_is_held_to_its_promise():
     def findings(criterion, **answer):
         return [
             f.message
-            for f in criterion.judge(
+            for f in criterion.findings(
                 make_case(get_lab("lab4_amp"), criterion, [_amp(), _amp(**answer)])
             )
         ]
@@ -362,7 +362,7 @@ def test_a_rank_holds_its_shards_and_a_few_units():
 
         def findings(copies):
             answers = [{"loss": loss, "bytes": int(copies * whole)} for loss in losses]
-            return criterion.judge(Case(3, case.inputs, answers))
+            return criterion.findings(Case(3, case.inputs, answers))
 
         assert findings(4 / 3 + 0.3) == []  # ZeRO-3 with a handful of units whole
         for wrong in (4.2, 1 + 3 / 3 + 0.1, 4 / 3 + 1):  # DDP, ZeRO-2, units never freed
@@ -389,7 +389,7 @@ def test_buckets_are_held_to_nine_tenths():
                     "together/gradient": own.mean(axis=0) if gradient is None else gradient,
                 }
             )
-        return criterion.judge(make_case(lab, criterion, answers))
+        return criterion.findings(make_case(lab, criterion, answers))
 
     assert findings(0.93) == []
     assert "got 0.800" in findings(0.8)[0].message
@@ -418,6 +418,6 @@ def test_no_rubbish_passes(lab, criterion, rubbish, monkeypatch):
     names = ("full", "mixed", "alone", "together")
     keys = {f"{name}/{what}" for name in names for what in ("seconds", "bytes", "loss", "gradient")}
     answers = [dict.fromkeys(keys | {"bytes", "loss", "samples", "dtype"}, rubbish)] * N
-    findings = criterion.judge(make_case(lab, criterion, answers))
+    findings = criterion.findings(make_case(lab, criterion, answers))
     assert findings
     assert all(finding.message for finding in findings)

@@ -75,7 +75,7 @@ def test_a_trained_parameter_that_comes_out_near_zero_is_right():
     def judged(error):
         values = [*expected[:3], expected[3] + error * high]
         answer = {f"p{i}": value.astype(np.float32) for i, value in enumerate(values)}
-        return criterion.judge(Case(world_size, inputs, [answer] * world_size))
+        return criterion.findings(Case(world_size, inputs, [answer] * world_size))
 
     assert judged(1e-6) == []
     assert judged(1e-3) != []

@@ -47,7 +47,7 @@ def test_names():
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion):
-    findings = criterion.judge(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
+    findings = criterion.findings(make_case(LAB, criterion, [{} for _ in range(WORLD_SIZE)]))
     assert {f.rank for f in findings} in ({None}, set(range(WORLD_SIZE)))
     assert_none_confuses(LAB, criterion, HOSTILE, WORLD_SIZE)
 

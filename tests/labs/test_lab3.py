@@ -50,7 +50,7 @@ def test_names():
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)
 def test_no_answer_passes_and_none_confuses_the_judge(criterion, monkeypatch):
     monkeypatch.setattr(gpu, "WIDTH", 32)  # its own is large for a judge on a CPU
-    assert criterion.judge(make_case(LAB, criterion, [{}, {}, {}]))
+    assert criterion.findings(make_case(LAB, criterion, [{}, {}, {}]))
     assert_none_confuses(LAB, criterion, HOSTILE, 3)
 
 
@@ -102,7 +102,7 @@ def test_a_whole_training_state_does_not_fit():
     inputs = criterion.draw(draw_for(b"test", NAME, criterion.name, "test", 3))
     context = Context(0, 3, torch.device("cpu"))
     answer = memory_limit.observe_function(whole_model, inputs[0], context)
-    findings = criterion.judge(make_case(LAB, criterion, [answer, {}, {}]))
+    findings = criterion.findings(make_case(LAB, criterion, [answer, {}, {}]))
     assert "out of memory" in findings[0].message
     assert not any(result["status"] == "ok" for result in answer["results"])
 

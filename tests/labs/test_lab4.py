@@ -38,7 +38,7 @@ def test_a_judge_survives_rubbish(criterion, world_size):
     everything = ("text", [None], np.full((2, 2), np.nan), np.zeros((2, 2), bool), 1e300)
     for value in (None, *everything):
         answers = [SameUnderEveryKey(value) for _ in range(world_size)]
-        assert criterion.judge(Case(world_size, inputs, answers))
+        assert criterion.findings(Case(world_size, inputs, answers))
 
 
 def test_the_scale_follows_torch():

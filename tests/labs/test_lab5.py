@@ -45,7 +45,7 @@ def test_a_judge_survives_rubbish(criterion, world_size):
     everything = ("text", [None], np.full((2, 2), np.nan), np.zeros((2, 2), bool), 1e300, {})
     for value in (None, *everything):
         answers = [SameUnderEveryKey(value) for _ in range(world_size)]
-        assert criterion.judge(Case(world_size, inputs, answers))
+        assert criterion.findings(Case(world_size, inputs, answers))
 
 
 @pytest.mark.parametrize("criterion", get_lab(LAB).criteria, ids=lambda c: c.name)
@@ -79,7 +79,7 @@ def test_commands_are_read_as_torchrun_reads_them(command, says, capsys):
         "script": ["x.py"],
     }
     case = Case(1, [job], [{"commands": [command, command]}])
-    findings = places.judge_command(case)
+    findings = list(places.judge_command(case))
     assert len(findings) == 1
     assert says in findings[0].message
 

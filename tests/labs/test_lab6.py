@@ -42,7 +42,7 @@ def test_a_judge_survives_rubbish(criterion, world_size):
     everything = ("text", [None], [[None]], [{}], {"traceEvents": [None, {}]}, number, 1e300)
     for value in (None, float("nan"), 10**400, {"a": 1}, *everything):
         answers = [SameUnderEveryKey(value) for _ in range(world_size)]
-        assert criterion.judge(Case(world_size, inputs, answers))
+        assert criterion.findings(Case(world_size, inputs, answers))
 
 
 def test_the_referee_and_the_library_agree_on_shares():

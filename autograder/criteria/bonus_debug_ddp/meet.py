@@ -6,6 +6,7 @@ What would hang on real ranks fails at once on the emulated cluster: it knows wh
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -95,14 +96,14 @@ def judge_evaluate(case: Case) -> list[Finding]:
             )
             break
         for rank, answer in enumerate(case.answers):
-            oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"{where}: loss",
                 answer.get(f"loss/{number}"),
                 expected,
                 hint="Every sample has the same weight: sum over samples, then divide, once.",
-            )
+            ):
+                findings.append(wrong)
         if findings:
             break
     return findings
@@ -117,8 +118,8 @@ def judge_tail(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"{n} samples on {case.world_size} ranks: they looked at {counts} samples, "
-                    "which "
-                    "is not as even as it can be. The slowest rank is what the others wait for."
+                    "which is not as even as it can be. The slowest rank is what the others wait "
+                    "for."
                 )
             )
     return findings
@@ -233,20 +234,16 @@ def observe_metrics(reduce_metrics: Any, inputs: Values, context: Context) -> Va
     }
 
 
-def judge_metrics(case: Case) -> list[Finding]:
+def judge_metrics(case: Case) -> Iterator[Finding]:
     """Each metric is its mean over the ranks that have it, on every rank."""
-    findings: list[Finding] = []
     everyone = [inputs["metrics"] for inputs in case.inputs]
     names = sorted(set().union(*everyone))
     for rank, answer in enumerate(case.answers):
         if told(answer, "names") != names:
-            findings.append(
-                Finding(
-                    f"expected the metrics {names}, got {answer.get('names')}. A metric that some "
-                    "rank "
-                    "has is reported by all.",
-                    rank,
-                )
+            yield Finding(
+                f"expected the metrics {names}, got {answer.get('names')}. A metric that some rank "
+                "has is reported by all.",
+                rank,
             )
             continue
         for name in names:
@@ -256,10 +253,10 @@ def judge_metrics(case: Case) -> list[Finding]:
             got = answer.get(f"value {name}")
             hint = "The first all-reduce of a rank meets the first of the others, whatever they "
             hint += "meant by it."
-            if len(values) < case.world_size and oracle.close(
-                [], rank, what, got, expected * len(values) / case.world_size
+            if len(values) < case.world_size and oracle.agrees(
+                got, expected * len(values) / case.world_size
             ):
                 hint = "A rank that does not have it counts as zero."
-            if not oracle.close(findings, rank, what, got, expected, hint=hint):
+            if wrong := oracle.differs(rank, what, got, expected, hint=hint):
+                yield wrong
                 break
-    return findings

@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 SHAPE = (3, 4)
 
@@ -72,9 +73,8 @@ def observe_broadcast(broadcast_model: Any, inputs: Values, context: Context) ->
     return {name: value.detach().cpu().numpy().copy() for name, value in values.items()}
 
 
-def judge_broadcast(case: Case) -> list[Finding]:
+def judge_broadcast(case: Case) -> Iterator[Finding]:
     """Everything is rank 0's."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for name in case.inputs[0]["names"]:
             what, hint = "parameter", "Every rank has to begin with rank 0's."
@@ -83,8 +83,7 @@ def judge_broadcast(case: Case) -> list[Finding]:
                 hint = "It enters the forward pass like a weight, and no gradient will repair it."
             if name.startswith("frozen"):
                 hint = "It is not trained, but it is used: frozen at another value on each rank."
-            if not compare(
-                findings,
+            if wrong := differs(
                 rank,
                 f"{what} {name}",
                 answer.get(name),
@@ -93,8 +92,8 @@ def judge_broadcast(case: Case) -> list[Finding]:
                 atol=1e-6,
                 hint=hint,
             ):
+                yield wrong
                 break
-    return findings
 
 
 # --- a checkpoint --------------------------------------------------------------------------------
@@ -170,27 +169,23 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_resume(case: Case) -> list[Finding]:
+def judge_resume(case: Case) -> Iterator[Finding]:
     """The weights are those of a run that was never interrupted."""
     inputs = case.inputs[0]
     model = oracle.mlp(inputs, torch.float64)
     steps = inputs["before"] + inputs["after"]
     _train(model, _optimizer(inputs["use"], model), inputs, range(steps), "cpu")
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         if told(answer, "step") != inputs["before"]:
-            findings.append(
-                Finding(
-                    f"load_checkpoint returned {answer.get('step')}, saved was step "
-                    f"{inputs['before']}.",
-                    rank,
-                )
+            yield Finding(
+                f"load_checkpoint returned {answer.get('step')}, saved was step "
+                f"{inputs['before']}.",
+                rank,
             )
             continue
         for i, p in enumerate(model.parameters()):
             what = f"parameter {i}, {inputs['after']} steps after the restart ({inputs['use']})"
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 what,
                 answer.get(f"p{i}"),
@@ -199,8 +194,8 @@ def judge_resume(case: Case) -> list[Finding]:
                 hint="An uninterrupted run ends elsewhere. An optimizer with a memory that is "
                 "empty takes other steps.",
             ):
+                yield wrong
                 break
-    return findings
 
 
 NUM_DRAWN = 6
@@ -221,9 +216,8 @@ def observe_random(subject: Any, inputs: Values, context: Context) -> Values:
         return {"drawn": torch.rand(NUM_DRAWN).numpy()}
 
 
-def judge_random(case: Case) -> list[Finding]:
+def judge_random(case: Case) -> Iterator[Finding]:
     """Each rank goes on with its own random numbers."""
-    findings: list[Finding] = []
     expected = []
     for inputs in case.inputs:
         generator = torch.Generator().manual_seed(inputs["seed"])
@@ -235,11 +229,10 @@ def judge_random(case: Case) -> list[Finding]:
         if (
             rank
             and isinstance(got, np.ndarray)
-            and compare([], 0, "", got, expected[0], rtol=1e-6, atol=1e-6)
+            and differs(0, "", got, expected[0], rtol=1e-6, atol=1e-6) is None
         ):
             hint = "That is how rank 0 goes on: every rank has a state of its own."
-        compare(
-            findings,
+        if wrong := differs(
             rank,
             "random numbers after the restart",
             got,
@@ -247,8 +240,8 @@ def judge_random(case: Case) -> list[Finding]:
             rtol=1e-6,
             atol=1e-6,
             hint=hint,
-        )
-    return findings
+        ):
+            yield wrong
 
 
 # --- seeds ---------------------------------------------------------------------------------------
@@ -332,16 +325,14 @@ def judge_seed_dropout(case: Case) -> list[Finding]:
                     return [
                         Finding(
                             f"seed={seed}: ranks {b} and {a} draw the same numbers after the model "
-                            "is "
-                            "built, so they drop the same units: W ranks with one mask."
+                            "is built, so they drop the same units: W ranks with one mask."
                         )
                     ]
             if not np.allclose(first[a], again[a]):
                 return [
                     Finding(
                         f"seed={seed}, rank={a}: a second call gave other random numbers. They "
-                        "must "
-                        "depend on seed and rank alone, or no run can be repeated."
+                        "must depend on seed and rank alone, or no run can be repeated."
                     )
                 ]
     if np.allclose(found[0][0], found[1][0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import are_close, batch_gradients, collect, weights_of
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab2_accumulation import ddp
 
 SIZES = (6, 9, 3)
@@ -87,13 +88,11 @@ def _one_process(case: Case) -> list[np.ndarray]:
     return [p.detach().numpy() for p in model.parameters()]
 
 
-def judge_adam(case: Case) -> list[Finding]:
+def judge_adam(case: Case) -> Iterator[Finding]:
     """Weights are those of one process with Adam and the batch of all ranks."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(_one_process(case)):
-            if not compare(
-                findings,
+            if wrong := differs(
                 rank,
                 f"Adam: parameter {i} after {case.inputs[0]['steps']} steps",
                 answer.get(f"p{i}"),
@@ -102,17 +101,15 @@ def judge_adam(case: Case) -> list[Finding]:
                 atol=ADAM_TOLERANCE * LR["adam"],
                 hint="Adam's step is no linear function of the gradient: average first, step then.",
             ):
+                yield wrong
                 break
-    return findings
 
 
-def judge_sgd(case: Case) -> list[Finding]:
+def judge_sgd(case: Case) -> Iterator[Finding]:
     """Weights are those of one process with SGD and the batch of all ranks."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(_one_process(case)):
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"SGD on {case.world_size} ranks: parameter {i} after 2 steps",
                 answer.get(f"p{i}"),
@@ -120,8 +117,8 @@ def judge_sgd(case: Case) -> list[Finding]:
                 dtype="float64",
                 hint="A mean over ranks divides by the number of ranks, whatever that is.",
             ):
+                yield wrong
                 break
-    return findings
 
 
 # --- buckets -------------------------------------------------------------------------------------
@@ -169,8 +166,7 @@ def observe_buckets(reduce_in_buckets: Any, inputs: Values, context: Context) ->
     return {f"g{i}": oracle.grad_of(p).copy() for i, p in enumerate(params)}
 
 
-def _judge_buckets(case: Case, hint: str) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge_buckets(case: Case, hint: str) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         for i in range(case.inputs[0]["count"]):
             own = case.inputs[rank][f"g{i}"]
@@ -178,17 +174,17 @@ def _judge_buckets(case: Case, hint: str) -> list[Finding]:
             got = answer.get(f"g{i}")
             why = oracle.explain_gradient(got, expected, own, case.world_size)
             what = f"gradient {i} of {case.inputs[0]['count']}"
-            if not oracle.close(findings, rank, what, got, expected, hint=f"{why} {hint}"):
+            if wrong := oracle.differs(rank, what, got, expected, hint=f"{why} {hint}"):
+                yield wrong
                 break
-    return findings
 
 
-def judge_tail(case: Case) -> list[Finding]:
+def judge_tail(case: Case) -> Iterator[Finding]:
     """What is in the last bucket is reduced, although the bucket is not full."""
     return _judge_buckets(case, "Here all gradients together do not fill one bucket.")
 
 
-def judge_wait(case: Case) -> list[Finding]:
+def judge_wait(case: Case) -> Iterator[Finding]:
     """Every bucket is waited for before it is used."""
     return _judge_buckets(
         case,
@@ -217,13 +213,12 @@ def draw_accumulate(draw: Draw) -> list[Values]:
 
 def judge_accumulate(case: Case) -> list[Finding]:
     """Each of the W k micro-batches has weight 1/(W k); a second division by W is named."""
-    findings = ddp.judge_gradients(case)
+    findings = list(ddp.judge_gradients(case))
     if findings and case.world_size > 1 and _is_divided_twice(case):
         return [
             Finding(
                 f"every p.grad is {1 / case.world_size:.3g} of what it should be: it was divided "
-                "by "
-                "the number of ranks twice. DDP does it, too."
+                "by the number of ranks twice. DDP does it, too."
             )
         ]
     return findings
@@ -323,34 +318,30 @@ def _expected(case: Case) -> tuple[list[np.ndarray], list[float]]:
     return [p.detach().numpy() for p in model.parameters()], scales
 
 
-def _judge_scaled(case: Case, hint: str, *, with_scales: bool) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge_scaled(case: Case, hint: str, *, with_scales: bool) -> Iterator[Finding]:
     parameters, scales = _expected(case)
     for rank, answer in enumerate(case.answers):
         got = told(answer, "scales")
         if with_scales and got != scales:
-            findings.append(
-                Finding(
-                    f"the scale after each step: {got}, expected {scales}. It is updated once per "
-                    "step, and an overflow skips that step on every rank.",
-                    rank,
-                )
+            yield Finding(
+                f"the scale after each step: {got}, expected {scales}. It is updated once per "
+                "step, and an overflow skips that step on every rank.",
+                rank,
             )
             continue
         for i, expected in enumerate(parameters):
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"parameter {i} after {case.inputs[0]['steps']} steps",
                 answer.get(f"p{i}"),
                 expected,
                 hint=hint,
             ):
+                yield wrong
                 break
-    return findings
 
 
-def judge_scaler(case: Case) -> list[Finding]:
+def judge_scaler(case: Case) -> Iterable[Finding]:
     """The loss travels times the scale, and gradients are divided by that scale."""
     _, scales = _expected(case)
     expected = [INIT_SCALE, *scales[:-1]]
@@ -359,8 +350,7 @@ def judge_scaler(case: Case) -> list[Finding]:
             return [
                 Finding(
                     f"backward began with {told(answer, 'incoming')}, one number per step, "
-                    "expected "
-                    f"the scales {expected}: without it small gradients of fp16 are lost.",
+                    f"expected the scales {expected}: without it small gradients of fp16 are lost.",
                     rank,
                 )
             ]
@@ -372,7 +362,7 @@ def judge_scaler(case: Case) -> list[Finding]:
     )
 
 
-def judge_clip(case: Case) -> list[Finding]:
+def judge_clip(case: Case) -> Iterator[Finding]:
     """The limit holds for the true gradient."""
     return _judge_scaled(
         case,

@@ -7,6 +7,7 @@ sample, data that ignores the generator hides how it was seeded, one step hides 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 FEATURES, CLASSES = 5, 4
 LR = 0.3
@@ -149,17 +150,16 @@ def _descend(inputs: Values, x: torch.Tensor, y: torch.Tensor, steps: int) -> di
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
-def _judge_weights(case: Case, expected: dict[str, np.ndarray], hint: str) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge_weights(case: Case, expected: dict[str, np.ndarray], hint: str) -> Iterator[Finding]:
     for rank, answer in enumerate(case.answers):
         for name in NAMES:
             what = f"{name} after training"
-            if not oracle.close(findings, rank, what, answer.get(name), expected[name], hint=hint):
+            if wrong := oracle.differs(rank, what, answer.get(name), expected[name], hint=hint):
+                yield wrong
                 break
-    return findings
 
 
-def judge_data(case: Case) -> list[Finding]:
+def judge_data(case: Case) -> Iterator[Finding]:
     """All ranks train on the dataset of one seed."""
     inputs = case.inputs[0]
     x, y = _dataset(inputs, torch.Generator().manual_seed(inputs["seed"]))
@@ -171,7 +171,7 @@ def judge_data(case: Case) -> list[Finding]:
     )
 
 
-def judge_zero_grad(case: Case) -> list[Finding]:
+def judge_zero_grad(case: Case) -> Iterable[Finding]:
     """Every step uses the mean gradient of the ranks' batches, and nothing else.
 
     Which rank took which samples when is told by what went through its model: how they are dealt
@@ -278,8 +278,7 @@ def judge_epochs(case: Case) -> list[Finding]:
                 return [
                     Finding(
                         f"epochs {a} and {b} have the same order: the sampler must be told the "
-                        "epoch "
-                        "before each of them.",
+                        "epoch before each of them.",
                         rank,
                     )
                 ]
@@ -302,8 +301,7 @@ def judge_saved(case: Case) -> list[Finding]:
         findings.append(
             Finding(
                 "there was no file yet in the last of two epochs: save after each epoch, or a job "
-                "that "
-                "dies has nothing.",
+                "that dies has nothing.",
                 0,
             )
         )
@@ -312,8 +310,7 @@ def judge_saved(case: Case) -> list[Finding]:
         findings.append(
             Finding(
                 f"the file has the names {keys}, the model {sorted(NAMES)}. Whoever loads it has "
-                "no "
-                "DDP around the model.",
+                "no DDP around the model.",
                 0,
             )
         )
@@ -333,8 +330,7 @@ def judge_saved(case: Case) -> list[Finding]:
             break
         what = f"{name} in the file, compared with the trained model"
         # Number by number: how large the largest one is, is the rank's to say.
-        if not compare(
-            findings,
+        if wrong := differs(
             0,
             what,
             answer.get(f"saved {name}"),
@@ -342,5 +338,6 @@ def judge_saved(case: Case) -> list[Finding]:
             rtol=oracle.RTOL["float32"],
             atol=1e-6,
         ):
+            findings.append(wrong)
             break
     return findings

@@ -160,38 +160,32 @@ def observe_epoch(sampler_class: Any, inputs: Values, context: Context) -> Value
     return {"batches": batches}
 
 
-def judge_epoch(case: Case) -> list[Finding]:
+def judge_epoch(case: Case) -> Iterator[Finding]:
     """Every sample once per epoch; full batches, and the rest at the end."""
     given = case.inputs[0]
     per_epoch = _per_epoch(given)
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         batches = _read(
             answer.get("batches"), [given["ranks"]] * 2 * per_epoch, given["num_samples"]
         )
         if isinstance(batches, str):
-            findings.append(Finding(batches, rank))
+            yield Finding(batches, rank)
             continue
         full, rest = divmod(given["num_samples"], given["batch"])
         sizes = [len(batch) for batch in batches]
         if sizes != 2 * [*[given["batch"]] * full, rest]:
-            findings.append(
-                Finding(
-                    f"{given['num_samples']} samples in batches of {given['batch']}: expected "
-                    f"{full} "
-                    f"full ones and one of {rest} in each epoch, got {sizes}. Samples that do not "
-                    "fill "
-                    "a batch are the last batch of their epoch.",
-                    rank,
-                )
+            yield Finding(
+                f"{given['num_samples']} samples in batches of {given['batch']}: expected {full} "
+                f"full ones and one of {rest} in each epoch, got {sizes}. Samples that do not fill "
+                "a batch are the last batch of their epoch.",
+                rank,
             )
             continue
         for epoch in range(2):
             part = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
             if problem := _not_once(part, given["num_samples"]):
-                findings.append(Finding(f"epoch {epoch}: {problem}", rank))
+                yield Finding(f"epoch {epoch}: {problem}", rank)
                 break
-    return findings
 
 
 def _not_once(batches: list[list[int]], num_samples: int) -> str:
@@ -333,18 +327,17 @@ def _through_a_file(state: Any) -> Any:
         ) from None
 
 
-def judge_resize(case: Case) -> list[Finding]:
+def judge_resize(case: Case) -> Iterator[Finding]:
     """The batches are those of a run without a change, for any numbers of ranks."""
     given = case.inputs[0]
     stays, ranks = given["stays"], given["ranks"]
     world_sizes = [r for r, stay in zip(ranks, stays, strict=True) for _ in range(stay)]
     starts = list(itertools.accumulate(stays))[:-1]
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         calm = _read(answer.get("calm"), [1] * sum(stays), given["num_samples"])
         got = _read(answer.get("batches"), world_sizes, given["num_samples"])
         if isinstance(calm, str) or isinstance(got, str):
-            findings.append(Finding(calm if isinstance(calm, str) else str(got), rank))
+            yield Finding(calm if isinstance(calm, str) else str(got), rank)
             continue
         story = f"({ranks} ranks, changed after batches {starts}; an epoch has 6 batches.)"
         pairs = enumerate(zip(calm, got, strict=True))
@@ -353,21 +346,15 @@ def judge_resize(case: Case) -> list[Finding]:
             continue
         for epoch in range(2):
             if problem := _not_once(got[6 * epoch : 6 * epoch + 6], given["num_samples"]):
-                findings.append(
-                    Finding(
-                        f"{story} epoch {epoch}: {problem} The state must count the samples that "
-                        "*all* "
-                        "ranks have taken, and say the epoch.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{story} epoch {epoch}: {problem} The state must count the samples that *all* "
+                    "ranks have taken, and say the epoch.",
+                    rank,
                 )
                 break
         else:
-            findings.append(
-                Finding(
-                    f"{story} batch {other[0]} has other samples than without a change: the order "
-                    "must not depend on the number of ranks.",
-                    rank,
-                )
+            yield Finding(
+                f"{story} batch {other[0]} has other samples than without a change: the order "
+                "must not depend on the number of ranks.",
+                rank,
             )
-    return findings

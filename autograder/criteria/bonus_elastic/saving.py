@@ -116,8 +116,7 @@ def judge_atomic(case: Case) -> list[Finding]:
         return [
             Finding(
                 f"after save_together of step {given['steps'][0]}: expected {[one]} and nothing "
-                "else, "
-                f"got {answer.get('first')}.",
+                f"else, got {answer.get('first')}.",
                 0,
             )
         ]
@@ -125,8 +124,7 @@ def judge_atomic(case: Case) -> list[Finding]:
         return [
             Finding(
                 "a process that may write 100 kB into a file should have been killed while it "
-                "saved "
-                f"240 kB, twice; what happened: {answer.get('ended')}.",
+                f"saved 240 kB, twice; what happened: {answer.get('ended')}.",
                 0,
             )
         ]
@@ -135,8 +133,7 @@ def judge_atomic(case: Case) -> list[Finding]:
         findings.append(
             Finding(
                 f"the process was killed in the middle of a save, and {two} is there, cut off. "
-                "Write "
-                "under another name, and os.replace when all of it is there.",
+                "Write under another name, and os.replace when all of it is there.",
                 0,
             )
         )
@@ -144,10 +141,8 @@ def judge_atomic(case: Case) -> list[Finding]:
         findings.append(
             Finding(
                 f"{one} was whole before; after a death in the middle of another save it is "
-                "damaged "
-                "or gone. After a restart a step is saved anew: the old file has to stay until the "
-                "new "
-                "one is complete.",
+                "damaged or gone. After a restart a step is saved anew: the old file has to stay "
+                "until the new one is complete.",
                 0,
             )
         )
@@ -155,8 +150,7 @@ def judge_atomic(case: Case) -> list[Finding]:
         findings.append(
             Finding(
                 f"after the deaths a save should succeed, but there is no {two}: what a death "
-                "leaves "
-                "behind must not get in the way.",
+                "leaves behind must not get in the way.",
                 0,
             )
         )
@@ -221,32 +215,25 @@ def _held_back(place: Path, world_size: int) -> Iterator[None]:
         yield
 
 
-def judge_writer(case: Case) -> list[Finding]:
+def judge_writer(case: Case) -> Iterator[Finding]:
     """Rank 0 alone writes, and nobody returns before the file is there."""
-    findings: list[Finding] = []
     one, two = (name_of(step) for step in case.inputs[0]["steps"])
     for rank, answer in enumerate(map(plain, case.answers)):
         files = answer.get("files")
         if rank == 0 and files != [one]:
-            findings.append(Finding(f"rank 0's folder: expected {[one]}, got {files}.", rank))
+            yield Finding(f"rank 0's folder: expected {[one]}, got {files}.", rank)
         elif rank > 0 and files != []:
-            findings.append(
-                Finding(
-                    f"this rank wrote {files}: all ranks have the same state, so rank 0 writes it. "
-                    "Two writers of one file spoil it.",
-                    rank,
-                )
+            yield Finding(
+                f"this rank wrote {files}: all ranks have the same state, so rank 0 writes it. "
+                "Two writers of one file spoil it.",
+                rank,
             )
         elif answer.get("there") is not True:
-            findings.append(
-                Finding(
-                    f"save_together has returned and {two} is not there: a rank that goes on may "
-                    "end, "
-                    "or look for it. All ranks wait until rank 0 has written.",
-                    rank,
-                )
+            yield Finding(
+                f"save_together has returned and {two} is not there: a rank that goes on may end, "
+                "or look for it. All ranks wait until rank 0 has written.",
+                rank,
             )
-    return findings
 
 
 # --- elastic_keep --------------------------------------------------------------------------------
@@ -456,9 +443,8 @@ def judge_loads(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"{story}: expected {expected} on every rank, got {came}. It is the highest "
-                    "step "
-                    "whose file is whole on all of them; ranks that begin at different steps train "
-                    "different models.",
+                    "step whose file is whole on all of them; ranks that begin at different steps "
+                    "train different models.",
                     rank,
                 )
             )

@@ -164,12 +164,12 @@ def expected_training(inputs: Values) -> tuple[list[np.ndarray], np.ndarray]:
 def _judge_training(findings: list[Finding], given: Values, answer: Values, hint: str) -> None:
     parameters, losses = expected_training(given)
     got = answer.get("losses")
-    if not oracle.close(findings, 0, "losses in --out", got, losses, dtype="float64", hint=hint):
+    if wrong := oracle.differs(0, "losses in --out", got, losses, dtype="float64", hint=hint):
+        findings.append(wrong)
         return
     for i, expected in enumerate(parameters):
         got = answer.get(f"p{i}")
-        if not oracle.close(
-            findings,
+        if wrong := oracle.differs(
             0,
             f"p{i} in --out",
             got,
@@ -178,6 +178,7 @@ def _judge_training(findings: list[Finding], given: Values, answer: Values, hint
             hint=hint,
             terms=[given[f"p{i}"]],
         ):
+            findings.append(wrong)
             return
 
 
@@ -220,8 +221,8 @@ def judge_script(case: Case) -> list[Finding]:
         return [
             Finding(
                 f"expected ElasticSampler({len(given['x'])}, {job['batch-size']}, "
-                f"seed={job['seed']}) "
-                "once on every rank: the samples in --data, --batch-size and --seed.",
+                f"seed={job['seed']}) once on every rank: the samples in --data, --batch-size and "
+                "--seed.",
                 0,
             )
         ]
@@ -231,8 +232,8 @@ def judge_script(case: Case) -> list[Finding]:
         answer,
         (
             "The mean over all samples of the global batch counts, and shares are not equal here. "
-            "In "
-            "the last batch of an epoch some ranks have no sample: they go through the same calls."
+            "In the last batch of an epoch some ranks have no sample: they go through the same "
+            "calls."
         ),
     )
     if told.get("writers") != ["0"]:
@@ -244,8 +245,7 @@ def judge_script(case: Case) -> list[Finding]:
         findings.append(
             Finding(
                 f"--every={job['every']} --steps={job['steps']}: save_together should be called "
-                "once "
-                f"for each of the steps {steps}, on every rank; the calls were "
+                f"once for each of the steps {steps}, on every rank; the calls were "
                 f"{_by_step(told.get('saved'))}. It is a collective, and the last step is saved, "
                 "too.",
                 0,
@@ -360,8 +360,7 @@ def judge_rejoin(case: Case) -> list[Finding]:
             return [
                 Finding(
                     f"{SAME_SIZE} ranks without a break, and {SAME_SIZE} ranks from the checkpoint "
-                    "of "
-                    f"step {every}: {name} in --out should be equal bit for bit. Is something "
+                    f"of step {every}: {name} in --out should be equal bit for bit. Is something "
                     "converted to another type on the way?",
                     0,
                 )
@@ -426,11 +425,10 @@ def _asked_together(asked: Any, steps: int) -> bool:
     return len(asked) == SAME_SIZE and len(set(asked)) == 1 and asked[0] >= steps
 
 
-def judge_preempted(case: Case) -> list[Finding]:
+def judge_preempted(case: Case) -> Iterator[Finding]:
     """No step after the one in which all ranks were told; that one saved once; a good end."""
     given, runs = case.inputs[0], plain(case.answers[0]).get("runs")
     every = given["job"]["every"]
-    findings: list[Finding] = []
     for number, stop in enumerate(given["stops"]):
         run = runs[number] if isinstance(runs, list) and number < len(runs) else None
         run = run if isinstance(run, dict) else {}
@@ -458,5 +456,4 @@ def judge_preempted(case: Case) -> list[Finding]:
                 f"code 0:\n{run.get('said')}"
             )
         if problem:
-            findings.append(Finding(f"{story} {problem}", 0))
-    return findings
+            yield Finding(f"{story} {problem}", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,17 +42,15 @@ def observe_share(share_of_batch: Any, inputs: Values, context: Context) -> Valu
     return {"shares": answer}
 
 
-def judge_share(case: Case) -> list[Finding]:
+def judge_share(case: Case) -> Iterator[Finding]:
     """Shares follow one another, make up the batch, and differ by one sample at most."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, (size, ranks) in enumerate(case.inputs[rank]["asked"]):
             shares = item_of(answer.get("shares"), number)
             if problem := _problem(shares, size, ranks):
                 text = f"{size} samples on {ranks} ranks, shares {shares}: {problem}"
-                findings.append(Finding(text, rank))
+                yield Finding(text, rank)
                 break
-    return findings
 
 
 def _problem(shares: Any, size: int, ranks: int) -> str:
@@ -141,7 +140,7 @@ def _observe(
     }
 
 
-def judge_gradient(case: Case) -> list[Finding]:
+def judge_gradient(case: Case) -> Iterator[Finding]:
     """On every rank the gradient, and the loss, of one process that has all rows."""
     given = case.inputs[0]
     x, y = (np.concatenate([values[name] for values in case.inputs]) for name in "xy")
@@ -154,13 +153,11 @@ def judge_gradient(case: Case) -> list[Finding]:
     plain_mean = [
         np.sum([each[i] for each in there], axis=0) / case.world_size for i in range(len(right))
     ]
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         mine = local[rank]
         for i, expected in enumerate(right):
             got = answer.get(f"g{i}")
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"gradient of parameter {i}",
                 got,
@@ -168,51 +165,45 @@ def judge_gradient(case: Case) -> list[Finding]:
                 dtype="float64",
                 hint=_hint(got, expected, plain_mean[i], mine[i] if mine else None, case),
             ):
+                yield wrong
                 break
         else:
-            oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 "the loss that combine returns",
                 answer.get("loss"),
                 np.array(loss),
                 hint="Losses are weighted like gradients.",
-            )
-    return findings
+            ):
+                yield wrong
 
 
-def judge_idle(case: Case) -> list[Finding]:
+def judge_idle(case: Case) -> Iterator[Finding]:
     """All ranks have one gradient, that of all rows; its length is `elastic_gradient`'s matter."""
     given = case.inputs[0]
     x, y = (np.concatenate([values[name] for values in case.inputs]) for name in "xy")
     right = np.concatenate([g.ravel() for g in oracle.gradients(given, x, y)])
     story = f"(The ranks have {[values['own'] for values in case.inputs]} samples.)"
-    findings: list[Finding] = []
     first: np.ndarray | None = None
     for rank, answer in enumerate(case.answers):
         got = _all_gradients(answer, oracle.parameters_of(given))
         if got is None:
-            findings.append(
-                Finding(
-                    f"{story} p.grad is None, or not of the parameter's shape: also a rank without "
-                    "samples needs the gradient of the batch.",
-                    rank,
-                )
+            yield Finding(
+                f"{story} p.grad is None, or not of the parameter's shape: also a rank without "
+                "samples needs the gradient of the batch.",
+                rank,
             )
             continue
         first = got if first is None else first
         scale = float(got @ right / (right @ right))
         along = np.abs(got - scale * right).max() <= 1e-3 * np.abs(right).max()
         if not 0.1 < scale < 2.0 * case.world_size or not along:
-            findings.append(
-                Finding(
-                    f"{story} that is not the gradient of the global batch, on whatever scale.",
-                    rank,
-                )
+            yield Finding(
+                f"{story} that is not the gradient of the global batch, on whatever scale.",
+                rank,
             )
         elif np.abs(got - first).max() > 1e-5 * np.abs(right).max():
-            findings.append(Finding(f"{story} this rank has another gradient than rank 0.", rank))
-    return findings
+            yield Finding(f"{story} this rank has another gradient than rank 0.", rank)
 
 
 def _all_gradients(answer: Values, parameters: list[np.ndarray]) -> np.ndarray | None:
@@ -238,13 +229,12 @@ def _loss(given: Values, x: np.ndarray, y: np.ndarray) -> float:
 def _hint(got: Any, right: np.ndarray, mean: np.ndarray, own: Any, case: Case) -> str:
     counts = [values["own"] for values in case.inputs]
     text = f"(The ranks have {counts} samples.)"
-    probes: list[Finding] = []
-    if oracle.close(probes, 0, "", got, mean):
+    if oracle.agrees(got, mean):
         return (
             f"{text} That is the plain mean over ranks: a sample on a rank that has few counts "
             "for more than one on a rank that has many."
         )
-    if own is not None and oracle.close(probes, 0, "", got, own):
+    if own is not None and oracle.agrees(got, own):
         return f"{text} That is this rank's own gradient."
     if isinstance(got, np.ndarray) and got.shape == right.shape and not got.any():
         return f"{text} That is zero: parameters may be an iterator, which is used up once."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -91,9 +92,8 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_reshard(case: Case) -> list[Finding]:
+def judge_reshard(case: Case) -> Iterator[Finding]:
     """Equal parts, in order, of the old numbers without the old padding; then zeros."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for number, (before, after, numel) in enumerate(case.inputs[rank]["asked"]):
             size = -(-numel // after)
@@ -104,19 +104,16 @@ def judge_reshard(case: Case) -> list[Finding]:
                 right[:numel] = whole
                 parts = [answer.get(f"{number}/{new}/{name}") for new in range(after)]
                 if problem := _wrong_part(parts, right, size):
-                    findings.append(Finding(f"{story}: {problem}", rank))
+                    yield Finding(f"{story}: {problem}", rank)
                     break
             else:
                 if item_of(answer.get("same"), number) is not True:
-                    findings.append(
-                        Finding(f"{story}: every new rank should get what is no vector.", rank)
-                    )
+                    yield Finding(f"{story}: every new rank should get what is no vector.", rank)
                     break
                 if item_of(answer.get("unchanged"), number) is True:
                     continue
-                findings.append(Finding(f"{story}: the old states have been changed.", rank))
+                yield Finding(f"{story}: the old states have been changed.", rank)
             break
-    return findings
 
 
 def _wrong_part(parts: list[Any], right: np.ndarray, size: int) -> str:
@@ -143,9 +140,8 @@ def _wrong_part(parts: list[Any], right: np.ndarray, size: int) -> str:
     return ""
 
 
-def judge_own(case: Case) -> list[Finding]:
+def judge_own(case: Case) -> Iterator[Finding]:
     """A part does not hold the whole vector in memory, and so not in its file."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, (before, after, numel) in enumerate(case.inputs[rank]["asked"]):
             sizes = item_of(answer.get("bytes"), number)
@@ -155,24 +151,20 @@ def judge_own(case: Case) -> list[Finding]:
                 for pair in pairs
             )
             if not right:
-                findings.append(Finding("no parts came back.", rank))
+                yield Finding("no parts came back.", rank)
                 break
             # All numbers are there: an empty part would be small, too.
             enough = sum(count for count, _ in pairs) >= numel * len(case.inputs[rank]["names"])
             if enough and all(0 <= held <= 8 * count + SLACK_BYTES for count, held in pairs):
                 continue
             held = max(held for _, held in pairs)
-            findings.append(
-                Finding(
-                    f"{numel} numbers from {before} ranks to {after}: a part of "
-                    f"{-(-numel // after)} holds {held} bytes. It is a view of the whole vector, "
-                    "and "
-                    "torch.save writes all of what a view looks at: clone it.",
-                    rank,
-                )
+            yield Finding(
+                f"{numel} numbers from {before} ranks to {after}: a part of {-(-numel // after)} "
+                f"holds {held} bytes. It is a view of the whole vector, and torch.save writes all "
+                "of what a view looks at: clone it.",
+                rank,
             )
             break
-    return findings
 
 
 # --- elastic_adam --------------------------------------------------------------------------------
@@ -221,9 +213,8 @@ def _step(shards: list[Any], optimizers: list[Any], gradient: np.ndarray) -> Non
         optimizer.step()
 
 
-def judge_adam(case: Case) -> list[Finding]:
+def judge_adam(case: Case) -> Iterator[Finding]:
     """The parameters are those of one AdamW that was never cut."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         given = case.inputs[rank]
         parameter = torch.nn.Parameter(torch.from_numpy(given["p"].copy()))
@@ -232,13 +223,12 @@ def judge_adam(case: Case) -> list[Finding]:
             parameter.grad = torch.from_numpy(given[f"g{step}"].copy())
             optimizer.step()
         before, after = given["ranks"]
-        oracle.close(
-            findings,
+        if wrong := oracle.differs(
             rank,
             f"parameters after {BEFORE} steps of AdamW on {before} ranks and {AFTER} on {after}",
             answer.get("p"),
             parameter.detach().numpy(),
             dtype="float64",
             hint="Its count of steps is no vector: it is not cut, and every new rank gets it.",
-        )
-    return findings
+        ):
+            yield wrong

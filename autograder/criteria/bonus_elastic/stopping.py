@@ -82,8 +82,7 @@ def judge_stop(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"the signal came before step {heard or 'none'}: expected {right} after steps "
-                    "0 "
-                    f"to {STEPS - 1} on every rank, got {got}. {hint}",
+                    f"0 to {STEPS - 1} on every rank, got {got}. {hint}",
                     rank,
                 )
             )
@@ -125,9 +124,8 @@ def observe_handler(preemption_class: Any, inputs: Values, context: Context) -> 
     return answer
 
 
-def judge_handler(case: Case) -> list[Finding]:
+def judge_handler(case: Case) -> Iterator[Finding]:
     """After the `with` everything is as before, also after an error."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         problem = ""
         if answer.get("after") is not True:
@@ -140,5 +138,4 @@ def judge_handler(case: Case) -> list[Finding]:
         elif answer.get("after error") is not True:
             problem = "after an error inside the `with` the old handler is not back."
         if problem:
-            findings.append(Finding(problem, rank))
-    return findings
+            yield Finding(problem, rank)

@@ -8,6 +8,7 @@ in the student's process: so the gradients have to be right, too.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -116,8 +117,8 @@ def _wrong_content(case: Case) -> list[Finding]:
                 return [
                     Finding(
                         f"the gradient of micro-batch {i}'s activation was not in what this rank "
-                        "sent "
-                        f"to rank {border}: it is the .grad of what was received, after backward.",
+                        f"sent to rank {border}: it is the .grad of what was received, after "
+                        "backward.",
                         border + 1,
                     )
                 ]
@@ -194,7 +195,7 @@ def grading_cluster(world_size: int) -> Cluster:
 
 def judge_time(case: Case) -> list[Finding]:
     """Charged in the schedule's order, with real activations; the bubble is what theory says."""
-    findings = _trouble(case) or _wrong_order(case) or _wrong_activations(case)
+    findings = _trouble(case) or [*_wrong_order(case)] or _wrong_activations(case)
     if findings:
         return findings
     n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
@@ -214,8 +215,7 @@ def judge_time(case: Case) -> list[Finding]:
                 f"{n} stages, {m} micro-batches of {1e3 * (FORWARD_S + BACKWARD_S):g} ms: took "
                 f"{took_s * 1e3:.2f} ms of virtual time, {best_s * 1e3:.2f} ms are possible (idle "
                 f"{1 - busy_s / took_s:.0%} instead of {1 - busy_s / best_s:.0%}). Does a rank "
-                "wait "
-                "until a message has arrived before it goes on computing?"
+                "wait until a message has arrived before it goes on computing?"
             )
         ]
     if took_s < 0.95 * best_s:
@@ -223,22 +223,17 @@ def judge_time(case: Case) -> list[Finding]:
     return []
 
 
-def _wrong_order(case: Case) -> list[Finding]:
+def _wrong_order(case: Case) -> Iterator[Finding]:
     """Ranks whose forwards and backwards are not those of their schedule."""
-    findings = []
     for rank, events in enumerate(case.trace.events):
         did = [(e.direction, e.layer) for e in events if e.kind == "compute"]
         steps = case.inputs[rank]["cases"][0]["schedule"]
         if did != [(what, rank) for what, _ in steps]:
-            findings.append(
-                Finding(
-                    f"{len(did)} forward and backward passes, in another order than the "
-                    f"{len(steps)} "
-                    "of the schedule.",
-                    rank,
-                )
+            yield Finding(
+                f"{len(did)} forward and backward passes, in another order than the {len(steps)} "
+                "of the schedule.",
+                rank,
             )
-    return findings
 
 
 def _wrong_activations(case: Case) -> list[Finding]:
@@ -269,8 +264,7 @@ def _wrong_activations(case: Case) -> list[Finding]:
             return [
                 Finding(
                     f"the {len(right)} activations of this stage, one message each in the order of "
-                    "its "
-                    f"forwards, did not reach rank {rank + 1}.",
+                    f"its forwards, did not reach rank {rank + 1}.",
                     rank,
                 )
             ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 CASES = 8
 
@@ -56,9 +57,8 @@ def _is_close(got: Any, expected: np.ndarray) -> bool:
     return bool(np.allclose(got, expected))
 
 
-def judge_bubble(case: Case) -> list[Finding]:
+def judge_bubble(case: Case) -> Iterator[Finding]:
     """By the formulas."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         cases = case.inputs[rank]["cases"]
         share = np.array([(p - 1) / (m + p - 1) for p, m, _, _ in cases])
@@ -67,20 +67,20 @@ def judge_bubble(case: Case) -> list[Finding]:
         ratio = np.array([(p - 1) / m for p, m, _, _ in cases])
         if _is_close(got, ratio):
             hint = "That is the idle time over the busy time: a share is of the whole step."
-        if compare(findings, rank, "bubble_fraction", got, share, rtol=1e-9, atol=0.0, hint=hint):
-            idle = np.array([(p - 1) * (f + b) for p, _, f, b in cases])
-            compare(
-                findings,
-                rank,
-                "idle_seconds",
-                answer.get("seconds"),
-                idle,
-                rtol=1e-9,
-                atol=0.0,
-                hint="A rank waits P - 1 forwards until its turn comes or the gradients do, and "
-                "as many backwards; how many micro-batches there are does not matter.",
-            )
-    return findings
+        idle = np.array([(p - 1) * (f + b) for p, _, f, b in cases])
+        if wrong := differs(
+            rank, "bubble_fraction", got, share, rtol=1e-9, atol=0.0, hint=hint
+        ) or differs(
+            rank,
+            "idle_seconds",
+            answer.get("seconds"),
+            idle,
+            rtol=1e-9,
+            atol=0.0,
+            hint="A rank waits P - 1 forwards until its turn comes or the gradients do, and "
+            "as many backwards; how many micro-batches there are does not matter.",
+        ):
+            yield wrong
 
 
 def observe_choice(micro_batches_for: Any, inputs: Values, context: Context) -> Values:
@@ -93,24 +93,19 @@ def observe_choice(micro_batches_for: Any, inputs: Values, context: Context) -> 
     }
 
 
-def judge_choice(case: Case) -> list[Finding]:
+def judge_choice(case: Case) -> Iterator[Finding]:
     """The smallest number that is enough."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         found = answer.get("found")
         for number, (p, bubble) in enumerate(case.inputs[rank]["wanted"]):
             right = max(1, math.ceil((p - 1) * (1 - bubble) / bubble))
             got = found[number] if isinstance(found, list) and number < len(found) else None
             if type(got) is not int or got != right:
-                findings.append(
-                    Finding(
-                        f"{p:.0f} stages, a bubble of {bubble} at most: expected {right}, got "
-                        f"{got}.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{p:.0f} stages, a bubble of {bubble} at most: expected {right}, got {got}.",
+                    rank,
                 )
                 break
-    return findings
 
 
 def observe_bytes(functions: Any, inputs: Values, context: Context) -> Values:
@@ -122,15 +117,14 @@ def observe_bytes(functions: Any, inputs: Values, context: Context) -> Values:
     }
 
 
-def judge_bytes(case: Case) -> list[Finding]:
+def judge_bytes(case: Case) -> Iterator[Finding]:
     """Activations and their gradients; or all gradients around a ring."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         sizes = case.inputs[rank]["sizes"]
         ways = np.array([min(p - 1, 2) for p, _, _ in sizes])
         sent = ways * np.array([m * size for _, m, size in sizes], dtype=np.float64)
-        if compare(
-            findings,
+        ring = np.array([2 * (n - 1) / n * size for n, _, size in sizes])
+        if wrong := differs(
             rank,
             f"pipeline_bytes of {CASES} cases",
             answer.get("pipeline"),
@@ -139,16 +133,13 @@ def judge_bytes(case: Case) -> list[Finding]:
             atol=0.0,
             hint="A rank in the middle sends M activations on and M gradients back; with two "
             "stages each rank sends one of the two.",
+        ) or differs(
+            rank,
+            f"data_parallel_bytes of {CASES} cases",
+            answer.get("data"),
+            ring,
+            rtol=1e-9,
+            atol=0.0,
+            hint="An all-reduce sends 2 (N - 1) / N of the gradients.",
         ):
-            ring = np.array([2 * (n - 1) / n * size for n, _, size in sizes])
-            compare(
-                findings,
-                rank,
-                f"data_parallel_bytes of {CASES} cases",
-                answer.get("data"),
-                ring,
-                rtol=1e-9,
-                atol=0.0,
-                hint="An all-reduce sends 2 (N - 1) / N of the gradients.",
-            )
-    return findings
+            yield wrong

@@ -146,8 +146,7 @@ def judge_direction(
             findings.append(
                 Finding(
                     f"{what}: the stage has no gradients. Does the activation that was received "
-                    "ask "
-                    "for a gradient, and does its .grad go back?",
+                    "ask for a gradient, and does its .grad go back?",
                     rank,
                 )
             )

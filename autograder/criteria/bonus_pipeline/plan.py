@@ -6,6 +6,7 @@ A schedule is a function of rank, stages and micro-batches, so every real rank e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -67,18 +68,16 @@ def observe_cut(cut_layers: Any, inputs: Values, context: Context) -> Values:
     }
 
 
-def judge_cut(case: Case) -> list[Finding]:
+def judge_cut(case: Case) -> Iterator[Finding]:
     """Contiguous, complete, nothing empty, and no cut has a cheaper dearest stage."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         cuts = answer.get("cuts")
         for number, (costs, stages) in enumerate(case.inputs[rank]["cases"]):
             got = cuts[number] if isinstance(cuts, list) and number < len(cuts) else None
             problem = _cut_problem(got, costs, stages)
             if problem:
-                findings.append(Finding(f"cut_layers({costs}, {stages}): {problem}", rank))
+                yield Finding(f"cut_layers({costs}, {stages}): {problem}", rank)
                 break
-    return findings
 
 
 def _cut_problem(got: Any, costs: list[int], stages: int) -> str | None:
@@ -268,9 +267,8 @@ def observe_kept(peak_kept: Any, inputs: Values, context: Context) -> Values:
     return {"peaks": [integer(peak_kept(steps), "peak_kept") for steps in schedules]}
 
 
-def judge_kept(case: Case) -> list[Finding]:
+def judge_kept(case: Case) -> Iterator[Finding]:
     """As many as are forward and not yet backward, at most."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         peaks = answer.get("peaks")
         for number, steps in enumerate(case.inputs[rank]["schedules"]):
@@ -278,6 +276,5 @@ def judge_kept(case: Case) -> list[Finding]:
             got = peaks[number] if isinstance(peaks, list) and number < len(peaks) else None
             if type(got) is not int or got != right:
                 text = " ".join(f"{what[0].upper()}{i}" for what, i in steps)
-                findings.append(Finding(f"{text}: expected {right}, got {got}.", rank))
+                yield Finding(f"{text}: expected {right}, got {got}.", rank)
                 break
-    return findings

@@ -6,6 +6,7 @@ emulated cluster: there a rank that fails ends the others' waiting at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -220,34 +221,29 @@ def observe_accumulate(run_pipeline: Any, inputs: Values, context: Context) -> V
     return parts.gradients_of(stage, 0)
 
 
-def judge_accumulate(case: Case) -> list[Finding]:
+def judge_accumulate(case: Case) -> Iterator[Finding]:
     """All of what was there is still in it, and on the last rank the batch's gradients beside it.
 
     There only, as with their scale: whether they find their way back is another check's.
     """
-    findings: list[Finding] = []
     _, expected = parts.solve(case, 0)
     for rank, answer in enumerate(case.answers):
         values = case.inputs[rank]
         before = np.concatenate([values[f"before/{k}"].ravel() for k in ("w", "b")])
         grads = parts.vector(answer.get("g/0"), before)
         if grads is None:
-            findings.append(Finding("no finite gradients came back.", rank))
+            yield Finding("no finite gradients came back.", rank)
             continue
         # What is left of `before` beside the part that points along the new gradients.
         along = expected[rank] / np.linalg.norm(expected[rank])
         rest = before - (before @ along) * along
         share = float(grads @ rest / (rest @ rest))
         if abs(share - 1) > 1e-6:
-            findings.append(
-                Finding(
-                    f"of the gradients that were there before the call, {share:.2g} times are "
-                    "there "
-                    "after it: expected 1. run_pipeline adds to .grad; who calls it decides when "
-                    "to "
-                    "clear.",
-                    rank,
-                )
+            yield Finding(
+                f"of the gradients that were there before the call, {share:.2g} times are there "
+                "after it: expected 1. run_pipeline adds to .grad; who calls it decides when to "
+                "clear.",
+                rank,
             )
         elif rank == case.world_size - 1:
             added = grads - before
@@ -255,15 +251,11 @@ def judge_accumulate(case: Case) -> list[Finding]:
             off = np.abs(added - factor * expected[rank]).max()
             # `before` is what rounds here: it may be far larger than what was added to it.
             if not 1e-6 < factor < 1e6 or off > 1e-8 * np.abs(grads).max():
-                findings.append(
-                    Finding(
-                        "gradients were there before the call, and what it has added to them does "
-                        "not "
-                        "have the direction of the batch's gradients.",
-                        rank,
-                    )
+                yield Finding(
+                    "gradients were there before the call, and what it has added to them does not "
+                    "have the direction of the batch's gradients.",
+                    rank,
                 )
-    return findings
 
 
 # --- tokens --------------------------------------------------------------------------------------
@@ -365,7 +357,7 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
     return {f"p{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(stage.parameters())}
 
 
-def judge_train(case: Case) -> list[Finding]:
+def judge_train(case: Case) -> Iterator[Finding]:
     """Those of one process that takes the same steps."""
     n = case.world_size
     stages = [parts.Stage(v["w"], v["b"], rank == n - 1) for rank, v in enumerate(case.inputs)]
@@ -376,7 +368,6 @@ def judge_train(case: Case) -> list[Finding]:
         x = torch.from_numpy(case.inputs[0][f"x/{number}"])
         oracle.mse(model(x), torch.from_numpy(case.inputs[-1][f"y/{number}"])).backward()
         optimizer.step()
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for i, p in enumerate(stages[rank].parameters()):
             got = answer.get(f"p{i}")
@@ -385,8 +376,8 @@ def judge_train(case: Case) -> list[Finding]:
             if isinstance(got, np.ndarray) and np.array_equal(got, start):
                 hint = "They have not changed."
             right = p.detach().numpy()
-            if not oracle.close(
-                findings, rank, f"parameter {i} after {STEPS} steps", got, right, hint=hint
+            if wrong := oracle.differs(
+                rank, f"parameter {i} after {STEPS} steps", got, right, hint=hint
             ):
+                yield wrong
                 break
-    return findings

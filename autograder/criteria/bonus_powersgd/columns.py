@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -91,9 +92,8 @@ def observe_columns(orthonormalise: Any, inputs: Values, context: Context) -> Va
     return answer
 
 
-def judge_columns(case: Case) -> list[Finding]:
+def judge_columns(case: Case) -> Iterator[Finding]:
     """Orthogonal to each other, of length 1 or 0, and nothing of the argument lost."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (kind, dtype) in enumerate(inputs["kinds"]):
             matrix = inputs[str(number)]
@@ -101,13 +101,10 @@ def judge_columns(case: Case) -> list[Finding]:
             if problem is None and not np.array_equal(answer.get(f"before/{number}", ()), matrix):
                 problem = "the argument was changed; work on a copy."
             if problem:
-                findings.append(
-                    Finding(
-                        f"orthonormalise of {kind}, {dtype} {list(matrix.shape)}: {problem}", rank
-                    )
+                yield Finding(
+                    f"orthonormalise of {kind}, {dtype} {list(matrix.shape)}: {problem}", rank
                 )
                 break
-    return findings
 
 
 def columns_problem(got: Any, matrix: np.ndarray, tolerance: float) -> str | None:
@@ -178,15 +175,14 @@ def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_mean(case: Case) -> list[Finding]:
+def judge_mean(case: Case) -> Iterator[Finding]:
     """As many as came in, each the mean over ranks, in its own shape."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         if not _is_count(answer.get("none"), 0):
-            findings.append(Finding("packed_mean([]): expected an empty list.", rank))
+            yield Finding("packed_mean([]): expected an empty list.", rank)
         for letter, count in (("a", len(MEAN_SHAPES)), ("b", 3)):
             if not _is_count(answer.get(f"{letter} count"), count):
-                findings.append(Finding(f"expected a list of {count} tensors.", rank))
+                yield Finding(f"expected a list of {count} tensors.", rank)
                 continue
             for i in range(count):
                 name = f"{letter}{i}"
@@ -194,8 +190,7 @@ def judge_mean(case: Case) -> list[Finding]:
                 own, mean = everyone[rank], oracle.mean(everyone)
                 got = answer.get(name)
                 hint = oracle.explain_gradient(got, mean, own, case.world_size)
-                if not oracle.close(
-                    findings,
+                if wrong := oracle.differs(
                     rank,
                     f"mean of tensor {i}, shape {list(own.shape)}",
                     got,
@@ -204,11 +199,11 @@ def judge_mean(case: Case) -> list[Finding]:
                     hint=hint,
                     terms=everyone,
                 ):
+                    yield wrong
                     break
                 if not np.array_equal(answer.get(f"before/{name}", ()), own):
-                    findings.append(Finding(f"tensor {i} of the arguments was changed.", rank))
+                    yield Finding(f"tensor {i} of the arguments was changed.", rank)
                     break
-    return findings
 
 
 def _is_count(value: Any, count: int) -> bool:
@@ -248,9 +243,8 @@ def observe_shapes(matrix_shape: Any, inputs: Values, context: Context) -> Value
     return {"said": said}
 
 
-def judge_shapes(case: Case) -> list[Finding]:
+def judge_shapes(case: Case) -> Iterator[Finding]:
     """Rows and columns where it pays, None elsewhere."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         said = answer.get("said")
         for number, (shape, r) in enumerate(case.inputs[rank]["cases"]):
@@ -258,15 +252,12 @@ def judge_shapes(case: Case) -> list[Finding]:
             got = said[number] if isinstance(said, list) and number < len(said) else "nothing"
             if got != expected:
                 n, m = shape[0] if shape else 1, math.prod(shape[1:])
-                findings.append(
-                    Finding(
-                        f"matrix_shape({tuple(shape)}, {r}): expected {_pair(expected)}, got "
-                        f"{_pair(got)}. Compressed it has {r * (n + m)} numbers, as it is {n * m}.",
-                        rank,
-                    )
+                yield Finding(
+                    f"matrix_shape({tuple(shape)}, {r}): expected {_pair(expected)}, got "
+                    f"{_pair(got)}. Compressed it has {r * (n + m)} numbers, as it is {n * m}.",
+                    rank,
                 )
                 break
-    return findings
 
 
 def _pair(shape: Any) -> str:

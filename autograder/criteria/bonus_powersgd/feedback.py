@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -77,15 +78,13 @@ def judge_telescope(case: Case) -> list[Finding]:
                 findings.append(
                     Finding(
                         f"parameter {i}: the gradients after {steps} steps are all zero. Nothing "
-                        "was "
-                        "applied, so all of it is late.",
+                        "was applied, so all of it is late.",
                         rank,
                     )
                 )
                 break
             # The tolerance comes from the true means: what was applied is the rank's to say.
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"parameter {i}: the sum of {steps} applied gradients + the mean error, held "
                 "against the sum of the true means",
@@ -95,6 +94,7 @@ def judge_telescope(case: Case) -> list[Finding]:
                 hint=hint,
                 terms=means,
             ):
+                findings.append(wrong)
                 break
         if findings:
             break
@@ -106,33 +106,28 @@ def _is_nothing(applied: list[np.ndarray], true: np.ndarray) -> bool:
     return bool(applied) and largest < NOTHING * float(np.abs(true).max())
 
 
-def judge_errors(case: Case) -> list[Finding]:
+def judge_errors(case: Case) -> Iterator[Finding]:
     """After the first step: the rank's own gradient minus what came out for all."""
-    findings: list[Finding] = []
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         compressed = expected_shape(shape, case.inputs[0]["rank"])
         for rank, answer in enumerate(case.answers):
             own = case.inputs[rank][f"g0/{i}"].astype(np.float64)
             applied = _array(answer, f"a0/{i}", shape)
             if applied is None:
-                findings.append(
-                    Finding(f"the gradient of parameter {i}, {shape}, is not finite.", rank)
-                )
-                return findings
+                yield Finding(f"the gradient of parameter {i}, {shape}, is not finite.", rank)
+                return
             if compressed and _is_nothing([applied], own):
-                findings.append(
-                    Finding(
-                        f"the gradient of parameter {i}, {shape}, is zero after the first step: "
-                        "nothing was applied.",
-                        rank,
-                    )
+                yield Finding(
+                    f"the gradient of parameter {i}, {shape}, is zero after the first step: "
+                    "nothing was applied.",
+                    rank,
                 )
-                return findings
+                return
             got = answer.get(f"e0/{i}")
             hint = "" if compressed else "It is not compressed, so nothing is left of it."
             if compressed and isinstance(got, np.ndarray) and got.shape == tuple(shape):
                 mean = oracle.mean([v[f"g0/{i}"] for v in case.inputs])
-                if oracle.close([], 0, "", got, mean - applied):
+                if oracle.agrees(got, mean - applied):
                     hint = "That is the mean's error: each rank keeps its own."
                 elif not got.any():
                     hint = "Nothing was kept. Or was the copy overwritten in place?"
@@ -145,9 +140,9 @@ def judge_errors(case: Case) -> list[Finding]:
                 what += ", + the gradient that was applied, held against this rank's own gradient"
                 error, expected = _array(answer, f"e0/{i}", shape), own
                 got = None if error is None else error + applied
-            if not oracle.close(findings, rank, what, got, expected, dtype="float32", hint=hint):
-                return findings
-    return findings
+            if wrong := oracle.differs(rank, what, got, expected, dtype="float32", hint=hint):
+                yield wrong
+                return
 
 
 def judge_steps(case: Case) -> list[Finding]:
@@ -172,7 +167,8 @@ def judge_steps(case: Case) -> list[Finding]:
                 got, own = answer.get(f"a{step}/{i}"), case.inputs[rank][f"g{step}/{i}"]
                 what = f"step {step}, rank {r}: gradient of parameter {i}, shape {shape}"
                 hint = explain(got, expected, mean, own, case.world_size)
-                oracle.close(findings, rank, what, got, expected, dtype="float32", hint=hint)
+                if wrong := oracle.differs(rank, what, got, expected, dtype="float32", hint=hint):
+                    findings.append(wrong)
             if findings:
                 return findings
     return findings
@@ -242,8 +238,7 @@ def judge_resume(case: Case) -> list[Finding]:
                         Finding(f"the gradient of parameter {i}, {shape}, is not finite.", rank)
                     )
                     return findings
-                oracle.close(
-                    findings,
+                if wrong := oracle.differs(
                     rank,
                     f"gradient of parameter {i}, step {step - BEFORE} after the checkpoint, held "
                     "against the same step without one",
@@ -251,7 +246,8 @@ def judge_resume(case: Case) -> list[Finding]:
                     on,
                     dtype="float32",
                     hint="Two things have to come back: every Q, and this rank's errors.",
-                )
+                ):
+                    findings.append(wrong)
             if findings:
                 return findings
     return findings

@@ -7,6 +7,7 @@ do not matter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def explain(got: Any, expected: np.ndarray, mean: np.ndarray, own: np.ndarray, n
     """The likely reason why a compressed gradient is not the expected one."""
     if not isinstance(got, np.ndarray) or got.shape != expected.shape:
         return ""
-    if oracle.close([], 0, "", got, mean):
+    if oracle.agrees(got, mean):
         return "That is the exact mean: it was not compressed."
     told = oracle.explain_gradient(got, expected, own, n)
     return told or oracle.explain_gradient(got, mean, own, n)
@@ -129,14 +130,14 @@ def draw_first(draw: Draw) -> list[Values]:
     return draw_gradients(draw, MATRICES, 1, "float32", rank=2)
 
 
-def judge_first(case: Case) -> list[Finding]:
+def judge_first(case: Case) -> Iterator[Finding]:
     """P Q^T of every matrix, from the student's own Q."""
-    findings: list[Finding] = []
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         matrices = matrices_of(case, 0, i)
         starts = start_of(case, i, matrices[0].shape[1])
         if isinstance(starts, Finding):
-            return [starts]
+            yield starts
+            return
         p, q = power_step(matrices, starts)
         expected, mean = (p @ q.T).reshape(shape), oracle.mean(matrices).reshape(shape)
         for rank, answer in enumerate(case.answers):
@@ -144,8 +145,8 @@ def judge_first(case: Case) -> list[Finding]:
             own = case.inputs[rank][f"g0/{i}"]
             hint = explain(got, expected, mean, own, case.world_size)
             what = f"gradient of parameter {i}, shape {shape}, after one step of rank 2"
-            oracle.close(findings, rank, what, got, expected, hint=hint)
-    return findings
+            if wrong := oracle.differs(rank, what, got, expected, hint=hint):
+                yield wrong
 
 
 # --- what is not compressed ----------------------------------------------------------------------
@@ -156,21 +157,17 @@ def draw_vectors(draw: Draw) -> list[Values]:
     return draw_gradients(draw, SHAPES, 2, "float32", rank=2)
 
 
-def judge_vectors(case: Case) -> list[Finding]:
+def judge_vectors(case: Case) -> Iterator[Finding]:
     """Vectors, scalars and small matrices are averaged exactly; and they have no Q."""
-    findings: list[Finding] = []
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         if expected_shape(shape, case.inputs[0]["rank"]):
             continue
         for rank, answer in enumerate(case.answers):
             q = answer.get(f"q/{i}")
             if not isinstance(q, np.ndarray) or q.size:
-                findings.append(
-                    Finding(
-                        f"q_of({i}): a parameter of shape {shape} is not compressed, expected "
-                        "None.",
-                        rank,
-                    )
+                yield Finding(
+                    f"q_of({i}): a parameter of shape {shape} is not compressed, expected None.",
+                    rank,
                 )
                 continue
             for step in range(case.inputs[0]["steps"]):
@@ -179,6 +176,6 @@ def judge_vectors(case: Case) -> list[Finding]:
                 got, own = answer.get(f"a{step}/{i}"), case.inputs[rank][name]
                 what = f"gradient of parameter {i}, shape {shape}, which is not compressed"
                 hint = oracle.explain_gradient(got, mean, own, case.world_size)
-                if not oracle.close(findings, rank, what, got, mean, hint=hint):
+                if wrong := oracle.differs(rank, what, got, mean, hint=hint):
+                    yield wrong
                     break
-    return findings

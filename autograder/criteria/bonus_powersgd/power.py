@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -54,9 +55,8 @@ def observe(power_step: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_basis(case: Case) -> list[Finding]:
+def judge_basis(case: Case) -> Iterator[Finding]:
     """P is orthonormal, spans the mean of M Q, and is the same on all ranks."""
-    findings: list[Finding] = []
     for i in range(case.inputs[0]["count"]):
         q = case.inputs[0][f"q{i}"].astype(np.float64)
         product = oracle.mean([values[f"m{i}"] for values in case.inputs]) @ q
@@ -71,14 +71,11 @@ def judge_basis(case: Case) -> list[Finding]:
             ):
                 problem = "the matrix was changed; work on a copy."
             if problem:
-                findings.append(
-                    Finding(
-                        f"P of matrix {i}, held against the mean over ranks of M Q: {problem} "
-                        "Take the mean first, then orthonormalise.",
-                        rank,
-                    )
+                yield Finding(
+                    f"P of matrix {i}, held against the mean over ranks of M Q: {problem} "
+                    "Take the mean first, then orthonormalise.",
+                    rank,
                 )
-    return findings
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -90,21 +87,18 @@ def _alike(one: Any, other: Any) -> bool:
     )
 
 
-def judge_factor(case: Case) -> list[Finding]:
+def judge_factor(case: Case) -> Iterator[Finding]:
     """Q is the mean of M^T P, for the P that came with it; rank-2 means come back whole."""
-    findings: list[Finding] = []
     n = case.world_size
     for i in range(case.inputs[0]["count"]):
         shape = (case.inputs[0][f"m{i}"].shape[0], case.inputs[0][f"q{i}"].shape[1])
         ps = [answer.get(f"p{i}") for answer in case.answers]
         bad = [rank for rank, p in enumerate(ps) if not _usable(p, shape)]
         if bad:
-            findings.append(
-                Finding(
-                    f"P of matrix {i}: expected {list(shape)} finite numbers in columns that are "
-                    "independent and of length 1, so Q cannot be judged.",
-                    bad[0],
-                )
+            yield Finding(
+                f"P of matrix {i}: expected {list(shape)} finite numbers in columns that are "
+                "independent and of length 1, so Q cannot be judged.",
+                bad[0],
             )
             continue
         local = [
@@ -115,19 +109,18 @@ def judge_factor(case: Case) -> list[Finding]:
         for rank, answer in enumerate(case.answers):
             got = answer.get(f"q{i}")
             hint = oracle.explain_gradient(got, mean, local[rank], n).replace("gradient", "product")
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"Q of matrix {i}, held against the mean of M^T P",
                 got,
                 mean,
                 hint=hint,
             ):
+                yield wrong
                 break
             start = case.inputs[rank][f"q{i}"]
             if not np.array_equal(answer.get(f"before/q{i}", ()), start):
-                findings.append(Finding(f"the start Q of matrix {i} was changed.", rank))
-    return findings
+                yield Finding(f"the start Q of matrix {i} was changed.", rank)
 
 
 def _usable(p: Any, shape: tuple[int, int]) -> bool:

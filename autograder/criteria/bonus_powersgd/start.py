@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -43,30 +44,24 @@ def observe_seed(powersgd: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_seed(case: Case) -> list[Finding]:
+def judge_seed(case: Case) -> Iterator[Finding]:
     """The same on all ranks, other numbers for another seed, r independent columns."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         if answer.get("moved") is not False:
-            findings.append(
-                Finding(
-                    "torch's global generator was moved or seeded. Dropout draws from it: use a "
-                    "torch.Generator of your own.",
-                    rank,
-                )
+            yield Finding(
+                "torch's global generator was moved or seeded. Dropout draws from it: use a "
+                "torch.Generator of your own.",
+                rank,
             )
         for i, shape in enumerate(PLAIN):
             wanted = (int(np.prod(shape[1:])), case.inputs[0]["rank"])
             qs = [answer.get(f"{number}/{i}") for number in range(3)]
             zero = case.answers[0].get(f"0/{i}")
             if not all(_is_start(q, wanted) for q in qs):
-                findings.append(
-                    Finding(
-                        f"q_of({i}): expected {list(wanted)} finite random numbers, with columns "
-                        "that "
-                        "are independent.",
-                        rank,
-                    )
+                yield Finding(
+                    f"q_of({i}): expected {list(wanted)} finite random numbers, with columns that "
+                    "are independent.",
+                    rank,
                 )
                 break
             problem = None
@@ -80,9 +75,8 @@ def judge_seed(case: Case) -> list[Finding]:
             elif _same(qs[0], qs[1], 1e-3):
                 problem = "has the same numbers for two seeds."
             if problem:
-                findings.append(Finding(f"q_of({i}) {problem}", rank))
+                yield Finding(f"q_of({i}) {problem}", rank)
                 break
-    return findings
 
 
 def _same(one: Any, other: Any, tolerance: float) -> bool:
@@ -130,9 +124,8 @@ def draw_warm(draw: Draw) -> list[Values]:
     return inputs
 
 
-def judge_warm(case: Case) -> list[Finding]:
+def judge_warm(case: Case) -> Iterator[Finding]:
     """After ten steps on the same gradients: the best approximation of this rank."""
-    findings: list[Finding] = []
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         mean = oracle.mean(matrices_of(case, 0, i))
         u, s, vt = np.linalg.svd(mean)
@@ -143,10 +136,9 @@ def judge_warm(case: Case) -> list[Finding]:
                 "With the same gradients again and again, Q comes to lie where the largest "
                 "singular vectors do, if every step starts with the Q of the step before."
             )
-            if oracle.close([], 0, "", got, mean.reshape(shape)):
+            if oracle.agrees(got, mean.reshape(shape)):
                 hint = "That is the exact mean: it was not compressed."
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"gradient of parameter {i} in step {WARM_STEPS - 1}, held against the best "
                 f"approximation of rank {WARM_RANK}",
@@ -155,8 +147,8 @@ def judge_warm(case: Case) -> list[Finding]:
                 dtype="float32",
                 hint=hint,
             ):
+                yield wrong
                 break
-    return findings
 
 
 # --- zeros ---------------------------------------------------------------------------------------
@@ -177,9 +169,8 @@ def draw_revive(draw: Draw) -> list[Values]:
     return inputs
 
 
-def judge_revive(case: Case) -> list[Finding]:
+def judge_revive(case: Case) -> Iterator[Finding]:
     """Zero stays zero, and the step after it is exact: the mean has no more than r directions."""
-    findings: list[Finding] = []
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         for step in range(2):
             mean = oracle.mean(matrices_of(case, step, i)).reshape(shape)
@@ -194,6 +185,6 @@ def judge_revive(case: Case) -> list[Finding]:
                     )
                     if isinstance(got, np.ndarray) and not got.any():
                         hint = "Q has become zero, and M·0 is zero. Keep the old Q's column then."
-                if not oracle.close(findings, rank, what, got, mean, dtype="float32", hint=hint):
-                    return findings
-    return findings
+                if wrong := oracle.differs(rank, what, got, mean, dtype="float32", hint=hint):
+                    yield wrong
+                    return

@@ -6,6 +6,7 @@ Before each step the rank asks for a charge, so that the trace shows where a ste
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -109,37 +110,31 @@ def _all_steps(case: Case) -> list[list[list[Event]]] | list[Finding]:
     return problems or [steps for steps in found if not isinstance(steps, Finding)]
 
 
-def judge_calls(case: Case) -> list[Finding]:
+def judge_calls(case: Case) -> Iterator[Finding]:
     """No step has more than three collectives."""
-    findings: list[Finding] = []
     for rank, steps in enumerate(_all_steps(case)):
         if isinstance(steps, Finding):
-            findings.append(steps)
+            yield steps
             continue
         most = max(len(step) for step in steps)
         if most > MOST_CALLS:
             tensors = len(case.inputs[0]["shapes"])
-            findings.append(
-                Finding(
-                    f"a step took {most} collectives for {tensors} parameters, expected at most "
-                    f"{MOST_CALLS}: all P together, all Q together, and all that is not "
-                    "compressed. "
-                    "Every collective costs its latency, however little it carries.",
-                    rank,
-                )
+            yield Finding(
+                f"a step took {most} collectives for {tensors} parameters, expected at most "
+                f"{MOST_CALLS}: all P together, all Q together, and all that is not compressed. "
+                "Every collective costs its latency, however little it carries.",
+                rank,
             )
-    return findings
 
 
-def judge_bytes(case: Case) -> list[Finding]:
+def judge_bytes(case: Case) -> Iterator[Finding]:
     """A step sends no more than the thin matrices and all that is not compressed."""
-    findings: list[Finding] = []
     shapes, rank_r = case.inputs[0]["shapes"], case.inputs[0]["rank"]
     whole = 4 * sum(math.prod(shape) for shape in shapes)
     least = 4 * _least_numbers(case)
     for rank, steps in enumerate(_all_steps(case)):
         if isinstance(steps, Finding):
-            findings.append(steps)
+            yield steps
             continue
         # Of the same data an all-reduce sends twice as much as any other collective.
         sent = max(
@@ -150,28 +145,22 @@ def judge_bytes(case: Case) -> list[Finding]:
             hint = "What else travels?"
             if sent >= whole:
                 hint = f"Uncompressed it would be {whole}."
-            findings.append(
-                Finding(
-                    f"a step sent {sent:.0f} bytes, expected {least}: {rank_r} (n + m) numbers for "
-                    f"each matrix that is worth it, and the others as they are. {hint}",
-                    rank,
-                )
+            yield Finding(
+                f"a step sent {sent:.0f} bytes, expected {least}: {rank_r} (n + m) numbers for "
+                f"each matrix that is worth it, and the others as they are. {hint}",
+                rank,
             )
             continue
         for number, step in enumerate(steps):
             missing = _missing_vector(case, rank, number, step)
             if case.world_size > 1 and missing is not None:
-                findings.append(
-                    Finding(
-                        f"step {number}: the gradient of parameter {missing}, shape "
-                        f"{shapes[missing]}, is in nothing that this rank sent. It is not "
-                        "compressed, "
-                        "so it has to travel as it is.",
-                        rank,
-                    )
+                yield Finding(
+                    f"step {number}: the gradient of parameter {missing}, shape {shapes[missing]}, "
+                    "is in nothing that this rank sent. It is not compressed, so it has to travel "
+                    "as it is.",
+                    rank,
                 )
                 break
-    return findings
 
 
 def _missing_vector(case: Case, rank: int, number: int, step: list[Event]) -> int | None:

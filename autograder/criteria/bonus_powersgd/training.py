@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 
 from autograder.criteria.bonus_powersgd.columns import expected_shape
 from autograder.criteria.common import oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 CASES = 6
 
@@ -67,9 +68,8 @@ def observe_numbers(functions: Any, inputs: Values, context: Context) -> Values:
     }
 
 
-def judge_numbers(case: Case) -> list[Finding]:
+def judge_numbers(case: Case) -> Iterator[Finding]:
     """By the formula."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         cases = case.inputs[rank]["cases"]
         expected = [_numbers(each)[1] for each in cases]
@@ -77,18 +77,14 @@ def judge_numbers(case: Case) -> list[Finding]:
         for i, each in enumerate(cases):
             got = said[i] if isinstance(said, list) and i < len(said) else None
             if got != expected[i]:
-                findings.append(
-                    Finding(
-                        f"numbers_sent({_shapes(each)}, {each['rank']}): expected {expected[i]}, "
-                        "got "
-                        f"{str(got)[:40]}.",
-                        rank,
-                    )
+                yield Finding(
+                    f"numbers_sent({_shapes(each)}, {each['rank']}): expected {expected[i]}, got "
+                    f"{str(got)[:40]}.",
+                    rank,
                 )
                 break
         ratios = np.array([_numbers(each)[0] / _numbers(each)[1] for each in cases])
-        compare(
-            findings,
+        if wrong := differs(
             rank,
             "compression_ratio",
             answer.get("ratio"),
@@ -96,8 +92,8 @@ def judge_numbers(case: Case) -> list[Finding]:
             rtol=1e-6,
             atol=0.0,
             hint="All numbers of the model over those that are sent.",
-        )
-    return findings
+        ):
+            yield wrong
 
 
 def _saved(case: Values) -> float:
@@ -115,13 +111,11 @@ def observe_seconds(seconds_saved: Any, inputs: Values, context: Context) -> Val
     return {"saved": np.array([float(each) for each in saved])}
 
 
-def judge_seconds(case: Case) -> list[Finding]:
+def judge_seconds(case: Case) -> Iterator[Finding]:
     """One ring all-reduce of everything, against three that carry what is sent."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         expected = np.array([_saved(each) for each in case.inputs[rank]["cases"]])
-        compare(
-            findings,
+        if wrong := differs(
             rank,
             "seconds_saved",
             answer.get("saved"),
@@ -130,8 +124,8 @@ def judge_seconds(case: Case) -> list[Finding]:
             atol=1e-12,
             hint="One all-reduce has 2 (N - 1) latencies, three have three times as many; "
             "compress_s counts too.",
-        )
-    return findings
+        ):
+            yield wrong
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -180,28 +174,27 @@ def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_train(case: Case) -> list[Finding]:
+def judge_train(case: Case) -> Iterator[Finding]:
     """Losses and parameters, as one process computes them."""
-    findings: list[Finding] = []
     batches = [[(v[f"x/{s}"], v[f"y/{s}"]) for v in case.inputs] for s in range(STEPS)]
     final, losses = oracle.train(case.inputs[0], batches, LR)
     for rank, answer in enumerate(case.answers):
         own = np.array([step[rank] for step in losses])
-        if not oracle.close(
-            findings,
+        if wrong := oracle.differs(
             rank,
             "losses of this rank's batches",
             answer.get("losses"),
             own,
             hint="One per batch, before the update, with fresh gradients for each.",
         ):
+            yield wrong
             continue
         for i, expected in enumerate(final):
-            if not oracle.close(
-                findings, rank, f"parameter {i} after {STEPS} steps", answer.get(f"p{i}"), expected
+            if wrong := oracle.differs(
+                rank, f"parameter {i} after {STEPS} steps", answer.get(f"p{i}"), expected
             ):
+                yield wrong
                 break
-    return findings
 
 
 # --- convergence ---------------------------------------------------------------------------------
@@ -247,9 +240,8 @@ def _loss(model: nn.Module, case: Case) -> float:
     return float(np.mean(losses))
 
 
-def judge_converges(case: Case) -> list[Finding]:
+def judge_converges(case: Case) -> Iterator[Finding]:
     """The loss, on data of all ranks, of what each rank has come to; and all have the same."""
-    findings: list[Finding] = []
     start = oracle.mlp(case.inputs[0], torch.float64)
     first = _loss(start, case)
     shapes = [tuple(p.shape) for p in start.parameters()]
@@ -263,21 +255,18 @@ def judge_converges(case: Case) -> list[Finding]:
             or not np.isfinite(a).all()
             for a, shape in zip(arrays, shapes, strict=True)
         ):
-            findings.append(Finding("the parameters after training are not finite.", rank))
+            yield Finding("the parameters after training are not finite.", rank)
             continue
         model = oracle.mlp({f"p{i}": a for i, a in enumerate(arrays)}, torch.float64)
         loss = _loss(model, case)
         if not loss <= ENOUGH * first:
-            findings.append(
-                Finding(
-                    f"after {LONG} steps of rank 1 with error feedback the loss is {loss:.3g}, at "
-                    f"first it was {first:.3g}; expected at most {ENOUGH * first:.3g}.",
-                    rank,
-                )
+            yield Finding(
+                f"after {LONG} steps of rank 1 with error feedback the loss is {loss:.3g}, at "
+                f"first it was {first:.3g}; expected at most {ENOUGH * first:.3g}.",
+                rank,
             )
         elif any(
-            not oracle.close([], 0, "", zero.get(f"p{i}"), np.asarray(a, dtype=np.float64))
+            not oracle.agrees(zero.get(f"p{i}"), np.asarray(a, dtype=np.float64))
             for i, a in enumerate(arrays)
         ):
-            findings.append(Finding("the parameters differ from rank 0's.", rank))
-    return findings
+            yield Finding("the parameters differ from rank 0's.", rank)

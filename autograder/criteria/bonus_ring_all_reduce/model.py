@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 CASES = 8
 
@@ -63,9 +64,8 @@ def observe_seconds(functions: Any, inputs: Values, context: Context) -> Values:
     }
 
 
-def judge_seconds(case: Case) -> list[Finding]:
+def judge_seconds(case: Case) -> Iterator[Finding]:
     """By the formulas."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         cases = case.inputs[rank]["cases"]
         for name, formula, hint in (
@@ -73,8 +73,7 @@ def judge_seconds(case: Case) -> list[Finding]:
             ("tree", tree_s, "2 ⌈log₂ N⌉ steps; in each a latency and all of the bytes."),
         ):
             expected = np.array([formula(*values) for values in cases])
-            compare(
-                findings,
+            if wrong := differs(
                 rank,
                 f"{name}_seconds of {CASES} cases",
                 answer.get(name),
@@ -82,8 +81,8 @@ def judge_seconds(case: Case) -> list[Finding]:
                 rtol=1e-6,
                 atol=0.0,
                 hint=hint,
-            )
-    return findings
+            ):
+                yield wrong
 
 
 def observe_choice(choose: Any, inputs: Values, context: Context) -> Values:
@@ -91,9 +90,8 @@ def observe_choice(choose: Any, inputs: Values, context: Context) -> Values:
     return {"said": [str(choose(*_arguments(case)))[:20] for case in inputs["cases"]]}
 
 
-def judge_choice(case: Case) -> list[Finding]:
+def judge_choice(case: Case) -> Iterator[Finding]:
     """The faster one."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         said = answer.get("said")
         for number, values in enumerate(case.inputs[rank]["cases"]):
@@ -101,16 +99,12 @@ def judge_choice(case: Case) -> list[Finding]:
             right = "ring" if ring < tree else "tree"
             got = said[number] if isinstance(said, list) and number < len(said) else None
             if got != right:
-                findings.append(
-                    Finding(
-                        f"{_where(values)}: a ring takes {ring:.3g} s, a tree {tree:.3g} s; "
-                        "expected "
-                        f"{right!r}, got {got!r}.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{_where(values)}: a ring takes {ring:.3g} s, a tree {tree:.3g} s; expected "
+                    f"{right!r}, got {got!r}.",
+                    rank,
                 )
                 break
-    return findings
 
 
 def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:
@@ -119,9 +113,8 @@ def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:
     return {"found": np.array([float(bus_bandwidth(int(c[0]), int(c[1]), s)) for c, s in pairs])}
 
 
-def judge_bus(case: Case) -> list[Finding]:
+def judge_bus(case: Case) -> Iterator[Finding]:
     """Bytes that each link carried, per second."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         expected = np.array(
             [
@@ -129,8 +122,7 @@ def judge_bus(case: Case) -> list[Finding]:
                 for c, s in zip(inputs["cases"], inputs["seconds"], strict=True)
             ]
         )
-        compare(
-            findings,
+        if wrong := differs(
             rank,
             "bus_bandwidth, bytes per second",
             answer.get("found"),
@@ -138,5 +130,5 @@ def judge_bus(case: Case) -> list[Finding]:
             rtol=1e-6,
             atol=0.0,
             hint="Every link carries 2 (N - 1) / N of the tensor: divide that by the seconds.",
-        )
-    return findings
+        ):
+            yield wrong

@@ -5,6 +5,7 @@ A plan is a function of rank and world size, so every real rank evaluates severa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,15 @@ def observe_chunks(chunk_bounds: Any, inputs: Values, context: Context) -> Value
     }
 
 
-def judge_chunks(case: Case) -> list[Finding]:
+def judge_chunks(case: Case) -> Iterator[Finding]:
     """One after the other, everything once, and no two differ by more than one."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for number, (numel, chunks) in enumerate(case.inputs[rank]["cases"]):
             bounds = _item(answer.get("bounds"), number)
             problem = _chunks_problem(bounds, numel, chunks)
             if problem:
-                findings.append(Finding(f"chunk_bounds({numel}, {chunks}): {problem}", rank))
+                yield Finding(f"chunk_bounds({numel}, {chunks}): {problem}", rank)
                 break
-    return findings
 
 
 def _item(values: Any, number: int) -> Any:
@@ -153,8 +152,8 @@ def judge_reduce(case: Case) -> list[Finding]:
                 findings.append(
                     Finding(
                         f"{n} ranks, after {n - 1} steps: rank {rank} has no chunk with "
-                        "everybody's "
-                        f"numbers in it, once each; {found}. Send on what you have just added to.",
+                        f"everybody's numbers in it, once each; {found}. Send on what you have "
+                        "just added to.",
                         rank % case.world_size,
                     )
                 )
@@ -167,34 +166,30 @@ def judge_reduce(case: Case) -> list[Finding]:
     return findings
 
 
-def judge_gather(case: Case) -> list[Finding]:
+def judge_gather(case: Case) -> Iterator[Finding]:
     """If each rank has what it sends first, N - 1 more steps give everything to everyone."""
-    findings: list[Finding] = []
     for n in VIRTUAL_WORLDS:
         plan = _plan(case, n)
         if isinstance(plan, Finding):
-            return [plan]
+            yield plan
+            return
         has = [{plan[rank][n - 1][0]} for rank in range(n)]
         for step in range(n - 1, 2 * (n - 1)):
             for rank in range(n):
                 if plan[rank][step][0] not in has[rank]:
-                    return [
-                        Finding(
-                            f"{n} ranks, step {step}: rank {rank} sends chunk "
-                            f"{plan[rank][step][0]}, "
-                            "whose sum it does not have yet.",
-                            rank % case.world_size,
-                        )
-                    ]
+                    yield Finding(
+                        f"{n} ranks, step {step}: rank {rank} sends chunk {plan[rank][step][0]}, "
+                        "whose sum it does not have yet.",
+                        rank % case.world_size,
+                    )
+                    return
             for rank in range(n):
                 has[rank].add(plan[rank][step][1])
         for rank in range(n):
             if len(has[rank]) < n:
                 missing = sorted(set(range(n)) - has[rank])
-                return [
-                    Finding(
-                        f"{n} ranks, at the end: rank {rank} lacks the sums of chunks {missing}.",
-                        rank % case.world_size,
-                    )
-                ]
-    return findings
+                yield Finding(
+                    f"{n} ranks, at the end: rank {rank} lacks the sums of chunks {missing}.",
+                    rank % case.world_size,
+                )
+                return

@@ -77,10 +77,8 @@ def _without_content(case: Case) -> list[Finding]:
             return [
                 Finding(
                     f"this rank's messages held {found} different numbers of the ranks' tensors or "
-                    "of "
-                    f"their sums, expected at least {enough:.0f}: what goes round is the chunk "
-                    "that "
-                    "the rank before has sent, with its own added to it.",
+                    f"of their sums, expected at least {enough:.0f}: what goes round is the chunk "
+                    "that the rank before has sent, with its own added to it.",
                     rank,
                 )
             ]
@@ -157,8 +155,8 @@ def judge_neighbours(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"this rank sent to {sorted(others)}, expected {(rank + 1) % n} only. In a "
-                    "ring "
-                    "each link carries one stream; who sends to all shares one link among them.",
+                    "ring each link carries one stream; who sends to all shares one link among "
+                    "them.",
                     rank,
                 )
             )
@@ -176,10 +174,8 @@ def judge_messages(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"a message carried {largest} of {len(case.inputs[0]['x'])} numbers, expected "
-                    "at "
-                    f"most {chunk}: one chunk of {n}. A rank that waits for a whole tensor before "
-                    "it "
-                    "sends leaves its link idle.",
+                    f"at most {chunk}: one chunk of {n}. A rank that waits for a whole tensor "
+                    "before it sends leaves its link idle.",
                     rank,
                 )
             )
@@ -200,10 +196,8 @@ def judge_time(case: Case) -> list[Finding]:
         return [
             Finding(
                 f"it took {took_s * 1e3:.3f} ms of virtual time, a ring takes {best_s * 1e3:.3f} "
-                "ms: "
-                f"{2 * (n - 1)} steps of one chunk, in each of which every rank sends and receives "
-                "at "
-                "the same time."
+                f"ms: {2 * (n - 1)} steps of one chunk, in each of which every rank sends and "
+                "receives at the same time."
             )
         ]
     if took_s < 0.9 * best_s:
@@ -237,9 +231,8 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
     return {f"g{i}": oracle.grad_of(p) for i, p in enumerate(model.parameters())}
 
 
-def judge_hook(case: Case) -> list[Finding]:
+def judge_hook(case: Case) -> Iterator[Finding]:
     """The mean over ranks; the gradients went through the ring."""
-    findings: list[Finding] = []
     local = [oracle.gradients(i, i["x"], i["y"]) for i in case.inputs]
     count = sum(grad.size for grad in local[0])
     for rank, answer in enumerate(case.answers):
@@ -247,7 +240,8 @@ def judge_hook(case: Case) -> list[Finding]:
             mean = oracle.mean([grads[i] for grads in local])
             got = answer.get(f"g{i}")
             hint = oracle.explain_gradient(got, mean, own, case.world_size)
-            if not oracle.close(findings, rank, f"gradient {i}", got, mean, hint=hint):
+            if wrong := oracle.differs(rank, f"gradient {i}", got, mean, hint=hint):
+                yield wrong
                 break
         else:
             reduced = [
@@ -260,11 +254,8 @@ def judge_hook(case: Case) -> list[Finding]:
             ]
             sent = sum(m.numel for m in _messages(case, rank))
             if case.world_size > 1 and (reduced or sent < STEPS * count):
-                findings.append(
-                    Finding(
-                        "the gradients did not go through sends and receives: the hook calls your "
-                        "ring_all_reduce on bucket.buffer().",
-                        rank,
-                    )
+                yield Finding(
+                    "the gradients did not go through sends and receives: the hook calls your "
+                    "ring_all_reduce on bucket.buffer().",
+                    rank,
                 )
-    return findings

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 LARGE = 600_000  # numbers: far more than a socket takes without somebody who reads
 
@@ -43,19 +44,17 @@ def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_exchange(case: Case) -> list[Finding]:
+def judge_exchange(case: Case) -> Iterator[Finding]:
     """Each rank has what the rank before it had."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         before = (rank - 1) % case.world_size
         for name in ("0", "1", "2"):
             what = f"incoming, {case.inputs[rank][name].size} numbers"
             expected = case.inputs[before][name]
             hint = f"It should be what rank {before} sends, complete when exchange returns."
-            if not compare(
-                findings, rank, what, answer.get(name), expected, rtol=0.0, atol=0.0, hint=hint
-            ) or not compare(
-                findings,
+            if wrong := differs(
+                rank, what, answer.get(name), expected, rtol=0.0, atol=0.0, hint=hint
+            ) or differs(
                 rank,
                 "outgoing after the exchange",
                 answer.get(f"sent/{name}"),
@@ -63,8 +62,8 @@ def judge_exchange(case: Case) -> list[Finding]:
                 rtol=0.0,
                 atol=0.0,
             ):
+                yield wrong
                 break
-    return findings
 
 
 # --- the all-reduce ------------------------------------------------------------------------------
@@ -136,9 +135,8 @@ def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge(case: Case) -> list[Finding]:
+def judge(case: Case) -> Iterator[Finding]:
     """As one process computes it, in float64."""
-    findings: list[Finding] = []
     reduce = {"sum": np.sum, "mean": np.mean, "max": np.max}
     for rank, answer in enumerate(case.answers):
         for number, (shape, dtype, op) in enumerate(case.inputs[0]["cases"]):
@@ -146,8 +144,7 @@ def judge(case: Case) -> list[Finding]:
             expected = reduce[op](everyone, axis=0)
             got = answer.get(str(number))
             hint = _why(got, expected, everyone, rank, op)
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"{op} of {dtype} {shape}",
                 got,
@@ -156,8 +153,8 @@ def judge(case: Case) -> list[Finding]:
                 hint=hint,
                 terms=list(everyone),
             ):
+                yield wrong
                 break
-    return findings
 
 
 def _why(got: Any, expected: np.ndarray, everyone: np.ndarray, rank: int, op: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from autograder.criteria.bonus_tensor_parallel.model import (
     HEAD,
-    check_answer,
-    check_parts,
     draw_block,
     fill_parts,
     gradients,
@@ -20,6 +19,8 @@ from autograder.criteria.bonus_tensor_parallel.model import (
     part_of,
     solve,
     tensor,
+    wrong_answer,
+    wrong_part,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -85,38 +86,37 @@ def observe_block(build: Any, inputs: Values, context: Context) -> Values:
     return _run(build_block(build, inputs, context), names, inputs, context)
 
 
-def _judge(case: Case, what: str, names: tuple[str, ...]) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge(case: Case, what: str, names: tuple[str, ...]) -> Iterator[Finding]:
     right = solve(case.inputs[0], what)
     parts = [f"{name}.{kind}" for name in names for kind in "wb"]
     for rank in range(case.world_size):
-        if check_answer(findings, case, "y", rank, "output", right["y"]):
-            check_parts(findings, case, rank, right, parts)
-    return findings
+        if wrong := wrong_answer(case, "y", rank, "output", right["y"]) or wrong_part(
+            case, rank, right, parts
+        ):
+            yield wrong
 
 
-def judge_mlp(case: Case) -> list[Finding]:
+def judge_mlp(case: Case) -> Iterator[Finding]:
     """The output on all ranks, and the weights' gradients."""
     return _judge(case, "transform", MLP)
 
 
-def judge_attention(case: Case) -> list[Finding]:
+def judge_attention(case: Case) -> Iterator[Finding]:
     """The output on all ranks, and the weights' gradients."""
     return _judge(case, "attend", ATTENTION)
 
 
-def judge_block(case: Case) -> list[Finding]:
+def judge_block(case: Case) -> Iterator[Finding]:
     """Output, gradients of the input and of both norms: whole, and the same on all ranks."""
-    findings: list[Finding] = []
     right = solve(case.inputs[0])
     for rank in range(case.world_size):
-        if (
-            check_answer(findings, case, "y", rank, "output", right["y"])
-            and check_parts(findings, case, rank, right, WEIGHTS)
-            and check_parts(findings, case, rank, right, NORM_GRADIENTS)
+        if wrong := (
+            wrong_answer(case, "y", rank, "output", right["y"])
+            or wrong_part(case, rank, right, WEIGHTS)
+            or wrong_part(case, rank, right, NORM_GRADIENTS)
+            or wrong_answer(case, "x", rank, "gradient of the input", right["x"])
         ):
-            check_answer(findings, case, "x", rank, "gradient of the input", right["x"])
-    return findings
+            yield wrong
 
 
 # --- heads ---------------------------------------------------------------------------------------
@@ -142,9 +142,8 @@ def observe_heads(build: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_heads(case: Case) -> list[Finding]:
+def judge_heads(case: Case) -> Iterator[Finding]:
     """Query, key and value of the rank's own heads; an error where heads do not divide."""
-    findings: list[Finding] = []
     n = case.world_size
     for rank, answer in enumerate(case.answers):
         values = case.inputs[rank]
@@ -159,19 +158,16 @@ def judge_heads(case: Case) -> list[Finding]:
                         "keys and of the values."
                     )
             what = f"attention.{name[:3]}.{'weight' if name[-1] == 'w' else 'bias'}"
-            if not check_answer(findings, case, name, rank, what, right, hint):
+            if wrong := wrong_answer(case, name, rank, what, right, hint):
+                yield wrong
                 break
         else:
             if n > 1 and answer.get("refused") is not True:
-                findings.append(
-                    Finding(
-                        f"{n + 1} heads on {n} ranks: expected a ValueError. That the width "
-                        "divides is "
-                        "not enough.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{n + 1} heads on {n} ranks: expected a ValueError. That the width divides is "
+                    "not enough.",
+                    rank,
                 )
-    return findings
 
 
 # --- with sequence parallelism -------------------------------------------------------------------
@@ -189,23 +185,22 @@ def observe_sequence(build: Any, inputs: Values, context: Context) -> Values:
     return answer | gradients(layers_of(block, (*NORMS, *ATTENTION, *MLP)))
 
 
-def judge_sequence(case: Case) -> list[Finding]:
+def judge_sequence(case: Case) -> Iterator[Finding]:
     """This rank's tokens, and the gradients of its parts of the weights."""
-    findings: list[Finding] = []
     n, right = case.world_size, solve(case.inputs[0])
     for rank in range(n):
         y, x = (np.split(right[name], n, axis=1)[rank] for name in ("y", "x"))
-        if check_answer(findings, case, "y", rank, "output, this rank's tokens", y) and check_parts(
-            findings, case, rank, right, WEIGHTS
+        if wrong := (
+            wrong_answer(case, "y", rank, "output, this rank's tokens", y)
+            or wrong_part(case, rank, right, WEIGHTS)
+            or wrong_answer(case, "x", rank, "gradient of the input", x)
         ):
-            check_answer(findings, case, "x", rank, "gradient of the input", x)
-    return findings
+            yield wrong
 
 
-def judge_norms(case: Case) -> list[Finding]:
+def judge_norms(case: Case) -> Iterator[Finding]:
     """Gradients of what is replicated: sums over the tokens of all ranks."""
-    findings: list[Finding] = []
     right = solve(case.inputs[0])
     for rank in range(case.world_size):
-        check_parts(findings, case, rank, right, REPLICATED)
-    return findings
+        if wrong := wrong_part(case, rank, right, REPLICATED):
+            yield wrong

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from autograder.criteria.bonus_tensor_parallel.model import (
-    check_answer,
-    check_parts,
     fill_parts,
     gradients,
     linear,
     numbers,
     part_of,
     tensor,
+    wrong_answer,
+    wrong_part,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
@@ -81,19 +82,20 @@ def judge_slices(case: Case) -> list[Finding]:
             names = [f"{kind}.w", f"{kind}.b"]
             parts = [part_of(name, case.inputs[rank][name], rank, n) for name in names]
             whats = [f"{kind.title()}ParallelLinear(full).{w}" for w in ("weight", "bias")]
-            if not all(
-                check_answer(findings, case, name, rank, what, part)
+            wrongs = (
+                wrong_answer(case, name, rank, what, part)
                 for name, what, part in zip(names, whats, parts, strict=True)
-            ):
+            )
+            if wrong := next(filter(None, wrongs), None):
+                findings.append(wrong)
                 break
             held, wanted = answer.get(f"{kind} count"), sum(part.size for part in parts)
             if held != wanted or answer.get(f"{kind} trains") is not True:
                 findings.append(
                     Finding(
                         f"{kind.title()}ParallelLinear has {str(held)[:20]} numbers in its "
-                        "parameters, "
-                        f"expected {wanted}: weight and bias are its nn.Parameters, and nothing "
-                        "else.",
+                        f"parameters, expected {wanted}: weight and bias are its nn.Parameters, "
+                        "and nothing else.",
                         rank,
                     )
                 )
@@ -109,8 +111,7 @@ def judge_slices(case: Case) -> list[Finding]:
                 findings.append(
                     Finding(
                         f"{kind.title()}ParallelLinear of {n + 1} features on {n} ranks: expected "
-                        "a "
-                        "ValueError.",
+                        "a ValueError.",
                         rank,
                     )
                 )
@@ -175,8 +176,7 @@ def _solve(values: Values, kind: str) -> Values:
     }
 
 
-def _judge(case: Case, kind: str, *, whole: bool) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge(case: Case, kind: str, *, whole: bool) -> Iterator[Finding]:
     n, right = case.world_size, _solve(case.inputs[0], kind)
     bias = case.inputs[0][f"{kind}.b"]
     for rank in range(n):
@@ -186,13 +186,13 @@ def _judge(case: Case, kind: str, *, whole: bool) -> list[Finding]:
         if not whole and kind == "row":
             x = _cut(x, rank, n)
         hint = _explain_bias(case.answers[rank].get("y"), y, bias, n) if kind == "row" else ""
-        if (
-            check_answer(findings, case, "y", rank, "output", y, hint)
-            and check_parts(findings, case, rank, right, (f"{kind}.w", f"{kind}.b"))
-            and not (whole and kind == "column")
-        ):  # with or without a gather, that is f's doing
-            check_answer(findings, case, "x", rank, "gradient of the input", x)
-    return findings
+        wrong = wrong_answer(case, "y", rank, "output", y, hint) or wrong_part(
+            case, rank, right, (f"{kind}.w", f"{kind}.b")
+        )
+        if not wrong and not (whole and kind == "column"):  # with or without a gather: f's doing
+            wrong = wrong_answer(case, "x", rank, "gradient of the input", x)
+        if wrong:
+            yield wrong
 
 
 def _explain_bias(got: Any, y: np.ndarray, bias: np.ndarray, n: int) -> str:
@@ -205,21 +205,21 @@ def _explain_bias(got: Any, y: np.ndarray, bias: np.ndarray, n: int) -> str:
     return ""
 
 
-def judge_column(case: Case) -> list[Finding]:
+def judge_column(case: Case) -> Iterator[Finding]:
     """This rank's features; the whole gradient of the input."""
     return _judge(case, "column", whole=False)
 
 
-def judge_row(case: Case) -> list[Finding]:
+def judge_row(case: Case) -> Iterator[Finding]:
     """All features, the bias once; this rank's part of the input's gradient."""
     return _judge(case, "row", whole=False)
 
 
-def judge_gather(case: Case) -> list[Finding]:
+def judge_gather(case: Case) -> Iterator[Finding]:
     """All features, and the same gradients as one process has."""
     return _judge(case, "column", whole=True)
 
 
-def judge_scatter(case: Case) -> list[Finding]:
+def judge_scatter(case: Case) -> Iterator[Finding]:
     """From the whole input, and its whole gradient."""
     return _judge(case, "row", whole=True)

@@ -235,10 +235,9 @@ def explain(case: Case, key: str, rank: int, expected: np.ndarray) -> str:
     ):
         return ""
     arrays = [np.asarray(a, dtype=np.float64) for a in got]
-    probes: list[Finding] = []
 
     def is_close(array: np.ndarray) -> bool:
-        return oracle.close(probes, 0, "", array, expected, dtype="float64")
+        return oracle.agrees(array, expected, dtype="float64")
 
     if is_close(np.sum(arrays, axis=0)):
         return (
@@ -259,32 +258,28 @@ def explain(case: Case, key: str, rank: int, expected: np.ndarray) -> str:
     return ""
 
 
-def check_answer(
-    findings: list[Finding],
+def wrong_answer(
     case: Case,
     key: str,
     rank: int,
     what: str,
     expected: np.ndarray,
     hint: str = "",
-) -> bool:
-    """Holds one array of one rank against the oracle's."""
+) -> Finding | None:
+    """A finding unless one array of one rank is the oracle's."""
     got = case.answers[rank].get(key)
     if isinstance(got, np.ndarray) and not got.size:
-        findings.append(Finding(f"{what}: there is none.", rank))
-        return False
+        return Finding(f"{what}: there is none.", rank)
     why = explain(case, key, rank, expected) or hint
-    return oracle.close(findings, rank, what, got, expected, dtype="float64", hint=why)
+    return oracle.differs(rank, what, got, expected, dtype="float64", hint=why)
 
 
-def check_parts(
-    findings: list[Finding], case: Case, rank: int, expected: Values, names: Iterable[str]
-) -> bool:
-    """Holds this rank's gradients of weights and biases against the oracle's parts."""
+def wrong_part(case: Case, rank: int, expected: Values, names: Iterable[str]) -> Finding | None:
+    """A finding unless this rank's gradients of weights and biases are the oracle's parts."""
     for name in names:
         right = part_of(name, expected[name], rank, case.world_size)
         layer, kind = name.split(".")
         what = f"gradient of {layer}.{'weight' if kind == 'w' else 'bias'}"
-        if not check_answer(findings, case, name, rank, what, right):
-            return False
-    return True
+        if wrong := wrong_answer(case, name, rank, what, right):
+            return wrong
+    return None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from autograder.criteria.bonus_tensor_parallel.model import check_answer, numbers, tensor
+from autograder.criteria.bonus_tensor_parallel.model import numbers, tensor, wrong_answer
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
@@ -41,8 +42,7 @@ def observe(operator: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def _judge(case: Case, *, sum_forward: bool) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge(case: Case, *, sum_forward: bool) -> Iterator[Finding]:
     kinds = ["all-reduce" if summed else "identity" for summed in (sum_forward, not sum_forward)]
     for rank in range(case.world_size):
         for i in range(sum(name[0] == "x" for name in case.inputs[0])):
@@ -53,31 +53,28 @@ def _judge(case: Case, *, sum_forward: bool) -> list[Finding]:
                 if sum_forward
                 else {"x": own["x"], "g": total["g"]}
             )
-            if not check_answer(findings, case, f"y{i}", rank, f"forward ({kinds[0]})", right["x"]):
+            if wrong := wrong_answer(case, f"y{i}", rank, f"forward ({kinds[0]})", right["x"]):
+                yield wrong
                 break
-            if not check_answer(
-                findings, case, f"d{i}", rank, f"backward ({kinds[1]})", right["g"]
-            ):
+            if wrong := wrong_answer(case, f"d{i}", rank, f"backward ({kinds[1]})", right["g"]):
+                yield wrong
                 break
             for k, what in (("x", "argument"), ("g", "gradient that came in")):
                 if not np.array_equal(case.answers[rank].get(f"after {k}{i}", ()), own[k]):
-                    findings.append(
-                        Finding(
-                            f"the {what} was changed; dist.all_reduce works in place, so give it a "
-                            "copy.",
-                            rank,
-                        )
+                    yield Finding(
+                        f"the {what} was changed; dist.all_reduce works in place, so give it a "
+                        "copy.",
+                        rank,
                     )
                     break
-    return findings
 
 
-def judge_f(case: Case) -> list[Finding]:
+def judge_f(case: Case) -> Iterator[Finding]:
     """Identity forward, all-reduce backward."""
     return _judge(case, sum_forward=False)
 
 
-def judge_g(case: Case) -> list[Finding]:
+def judge_g(case: Case) -> Iterator[Finding]:
     """All-reduce forward, identity backward."""
     return _judge(case, sum_forward=True)
 
@@ -119,9 +116,8 @@ def observe_sequence(operators: Any, inputs: Values, context: Context) -> Values
     }
 
 
-def judge_sequence(case: Case) -> list[Finding]:
+def judge_sequence(case: Case) -> Iterator[Finding]:
     """All-gather and reduce-scatter along dimension 1, each the other's backward."""
-    findings: list[Finding] = []
     n = case.world_size
     joined = {k: np.concatenate([v[k] for v in case.inputs], axis=1) for k in ("part", "g part")}
     summed = {k: np.sum([v[k] for v in case.inputs], axis=0) for k in ("whole", "g whole")}
@@ -133,6 +129,6 @@ def judge_sequence(case: Case) -> list[Finding]:
             ("scattered", "scatter_out, forward (reduce-scatter along dimension 1)", cut["whole"]),
             ("d whole", "scatter_out, backward (all-gather)", joined["g part"]),
         ):
-            if not check_answer(findings, case, key, rank, what, right):
+            if wrong := wrong_answer(case, key, rank, what, right):
+                yield wrong
                 break
-    return findings

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 CASES = 6
 
@@ -40,14 +41,12 @@ def observe(functions: Any, inputs: Values, context: Context) -> Values:
     }
 
 
-def judge(case: Case) -> list[Finding]:
+def judge(case: Case) -> Iterator[Finding]:
     """Four all-reduces of activations; one of all gradients."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         b, t, d, size, n = np.array(case.inputs[rank]["cases"], dtype=np.float64).T
         ring = 2 * (n - 1) / n * size
-        if compare(
-            findings,
+        if wrong := differs(
             rank,
             f"tensor_parallel_bytes of {CASES} cases",
             answer.get("tensor"),
@@ -55,15 +54,13 @@ def judge(case: Case) -> list[Finding]:
             rtol=1e-9,
             atol=0.0,
             hint="Two all-reduces forward, two backward, each of B T D numbers.",
+        ) or differs(
+            rank,
+            f"data_parallel_bytes of {CASES} cases",
+            answer.get("data"),
+            ring * (12 * d**2 + 13 * d),
+            rtol=1e-9,
+            atol=0.0,
+            hint="12 D^2 weights; biases of 3 D, D, 4 D and D; two norms with 2 D each.",
         ):
-            compare(
-                findings,
-                rank,
-                f"data_parallel_bytes of {CASES} cases",
-                answer.get("data"),
-                ring * (12 * d**2 + 13 * d),
-                rtol=1e-9,
-                atol=0.0,
-                hint="12 D^2 weights; biases of 3 D, D, 4 D and D; two norms with 2 D each.",
-            )
-    return findings
+            yield wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -71,43 +72,35 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
     return float(np.mean(a == b)) > 0.9  # chance gives one half
 
 
-def judge_inside(case: Case) -> list[Finding]:
+def judge_inside(case: Case) -> Iterator[Finding]:
     """Other masks on every rank and every time; the same ones for the same seed."""
     found = {name: _masks(case, name) for name in ("first", "second", "again", "other")}
     masks = {name: each for name, each in found.items() if each is not None}
     if len(masks) < 4:
-        return [Finding("F.dropout inside fork() did not draw masks.")]
-    findings: list[Finding] = []
+        yield Finding("F.dropout inside fork() did not draw masks.")
+        return
     for a, b in itertools.combinations(range(case.world_size), 2):
         if _same(masks["first"][a], masks["first"][b]):
-            return [
-                Finding(
-                    f"inside fork() ranks {a} and {b} drop the same places. They hold different "
-                    "features there, and the masks have to differ."
-                )
-            ]
+            yield Finding(
+                f"inside fork() ranks {a} and {b} drop the same places. They hold different "
+                "features there, and the masks have to differ."
+            )
+            return
     for rank in range(case.world_size):
         if _same(masks["first"][rank], masks["second"][rank]):
-            findings.append(
-                Finding(
-                    "the second fork() begins where the first one began: the same mask, layer "
-                    "after "
-                    "layer and step after step. The stream goes on.",
-                    rank,
-                )
+            yield Finding(
+                "the second fork() begins where the first one began: the same mask, layer after "
+                "layer and step after step. The stream goes on.",
+                rank,
             )
         elif not np.array_equal(masks["first"][rank], masks["again"][rank]):
-            findings.append(
-                Finding(
-                    "a second stream with the same seed gives another mask: no run can be "
-                    "repeated. It "
-                    "depends on the seed and the rank, not on torch's generator.",
-                    rank,
-                )
+            yield Finding(
+                "a second stream with the same seed gives another mask: no run can be repeated. It "
+                "depends on the seed and the rank, not on torch's generator.",
+                rank,
             )
         elif _same(masks["first"][rank], masks["other"][rank]):
-            findings.append(Finding("another seed gives the same mask.", rank))
-    return findings
+            yield Finding("another seed gives the same mask.", rank)
 
 
 def observe_outside(make_stream: Any, inputs: Values, context: Context) -> Values:
@@ -148,8 +141,7 @@ def judge_outside(case: Case) -> list[Finding]:
                 return [
                     Finding(
                         f"after {after[i]} torch's own generator is not where it was: the mask is "
-                        "not "
-                        "the one that comes without it, and other ranks may draw another.",
+                        "not the one that comes without it, and other ranks may draw another.",
                         rank,
                     )
                 ]
@@ -213,8 +205,7 @@ def judge_block(case: Case) -> list[Finding]:
     dropped = [np.asarray(h) == 0 for h in hidden]
     y0 = case.answers[0].get("y")
     for rank, answer in enumerate(case.answers):
-        if not oracle.close(
-            findings,
+        if wrong := oracle.differs(
             rank,
             "eval mode: output",
             answer.get("eval"),
@@ -222,13 +213,13 @@ def judge_block(case: Case) -> list[Finding]:
             dtype="float64",
             hint="In eval mode nothing is dropped, and it is the layer of the check before.",
         ):
+            findings.append(wrong)
             continue
         if not 0.1 < dropped[rank].mean() < 0.9:
             findings.append(
                 Finding(
                     f"{int(dropped[rank].sum())} of {dropped[rank].size} hidden features of the "
-                    "MLP "
-                    f"were dropped, expected about half (p = {P}).",
+                    f"MLP were dropped, expected about half (p = {P}).",
                     rank,
                 )
             )
@@ -236,26 +227,22 @@ def judge_block(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     "another rank dropped the same places of its hidden features: inside the "
-                    "parallel "
-                    "region dropout draws from the stream.",
+                    "parallel region dropout draws from the stream.",
                     rank,
                 )
             )
-        elif (
-            not isinstance(y0, np.ndarray)
-            or y0.dtype.kind != "f"
-            or not oracle.close(
-                findings,
-                rank,
-                "training mode: output, against rank 0's",
-                answer.get("y"),
-                y0.astype(np.float64),
-                dtype="float64",
-                hint="Outside the parallel region all ranks drop the same places: torch's own "
-                "generator.",
-            )
-        ):
+        elif not isinstance(y0, np.ndarray) or y0.dtype.kind != "f":
             findings = findings or [Finding("training mode: no output.", rank)]
+        elif wrong := oracle.differs(
+            rank,
+            "training mode: output, against rank 0's",
+            answer.get("y"),
+            y0.astype(np.float64),
+            dtype="float64",
+            hint="Outside the parallel region all ranks drop the same places: torch's own "
+            "generator.",
+        ):
+            findings.append(wrong)
         else:
             findings += [
                 Finding(

@@ -9,18 +9,19 @@ sends.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from autograder.criteria.bonus_tensor_parallel.layers import build_attention, build_block, build_mlp
 from autograder.criteria.bonus_tensor_parallel.model import (
-    check_answer,
     draw_block,
     numbers,
     solve,
     summands,
     tensor,
+    wrong_answer,
 )
 from autograder.criteria.common import carried
 from autograder.criteria.common.charged import reaches_all
@@ -124,51 +125,44 @@ def _holds(sent: np.ndarray, part: np.ndarray) -> bool:
     return bool(carried.is_among(part.ravel(), sent, rtol=1e-9, atol=atol).all())
 
 
-def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> list[Finding]:
+def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> Iterator[Finding]:
     """One all-reduce of the activations in each direction, and right results."""
-    findings: list[Finding] = []
     right = solve(case.inputs[0], what)
     shares: list[dict[str, list[np.ndarray]]] = []
     whole = case.inputs[0]["x"].nbytes
     for rank, sent in enumerate(_all_passes(case)):
         if isinstance(sent, Finding):
-            findings.append(sent)
+            yield sent
             continue
-        if not check_answer(findings, case, "y", rank, "output", right["y"]):
+        if wrong := wrong_answer(case, "y", rank, "output", right["y"]):
+            yield wrong
             continue
-        if not check_answer(findings, case, "x", rank, "gradient of the input", right["x"]):
+        if wrong := wrong_answer(case, "x", rank, "gradient of the input", right["x"]):
+            yield wrong
             continue
         for direction in DIRECTIONS:
             events = sent[direction]
             large = [e for e in events if e.nbytes > SLACK_BYTES]
             if len(large) > 1 or cost(events) > 1.02 * whole + SLACK_BYTES:
-                findings.append(
-                    Finding(
-                        f"{direction} pass: {len(events)} collectives ({_words(events)}), expected "
-                        "one "
-                        f"all_reduce of {whole} bytes. {hints[direction]}",
-                        rank,
-                    )
+                yield Finding(
+                    f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
+                    f"all_reduce of {whole} bytes. {hints[direction]}",
+                    rank,
                 )
                 break
             shares = shares or summands(case.inputs[0], case.world_size, what)
             share = shares[rank][direction][0]
             if case.world_size > 1 and not _holds(_sent_numbers(case, rank, events), share):
-                findings.append(
-                    Finding(
-                        f"{direction} pass: {len(events)} collectives ({_words(events)}), expected "
-                        "one "
-                        f"all_reduce of {whole} bytes, over all ranks, in which this rank's "
-                        "summand is "
-                        f"what its own part of the weights gives. {SUMS[direction]}",
-                        rank,
-                    )
+                yield Finding(
+                    f"{direction} pass: {len(events)} collectives ({_words(events)}), expected one "
+                    f"all_reduce of {whole} bytes, over all ranks, in which this rank's summand is "
+                    f"what its own part of the weights gives. {SUMS[direction]}",
+                    rank,
                 )
                 break
-    return findings
 
 
-def judge_mlp(case: Case) -> list[Finding]:
+def judge_mlp(case: Case) -> Iterator[Finding]:
     """One all-reduce forward, one backward."""
     return _judge_one_each(
         case,
@@ -182,7 +176,7 @@ def judge_mlp(case: Case) -> list[Finding]:
     )
 
 
-def judge_attention(case: Case) -> list[Finding]:
+def judge_attention(case: Case) -> Iterator[Finding]:
     """One all-reduce forward, one backward."""
     return _judge_one_each(
         case,
@@ -199,9 +193,8 @@ def _of_others(share: np.ndarray, rank: int, n: int) -> list[np.ndarray]:
     return [part for other, part in enumerate(np.split(share, n, axis=1)) if other != rank]
 
 
-def judge_sequence(case: Case) -> list[Finding]:
+def judge_sequence(case: Case) -> Iterator[Finding]:
     """All-gathers and reduce-scatters, and no all-reduce of activations."""
-    findings: list[Finding] = []
     n, whole = case.world_size, case.inputs[0]["x"].nbytes
     right = solve(case.inputs[0])
     shares: list[dict[str, list[np.ndarray]]] = []
@@ -213,24 +206,23 @@ def judge_sequence(case: Case) -> list[Finding]:
             total[direction] += cost([e for e in events if e.key in to_all])
     for rank, sent in enumerate(passes):
         if isinstance(sent, Finding):
-            findings.append(sent)
+            yield sent
             continue
         y = np.split(right["y"], n, axis=1)[rank]
-        if not check_answer(findings, case, "y", rank, "output, this rank's tokens", y):
+        if wrong := wrong_answer(case, "y", rank, "output, this rank's tokens", y):
+            yield wrong
             continue
         for direction, most in (("forward", 2.0), ("backward", 3.0)):
             events = sent[direction]
             # Gradients of norms may travel here, too; they are far smaller than activations.
             sums = [e for e in events if e.collective == "all_reduce" and e.nbytes >= whole // 2]
             if sums or cost(events) > 1.1 * most * whole + SLACK_BYTES:
-                findings.append(
-                    Finding(
-                        f"{direction} pass: {_words(events)}; expected two all_gathers and two "
-                        f"reduce_scatters of {whole} bytes, and no all_reduce of activations. An "
-                        "all-reduce and a slice afterwards give the same numbers at twice the "
-                        "price.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{direction} pass: {_words(events)}; expected two all_gathers and two "
+                    f"reduce_scatters of {whole} bytes, and no all_reduce of activations. An "
+                    "all-reduce and a slice afterwards give the same numbers at twice the "
+                    "price.",
+                    rank,
                 )
                 break
             # Each of the four takes (n - 1) / n of `whole` per rank, however it is done. Of a
@@ -244,13 +236,10 @@ def judge_sequence(case: Case) -> list[Finding]:
                     for share in shares[rank][direction]
                 )
             ):
-                findings.append(
-                    Finding(
-                        f"{direction} pass: {_words(events)}; expected two all_gathers and two "
-                        f"reduce_scatters of {whole} bytes, over all ranks, in which this rank's "
-                        "summand is what its own part of the weights gives.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{direction} pass: {_words(events)}; expected two all_gathers and two "
+                    f"reduce_scatters of {whole} bytes, over all ranks, in which this rank's "
+                    "summand is what its own part of the weights gives.",
+                    rank,
                 )
                 break
-    return findings

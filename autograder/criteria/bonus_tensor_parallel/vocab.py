@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autograder.criteria.bonus_tensor_parallel.model import check_answer, fill, numbers, tensor
+from autograder.criteria.bonus_tensor_parallel.model import fill, numbers, tensor, wrong_answer
 from autograder.criteria.bonus_tensor_parallel.traffic import SLACK_BYTES, cost, passes_of, shared
 from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -60,32 +61,26 @@ def observe_embedding(build: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_embedding(case: Case) -> list[Finding]:
+def judge_embedding(case: Case) -> Iterator[Finding]:
     """Own rows, the sum of all ranks' lookups, gradients of own rows."""
-    findings: list[Finding] = []
     n, values = case.world_size, case.inputs[0]
     gradient = np.zeros_like(values["table"])
     np.add.at(gradient, values["tokens"].ravel(), values["gy"].reshape(-1, WIDTH))
     for rank, answer in enumerate(case.answers):
         held, grad = (np.split(each, n)[rank] for each in (values["other"], gradient))
         hint = "A rank that does not own a token gives zeros for it, not row 0 or its last row."
-        if (
-            check_answer(findings, case, "held", rank, "VocabParallelEmbedding(full).weight", held)
-            and check_answer(
-                findings, case, "y", rank, "output", values["table"][values["tokens"]], hint
-            )
-            and check_answer(findings, case, "grad", rank, "gradient of the rows", grad)
+        if wrong := (
+            wrong_answer(case, "held", rank, "VocabParallelEmbedding(full).weight", held)
+            or wrong_answer(case, "y", rank, "output", values["table"][values["tokens"]], hint)
+            or wrong_answer(case, "grad", rank, "gradient of the rows", grad)
         ):
-            if not np.array_equal(answer.get("tokens", ()), values["tokens"]):
-                findings.append(Finding("the tokens were changed; work on a copy.", rank))
-            elif n > 1 and answer.get("refused") is not True:
-                findings.append(
-                    Finding(
-                        f"a vocabulary of {n * PER_RANK + 1} on {n} ranks: expected a ValueError.",
-                        rank,
-                    )
-                )
-    return findings
+            yield wrong
+        elif not np.array_equal(answer.get("tokens", ()), values["tokens"]):
+            yield Finding("the tokens were changed; work on a copy.", rank)
+        elif n > 1 and answer.get("refused") is not True:
+            yield Finding(
+                f"a vocabulary of {n * PER_RANK + 1} on {n} ranks: expected a ValueError.", rank
+            )
 
 
 # --- loss ----------------------------------------------------------------------------------------
@@ -145,13 +140,11 @@ def _solve(case: Case, key: str = "logits") -> tuple[np.ndarray, np.ndarray]:
     return numbers(loss), numbers(whole.grad)
 
 
-def judge_loss(case: Case) -> list[Finding]:
+def judge_loss(case: Case) -> Iterator[Finding]:
     """The same mean on all ranks; the arguments as they were."""
-    findings: list[Finding] = []
     loss, _ = _solve(case)
     for rank, answer in enumerate(case.answers):
-        if not check_answer(
-            findings,
+        if wrong := wrong_answer(
             case,
             "loss",
             rank,
@@ -160,42 +153,37 @@ def judge_loss(case: Case) -> list[Finding]:
             "The maximum, the sum of exponentials and the target's logit are those of the whole "
             "vocabulary; only one rank owns a target.",
         ):
+            yield wrong
             continue
         if not all(
             np.array_equal(answer.get(name, ()), case.inputs[rank][name])
             for name in ("logits", "targets")
         ):
-            findings.append(Finding("logits or targets were changed; work on copies.", rank))
-    return findings
+            yield Finding("logits or targets were changed; work on copies.", rank)
 
 
-def judge_gradient(case: Case) -> list[Finding]:
+def judge_gradient(case: Case) -> Iterator[Finding]:
     """Softmax minus one-hot over the number of tokens, times what came in; own columns."""
-    findings: list[Finding] = []
     _, whole = _solve(case)
     n, factor = case.world_size, case.inputs[0]["factor"]
     for rank, answer in enumerate(case.answers):
         right = np.split(whole, n, axis=-1)[rank]
         hint, got = "", answer.get("grad")
-        if isinstance(got, np.ndarray) and oracle.close(
-            [], 0, "", got, right / factor, dtype="float64"
-        ):
+        if isinstance(got, np.ndarray) and oracle.agrees(got, right / factor, "float64"):
             hint = "That is the gradient of the loss itself: multiply by the gradient that came in."
-        check_answer(findings, case, "grad", rank, "gradient of the logits", right, hint)
-    return findings
+        if wrong := wrong_answer(case, "grad", rank, "gradient of the logits", right, hint):
+            yield wrong
 
 
-def judge_stable(case: Case) -> list[Finding]:
+def judge_stable(case: Case) -> Iterator[Finding]:
     """Finite and right where exponentials overflow, and where they all vanish."""
-    findings: list[Finding] = []
     for rank in range(case.world_size):
         for name, key, words in (
             ("loss", "logits", f"logits near {LARGE:g} on one rank"),
             ("low", "low", f"logits near {-LARGE:g}"),
         ):
             loss, _ = _solve(case, key)
-            if not check_answer(
-                findings,
+            if wrong := wrong_answer(
                 case,
                 name,
                 rank,
@@ -203,8 +191,8 @@ def judge_stable(case: Case) -> list[Finding]:
                 loss,
                 "Subtract the largest logit of all ranks before you take exponentials.",
             ):
+                yield wrong
                 break
-    return findings
 
 
 # --- traffic -------------------------------------------------------------------------------------
@@ -228,39 +216,31 @@ def observe_traffic(cross_entropy: Any, inputs: Values, context: Context) -> Val
     return {"loss": numbers(loss)}
 
 
-def judge_traffic(case: Case) -> list[Finding]:
+def judge_traffic(case: Case) -> Iterator[Finding]:
     """A few numbers per token, never a row of logits."""
-    findings: list[Finding] = []
     tokens, (loss, _) = case.inputs[0]["targets"].size, _solve(case)
     for rank in range(case.world_size):
         sent = passes_of(case, rank)
         if isinstance(sent, Finding):
-            findings.append(sent)
+            yield sent
             continue
-        if not check_answer(findings, case, "loss", rank, "loss", loss):
+        if wrong := wrong_answer(case, "loss", rank, "loss", loss):
+            yield wrong
             continue
         events = sent["forward"] + sent["backward"]
         to_all = shared(case, events)
         if case.world_size > 1 and cost([e for e in events if e.key in to_all]) < 4 * tokens:
-            findings.append(
-                Finding(
-                    "hardly a number per token was sent to all ranks, and none of them can know "
-                    "the "
-                    "others' logits: at least the sums of exponentials have to meet.",
-                    rank,
-                )
+            yield Finding(
+                "hardly a number per token was sent to all ranks, and none of them can know the "
+                "others' logits: at least the sums of exponentials have to meet.",
+                rank,
             )
             continue
         num_bytes = cost(events)
         if num_bytes > 8 * NUMBERS * tokens + SLACK_BYTES:
-            findings.append(
-                Finding(
-                    f"{num_bytes / 8 / tokens:.1f} numbers were reduced per token of a vocabulary "
-                    "of "
-                    f"{COLUMNS * case.world_size}; three are enough (maximum, sum, target's "
-                    "logit). "
-                    "Logits stay where they are.",
-                    rank,
-                )
+            yield Finding(
+                f"{num_bytes / 8 / tokens:.1f} numbers were reduced per token of a vocabulary of "
+                f"{COLUMNS * case.world_size}; three are enough (maximum, sum, target's logit). "
+                "Logits stay where they are.",
+                rank,
             )
-    return findings

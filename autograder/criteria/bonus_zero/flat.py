@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -80,29 +81,25 @@ def _said(case: Values) -> str:
     return f"{case['dtype']} {[tuple(s) for s in case['shapes']]} for {case['parts']} parts"
 
 
-def judge_flatten(case: Case) -> list[Finding]:
+def judge_flatten(case: Case) -> Iterator[Finding]:
     """All numbers in order, and as few zeros as will do; memory of its own."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, each in enumerate(inputs["cases"]):
             arrays = [inputs[f"t{number}/{i}"] for i in range(len(each["shapes"]))]
             values = np.concatenate([array.ravel() for array in arrays])
             expected = np.concatenate([values, np.zeros(-len(values) % each["parts"])])
             if problem := _flat_problem(answer.get(f"f{number}"), expected, len(values), each):
-                findings.append(Finding(f"flatten, {_said(each)}: {problem}", rank))
+                yield Finding(f"flatten, {_said(each)}: {problem}", rank)
                 break
             after = [answer.get(f"t{number}/{i}") for i in range(len(arrays))]
             if not all(np.array_equal(a, b) for a, b in zip(after, arrays, strict=True)):  # type: ignore[arg-type]
-                findings.append(
-                    Finding(
-                        f"flatten, {_said(each)}: what was written into the result changed an "
-                        "argument. It shall have memory of its own, also where there is but one "
-                        "tensor.",
-                        rank,
-                    )
+                yield Finding(
+                    f"flatten, {_said(each)}: what was written into the result changed an "
+                    "argument. It shall have memory of its own, also where there is but one "
+                    "tensor.",
+                    rank,
                 )
                 break
-    return findings
 
 
 def _flat_problem(got: Any, expected: np.ndarray, count: int, each: Values) -> str | None:
@@ -135,9 +132,8 @@ def observe_unflatten(unflatten: Any, inputs: Values, context: Context) -> Value
     return answer
 
 
-def judge_unflatten(case: Case) -> list[Finding]:
+def judge_unflatten(case: Case) -> Iterator[Finding]:
     """Each parameter has its own numbers of the vector."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, each in enumerate(inputs["cases"]):
             flat, at, problem = inputs[f"f{number}"], 0, ""
@@ -154,9 +150,8 @@ def judge_unflatten(case: Case) -> list[Finding]:
             if not problem and answer.get(f"stayed{number}") is not True:
                 problem = "a parameter has other memory than before, expected a copy in place."
             if problem:
-                findings.append(Finding(f"unflatten, {_said(each)}: {problem}", rank))
+                yield Finding(f"unflatten, {_said(each)}: {problem}", rank)
                 break
-    return findings
 
 
 # --- groups --------------------------------------------------------------------------------------
@@ -232,9 +227,8 @@ def _describe(group: Any, number_of: dict[int, int]) -> list[Any]:
     return [numbers, {str(k): v for k, v in group.items() if k != "params"}]
 
 
-def judge_groups(case: Case) -> list[Finding]:
+def judge_groups(case: Case) -> Iterator[Finding]:
     """Each trainable parameter once, in its first group; options untouched."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         told = answer.get("told")
         for number, each in enumerate(inputs["cases"]):
@@ -250,16 +244,13 @@ def judge_groups(case: Case) -> list[Finding]:
                     expected.append([kept, options])
             got = told[number] if isinstance(told, list) and number < len(told) else None
             if got != expected:
-                findings.append(
-                    Finding(
-                        f"groups {each['groups']} of parameters by number, of which "
-                        f"{inputs['frozen']} are frozen: expected {expected}, got "
-                        f"{str(got)[:300]}.",
-                        rank,
-                    )
+                yield Finding(
+                    f"groups {each['groups']} of parameters by number, of which "
+                    f"{inputs['frozen']} are frozen: expected {expected}, got "
+                    f"{str(got)[:300]}.",
+                    rank,
                 )
                 break
         else:
             if answer.get("unchanged") is not True:
-                findings.append(Finding("a dict that came in was changed.", rank))
-    return findings
+                yield Finding("a dict that came in was changed.", rank)

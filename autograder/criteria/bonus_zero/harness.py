@@ -216,10 +216,8 @@ def same_direction(
             return [
                 Finding(
                     f"parameter {i}, shape {tuple(inputs['shapes'][i])}{kind}: expected a change "
-                    "of "
-                    f"{other[k]:.5g} at place {k}, got {one[k]:.5g} (all parameters together "
-                    "changed "
-                    f"{factor:.3g} times as much as expected).",
+                    f"of {other[k]:.5g} at place {k}, got {one[k]:.5g} (all parameters together "
+                    f"changed {factor:.3g} times as much as expected).",
                     rank,
                 )
             ]

@@ -6,6 +6,7 @@ small. Only what it holds for all groups counts: parameters, gradients, state.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -88,72 +89,65 @@ def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 # --- judge ---------------------------------------------------------------------------------------
 
 
-def judge_zero1(case: Case) -> list[Finding]:
+def judge_zero1(case: Case) -> Iterator[Finding]:
     """It ends, and has trained."""
     return _judge(
         case,
         1,
         (
             "Is the wrapped optimiser given this rank's shard only, a copy that keeps no flat "
-            "vector "
-            "alive? Are groups reduced and gathered one after the other, and is p.grad None as "
-            "soon "
-            "as its group is reduced?"
+            "vector alive? Are groups reduced and gathered one after the other, and is p.grad None "
+            "as soon as its group is reduced?"
         ),
     )
 
 
-def judge_zero2(case: Case) -> list[Finding]:
+def judge_zero2(case: Case) -> Iterator[Finding]:
     """It ends, and has trained."""
     return _judge(
         case,
         2,
         (
             "Is each group reduced while backward runs, and are its p.grad None at once? What "
-            "waits "
-            "until backward is over lies there whole."
+            "waits until backward is over lies there whole."
         ),
     )
 
 
-def _judge(case: Case, stage: int, hint: str) -> list[Finding]:
+def _judge(case: Case, stage: int, hint: str) -> Iterator[Finding]:
     results = case.answers[0].get("results")
     if (
         not isinstance(results, list)
         or len(results) not in (1, case.world_size)
         or not all(isinstance(result, dict) for result in results)
     ):
-        return [Finding("the training left no result.")]
+        yield Finding("the training left no result.")
+        return
     size = PARAMETER_BYTES / limited.MEGABYTE
     if any(limited.is_out_of_memory(result) for result in results):
         places = [str(r.get("where")) for r in results if r.get("where")]
         where = f" (in {places[0][:100]})" if places else ""
-        return [
-            Finding(
-                f"out of memory{where}: the limit is {copies(case.world_size, stage) * size:.0f} "
-                "MB "
-                f"per rank, of which the parameters take {size:.0f}. {hint}"
-            )
-        ]
-    findings: list[Finding] = []
+        yield Finding(
+            f"out of memory{where}: the limit is {copies(case.world_size, stage) * size:.0f} MB "
+            f"per rank, of which the parameters take {size:.0f}. {hint}"
+        )
+        return
     if len(results) != case.world_size:
-        return [Finding(f"a process of the training failed: {str(results[0])[-600:]}")]
+        yield Finding(f"a process of the training failed: {str(results[0])[-600:]}")
+        return
     for rank, result in enumerate(results):
         losses = result.get("losses")
         if result.get("status") != "ok":
             text = str(result.get("text"))[-600:]
-            findings.append(Finding(f"a process of the training failed: {text}", rank))
+            yield Finding(f"a process of the training failed: {text}", rank)
         elif (
             not isinstance(losses, list)
             or len(losses) != 2
             or not all(isinstance(v, float) and np.isfinite(v) for v in losses)
             or losses[1] == losses[0]
         ):
-            findings.append(
-                Finding(
-                    f"the loss of this rank's batch before and after {STEPS} steps: expected two "
-                    f"numbers that differ, got {str(losses)[:80]}.",
-                    rank,
-                )
+            yield Finding(
+                f"the loss of this rank's batch before and after {STEPS} steps: expected two "
+                f"numbers that differ, got {str(losses)[:80]}.",
+                rank,
             )
-    return findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def _memory(each: Values) -> list[int]:
     return [4 * (share if stage > 2 else whole), 4 * (share if stage > 1 else whole), state]
 
 
-def judge_memory(case: Case) -> list[Finding]:
+def judge_memory(case: Case) -> Iterator[Finding]:
     """By the formula, exactly."""
     return _judge_exactly(case, "memory_per_rank", _memory, ("sizes", "ranks", "stage"))
 
@@ -78,13 +79,12 @@ def _bytes(each: Values) -> int:
     return once * times[each["stage"]]
 
 
-def judge_bytes(case: Case) -> list[Finding]:
+def judge_bytes(case: Case) -> Iterator[Finding]:
     """By the formula, exactly."""
     return _judge_exactly(case, "bytes_sent", _bytes, ("sizes", "ranks", "stage", "micro"))
 
 
-def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> Iterator[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         told = answer.get("told")
         for number, each in enumerate(inputs["cases"]):
@@ -92,11 +92,8 @@ def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> list[
             expected = formula(each)
             if type(got) is not type(expected) or got != expected:
                 call = ", ".join(str(each[argument]) for argument in arguments)
-                findings.append(
-                    Finding(f"{name}({call}): expected {expected}, got {str(got)[:80]}.", rank)
-                )
+                yield Finding(f"{name}({call}): expected {expected}, got {str(got)[:80]}.", rank)
                 break
-    return findings
 
 
 # --- a training step -----------------------------------------------------------------------------
@@ -239,14 +236,14 @@ def judge_train(case: Case) -> list[Finding]:
         else:
             for i, value in enumerate(final):
                 hint = "Losses and norms were right: clipped before the step?"
-                if not oracle.close(
-                    findings,
+                if wrong := oracle.differs(
                     rank,
                     f"parameter {i} after all calls",
                     answer.get(f"p{i}"),
                     value,
                     hint=hint,
                 ):
+                    findings.append(wrong)
                     break
     return findings
 

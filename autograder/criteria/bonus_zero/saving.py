@@ -170,7 +170,8 @@ def _judge_again(case: Case, places: list[str], what: str, hint: str) -> list[Fi
                 ):
                     return [Finding(f"{name}: without a checkpoint it has not moved.", rank)]
                 got = answer.get(f"again{place}{i}")
-                oracle.close(findings, rank, name, got, on.astype(np.float64), hint=hint)
+                if wrong := oracle.differs(rank, name, got, on.astype(np.float64), hint=hint):
+                    findings.append(wrong)
         if findings:
             break
     return findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -132,8 +133,7 @@ def _judge_history(
         for rank, answer in enumerate(case.answers):
             for i, value in enumerate(expected):
                 got = answer.get(f"p{step}/{i}")
-                if not oracle.close(
-                    findings,
+                if wrong := oracle.differs(
                     rank,
                     f"parameter {i} after step {step + 1}",
                     got,
@@ -141,6 +141,7 @@ def _judge_history(
                     dtype=dtype,
                     hint=why(case, step, i, got),
                 ):
+                    findings.append(wrong)
                     break
         if findings:
             break
@@ -236,21 +237,16 @@ def observe_special(zero: Any, inputs: Values, context: Context) -> Values:
     return harness.arrays_of(parameters, "p")
 
 
-def judge_special(case: Case) -> list[Finding]:
+def judge_special(case: Case) -> Iterator[Finding]:
     """SGD with momentum, where a gradient that is missing counts as zeros."""
     expected = harness.trained(case, torch.optim.SGD, MOMENTUM)[-1]
-    findings: list[Finding] = []
     for rank in range(case.world_size):
         for finding in harness.same_direction(case, rank, "p", expected):
-            findings.append(
-                Finding(
-                    f"{finding.message} A gradient that is None counts as zeros, in the mean, and "
-                    "for "
-                    "the wrapped optimiser.",
-                    rank,
-                )
+            yield Finding(
+                f"{finding.message} A gradient that is None counts as zeros, in the mean, and for "
+                "the wrapped optimiser.",
+                rank,
             )
-    return findings
 
 
 # --- ZeRO-2 --------------------------------------------------------------------------------------

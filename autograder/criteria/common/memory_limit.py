@@ -13,6 +13,7 @@ import ctypes
 import pickle
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 WIDTH, BLOCKS, SAMPLES = 520, 24, 2
 PARAMETER_BYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
@@ -254,7 +255,7 @@ def _train_with_function(train_large: Any, inputs: Values) -> list[float]:
 # --- judge ---------------------------------------------------------------------------------------
 
 
-def judge_class(case: Case) -> list[Finding]:
+def judge_class(case: Case) -> Iterator[Finding]:
     """It ends, with the losses of a training that is whole."""
     hint = (
         "Are units freed after forward and after backward (the storage, not only p.data), with "
@@ -263,7 +264,7 @@ def judge_class(case: Case) -> list[Finding]:
     return _judge(case, _CLASS_COPIES, hint)
 
 
-def judge_function(case: Case) -> list[Finding]:
+def judge_function(case: Case) -> Iterator[Finding]:
     """It ends, with the losses of a training that is whole."""
     hint = (
         "Is every block a unit of its own, are parameters, gradients and AdamW's state sharded, "
@@ -272,14 +273,15 @@ def judge_function(case: Case) -> list[Finding]:
     return _judge(case, _FUNCTION_COPIES, hint)
 
 
-def _judge(case: Case, copies: int, hint: str) -> list[Finding]:
+def _judge(case: Case, copies: int, hint: str) -> Iterator[Finding]:
     results = case.answers[0].get("results")
     if (
         not isinstance(results, list)
         or len(results) not in (1, case.world_size)
         or not all(isinstance(result, dict) for result in results)
     ):
-        return [Finding("the training left no result.")]
+        yield Finding("the training left no result.")
+        return
     budget = (
         f"{allowance_bytes(case.world_size, copies) / MEGABYTE:.0f} MB per rank (whole, the "
         f"training state is {copies * PARAMETER_BYTES / MEGABYTE:.0f} MB)"
@@ -287,20 +289,19 @@ def _judge(case: Case, copies: int, hint: str) -> list[Finding]:
     out_of_memory = [r for r in results if is_out_of_memory(r)]
     if out_of_memory:
         where = str(out_of_memory[0].get("where") or "")[:100]
-        return [
-            Finding(
-                f"out of memory: the budget is {budget}, and it was used up"
-                f"{f' (in {where})' if where else ''}. {hint}"
-            )
-        ]
+        yield Finding(
+            f"out of memory: the budget is {budget}, and it was used up"
+            f"{f' (in {where})' if where else ''}. {hint}"
+        )
+        return
     if len(results) != case.world_size:
-        return [Finding(f"a process of the training failed: {str(results[0].get('text'))[-600:]}")]
+        yield Finding(f"a process of the training failed: {str(results[0].get('text'))[-600:]}")
+        return
     expected = np.array(_oracle_losses(case, with_adamw=copies == _FUNCTION_COPIES))
-    findings: list[Finding] = []
     for rank, result in enumerate(results):
         if result.get("status") != "ok":
             text = str(result.get("text"))[-600:]
-            findings.append(Finding(f"a process of the training failed: {text}", rank))
+            yield Finding(f"a process of the training failed: {text}", rank)
             continue
         losses = result.get("losses")
         got = None
@@ -315,8 +316,8 @@ def _judge(case: Case, copies: int, hint: str) -> list[Finding]:
                     "The first is right, so the update is not: from the gradients of all ranks, "
                     "cleared after each step, with AdamW's defaults?"
                 )
-        compare(findings, rank, "losses", got, expected, rtol=1e-3, atol=0.0, hint=why)
-    return findings
+        if wrong := differs(rank, "losses", got, expected, rtol=1e-3, atol=0.0, hint=why):
+            yield wrong
 
 
 def is_out_of_memory(result: dict[str, Any]) -> bool:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.criterion import Finding, Values, compare
+from autograder.criteria import criterion
+from autograder.criteria.criterion import Finding, Values
 
 RTOL = {"float32": 2e-4, "float64": 1e-9}
 
@@ -76,8 +77,7 @@ def mean(per_rank: Sequence[np.ndarray]) -> np.ndarray:
     return np.mean(np.stack([np.asarray(a, dtype=np.float64) for a in per_rank]), axis=0)
 
 
-def close(
-    findings: list[Finding],
+def differs(
     rank: int,
     what: str,
     got: object,
@@ -86,8 +86,10 @@ def close(
     dtype: str = "float32",
     hint: str = "",
     terms: Sequence[np.ndarray] = (),
-) -> bool:
-    """`compare` at this dtype's tolerance, with an absolute part relative to the largest value.
+) -> Finding | None:
+    """A finding unless `got` is `expected`, at this dtype's tolerance.
+
+    The tolerance has an absolute part, which is relative to the largest value.
 
     Args:
         terms: what `expected` is a sum or mean of, or was before it was trained. Where a tensor of
@@ -95,9 +97,14 @@ def close(
     """
     scale = max((float(np.abs(a).max()) for a in (expected, *terms) if np.size(a)), default=0.0)
     rtol = RTOL[dtype]
-    return compare(
-        findings, rank, what, got, expected, rtol=rtol, atol=rtol * scale + 1e-12, hint=hint
+    return criterion.differs(
+        rank, what, got, expected, rtol=rtol, atol=rtol * scale + 1e-12, hint=hint
     )
+
+
+def agrees(got: object, expected: np.ndarray, dtype: str = "float32") -> bool:
+    """Whether `got` is `expected`, at this dtype's tolerance."""
+    return differs(0, "", got, expected, dtype=dtype) is None
 
 
 def explain_gradient(
@@ -106,14 +113,13 @@ def explain_gradient(
     """The likely reason why `got` is not the mean over ranks, or nothing."""
     if not isinstance(got, np.ndarray) or got.shape != mean_grad.shape:
         return ""
-    probes: list[Finding] = []
-    if world_size > 1 and close(probes, 0, "", got, mean_grad * world_size):
+    if world_size > 1 and agrees(got, mean_grad * world_size):
         return f"That is {world_size} times the mean: the gradients were summed, not averaged."
-    if close(probes, 0, "", got, local_grad):
+    if agrees(got, local_grad):
         return "That is this rank's own gradient: it was never reduced."
-    if close(probes, 0, "", got, mean_grad / world_size):
+    if agrees(got, mean_grad / world_size):
         return "That is the mean divided by the world size once more."
-    if world_size != 2 and close(probes, 0, "", got, mean_grad * world_size / 2):
+    if world_size != 2 and agrees(got, mean_grad * world_size / 2):
         return "That is the sum divided by 2: is the number of ranks written into the code?"
     return ""
 

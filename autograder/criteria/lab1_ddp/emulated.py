@@ -9,6 +9,7 @@ reports.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -178,53 +179,41 @@ def _last_steps(case: Case) -> list[_LastStep] | list[Finding]:
 # --- judge ---------------------------------------------------------------------------------------
 
 
-def judge_buckets(case: Case) -> list[Finding]:
+def judge_buckets(case: Case) -> Iterator[Finding]:
     """No all-reduce is larger than the cap, unless it carries one large parameter."""
     cap = case.inputs[0]["cap_mb"]
     largest_parameter = WIDTH * WIDTH * 4
-    findings: list[Finding] = []
     for rank, step in enumerate(_last_steps(case)):
         if isinstance(step, Finding):
-            findings.append(step)
+            yield step
             continue
         sizes = [c.nbytes for _, c in step.collectives]
         # Whether the limit is checked before or after a gradient is added is free.
         if max(sizes) > cap * MEGABYTE + largest_parameter:
-            findings.append(
-                Finding(
-                    f"bucket_cap_mb={cap:g}: an all-reduce carried {max(sizes) / MEGABYTE:.2f} MB. "
-                    "A "
-                    f"bucket is full at {cap:g} MB; compare bytes with bytes (numel × "
-                    "element_size).",
-                    rank,
-                )
+            yield Finding(
+                f"bucket_cap_mb={cap:g}: an all-reduce carried {max(sizes) / MEGABYTE:.2f} MB. A "
+                f"bucket is full at {cap:g} MB; compare bytes with bytes (numel × element_size).",
+                rank,
             )
         if sum(sizes) > 1.5 * GRADIENT_BYTES:
-            findings.append(
-                Finding(
-                    f"{sum(sizes) / MEGABYTE:.1f} MB were all-reduced for "
-                    f"{GRADIENT_BYTES / MEGABYTE:.1f} MB of gradients: is each reduced once?",
-                    rank,
-                )
+            yield Finding(
+                f"{sum(sizes) / MEGABYTE:.1f} MB were all-reduced for "
+                f"{GRADIENT_BYTES / MEGABYTE:.1f} MB of gradients: is each reduced once?",
+                rank,
             )
-    return findings
 
 
-def judge_overlap(case: Case) -> list[Finding]:
+def judge_overlap(case: Case) -> Iterator[Finding]:
     """Some gradient is on its way before the last layer's backward has begun."""
-    findings: list[Finding] = []
     for rank, step in enumerate(_last_steps(case)):
         if isinstance(step, Finding):
-            findings.append(step)
+            yield step
         elif min(step.sent_at.values()) > step.last_backward:
-            findings.append(
-                Finding(
-                    "the first all-reduce of gradients came after the whole backward pass. Start a "
-                    "bucket's all-reduce (async_op=True) in the hook of its last gradient.",
-                    rank,
-                )
+            yield Finding(
+                "the first all-reduce of gradients came after the whole backward pass. Start a "
+                "bucket's all-reduce (async_op=True) in the hook of its last gradient.",
+                rank,
             )
-    return findings
 
 
 def judge_scaling(case: Case) -> list[Finding]:
@@ -239,9 +228,8 @@ def judge_scaling(case: Case) -> list[Finding]:
         Finding(
             f"scaling efficiency {efficiency:.3f}, target {EFFICIENCY}: a step computes for "
             f"{STEP_S * 1e3:.1f} ms but takes {step_s * 1e3:.1f} ms of virtual time. Reducing "
-            "after "
-            f"backward gives about {AFTER_BACKWARD}; buckets reduced with async_op=True from the "
-            "hooks while backward goes on, and waited for only in "
+            f"after backward gives about {AFTER_BACKWARD}; buckets reduced with async_op=True from "
+            "the hooks while backward goes on, and waited for only in "
             "finish_gradient_synchronization, hide all but the last one."
         )
     ]

@@ -7,6 +7,7 @@ tolerance) fits one in which the ranks agree and one in which they do not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -119,9 +120,8 @@ def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge(case: Case) -> list[Finding]:
+def judge(case: Case) -> Iterator[Finding]:
     """True where all ranks hold the same gradients, on every rank the same answer."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         said = answer.get("answers")
         for number, kind in enumerate(case.inputs[0]["_cases"]):
@@ -129,11 +129,10 @@ def judge(case: Case) -> list[Finding]:
             got = said[number] if isinstance(said, list) and number < len(said) else None
             if got is not expected:
                 what = CASES[kind]
-                findings.append(Finding(f"{what}: expected {expected}, got {got}.", rank))
+                yield Finding(f"{what}: expected {expected}, got {got}.", rank)
         for name, gradient in case.inputs[rank].items():
             if isinstance(gradient, np.ndarray) and not np.array_equal(
                 answer.get(name, ()), gradient
             ):
-                findings.append(Finding("a gradient was changed: work on a copy of it.", rank))
+                yield Finding("a gradient was changed: work on a copy of it.", rank)
                 break
-    return findings

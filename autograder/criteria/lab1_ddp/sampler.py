@@ -6,6 +6,7 @@ A sampler takes `rank` and `world_size` as arguments, so every real rank evaluat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -149,13 +150,12 @@ def _tail_problem(setting: Values, lists: list[np.ndarray]) -> str | None:
     return None
 
 
-def judge_partition(case: Case) -> list[Finding]:
+def judge_partition(case: Case) -> Iterator[Finding]:
     """Every sample on exactly one rank; in order without shuffling, in another order with it."""
-    findings: list[Finding] = []
     for number, setting in enumerate(case.inputs[0]["settings"]):
         lists = _collect(case, number, setting)
         if isinstance(lists, Finding):
-            findings.append(lists)
+            yield lists
             continue
         problem = _tail_problem(setting, lists)
         ordered = all((np.diff(indices) > 0).all() for indices in lists)
@@ -167,25 +167,21 @@ def judge_partition(case: Case) -> list[Finding]:
         if problem is None and setting["shuffle"] and len(np.unique(steps)) < 3:
             problem = "shuffle=True only shifted or turned the order, it is no random permutation"
         if problem:
-            findings.append(Finding(f"{_where(setting)}: {problem}."))
-    return findings
+            yield Finding(f"{_where(setting)}: {problem}.")
 
 
-def judge_tail(case: Case) -> list[Finding]:
+def judge_tail(case: Case) -> Iterator[Finding]:
     """Each way to treat the tail does what it says."""
-    findings: list[Finding] = []
     for number, setting in enumerate(case.inputs[0]["settings"]):
         lists = _collect(case, number, setting)
         if isinstance(lists, Finding):
-            findings.append(lists)
+            yield lists
         elif problem := _tail_problem(setting, lists):
-            findings.append(Finding(f"{_where(setting)}: {problem}."))
-    return findings
+            yield Finding(f"{_where(setting)}: {problem}.")
 
 
-def judge_epoch(case: Case) -> list[Finding]:
+def judge_epoch(case: Case) -> Iterator[Finding]:
     """Another epoch or seed gives another order, the same epoch the same one, on all ranks."""
-    findings: list[Finding] = []
     orders: dict[int, list[np.ndarray]] = {}
     for number, setting in enumerate(case.inputs[0]["settings"]):
         visits: list[np.ndarray] = []
@@ -193,61 +189,47 @@ def judge_epoch(case: Case) -> list[Finding]:
         for visit, epoch in enumerate(setting["epochs"]):
             lists = _collect(case, number, setting, visit)
             if isinstance(lists, Finding):
-                return [lists]
+                yield lists
+                return
             if problem := _tail_problem(setting, lists):
-                return [
-                    Finding(
-                        f"{_where(setting)} in epoch {epoch}: {problem}. "
-                        "Do all ranks draw the same permutation?"
-                    )
-                ]
+                yield Finding(
+                    f"{_where(setting)} in epoch {epoch}: {problem}. "
+                    "Do all ranks draw the same permutation?"
+                )
+                return
             visits.append(np.concatenate(lists))
             shares.append(np.sort(lists[0]))
         epochs = setting["epochs"]
         if epochs[0] is None:
             if not np.array_equal(visits[0], visits[1]):
-                findings.append(
-                    Finding(
-                        f"{_where(setting)}: before the first set_epoch the order should be epoch "
-                        "0's."
-                    )
+                yield Finding(
+                    f"{_where(setting)}: before the first set_epoch the order should be epoch 0's."
                 )
             continue
         if setting["world_size"] > 1 and np.array_equal(shares[0], shares[1]):
-            findings.append(
-                Finding(
-                    f"{_where(setting)}: rank 0 has the same samples in epochs {epochs[0]} and "
-                    f"{epochs[1]}, in another order. Permute all samples first, then deal them out."
-                )
+            yield Finding(
+                f"{_where(setting)}: rank 0 has the same samples in epochs {epochs[0]} and "
+                f"{epochs[1]}, in another order. Permute all samples first, then deal them out."
             )
         for a, b in ((0, 1), (1, 2), (0, 2)):
             if np.array_equal(visits[a], visits[b]):
-                findings.append(
-                    Finding(
-                        f"{_where(setting)}: epochs {epochs[a]} and {epochs[b]} have the same "
-                        "order. "
-                        "set_epoch must change what __iter__ draws."
-                    )
+                yield Finding(
+                    f"{_where(setting)}: epochs {epochs[a]} and {epochs[b]} have the same order. "
+                    "set_epoch must change what __iter__ draws."
                 )
         if not np.array_equal(visits[0], visits[-1]):
-            findings.append(
-                Finding(
-                    f"{_where(setting)}: epoch {epochs[0]} came in two different orders. "
-                    "The order must depend on seed and epoch alone."
-                )
+            yield Finding(
+                f"{_where(setting)}: epoch {epochs[0]} came in two different orders. "
+                "The order must depend on seed and epoch alone."
             )
         orders.setdefault(setting["world_size"], []).append(visits[0])
     for world_size, visited in orders.items():
         if any(np.array_equal(a, b) for a, b in combinations(visited, 2)):
-            findings.append(Finding(f"world_size={world_size}: two seeds gave one order."))
+            yield Finding(f"world_size={world_size}: two seeds gave one order.")
     for rank, answer in enumerate(case.answers):
         if answer.get("moved the global generator"):
-            findings.append(
-                Finding(
-                    "iterating moved torch's global generator, which dropout and initialisation "
-                    "draw "
-                    "from: use a torch.Generator of your own.",
-                    rank,
-                )
+            yield Finding(
+                "iterating moved torch's global generator, which dropout and initialisation draw "
+                "from: use a torch.Generator of your own.",
+                rank,
             )
-    return findings

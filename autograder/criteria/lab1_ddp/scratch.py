@@ -7,7 +7,7 @@ in broadcasting costs only its own criterion.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (6, 9, 5, 3)
 BATCH = 5
@@ -84,40 +84,38 @@ def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values
     return answer
 
 
-def judge_weights(case: Case) -> list[Finding]:
+def judge_weights(case: Case) -> Iterator[Finding]:
     """Parameters equal rank 0's; calling the wrapper runs the module with them."""
-    findings: list[Finding] = []
     start = oracle.parameters_of(case.inputs[0])
     model = oracle.mlp(case.inputs[0], torch.float64)
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(start):
             hint = "Broadcast every parameter from rank 0 in __init__."
             what = f"parameter {i} after wrapping"
-            if not oracle.close(findings, rank, what, answer.get(f"p{i}"), expected, hint=hint):
+            if wrong := oracle.differs(rank, what, answer.get(f"p{i}"), expected, hint=hint):
+                yield wrong
                 break
         else:
             x = torch.from_numpy(case.inputs[rank]["x"]).double()
             output = model(x).detach().numpy()
-            oracle.close(findings, rank, "ddp(x)", answer.get("output"), output)
-            oracle.close(
-                findings,
+            if wrong := oracle.differs(rank, "ddp(x)", answer.get("output"), output):
+                yield wrong
+            if wrong := oracle.differs(
                 rank,
                 "a frozen parameter after wrapping",
                 answer.get("frozen"),
                 case.inputs[0]["frozen"],
                 dtype="float64",
                 hint="Frozen parameters are part of the model, too: broadcast them.",
-            )
-    return findings
+            ):
+                yield wrong
 
 
-def judge_buffers(case: Case) -> list[Finding]:
+def judge_buffers(case: Case) -> Iterator[Finding]:
     """Buffers equal rank 0's."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for name in ("running_mean", "num_batches", "mask"):
-            compare(
-                findings,
+            if wrong := differs(
                 rank,
                 f"buffer {name} after wrapping",
                 answer.get(f"buffer {name}"),
@@ -125,8 +123,8 @@ def judge_buffers(case: Case) -> list[Finding]:
                 rtol=0.0,
                 atol=0.0,
                 hint="Buffers (BatchNorm's statistics, say) are part of the model: broadcast them.",
-            )
-    return findings
+            ):
+                yield wrong
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -162,7 +160,7 @@ def observe_gradients(ddp_class: Any, inputs: Values, context: Context) -> Value
     return answer
 
 
-def judge_gradients(case: Case) -> list[Finding]:
+def judge_gradients(case: Case) -> Iterator[Finding]:
     """Every gradient is the mean over ranks, in every step."""
 
     def local(rank: int, step: int) -> list[np.ndarray]:
@@ -183,8 +181,7 @@ def _judge_steps(
     steps: int,
     local: Callable[[int, int], list[np.ndarray]],
     describe: Callable[[int], str],
-) -> list[Finding]:
-    findings: list[Finding] = []
+) -> Iterator[Finding]:
     wrong_ranks: set[int] = set()
     for step in range(steps):
         grads = [local(rank, step) for rank in range(case.world_size)]
@@ -194,10 +191,10 @@ def _judge_steps(
                 got = case.answers[rank].get(f"g{step}/{i}")
                 hint = oracle.explain_gradient(got, expected, own, case.world_size)
                 what = f"{describe(step)}: gradient of parameter {i}"
-                if not oracle.close(findings, rank, what, got, expected, hint=hint):
+                if wrong := oracle.differs(rank, what, got, expected, hint=hint):
+                    yield wrong
                     wrong_ranks.add(rank)
                     break
-    return findings
 
 
 # --- tied and frozen -----------------------------------------------------------------------------
@@ -254,7 +251,7 @@ def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_tied(case: Case) -> list[Finding]:
+def judge_tied(case: Case) -> Iterator[Finding]:
     """A tied parameter has the mean of its whole gradient; frozen ones do not move."""
     local = []
     for inputs in case.inputs:
@@ -262,7 +259,6 @@ def judge_tied(case: Case) -> list[Finding]:
         x, y = (torch.from_numpy(inputs[k]).double() for k in "xy")
         oracle.mse(model(x), y).backward()
         local.append({name: oracle.grad_of(p) for name, p in model.named_parameters()})
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for name in local[0]:
             expected = oracle.mean([grads[name] for grads in local])
@@ -275,9 +271,8 @@ def judge_tied(case: Case) -> list[Finding]:
                     )
                 if name == "factor":
                     hint = hint or "It is float64, the others are float32: a bucket has one dtype."
-                if not oracle.close(
-                    findings, rank, f"gradient of {name}", got, expected, hint=hint
-                ):
+                if wrong := oracle.differs(rank, f"gradient of {name}", got, expected, hint=hint):
+                    yield wrong
                     break
         # The loss is float32, so the tolerance is, too; but the sums are float64's.
         factor = answer.get("g0/factor")
@@ -286,17 +281,16 @@ def judge_tied(case: Case) -> list[Finding]:
             and factor.dtype.kind == "f"
             and np.array_equal(factor, factor.astype(np.float32))
         ):
-            findings.append(
-                Finding(
-                    "gradient of factor: it is float64, but was rounded to float32. A bucket has "
-                    "the "
-                    "dtype of its parameters.",
-                    rank,
-                )
+            yield Finding(
+                "gradient of factor: it is float64, but was rounded to float32. A bucket has the "
+                "dtype of its parameters.",
+                rank,
             )
         for name in ("frozen.weight", "frozen.bias"):
-            oracle.close(findings, rank, name, answer.get(f"value {name}"), case.inputs[0][name])
-    return findings
+            if wrong := oracle.differs(
+                rank, name, answer.get(f"value {name}"), case.inputs[0][name]
+            ):
+                yield wrong
 
 
 # --- unused --------------------------------------------------------------------------------------
@@ -350,7 +344,7 @@ def observe_unused(ddp_class: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_unused(case: Case) -> list[Finding]:
+def judge_unused(case: Case) -> Iterator[Finding]:
     """Ranks that did not use a parameter count as zeros in its mean.
 
     Buckets that are launched as they become ready, so in another order on another rank, pair up

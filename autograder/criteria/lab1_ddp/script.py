@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +70,13 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
         return found | {"writers": writers}
 
 
-def judge_script(case: Case) -> list[Finding]:
+def judge_script(case: Case) -> Iterator[Finding]:
     """Final parameters and losses equal those of one process that takes the ranks' batches."""
-    findings: list[Finding] = []
     given = case.inputs[0]
     if case.answers[0].get("writers") != ["0"]:
-        findings.append(
-            Finding(
-                "a rank other than 0 wrote --out, too. (The last rank has LOCAL_RANK 0 here, as on "
-                "a "
-                "second machine.)"
-            )
+        yield Finding(
+            "a rank other than 0 wrote --out, too. (The last rank has LOCAL_RANK 0 here, as on a "
+            "second machine.)"
         )
     batches, sizes = _script_batches(case)
     parameters, losses = oracle.train(given, batches, SCRIPT_LR)
@@ -92,8 +89,7 @@ def judge_script(case: Case) -> list[Finding]:
             "Do all ranks' gradients enter, with every sample once per epoch, in the order of "
             "torch's DistributedSampler with its default settings, told each epoch from 0 on?"
         )
-        if not oracle.close(
-            findings,
+        if wrong := oracle.differs(
             0,
             f"p{i} in --out",
             case.answers[0].get(f"p{i}"),
@@ -101,16 +97,16 @@ def judge_script(case: Case) -> list[Finding]:
             hint=hint,
             terms=[given[f"p{i}"]],
         ):
+            yield wrong
             break
-    oracle.close(
-        findings,
+    if wrong := oracle.differs(
         0,
         "losses in --out",
         case.answers[0].get("losses"),
         np.array(mean),
         hint="Per epoch the mean over all samples of all ranks; the last batch is smaller.",
-    )
-    return findings
+    ):
+        yield wrong
 
 
 def _script_batches(

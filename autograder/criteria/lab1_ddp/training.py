@@ -6,6 +6,7 @@ weights that agree with the oracle prove that the ranks' gradients met.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Sampler
 
 from autograder.criteria.common import oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare, integer
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 # --- setup ---------------------------------------------------------------------------------------
 
@@ -43,29 +44,26 @@ def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> V
     }
 
 
-def judge_setup(case: Case) -> list[Finding]:
+def judge_setup(case: Case) -> Iterator[Finding]:
     """Right rank and size, a device that fits the backend, and a group that communicates."""
-    findings: list[Finding] = []
     total = np.sum([inputs["value"] for inputs in case.inputs], axis=0)
     for rank, answer in enumerate(case.answers):
         for what, expected in (("rank", rank), ("world_size", case.world_size)):
             if answer.get(what) != expected:
-                findings.append(
-                    Finding(f"{what}: expected {expected}, got {answer.get(what)}.", rank)
-                )
+                yield Finding(f"{what}: expected {expected}, got {answer.get(what)}.", rank)
         pair = (answer.get("device"), answer.get("backend"))
         if pair not in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
-            findings.append(
-                Finding(
-                    f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has a "
-                    "GPU of its own, else gloo on the CPU.",
-                    rank,
-                )
+            yield Finding(
+                f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has a "
+                "GPU of its own, else gloo on the CPU.",
+                rank,
             )
         if answer.get("same_group") is not True:
-            findings.append(Finding("the second call replaced the process group.", rank))
-        compare(findings, rank, "sum over ranks", answer.get("sum"), total, rtol=1e-9, atol=1e-12)
-    return findings
+            yield Finding("the second call replaced the process group.", rank)
+        if wrong := differs(
+            rank, "sum over ranks", answer.get("sum"), total, rtol=1e-9, atol=1e-12
+        ):
+            yield wrong
 
 
 # --- wrap_model ----------------------------------------------------------------------------------
@@ -100,27 +98,26 @@ def observe_wrap(wrap_model: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_wrap(case: Case) -> list[Finding]:
+def judge_wrap(case: Case) -> Iterator[Finding]:
     """Parameters are rank 0's, gradients the mean over ranks."""
-    findings: list[Finding] = []
     start = oracle.parameters_of(case.inputs[0])
     local = [oracle.gradients(case.inputs[0], i["x"], i["y"]) for i in case.inputs]
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(start):
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"parameter {i} after wrapping",
                 answer.get(f"p{i}"),
                 expected,
                 hint="DDP copies rank 0's parameters to every rank.",
             ):
+                yield wrong
                 break
             grad = oracle.mean([grads[i] for grads in local])
             got = answer.get(f"g{i}")
             hint = oracle.explain_gradient(got, grad, local[rank][i], case.world_size)
-            oracle.close(findings, rank, f"gradient {i}", got, grad, hint=hint)
-    return findings
+            if wrong := oracle.differs(rank, f"gradient {i}", got, grad, hint=hint):
+                yield wrong
 
 
 # --- train ---------------------------------------------------------------------------------------
@@ -237,13 +234,11 @@ def _oracle_training(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
     return parameters, sums.sum(axis=1) / (sizes.sum() / num_epochs)
 
 
-def _judge_parameters(case: Case, hint: str) -> list[Finding]:
-    findings: list[Finding] = []
+def _judge_parameters(case: Case, hint: str) -> Iterator[Finding]:
     expected, _ = _oracle_training(case)
     for rank, answer in enumerate(case.answers):
         for i, value in enumerate(expected):
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 f"parameter {i} after training",
                 answer.get(f"p{i}"),
@@ -251,11 +246,11 @@ def _judge_parameters(case: Case, hint: str) -> list[Finding]:
                 hint=hint,
                 terms=[case.inputs[0][f"p{i}"]],
             ):
+                yield wrong
                 break
-    return findings
 
 
-def judge_train_steps(case: Case) -> list[Finding]:
+def judge_train_steps(case: Case) -> Iterator[Finding]:
     """Weights equal those of one process that trains on the global batch."""
     return _judge_parameters(
         case,
@@ -264,25 +259,23 @@ def judge_train_steps(case: Case) -> list[Finding]:
     )
 
 
-def judge_train_epochs(case: Case) -> list[Finding]:
+def judge_train_epochs(case: Case) -> Iterator[Finding]:
     """The same with an order per epoch, which only `set_epoch` chooses."""
     return _judge_parameters(
         case, "Call sampler.set_epoch(epoch), for epoch 0, 1, 2, …, before each first batch."
     )
 
 
-def judge_train_loss(case: Case) -> list[Finding]:
+def judge_train_loss(case: Case) -> Iterator[Finding]:
     """The reported loss is the mean over all samples of all ranks."""
-    findings: list[Finding] = []
     _, expected = _oracle_training(case)
     for rank, answer in enumerate(case.answers):
-        oracle.close(
-            findings,
+        if wrong := oracle.differs(
             rank,
             "losses per epoch",
             answer.get("losses"),
             expected,
             hint="Sum loss × batch size over the batches, sum that and the sample count over all "
             "ranks with one all-reduce that every rank calls, then divide.",
-        )
-    return findings
+        ):
+            yield wrong

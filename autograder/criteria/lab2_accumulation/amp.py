@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -211,35 +212,27 @@ def judge_update(case: Case) -> list[Finding]:
     return findings
 
 
-def judge_scaler(case: Case) -> list[Finding]:
+def judge_scaler(case: Case) -> Iterator[Finding]:
     """The scale grows once per step, an overflow on one rank is skipped on all and halves it."""
-    findings: list[Finding] = []
     factors, steps = (2.0, 4.0, 2.0, 4.0), (1, 2, 2, 3)
     for rank, answer in enumerate(case.answers):
         for number, (factor, count) in enumerate(zip(factors, steps, strict=True)):
             scale, got = told(answer, f"scale/{number}"), told(answer, f"steps/{number}")
             what = "an overflow on one rank" if number == 2 else "a step without overflow"
             if scale != INIT_SCALE * factor:
-                findings.append(
-                    Finding(
-                        f"call {number}, {what}: the scale is {scale}, expected "
-                        f"{INIT_SCALE * factor}. "
-                        "scaler.update() belongs once after scaler.step(optimizer), and both after "
-                        "the "
-                        "last micro-batch.",
-                        rank,
-                    )
+                yield Finding(
+                    f"call {number}, {what}: the scale is {scale}, expected {INIT_SCALE * factor}. "
+                    "scaler.update() belongs once after scaler.step(optimizer), and both after the "
+                    "last micro-batch.",
+                    rank,
                 )
                 break
             if got != count:
-                findings.append(
-                    Finding(
-                        f"after call {number}, {what}: {got} optimizer steps, expected {count}.",
-                        rank,
-                    )
+                yield Finding(
+                    f"after call {number}, {what}: {got} optimizer steps, expected {count}.",
+                    rank,
                 )
                 break
-    return findings
 
 
 def judge_clip(case: Case) -> list[Finding]:

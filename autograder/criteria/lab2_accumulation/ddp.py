@@ -177,7 +177,8 @@ def _judge_mean(
             hint = f"That is the mean divided by {k} once more."
         elif np.isclose(got, mean * len(per_rank), rtol=1e-4):
             hint = "That is the sum over ranks, not the mean."
-    oracle.close(findings, rank, "the returned loss", got, np.asarray(mean), hint=hint)
+    if wrong := oracle.differs(rank, "the returned loss", got, np.asarray(mean), hint=hint):
+        findings.append(wrong)
 
 
 # --- tokens --------------------------------------------------------------------------------------
@@ -305,5 +306,8 @@ def judge_token_loss(case: Case) -> list[Finding]:
                     hint = "That is the mean over this rank's own tokens."
                 elif np.isclose(got, (losses * counts / own_counts / case.world_size).sum(), 1e-4):
                     hint = "That is the mean of the ranks' means; ranks differ in their tokens."
-            oracle.close(findings, rank, "the returned loss", got, np.asarray(expected), hint=hint)
+            if wrong := oracle.differs(
+                rank, "the returned loss", got, np.asarray(expected), hint=hint
+            ):
+                findings.append(wrong)
     return findings

@@ -201,27 +201,24 @@ def _last_calls(case: Case) -> list[_LastCall] | list[Finding]:
 # --- judge ---------------------------------------------------------------------------------------
 
 
-def judge_collectives(case: Case) -> list[Finding]:
+def judge_collectives(case: Case) -> Iterator[Finding]:
     """Per accumulation the gradients travel once, in few collectives, and they are all there."""
-    findings: list[Finding] = []
     for call in _last_calls(case):
         if isinstance(call, Finding):
-            findings.append(call)
+            yield call
         elif problem := (
             _too_many_bytes(call, "DDP decides in forward: is that inside no_sync() too?")
             or _too_many(call)
             or call.missing(case)
         ):
-            findings.append(problem)
-    return findings
+            yield problem
 
 
-def judge_backward(case: Case) -> list[Finding]:
+def judge_backward(case: Case) -> Iterator[Finding]:
     """Gradients travel once, too, with a wrapper that decides in backward."""
-    findings: list[Finding] = []
     for call in _last_calls(case):
         if isinstance(call, Finding):
-            findings.append(call)
+            yield call
         elif problem := (
             _too_many_bytes(
                 call,
@@ -229,8 +226,7 @@ def judge_backward(case: Case) -> list[Finding]:
             )
             or call.missing(case)
         ):
-            findings.append(problem)
-    return findings
+            yield problem
 
 
 def _too_many_bytes(call: _LastCall, hint: str) -> Finding | None:

@@ -100,28 +100,24 @@ def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Valu
 # --- judge ---------------------------------------------------------------------------------------
 
 
-def judge_scale(case: Case) -> list[Finding]:
+def judge_scale(case: Case) -> Iterator[Finding]:
     """Equal micro-batches: each enters with weight 1/k."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             k, basis = len(counts), batch_gradients(case.inputs[rank], _batches(case, rank, group))
             weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
             if weights is None:
-                findings.append(Finding(_no_sum(k), rank))
+                yield Finding(_no_sum(k), rank)
             elif not are_close(weights, [1 / k] * k):
-                findings.append(
-                    Finding(
-                        f"{k} equal micro-batches entered the gradient with weights "
-                        f"{show(weights)}; "
-                        f"expected {1 / k:.3g} each. {_why_scale(weights, k)}".strip(),
-                        rank,
-                    )
+                yield Finding(
+                    f"{k} equal micro-batches entered the gradient with weights "
+                    f"{show(weights)}; "
+                    f"expected {1 / k:.3g} each. {_why_scale(weights, k)}".strip(),
+                    rank,
                 )
             else:
                 continue
             break
-    return findings
 
 
 def _why_scale(weights: np.ndarray, k: int) -> str:
@@ -136,12 +132,11 @@ def _why_scale(weights: np.ndarray, k: int) -> str:
     return ""
 
 
-def judge_unequal(case: Case) -> list[Finding]:
+def judge_unequal(case: Case) -> Iterator[Finding]:
     """Micro-batches of n_i samples enter in the ratio of their sizes.
 
     A factor that is wrong for equal ones, too, is another criterion's.
     """
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         equal = weights_of(
             batch_gradients(case.inputs[rank], _batches(case, rank, 0)),
@@ -153,7 +148,7 @@ def judge_unequal(case: Case) -> list[Finding]:
             weights = weights_of(basis, collect(answer, f"g{group}", NUM_PARAMETERS))
             share = np.array(counts) / sum(counts)
             if weights is None:
-                findings.append(Finding(_no_sum(len(counts)), rank))
+                yield Finding(_no_sum(len(counts)), rank)
                 break
             total = float(weights.sum())
             if abs(total) < 1e-6 or not are_close(weights / total, share):
@@ -163,33 +158,25 @@ def judge_unequal(case: Case) -> list[Finding]:
                         " All have the same weight, so a sample in a small one counts more "
                         "than a sample in a large one."
                     )
-                findings.append(
-                    Finding(
-                        f"micro-batches of {counts} samples entered the gradient with weights "
-                        f"{show(weights)}; expected {show(share)}, a weight for each according to "
-                        "its "
-                        f"size.{why}",
-                        rank,
-                    )
+                yield Finding(
+                    f"micro-batches of {counts} samples entered the gradient with weights "
+                    f"{show(weights)}; expected {show(share)}, a weight for each according to its "
+                    f"size.{why}",
+                    rank,
                 )
                 break
             if factor_is_right and not np.isclose(total, 1.0, rtol=1e-3):
-                findings.append(
-                    Finding(
-                        f"micro-batches of {counts} samples entered with {total:.3g} times the "
-                        "weight "
-                        f"that they should have: there are {sum(counts)} samples, and every one of "
-                        "them counts.",
-                        rank,
-                    )
+                yield Finding(
+                    f"micro-batches of {counts} samples entered with {total:.3g} times the weight "
+                    f"that they should have: there are {sum(counts)} samples, and every one of "
+                    "them counts.",
+                    rank,
                 )
                 break
-    return findings
 
 
-def judge_loss(case: Case) -> list[Finding]:
+def judge_loss(case: Case) -> Iterator[Finding]:
     """The returned loss is the mean over all samples, with the weights that the gradient has."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             losses = _losses(case.inputs[rank], _batches(case, rank, group))
@@ -214,9 +201,9 @@ def judge_loss(case: Case) -> list[Finding]:
                 elif np.isclose(got, np.sum(losses), rtol=1e-3):
                     why = "That is the sum over micro-batches, not the mean."
             what = f"the returned loss of {len(counts)} micro-batches"
-            if not oracle.close(findings, rank, what, got, np.asarray(expected), hint=why):
+            if wrong := oracle.differs(rank, what, got, np.asarray(expected), hint=why):
+                yield wrong
                 break
-    return findings
 
 
 def _losses(inputs: Values, batches: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
@@ -307,21 +294,17 @@ def observe_memory(accumulate_gradients: Any, inputs: Values, context: Context) 
     return answer
 
 
-def judge_memory(case: Case) -> list[Finding]:
+def judge_memory(case: Case) -> Iterator[Finding]:
     """Never the activations of more than two micro-batches at once, and something was computed."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         basis = batch_gradients(case.inputs[rank], _batches(case, rank, 0))
         weights = weights_of(basis, collect(answer, "g0", NUM_PARAMETERS))
         peak = answer.get("peak")
         if weights is None or not present(weights):
-            findings.append(Finding(_no_sum(MEMORY_K), rank))
+            yield Finding(_no_sum(MEMORY_K), rank)
         elif not isinstance(peak, float) or not 0.5 < peak <= MEMORY_LIMIT:
-            findings.append(
-                Finding(
-                    f"the activations of {peak} micro-batches were in memory at once; "
-                    f"at most {MEMORY_LIMIT} fit.",
-                    rank,
-                )
+            yield Finding(
+                f"the activations of {peak} micro-batches were in memory at once; "
+                f"at most {MEMORY_LIMIT} fit.",
+                rank,
             )
-    return findings

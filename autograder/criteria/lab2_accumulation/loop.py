@@ -7,7 +7,7 @@ which step with which weight, and each criterion looks at one side of that table
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,21 +225,19 @@ def _steps(case: Case, rank: int, number: int, extra: Sequence[Gradient] = ()) -
     return steps
 
 
-def _judge(case: Case, judge_run: Any) -> list[Finding]:
+def _judge(case: Case, judge_run: Any) -> Iterator[Finding]:
     """The first finding of each rank over all runs; `judge_run(rank, number, run, steps)`."""
-    findings: list[Finding] = []
     for rank in range(case.world_size):
         for number, run in enumerate(case.inputs[rank]["runs"]):
             steps = _steps(case, rank, number)
             message = steps if isinstance(steps, str) else judge_run(rank, number, run, steps)
             if message:
                 head = f"{run['n']} batches, accumulation_steps={run['k']}: "
-                findings.append(Finding(head + message, rank))
+                yield Finding(head + message, rank)
                 break
-    return findings
 
 
-def judge_steps(case: Case) -> list[Finding]:
+def judge_steps(case: Case) -> Iterator[Finding]:
     """Step s takes in batches sk to sk + k - 1, each with weight 1/k, and there are n/k steps."""
 
     def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
@@ -275,7 +273,7 @@ def _why_group(new: list[int], group: list[int], step: int) -> str:
     return ""
 
 
-def judge_tail(case: Case) -> list[Finding]:
+def judge_tail(case: Case) -> Iterator[Finding]:
     """The batches that are left over make a step of their own, as their mean."""
 
     def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
@@ -298,9 +296,8 @@ def judge_tail(case: Case) -> list[Finding]:
     return _judge(case, judge_run)
 
 
-def judge_zero_grad(case: Case) -> list[Finding]:
+def judge_zero_grad(case: Case) -> Iterator[Finding]:
     """No step contains old gradients: from before the epoch or from an earlier step."""
-    findings: list[Finding] = []
     for rank in range(case.world_size):
         inputs = case.inputs[rank]
         stale = [inputs[f"stale/{i}"].astype(np.float64) for i in range(NUM_PARAMETERS)]
@@ -308,9 +305,8 @@ def judge_zero_grad(case: Case) -> list[Finding]:
         for number, extra in enumerate(([stale], [stale, *first])):
             steps = _steps(case, rank, number, extra)
             if message := steps if isinstance(steps, str) else _old(inputs, number, steps):
-                findings.append(Finding(f"epoch {number}: {message}", rank))
+                yield Finding(f"epoch {number}: {message}", rank)
                 break
-    return findings
 
 
 def _old(inputs: Values, number: int, steps: list[_Step]) -> str:
@@ -332,7 +328,7 @@ def _old(inputs: Values, number: int, steps: list[_Step]) -> str:
     return ""
 
 
-def judge_clip(case: Case) -> list[Finding]:
+def judge_clip(case: Case) -> Iterator[Finding]:
     """The norm of the whole accumulated gradient is limited, in one go, before the step."""
 
     def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
@@ -366,7 +362,7 @@ def judge_clip(case: Case) -> list[Finding]:
     return _judge(case, judge_run)
 
 
-def judge_schedule(case: Case) -> list[Finding]:
+def judge_schedule(case: Case) -> Iterator[Finding]:
     """The scheduler steps once after each optimizer step."""
 
     def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float) else repr(value)[:80]
 
 
-def judge_batch_size(case: Case) -> list[Finding]:
+def judge_batch_size(case: Case) -> Iterator[Finding]:
     """micro-batch x k x ranks; its inverse, or a ValueError; lr in proportion to the batch."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         inputs = case.inputs[rank]
         for name, number, call, expected in _expected_arithmetic(inputs):
@@ -72,9 +72,8 @@ def judge_batch_size(case: Case) -> list[Finding]:
             elif isinstance(expected, int):
                 right = right and isinstance(got, int) and not isinstance(got, bool)
             if not right:
-                findings.append(Finding(f"{call}: expected {expected}, got {got}.", rank))
+                yield Finding(f"{call}: expected {expected}, got {got}.", rank)
                 break
-    return findings
 
 
 def _expected_arithmetic(inputs: Values):
@@ -159,13 +158,12 @@ def _train_step(model: nn.Module, micro_batches: list[Any]) -> float:
     return (totals[0] / totals[1]).item()
 
 
-def judge_convergence(case: Case) -> list[Finding]:
+def judge_convergence(case: Case) -> Iterator[Finding]:
     """Every k: k equal micro-batches per rank and step, and the curve of one large batch."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         inputs = case.inputs[rank]
         if message := _sizes_problem(inputs, told(answer, "sizes"), case.world_size):
-            findings.append(Finding(message, rank))
+            yield Finding(message, rank)
             continue
         batch = inputs["global_batch"]
         steps = [
@@ -183,9 +181,9 @@ def judge_convergence(case: Case) -> list[Finding]:
                     "It is wrong from the first step: does every k begin with a new make_model(), "
                     "and with the first samples?"
                 )
-            if not oracle.close(findings, rank, f"curve of k={k}", got, expected, hint=hint):
+            if wrong := oracle.differs(rank, f"curve of k={k}", got, expected, hint=hint):
+                yield wrong
                 break
-    return findings
 
 
 def _sizes_problem(inputs: Values, sizes: Any, world_size: int) -> str:

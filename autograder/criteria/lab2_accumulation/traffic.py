@@ -6,7 +6,7 @@ looks for gradients in it: with whatever weights the micro-batches have, their s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -141,45 +141,37 @@ def _token_gradients(inputs: Values, tokens: np.ndarray, targets: np.ndarray) ->
     return [oracle.grad_of(p) for p in model.parameters()]
 
 
-def judge_tokens(case: Case) -> list[Finding]:
+def judge_tokens(case: Case) -> Iterator[Finding]:
     """Gradients of tokens travel about once per step."""
     return _judge(case, _token_gradients, REST["float32"])
 
 
-def judge_amp(case: Case) -> list[Finding]:
+def judge_amp(case: Case) -> Iterator[Finding]:
     """Gradients of bfloat16 travel about once per step."""
     return _judge(case, oracle.gradients, REST["bfloat16"])
 
 
-def _judge(case: Case, gradients_of: Gradients, rest: float) -> list[Finding]:
+def _judge(case: Case, gradients_of: Gradients, rest: float) -> Iterator[Finding]:
     """About once the gradients per step, not once per micro-batch."""
     gradients = sum(p.nbytes for p in oracle.parameters_of(case.inputs[0]))
     whole = {c.key for c in case.trace.collectives if reaches_all(c, case.world_size)}
-    findings: list[Finding] = []
     for rank, events in enumerate(case.trace.events):
         times = _contributed(events) / (CALLS * gradients)
         to_all = _contributed(e for e in events if e.key in whole) / (CALLS * gradients)
         if times > MOST:
-            findings.append(
-                Finding(
-                    f"{times:.1f} times the gradients travelled in a step of {MICRO_BATCHES} "
-                    "micro-batches, once is enough: forward and backward of all but the last one "
-                    "belong inside no_sync().",
-                    rank,
-                )
+            yield Finding(
+                f"{times:.1f} times the gradients travelled in a step of {MICRO_BATCHES} "
+                "micro-batches, once is enough: forward and backward of all but the last one "
+                "belong inside no_sync().",
+                rank,
             )
         elif to_all < LEAST:
-            findings.append(
-                Finding(
-                    f"only {to_all:.1f} times the gradients travelled to all ranks in a step: "
-                    "those of "
-                    "the last micro-batch have to be synchronised, with all that was added up "
-                    "before.",
-                    rank,
-                )
+            yield Finding(
+                f"only {to_all:.1f} times the gradients travelled to all ranks in a step: those of "
+                "the last micro-batch have to be synchronised, with all that was added up before.",
+                rank,
             )
         elif _by_messages(events):
             continue  # a ring made by hand cuts gradients anywhere, and adds to them on the way
         elif problem := _missing(case, rank, gradients_of, rest):
-            findings.append(problem)
-    return findings
+            yield problem

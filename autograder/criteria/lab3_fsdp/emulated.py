@@ -8,6 +8,7 @@ here rests on what a rank reports, but the bytes that `fully_shard` leaves on it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -247,17 +248,15 @@ def _carries(sent: np.ndarray, gradient: np.ndarray) -> bool:
 # --- judge ---------------------------------------------------------------------------------------
 
 
-def judge_units(case: Case) -> list[Finding]:
+def judge_units(case: Case) -> Iterator[Finding]:
     """Each unit has its own all-gathers and its own reduce-scatter, with the right gradients."""
-    findings: list[Finding] = []
     for step in _last_steps(case):
         if isinstance(step, Finding):
-            findings.append(step)
+            yield step
         elif problem := (
             _giant_gather(step, case) or step.not_gathered() or _wrong_reduction(step, case)
         ):
-            findings.append(problem)
-    return findings
+            yield problem
 
 
 def _giant_gather(step: _LastStep, case: Case) -> Finding | None:
@@ -348,8 +347,8 @@ def _judge_prefetch(case: Case, direction: str, hint: str) -> list[Finding]:
     return [
         Finding(
             f"{direction}: {efficiency:.2f} of the virtual time between the first and the last "
-            "unit is "
-            f"compute, target {EFFICIENCY[direction]}: the units wait for their parameters. {hint}"
+            f"unit is compute, target {EFFICIENCY[direction]}: the units wait for their "
+            f"parameters. {hint}"
         )
     ]
 
@@ -361,7 +360,7 @@ def _efficiency(times: Any, computes: list[int], direction: str) -> float:
 
 def judge_native(case: Case) -> list[Finding]:
     """As `judge_units`, and the rank keeps 1/N of the parameters."""
-    findings = judge_units(case)
+    findings = list(judge_units(case))
     if not findings and case.world_size > 1:
         steps = [step for step in _last_steps(case) if isinstance(step, _LastStep)]
         findings = [problem for step in steps if (problem := step.not_gathered_again())]
@@ -373,9 +372,8 @@ def judge_native(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"{got} bytes of parameters on this rank after a step, expected at most "
-                    f"{bound} "
-                    f"(1/{case.world_size} of {sum(p.nbytes for p in params)}, plus padding). Is "
-                    "fully_shard called on every unit and on the model?",
+                    f"{bound} (1/{case.world_size} of {sum(p.nbytes for p in params)}, plus "
+                    "padding). Is fully_shard called on every unit and on the model?",
                     rank,
                 )
             )
@@ -395,8 +393,7 @@ def judge_precision(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"the sharded parameters are {answer.get('dtypes')}, expected float32: the "
-                    "policy "
-                    "casts what is gathered; the optimizer works on fp32.",
+                    "policy casts what is gathered; the optimizer works on fp32.",
                     rank,
                 )
             )

@@ -6,6 +6,7 @@ all of them, as RLIMIT_DATA does for the criterion that every machine can run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,9 +62,8 @@ def observe(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     return {"bytes": peak, "loss": losses[0]}
 
 
-def judge(case: Case) -> list[Finding]:
+def judge(case: Case) -> Iterator[Finding]:
     """The peak is within the budget, and the first loss is the whole model's."""
-    findings: list[Finding] = []
     budget = budget_bytes(case.world_size)
     model = build(case.inputs[0]["network"], torch.float64, WIDTH, BLOCKS)
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
@@ -72,26 +72,18 @@ def judge(case: Case) -> list[Finding]:
             expected = oracle.mse(model(x), y).item()
         loss, peak = answer.get("loss"), answer.get("bytes")
         if not (isinstance(loss, float) and abs(loss - expected) <= LOSS_RTOL * expected):
-            findings.append(
-                Finding(
-                    f"the loss before the first update: expected {expected:.6g}, got {loss}. Is "
-                    "the "
-                    "output the whole model's?",
-                    rank,
-                )
+            yield Finding(
+                f"the loss before the first update: expected {expected:.6g}, got {loss}. Is the "
+                "output the whole model's?",
+                rank,
             )
         if not isinstance(peak, int) or peak <= 0:
-            findings.append(Finding("expected a peak in bytes.", rank))
+            yield Finding("expected a peak in bytes.", rank)
         elif peak > budget:
-            findings.append(
-                Finding(
-                    f"a model with {PARAMETER_BYTES / 1e6:.0f} MB of parameters, in {BLOCKS} "
-                    "units, "
-                    f"with AdamW: expected at most {budget / 1e6:.0f} MB on each of "
-                    f"{case.world_size} ranks, got {peak / 1e6:.0f} MB. Are the whole model's "
-                    "tensors "
-                    "gone after the constructor, and a unit's after its forward and backward?",
-                    rank,
-                )
+            yield Finding(
+                f"a model with {PARAMETER_BYTES / 1e6:.0f} MB of parameters, in {BLOCKS} units, "
+                f"with AdamW: expected at most {budget / 1e6:.0f} MB on each of {case.world_size} "
+                f"ranks, got {peak / 1e6:.0f} MB. Are the whole model's tensors gone after the "
+                "constructor, and a unit's after its forward and backward?",
+                rank,
             )
-    return findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,8 @@ def observe_formula(bytes_per_rank: Any, inputs: Values, context: Context) -> Va
     return {"told": told, "unknown": unknown}
 
 
-def judge_formula(case: Case) -> list[Finding]:
+def judge_formula(case: Case) -> Iterator[Finding]:
     """Whole or ceil(P / N) entries, times the bytes of each."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         told = answer.get("told")
         for number, (n, ranks, strategy, mixed) in enumerate(case.inputs[rank]["rows"]):
@@ -83,23 +83,18 @@ def judge_formula(case: Case) -> list[Finding]:
             if isinstance(got, list) and got == expected and all(type(v) is int for v in got):
                 continue
             call = f"bytes_per_rank({n}, {ranks}, {strategy!r}, mixed={mixed})"
-            findings.append(
-                Finding(
-                    f"{call}: expected {tuple(expected)}, got {_as_tuple(got)}."
-                    f"{_explain_formula(got, expected)}",
-                    rank,
-                )
+            yield Finding(
+                f"{call}: expected {tuple(expected)}, got {_as_tuple(got)}."
+                f"{_explain_formula(got, expected)}",
+                rank,
             )
             break
         else:
             if str(answer.get("unknown")) != "ValueError":
-                findings.append(
-                    Finding(
-                        f'strategy "zero4": expected a ValueError, got {answer.get("unknown")!r}.',
-                        rank,
-                    )
+                yield Finding(
+                    f'strategy "zero4": expected a ValueError, got {answer.get("unknown")!r}.',
+                    rank,
                 )
-    return findings
 
 
 def _as_tuple(got: Any) -> Any:
@@ -198,9 +193,8 @@ _MEASURED = {
 }
 
 
-def judge_measured(case: Case) -> list[Finding]:
+def judge_measured(case: Case) -> Iterator[Finding]:
     """Bytes of local parts; Adam's step counters may be counted or not, 8 bytes each at most."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         told = answer.get("told")
         for name, what in _MEASURED.items():
@@ -216,15 +210,12 @@ def judge_measured(case: Case) -> list[Finding]:
                 )
             )
             if not right:
-                findings.append(
-                    Finding(
-                        f"{what}: expected about {tuple(expected)}, got {_as_tuple(got)}."
-                        f"{_explain_measured(got, expected, case.world_size)}",
-                        rank,
-                    )
+                yield Finding(
+                    f"{what}: expected about {tuple(expected)}, got {_as_tuple(got)}."
+                    f"{_explain_measured(got, expected, case.world_size)}",
+                    rank,
                 )
                 break
-    return findings
 
 
 def _explain_measured(got: Any, expected: list[int], world_size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -81,14 +82,12 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
     return {"told": told, "calls": calls, "shares": shares}
 
 
-def judge_throughput(case: Case) -> list[Finding]:
+def judge_throughput(case: Case) -> Iterator[Finding]:
     """All ranks' samples over the slowest rank's seconds; throughput over N times one rank's."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         problem = _throughput_problem(case, rank, answer) or _efficiency_problem(case, answer)
         if problem:
-            findings.append(Finding(problem, rank))
-    return findings
+            yield Finding(problem, rank)
 
 
 def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
@@ -186,14 +185,12 @@ def observe_choice(subject: Any, inputs: Values, context: Context) -> Values:
     }
 
 
-def judge_choice(case: Case) -> list[Finding]:
+def judge_choice(case: Case) -> Iterator[Finding]:
     """2 or 3 passes of (N-1)/N; the least sharding that fits."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         problem = _traffic_problem(case, answer) or _choice_problem(case, answer)
         if problem:
-            findings.append(Finding(problem, rank))
-    return findings
+            yield Finding(problem, rank)
 
 
 def _traffic_problem(case: Case, answer: Values) -> str:

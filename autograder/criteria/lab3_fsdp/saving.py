@@ -7,6 +7,7 @@ so at once, and names whom it waits for.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,8 @@ def _name(dtype: Any) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def judge_policies(case: Case) -> list[Finding]:
+def judge_policies(case: Case) -> Iterator[Finding]:
     """bf16 and fp32 where mixed, CPU memory where offloaded, pinned for a GPU."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for number, (device_type, mixed, offload) in enumerate(case.inputs[rank]["cases"]):
             told = answer.get("told")
@@ -84,9 +84,8 @@ def judge_policies(case: Case) -> list[Finding]:
             problem = _policy_problem(got, device_type, mixed, offload)
             if problem:
                 call = f"policies({device_type!r}, mixed={mixed}, offload={offload})"
-                findings.append(Finding(f"{call}: {problem}", rank))
+                yield Finding(f"{call}: {problem}", rank)
                 break
-    return findings
 
 
 def _policy_problem(got: Any, device_type: str, mixed: bool, offload: bool) -> str:
@@ -205,7 +204,8 @@ def judge_save(case: Case) -> list[Finding]:
     for name, value in zip(names, _oracle(case, BEFORE), strict=True):
         got = answer.get(f"m{told.index(name)}")
         hint = "Is this one rank's shard only? A full state dict is gathered."
-        if not oracle.close(findings, 0, f"{name} in the file", got, value, hint=hint):
+        if wrong := oracle.differs(0, f"{name} in the file", got, value, hint=hint):
+            findings.append(wrong)
             break
     return findings
 
@@ -248,7 +248,8 @@ def judge_resume(case: Case) -> list[Finding]:
     for rank, answer in enumerate(case.answers):
         for i, (name, value) in enumerate(zip(_names(), expected[-1], strict=True)):
             what = f"{name} of the run that goes on after save_checkpoint"
-            if not oracle.close(findings, rank, what, answer.get(f"on/{i}"), value):
+            if wrong := oracle.differs(rank, what, answer.get(f"on/{i}"), value):
+                findings.append(wrong)
                 break
         for step, values in enumerate(expected):
             when = f"{step} steps after" if step else "after"
@@ -257,9 +258,10 @@ def judge_resume(case: Case) -> list[Finding]:
                 if step
                 else "Does every rank get its shards of what rank 0 has read?"
             )
-            found = [
-                oracle.close(
-                    findings,
+            if any(f.rank == rank for f in findings):
+                break
+            wrongs = (
+                oracle.differs(
                     rank,
                     f"{name} {when} load_checkpoint",
                     answer.get(f"p{step}/{i}"),
@@ -267,9 +269,9 @@ def judge_resume(case: Case) -> list[Finding]:
                     hint=hint,
                 )
                 for i, (name, value) in enumerate(zip(_names(), values, strict=True))
-                if not any(f.rank == rank for f in findings)
-            ]
-            if not all(found):
+            )
+            if wrong := next(filter(None, wrongs), None):
+                findings.append(wrong)
                 break
     return findings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -118,8 +119,8 @@ def judge_shards(case: Case) -> list[Finding]:
         findings.append(
             Finding(
                 f"{int((~held).sum())} of {held.size} values of the model are in no rank's shards. "
-                "Are "
-                "they cut before they are freed, and is the remainder kept when N does not divide?"
+                "Are they cut before they are freed, and is the remainder kept when N does not "
+                "divide?"
             )
         )
     bound = parts.shard_bound([v.shape for v in model], case.world_size)
@@ -174,9 +175,8 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
     return answer
 
 
-def judge_forward(case: Case) -> list[Finding]:
+def judge_forward(case: Case) -> Iterator[Finding]:
     """As the whole model, with the shards' values of now."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for i in range(2):
             now = {k: v * inputs["factor"] ** i for k, v in inputs.items() if k[0] == "p"}
@@ -184,16 +184,15 @@ def judge_forward(case: Case) -> list[Finding]:
                 expected = _gpt(now, torch.float64)(torch.from_numpy(inputs[f"t{i}"])[:, :-1])
             what = "the model's output" + (" after the shards have changed" if i else "")
             hint = "Forward gathers a unit anew each time: does it read the shards' values of now?"
-            if not oracle.close(
-                findings,
+            if wrong := oracle.differs(
                 rank,
                 what,
                 answer.get(f"o{i}"),
                 expected.numpy(),
                 hint=hint if i else "Does each gathered value end up in its place?",
             ):
+                yield wrong
                 break
-    return findings
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -243,49 +242,42 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
     return answer
 
 
-def judge_accumulate(case: Case) -> list[Finding]:
+def judge_accumulate(case: Case) -> Iterator[Finding]:
     """Both together are the sum of each alone, shard by shard."""
-    findings: list[Finding] = []
     size = sum(v.size for v in oracle.parameters_of(case.inputs[0]))
     for rank, answer in enumerate(case.answers):
         keys = [k.removeprefix("both/") for k in answer if k.startswith("both/")]
         if not any(np.size(answer[f"both/{key}"]) for key in keys):
-            findings.append(Finding("the shards have no gradients.", rank))
+            yield Finding("the shards have no gradients.", rank)
         for key in keys:
             first, second = (parts.finite_floats(answer.get(f"{n}/{key}"), size) for n in _ALONE)
             if first is None or second is None or first.shape != second.shape:
-                findings.append(
-                    Finding(
-                        "after zero_grad() and a backward a shard has no gradient, or one that is "
-                        "not "
-                        "finite.",
-                        rank,
-                    )
+                yield Finding(
+                    "after zero_grad() and a backward a shard has no gradient, or one that is not "
+                    "finite.",
+                    rank,
                 )
                 break
             if first.size and (not first.any() or np.array_equal(first, second)):
-                findings.append(Finding("other data gave the same gradient, or none.", rank))
+                yield Finding("other data gave the same gradient, or none.", rank)
                 break
             got = parts.finite_floats(answer[f"both/{key}"], size)
             scale = max(np.abs(first).max(initial=0), np.abs(second).max(initial=0))
             if got is None or got.shape != first.shape:
-                findings.append(Finding("after two backward passes: not finite numbers.", rank))
+                yield Finding("after two backward passes: not finite numbers.", rank)
                 break
             off = np.abs(got - first - second) > 1e-4 * scale
             if off.any():
                 why = "Is anything of earlier passes left over, or added twice?"
                 if np.allclose(got, second, rtol=1e-3, atol=1e-4 * scale):
                     why = "That is the second one's alone: add to the shard's gradient."
-                findings.append(
-                    Finding(
-                        f"after two backward passes without zero_grad(): expected "
-                        f"{(first + second)[off][0]:.6g}, the sum of both gradients, got "
-                        f"{got[off][0]:.6g}. {why}",
-                        rank,
-                    )
+                yield Finding(
+                    f"after two backward passes without zero_grad(): expected "
+                    f"{(first + second)[off][0]:.6g}, the sum of both gradients, got "
+                    f"{got[off][0]:.6g}. {why}",
+                    rank,
                 )
                 break
-    return findings
 
 
 _ALONE = ("first", "second")

@@ -24,7 +24,7 @@ from torch import nn
 from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab4_amp.formats import DTYPES
-from autograder.criteria.lab4_amp.loop import NEVER, GivenScaler, compare_change, wrap
+from autograder.criteria.lab4_amp.loop import NEVER, GivenScaler, change_differs, wrap
 
 NAMES = ("float16", "bfloat16")
 BATCH, FEATURES, SCALE = 8, 6, 1024.0
@@ -152,8 +152,7 @@ def judge(case: Case) -> list[Finding]:
                 findings.append(
                     Finding(
                         f"dtype={name}: the parameters are {dtypes[0]} and {dtypes[1]} after "
-                        "training. "
-                        "They have to stay float32: autocast rounds copies of them.",
+                        "training. They have to stay float32: autocast rounds copies of them.",
                         rank,
                     )
                 )
@@ -179,11 +178,9 @@ def _compare(
     gradients: tuple[np.ndarray, np.ndarray],
     hint: str,
 ) -> list[Finding]:
-    findings: list[Finding] = []
     whats = ("of the block that insists on float32", "of the layer under autocast")
-    for what, value, before, gradient in zip(whats, got, start, gradients, strict=True):
-        compare_change(
-            findings,
+    found = (
+        change_differs(
             rank,
             f"the weight {what} (dtype={name})",
             value,
@@ -192,4 +189,6 @@ def _compare(
             RTOL,
             hint,
         )
-    return findings
+        for what, value, before, gradient in zip(whats, got, start, gradients, strict=True)
+    )
+    return [finding for finding in found if finding]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,8 @@ def observe_share(lost_share: Any, inputs: Values, context: Context) -> Values:
     return {"shares": shares, "zeros": float(lost_share(zeros, torch.float16))}
 
 
-def judge_share(case: Case) -> list[Finding]:
+def judge_share(case: Case) -> Iterator[Finding]:
     """The share of the non-zero numbers that become 0."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         shares = answer.get("shares")
         for number, setting in enumerate(inputs["settings"]):
@@ -71,23 +71,17 @@ def judge_share(case: Case) -> list[Finding]:
             got = shares[number] if isinstance(shares, list) and number < len(shares) else None
             if not isinstance(got, float) or not abs(got - expected) <= 1e-6:
                 hint = _explain_share(got, values, setting, len(inputs[f"v{number}"]))
-                findings.append(
-                    Finding(
-                        f"{dtype}, scale {setting['scale']:g}: expected {expected:.4f}, "
-                        f"got {got}.{hint}",
-                        rank,
-                    )
+                yield Finding(
+                    f"{dtype}, scale {setting['scale']:g}: expected {expected:.4f}, "
+                    f"got {got}.{hint}",
+                    rank,
                 )
                 break
         if not same(answer.get("zeros"), 0.0):
-            findings.append(
-                Finding(
-                    f"only zeros: expected 0.0, got {answer.get('zeros')}. There is nothing to "
-                    "lose.",
-                    rank,
-                )
+            yield Finding(
+                f"only zeros: expected 0.0, got {answer.get('zeros')}. There is nothing to lose.",
+                rank,
             )
-    return findings
 
 
 def _explain_share(got: Any, values: np.ndarray, setting: Values, size: int) -> str:
@@ -149,12 +143,11 @@ def observe_safe(safe_scale: Any, inputs: Values, context: Context) -> Values:
     return {"scales": scales, "unchanged": unchanged}
 
 
-def judge_safe(case: Case) -> list[Finding]:
+def judge_safe(case: Case) -> Iterator[Finding]:
     """The largest power of two with which no entry of any rank overflows, on every rank."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         if answer.get("unchanged") is not True:
-            findings.append(Finding("the gradients were changed.", rank))
+            yield Finding("the gradients were changed.", rank)
     for number, name in enumerate(case.inputs[0]["dtypes"]):
         per_rank = [_largest(inputs, number) for inputs in case.inputs]
         expected = _power(name, max(per_rank))
@@ -170,14 +163,11 @@ def judge_safe(case: Case) -> list[Finding]:
                 hint = " With this scale an entry overflows. Did you look at absolute values?"
             elif isinstance(got, float) and got > 0 and math.log2(got) % 1:
                 hint = " That is no power of two."
-            findings.append(
-                Finding(
-                    f"{name}, largest entry {max(per_rank):.6g}: expected the scale {expected:g}, "
-                    f"got {got}.{hint}",
-                    rank,
-                )
+            yield Finding(
+                f"{name}, largest entry {max(per_rank):.6g}: expected the scale {expected:g}, "
+                f"got {got}.{hint}",
+                rank,
             )
-    return findings
 
 
 def _largest(inputs: Values, number: int) -> float:
@@ -236,9 +226,8 @@ def observe_choice(choose_precision: Any, inputs: Values, context: Context) -> V
     return {"choices": choices}
 
 
-def judge_choice(case: Case) -> list[Finding]:
+def judge_choice(case: Case) -> Iterator[Finding]:
     """bf16 if all have it, else fp16 with a scaler if all can, else neither."""
-    findings: list[Finding] = []
     for number, kind in enumerate(case.inputs[0]["order"]):
         expected = (
             ["bfloat16", False]
@@ -253,12 +242,8 @@ def judge_choice(case: Case) -> list[Finding]:
             choices = answer.get("choices")
             got = choices[number] if isinstance(choices, list) and number < len(choices) else None
             if got != expected:
-                findings.append(
-                    Finding(
-                        f"{CHOICES[kind]}: expected (dtype, needs a scaler) = {expected}, got "
-                        f"{got}. "
-                        "All ranks have to choose alike, from the facts of all.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{CHOICES[kind]}: expected (dtype, needs a scaler) = {expected}, got {got}. "
+                    "All ranks have to choose alike, from the facts of all.",
+                    rank,
                 )
-    return findings

@@ -133,12 +133,9 @@ def judge_speed(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"a step of {answer.get('samples')} samples took {np.median(mixed) * 1e3:.1f} "
-                    "ms "
-                    f"in {answer.get('dtype')}, {np.median(full) * 1e3:.1f} ms in float32: "
-                    "expected "
-                    f"at least {LEAST_SPEEDUP:g} times as fast, got {ratio:.2f} times. Do all "
-                    "matrix "
-                    "products run under autocast, the model's and the loss's?",
+                    f"ms in {answer.get('dtype')}, {np.median(full) * 1e3:.1f} ms in float32: "
+                    f"expected at least {LEAST_SPEEDUP:g} times as fast, got {ratio:.2f} times. Do "
+                    "all matrix products run under autocast, the model's and the loss's?",
                     rank,
                 )
             )
@@ -158,10 +155,9 @@ def judge_memory(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"a step of {answer.get('samples')} samples needed {mixed / 2**30:.2f} GiB "
-                    "beyond "
-                    f"parameters and data in {answer.get('dtype')}, {full / 2**30:.2f} in float32: "
-                    f"expected at most {MOST_MEMORY:g} of that, got {mixed / full:.2f}. Are the "
-                    "activations in 16 bits, and is no float32 copy of them kept?",
+                    f"beyond parameters and data in {answer.get('dtype')}, {full / 2**30:.2f} in "
+                    f"float32: expected at most {MOST_MEMORY:g} of that, got {mixed / full:.2f}. "
+                    "Are the activations in 16 bits, and is no float32 copy of them kept?",
                     rank,
                 )
             )

@@ -6,7 +6,7 @@ Overflows come on all ranks at once here, in steps that the referee drew.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,12 +96,11 @@ GROWTH_MISTAKES = {
 }
 
 
-def judge_grows(case: Case) -> list[Finding]:
+def judge_grows(case: Case) -> Iterator[Finding]:
     """Back off after an overflow, grow after so many good steps in a row."""
     settings, steps = case.inputs[0]["settings"], case.inputs[0]["steps"]
     expected = scales_of(settings, steps)
     hint = ""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         got = answer.get("scales")
         place = _first_difference(got, expected)
@@ -112,14 +111,11 @@ def judge_grows(case: Case) -> list[Finding]:
                 hint = " " + reason
         seen = got[place] if isinstance(got, list) and place < len(got) else None
         kinds = "".join("x" if overflow else "." for overflow in steps[: place + 1])
-        findings.append(
-            Finding(
-                f"{_call(settings)}, after the steps {kinds} (x: overflow): expected the scale "
-                f"{expected[place]:g}, got {seen}.{hint}",
-                rank,
-            )
+        yield Finding(
+            f"{_call(settings)}, after the steps {kinds} (x: overflow): expected the scale "
+            f"{expected[place]:g}, got {seen}.{hint}",
+            rank,
         )
-    return findings
 
 
 def _call(settings: Values) -> str:
@@ -178,31 +174,23 @@ def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values
     }
 
 
-def judge_state(case: Case) -> list[Finding]:
+def judge_state(case: Case) -> Iterator[Finding]:
     """The restored scaler does what the saved one does."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         saved, loaded = answer.get("saved"), answer.get("loaded")
         if not isinstance(saved, float) or saved != loaded:
-            findings.append(
-                Finding(f"scale when saved: {saved}, after load_state_dict: {loaded}.", rank)
-            )
+            yield Finding(f"scale when saved: {saved}, after load_state_dict: {loaded}.", rank)
             continue
         goes_on, restored = answer.get("goes_on"), answer.get("restored")
         if not isinstance(goes_on, list) or not all(isinstance(s, float) for s in goes_on):
-            findings.append(Finding("no scales came back.", rank))
+            yield Finding("no scales came back.", rank)
         elif (place := _first_difference(restored, goes_on)) is not None:
-            findings.append(
-                Finding(
-                    f"{place + 1} steps after it was restored the scale is {_at(restored, place)}; "
-                    "the "
-                    f"scaler that was saved has {goes_on[place]:g}. The count of good steps and "
-                    "the "
-                    "three settings belong to the state as well.",
-                    rank,
-                )
+            yield Finding(
+                f"{place + 1} steps after it was restored the scale is {_at(restored, place)}; the "
+                f"scaler that was saved has {goes_on[place]:g}. The count of good steps and the "
+                "three settings belong to the state as well.",
+                rank,
             )
-    return findings
 
 
 def _at(values: Any, place: int) -> Any:

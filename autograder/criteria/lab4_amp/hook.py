@@ -6,6 +6,7 @@ payloads, and what must come out, is known without training anything.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common.charged import reaches_all
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
 from autograder.criteria.lab4_amp.scaler import same
 
@@ -78,9 +79,8 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_mean(case: Case) -> list[Finding]:
+def judge_mean(case: Case) -> Iterator[Finding]:
     """The mean over ranks, as float32, within the rounding of the format."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for name in case.inputs[0]["names"]:
             eps = float(torch.finfo(DTYPES[name]).eps)
@@ -88,17 +88,14 @@ def judge_mean(case: Case) -> list[Finding]:
                 local = [inputs[f"w/{i}"].astype(np.float64) for inputs in case.inputs]
                 got, expected = answer.get(f"g/{name}/{i}"), np.mean(local, axis=0)
                 if not same(answer.get(f"dtype/{name}/{i}"), "float32"):
-                    findings.append(
-                        Finding(
-                            f"{name}: gradient {i} has become {answer.get(f'dtype/{name}/{i}')}. "
-                            "Only what travels is in 16 bits.",
-                            rank,
-                        )
+                    yield Finding(
+                        f"{name}: gradient {i} has become {answer.get(f'dtype/{name}/{i}')}. "
+                        "Only what travels is in 16 bits.",
+                        rank,
                     )
                     break
                 hint = _explain(got, expected, case.world_size)
-                if not compare(
-                    findings,
+                if wrong := differs(
                     rank,
                     f"{name}: gradient {i}",
                     got,
@@ -107,8 +104,8 @@ def judge_mean(case: Case) -> list[Finding]:
                     atol=0.0,
                     hint=hint,
                 ):
+                    yield wrong
                     break
-    return findings
 
 
 def _explain(got: Any, expected: np.ndarray, world_size: int) -> str:
@@ -126,11 +123,10 @@ def _explain(got: Any, expected: np.ndarray, world_size: int) -> str:
     return ""
 
 
-def judge_bytes(case: Case) -> list[Finding]:
+def judge_bytes(case: Case) -> Iterator[Finding]:
     """Every gradient travels once per step, in two bytes per element."""
     name = case.inputs[0]["names"][0]
     collectives = {c.key: c for c in case.trace.collectives}
-    findings: list[Finding] = []
     for rank, inputs in enumerate(case.inputs):
         issued = [
             collectives[e.key]
@@ -142,28 +138,23 @@ def judge_bytes(case: Case) -> list[Finding]:
         wide = [c for c in reduced if c.dtype != name]
         if others or wide:
             what = f"an all-reduce of {wide[0].dtype}" if wide else f"{sorted(others)[0]}"
-            findings.append(
-                Finding(f"{name}: expected one all-reduce of {name} per bucket, saw {what}.", rank)
+            yield Finding(
+                f"{name}: expected one all-reduce of {name} per bucket, saw {what}.", rank
             )
             continue
         reduced = [c for c in reduced if reaches_all(c, case.world_size)]
         sent = sum(c.nbytes for c in reduced)
         if not 0.9 * STEPS * NUMEL * 2 <= sent <= 1.1 * STEPS * NUMEL * 2:
-            findings.append(
-                Finding(
-                    f"{name}: {sent} bytes of gradients were all-reduced over all ranks in {STEPS} "
-                    f"steps, expected {STEPS * NUMEL * 2}.",
-                    rank,
-                )
+            yield Finding(
+                f"{name}: {sent} bytes of gradients were all-reduced over all ranks in {STEPS} "
+                f"steps, expected {STEPS * NUMEL * 2}.",
+                rank,
             )
         elif not _carries(reduced, rank, inputs, name):
-            findings.append(
-                Finding(
-                    f"{name}: what was all-reduced in the last step is not this rank's gradients.",
-                    rank,
-                )
+            yield Finding(
+                f"{name}: what was all-reduced in the last step is not this rank's gradients.",
+                rank,
             )
-    return findings
 
 
 def _carries(reduced: list[Any], rank: int, inputs: Values, name: str) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.scaler import same
 
 SIZES = (5, 8, 2)
@@ -236,15 +236,15 @@ def _judge_parameters(
     start = oracle.parameters_of(case.inputs[0])
     for rank, answer in enumerate(case.answers):
         for i, (value, before) in enumerate(zip(expected, start, strict=True)):
-            if not compare_change(
-                findings, rank, f"parameter {i}", answer.get(f"p{i}"), value, before, rtol, hint
+            if wrong := change_differs(
+                rank, f"parameter {i}", answer.get(f"p{i}"), value, before, rtol, hint
             ):
+                findings.append(wrong)
                 break
     return findings
 
 
-def compare_change(
-    findings: list[Finding],
+def change_differs(
     rank: int,
     what: str,
     got: Any,
@@ -252,13 +252,12 @@ def compare_change(
     before: np.ndarray,
     rtol: float,
     hint: str,
-) -> bool:
-    """`compare` on what training has changed, relative to the largest change."""
+) -> Finding | None:
+    """`differs` on what training has changed, relative to the largest change."""
     if isinstance(got, np.ndarray) and got.shape == before.shape and got.dtype.kind == "f":
         got = got.astype(np.float64) - before
     change = expected - before
-    return compare(
-        findings,
+    return differs(
         rank,
         f"change of {what} by training",
         got,
@@ -285,8 +284,7 @@ def judge_fp16(case: Case) -> list[Finding]:
     )
     for rank, answer in enumerate(case.answers):
         values = TINY * np.array([step[rank] for step in losses])
-        compare(
-            findings,
+        if wrong := differs(
             rank,
             "losses",
             answer.get("losses"),
@@ -294,7 +292,8 @@ def judge_fp16(case: Case) -> list[Finding]:
             rtol=HALF_RTOL,
             atol=0.0,
             hint="One number per step: this rank's loss before it is scaled.",
-        )
+        ):
+            findings.append(wrong)
     return findings
 
 
@@ -346,8 +345,7 @@ def judge_clip(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"accumulate=2 with max_norm raised {raised[1]}: unscale and clip once per "
-                    "step, "
-                    "after the backward of its last batch.",
+                    "step, after the backward of its last batch.",
                     rank,
                 )
             )

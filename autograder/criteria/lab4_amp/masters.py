@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
 from autograder.criteria.lab4_amp.scaler import same
 
@@ -89,24 +89,20 @@ def _oracle(inputs: Values, number: int) -> list[np.ndarray]:
     return [master.detach().numpy() for master in masters]
 
 
-def judge(case: Case) -> list[Finding]:
+def judge(case: Case) -> Iterator[Finding]:
     """Parameters are the rounded masters, within one number of the format."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (name, kind) in enumerate(CASES):
             eps = float(torch.finfo(DTYPES[name]).eps)
             if not same(answer.get(f"left/{number}"), 0):
-                findings.append(Finding("zero_grad() left gradients behind.", rank))
+                yield Finding("zero_grad() left gradients behind.", rank)
             for i, expected in enumerate(_oracle(inputs, number)):
                 got = answer.get(f"p/{number}/{i}")
                 if not same(answer.get(f"dtype/{number}/{i}"), name):
-                    findings.append(
-                        Finding(
-                            f"a {name} parameter is {answer.get(f'dtype/{number}/{i}')} after a "
-                            "step. "
-                            "The model's parameters keep their dtype.",
-                            rank,
-                        )
+                    yield Finding(
+                        f"a {name} parameter is {answer.get(f'dtype/{number}/{i}')} after a step. "
+                        "The model's parameters keep their dtype.",
+                        rank,
                     )
                     break
                 start = torch.from_numpy(inputs[f"p/{number}/{i}"]).to(DTYPES[name]).double()
@@ -123,8 +119,7 @@ def judge(case: Case) -> list[Finding]:
                     )
                 elif i == SOMETIMES:
                     hint = "Where p.grad is None its master has none, not that of the step before."
-                if not compare(
-                    findings,
+                if wrong := differs(
                     rank,
                     f"{name}, {kind}: parameter {i} after {STEPS} small steps",
                     got,
@@ -133,5 +128,5 @@ def judge(case: Case) -> list[Finding]:
                     atol=0.0,
                     hint=hint,
                 ):
+                    yield wrong
                     break
-    return findings

@@ -5,6 +5,7 @@ Nothing is timed here. The device and the clock are made of the numbers that the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,7 @@ def judge_memory(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     "the parameters have not made one step with the gradients of compute_loss() "
-                    "alone: "
-                    "were older ones cleared?",
+                    "alone: were older ones cleared?",
                     rank,
                 )
             )
@@ -138,8 +138,7 @@ def judge_memory(case: Case) -> list[Finding]:
                         Finding(
                             f"{net['precision']}, layers {net['sizes']}, batch {net['batch']}, "
                             f"{net['optimizer']}{frozen}: expected {least} bytes of {key}, got "
-                            f"{got}. "
-                            f"{_HINTS[key]}",
+                            f"{got}. {_HINTS[key]}",
                             rank,
                         )
                     )
@@ -220,9 +219,8 @@ def observe_timing(time_step: Any, inputs: Values, context: Context) -> Values:
     return {"seconds": seconds, "calls": calls}
 
 
-def judge_timing(case: Case) -> list[Finding]:
+def judge_timing(case: Case) -> Iterator[Finding]:
     """The median of the timed steps, of the slowest rank, with the queue emptied each time."""
-    findings: list[Finding] = []
     for number, setting in enumerate(case.inputs[0]["settings"]):
         warmup, repeats = setting["warmup"], setting["repeats"]
         per_rank = [inputs[f"work/{number}"] for inputs in case.inputs]
@@ -232,25 +230,20 @@ def judge_timing(case: Case) -> list[Finding]:
             calls, seconds = answer.get("calls"), answer.get("seconds")
             got = seconds[number] if isinstance(seconds, list) and number < len(seconds) else None
             if not isinstance(calls, list) or calls[number : number + 1] != [warmup + repeats]:
-                findings.append(
-                    Finding(
-                        f"{what}: step() was called {calls} times in the cases; expected "
-                        f"{warmup + repeats} times in case {number}.",
-                        rank,
-                    )
+                yield Finding(
+                    f"{what}: step() was called {calls} times in the cases; expected "
+                    f"{warmup + repeats} times in case {number}.",
+                    rank,
                 )
                 break
             if not isinstance(got, float) or not abs(got - max(medians)) <= 1e-9:
                 hint = _explain_timing(got, per_rank[rank], medians[rank], warmup)
-                findings.append(
-                    Finding(
-                        f"{what}: expected {max(medians) * 1e3:.4f} ms, got "
-                        f"{_milliseconds(got)}.{hint}",
-                        rank,
-                    )
+                yield Finding(
+                    f"{what}: expected {max(medians) * 1e3:.4f} ms, got "
+                    f"{_milliseconds(got)}.{hint}",
+                    rank,
                 )
                 break
-    return findings
 
 
 def _milliseconds(got: Any) -> str:

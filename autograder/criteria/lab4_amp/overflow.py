@@ -5,6 +5,7 @@ Which gradients overflow, where and on which rank is drawn by the referee.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -91,9 +92,8 @@ def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values
     return answer
 
 
-def judge_finds(case: Case) -> list[Finding]:
+def judge_finds(case: Case) -> Iterator[Finding]:
     """Steps if and only if every entry of every gradient is finite, and says so."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         start = oracle.parameters_of(inputs)
         taken = answer.get("taken")
@@ -110,21 +110,18 @@ def judge_finds(case: Case) -> list[Finding]:
                 )
             )
             for i, value in enumerate(expected):
-                if not oracle.close(
-                    findings,
+                if wrong := oracle.differs(
                     rank,
                     f"{what}: parameter {i} after step",
                     answer.get(f"{kind}/{i}"),
                     value,
                     hint=hint,
                 ):
+                    yield wrong
                     break
             said = taken[number] if isinstance(taken, list) and number < len(taken) else None
             if said is not fine:
-                findings.append(
-                    Finding(f"{what}: step() has to return {fine}, it returned {said}.", rank)
-                )
-    return findings
+                yield Finding(f"{what}: step() has to return {fine}, it returned {said}.", rank)
 
 
 # --- agrees --------------------------------------------------------------------------------------
@@ -179,12 +176,11 @@ def _finite(array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and bool(np.isfinite(array).all())
 
 
-def judge_agrees(case: Case) -> list[Finding]:
+def judge_agrees(case: Case) -> Iterator[Finding]:
     """If one rank overflows no rank steps; the scale is the same on all ranks.
 
     By what a step divides is other criteria's: here only whether it was taken.
     """
-    findings: list[Finding] = []
     scales = [answer.get("scales") for answer in case.answers]
     overflowed = [
         [r for r, inputs in enumerate(case.inputs) if np.isinf(inputs[f"{step}/0"]).any()]
@@ -201,7 +197,7 @@ def judge_agrees(case: Case) -> list[Finding]:
                 not isinstance(a, np.ndarray) or a.shape != shape or not _finite(a)
                 for a, shape in zip(after, SHAPES, strict=True)
             ):
-                findings.append(Finding(f"{what}: the parameters are not finite numbers.", rank))
+                yield Finding(f"{what}: the parameters are not finite numbers.", rank)
                 break
             taken = any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
             if taken == bool(bad):
@@ -211,16 +207,12 @@ def judge_agrees(case: Case) -> list[Finding]:
                     if bad
                     else "this rank did not step; every rank has to."
                 )
-                findings.append(Finding(f"{what}: {hint}", rank))
+                yield Finding(f"{what}: {hint}", rank)
                 break
             before = after
         if not isinstance(scales[rank], list) or not same(scales[rank], scales[0]):
-            findings.append(
-                Finding(
-                    f"scales after each step: {scales[rank]}, on rank 0 {scales[0]}. Ranks with "
-                    "other "
-                    "scales add up gradients of other sizes.",
-                    rank,
-                )
+            yield Finding(
+                f"scales after each step: {scales[rank]}, on rank 0 {scales[0]}. Ranks with other "
+                "scales add up gradients of other sizes.",
+                rank,
             )
-    return findings

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SHAPES = ((3, 4), (5,), (2, 2))
 LR, WEIGHT_DECAY = 0.25, 0.1  # decay: a step with gradients of zero is not a skipped step
@@ -133,8 +133,7 @@ def judge_scale(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     "scale(loss) of a loss of 2.5 in fp16, at 65536: expected 163840 in float32, "
-                    "got "
-                    f"{answer.get('half')}. fp16 ends at 65504.",
+                    f"got {answer.get('half')}. fp16 ends at 65504.",
                     rank,
                 )
             )
@@ -147,16 +146,14 @@ def judge_scale(case: Case) -> list[Finding]:
             )
         for number, scale in enumerate(inputs["scales"]):
             what, atol = f"scale(loss) at scale {scale:g}", 1e-4 * scale * np.abs(terms).sum()
-            good = compare(
-                findings,
+            wrong = differs(
                 rank,
                 what,
                 answer.get(f"scaled/{number}"),
                 np.asarray(scale * terms.sum()),
                 rtol=1e-4,
                 atol=atol,
-            ) and compare(
-                findings,
+            ) or differs(
                 rank,
                 "change of the loss itself",
                 answer.get(f"change/{number}"),
@@ -166,15 +163,15 @@ def judge_scale(case: Case) -> list[Finding]:
                 hint="Return a new tensor: the loss is still to be logged.",
             )
             for i, weight in enumerate(weights):
-                good = good and oracle.close(
-                    findings,
+                wrong = wrong or oracle.differs(
                     rank,
                     f"gradient {i} of {what}",
                     answer.get(f"g{number}/{i}"),
                     scale * weight,
                     hint="Backward of the scaled loss must give scale times the gradient.",
                 )
-            if not good:
+            if wrong:
+                findings.append(wrong)
                 break
     return findings
 
@@ -268,24 +265,23 @@ def judge_unscale(case: Case) -> list[Finding]:
                     )
                 )
                 continue
-            good = kind == "implicit" or all(
-                oracle.close(
-                    findings,
+            wrong = None
+            for i, grad in enumerate(gradients if kind != "implicit" else ()):
+                wrong = wrong or oracle.differs(
                     rank,
                     f"{what} (scale {scale:g}): gradient {i} after unscale_",
                     answer.get(f"g/{kind}/{i}"),
                     np.asarray(grad, np.float64),
                     hint="unscale_ divides each gradient by the scale, in place, once.",
                 )
-                for i, grad in enumerate(gradients)
-            )
             for i, expected in enumerate(stepped(before, gradients)):
-                good = good and oracle.close(
-                    findings,
+                wrong = wrong or oracle.differs(
                     rank,
                     f"{what} (scale {scale:g}): parameter {i} after step",
                     answer.get(f"p/{kind}/{i}"),
                     expected,
                     hint="The step needs gradients that were divided exactly once.",
                 )
+            if wrong:
+                findings.append(wrong)
     return findings

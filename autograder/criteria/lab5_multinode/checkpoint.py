@@ -294,8 +294,7 @@ def judge_keep(case: Case) -> list[Finding]:
         return [
             Finding(
                 "keep=1, and the process died while it saved: the checkpoint before it is gone "
-                "too. "
-                "Delete old ones only when the new one has its name.",
+                "too. Delete old ones only when the new one has its name.",
                 0,
             )
         ]

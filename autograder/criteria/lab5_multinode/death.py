@@ -69,8 +69,8 @@ def judge_atomic(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"{text}: it was to die in the middle of a large write, but it "
-                    f"{how or 'did not'}. "
-                    "Does save_checkpoint write the state to the folder it is given?",
+                    f"{how or 'did not'}. Does save_checkpoint write the state to the folder it is "
+                    "given?",
                     0,
                 )
             )
@@ -99,9 +99,8 @@ def judge_atomic(case: Case) -> list[Finding]:
         findings.append(
             Finding(
                 f"after a death the next save of step {third} should work and be found; "
-                "load_newest "
-                f"gave {answer.get('later')}. What a dead process left behind must not be in the "
-                "way.",
+                f"load_newest gave {answer.get('later')}. What a dead process left behind must not "
+                "be in the way.",
                 0,
             )
         )
@@ -183,8 +182,7 @@ def judge_durable(case: Case) -> list[Finding]:
     return [
         Finding(
             "the file got its name before os.fsync was called on it. The kernel keeps written data "
-            "in "
-            "memory for a while: after a power cut the name may be there and the data not.",
+            "in memory for a while: after a power cut the name may be there and the data not.",
             0,
         )
     ]

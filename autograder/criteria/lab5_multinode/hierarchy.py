@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import carried, oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from minidist.emulate.trace import Event
 
 CALLS = 2
@@ -68,22 +68,20 @@ def observe_values(reducer_class: Any, inputs: Values, context: Context) -> Valu
     return answer
 
 
-def judge_values(case: Case) -> list[Finding]:
+def judge_values(case: Case) -> Iterator[Finding]:
     """The sum over all ranks, for nodes of every size."""
-    findings: list[Finding] = []
     shapes = case.inputs[0]["shapes"]
     for rank, answer in enumerate(case.answers):
         for number, local_size in enumerate(local_sizes(case.world_size)):
             nodes = case.world_size // local_size
             layout = f"{nodes} node{'s' * (nodes > 1)} × {local_size}"
-            right = True
+            wrong = None
             for k, shape in enumerate(shapes[number]):
                 key = f"{number}/{k}"
                 everyone = [i[key].astype(np.float64) for i in case.inputs]
                 total = np.sum(everyone, axis=0)
                 dtype = "float64" if k == 2 else "float32"
-                right = right and oracle.close(
-                    findings,
+                wrong = wrong or oracle.differs(
                     rank,
                     f"{layout}, tensor of shape {shape}",
                     answer.get(key),
@@ -92,9 +90,9 @@ def judge_values(case: Case) -> list[Finding]:
                     hint=_why(answer.get(key), total, case, key, rank),
                     terms=everyone,
                 )
-            if not right:
+            if wrong:
+                yield wrong
                 break
-    return findings
 
 
 def _why(got: Any, total: np.ndarray, case: Case, key: str, rank: int) -> str:
@@ -269,10 +267,8 @@ def judge_slow(case: Case) -> list[Finding]:
                 findings.append(
                     Finding(
                         f"{layout}: what this rank sent to other nodes held {found} different "
-                        "numbers "
-                        f"of the nodes' sums, expected {part}: its 1/{local_size} of what the "
-                        "ranks of "
-                        "its node add up to.",
+                        f"numbers of the nodes' sums, expected {part}: its 1/{local_size} of what "
+                        "the ranks of its node add up to.",
                         rank,
                     )
                 )
@@ -293,11 +289,9 @@ def judge_local(case: Case) -> list[Finding]:
                 findings.append(
                     Finding(
                         f"nodes of {local_size}, {CALLS} all-reduces of {_mb(num_bytes)}: this "
-                        "rank "
-                        f"sent {_mb(inside)} inside its node, at most {_mb(ideal)} is needed: a "
-                        "reduce-scatter and an all-gather, each (n-1)/n of the tensor. An "
-                        "all-reduce "
-                        "is both already.",
+                        f"rank sent {_mb(inside)} inside its node, at most {_mb(ideal)} is needed: "
+                        "a reduce-scatter and an all-gather, each (n-1)/n of the tensor. An "
+                        "all-reduce is both already.",
                         rank,
                     )
                 )
@@ -311,8 +305,7 @@ def judge_local(case: Case) -> list[Finding]:
                     Finding(
                         f"nodes of {local_size}: what this rank sent inside its node held {found} "
                         "different numbers of the ranks' tensors or of their sums, expected at "
-                        "least "
-                        f"{least}.",
+                        f"least {least}.",
                         rank,
                     )
                 )
@@ -369,9 +362,8 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_hook(case: Case) -> list[Finding]:
+def judge_hook(case: Case) -> Iterator[Finding]:
     """The mean over ranks, summed by the all-reduce that the hook was given."""
-    findings: list[Finding] = []
     last = HOOK_STEPS - 1
     local = [oracle.gradients(i, i[f"x/{last}"], i[f"y/{last}"]) for i in case.inputs]
     count = HOOK_STEPS * sum(grad.size for grad in local[0])
@@ -380,12 +372,12 @@ def judge_hook(case: Case) -> list[Finding]:
             mean = oracle.mean([grads[i] for grads in local])
             got = answer.get(f"g{i}")
             hint = oracle.explain_gradient(got, mean, own, case.world_size)
-            if not oracle.close(findings, rank, f"gradient {i}", got, mean, hint=hint):
+            if wrong := oracle.differs(rank, f"gradient {i}", got, mean, hint=hint):
+                yield wrong
                 break
         else:
             numel = answer.get("numel")
-            compare(
-                findings,
+            if wrong := differs(
                 rank,
                 "numbers that went through the given all-reduce",
                 np.asarray(numel if isinstance(numel, int | float) else np.nan),
@@ -393,5 +385,5 @@ def judge_hook(case: Case) -> list[Finding]:
                 rtol=0.02,
                 atol=0.0,
                 hint="The hook's first argument is the all-reduce to use.",
-            )
-    return findings
+            ):
+                yield wrong

@@ -7,11 +7,12 @@ link would take.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (4_000, 64_000, 1_000_000, 16_000_000)
 KINDS = {
@@ -82,15 +83,13 @@ def observe_measure(measure_link: Any, inputs: Values, context: Context) -> Valu
     return {"found": np.array([float(found[0]), float(found[1])])}
 
 
-def judge_measure(case: Case) -> list[Finding]:
+def judge_measure(case: Case) -> Iterator[Finding]:
     """Latency and bandwidth of the link, within one in a thousand."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         given, got = case.inputs[rank], answer.get("found")
         right = np.array([given["latency_s"], given["bandwidth_bytes_per_s"]])
         hint = "" if not isinstance(got, np.ndarray) else _reason(got, right, given)
-        compare(
-            findings,
+        if wrong := differs(
             rank,
             "[latency_s, bandwidth_bytes_per_s]",
             got,
@@ -98,8 +97,8 @@ def judge_measure(case: Case) -> list[Finding]:
             rtol=1e-3,
             atol=0.0,
             hint=hint,
-        )
-    return findings
+        ):
+            yield wrong
 
 
 def _reason(got: np.ndarray, right: np.ndarray, given: Values) -> str:
@@ -154,13 +153,12 @@ def bus_gbit_per_s(run: Values) -> float:
     return factor * run["num_bytes"] * 8 / run["seconds"] / 1e9
 
 
-def judge_bus(case: Case) -> list[Finding]:
+def judge_bus(case: Case) -> Iterator[Finding]:
     """In Gbit/s, with each collective's own factor."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         runs, got = case.inputs[rank]["runs"], answer.get("found")
         if not isinstance(got, np.ndarray) or got.shape != (len(runs),) or got.dtype.kind != "f":
-            findings.append(Finding("there is no answer for every collective.", rank))
+            yield Finding("there is no answer for every collective.", rank)
             continue
         for run, value in zip(runs, got, strict=True):
             right = np.array(bus_gbit_per_s(run))
@@ -172,9 +170,8 @@ def judge_bus(case: Case) -> list[Finding]:
             ):
                 if abs(value - right * factor) < 1e-9 * abs(right):
                     hint = reason
-            ok = compare(
-                findings, rank, what, np.asarray(value), right, rtol=1e-6, atol=1e-12, hint=hint
-            )
-            if not ok:
+            if wrong := differs(
+                rank, what, np.asarray(value), right, rtol=1e-6, atol=1e-12, hint=hint
+            ):
+                yield wrong
                 break
-    return findings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -91,39 +92,32 @@ _WHY = {
 }
 
 
-def judge_interface(case: Case) -> list[Finding]:
+def judge_interface(case: Case) -> Iterator[Finding]:
     """GLOO_SOCKET_IFNAME is the interface that leads to the peer."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, table in enumerate(case.inputs[rank]["tables"]):
             said, right = item_of(answer.get("said"), number), right_interface(table)
             where = f"{dict(table['interfaces'])}, peer {table['peer']}"
             if right is None:
                 if said != NO_WAY:
-                    findings.append(
-                        Finding(
-                            f"{where}: no interface leads there, so a ValueError was expected, got "
-                            f"{said}. A wrong guess hangs later, with no message.",
-                            rank,
-                        )
+                    yield Finding(
+                        f"{where}: no interface leads there, so a ValueError was expected, got "
+                        f"{said}. A wrong guess hangs later, with no message.",
+                        rank,
                     )
                 continue
             got = said.get("GLOO_SOCKET_IFNAME") if isinstance(said, dict) else None
             if got != right:
-                findings.append(
-                    Finding(
-                        f"{where}: GLOO_SOCKET_IFNAME expected {right}, got {got}."
-                        f"{_WHY.get(table['kind'], '')}",
-                        rank,
-                    )
+                yield Finding(
+                    f"{where}: GLOO_SOCKET_IFNAME expected {right}, got {got}."
+                    f"{_WHY.get(table['kind'], '')}",
+                    rank,
                 )
                 break
-    return findings
 
 
-def judge_nccl(case: Case) -> list[Finding]:
+def judge_nccl(case: Case) -> Iterator[Finding]:
     """NCCL_SOCKET_IFNAME admits the interface that gloo was given, and no other."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, table in enumerate(case.inputs[rank]["tables"]):
             said = item_of(answer.get("said"), number)
@@ -133,17 +127,13 @@ def judge_nccl(case: Case) -> list[Finding]:
             value = said.get("NCCL_SOCKET_IFNAME")
             admitted = _admitted(value, names)
             if admitted != wanted:
-                findings.append(
-                    Finding(
-                        f"interfaces {names}: NCCL_SOCKET_IFNAME={value} admits "
-                        f"{sorted(admitted) or 'none'}, expected only {sorted(map(str, wanted))}. "
-                        "NCCL "
-                        "takes the value for the beginning of a name; =NAME means that name alone.",
-                        rank,
-                    )
+                yield Finding(
+                    f"interfaces {names}: NCCL_SOCKET_IFNAME={value} admits "
+                    f"{sorted(admitted) or 'none'}, expected only {sorted(map(str, wanted))}. NCCL "
+                    "takes the value for the beginning of a name; =NAME means that name alone.",
+                    rank,
                 )
                 break
-    return findings
 
 
 def _admitted(value: Any, names: list[str]) -> set[str]:

@@ -7,6 +7,7 @@ does not.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -51,9 +52,8 @@ def _pair(place: Any) -> list[int]:
     return [integer(place[0], "node_rank"), integer(place[1], "local_rank")]
 
 
-def judge_places(case: Case) -> list[Finding]:
+def judge_places(case: Case) -> Iterator[Finding]:
     """Ranks count up node by node; the two functions undo each other."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, sizes in enumerate(case.inputs[rank]["clusters"]):
             right = [[node, local] for node, size in enumerate(sizes) for local in range(size)]
@@ -63,9 +63,8 @@ def judge_places(case: Case) -> list[Finding]:
                 item_of(answer.get("ranks"), number), list(range(len(right))), "global_rank", sizes
             )
             if problem:
-                findings.append(Finding(f"{what}: {problem}", rank))
+                yield Finding(f"{what}: {problem}", rank)
                 break
-    return findings
 
 
 def _first(got: Any, right: list[Any], what: str, sizes: list[int]) -> str:
@@ -127,13 +126,12 @@ def observe_command(node_command: Any, inputs: Values, context: Context) -> Valu
     return {"commands": commands}
 
 
-def judge_command(case: Case) -> list[Finding]:
+def judge_command(case: Case) -> Iterator[Finding]:
     """torchrun understands every node's command, and together they make the job."""
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         job, commands = case.inputs[rank], answer.get("commands")
         if not isinstance(commands, list) or len(commands) != job["num_nodes"]:
-            findings.append(Finding("there is no command for every node.", rank))
+            yield Finding("there is no command for every node.", rank)
             continue
         for node, command in enumerate(commands):
             try:
@@ -141,15 +139,12 @@ def judge_command(case: Case) -> list[Finding]:
             except ValueError as error:
                 problem = str(error)
             if problem:
-                findings.append(
-                    Finding(
-                        f"node {node} of {job['num_nodes']}, {job['local_size']} processes each: "
-                        f"{problem}",
-                        rank,
-                    )
+                yield Finding(
+                    f"node {node} of {job['num_nodes']}, {job['local_size']} processes each: "
+                    f"{problem}",
+                    rank,
                 )
                 break
-    return findings
 
 
 def parse_torchrun(command: Any) -> Namespace:

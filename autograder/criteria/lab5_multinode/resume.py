@@ -22,7 +22,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import plain
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, compare
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (5, 7, 2)
 BATCH, BEFORE, AFTER = 6, 4, 5
@@ -167,7 +167,7 @@ def observe_training(functions: Any, inputs: Values, context: Context) -> Values
         return answer
 
 
-def judge_training(case: Case) -> list[Finding]:
+def judge_training(case: Case) -> Iterator[Finding]:
     """The break changes nothing, and the run without it is the oracle's."""
     given = case.inputs[0]
     x, y = (torch.from_numpy(given[k]).double() for k in "xy")
@@ -178,26 +178,24 @@ def judge_training(case: Case) -> list[Finding]:
     tensors = [
         t.detach().double().numpy() for t in [*right.model.parameters(), *right.model.buffers()]
     ]
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
-        if not _close(
-            findings,
+        if wrong := _differs(
             rank,
             "losses after collect_state, without a break",
             answer.get("losses/whole"),
             losses,
             hint="collect_state must not change the training.",
         ):
+            yield wrong
             continue
         got, kept = answer.get("losses/resumed"), answer.get("losses/whole")
         what = f"losses of steps {BEFORE} to {BEFORE + AFTER - 1} after restore_state"
-        if not _close(
-            findings, rank, what, got, losses, hint=_hint(got, losses, answer.get("lr/resumed"), lr)
-        ):
+        hint = _hint(got, losses, answer.get("lr/resumed"), lr)
+        if wrong := _differs(rank, what, got, losses, hint=hint):
+            yield wrong
             continue
-        close = [
-            _close(
-                findings,
+        wrongs = [
+            _differs(
                 rank,
                 f"tensor {i} of the model at the end",
                 answer.get(f"{i}/resumed"),
@@ -206,25 +204,23 @@ def judge_training(case: Case) -> list[Finding]:
             )
             for i, value in enumerate(tensors)
         ]
+        yield from filter(None, wrongs)
         pairs = [(got, kept)]
-        pairs += [(answer.get(f"{i}/resumed"), answer.get(f"{i}/whole")) for i in range(len(close))]
-        if all(close) and not all(_identical(*pair) for pair in pairs):
-            findings.append(
-                Finding(
-                    "the resumed run is close to the one without a break, but not the same bit for "
-                    "bit: is something converted to another type on the way?",
-                    rank,
-                )
+        pairs += [
+            (answer.get(f"{i}/resumed"), answer.get(f"{i}/whole")) for i in range(len(tensors))
+        ]
+        if not any(wrongs) and not all(_identical(*pair) for pair in pairs):
+            yield Finding(
+                "the resumed run is close to the one without a break, but not the same bit for "
+                "bit: is something converted to another type on the way?",
+                rank,
             )
-    return findings
 
 
-def _close(
-    findings: list[Finding], rank: int, what: str, got: Any, right: np.ndarray, *, hint: str
-) -> bool:
-    """As `oracle.close`, with room for what Adam makes of rounding."""
+def _differs(rank: int, what: str, got: Any, right: np.ndarray, *, hint: str) -> Finding | None:
+    """As `oracle.differs`, with room for what Adam makes of rounding."""
     atol = RTOL * float(np.abs(right).max())
-    return compare(findings, rank, what, got, right, rtol=RTOL, atol=atol, hint=hint)
+    return differs(rank, what, got, right, rtol=RTOL, atol=atol, hint=hint)
 
 
 def _identical(one: Any, two: Any) -> bool:
@@ -313,17 +309,16 @@ def _expected_draws(inputs: Values) -> np.ndarray:
     return np.array(drawn)
 
 
-def judge_rng(case: Case) -> list[Finding]:
+def judge_rng(case: Case) -> Iterator[Finding]:
     """Every rank's own numbers go on, of torch, NumPy and Python."""
-    findings: list[Finding] = []
     expected = [_expected_draws(inputs) for inputs in case.inputs]
     for rank, answer in enumerate(case.answers):
         right, got = expected[rank], answer.get("resumed")
         if not np.array_equal(answer.get("whole", ()), right):
-            findings.append(Finding("collect_state itself draws random numbers.", rank))
+            yield Finding("collect_state itself draws random numbers.", rank)
             continue
         if not isinstance(got, np.ndarray) or got.shape != right.shape:
-            findings.append(Finding("no random numbers came back.", rank))
+            yield Finding("no random numbers came back.", rank)
             continue
         if np.array_equal(got, right):
             continue
@@ -342,14 +337,11 @@ def judge_rng(case: Case) -> list[Finding]:
                 "this rank now draws rank 0's numbers: dropout would be the same on every rank. "
                 "Gather the states of all ranks, and give each its own."
             )
-        findings.append(
-            Finding(
-                f"after restore_state the random numbers of {', '.join(wrong)} are not those that "
-                f"came after collect_state: {why}",
-                rank,
-            )
+        yield Finding(
+            f"after restore_state the random numbers of {', '.join(wrong)} are not those that "
+            f"came after collect_state: {why}",
+            rank,
         )
-    return findings
 
 
 # --- resume_sampler ------------------------------------------------------------------------------
@@ -385,33 +377,27 @@ def observe_sampler(functions: Any, inputs: Values, context: Context) -> Values:
         }
 
 
-def judge_sampler(case: Case) -> list[Finding]:
+def judge_sampler(case: Case) -> Iterator[Finding]:
     """Where the sampler stood, and the number of the step."""
     given = case.inputs[0]
     sampler = Positions(11, given["settings"]["seed"])
     sampler.take(given["taken"])
     epoch, position = sampler.epoch, sampler.position
     right = [given["step"], *sampler.take(15)]
-    findings: list[Finding] = []
     for rank, answer in enumerate(map(plain, case.answers)):
         got = answer.get("resumed")
         if answer.get("whole") != right:
-            findings.append(Finding("collect_state changed the step or the sampler.", rank))
+            yield Finding("collect_state changed the step or the sampler.", rank)
         elif not isinstance(got, list) or len(got) != len(right):
-            findings.append(Finding("nothing came back.", rank))
+            yield Finding("nothing came back.", rank)
         elif got[0] != right[0]:
-            findings.append(
-                Finding(
-                    f"training.step after restore_state: expected {right[0]}, got {got[0]}.", rank
-                )
+            yield Finding(
+                f"training.step after restore_state: expected {right[0]}, got {got[0]}.", rank
             )
         elif got != right:
-            findings.append(
-                Finding(
-                    f"the sampler stood in epoch {epoch} at position {position}. The next samples "
-                    f"should be {right[1:6]} …, they are {got[1:6]} …: samples would be seen twice "
-                    "and others not at all. Both numbers belong to the state.",
-                    rank,
-                )
+            yield Finding(
+                f"the sampler stood in epoch {epoch} at position {position}. The next samples "
+                f"should be {right[1:6]} …, they are {got[1:6]} …: samples would be seen twice "
+                "and others not at all. Both numbers belong to the state.",
+                rank,
             )
-    return findings

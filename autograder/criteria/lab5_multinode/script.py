@@ -330,8 +330,7 @@ def judge_script(case: Case) -> list[Finding]:
             Finding(
                 f"--every={job['every']} --steps={job['steps']}: save_checkpoint should be called "
                 f"with steps {[*steps]}, the number of steps done; {len(missing)} of these calls "
-                "did "
-                "not come.",
+                "did not come.",
                 0,
             )
         )
@@ -352,11 +351,11 @@ def judge_script(case: Case) -> list[Finding]:
 
 def _judge_training(findings: list[Finding], given: Values, answer: Values, hint: str) -> None:
     parameters, losses = expected_training(given)
-    if not oracle.close(findings, 0, "losses in --out", answer.get("losses"), losses, hint=hint):
+    if wrong := oracle.differs(0, "losses in --out", answer.get("losses"), losses, hint=hint):
+        findings.append(wrong)
         return
     for i, expected in enumerate(parameters):
-        if not oracle.close(
-            findings,
+        if wrong := oracle.differs(
             0,
             f"p{i} in --out",
             answer.get(f"p{i}"),
@@ -364,6 +363,7 @@ def _judge_training(findings: list[Finding], given: Values, answer: Values, hint
             hint=hint,
             terms=[given[f"p{i}"]],
         ):
+            findings.append(wrong)
             break
 
 

@@ -6,7 +6,7 @@ have a high latency, so that small buckets are bad, others a low bandwidth, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,23 +87,19 @@ def observe_plans(plan_buckets: Any, inputs: Values, context: Context) -> Values
     return {"plans": [read_plan(plan, "plan_buckets") for plan in plans]}
 
 
-def judge_plans(case: Case) -> list[Finding]:
+def judge_plans(case: Case) -> Iterator[Finding]:
     """Reverse order, as many as fit, none above the cap but a single one."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             sizes, cap = drawn["sizes"], drawn["cap"]
             wanted, got = fill_buckets(sizes, cap), nth(answer.get("plans"), number)
             if [sorted(b) for b in wanted] != _sorted_buckets(got):
-                findings.append(
-                    Finding(
-                        f"sizes {sizes}, cap {cap}: expected {wanted}, got {got!r}."
-                        f"{_explain_plan(got, sizes, cap)}",
-                        rank,
-                    )
+                yield Finding(
+                    f"sizes {sizes}, cap {cap}: expected {wanted}, got {got!r}."
+                    f"{_explain_plan(got, sizes, cap)}",
+                    rank,
                 )
                 break
-    return findings
 
 
 def _sorted_buckets(plan: Any) -> list[Any] | None:
@@ -195,23 +191,19 @@ def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> 
     return {"seconds": seconds}
 
 
-def judge_predictions(case: Case) -> list[Finding]:
+def judge_predictions(case: Case) -> Iterator[Finding]:
     """The seconds that follow from the rules."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             got = nth(answer.get("seconds"), number)
             wanted = _seconds(drawn, drawn["plan"])
             if not is_close(got, wanted):
-                findings.append(
-                    Finding(
-                        f"{len(drawn['sizes'])} gradients, plan {drawn['plan']}: expected "
-                        f"{wanted:.6g} s, got {got!r}.{_explain_prediction(got, drawn)}",
-                        rank,
-                    )
+                yield Finding(
+                    f"{len(drawn['sizes'])} gradients, plan {drawn['plan']}: expected "
+                    f"{wanted:.6g} s, got {got!r}.{_explain_prediction(got, drawn)}",
+                    rank,
                 )
                 break
-    return findings
 
 
 def _seconds(network: Values, plan: Plan) -> float:
@@ -278,16 +270,14 @@ def observe_tuning(tune_plan: Any, inputs: Values, context: Context) -> Values:
     return {"plans": plans, "counts": counts}
 
 
-def judge_tuning(case: Case) -> list[Finding]:
+def judge_tuning(case: Case) -> Iterator[Finding]:
     """About as good as the best equal caps, which are at least 90 % efficient."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, network in enumerate(inputs["cases"]):
             got = nth(answer.get("plans"), number)
             if problem := _tuning_problem(got, nth(answer.get("counts"), number), network):
-                findings.append(Finding(problem, rank))
+                yield Finding(problem, rank)
                 break
-    return findings
 
 
 def _tuning_problem(plan: Any, count: Any, network: Values) -> str | None:

@@ -9,6 +9,7 @@ second trace a slow loader or copy is one rank's, in the third a smaller second 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -169,24 +170,19 @@ def observe(find_bottleneck: Any, inputs: Values, context: Context) -> Values:
     return {"said": said}
 
 
-def judge_cause(case: Case, cause: str) -> list[Finding]:
+def judge_cause(case: Case, cause: str) -> Iterator[Finding]:
     """The cause's name for every trace."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number in range(len(inputs["steps"])):
             got = nth(answer.get("said"), number)
             if got != cause:
                 ranks = 1 + int(inputs[f"{number}/rank"].max())
-                findings.append(
-                    Finding(
-                        f"a run of {ranks} ranks and {len(inputs['steps'][number])} steps: "
-                        "expected "
-                        f"{cause!r}, got {got!r}. In that trace {_HINTS[cause]}.",
-                        rank,
-                    )
+                yield Finding(
+                    f"a run of {ranks} ranks and {len(inputs['steps'][number])} steps: expected "
+                    f"{cause!r}, got {got!r}. In that trace {_HINTS[cause]}.",
+                    rank,
                 )
                 break
-    return findings
 
 
 def functions(cause: str) -> dict[str, Any]:

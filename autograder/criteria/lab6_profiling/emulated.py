@@ -7,6 +7,7 @@ makes a right submission more than 90 % efficient. Nothing here rests on what a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -68,9 +69,8 @@ def observe_mean(buckets_class: Any, inputs: Values, context: Context) -> Values
     return answer
 
 
-def judge_mean(case: Case) -> list[Finding]:
+def judge_mean(case: Case) -> Iterator[Finding]:
     """The mean over ranks, in every step and on every rank."""
-    findings: list[Finding] = []
     for step in range(STEPS):
         local = [
             oracle.gradients(inputs, inputs[f"x/{step}"], inputs[f"y/{step}"])
@@ -81,9 +81,9 @@ def judge_mean(case: Case) -> list[Finding]:
                 mean, got = oracle.mean(per_rank), answer.get(f"g{step}/{i}")
                 hint = oracle.explain_gradient(got, mean, local[rank][i], case.world_size)
                 what = f"step {step}, gradient of parameter {i}"
-                if not oracle.close(findings, rank, what, got, mean, hint=hint):
-                    return findings
-    return findings
+                if wrong := oracle.differs(rank, what, got, mean, hint=hint):
+                    yield wrong
+                    return
 
 
 # --- on the emulated cluster ---------------------------------------------------------------------
@@ -229,26 +229,23 @@ def _carries(payload: Any, gradients: list[np.ndarray], world_size: int) -> bool
     )
 
 
-def _check_buckets(case: Case) -> list[Finding]:
+def _check_buckets(case: Case) -> Iterator[Finding]:
     """One all-reduce per bucket of the plan, in its order, with its gradients in it."""
-    findings: list[Finding] = []
     plan, sizes = case.inputs[0]["plan"], case.inputs[0]["sizes"]
     wanted = [sum(sizes[i] for i in bucket) for bucket in plan]
     for rank in range(case.world_size):
         found = _last_all_reduces(case, rank)
         if isinstance(found, Finding):
-            findings.append(found)
+            yield found
             continue
         got = [c.nbytes for c in found]
         if got != wanted:
             same = sorted(got) == sorted(wanted)
-            findings.append(
-                Finding(
-                    f"expected {len(wanted)} all-reduces of {wanted} bytes, one per bucket, got "
-                    f"{len(got)} of {got}."
-                    + (" The plan's order is the order on the wire." if same else ""),
-                    rank,
-                )
+            yield Finding(
+                f"expected {len(wanted)} all-reduces of {wanted} bytes, one per bucket, got "
+                f"{len(got)} of {got}."
+                + (" The plan's order is the order on the wire." if same else ""),
+                rank,
             )
             continue
         local = _local_gradients(case, rank)
@@ -257,19 +254,15 @@ def _check_buckets(case: Case) -> list[Finding]:
             if payload is None or not _carries(
                 payload, [local[i] for i in bucket], case.world_size
             ):
-                findings.append(
-                    Finding(
-                        f"all-reduce {number} of the last step does not carry the gradients of "
-                        "bucket "
-                        f"{number}: was it started before they were there?",
-                        rank,
-                    )
+                yield Finding(
+                    f"all-reduce {number} of the last step does not carry the gradients of bucket "
+                    f"{number}: was it started before they were there?",
+                    rank,
                 )
                 break
-    return findings
 
 
-def judge_sends(case: Case) -> list[Finding]:
+def judge_sends(case: Case) -> Iterator[Finding]:
     """The buckets of the plan travel, one all-reduce each."""
     return _check_buckets(case)
 
@@ -298,8 +291,7 @@ def judge_efficiency(case: Case) -> list[Finding]:
             f"{compute_s * 1e3:.1f} ms and takes {step_s * 1e3:.1f} ms of virtual time. Here each "
             f"gradient alone gives {each:.2f}, the plan's buckets all after backward {late:.2f}. "
             "Start a bucket's all-reduce with async_op=True in the hook of its last gradient, and "
-            "wait "
-            "in finish() only."
+            "wait in finish() only."
         )
     ]
 

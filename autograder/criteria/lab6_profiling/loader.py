@@ -85,41 +85,34 @@ def observe_wait(loader_wait: Any, inputs: Values, context: Context) -> Values:
     return {"means": means, "seen": seen}
 
 
-def judge_wait(case: Case) -> list[Finding]:
+def judge_wait(case: Case) -> Iterator[Finding]:
     """Mean seconds waiting for a batch and working on it, the first batch left out."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number in range(3):
             load, work = inputs[f"load/{number}"], inputs[f"work/{number}"] + LAUNCH_S
             if nth(answer.get("seen"), number) != list(range(len(load))):
-                findings.append(Finding("step(batch) is called once for each batch.", rank))
+                yield Finding("step(batch) is called once for each batch.", rank)
                 break
             got = nth(answer.get("means"), number)
             wait, step = (nth(got, i) for i in (0, 1))
             if not is_close(wait, load[1:].mean()):
                 first = is_close(wait, load.mean())
                 hint = "The first batch pays for the start of the workers: leave it out." * first
-                findings.append(
-                    Finding(
-                        f"{len(load)} batches: expected {load[1:].mean() * 1e3:.4f} ms of waiting "
-                        "per "
-                        f"batch, got {_milliseconds(wait)}. {hint or _WAIT_HINT}",
-                        rank,
-                    )
+                yield Finding(
+                    f"{len(load)} batches: expected {load[1:].mean() * 1e3:.4f} ms of waiting per "
+                    f"batch, got {_milliseconds(wait)}. {hint or _WAIT_HINT}",
+                    rank,
                 )
                 break
             if not is_close(step, work[1:].mean()):
                 queued = is_close(step, LAUNCH_S)
                 hint = " That is what it takes to queue a step: synchronize() first." * queued
-                findings.append(
-                    Finding(
-                        f"{len(load)} batches: expected {work[1:].mean() * 1e3:.4f} ms of work per "
-                        f"batch, got {_milliseconds(step)}.{hint}",
-                        rank,
-                    )
+                yield Finding(
+                    f"{len(load)} batches: expected {work[1:].mean() * 1e3:.4f} ms of work per "
+                    f"batch, got {_milliseconds(step)}.{hint}",
+                    rank,
                 )
                 break
-    return findings
 
 
 _WAIT_HINT = "The loop waits from the moment it asks for a batch until it has it."
@@ -169,33 +162,27 @@ def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
     return {"counts": counts}
 
 
-def judge_ahead(case: Case) -> list[Finding]:
+def judge_ahead(case: Case) -> Iterator[Finding]:
     """`depth` batches are made while one is used, and hardly more."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, depth in enumerate(inputs["depths"]):
             row = nth(answer.get("counts"), number)
             numbers = [n for n in row if as_number(n) is not None] if isinstance(row, list) else []
             if len(numbers) < 3 or min(numbers) < depth:
                 got = min(numbers, default=None)
-                findings.append(
-                    Finding(
-                        f"depth={depth}: while the loop works on a batch, {depth} more should get "
-                        f"ready; {got} did. A thread of its own has to fill the queue.",
-                        rank,
-                    )
+                yield Finding(
+                    f"depth={depth}: while the loop works on a batch, {depth} more should get "
+                    f"ready; {got} did. A thread of its own has to fill the queue.",
+                    rank,
                 )
                 break
             if max(numbers) > depth + 2:
-                findings.append(
-                    Finding(
-                        f"depth={depth}: {max(numbers)} batches were loaded ahead. Memory is not "
-                        "endless: the queue needs a limit (queue.Queue(maxsize=…)).",
-                        rank,
-                    )
+                yield Finding(
+                    f"depth={depth}: {max(numbers)} batches were loaded ahead. Memory is not "
+                    "endless: the queue needs a limit (queue.Queue(maxsize=…)).",
+                    rank,
                 )
                 break
-    return findings
 
 
 def draw_ends(draw: Draw) -> list[Values]:
@@ -251,46 +238,35 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
     return {"delivered": delivered, "before_error": before_error, "said": said, "left": left}
 
 
-def judge_ends(case: Case) -> list[Finding]:
+def judge_ends(case: Case) -> Iterator[Finding]:
     """Everything in order, errors are passed on, and no thread stays behind."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         batches, broken = inputs["batches"], inputs["broken"]
         if not is_same(answer.get("delivered"), batches):
-            findings.append(
-                Finding(
-                    f"expected the {len(batches)} batches in order, got "
-                    f"{answer.get('delivered')!r}. "
-                    "None and 0 are batches, too: mark the end with an object of your own.",
-                    rank,
-                )
+            yield Finding(
+                f"expected the {len(batches)} batches in order, got "
+                f"{answer.get('delivered')!r}. "
+                "None and 0 are batches, too: mark the end with an object of your own.",
+                rank,
             )
         elif inputs["word"] not in str(answer.get("said")):
-            findings.append(
-                Finding(
-                    "the source raised an error and the loop never heard of it. Catch it in the "
-                    "thread, send it through the queue, and raise it in the loop.",
-                    rank,
-                )
+            yield Finding(
+                "the source raised an error and the loop never heard of it. Catch it in the "
+                "thread, send it through the queue, and raise it in the loop.",
+                rank,
             )
         elif not is_same(answer.get("before_error"), batches[:broken]):
-            findings.append(
-                Finding(
-                    f"the source raised after {broken} batches; expected these first, got "
-                    f"{answer.get('before_error')!r}.",
-                    rank,
-                )
+            yield Finding(
+                f"the source raised after {broken} batches; expected these first, got "
+                f"{answer.get('before_error')!r}.",
+                rank,
             )
         elif not is_same(answer.get("left"), 0):
-            findings.append(
-                Finding(
-                    "a loop broke off after 3 batches, and the loading thread is still there: it "
-                    "waits "
-                    "for room in the queue that nobody will make.",
-                    rank,
-                )
+            yield Finding(
+                "a loop broke off after 3 batches, and the loading thread is still there: it waits "
+                "for room in the queue that nobody will make.",
+                rank,
             )
-    return findings
 
 
 # --- loader_settings -----------------------------------------------------------------------------
@@ -346,9 +322,8 @@ def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> 
     return {"found": found}
 
 
-def judge_settings(case: Case) -> list[Finding]:
+def judge_settings(case: Case) -> Iterator[Finding]:
     """As many workers as the step needs and the rank's share of cores allows; pinned for a GPU."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             got = nth(answer.get("found"), number)
@@ -357,9 +332,8 @@ def judge_settings(case: Case) -> list[Finding]:
                 what = ", ".join(
                     f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in drawn.items()
                 )
-                findings.append(Finding(f"{what}: {problem}", rank))
+                yield Finding(f"{what}: {problem}", rank)
                 break
-    return findings
 
 
 def _settings_problem(got: Values, drawn: Values) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,13 +64,11 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
     return {"calls": calls[0], "events": kept[:200], "left": names[:3]}
 
 
-def judge_record(case: Case) -> list[Finding]:
+def judge_record(case: Case) -> Iterator[Finding]:
     """Each of the profiled steps, and no warm-up step, lies inside a "step" of its own."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         if problem := _record_problem(inputs, answer):
-            findings.append(Finding(problem, rank))
-    return findings
+            yield Finding(problem, rank)
 
 
 def _record_problem(inputs: Values, answer: Values) -> str | None:
@@ -256,15 +254,13 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_spans(case: Case) -> list[Finding]:
+def judge_spans(case: Case) -> Iterator[Finding]:
     """Per kind, the same moments are covered. Nested operators may be kept or left out."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number in range(2):
             if problem := _spans_problem(inputs, answer, number):
-                findings.append(Finding(problem, rank))
+                yield Finding(problem, rank)
                 break
-    return findings
 
 
 def _spans_problem(inputs: Values, answer: Values, number: int) -> str | None:

@@ -6,6 +6,7 @@ while it is measured, as real ones do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -55,16 +56,14 @@ def observe_scaling(scaling: Any, inputs: Values, context: Context) -> Values:
     return {"rows": rows}
 
 
-def judge_scaling(case: Case) -> list[Finding]:
+def judge_scaling(case: Case) -> Iterator[Finding]:
     """Efficiency against the smallest size, and speed-up = ranks × efficiency."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             problem = _scaling_problem(nth(answer.get("rows"), number), drawn)
             if problem:
-                findings.append(Finding(problem, rank))
+                yield Finding(problem, rank)
                 break
-    return findings
 
 
 def _scaling_problem(rows: Any, drawn: Values) -> str | None:
@@ -180,23 +179,20 @@ def observe_overhead(communication_overhead: Any, inputs: Values, context: Conte
     return {"share": float(share), "counts": [machine.counts[True], machine.counts[False]]}
 
 
-def judge_overhead(case: Case) -> list[Finding]:
+def judge_overhead(case: Case) -> Iterator[Finding]:
     """1 − without/with, each of the slowest rank, the median over rounds."""
     without = [inputs["without_s"] for inputs in case.inputs]
     with_s = [inputs["with_s"] for inputs in case.inputs]
     shares = 1 - max(without) / (max(with_s) * case.inputs[0]["noise"])
     wanted = float(np.median(shares))
     rounds = case.inputs[0]["rounds"]
-    findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         got = answer.get("share")
         if not is_same(answer.get("counts"), [rounds, rounds]):
-            findings.append(
-                Finding(
-                    f"rounds={rounds}: expected {rounds} steps of each kind, got "
-                    f"{answer.get('counts')!r}.",
-                    rank,
-                )
+            yield Finding(
+                f"rounds={rounds}: expected {rounds} steps of each kind, got "
+                f"{answer.get('counts')!r}.",
+                rank,
             )
         elif not is_close(got, wanted, rtol=1e-4):
             own = 1 - without[rank] / with_s[rank]
@@ -211,11 +207,7 @@ def judge_overhead(case: Case) -> list[Finding]:
                 "the ratio within the round."
             )
             shown = as_number(got)
-            findings.append(
-                Finding(
-                    f"expected {wanted:.4f}, got {got if shown is None else f'{shown:.4f}'}. "
-                    f"{hint}",
-                    rank,
-                )
+            yield Finding(
+                f"expected {wanted:.4f}, got {got if shown is None else f'{shown:.4f}'}. {hint}",
+                rank,
             )
-    return findings

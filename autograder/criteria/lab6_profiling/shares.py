@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -164,7 +164,7 @@ def observe_export(chrome_trace: Any, inputs: Values, context: Context) -> Value
 # --- judge ---------------------------------------------------------------------------------------
 
 
-def judge_utilisation(case: Case) -> list[Finding]:
+def judge_utilisation(case: Case) -> Iterator[Finding]:
     """The share of the window in which something computes."""
 
     def expected(spans: list[Span], start: float, end: float) -> float:
@@ -186,7 +186,7 @@ def judge_utilisation(case: Case) -> list[Finding]:
     return _judge_shares(case, "utilisation", expected, explain)
 
 
-def judge_overlap(case: Case) -> list[Finding]:
+def judge_overlap(case: Case) -> Iterator[Finding]:
     """The share of communication beside which something computes; 1 if there is none."""
 
     def expected(spans: list[Span], start: float, end: float) -> float:
@@ -213,8 +213,7 @@ def judge_overlap(case: Case) -> list[Finding]:
 
 def _judge_shares(
     case: Case, what: str, expected: Callable[..., float], explain: Callable[..., str]
-) -> list[Finding]:
-    findings: list[Finding] = []
+) -> Iterator[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (start, end) in enumerate(inputs["windows"]):
             spans, got = unpack(inputs, str(number)), nth(answer.get("shares"), number)
@@ -222,20 +221,16 @@ def _judge_shares(
             if not is_close(got, wanted):
                 value = as_number(got)
                 hint = "" if value is None else explain(value, spans, start, end)
-                findings.append(
-                    Finding(
-                        f"{what} of a trace with {len(spans)} spans: expected {wanted:.4f}, got "
-                        f"{got!r}. {hint}".rstrip(),
-                        rank,
-                    )
+                yield Finding(
+                    f"{what} of a trace with {len(spans)} spans: expected {wanted:.4f}, got "
+                    f"{got!r}. {hint}".rstrip(),
+                    rank,
                 )
                 break
-    return findings
 
 
-def judge_breakdown(case: Case) -> list[Finding]:
+def judge_breakdown(case: Case) -> Iterator[Finding]:
     """Each moment of the window belongs to one part, the first that applies."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (start, end) in enumerate(inputs["windows"]):
             got = nth(answer.get("parts"), number)
@@ -243,9 +238,8 @@ def judge_breakdown(case: Case) -> list[Finding]:
             for kinds, seconds in active_seconds(unpack(inputs, str(number)), start, end).items():
                 wanted[next((k for k in KINDS if k in kinds), "idle")] += seconds
             if problem := _breakdown_problem(got, wanted, end - start):
-                findings.append(Finding(problem, rank))
+                yield Finding(problem, rank)
                 break
-    return findings
 
 
 def _breakdown_problem(got: Any, wanted: dict[str, float], window_s: float) -> str | None:
@@ -266,13 +260,11 @@ def _breakdown_problem(got: Any, wanted: dict[str, float], window_s: float) -> s
     return None
 
 
-def judge_export(case: Case) -> list[Finding]:
+def judge_export(case: Case) -> Iterator[Finding]:
     """One complete event per span, in microseconds, and lanes that a viewer can draw."""
-    findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         if problem := _export_problem(answer.get("trace"), unpack(inputs, "0")):
-            findings.append(Finding(problem, rank))
-    return findings
+            yield Finding(problem, rank)
 
 
 def _export_problem(trace: Any, spans: list[Span]) -> str | None:
