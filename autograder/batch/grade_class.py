@@ -55,8 +55,11 @@ def grade_class(
     records: dict[int, Record] = {}
     announcer: Announcer | None = None
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(f"grading {class_run.lab_name}", total=len(submissions))
 
@@ -72,10 +75,13 @@ def grade_class(
                 done(index, known)
         announcer = Announcer(class_run.course.journal_path)
         announcer.begin(
-            [s.student for s in submissions], [r["student"] for r in records.values()],
-            lab=class_run.lab_name, world_size=class_run.world_size, jobs=jobs,
+            [s.student for s in submissions],
+            [r["student"] for r in records.values()],
+            lab=class_run.lab_name,
+            world_size=class_run.world_size,
+            jobs=jobs,
             again=class_run.again,
-        )  # fmt: skip
+        )
         run = runner or _run_pool
         todo = {i: s for i, s in enumerate(submissions) if i not in records}
         lost = run(todo, class_run, min(jobs, len(todo)), done) if todo else {}

@@ -144,9 +144,12 @@ def find_place() -> Place:
         trial.path.mkdir()
         try:
             subprocess.run(
-                [*trial.prefix, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=30,
+                [*trial.prefix, "true"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=30,
                 check=True,
-            )  # fmt: skip
+            )
         finally:
             trial.remove()
     except subprocess.CalledProcessError as error:

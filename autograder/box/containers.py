@@ -29,9 +29,18 @@ _NPROC = 32768
 _FILE = "container"  # file with engine and container name, in the box's folder outside the box
 # Variables that the engine's command gets from the grader's environment; none enters the box.
 _OUTSIDE = (
-    "CONTAINER_HOST", "DBUS_SESSION_BUS_ADDRESS", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_HOST",
-    "HOME", "PATH", "TMPDIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR",
-)  # fmt: skip
+    "CONTAINER_HOST",
+    "DBUS_SESSION_BUS_ADDRESS",
+    "DOCKER_CONFIG",
+    "DOCKER_CONTEXT",
+    "DOCKER_HOST",
+    "HOME",
+    "PATH",
+    "TMPDIR",
+    "XDG_CONFIG_HOME",
+    "XDG_DATA_HOME",
+    "XDG_RUNTIME_DIR",
+)
 # A container of this name may still exist: the kernel's front kills only the command that started
 # the container.
 _ANEW = '{remove} >/dev/null 2>&1; exec "$@"'
@@ -59,9 +68,12 @@ class Container:
         """Kills everything in the container and removes it."""
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(
-                self.removal, stdin=subprocess.DEVNULL, capture_output=True, timeout=_WITHIN_S,
+                self.removal,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_WITHIN_S,
                 check=False,
-            )  # fmt: skip
+            )
 
     def remove(self) -> bool:
         """The same as `kill`; always True."""

@@ -26,9 +26,13 @@ def find_reader() -> Reader | None:
 
     def read() -> dict[int, int]:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_WITHIN_S,
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_WITHIN_S,
             check=True,
-        )  # fmt: skip
+        )
         return parse(done.stdout)
 
     try:

@@ -68,9 +68,13 @@ class Guard:
     """
 
     def __init__(
-        self, root: int, limits: Limits, wall: Wall | None = None,
-        sizes: Mapping[str, int] | None = None, every_s: float = EVERY_S,
-    ) -> None:  # fmt: skip
+        self,
+        root: int,
+        limits: Limits,
+        wall: Wall | None = None,
+        sizes: Mapping[str, int] | None = None,
+        every_s: float = EVERY_S,
+    ) -> None:
         self.root, self.limits, self.wall, self.every_s = root, limits, wall, every_s
         self.sizes = sizes or {}
         self._gpu_memory: Reader | None = None

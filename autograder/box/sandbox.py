@@ -137,9 +137,12 @@ def _probe(program: str) -> Support:
             box = _assemble(program, Path(folder), (), Limits(), {}, ())
             try:
                 done = subprocess.run(
-                    [*box.prefix, sys.executable, "-c", _PROBE], env=box.env,
-                    stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
-                )  # fmt: skip
+                    [*box.prefix, sys.executable, "-c", _PROBE],
+                    env=box.env,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=60,
+                )
             finally:
                 if box.container is not None:
                     box.container.remove()
@@ -258,9 +261,7 @@ def _assemble(
     else:
         prefix = [*start_command(seccomp), *bubblewrap.command(program, mounts, env, work)]
     prefix += limit_command(limits, with_gpu=with_gpu)
-    return Box(
-        prefix=prefix, env=env, cwd=work, sandboxed=True, container=container, sizes=sizes
-    )  # fmt: skip
+    return Box(prefix=prefix, env=env, cwd=work, sandboxed=True, container=container, sizes=sizes)
 
 
 def _mount_system(mounts: Mounts | ContainerMounts, limits: Limits, etc: Path) -> None:

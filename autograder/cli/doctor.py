@@ -177,20 +177,26 @@ def _disk(course: Course) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     enough = free >= MIN_FREE_BYTES
     yield Finding(
-        "disk", "ok" if enough else "limited", f"{free / GIB:.1f} GiB free at {place}",
+        "disk",
+        "ok" if enough else "limited",
+        f"{free / GIB:.1f} GiB free at {place}",
         "" if enough else "a class leaves its notebooks and feedback there",
-    )  # fmt: skip
+    )
     if not os.access(place, os.W_OK):
         yield Finding(
-            "disk", "missing", f"{place} cannot be written to",
+            "disk",
+            "missing",
+            f"{place} cannot be written to",
             "change its owner; in an image, bind a folder of yours over build/ (autograder/image)",
-        )  # fmt: skip
+        )
     kind = _file_system(place)
     if kind in NETWORK_FILE_SYSTEMS:
         yield Finding(
-            "gradebook", "limited", f"{place} is on {kind}, which SQLite's locks do not trust",
+            "gradebook",
+            "limited",
+            f"{place} is on {kind}, which SQLite's locks do not trust",
             "keep the course on a disk of this machine while it grades",
-        )  # fmt: skip
+        )
 
 
 def _file_system(place: Path) -> str:
@@ -216,9 +222,13 @@ def _cluster() -> Finding:
         return Finding("Slurm", "limited", text)
     try:
         done = subprocess.run(
-            ["sinfo", "--noheader", "--format=%R"], stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=SLURM_WITHIN_S, check=False,
-        )  # fmt: skip
+            ["sinfo", "--noheader", "--format=%R"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SLURM_WITHIN_S,
+            check=False,
+        )
         said, ok = done.stdout if done.returncode == 0 else done.stderr, done.returncode == 0
     except (OSError, subprocess.TimeoutExpired) as error:
         said, ok = str(error), False

@@ -22,20 +22,26 @@ def add_command(commands: Any) -> None:
     """Adds `grade` to the parser's subcommands."""
     grade = commands.add_parser("grade", help="grade notebooks")
     grade.add_argument(
-        "paths", nargs="*", type=Path, metavar="PATH",
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="PATH",
         help="a notebook, a folder of STUDENT/LAB.ipynb, or nbgrader's submitted/",
-    )  # fmt: skip
+    )
     grade.add_argument("--lab", required=True, choices=lab_names())
     grade.add_argument("--ranks", type=positive, help="number of ranks (default: the lab's)")
     grade.add_argument(
-        "--jobs", type=positive,
+        "--jobs",
+        type=positive,
         help="submissions at once (default: what cores and GPUs are enough for)",
-    )  # fmt: skip
+    )
     grade.add_argument(
-        "--executor", choices=("pool", "slurm", "local"), default="pool",
+        "--executor",
+        choices=("pool", "slurm", "local"),
+        default="pool",
         help="processes of this one (default), jobs of a Slurm cluster ([slurm] in course.toml), "
         "or the same jobs without Slurm",
-    )  # fmt: skip
+    )
     grade.add_argument("--json", type=writable, metavar="FILE", help="write all records as JSON")
     grade.add_argument(
         "--trusted", action="store_true", help="grade without a sandbox where there is none"
@@ -45,10 +51,13 @@ def add_command(commands: Any) -> None:
         "--no-gradebook", action="store_true", help="leave nbgrader's gradebook and feedback alone"
     )
     grade.add_argument(
-        "--student", action="append", default=[], metavar="NAME",
+        "--student",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="grade only this student, also where there is a record; without PATH: the notebook "
         "that was graded last",
-    )  # fmt: skip
+    )
     grade.set_defaults(run=_grade)
 
 

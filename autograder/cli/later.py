@@ -123,14 +123,20 @@ def _add_publish(commands: Any) -> None:
         "--lab", action="append", default=[], help="default: every lab in the gradebook"
     )
     publish.add_argument(
-        "--roster", type=Path, metavar="FILE",
+        "--roster",
+        type=Path,
+        metavar="FILE",
         help="a class list with the other system's ids: Canvas's gradebook export, say",
-    )  # fmt: skip
+    )
     publish.add_argument("--id", metavar="COLUMN", help="of the roster, with nbgrader's ids")
     publish.add_argument(
-        "--column", action="append", default=[], type=_column, metavar="LAB=NAME",
+        "--column",
+        action="append",
+        default=[],
+        type=_column,
+        metavar="LAB=NAME",
         help="the lab's column there (default: the roster's, else the lab's name)",
-    )  # fmt: skip
+    )
     publish.add_argument("--out-of", type=float, metavar="N", help="full marks there")
     publish.add_argument("--zero", action="store_true", help="0 for who has not handed in")
     publish.add_argument("--out", type=Path, metavar="FILE", help="default: in build/publish")

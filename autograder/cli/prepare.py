@@ -46,10 +46,11 @@ def _add_verify(commands: Any) -> None:
         "--covering", action="store_true", help="only submissions that lose every criterion once"
     )
     verify.add_argument(
-        "--alone", action="store_true",
+        "--alone",
+        action="store_true",
         help="grade each by itself; else those with different bugs are graded as one, and one by "
         "one where that one does not lose what all of them lose",
-    )  # fmt: skip
+    )
     verify.set_defaults(run=_verify)
 
 
@@ -62,9 +63,13 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     proofs = []
     for name in labs:
         proof = verify_lab(
-            name, console, jobs=options.jobs, covering=options.covering,
-            alone=options.alone, sandbox=probe_support().works,
-        )  # fmt: skip
+            name,
+            console,
+            jobs=options.jobs,
+            covering=options.covering,
+            alone=options.alone,
+            sandbox=probe_support().works,
+        )
         proofs.append(proof)
         console.print(matrix_table(proof))
         for problem in proof.problems:
@@ -86,9 +91,12 @@ def _add_release(commands: Any) -> None:
         "--lab", action="append", choices=lab_names(), help="to hand out (default: every lab)"
     )
     release.add_argument(
-        "--over", action="append", default=[], choices=lab_names(),
+        "--over",
+        action="append",
+        default=[],
+        choices=lab_names(),
         help="a lab whose deadline is over: with its solution, and what it withholds",
-    )  # fmt: skip
+    )
     release.set_defaults(run=_release)
 
 

@@ -108,8 +108,9 @@ def read_slurm(entries: dict[str, Any], where: str) -> SlurmOptions:
 def _value(name: str, value: Any, default: Any, where: str) -> Any:
     if name == "setup":
         if not isinstance(value, list) or not all(_is_line(line) for line in value):
-            raise ValueError(f'{where}: expected a list of lines such as ["module load cuda"], '
-                             f"got {value!r}")  # fmt: skip
+            raise ValueError(
+                f'{where}: expected a list of lines such as ["module load cuda"], got {value!r}'
+            )
         return tuple(value)
     if isinstance(default, bool):
         if not isinstance(value, bool):

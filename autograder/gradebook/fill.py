@@ -62,8 +62,10 @@ def fill_gradebook(
         if submission.path.resolve() == target.resolve():
             if what := _unreadable(target):  # we must not change the submitted file itself
                 ours.remove(submission.student)
-                print(f"autograder: not in the gradebook, as nbgrader cannot read it: {what}",
-                      file=sys.stderr)  # fmt: skip
+                print(
+                    f"autograder: not in the gradebook, as nbgrader cannot read it: {what}",
+                    file=sys.stderr,
+                )
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         _copy_time(submission.path, target)
@@ -148,9 +150,14 @@ def _nbgrader(course: Course, command: str, *arguments: str) -> None:
     env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "nbgrader", command, *arguments], cwd=course.root, env=env,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=NBGRADER_DEADLINE_S,
-        )  # fmt: skip
+            [sys.executable, "-m", "nbgrader", command, *arguments],
+            cwd=course.root,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=NBGRADER_DEADLINE_S,
+        )
     except subprocess.TimeoutExpired:
         raise CourseError(f"nbgrader {command} took over {NBGRADER_DEADLINE_S:.0f} s") from None
     if done.returncode != 0:

@@ -165,9 +165,12 @@ def _csv(rows: Sequence[Sequence[str]]) -> bytes:
 
 
 def gradescope_result(
-    grade: Grade, column: Column, titles: Mapping[str, str], messages: Mapping[str, str],
+    grade: Grade,
+    column: Column,
+    titles: Mapping[str, str],
+    messages: Mapping[str, str],
     sha256: str,
-) -> dict:  # fmt: skip
+) -> dict:
     """A student's results.json.
 
     Args:
@@ -184,15 +187,17 @@ def gradescope_result(
         full = cell.score >= cell.max_score
         if not cell.max_score:  # extra points: maximum 0, so the score says nothing about passing
             full = cell.name not in messages
-        tests.append({
-            "name": f"{cell.name}: {title}" if title else cell.name,
-            "score": round(cell.score, 2),
-            "max_score": round(cell.max_score, 2),
-            "status": "passed" if full else "failed",
-            "output": clean("\n".join(filter(None, said))),
-            "output_format": "text",
-            "visibility": "visible",
-        })  # fmt: skip
+        tests.append(
+            {
+                "name": f"{cell.name}: {title}" if title else cell.name,
+                "score": round(cell.score, 2),
+                "max_score": round(cell.max_score, 2),
+                "status": "passed" if full else "failed",
+                "output": clean("\n".join(filter(None, said))),
+                "output_format": "text",
+                "visibility": "visible",
+            }
+        )
     output = f"{number(grade.score)} of {number(grade.max_score)} points"
     if grade.penalty:
         output += f", {number(grade.penalty)} taken off for handing in late"

@@ -132,9 +132,11 @@ def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> Note
     ranks = ", ".join(f"rank {r['rank']}: {r['status']}" for r in verdict["ranks"])
     lines = [f"✗ {score}  {title}: {verdict['status']}{note}", *verdict["message"].splitlines()]
     return new_output(
-        "error", ename=verdict["status"], evalue=verdict["message"][:500],
+        "error",
+        ename=verdict["status"],
+        evalue=verdict["message"][:500],
         traceback=[*lines, *([f"({ranks})"] if ranks else [])],
-    )  # fmt: skip
+    )
 
 
 def refused(master: NotebookNode, reason: str) -> NotebookNode:

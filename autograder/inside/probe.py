@@ -177,9 +177,12 @@ def _world(criterion: Any, case: int, channels: _Channels) -> Iterator[tuple[Any
     # Each check gets a new group, which is never destroyed: a collective that a wrong submission
     # left pending cannot match a collective of the next check.
     with isolated_world(
-        devices.choose_backend(), store=_store(channels, case), rank=channels.rank,
-        world_size=channels.world_size, base=10_000 * (case + 1),
-    ):  # fmt: skip
+        devices.choose_backend(),
+        store=_store(channels, case),
+        rank=channels.rank,
+        world_size=channels.world_size,
+        base=10_000 * (case + 1),
+    ):
         yield device, None
 
 
@@ -329,6 +332,7 @@ def _practice_referee() -> Path:
         ranks = os.environ.get("WORLD_SIZE", "1")
         subprocess.Popen(
             [sys.executable, "-m", "autograder.referee.practice", str(path), "--world-size", ranks],
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     return path

@@ -135,8 +135,9 @@ def verify_lab(
         else:
             together = combine(chosen)
             first = dict(zip([entry.name for entry in together], rows_of(together), strict=True))
-            again = [part for entry in together if first[entry.name].wrong()
-                     for part in entry.parts]  # fmt: skip
+            again = [
+                part for entry in together if first[entry.name].wrong() for part in entry.parts
+            ]
             rows = [row for e in together if not ((row := first[e.name]).wrong() and e.parts)]
             rows += rows_of(again) if again else []
     names = {entry.name for entry in chosen}

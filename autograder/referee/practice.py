@@ -85,9 +85,15 @@ class PracticeReferee(Referee):
         self._passed[verdict.criterion] = verdict.points
         lab = lab_of(verdict.criterion)
         so_far = f"{sum(self._passed.values()):g} of {lab.max_score:g} points so far"
-        return Message("verdict", verdict.record() | {
-            "title": criterion.title, "task": criterion.task, "so_far": so_far,
-        })  # fmt: skip
+        return Message(
+            "verdict",
+            verdict.record()
+            | {
+                "title": criterion.title,
+                "task": criterion.task,
+                "so_far": so_far,
+            },
+        )
 
 
 def lab_of(name: str) -> Lab:

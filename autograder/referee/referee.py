@@ -54,9 +54,13 @@ _REASONS = {
 # The criterion gets the worst status of its ranks, in this order. BLOCKED comes first, because
 # the other ranks could not work without the blocked rank.
 _WORST = (
-    Status.BLOCKED, Status.RANK_LOST, Status.TIMEOUT, Status.STUDENT_ERROR, Status.WRONG,
+    Status.BLOCKED,
+    Status.RANK_LOST,
+    Status.TIMEOUT,
+    Status.STUDENT_ERROR,
+    Status.WRONG,
     Status.NOT_RUN,
-)  # fmt: skip
+)
 
 
 def draw_for(key: bytes, lab: str, criterion: str, attempt: str, world_size: int) -> Draw:
@@ -110,9 +114,12 @@ class Referee:
         self._stopped = False
         self._greeting = threading.BoundedSemaphore(8 * world_size)  # connections before a hello
         self.broker = Broker(
-            world_size, keep_payloads=True, max_payload_bytes=MAX_PAYLOAD_BYTES,
-            max_session_bytes=MAX_SESSION_BYTES, max_session_events=MAX_SESSION_EVENTS,
-        )  # fmt: skip
+            world_size,
+            keep_payloads=True,
+            max_payload_bytes=MAX_PAYLOAD_BYTES,
+            max_session_bytes=MAX_SESSION_BYTES,
+            max_session_events=MAX_SESSION_EVENTS,
+        )
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(4 * world_size)
@@ -175,9 +182,14 @@ class Referee:
         points = criterion.points if worst == Status.PASS else 0.0
         message = _message(notes, self.world_size) if worst != Status.PASS else ""
         return Verdict(
-            criterion.name, worst, points, criterion.points, message, tuple(statuses),
+            criterion.name,
+            worst,
+            points,
+            criterion.points,
+            message,
+            tuple(statuses),
             criterion.extra,
-        )  # fmt: skip
+        )
 
     def _explain_silence(
         self, statuses: list[Status], spoke: set[int], reason: str

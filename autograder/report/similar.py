@@ -41,9 +41,14 @@ MIN_COMMON = 6
 MAX_ROWS = 200  # rows in the report
 MAX_CHARS = 200_000  # of a notebook's code cells; the rest is not compared
 _LAYOUT = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-    tokenize.ENCODING, tokenize.ENDMARKER,
-}  # fmt: skip
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
 _KEPT = frozenset({*keyword.kwlist, *dir(builtins), "self"})
 
 

@@ -33,10 +33,17 @@ def left_out_of(folders: Mapping[Path, str], lab: str) -> list[Record]:
         folders: folder -> reason.
     """
     return [
-        {"submission": str(folder), "student": clean(folder.name), "lab": lab, "score": None,
-         "max_score": None, "criteria": [], "left_out": clean(why)}
+        {
+            "submission": str(folder),
+            "student": clean(folder.name),
+            "lab": lab,
+            "score": None,
+            "max_score": None,
+            "criteria": [],
+            "left_out": clean(why),
+        }
         for folder, why in folders.items()
-    ]  # fmt: skip
+    ]
 
 
 def reason(record: Record) -> str:

@@ -105,9 +105,11 @@ def _filed(
 
 
 def known_record(
-    submission: Submission, class_run: ClassRun, last: Mapping[str, Grading] | None = None,
+    submission: Submission,
+    class_run: ClassRun,
+    last: Mapping[str, Grading] | None = None,
     finished: Mapping[str, Record] | None = None,
-) -> Record | None:  # fmt: skip
+) -> Record | None:
     """The journal's record of the same bytes, lab, world size and grader, if there is one.
 
     Args:
@@ -144,10 +146,11 @@ def _with_points(record: Record, lab: Lab) -> Record:
     """The record with the criteria's current points; each criterion gives all of them or none."""
     worth = {criterion.name: criterion.points for criterion in lab.criteria}
     criteria = [
-        c | {"points": worth[c["name"]] if c["status"] == Status.PASS else 0.0}
+        c
+        | {"points": worth[c["name"]] if c["status"] == Status.PASS else 0.0}
         | {"max_points": worth[c["name"]]}
         for c in record["criteria"]
-    ]  # fmt: skip
+    ]
     return record | {"criteria": criteria} | _scores(criteria)
 
 
@@ -219,20 +222,33 @@ class _Attempt:
                 launcher["cwd"] = box.cwd
             (front_dir / "launcher.json").write_text(json.dumps(launcher))
             session = Session(
-                lab=self.lab, world_size=self.class_run.world_size, referee=referee,
-                kernel_arguments=["--ranks", str(self.class_run.world_size),
-                                  "--launcher", str(front_dir / "launcher.json")],
-                on_verdict=self._note, connection_file=str(front_dir / "kernel.json"),
-                wall=wall, sizes=box.sizes,
-            )  # fmt: skip
+                lab=self.lab,
+                world_size=self.class_run.world_size,
+                referee=referee,
+                kernel_arguments=[
+                    "--ranks",
+                    str(self.class_run.world_size),
+                    "--launcher",
+                    str(front_dir / "launcher.json"),
+                ],
+                on_verdict=self._note,
+                connection_file=str(front_dir / "kernel.json"),
+                wall=wall,
+                sizes=box.sizes,
+            )
             source, output = front_dir / "in.ipynb", front_dir / "out.ipynb"
             nbformat.write(notebook, source)
             # papermill raises this only after all cells have run.
             with contextlib.suppress(PapermillExecutionError):
                 papermill.execute_notebook(
-                    source, output, engine_name="referee", kernel_name="torchrun-2",
-                    progress_bar=False, request_save_on_cell_execute=False, session=session,
-                )  # fmt: skip
+                    source,
+                    output,
+                    engine_name="referee",
+                    kernel_name="torchrun-2",
+                    progress_bar=False,
+                    request_save_on_cell_execute=False,
+                    session=session,
+                )
             _keep(output, session, executed)
             return [session.verdicts.get(c.name) or _not_run(c) for c in self.lab.criteria]
         finally:
@@ -296,9 +312,12 @@ def _all(lab: Lab, status: Status, message: str) -> list[Verdict]:
 
 
 def _record(
-    submission: Submission, class_run: ClassRun, verdicts: list[Verdict], began: float,
+    submission: Submission,
+    class_run: ClassRun,
+    verdicts: list[Verdict],
+    began: float,
     sandboxed: bool,
-) -> Record:  # fmt: skip
+) -> Record:
     criteria = [v.record() for v in verdicts]
     return {
         "submission": str(submission.path.absolute()),

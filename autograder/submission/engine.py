@@ -130,11 +130,15 @@ class _Run:
         self.broken = False
         self.last: NotebookNode | None = None
         self.client = _Client(
-            nb_man.nb, kernel_name=kernel_name, allow_errors=True, timeout_func=self._timeout,
+            nb_man.nb,
+            kernel_name=kernel_name,
+            allow_errors=True,
+            timeout_func=self._timeout,
             startup_timeout=int(START_TIMEOUT_S),
-            extra_arguments=list(session.kernel_arguments), on_cell_executed=self._executed,
+            extra_arguments=list(session.kernel_arguments),
+            on_cell_executed=self._executed,
             coalesce_streams=False,  # would take the square of a line's length; Tidier joins them
-        )  # fmt: skip
+        )
         self.deadline_s = session.lab.cell_deadline_s
         self.tidier = Tidier(session.lab.limits.output_bytes)
         self.guard: Guard | None = None

@@ -266,9 +266,10 @@ def _assemble(cells: list[_Cell], master: NotebookNode, notes: list[str]) -> Not
             place = 0
             if previous is not None:
                 place = 1 + next(
-                    i for i, c in enumerate(cells) if c.master is not None
-                    and _grade_id(c.master) == previous
-                )  # fmt: skip
+                    i
+                    for i, c in enumerate(cells)
+                    if c.master is not None and _grade_id(c.master) == previous
+                )
             cells.insert(place, _Cell(cell.cell_type, cell.source, master=cell))
             notes.append(f"{grade_id}: the cell was missing and has been put back")
             previous = grade_id

@@ -113,13 +113,15 @@ def set_rng_state(state: dict[str, Any]) -> None:
         )
     python, of_numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
-    np.random.set_state((
-        of_numpy["kind"],
-        of_numpy["keys"].numpy().astype(np.uint32),
-        of_numpy["position"],
-        of_numpy["has_gauss"],
-        of_numpy["cached"],
-    ))  # fmt: skip
+    np.random.set_state(
+        (
+            of_numpy["kind"],
+            of_numpy["keys"].numpy().astype(np.uint32),
+            of_numpy["position"],
+            of_numpy["has_gauss"],
+            of_numpy["cached"],
+        )
+    )
     torch.set_rng_state(state["torch"].cpu())
     if has_gpu:
         torch.cuda.set_rng_state(state["cuda"][0].cpu())

@@ -150,10 +150,12 @@ def _make_control(control: Control, value: Any, label: str, label_em: float) -> 
         raise ValueError(f"explore: {label!r} begins at {value!r}, which is not in {options}")
     if all(isinstance(option, str) for option in options) and len(options) <= _MOST_BUTTONS:
         return ipywidgets.ToggleButtons(
-            value=value, options=options, style={"button_width": "auto"},
+            value=value,
+            options=options,
+            style={"button_width": "auto"},
             tooltips=[f"{label}: {option}" for option in options],
             layout=ipywidgets.Layout(width="auto", max_width="100%"),
-        )  # fmt: skip
+        )
     return ipywidgets.SelectionSlider(
         **common, options=options, continuous_update=False, layout=wide
     )

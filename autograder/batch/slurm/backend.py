@@ -186,9 +186,15 @@ class SlurmJobs:
 
     def look(self, ids: Collection[str]) -> Mapping[str, Seen] | None:
         said = _run(
-            ["squeue", "--noheader", "--array", "--states=all", f"--name={self.name}",
-             "--format=%i|%T|%N|%r"],
-        )  # fmt: skip
+            [
+                "squeue",
+                "--noheader",
+                "--array",
+                "--states=all",
+                f"--name={self.name}",
+                "--format=%i|%T|%N|%r",
+            ],
+        )
         if said is None:
             return None
         seen = dict(_read(said))
@@ -309,9 +315,13 @@ def _run(command: Sequence[str]) -> str | None:
     """The output of a Slurm command; None if the command failed or took too long."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=COMMAND_WITHIN_S, check=False,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_WITHIN_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

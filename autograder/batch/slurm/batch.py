@@ -58,9 +58,15 @@ class JobBatch:
     """Runs jobs for submissions, until each submission has a record."""
 
     def __init__(
-        self, backend: Backend, class_run: ClassRun, folder: BatchFolder, options: SlurmOptions,
-        console: Console, done: Done, trusted: bool,
-    ) -> None:  # fmt: skip
+        self,
+        backend: Backend,
+        class_run: ClassRun,
+        folder: BatchFolder,
+        options: SlurmOptions,
+        console: Console,
+        done: Done,
+        trusted: bool,
+    ) -> None:
         self.backend, self.class_run, self.folder, self.options = (
             backend,
             class_run,
@@ -150,10 +156,12 @@ class JobBatch:
         work.due_at = time.monotonic() + wait_s
         if not again:
             self._give_up(
-                work, f"{work.tries} jobs came to nothing; the last, {job}: {reason} (logs: "
-                f"{self.folder.submitit})" if work.tries > 1 else
-                f"job {job}: {reason} (log: {self.folder.submitit})",
-            )  # fmt: skip
+                work,
+                f"{work.tries} jobs came to nothing; the last, {job}: {reason} (logs: "
+                f"{self.folder.submitit})"
+                if work.tries > 1
+                else f"job {job}: {reason} (log: {self.folder.submitit})",
+            )
 
     def _blame(self, work: _Work, node: str) -> None:
         """Notes that a submission failed on a node, so that later jobs avoid this node."""
@@ -223,12 +231,17 @@ class JobBatch:
         work.key = class_run.key_of(work.sha256)
         path = self.folder.task_path(work.index, work.tries + 1)
         Task(
-            root=str(class_run.course.root.resolve()), lab=class_run.lab_name,
-            world_size=class_run.world_size, student=submission.student,
-            path=str(submission.path.absolute()), sha256=work.sha256, key=work.key,
-            trusted=self.trusted, time_s=self.options.seconds(self.limits),
+            root=str(class_run.course.root.resolve()),
+            lab=class_run.lab_name,
+            world_size=class_run.world_size,
+            student=submission.student,
+            path=str(submission.path.absolute()),
+            sha256=work.sha256,
+            key=work.key,
+            trusted=self.trusted,
+            time_s=self.options.seconds(self.limits),
             result=str(self.folder.result_path(work.index, work.tries + 1)),
-        ).write(path)  # fmt: skip
+        ).write(path)
         return path
 
     def _look(self) -> None:
@@ -257,8 +270,15 @@ class JobBatch:
         if seen.phase != work.phase:
             work.phase, work.since = seen.phase, now
             if seen.phase == RUNNING:
-                self._note("attempt", key=work.key, student=work.submission.student, pid=0,
-                           job=work.job, node=seen.node, **{"try": work.tries})  # fmt: skip
+                self._note(
+                    "attempt",
+                    key=work.key,
+                    student=work.submission.student,
+                    pid=0,
+                    job=work.job,
+                    node=seen.node,
+                    **{"try": work.tries},
+                )
         work.seen = seen
         # On a shared file system, the result may become visible some time after the job's end.
         if seen.phase == ENDED and now - work.since >= self.options.settle_s:

@@ -101,9 +101,11 @@ class Client:
                 raise ValueError("not signed with this key")
             unpack = self.session.unpack
             message = {
-                "header": unpack(header), "parent_header": unpack(parent),
-                "metadata": unpack(metadata), "content": unpack(packed) if content else packed,
-            }  # fmt: skip
+                "header": unpack(header),
+                "parent_header": unpack(parent),
+                "metadata": unpack(metadata),
+                "content": unpack(packed) if content else packed,
+            }
             _check(message, content=content)
             return message
         except Exception as error:  # the frames may contain anything

@@ -54,11 +54,12 @@ def plot_lines(
         for number, (label, values) in enumerate(lines.items()):
             show = len(values) <= 20 if markers is None else markers
             ax.plot(
-                x_of(label), values,
+                x_of(label),
+                values,
                 color=PALETTE[number % len(PALETTE)],
                 linestyle=_STYLES[number // len(PALETTE) % len(_STYLES)],
                 marker=_MARKERS[number % len(_MARKERS)] if show else None,
-            )  # fmt: skip
+            )
         if logx:
             ax.set_xscale("log", base=2 if ticks is not None else 10)
         if logy:
@@ -106,9 +107,14 @@ def _label_ends(figure: Figure, ax: Axes, ends: Sequence[tuple[str, float, float
         placed.append((x, y_text))
         here = ax.transData.inverted().transform((x, y))
         ax.annotate(
-            label, (float(here[0]), float(here[1])), (6, (y_text - y) * 72 / figure.dpi),
-            textcoords="offset points", va="center", color=colour, annotation_clip=False,
-        )  # fmt: skip
+            label,
+            (float(here[0]), float(here[1])),
+            (6, (y_text - y) * 72 / figure.dpi),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            annotation_clip=False,
+        )
 
 
 def plot_bars(
@@ -161,14 +167,24 @@ def plot_stacked(
             left = 0.0
             for part, value in values.items():
                 ax.barh(
-                    row, value, left=left, height=0.66, color=colours[part],
-                    edgecolor="white", linewidth=0.8,
-                )  # fmt: skip
+                    row,
+                    value,
+                    left=left,
+                    height=0.66,
+                    color=colours[part],
+                    edgecolor="white",
+                    linewidth=0.8,
+                )
                 if value > 0.07 * max(total, limit or 0.0):
                     ax.text(
-                        left + value / 2, row, form.format(value), ha="center", va="center",
-                        color=text_colour(colours[part]), fontsize=9,
-                    )  # fmt: skip
+                        left + value / 2,
+                        row,
+                        form.format(value),
+                        ha="center",
+                        va="center",
+                        color=text_colour(colours[part]),
+                        fontsize=9,
+                    )
                 left += value
             ax.text(left, row, "  " + form.format(left), va="center", color=INK)
         ax.set_yticks(range(len(bars)), list(bars))
@@ -198,6 +214,12 @@ def _draw_limit(ax: Axes, limit: float | None, label: str) -> None:
         return
     ax.axvline(limit, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
     ax.annotate(
-        label, (limit, 1), (0, 2), xycoords=("data", "axes fraction"), textcoords="offset points",
-        va="bottom", ha="center", fontsize=9,
-    )  # fmt: skip
+        label,
+        (limit, 1),
+        (0, 2),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        va="bottom",
+        ha="center",
+        fontsize=9,
+    )

@@ -37,15 +37,23 @@ def plot_formats(formats: Sequence[FloatFormat], *, ax: Axes | None = None) -> F
             at = 0
             for name, bits, colour in parts:
                 ax.broken_barh(
-                    [(at + i, 1) for i in range(bits)], (row + 0.12, 0.76), color=colour,
-                    edgecolor="white", linewidth=0.5,
-                )  # fmt: skip
+                    [(at + i, 1) for i in range(bits)],
+                    (row + 0.12, 0.76),
+                    color=colour,
+                    edgecolor="white",
+                    linewidth=0.5,
+                )
                 if bits > 1:
                     words = f"{bits} {name}" if bits > 6 else str(bits)
                     ax.text(
-                        at + bits / 2, row + 0.5, words, ha="center", va="center", fontsize=9,
+                        at + bits / 2,
+                        row + 0.5,
+                        words,
+                        ha="center",
+                        va="center",
+                        fontsize=9,
                         color=text_colour(colour),
-                    )  # fmt: skip
+                    )
                 at += bits
             ax.text(at + 0.4, row + 0.5, f"{at} bits", va="center", color=INK, fontsize=9)
         ax.set_yticks([row + 0.5 for row in range(len(formats))])
@@ -73,6 +81,12 @@ def plot_spacing(formats: Sequence[FloatFormat], *, ax: Axes | None = None) -> F
         xs[each.name] = 2.0 ** exponents.clip(-320, 320)
         lines[each.name] = 2.0 ** (gap - exponents).astype(float)
     return plot_lines(
-        xs, lines, xlabel="size of the number", ylabel="gap to the next, relative",
-        logx=True, logy=True, markers=False, ax=ax,
-    )  # fmt: skip
+        xs,
+        lines,
+        xlabel="size of the number",
+        ylabel="gap to the next, relative",
+        logx=True,
+        logy=True,
+        markers=False,
+        ax=ax,
+    )

@@ -49,16 +49,29 @@ def plot_step(
                 a, b = places[transfer.src], places[transfer.dst]
                 ax.add_patch(
                     FancyArrowPatch(
-                        a, b, arrowstyle="-|>", mutation_scale=14, color=colour, linewidth=1.8,
-                        shrinkA=38, shrinkB=38, connectionstyle="arc3,rad=0.12", zorder=3,
+                        a,
+                        b,
+                        arrowstyle="-|>",
+                        mutation_scale=14,
+                        color=colour,
+                        linewidth=1.8,
+                        shrinkA=38,
+                        shrinkB=38,
+                        connectionstyle="arc3,rad=0.12",
+                        zorder=3,
                     )
-                )  # fmt: skip
+                )
                 ax.text(
-                    0.5 * (a[0] + b[0]) * 1.02, 0.5 * (a[1] + b[1]) * 1.02,
-                    str(transfer).split(" -")[1].split("->")[0], fontsize=9, color=colour,
-                    ha="center", va="center",
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}, zorder=4,
-                )  # fmt: skip
+                    0.5 * (a[0] + b[0]) * 1.02,
+                    0.5 * (a[1] + b[1]) * 1.02,
+                    str(transfer).split(" -")[1].split("->")[0],
+                    fontsize=9,
+                    color=colour,
+                    ha="center",
+                    va="center",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+                    zorder=4,
+                )
         ax.set(xlim=(-2.0, 2.0), ylim=(-1.75, 1.95), aspect="equal")
         ax.axis("off")
         total = len(schedule.steps)
@@ -134,6 +147,11 @@ def _draw_chunk(ax: Axes, x: float, y: float, size: float, who: frozenset[int], 
         )
     )
     ax.text(
-        x + size * 0.47, y + 0.2, f"{len(who)}", ha="center", va="center", fontsize=8,
+        x + size * 0.47,
+        y + 0.2,
+        f"{len(who)}",
+        ha="center",
+        va="center",
+        fontsize=8,
         color="white" if full else INK,
-    )  # fmt: skip
+    )

@@ -77,9 +77,12 @@ def plot_timeline(
                 low, high = max(begin, start_s), min(end, end_s)
                 offset, height = _LANES[kind]
                 ax.broken_barh(
-                    [((low - start_s) / scale, (high - low) / scale)], (row + offset, height),
-                    color=COLOURS[kind], edgecolor="white", linewidth=0.0 if is_profile else 0.3,
-                )  # fmt: skip
+                    [((low - start_s) / scale, (high - low) / scale)],
+                    (row + offset, height),
+                    color=COLOURS[kind],
+                    edgecolor="white",
+                    linewidth=0.0 if is_profile else 0.3,
+                )
                 if kind not in shown:
                     shown.append(kind)
             if is_profile:
@@ -139,15 +142,23 @@ def plot_pipeline(timeline: PipelineTimeline, *, title: str = "", ax: Axes | Non
                 kind = names[_letter(span.action)]
                 start, width = span.start_s - begin_s, span.end_s - span.start_s
                 ax.broken_barh(
-                    [(start, width)], (rank + 0.06, 0.88), color=COLOURS[kind],
-                    edgecolor="white", linewidth=0.8,
-                )  # fmt: skip
+                    [(start, width)],
+                    (rank + 0.06, 0.88),
+                    color=COLOURS[kind],
+                    edgecolor="white",
+                    linewidth=0.8,
+                )
                 if width > 0.012 * width_s:
                     ax.text(
-                        start + width / 2, rank + 0.5, str(span.action.micro_batch), ha="center",
-                        va="center", fontsize=8, color=text_colour(COLOURS[kind]),
+                        start + width / 2,
+                        rank + 0.5,
+                        str(span.action.micro_batch),
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                        color=text_colour(COLOURS[kind]),
                         fontweight="bold" if span.action.chunk % 2 else "normal",
-                    )  # fmt: skip
+                    )
                 if kind not in shown:
                     shown.append(kind)
         _finish(ax, range(len(ranks)), width_s, "time of one forward = 1", title)

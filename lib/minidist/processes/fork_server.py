@@ -123,9 +123,13 @@ def fork(
     Raises:
         OSError: no process could be started.
     """
-    place = {"env": dict(os.environ if env is None else env), "path": list(sys.path),
-             "argv": list(sys.argv), "cwd": os.fspath(cwd or os.getcwd()),
-             "new_session": new_session}  # fmt: skip
+    place = {
+        "env": dict(os.environ if env is None else env),
+        "path": list(sys.path),
+        "argv": list(sys.argv),
+        "cwd": os.fspath(cwd or os.getcwd()),
+        "new_session": new_session,
+    }
     job = cloudpickle.dumps((fn, args))
     child = server.ask() if server else _ask_inherited() or _OWN.ask()
     with contextlib.suppress(OSError):  # the child has died: its exit code shows that
@@ -213,8 +217,9 @@ class Server:
             )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), *self._preload],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
         if not self._owner:
             atexit.register(self.end)
         self._requests, self._owner = requests, os.getpid()

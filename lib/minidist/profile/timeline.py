@@ -213,9 +213,15 @@ def from_emulated(timeline: EmulatedTimeline) -> Timeline:
             name = each.name.split(" ")[0] if each.kind == "communication" else each.name
             kind: Any = each.kind
             spans.append(
-                Span(rank=rank, lane=lanes[each.kind], kind=kind, name=name or each.kind,
-                     start_s=each.start_s, end_s=each.end_s)
-            )  # fmt: skip
+                Span(
+                    rank=rank,
+                    lane=lanes[each.kind],
+                    kind=kind,
+                    name=name or each.kind,
+                    start_s=each.start_s,
+                    end_s=each.end_s,
+                )
+            )
         whole = [(0.0, timeline.makespan_s)]
         bounds = [(step.start_s, step.end_s) for step in timeline.steps] or whole
         steps += [
@@ -238,11 +244,17 @@ def from_pipeline(timeline: PipelineTimeline) -> Timeline:
     Each rank gets one window over the whole step, so that the time without compute is the bubble.
     """
     spans = [
-        Span(rank=rank, lane="stage", kind="compute", name=str(each.action),
-             start_s=each.start_s, end_s=each.end_s)
+        Span(
+            rank=rank,
+            lane="stage",
+            kind="compute",
+            name=str(each.action),
+            start_s=each.start_s,
+            end_s=each.end_s,
+        )
         for rank, row in enumerate(timeline.spans)
         for each in row
-    ]  # fmt: skip
+    ]
     plain = Timeline(tuple(spans))
     steps = [
         Window(rank=rank, name="step 0", start_s=plain.start_s, end_s=plain.end_s)

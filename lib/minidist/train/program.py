@@ -69,9 +69,16 @@ def train(config: TrainConfig, *, on_step: OnStep | None = None) -> list[float]:
         # The loop.
         with contextlib.closing(report), _preemption() as preempted:
             return loop(
-                config, trainer, scaler, loader, eval_data, run, report,
-                on_step or (lambda record: None), preempted,
-            )  # fmt: skip
+                config,
+                trainer,
+                scaler,
+                loader,
+                eval_data,
+                run,
+                report,
+                on_step or (lambda record: None),
+                preempted,
+            )
 
 
 def loop(

@@ -153,9 +153,11 @@ class HybridTrainer(HybridState):
                 # Parameters travel and compute in 16 bits; autocast would keep 16-bit copies.
                 policy = MixedPrecisionPolicy(compute_dtype, torch.float32)
                 self._zero3 = Zero3(
-                    stage, stage.blocks.values(), self.group,
+                    stage,
+                    stage.blocks.values(),
+                    self.group,
                     policy=None if compute_dtype is None else policy,
-                )  # fmt: skip
+                )
                 self.optimizer = torch.optim.AdamW(stage.parameters(), **adamw)
 
     # 1. forward and backward --------------------------------------------------------------------

@@ -157,9 +157,15 @@ def vocab_parallel_cross_entropy(
     # Compute.
     num_owned = _num_owned(logits.shape[-1], vocab_size, rank)
     losses = _CrossEntropy.apply(
-        logits, targets, rank * logits.shape[-1], num_owned, vocab_size, ignore_index,
-        label_smoothing, group,
-    )  # fmt: skip
+        logits,
+        targets,
+        rank * logits.shape[-1],
+        num_owned,
+        vocab_size,
+        ignore_index,
+        label_smoothing,
+        group,
+    )
     if reduction == "none":
         return losses
     return losses.sum() / (targets != ignore_index).sum() if reduction == "mean" else losses.sum()
