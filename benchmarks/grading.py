@@ -55,7 +55,7 @@ from autograder.course.course import Course
 from autograder.criteria import get_lab
 from autograder.submission.attempt import grade
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 
 LAB = "lab1_ddp"
 # For the memory of a long run: the bundled lab whose submissions take the shortest time. It is

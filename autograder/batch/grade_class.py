@@ -15,7 +15,7 @@ from autograder.criteria.criterion import Lab
 from autograder.records.progress import Announcer
 from autograder.submission.attempt import Record, back_off, grade, known_record, not_graded
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 from autograder.submission.scratch import remove_abandoned
 
 POOL_TRIES = 3

@@ -187,7 +187,8 @@ def _disk(course: Course) -> Iterator[Finding]:
             "disk",
             "missing",
             f"{place} cannot be written to",
-            "change its owner; in an image, bind a folder of yours over build/ (autograder/image)",
+            "change its owner; in an image (autograder/box/image), bind a folder of yours over "
+            "build/",
         )
     kind = _file_system(place)
     if kind in NETWORK_FILE_SYSTEMS:

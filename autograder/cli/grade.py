@@ -15,7 +15,7 @@ from autograder.course.course import Course
 from autograder.criteria import lab_names
 from autograder.records.grading import read_history
 from autograder.regrading.history import choose, handed_in_before
-from autograder.submission.intake import Found, find_submissions
+from autograder.submission.find import Found, find_submissions
 
 
 def add_command(commands: Any) -> None:

@@ -26,7 +26,7 @@ from autograder.report.page import write_html
 from autograder.report.terminal import left_out_of, rich_table, write_csv
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Found
+from autograder.submission.find import Found
 
 
 class GradeCommand:

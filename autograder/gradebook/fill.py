@@ -18,7 +18,8 @@ from autograder.gradebook.preprocessors import refused
 from autograder.gradebook.roster import may_be_id
 from autograder.submission.attempt import Record, known_record
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission, sha256_of
+from autograder.submission.find import Submission
+from autograder.submission.intake import sha256_of
 
 NBGRADER_DEADLINE_S = 1800.0
 

@@ -33,7 +33,8 @@ from autograder.report.safe_html import shorten
 from autograder.submission.attempt import Record, grade, known_record
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission, read_submission, sha256_of
+from autograder.submission.find import Submission
+from autograder.submission.intake import read_submission, sha256_of
 
 
 class _Bridge(NbGraderPreprocessor):

@@ -21,7 +21,7 @@ from autograder.gradebook.database import (
     seconds_late,
 )
 from autograder.records.grading import Grading, Record
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 
 
 def find_settled(

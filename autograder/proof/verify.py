@@ -30,7 +30,7 @@ from autograder.inside.probe import NOT_WRITTEN
 from autograder.plain_text import MARKS
 from autograder.proof.zoo import ZooEntry, combine, load_zoo, write_class
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 
 MIN_WRONG, MIN_RIGHT = 15, 6
 _NOT_LOST = (Status.PASS, Status.INFRA, Status.BLOCKED)

@@ -9,7 +9,7 @@ from typing import Any
 from autograder.course.course import Course
 from autograder.records.grading import Grading
 from autograder.records.journal import Journal
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 
 Record = dict[str, Any]
 MIN_PREFIX = 6  # shortest accepted beginning of a record's key, in characters

@@ -28,7 +28,8 @@ from autograder.records.version import grader_version
 from autograder.referee.referee import Referee, draw_for
 from autograder.submission.class_run import ClassRun
 from autograder.submission.engine import InfrastructureError, Session
-from autograder.submission.intake import Submission, sha256_of
+from autograder.submission.find import Submission
+from autograder.submission.intake import sha256_of
 from autograder.submission.scratch import scratch_folder
 
 INFRA_TRIES = 3

@@ -35,7 +35,8 @@ from autograder.criteria.limits import GIB, Limits
 from autograder.records.journal import Journal
 from autograder.records.progress import Progress
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission, sha256_of
+from autograder.submission.find import Submission
+from autograder.submission.intake import sha256_of
 
 needs_sandbox = pytest.mark.skipif(not probe_support().works, reason="no sandbox")
 

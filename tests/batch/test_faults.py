@@ -26,7 +26,7 @@ from autograder.course.course import Course
 from autograder.criteria import get_lab
 from autograder.records.journal import Journal
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 from autograder.submission.scratch import remove_abandoned
 
 pytestmark = [

@@ -17,7 +17,7 @@ from autograder.batch.slurm import backend as slurm_jobs
 from autograder.box.gpus import ALL, VISIBLE, divide, most_jobs, num_gpus, visible_gpus
 from autograder.criteria import get_lab
 from autograder.submission.attempt import known_record
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from autograder.proof.bundled import is_bundled
 from autograder.proof.zoo import write_class
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 
 pytestmark = pytest.mark.timeout(600)
 MASTER = ROOT / "labs" / LAB / f"{LAB}.ipynb"

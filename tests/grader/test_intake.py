@@ -13,7 +13,8 @@ import nbformat
 import pytest
 from nbformat import v4
 
-from autograder.submission.intake import Intake, IntakeLimits, find_submissions, read_submission
+from autograder.submission.find import find_submissions
+from autograder.submission.intake import Intake, IntakeLimits, read_submission
 
 
 def _cell(source: str, grade_id: str | None = None, **roles: Any) -> dict[str, Any]:

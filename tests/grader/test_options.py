@@ -20,7 +20,7 @@ from autograder.records.journal import Journal
 from autograder.referee.practice import lab_of
 from autograder.submission.attempt import known_record
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 
 POINTS = f"[points.{LAB}]\nddp_scaling = 10\nwrap_model = 0\n"
 

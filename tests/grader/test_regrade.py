@@ -27,7 +27,7 @@ from autograder.regrading.changes import changes_table, find_changes, summary
 from autograder.regrading.history import find_grading
 from autograder.submission.attempt import grade as grade_one
 from autograder.submission.engine import InfrastructureError
-from autograder.submission.intake import Submission, find_submissions
+from autograder.submission.find import Submission, find_submissions
 
 CRITERIA = get_lab(LAB).criteria
 

@@ -17,7 +17,7 @@ from autograder.plain_text import MARKS, clean
 from autograder.report.page import write_html
 from autograder.report.terminal import reason, rich_table, write_csv
 from autograder.submission.attempt import not_graded
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 
 POINTS = {
     "setup": 5,

@@ -29,7 +29,8 @@ from autograder.criteria.criterion import Lab
 from autograder.submission.attempt import Record
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission, sha256_of
+from autograder.submission.find import Submission
+from autograder.submission.intake import sha256_of
 
 CANARY = f"canary-{secrets.token_hex(8)}"
 MAX_EXECUTED_BYTES = 80 << 20

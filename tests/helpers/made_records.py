@@ -16,7 +16,8 @@ from autograder.gradebook.database import open_gradebook
 from autograder.records.journal import Journal
 from autograder.records.version import grader_version
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission, read_submission
+from autograder.submission.find import Submission
+from autograder.submission.intake import read_submission
 
 
 def make_course(root: Path, lab: str = LAB) -> Course:

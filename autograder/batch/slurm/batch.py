@@ -23,7 +23,8 @@ from autograder.plain_text import clean
 from autograder.records.journal import Journal
 from autograder.submission.attempt import Record, not_graded
 from autograder.submission.class_run import ClassRun, executed_path
-from autograder.submission.intake import Submission, sha256_of
+from autograder.submission.find import Submission
+from autograder.submission.intake import sha256_of
 
 HARVEST_S = 0.2  # time between two looks at the results' folder
 LATE_S = 600.0  # a job that is this long over Slurm's time limit will not end by itself

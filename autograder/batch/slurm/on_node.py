@@ -157,7 +157,8 @@ def _grade(task: Task, folder: Path) -> dict[str, Any]:
     from autograder.records.journal import Journal
     from autograder.submission.attempt import grade
     from autograder.submission.class_run import ClassRun
-    from autograder.submission.intake import Submission, sha256_of
+    from autograder.submission.find import Submission
+    from autograder.submission.intake import sha256_of
 
     @dataclass(frozen=True)
     class JobCourse(Course):

@@ -35,7 +35,7 @@ from autograder.course.slurm_options import SlurmOptions
 from autograder.records.journal import Journal
 from autograder.submission.attempt import known_record
 from autograder.submission.class_run import ClassRun
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 
 
 class JobRunner:

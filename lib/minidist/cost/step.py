@@ -278,10 +278,7 @@ def predict_step(
     compute_s = m * stage_s
     backward_s = layers * (2 * block.forward_s + block.again_s) + head_s * 2 / 3
     data_s, hidden_s = _data_parallel(model, p, node, states, m, backward_s, compute_s, overlap_dp)
-    held = parameters_per_gpu(model=model, parallelism=p)
-    mine = held / (p.shard_ranks if p.zero_stage else 1)
-    update_bytes = 2 * states.optimizer + states.parameter + states.gradient  # read and write
-    optimizer_s = mine * update_bytes / node.gpu.memory_bandwidth_bytes_per_s
+    optimizer_s = _optimizer_s(model, p, node, states)
 
     total_tokens = global_batch * model.context
     parts = dict(
@@ -303,3 +300,11 @@ def predict_step(
         mfu=total_tokens * model.flops_per_token() / capacity,
         hfu=total_tokens * model.flops_per_token(recompute=recompute) / capacity,
     )
+
+
+def _optimizer_s(model: Transformer, p: ParallelismConfig, node: Node, states: StateBytes) -> float:
+    """Seconds to read and write what the optimiser updates on one GPU."""
+    held = parameters_per_gpu(model=model, parallelism=p)
+    mine = held / (p.shard_ranks if p.zero_stage else 1)
+    update_bytes = 2 * states.optimizer + states.parameter + states.gradient
+    return mine * update_bytes / node.gpu.memory_bandwidth_bytes_per_s

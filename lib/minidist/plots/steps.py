@@ -13,7 +13,7 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from minidist.plots.style import FAINT, INK, PALETTE, into, style
 
 if TYPE_CHECKING:
-    from minidist.collectives.schedule import Schedule
+    from minidist.collectives.schedule import Schedule, Transfer
 
 _COPY, _REDUCE = PALETTE[2], PALETTE[5]
 
@@ -45,33 +45,7 @@ def plot_step(
                 _draw_chunk(ax, x - 0.45 + chunk * size, y - 0.2, size, held[rank][chunk], n)
         if step < len(schedule.steps):
             for transfer in schedule.steps[step]:
-                colour = _REDUCE if transfer.action == "reduce" else _COPY
-                a, b = places[transfer.src], places[transfer.dst]
-                ax.add_patch(
-                    FancyArrowPatch(
-                        a,
-                        b,
-                        arrowstyle="-|>",
-                        mutation_scale=14,
-                        color=colour,
-                        linewidth=1.8,
-                        shrinkA=38,
-                        shrinkB=38,
-                        connectionstyle="arc3,rad=0.12",
-                        zorder=3,
-                    )
-                )
-                ax.text(
-                    0.5 * (a[0] + b[0]) * 1.02,
-                    0.5 * (a[1] + b[1]) * 1.02,
-                    str(transfer).split(" -")[1].split("->")[0],
-                    fontsize=9,
-                    color=colour,
-                    ha="center",
-                    va="center",
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-                    zorder=4,
-                )
+                _draw_transfer(ax, transfer, places[transfer.src], places[transfer.dst])
         ax.set(xlim=(-2.0, 2.0), ylim=(-1.75, 1.95), aspect="equal")
         ax.axis("off")
         total = len(schedule.steps)
@@ -134,6 +108,38 @@ def _legend(figure: Figure, columns: int = 4) -> None:
     ]
     figure.legend(
         handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=9
+    )
+
+
+def _draw_transfer(
+    ax: Axes, transfer: Transfer, a: tuple[float, float], b: tuple[float, float]
+) -> None:
+    """An arrow from place `a` to place `b`, with the transfer's chunk on it."""
+    colour = _REDUCE if transfer.action == "reduce" else _COPY
+    ax.add_patch(
+        FancyArrowPatch(
+            a,
+            b,
+            arrowstyle="-|>",
+            mutation_scale=14,
+            color=colour,
+            linewidth=1.8,
+            shrinkA=38,
+            shrinkB=38,
+            connectionstyle="arc3,rad=0.12",
+            zorder=3,
+        )
+    )
+    ax.text(
+        0.5 * (a[0] + b[0]) * 1.02,
+        0.5 * (a[1] + b[1]) * 1.02,
+        str(transfer).split(" -")[1].split("->")[0],
+        fontsize=9,
+        color=colour,
+        ha="center",
+        va="center",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+        zorder=4,
     )
 
 

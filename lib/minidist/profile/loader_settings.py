@@ -135,6 +135,14 @@ def cores_per_rank(local_world_size: int | None = None) -> int:
     return max(1, cores // local_world_size)
 
 
+def _why_persistent(row: SettingsRow, batches_per_epoch: int) -> str:
+    epoch_s = batches_per_epoch * row.batch_s
+    return (
+        f"persistent_workers: starting them takes {row.start_s:.3g} s, "
+        f"{row.start_s / (row.start_s + epoch_s):.0%} of an epoch"
+    )
+
+
 def suggest(
     rows: Sequence[SettingsRow],
     *,
@@ -197,11 +205,7 @@ def suggest(
                 f"the memory of {deep * workers} batches"
             )
     if workers and batches_per_epoch:
-        epoch_s = batches_per_epoch * best.batch_s
-        reasons.append(
-            f"persistent_workers: starting them takes {best.start_s:.3g} s, "
-            f"{best.start_s / (best.start_s + epoch_s):.0%} of an epoch"
-        )
+        reasons.append(_why_persistent(best, batches_per_epoch))
     if on_gpu:
         reasons.append("pin_memory: with it .to(device, non_blocking=True) runs beside computation")
     return Suggestion(

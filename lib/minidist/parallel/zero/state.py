@@ -152,20 +152,8 @@ def cut_optimizer_state(
         optimizer: holds this rank's cuts, in as many groups as `param_groups`.
         param_groups: groups of whole parameters, for validation.
     """
-    # Validate before anything changes.
+    _check_state(state_dict, param_groups, rank, world_size)  # before anything changes
     is_part = "world_size" in state_dict
-    if is_part and (state_dict["rank"], state_dict["world_size"]) != (rank, world_size):
-        raise ValueError(
-            f"[rank {rank}] load_state_dict: the shard of rank {state_dict['rank']} of "
-            f"{state_dict['world_size']} does not fit rank {rank} of {world_size}; merge the "
-            "shards of all ranks (merge_optimizer_parts), then load the result"
-        )
-    expected = [len(group["params"]) for group in param_groups]
-    got = [len(group["params"]) for group in state_dict["param_groups"]]
-    if expected != got:
-        raise ValueError(
-            f"[rank {rank}] load_state_dict: expected groups of {expected} parameters, got {got}"
-        )
     saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     # Cut every value to this rank's elements.
     local: dict[int, dict[str, Any]] = {}
@@ -208,6 +196,30 @@ def cut_optimizer_state(
         for mine, value in masters:
             if cuts[mine].is_master:
                 mine.copy_(value)
+
+
+def _check_state(
+    state_dict: Mapping[str, Any],
+    param_groups: list[dict[str, Any]],
+    rank: int,
+    world_size: int,
+) -> None:
+    """Raises ValueError if a state dict is another rank's part, or is for different parameters."""
+    if "world_size" in state_dict and (state_dict["rank"], state_dict["world_size"]) != (
+        rank,
+        world_size,
+    ):
+        raise ValueError(
+            f"[rank {rank}] load_state_dict: the shard of rank {state_dict['rank']} of "
+            f"{state_dict['world_size']} does not fit rank {rank} of {world_size}; merge the "
+            "shards of all ranks (merge_optimizer_parts), then load the result"
+        )
+    expected = [len(group["params"]) for group in param_groups]
+    got = [len(group["params"]) for group in state_dict["param_groups"]]
+    if expected != got:
+        raise ValueError(
+            f"[rank {rank}] load_state_dict: expected groups of {expected} parameters, got {got}"
+        )
 
 
 def _is_cut(key: str, value: Any, shape: Sequence[int]) -> bool:
