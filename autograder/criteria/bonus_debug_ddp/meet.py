@@ -1,6 +1,7 @@
-"""Criteria for where ranks meet: evaluation, doing something once, and metrics.
+"""Criteria for code where ranks meet: evaluation, doing something once, and metrics.
 
-What would hang on real ranks fails at once on the emulated cluster: it knows who will never come.
+A mismatch that would hang real ranks fails at once on the emulated cluster, because the cluster
+knows which ranks will never join.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ SIZES = (3, 5, 2)
 
 
 def _draw_dataset(draw: Draw, settings: list[tuple[int, int]]) -> list[Values]:
-    """The same model and datasets on every rank, one per (number of samples, batch size)."""
+    """The same model and datasets on every rank: a dataset per (number of samples, batch size)."""
     rng = draw.shared()
     values = oracle.draw_parameters(rng, SIZES) | {"settings": [list(s) for s in settings]}
     for number, (n, _) in enumerate(settings):
         batch = oracle.draw_batch(rng, n, SIZES)
-        # Samples weigh differently, so that one too many or too few shows.
+        # Targets of different sizes: a sample that is missing or counted twice changes the loss.
         batch["y"] *= np.exp(rng.normal(size=(n, 1))).astype(np.float32)
         values |= {f"{name}/{number}": batch[name] for name in "xy"}
     return [dict(values) for _ in range(draw.world_size)]
 
 
 def draw_tail(draw: Draw) -> list[Values]:
-    """Numbers of samples that the ranks cannot share evenly, one smaller than their number."""
+    """Two dataset sizes that the ranks cannot share evenly; one is below the number of ranks."""
     rng, w = draw.shared("sizes"), draw.world_size
     rest = int(rng.integers(1, w)) if w > 1 else 0
     return _draw_dataset(draw, [(int(rng.integers(3, 6)) * w + rest, 1), (max(1, w - 1), 1)])
 
 
 def draw_batches(draw: Draw) -> list[Values]:
-    """Even shares, whose last batch is smaller."""
+    """Equal shares on all ranks; the last batch of a share is smaller than the batch size."""
     rng, w = draw.shared("sizes"), draw.world_size
     size = int(rng.integers(4, 8))
     return _draw_dataset(draw, [(w * (2 * size + 1), size), (w * (size - 1), size)])
@@ -66,7 +67,7 @@ class _Counted(nn.Module):
 
 
 def observe_evaluate(evaluate: Any, inputs: Values, context: Context) -> Values:
-    """The loss that is reported, and how many samples this rank has looked at."""
+    """The returned loss, and how many samples this rank has evaluated."""
     answer: Values = {}
     for number, (_, batch_size) in enumerate(inputs["settings"]):
         model = _Counted(inputs).to(context.device)
@@ -78,7 +79,7 @@ def observe_evaluate(evaluate: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_evaluate(case: Case) -> list[Finding]:
-    """The mean over all samples, each looked at once, by one rank."""
+    """The loss is the mean over all samples; all ranks together evaluate each sample once."""
     inputs = case.inputs[0]
     model = oracle.mlp(inputs, torch.float64)
     findings: list[Finding] = []
@@ -110,7 +111,7 @@ def judge_evaluate(case: Case) -> list[Finding]:
 
 
 def judge_tail(case: Case) -> list[Finding]:
-    """As `judge_evaluate`, and no rank looks at two samples more than another."""
+    """As `judge_evaluate`; in addition, the ranks' numbers of samples differ by at most one."""
     findings = judge_evaluate(case)
     for number, (n, _) in enumerate(case.inputs[0]["settings"]) if not findings else ():
         counts = [told(answer, f"count/{number}") for answer in case.answers]
@@ -131,7 +132,7 @@ BUILD, LOAD = 0, 1  # layers of the charge plan
 
 
 def draw_once(draw: Draw) -> list[Values]:
-    """What each rank loads."""
+    """The token that `load` returns on each rank."""
     return [{"token": int(draw.private(r).integers(1 << 30))} for r in range(draw.world_size)]
 
 
@@ -141,7 +142,7 @@ def plan(source: Draw) -> ChargePlan:
 
 
 def observe_once(prepare_once: Any, inputs: Values, context: Context) -> Values:
-    """Building and loading are charged, so the broker sees when which rank did it."""
+    """Building and loading are charged, so the broker sees when each rank does either."""
 
     def build() -> None:
         context.broker.charge(BUILD, "forward")
@@ -155,7 +156,7 @@ def observe_once(prepare_once: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_once(case: Case) -> list[Finding]:
-    """Rank 0 builds, then they meet, then each loads once."""
+    """Rank 0 alone builds, then all ranks synchronise, then each rank loads once."""
     findings: list[Finding] = []
     events = case.trace.events
     built = [_computed(own, BUILD) for own in events]
@@ -175,7 +176,7 @@ def judge_once(case: Case) -> list[Finding]:
             findings.append(Finding("what load() gave was not returned.", rank))
     if findings:
         return findings
-    # Collectives that rank 0 joined when it had built.
+    # Collectives that rank 0 issued after its build.
     after = {e.key for e in events[0][built[0][0] :] if e.kind == "issue"}
     for rank in range(case.world_size):
         waited = {e.key for e in events[rank][: loaded[rank][0]] if e.kind == "wait"}
@@ -202,11 +203,11 @@ NAMES = ("loss", "accuracy", "tokens", "grad_norm", "lr")
 
 
 def draw_order(draw: Draw) -> list[Values]:
-    """The same metrics on every rank, noted in another order on each."""
+    """The same metrics on every rank; neighbouring ranks have them in different orders."""
     inputs = []
     shift = int(draw.shared().integers(len(NAMES)))
     for rank in range(draw.world_size):
-        start = (shift + rank) % len(NAMES)  # neighbours differ for certain
+        start = (shift + rank) % len(NAMES)  # neighbouring ranks always differ
         names = NAMES[start:] + NAMES[:start]
         values = draw.private(rank).uniform(1, 100, len(names))
         inputs.append({"metrics": {n: float(v) for n, v in zip(names, values, strict=True)}})
@@ -214,7 +215,7 @@ def draw_order(draw: Draw) -> list[Values]:
 
 
 def draw_missing(draw: Draw) -> list[Values]:
-    """The same order on every rank, but rank 0 lacks other metrics than the ranks after it."""
+    """The same order on every rank, but rank 0 lacks different metrics than the other ranks."""
     inputs = []
     for rank in range(draw.world_size):
         left_out = "tokens" if rank == 0 else "accuracy"
@@ -227,7 +228,7 @@ def draw_missing(draw: Draw) -> list[Values]:
 
 
 def observe_metrics(reduce_metrics: Any, inputs: Values, context: Context) -> Values:
-    """What the function gives, as numbers."""
+    """The names and values that `reduce_metrics` returns."""
     reduced = reduce_metrics(dict(inputs["metrics"]))
     return {"names": sorted(map(str, reduced))} | {
         f"value {name}": np.array(float(value)) for name, value in reduced.items()
@@ -235,7 +236,7 @@ def observe_metrics(reduce_metrics: Any, inputs: Values, context: Context) -> Va
 
 
 def judge_metrics(case: Case) -> Iterator[Finding]:
-    """Each metric is its mean over the ranks that have it, on every rank."""
+    """On every rank, each metric is the mean over the ranks that have this metric."""
     everyone = [inputs["metrics"] for inputs in case.inputs]
     names = sorted(set().union(*everyone))
     for rank, answer in enumerate(case.answers):

@@ -1,4 +1,4 @@
-"""Criteria for state: what all ranks must share, what each has for itself, and what is saved."""
+"""Criteria for state: what all ranks share, what each rank has of its own, and what is saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = (3, 4)
 
 
 class Stateful(nn.Module):
-    """Trainable and frozen parameters, and buffers: floats, integers, and one that is not saved."""
+    """Trainable and frozen parameters; float and integer buffers, one of them not persistent."""
 
     def __init__(self, inputs: Values) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def _draw_state(draw: Draw, extra: tuple[str, ...]) -> list[Values]:
 
 
 def draw_buffers(draw: Draw) -> list[Values]:
-    """Parameters that all train, and buffers."""
+    """Buffers, and parameters that are all trainable."""
     return _draw_state(draw, ("buffer_mean", "buffer_count", "buffer_mask"))
 
 
@@ -74,7 +74,7 @@ def observe_broadcast(broadcast_model: Any, inputs: Values, context: Context) ->
 
 
 def judge_broadcast(case: Case) -> Iterator[Finding]:
-    """Everything is rank 0's."""
+    """On every rank, all parameters and buffers have rank 0's values."""
     for rank, answer in enumerate(case.answers):
         for name in case.inputs[0]["names"]:
             what, hint = "parameter", "Every rank has to begin with rank 0's."
@@ -102,7 +102,7 @@ SIZES, SAMPLES = (4, 6, 2), 5
 
 
 def draw_resume(draw: Draw) -> list[Values]:
-    """One training run, the same on all ranks: so many steps before the checkpoint and after it."""
+    """One training run, the same on all ranks, with steps before and after a checkpoint."""
     rng = draw.shared()
     before, after = (int(n) for n in rng.integers(3, 6, size=2))
     values = oracle.draw_parameters(rng, SIZES) | {"before": before, "after": after}
@@ -113,7 +113,7 @@ def draw_resume(draw: Draw) -> list[Values]:
 
 
 def draw_random(draw: Draw) -> list[Values]:
-    """Another seed on each rank, and how many numbers are drawn before the checkpoint."""
+    """A different seed on each rank, and how many numbers the rank draws before the checkpoint."""
     start = oracle.draw_parameters(draw.shared(), SIZES)
     return [
         start | {"seed": int(draw.private(r).integers(1 << 30)), "before": 3 + 2 * r}
@@ -122,7 +122,10 @@ def draw_random(draw: Draw) -> list[Values]:
 
 
 def _shared_folder(context: Context) -> Path:
-    """A folder that all ranks see. It goes with the box, the kernel or the script that it is in."""
+    """A folder that rank 0 makes and all ranks see.
+
+    The folder disappears when the box, the kernel or the script that contains it ends.
+    """
     folder = [""]
     if context.rank == 0:
         in_box = "MINIDIST_REFEREE" in os.environ
@@ -150,7 +153,7 @@ def _train(
 
 
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
-    """Trains, saves, loads into a new model and a new optimizer, and trains on."""
+    """Trains, saves, loads into a new model and a new optimizer, and continues training."""
     save_checkpoint, load_checkpoint = subject
     folder = _shared_folder(context)
     before, end = inputs["before"], inputs["before"] + inputs["after"]
@@ -211,13 +214,13 @@ def observe_random(subject: Any, inputs: Values, context: Context) -> Values:
         torch.manual_seed(inputs["seed"])
         torch.rand(inputs["before"])
         save_checkpoint(folder, model, optimizer, 1)
-        torch.manual_seed(0)  # a new process knows nothing of the old one's numbers
+        torch.manual_seed(0)  # a new process does not have the old generator state
         load_checkpoint(folder, model, optimizer)
         return {"drawn": torch.rand(NUM_DRAWN).numpy()}
 
 
 def judge_random(case: Case) -> Iterator[Finding]:
-    """Each rank goes on with its own random numbers."""
+    """Each rank continues its own sequence of random numbers."""
     expected = []
     for inputs in case.inputs:
         generator = torch.Generator().manual_seed(inputs["seed"])
@@ -256,7 +259,7 @@ def draw_seeds(draw: Draw) -> list[Values]:
 
 
 def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
-    """For several virtual ranks the weights of the model and what is drawn after it, twice."""
+    """For each virtual rank, twice: the model's weights and the random numbers drawn after them."""
     answer: Values = {}
     with torch.random.fork_rng(devices=[]):
         for number, (seed, world_size) in enumerate(
@@ -267,12 +270,12 @@ def observe_seeds(build_model: Any, inputs: Values, context: Context) -> Values:
                     model = build_model(lambda: nn.Linear(*SHAPE), seed, rank)
                     answer[f"w{number}/{rank}/{visit}"] = model.weight.detach().cpu().numpy().copy()
                     answer[f"r{number}/{rank}/{visit}"] = torch.rand(NUM_DRAWN).numpy()
-                    torch.rand(rank + 1)  # what others draw must not matter
+                    torch.rand(rank + 1)  # earlier draws must not change the next model
     return answer
 
 
 def _collect(case: Case, kind: str, shape: tuple[int, ...]) -> list[list[np.ndarray]] | Finding:
-    """Per seed the arrays of all virtual ranks, the second visit's after the first's."""
+    """Per seed the arrays of all virtual ranks: first those of visit 0, then those of visit 1."""
     found = []
     for number, world_size in enumerate(VIRTUAL_WORLDS):
         arrays = []
@@ -293,7 +296,7 @@ def _collect(case: Case, kind: str, shape: tuple[int, ...]) -> list[list[np.ndar
 
 
 def judge_seed_weights(case: Case) -> list[Finding]:
-    """All ranks have the same weights, and another seed gives others."""
+    """All ranks have the same weights, and a different seed gives different weights."""
     found = _collect(case, "w", SHAPE[::-1])
     if isinstance(found, Finding):
         return [found]
@@ -312,7 +315,7 @@ def judge_seed_weights(case: Case) -> list[Finding]:
 
 
 def judge_seed_dropout(case: Case) -> list[Finding]:
-    """Each rank then draws numbers of its own, and the same ones again for the same seed."""
+    """After the build, ranks draw different numbers; the same seed and rank repeat them."""
     found = _collect(case, "r", (NUM_DRAWN,))
     if isinstance(found, Finding):
         return [found]

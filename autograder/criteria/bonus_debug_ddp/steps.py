@@ -21,7 +21,7 @@ SAMPLES = 4
 
 
 def _draw_batches(draw: Draw, steps: int, dtype: str) -> list[Values]:
-    """The same weights; other data on each rank and in each step."""
+    """The same weights on all ranks; different data on each rank and in each step."""
     start = oracle.draw_parameters(draw.shared(), SIZES)
     inputs = []
     for rank in range(draw.world_size):
@@ -47,16 +47,16 @@ def _told_parameters(answer: Values, model: nn.Module) -> None:
 # --- one step by hand ----------------------------------------------------------------------------
 
 LR = {"adam": 0.05, "sgd": 0.2}
-ADAM_TOLERANCE = 0.02  # of the learning rate: Adam hardly sees a gradient's scale
+ADAM_TOLERANCE = 0.02  # relative to the learning rate; a gradient's scale hardly changes the step
 
 
 def draw_adam(draw: Draw) -> list[Values]:
-    """Steps with Adam, for which the mean of steps is not the step of the mean."""
+    """Steps with Adam: the mean of the ranks' steps is not the step with the mean gradient."""
     return [i | {"optimizer": "adam"} for i in _draw_batches(draw, 3, "float64")]
 
 
 def draw_sgd(draw: Draw) -> list[Values]:
-    """Steps with SGD, for which the gradient's scale is all that counts."""
+    """Steps with SGD: a wrong scale of the gradient changes the weights."""
     return [i | {"optimizer": "sgd"} for i in _draw_batches(draw, 2, "float64")]
 
 
@@ -66,7 +66,7 @@ def _optimizer(inputs: Values, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def observe_step(train_step: Any, inputs: Values, context: Context) -> Values:
-    """A few steps; the weights after them."""
+    """The weights after a few calls of `train_step`."""
     model = oracle.mlp(inputs, torch.float64).to(context.device)
     optimizer = _optimizer(inputs, model)
     for step in range(inputs["steps"]):
@@ -89,7 +89,7 @@ def _one_process(case: Case) -> list[np.ndarray]:
 
 
 def judge_adam(case: Case) -> Iterator[Finding]:
-    """Weights are those of one process with Adam and the batch of all ranks."""
+    """The weights are those of one process that trains with Adam on the batch of all ranks."""
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(_one_process(case)):
             if wrong := differs(
@@ -106,7 +106,7 @@ def judge_adam(case: Case) -> Iterator[Finding]:
 
 
 def judge_sgd(case: Case) -> Iterator[Finding]:
-    """Weights are those of one process with SGD and the batch of all ranks."""
+    """The weights are those of one process that trains with SGD on the batch of all ranks."""
     for rank, answer in enumerate(case.answers):
         for i, expected in enumerate(_one_process(case)):
             if wrong := oracle.differs(
@@ -145,12 +145,12 @@ def _draw_buckets(draw: Draw, num_parameters: int, per_bucket: float) -> list[Va
 
 
 def draw_tail(draw: Draw) -> list[Values]:
-    """All gradients fit into one bucket, which is never full."""
+    """All gradients fit into one bucket and do not fill it."""
     return _draw_buckets(draw, int(draw.shared().integers(3, 7)), 10.0)
 
 
 def draw_wait(draw: Draw) -> list[Values]:
-    """Several buckets that are full exactly at their ends, the last one too."""
+    """Several buckets; the gradients fill each bucket exactly, also the last one."""
     rng = draw.shared()
     per_bucket = int(rng.integers(1, 4))
     return _draw_buckets(draw, per_bucket * int(rng.integers(3, 6)), float(per_bucket))
@@ -180,12 +180,12 @@ def _judge_buckets(case: Case, hint: str) -> Iterator[Finding]:
 
 
 def judge_tail(case: Case) -> Iterator[Finding]:
-    """What is in the last bucket is reduced, although the bucket is not full."""
+    """The gradients in the last bucket are reduced although the bucket is not full."""
     return _judge_buckets(case, "Here all gradients together do not fill one bucket.")
 
 
 def judge_wait(case: Case) -> Iterator[Finding]:
-    """Every bucket is waited for before it is used."""
+    """The student's code waits for every bucket before it uses the bucket."""
     return _judge_buckets(
         case,
         "Here there are several buckets: a tensor may be read only after the wait() of its "
@@ -197,7 +197,7 @@ def judge_wait(case: Case) -> Iterator[Finding]:
 
 
 def draw_accumulate(draw: Draw) -> list[Values]:
-    """Numbers of micro-batches that are not the number of ranks; other data on each rank."""
+    """Numbers of micro-batches unequal to the number of ranks; different data on each rank."""
     rng, sizes = draw.shared(), ddp.SIZES
     ks = [int(k) for k in rng.permutation([k for k in (2, 3, 4, 5) if k != draw.world_size])[:3]]
     start = oracle.draw_parameters(rng, sizes)
@@ -212,7 +212,7 @@ def draw_accumulate(draw: Draw) -> list[Values]:
 
 
 def judge_accumulate(case: Case) -> list[Finding]:
-    """Each of the W k micro-batches has weight 1/(W k); a second division by W is named."""
+    """Each of the W k micro-batches has weight 1/(W k); a second division by W has its own text."""
     findings = list(ddp.judge_gradients(case))
     if findings and case.world_size > 1 and _is_divided_twice(case):
         return [
@@ -249,7 +249,7 @@ def _draw_scaled(draw: Draw, steps: int, **options: Any) -> list[Values]:
 
 
 def draw_scaler(draw: Draw) -> list[Values]:
-    """The scale grows after every second good step; one step overflows on one rank."""
+    """The scale grows after two good steps in a row; one step overflows on one rank."""
     inputs = _draw_scaled(draw, 6, growth_interval=2, max_norm=NO_LIMIT)
     rng = draw.shared("unlucky")
     inputs[int(rng.integers(draw.world_size))][f"x/{int(rng.integers(2, 5))}"][0, 0] = np.inf
@@ -257,7 +257,7 @@ def draw_scaler(draw: Draw) -> list[Values]:
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """The scale stays as it is; the limit is below the gradient's norm."""
+    """The scale never changes; the clipping limit is below the gradient's norm."""
     inputs = _draw_scaled(draw, 2, growth_interval=1000, max_norm=0.0)
     case = Case(draw.world_size, inputs, [])
     size = _norm(_gradients(case, oracle.mlp(inputs[0], torch.float64), 0))
@@ -267,7 +267,7 @@ def draw_clip(draw: Draw) -> list[Values]:
 
 
 def observe_scaled(subject: Any, inputs: Values, context: Context) -> Values:
-    """Steps with one scaler; its scale after each of them, and the weights at the end."""
+    """The scale after each step, the gradient that each loss received, and the final weights."""
     amp_step, scaler_class = subject
     module = oracle.mlp(inputs).to(context.device)
     ddp_model = wrap(module, context)
@@ -298,7 +298,7 @@ def _norm(gradients: list[np.ndarray]) -> float:
 
 
 def _expected(case: Case) -> tuple[list[np.ndarray], list[float]]:
-    """Weights after all steps, and the scale after each."""
+    """The weights after all steps, and the scale after each step."""
     inputs = case.inputs[0]
     model = oracle.mlp(inputs, torch.float64)
     scale, good, scales = INIT_SCALE, 0, []
@@ -342,7 +342,7 @@ def _judge_scaled(case: Case, hint: str, *, with_scales: bool) -> Iterator[Findi
 
 
 def judge_scaler(case: Case) -> Iterable[Finding]:
-    """The loss travels times the scale, and gradients are divided by that scale."""
+    """Backward starts from the loss times the scale; gradients are divided by the same scale."""
     _, scales = _expected(case)
     expected = [INIT_SCALE, *scales[:-1]]
     for rank, answer in enumerate(case.answers):
@@ -363,7 +363,7 @@ def judge_scaler(case: Case) -> Iterable[Finding]:
 
 
 def judge_clip(case: Case) -> Iterator[Finding]:
-    """The limit holds for the true gradient."""
+    """`max_norm` limits the norm of the true (unscaled) gradient."""
     return _judge_scaled(
         case,
         f"max_norm is {case.inputs[0]['max_norm']:.4g}, a limit for the true gradient: the "

@@ -1,7 +1,8 @@
 """Criteria for the whole script: data, shares, epochs, old gradients, and what is saved.
 
-Each criterion draws data on which only its own bug can be seen. Equal rows hide who gets which
-sample, data that ignores the generator hides how it was seeded, one step hides old gradients.
+Each criterion draws data that shows only the criterion's own bug. Equal rows hide which rank gets
+which sample. Data that ignores the generator hides how the generator was seeded. A single step
+hides gradients that were not cleared.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ PER_RANK = 6  # samples of each rank
 
 
 class Recorded(nn.Module):
-    """A linear classifier; notes the first column of what goes through it in training.
+    """A linear classifier that records the first column of its training inputs.
 
-    And whether there was a file at `path` when it last computed.
+    It also records whether there was a file at `path` in its last forward pass of training.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ def _draw(draw: Draw, num_epochs: int, **options: Any) -> list[Values]:
     if options["equal_rows"]:
         values["x"][:], values["y"][:] = values["x"][0], values["y"][0]
     else:
-        # Tells one sample from another.
+        # The first column identifies the sample.
         values["x"][:, 0] = rng.permutation(n) / np.float32(n if options.get("small") else 1)
     return [dict(values) for _ in range(draw.world_size)]
 
@@ -76,7 +77,7 @@ def draw_shares(draw: Draw) -> list[Values]:
 
 
 def draw_epochs(draw: Draw) -> list[Values]:
-    """Three epochs over such rows."""
+    """Three epochs over rows that can be told apart."""
     return _draw(draw, 3, equal_rows=False, generated=False, batch_size=3)
 
 
@@ -91,7 +92,7 @@ def draw_saved(draw: Draw) -> list[Values]:
 
 
 def _dataset(inputs: Values, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `make_data` gives: equal rows out of the generator."""
+    """What `make_data` returns: equal rows, drawn from the generator."""
     x = torch.randn(1, FEATURES, generator=generator).repeat(inputs["n"], 1)
     y = torch.randint(CLASSES, (1,), generator=generator).repeat(inputs["n"])
     return x, y
@@ -101,7 +102,7 @@ def _dataset(inputs: Values, generator: torch.Generator) -> tuple[torch.Tensor, 
 
 
 def observe(train: Any, inputs: Values, context: Context) -> Values:
-    """Trains once; the weights, the samples in their order, and the file."""
+    """Trains once; returns the weights, the samples in their order, and the file's content."""
 
     def make_data(generator: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         if inputs["generated"]:
@@ -160,7 +161,7 @@ def _judge_weights(case: Case, expected: dict[str, np.ndarray], hint: str) -> It
 
 
 def judge_data(case: Case) -> Iterator[Finding]:
-    """All ranks train on the dataset of one seed."""
+    """All ranks train on the same dataset, the one of `seed`."""
     inputs = case.inputs[0]
     x, y = _dataset(inputs, torch.Generator().manual_seed(inputs["seed"]))
     return _judge_weights(
@@ -174,8 +175,8 @@ def judge_data(case: Case) -> Iterator[Finding]:
 def judge_zero_grad(case: Case) -> Iterable[Finding]:
     """Every step uses the mean gradient of the ranks' batches, and nothing else.
 
-    Which rank took which samples when is told by what went through its model: how they are dealt
-    out is other criteria's.
+    The recorded inputs tell which samples each rank took in which step. Other criteria check how
+    the samples are distributed over the ranks.
     """
     steps = _steps_seen(case)
     if isinstance(steps, Finding):
@@ -198,7 +199,7 @@ def judge_zero_grad(case: Case) -> Iterable[Finding]:
 
 
 def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
-    """Per step the rows that each rank took, or what keeps them from being told."""
+    """Per step the rows that each rank took, or a finding if the records do not tell them."""
     inputs = case.inputs[0]
     place = {round(float(v) * inputs["n"]): row for row, v in enumerate(inputs["x"][:, 0])}
     batches = []
@@ -229,7 +230,7 @@ def _steps_seen(case: Case) -> list[list[list[int]]] | Finding:
 
 
 def _epochs(case: Case) -> list[np.ndarray] | Finding:
-    """Per epoch the sample numbers [rank, position], or what keeps them from being told."""
+    """Per epoch the sample numbers [rank, position], or a finding if the records are wrong."""
     inputs = case.inputs[0]
     expected = PER_RANK * inputs["num_epochs"]
     rows = []
@@ -268,7 +269,7 @@ def judge_shares(case: Case) -> list[Finding]:
 
 
 def judge_epochs(case: Case) -> list[Finding]:
-    """Every epoch has an order of its own."""
+    """Every epoch has a different order."""
     epochs = _epochs(case)
     if isinstance(epochs, Finding):
         return [epochs]
@@ -286,7 +287,7 @@ def judge_epochs(case: Case) -> list[Finding]:
 
 
 def judge_saved(case: Case) -> list[Finding]:
-    """Rank 0, and nobody else, has written the module's weights under the module's names."""
+    """Only rank 0 has written a file, with the module's weights under the module's names."""
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         written = told(answer, "written")
@@ -329,7 +330,7 @@ def judge_saved(case: Case) -> list[Finding]:
             )
             break
         what = f"{name} in the file, compared with the trained model"
-        # Number by number: how large the largest one is, is the rank's to say.
+        # Not `oracle.differs`: its tolerance depends on the largest value, which the rank chooses.
         if wrong := differs(
             0,
             what,

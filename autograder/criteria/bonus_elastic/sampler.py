@@ -1,9 +1,9 @@
-"""Criteria for task 2 of bonus_elastic: an epoch that goes on with another number of ranks.
+"""Criteria for task 2 of bonus_elastic: an epoch that continues with a different number of ranks.
 
-Ranks are played one after the other in each process. What deals a batch out over ranks comes from
-here (`cut`, with uneven parts), so that a bug in task 1 does not count again. Before every call
-the process's random numbers are set to what the criterion wants, so that a sampler that uses them
-is found out by `elastic_order` alone.
+Each process plays all ranks, one after the other. The criteria pass their own `share` function
+(`cut`, with uneven parts), so that a bug in task 1 does not count twice. Before every call the
+criterion seeds the process's global random generators, so that only `elastic_order` fails if a
+sampler uses them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 from autograder.criteria.common.answers import plain
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
-Batches = list[list[list[int]]]  # per batch and rank the indices
+Batches = list[list[list[int]]]  # per batch and rank: the indices, then the batch's size
 
 
 def cut(size: int, world_size: int, rank: int) -> slice:
-    """Uneven parts: the first ranks get the smaller ones, or nothing."""
+    """Uneven parts: the first ranks get smaller parts, or nothing."""
     begin, end = (int(size * (i / world_size) ** 1.5) for i in (rank, rank + 1))
     return slice(begin, end)
 
 
 @contextlib.contextmanager
 def _random_numbers(seed: int) -> Iterator[list[Any]]:
-    """Sets the process's random numbers and gives `_states`; afterwards they are as before."""
+    """Seeds the process's random generators, yields `_states()`, and restores the generators."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         torch.manual_seed(seed)
@@ -46,7 +46,7 @@ def _random_numbers(seed: int) -> Iterator[list[Any]]:
 
 
 def _states() -> list[Any]:
-    """Of torch's, NumPy's and Python's random numbers, so that they can be compared."""
+    """The states of torch's, NumPy's and Python's generators, in a form that can be compared."""
     numpys: Any = np.random.get_state(legacy=False)
     inside = numpys["state"]
     return [
@@ -62,7 +62,7 @@ def _make(sampler_class: Any, values: Values, seed: int | None = None) -> Any:
 
 
 def _fresh(sampler_class: Any, values: Values, state: Any = None) -> Any:
-    """A sampler made, and loaded, under the same random numbers as all others."""
+    """A new sampler, with `state` if given; the global generators are the same for each one."""
     with _random_numbers(0):
         sampler = _make(sampler_class, values)
         if state is not None:
@@ -71,7 +71,7 @@ def _fresh(sampler_class: Any, values: Values, state: Any = None) -> Any:
 
 
 def _deal(sampler: Any, rank: int, world_size: int, values: Values) -> list[int]:
-    """A rank's part of the next batch, and at the end the size of the batch."""
+    """A rank's indices of the next batch, followed by the size of the batch."""
     dealt = sampler.next_batch(rank, world_size)
     if not isinstance(dealt, tuple | list) or len(dealt) != 2:
         raise TypeError(f"next_batch: expected (indices, size), got {type(dealt).__name__}")
@@ -89,11 +89,11 @@ def _deal_to_all(samplers: list[Any], values: Values, count: int) -> Batches:
     ]
 
 
-# --- what came, looked at ------------------------------------------------------------------------
+# --- reading the batches -------------------------------------------------------------------------
 
 
 def _read(batches: Any, world_sizes: list[int], num_samples: int) -> list[list[int]] | str:
-    """The global batches, in order; or what is wrong with their form or their parts."""
+    """The global batches in order, or a text that says what is wrong with their form or parts."""
     if not isinstance(batches, list) or len(batches) != len(world_sizes):
         return "no batches came back."
     whole = []
@@ -130,7 +130,7 @@ def _read(batches: Any, world_sizes: list[int], num_samples: int) -> list[list[i
 
 
 def draw_epoch(draw: Draw) -> list[Values]:
-    """A number of samples that the batch does not divide, a number of ranks."""
+    """A number of samples that is not divisible by the batch size, and a number of ranks."""
     rng = draw.shared()
     batch = int(rng.integers(5, 9))
     num_samples = batch * int(rng.integers(3, 6)) + int(rng.integers(1, batch))
@@ -161,7 +161,7 @@ def observe_epoch(sampler_class: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_epoch(case: Case) -> Iterator[Finding]:
-    """Every sample once per epoch; full batches, and the rest at the end."""
+    """Every sample comes once per epoch, in full batches; the rest is the epoch's last batch."""
     given = case.inputs[0]
     per_epoch = _per_epoch(given)
     for rank, answer in enumerate(map(plain, case.answers)):
@@ -204,7 +204,7 @@ def _not_once(batches: list[list[int]], num_samples: int) -> str:
 
 
 def draw_order(draw: Draw) -> list[Values]:
-    """Two seeds, one of them the default, and states of random numbers that are no part of them."""
+    """Two seeds of the sampler, one of them the default, and seeds of the global generators."""
     rng = draw.shared()
     batch = int(rng.integers(5, 9))
     values = {
@@ -218,7 +218,11 @@ def draw_order(draw: Draw) -> list[Values]:
 
 
 def observe_order(sampler_class: Any, inputs: Values, context: Context) -> Values:
-    """Two epochs under other random numbers, and under another seed; whether they were touched."""
+    """Two epochs in each of three runs, and whether a run changed the global generators.
+
+    The first two runs have the same seed, the third has a different seed. Every run starts with
+    different states of the global generators.
+    """
     answer: Values = {"epochs": [], "touched": False}
     for seed, noise in zip(
         [inputs["seed"], inputs["seed"], inputs["other"]], inputs["noise"], strict=True
@@ -280,7 +284,7 @@ def judge_order(case: Case) -> list[Finding]:
 
 
 def draw_resize(draw: Draw) -> list[Values]:
-    """Numbers of ranks, and after how many batches each is another one."""
+    """Numbers of ranks, and for how many batches each number stays."""
     rng = draw.shared()
     batch = int(rng.integers(5, 9))
     num_samples = 5 * batch + int(rng.integers(1, batch))  # the last batch is smaller
@@ -294,7 +298,7 @@ def draw_resize(draw: Draw) -> list[Values]:
 
 
 def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Values:
-    """The same batches undisturbed, and with states that go through a file to other ranks."""
+    """The batches of one rank, and of changing ranks that pass the state on through a file."""
     whole = _fresh(sampler_class, inputs)
     calm: Batches = []
     for _ in range(sum(inputs["stays"])):
@@ -328,7 +332,7 @@ def _through_a_file(state: Any) -> Any:
 
 
 def judge_resize(case: Case) -> Iterator[Finding]:
-    """The batches are those of a run without a change, for any numbers of ranks."""
+    """The batches are those of a run without a change of the number of ranks."""
     given = case.inputs[0]
     stays, ranks = given["stays"], given["ranks"]
     world_sizes = [r for r, stay in zip(ranks, stays, strict=True) for _ in range(stay)]

@@ -1,8 +1,8 @@
 """Criteria for task 3 of bonus_elastic: one writer, whole files, and a step that all ranks have.
 
-Every rank works in a folder of its own, as on nodes whose disks or caches differ, so the ranks can
-be shown different files. A death is real: a process of its own saves under a limit on the size of
-its files, and the kernel kills it in the middle of a write.
+Every rank works in its own folder, as on nodes whose disks or caches differ, so a criterion can
+show different files to the ranks. A death is real: a separate process saves under a limit on the
+size of its files, and the kernel kills this process in the middle of a write.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from minidist.launch import run
 WRITE_LIMIT_BYTES = 100_000
 LARGE_NUMEL = 60_000  # 240 kB of float32
 SAVE_DEADLINE_S = 60.0
-HOLD_S = 2.0  # so long the writer is held back at most, to see who does not wait for it
+HOLD_S = 2.0  # the writer is delayed at most this long, to see which ranks do not wait for it
 
 
 def name_of(step: int) -> str:
-    """The file of a step, as the lab's text fixes it."""
+    """The file name of a step, as the lab's text specifies it."""
     return f"step-{step:08d}.pt"
 
 
@@ -62,7 +62,7 @@ def draw_atomic(draw: Draw) -> list[Values]:
 
 
 def observe_atomic(save_together: Any, inputs: Values, context: Context) -> Values:
-    """What is there after a death while saving a new step, and while saving one anew."""
+    """The files that are left after a death in the save of a new step, and of an old step again."""
     if context.rank != 0:
         return {}
     one, two = inputs["steps"]
@@ -82,7 +82,7 @@ def observe_atomic(save_together: Any, inputs: Values, context: Context) -> Valu
 def _save_alone(
     save_together: Any, folder: Path, inputs: Values, step: int, number: int, *, dies: bool
 ) -> str:
-    """Saves on the one rank of a job of its own; "saved", or "killed" by the limit."""
+    """Saves in a separate job of one rank; returns "saved", or "killed" if the limit killed it."""
     state = state_of(inputs | {"weight": inputs["weight"] + number}, step)
     try:
         run(_job, 1, save_together, str(folder), step, state, dies, deadline_s=SAVE_DEADLINE_S)
@@ -104,12 +104,12 @@ def _job(save_together: Any, folder: str, step: int, state: Any, dies: bool) -> 
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (WRITE_LIMIT_BYTES, hard))
-    tempfile.tempdir = str(Path(folder, "on-another-disk"))  # where nothing can be written
+    tempfile.tempdir = str(Path(folder, "on-another-disk"))  # does not exist: no file can go there
     save_together(folder, step, state, keep=3)
 
 
 def judge_atomic(case: Case) -> list[Finding]:
-    """A name is there with all of its file, or it is not there."""
+    """A file with a step's name is complete, or there is no file with this name."""
     given, answer = case.inputs[0], plain(case.answers[0])
     one, two = (name_of(step) for step in given["steps"])
     if answer.get("first") != [one]:
@@ -161,7 +161,7 @@ def judge_atomic(case: Case) -> list[Finding]:
 
 
 def draw_writer(draw: Draw) -> list[Values]:
-    """Steps, and another state on every rank."""
+    """Two steps, and a different state on every rank."""
     rng = draw.shared()
     steps = rising_steps(rng, 2)
     return [
@@ -171,14 +171,15 @@ def draw_writer(draw: Draw) -> list[Values]:
 
 
 def observe_writer(save_together: Any, inputs: Values, context: Context) -> Values:
-    """Who writes; and whether the file is there when `save_together` returns."""
+    """Which ranks write, and whether the file is there when `save_together` returns."""
     one, two = inputs["steps"]
     with _own_folder() as folder:
-        # 1. Every rank has a folder of its own: who writes is seen by where files are.
+        # 1. Every rank has its own folder, so the files show which ranks write.
         save_together(folder, one, state_of(inputs, one), keep=3)
         answer: Values = {"files": _names_in(folder)}
 
-        # 2. One folder for all; the writer is held back until somebody has not waited for it.
+        # 2. One folder for all ranks. The writer is delayed until all other ranks have returned
+        # without waiting for the writer, or until HOLD_S are over.
         shared: list[Any] = [str(folder)]
         dist.broadcast_object_list(shared, src=0)
         place = Path(shared[0])
@@ -188,13 +189,13 @@ def observe_writer(save_together: Any, inputs: Values, context: Context) -> Valu
             save_together(place, two, state_of(inputs, two), keep=3)
         answer["there"] = (place / name_of(two)).is_file()
         (place / f"left-{context.rank}").touch()
-        dist.barrier()  # the folder is rank 0's
+        dist.barrier()  # rank 0 removes the shared folder after this
     return answer
 
 
 @contextlib.contextmanager
 def _held_back(place: Path, world_size: int) -> Iterator[None]:
-    """Lets no file get its name before the other ranks have gone on, or some time is over."""
+    """Delays every rename of a file until the other ranks have returned, at most HOLD_S."""
 
     def wait() -> None:
         end_s = time.monotonic() + HOLD_S
@@ -216,7 +217,7 @@ def _held_back(place: Path, world_size: int) -> Iterator[None]:
 
 
 def judge_writer(case: Case) -> Iterator[Finding]:
-    """Rank 0 alone writes, and nobody returns before the file is there."""
+    """Only rank 0 writes, and no rank returns before the file is there."""
     one, two = (name_of(step) for step in case.inputs[0]["steps"])
     for rank, answer in enumerate(map(plain, case.answers)):
         files = answer.get("files")
@@ -240,7 +241,7 @@ def judge_writer(case: Case) -> Iterator[Finding]:
 
 
 def draw_keep(draw: Draw) -> list[Values]:
-    """Six steps; how many are kept."""
+    """Six steps, and how many checkpoints to keep."""
     rng = draw.shared()
     values = {
         "steps": rising_steps(rng, 6),
@@ -251,7 +252,10 @@ def draw_keep(draw: Draw) -> list[Values]:
 
 
 def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values:
-    """The names in the folder after every save but the first two, which an earlier job has made."""
+    """The names in the folder after every save but the first two.
+
+    The first two checkpoints are copied into the folder, as if an earlier job had made them.
+    """
     seen, keep = [], inputs["keep"]
     with _own_folder() as folder:
         for name in ("best.pt", "notes.txt"):
@@ -260,7 +264,7 @@ def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values
             with _own_folder() as other:
                 save_together(other, step, state_of(inputs, step), keep=keep)
                 shutil.copytree(other, folder, dirs_exist_ok=True)
-            late = time.time() + 1e6 - 100 * number  # as after a copy: the older looks newer
+            late = time.time() + 1e6 - 100 * number  # as after a copy: the older file looks newer
             if (folder / name_of(step)).is_file():
                 os.utime(folder / name_of(step), (late, late))
         for step in inputs["steps"][2:]:
@@ -270,7 +274,7 @@ def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_keep(case: Case) -> list[Finding]:
-    """The highest steps are left, and what is not a checkpoint."""
+    """The highest steps are left, and all files that are not checkpoints."""
     given, seen = case.inputs[0], plain(case.answers[0]).get("seen")
     for number, step in enumerate(given["steps"][2:]):
         kept = given["steps"][: number + 3][-given["keep"] :]
@@ -289,18 +293,18 @@ def judge_keep(case: Case) -> list[Finding]:
 
 
 def draw_agree(draw: Draw) -> list[Values]:
-    """Which steps each rank sees; in the last case one of them is damaged on one rank."""
+    """Which steps each rank sees; in the last case one file is damaged on one rank."""
     rng = draw.shared()
     steps = rising_steps(rng, 4)
     last = draw.world_size - 1
     lacks = int(rng.integers(1, draw.world_size)) if last else 0
     cases = [
         [[0, 1, 2, 3] for _ in range(draw.world_size)],
-        # One does not see the newest.
+        # One rank does not see the newest step.
         [[0, 1, 2] if rank == lacks else [0, 1, 2, 3] for rank in range(draw.world_size)],
-        # Rank 0 does not.
+        # Rank 0 does not see the two newest steps.
         [[0, 1] if rank == 0 else [0, 1, 2, 3] for rank in range(draw.world_size)],
-        # The lowest of the newest is not there on the rank that has a newer one.
+        # The minimum of the ranks' newest steps is missing on the rank whose newest step is higher.
         [[0, 1, 3] if rank == last else [0, 1, 2] for rank in range(draw.world_size)],
         [[] if rank == lacks else [0, 1] for rank in range(draw.world_size)],
         [[0, 1, 2, 3] for _ in range(draw.world_size)],
@@ -338,7 +342,7 @@ def _for_ranks(
 
 
 def observe_loads(functions: Any, inputs: Values, context: Context) -> Values:
-    """What every rank loads from a folder of its own."""
+    """What every rank loads from its own folder."""
     save_together, load_together = functions
     found = []
     with _own_folder() as saved:
@@ -359,24 +363,25 @@ def observe_loads(functions: Any, inputs: Values, context: Context) -> Values:
 
 @contextlib.contextmanager
 def _shown(inputs: Values, source: str, sees: list[int], spoilt: str) -> Iterator[Path]:
-    """A folder of this rank's own with the files that it sees, some of them damaged."""
+    """This rank's own folder with the files that the rank sees, some of them damaged."""
     with _own_folder() as folder:
         for number in sees:
             name = name_of(inputs["steps"][number])
             shutil.copy(Path(source, name), folder)
             if str(number) in spoilt:
                 _spoil(folder / name, 0.0 if "empty" in spoilt else inputs["cut"])
-        # What a writer that died has left is no checkpoint.
+        # A file that a dead writer left unfinished is not a checkpoint.
         (folder / f"{name_of(inputs['steps'][-1] + 1)}.tmp").write_bytes(b"half a file")
-        dist.barrier()  # from here on nobody reads rank 0's folder
+        dist.barrier()  # all ranks have copied from rank 0's folder, which rank 0 removes later
         yield folder
 
 
 def _survives(load_together: Any, inputs: Values, source: str) -> bool:
-    """Whether a file that is damaged on all ranks alike is passed over.
+    """Whether `load_together` skips a file that is damaged on all ranks.
 
-    Whoever cannot do that loses `elastic_damaged`. Damage on one rank alone would make the others
-    wait for it for ever, and that bug cost a second criterion.
+    If it does not, the student already loses `elastic_damaged`. A file that is damaged on one rank
+    alone would then make the other ranks wait for this rank for ever, and the same bug would cost
+    a second criterion.
     """
     with _shown(inputs, source, [0, 1, 2, 3], "3") as folder:
         try:
@@ -409,7 +414,7 @@ def _loaded(found: Any, inputs: Values) -> list[Any]:
 
 
 def judge_loads(case: Case) -> list[Finding]:
-    """On all ranks the highest step whose file is whole on all of them."""
+    """All ranks load the highest step whose file is whole on every rank."""
     given = case.inputs[0]
     steps = given["steps"]
     findings: list[Finding] = []

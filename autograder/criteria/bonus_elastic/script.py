@@ -1,9 +1,9 @@
 """Criteria for task 6 of bonus_elastic: the script, undisturbed, with changing ranks, and stopped.
 
-Rank 0 starts the script on ranks of its own, as torchrun would. What the script imports as
-`elastic_parts` is a stand-in for tasks 1 to 5, so that a bug there does not count again: its
-sampler deals out drawn batches and kills a rank at a drawn step, its `Preemption` says stop at a
-drawn step, and all of them write down who called what.
+Rank 0 starts the script on new ranks, as torchrun would. The script imports a stand-in for tasks 1
+to 5 as `elastic_parts`, so that a bug in these tasks does not count twice. The stand-in's sampler
+gives out drawn batches and kills a rank at a drawn step, its `Preemption` requests a stop at a
+drawn step, and the stand-in records which rank called which function.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autograder.criteria.common.answers import plain
 from autograder.criteria.common.launched import ON_CPU, run_script
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-RUN_DEADLINE_S = 120.0  # it takes one second or two; a busy machine is not the student's fault
+RUN_DEADLINE_S = 120.0  # a run takes one or two seconds; the rest is for a busy machine
 CRITERION_DEADLINE_S = 200.0
 SAME_SIZE = 2  # ranks of the two runs that must agree bit for bit
 STAND_IN = Path(__file__).with_name("standin.py")
 
 
 def _draw_job(draw: Draw, num_batches: int, batch: int, every: int, rest: int) -> Values:
-    """A model, data, and the batches of every step; each epoch ends with a batch of `rest`."""
+    """A model, data, and a batch for every step; `rest` samples form an epoch's last batch."""
     rng = draw.shared()
     sizes = (int(rng.integers(3, 6)), int(rng.integers(4, 8)), 1)
     num_samples = 3 * batch + rest
@@ -70,7 +70,7 @@ class _Job:
         self.inputs, self.folder = inputs, folder
         self.script = folder / source.name
         self.checkpoints, self.out = folder / "checkpoints", folder / "out.npz"
-        self.number = 0  # of runs
+        self.number = 0  # runs so far
         self.writers: list[str] = []  # ranks that wrote --out in the last run
         shutil.copy(source, self.script)
         shutil.copy(STAND_IN, folder / "elastic_parts.py")
@@ -78,7 +78,7 @@ class _Job:
         np.savez(folder / "data.npz", **arrays)
 
     def run(self, nprocs: int, *, kill: Any = None, stop: int | None = None) -> str:
-        """One run on `nprocs` ranks, from the newest checkpoint; what went wrong, or ""."""
+        """Runs on `nprocs` ranks, from the newest checkpoint; returns what went wrong, or ""."""
         self.number += 1
         plan = {
             "batches": self.inputs["batches"],
@@ -115,20 +115,20 @@ class _Job:
         return self.folder / f"log-{self.number}.txt"
 
     def calls(self, *names: str) -> list[list[Any]]:
-        """[name, rank, …] of the calls of the last run, in the order of each rank."""
+        """The last run's calls with these names, as [name, rank, …]; in order for each rank."""
         text = (self.folder / f"calls-{self.number}.jsonl").read_text(errors="replace")
         calls = [json.loads(line) for line in text.splitlines()]
         return [call for call in calls if call[0] in names]
 
     def failure(self, what: str) -> Exception:
-        """What to raise where the script did not do what it should; the end of its output."""
+        """The error to raise where the script failed, with the end of the script's output."""
         said = self.log.read_text(errors="replace")
         if "NotImplementedError" in said:
             return NotImplementedError()
         return RuntimeError(f"{self.script.name} {what}:\n{said[-1500:]}")
 
     def results(self, what: str, failure: str) -> Values:
-        """Parameters and losses in --out, which is taken away."""
+        """The parameters and losses in --out; removes the file."""
         if not self.out.is_file():
             raise self.failure(f"{what} {failure or 'ended'} and wrote no file to --out")
         with np.load(self.out, allow_pickle=False) as saved:
@@ -147,7 +147,7 @@ def _job(path: Any, inputs: Values) -> Iterator[_Job]:
 
 
 def expected_training(inputs: Values) -> tuple[list[np.ndarray], np.ndarray]:
-    """Final parameters and all losses of one process that takes the global batches."""
+    """Final parameters and all losses of one process that trains on the global batches."""
     model = oracle.mlp(inputs, torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=inputs["job"]["lr"])
     x, y = (torch.from_numpy(inputs[name]).double() for name in "xy")
@@ -186,7 +186,11 @@ def _judge_training(findings: list[Finding], given: Values, answer: Values, hint
 
 
 def draw_script(draw: Draw) -> list[Values]:
-    """Nothing divides: neither the batch, nor the samples, nor the steps."""
+    """Sizes for which the batch, the samples and the steps never divide evenly.
+
+    The batch is not divisible by the ranks, the samples are not divisible by the batch, and the
+    steps are not divisible by --every.
+    """
     rng = draw.shared("sizes")
     every = int(rng.integers(3, 5))
     steps = 2 * every + int(rng.integers(1, every))
@@ -196,7 +200,7 @@ def draw_script(draw: Draw) -> list[Values]:
 
 
 def observe_script(path: Any, inputs: Values, context: Context) -> Values:
-    """From the first step to the last, on as many ranks as there are here."""
+    """All steps, on as many ranks as the criterion has."""
     if context.rank != 0:
         return {}
     with _job(path, inputs) as job:
@@ -211,7 +215,7 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_script(case: Case) -> list[Finding]:
-    """Losses and parameters as of one process; saves when they are due, by all ranks."""
+    """Losses and parameters are those of one process; all ranks save at the due steps."""
     given, answer = case.inputs[0], case.answers[0]
     job, ranks = given["job"], range(case.world_size)
     findings: list[Finding] = []
@@ -259,7 +263,7 @@ def judge_script(case: Case) -> list[Finding]:
 
 
 def _same_calls(got: Any, wanted: list[list[Any]]) -> bool:
-    """The same calls, in whatever order the ranks came to them."""
+    """Whether the calls are the same, in any order."""
     if not isinstance(got, list):
         return False
     return sorted(map(json.dumps, got)) == sorted(map(json.dumps, wanted))
@@ -282,7 +286,7 @@ def _by_step(saved: Any) -> str:
 
 
 def draw_rejoin(draw: Draw) -> list[Values]:
-    """Three numbers of ranks, and where a rank of the first two runs is killed."""
+    """Three numbers of ranks, and [batch, rank] of the kill in each of the first two runs."""
     rng = draw.shared("sizes")
     every = int(rng.integers(3, 5))
     inputs = _draw_job(draw, 3 * every + 1, 6 * int(rng.integers(1, 3)), every, rest=0)
@@ -296,7 +300,7 @@ def draw_rejoin(draw: Draw) -> list[Values]:
 
 
 def observe_rejoin(path: Any, inputs: Values, context: Context) -> Values:
-    """Killed and started with other ranks, twice; and once more with the same number of ranks."""
+    """Three runs with different numbers of ranks, two of them killed; then two runs of one size."""
     if context.rank != 0:
         return {}
     answer: Values = {"began": []}
@@ -309,7 +313,7 @@ def observe_rejoin(path: Any, inputs: Values, context: Context) -> Values:
             if not batches and number == 0:
                 raise job.failure("took no batch")
             answer["began"].append(min(batches, default=-1))
-        if -1 in answer["began"]:  # an earlier run has gone to the end, and killed nobody
+        if -1 in answer["began"]:  # an earlier run was not killed and did all steps
             return answer
         answer |= job.results(f"on {inputs['ranks'][-1]} ranks", failure)
 
@@ -326,7 +330,7 @@ def observe_rejoin(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_rejoin(case: Case) -> list[Finding]:
-    """The curve of one process without a break; with the same ranks bit for bit."""
+    """The losses are those of one process; with the same number of ranks they agree bit for bit."""
     given, answer = case.inputs[0], case.answers[0]
     every, ranks, kills = given["job"]["every"], given["ranks"], given["kills"]
     story = (
@@ -387,7 +391,7 @@ def _why(given: Values, got: Any) -> str:
 
 
 def draw_preempted(draw: Draw) -> list[Values]:
-    """Told to stop once between two saves, and once where a save is due anyway."""
+    """Two steps to stop at: the first between two saves, the second where a save is due anyway."""
     rng = draw.shared("sizes")
     every = int(rng.integers(3, 5))
     inputs = _draw_job(draw, 3 * every, 6, every, rest=0)
@@ -419,14 +423,14 @@ def observe_preempted(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def _asked_together(asked: Any, steps: int) -> bool:
-    """After every step at least, and as often on every rank."""
+    """Whether every rank called `requested` equally often, and at least once per step."""
     if not isinstance(asked, list) or not all(type(n) is int for n in asked):
         return False
     return len(asked) == SAME_SIZE and len(set(asked)) == 1 and asked[0] >= steps
 
 
 def judge_preempted(case: Case) -> Iterator[Finding]:
-    """No step after the one in which all ranks were told; that one saved once; a good end."""
+    """The script takes no step after the stop, saves the last step once, and ends with code 0."""
     given, runs = case.inputs[0], plain(case.answers[0]).get("runs")
     every = given["job"]["every"]
     for number, stop in enumerate(given["stops"]):

@@ -1,4 +1,4 @@
-"""Criteria for task 1 of bonus_elastic: shares of a global batch, and what makes up for them."""
+"""Criteria for task 1 of bonus_elastic: shares of a global batch, and the mean over them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
 def draw_share(draw: Draw) -> list[Values]:
-    """Pairs of batch size and number of ranks: some divide, most do not, some are too small."""
+    """Pairs [batch size, ranks]: some divide evenly, most do not, one batch is too small."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -83,13 +83,13 @@ def _problem(shares: Any, size: int, ranks: int) -> str:
 
 
 def draw_gradient(draw: Draw) -> list[Values]:
-    """One model for all, and other numbers of rows on every rank."""
+    """One model for all ranks, and a different number of rows on every rank."""
     counts = [int(c) for c in draw.shared("counts").permutation(draw.world_size) * 2 + 1]
     return _draw_rows(draw, counts)
 
 
 def draw_idle(draw: Draw) -> list[Values]:
-    """As many rows on every rank, and on one of them none."""
+    """The same number of rows on every rank except one, which has none."""
     rng = draw.shared("counts")
     counts = [int(rng.integers(2, 5))] * draw.world_size
     if draw.world_size > 1:
@@ -110,19 +110,19 @@ def _draw_rows(draw: Draw, counts: list[int]) -> list[Values]:
 
 
 def observe_gradient(combine: Any, inputs: Values, context: Context) -> Values:
-    """Gradients and loss after `combine`; the parameters come as an iterator, and are float64."""
+    """Gradients and loss after `combine`, which gets float64 parameters as an iterator."""
     return _observe(combine, inputs, context, iter, "float64")
 
 
 def observe_idle(combine: Any, inputs: Values, context: Context) -> Values:
-    """The same; the parameters come as a list, which can be gone through twice."""
+    """As `observe_gradient`, with float32 parameters in a list, which can be iterated twice."""
     return _observe(combine, inputs, context, list, "float32")
 
 
 def _observe(
     combine: Any, inputs: Values, context: Context, as_what: Any, dtype_name: str
 ) -> Values:
-    """From this rank's mean loss over its own rows, if it has any."""
+    """Calls `combine` after a backward of the mean loss over this rank's rows, if it has any."""
     import torch
 
     dtype = getattr(torch, dtype_name)
@@ -141,7 +141,7 @@ def _observe(
 
 
 def judge_gradient(case: Case) -> Iterator[Finding]:
-    """On every rank the gradient, and the loss, of one process that has all rows."""
+    """Every rank has the gradient and the loss of one process that has all rows."""
     given = case.inputs[0]
     x, y = (np.concatenate([values[name] for values in case.inputs]) for name in "xy")
     right, loss = oracle.gradients(given, x, y), _loss(given, x, y)
@@ -179,7 +179,10 @@ def judge_gradient(case: Case) -> Iterator[Finding]:
 
 
 def judge_idle(case: Case) -> Iterator[Finding]:
-    """All ranks have one gradient, that of all rows; its length is `elastic_gradient`'s matter."""
+    """All ranks have the same gradient, with the direction of the gradient of all rows.
+
+    `elastic_gradient` checks the exact length.
+    """
     given = case.inputs[0]
     x, y = (np.concatenate([values[name] for values in case.inputs]) for name in "xy")
     right = np.concatenate([g.ravel() for g in oracle.gradients(given, x, y)])
@@ -207,7 +210,7 @@ def judge_idle(case: Case) -> Iterator[Finding]:
 
 
 def _all_gradients(answer: Values, parameters: list[np.ndarray]) -> np.ndarray | None:
-    """All numbers in one vector, if every parameter has a gradient of its shape."""
+    """All gradients in one vector; None if a gradient is missing, not finite or misshapen."""
     pieces = []
     for i, parameter in enumerate(parameters):
         gradient = answer.get(f"g{i}")

@@ -1,8 +1,9 @@
-"""Copied beside a student's script as elastic_parts.py: tasks 1 to 5 of bonus_elastic, played.
+"""Stand-in for tasks 1 to 5 of bonus_elastic, copied beside a student's script as elastic_parts.py.
 
-What happens is in plan.json in the same folder: the batches, a rank to kill, a step at which to
-stop. Who called what goes into a file, one JSON line per call. The sampler knows no order, no epoch
-and no share, and saving is neither atomic nor agreed upon: none of this answers the tasks.
+plan.json in the same folder says what happens: the batches, a rank to kill, a step at which to
+stop. Every call and its rank go into a file, one JSON line per call. The sampler has no order, no
+epochs and no shares, and saving is neither atomic nor agreed between ranks, so this file does not
+contain the solution of any task.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _plan() -> dict[str, Any]:
 
 
 def _note(name: str, *values: object) -> None:
-    """One line, in one write: all ranks write to the same file."""
+    """Records a call as one line, in one write, because all ranks write to the same file."""
     line = json.dumps([name, dist.get_rank(), *values]) + "\n"
     file = os.open(_plan()["calls"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, line.encode())
@@ -33,9 +34,9 @@ def _note(name: str, *values: object) -> None:
 
 
 class ElasticSampler:
-    """Deals out the plan's batches, one by one; kills the rank whose turn it is."""
+    """Gives out the plan's batches in order; kills the plan's rank at the plan's batch."""
 
-    taken = 0  # by whichever sampler there is: `Preemption` asks for it
+    taken = 0  # batches; on the class, because `Preemption` reads the number
 
     def __init__(self, num_samples: int, global_batch: int, seed: int = 0) -> None:
         _note("sampler", int(num_samples), int(global_batch), int(seed))
@@ -62,7 +63,7 @@ class ElasticSampler:
 def combine(
     parameters: Iterable[torch.nn.Parameter], loss: float, num_own: int, num_all: int
 ) -> float:
-    """Asks every rank for everything that it has, and counts samples."""
+    """Gathers the gradients and losses of all ranks, and averages both over the samples."""
     if not num_own and loss != 0.0:
         raise ValueError(f"a rank without samples has a loss of 0.0, got {loss}")
     own = list(parameters)
@@ -78,7 +79,7 @@ def combine(
 
 
 def save_together(folder: Any, step: int, state: Any, keep: int = 3) -> None:
-    """Rank 0's state, by the next free name; nobody waits."""
+    """Saves rank 0's state under the name of the step; no rank waits."""
     _note("save", int(step))
     if dist.get_rank() == 0:
         place = Path(folder)
@@ -89,7 +90,7 @@ def save_together(folder: Any, step: int, state: Any, keep: int = 3) -> None:
 
 
 def load_together(folder: Any) -> tuple[int, Any] | None:
-    """What has the highest number, on whichever rank asks."""
+    """The checkpoint with the highest step that the calling rank sees."""
     _note("load")
     numbers = [int(p.name.removeprefix("step-")) for p in Path(folder).glob("step-*")]
     if not numbers:
@@ -99,7 +100,7 @@ def load_together(folder: Any) -> tuple[int, Any] | None:
 
 
 class Preemption:
-    """Hears nothing; says stop when the plan does."""
+    """Listens to no signal; requests a stop when the plan says so."""
 
     def __enter__(self) -> Preemption:
         return self

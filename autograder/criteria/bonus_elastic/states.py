@@ -1,4 +1,4 @@
-"""Criteria for task 4 of bonus_elastic: an optimiser's state goes from M ranks to N."""
+"""Criteria for task 4 of bonus_elastic: resharding an optimiser's state from M ranks to N."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 
 
 def draw_reshard(draw: Draw) -> list[Values]:
-    """Numbers of ranks before and after, of parameters, vectors of drawn names and two dtypes."""
+    """Cases [ranks before, ranks after, numel], each with two vectors of drawn names and values.
+
+    The first vector of a case is float64, the second float32.
+    """
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -44,7 +47,7 @@ def draw_reshard(draw: Draw) -> list[Values]:
 
 
 def _shards(whole: np.ndarray, num_ranks: int) -> list[torch.Tensor]:
-    """Equal parts; what stands in the padding is no zero, and must not get into anything."""
+    """Equal shards; the padding is 77, not 0, so that old padding in a result can be seen."""
     size = -(-len(whole) // num_ranks)
     padded = np.full(size * num_ranks, 77.0, dtype=whole.dtype)
     padded[: len(whole)] = whole
@@ -52,7 +55,7 @@ def _shards(whole: np.ndarray, num_ranks: int) -> list[torch.Tensor]:
 
 
 def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
-    """The vectors of every new rank, and how many bytes lie behind them."""
+    """The vectors of every new rank, and how many bytes their storage has."""
     answer: Values = {"bytes": [], "unchanged": [], "same": []}
     for number, (before, after, numel) in enumerate(inputs["asked"]):
         states: list[dict[str, Any]] = [
@@ -93,7 +96,7 @@ def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_reshard(case: Case) -> Iterator[Finding]:
-    """Equal parts, in order, of the old numbers without the old padding; then zeros."""
+    """The new shards are equal parts of the old vector without its padding, padded with zeros."""
     for rank, answer in enumerate(case.answers):
         for number, (before, after, numel) in enumerate(case.inputs[rank]["asked"]):
             size = -(-numel // after)
@@ -141,7 +144,7 @@ def _wrong_part(parts: list[Any], right: np.ndarray, size: int) -> str:
 
 
 def judge_own(case: Case) -> Iterator[Finding]:
-    """A part does not hold the whole vector in memory, and so not in its file."""
+    """A shard does not hold the whole vector in memory, so its file does not hold it either."""
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, (before, after, numel) in enumerate(case.inputs[rank]["asked"]):
             sizes = item_of(answer.get("bytes"), number)
@@ -153,7 +156,7 @@ def judge_own(case: Case) -> Iterator[Finding]:
             if not right:
                 yield Finding("no parts came back.", rank)
                 break
-            # All numbers are there: an empty part would be small, too.
+            # All numbers must be there, because an empty part would be small, too.
             enough = sum(count for count, _ in pairs) >= numel * len(case.inputs[rank]["names"])
             if enough and all(0 <= held <= 8 * count + SLACK_BYTES for count, held in pairs):
                 continue
@@ -171,7 +174,7 @@ def judge_own(case: Case) -> Iterator[Finding]:
 
 
 def draw_adam(draw: Draw) -> list[Values]:
-    """Parameters that both numbers of ranks divide, and their gradients."""
+    """Parameters whose count is divisible by both numbers of ranks, and their gradients."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -184,7 +187,7 @@ def draw_adam(draw: Draw) -> list[Values]:
 
 
 def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:
-    """AdamW in shards; after some steps its state goes to another number of ranks."""
+    """Sharded AdamW; after some steps its state is resharded to a different number of ranks."""
     before, after = inputs["ranks"]
     whole = torch.from_numpy(inputs["p"].copy())
     numel = whole.numel()
@@ -214,7 +217,7 @@ def _step(shards: list[Any], optimizers: list[Any], gradient: np.ndarray) -> Non
 
 
 def judge_adam(case: Case) -> Iterator[Finding]:
-    """The parameters are those of one AdamW that was never cut."""
+    """The parameters are those of one AdamW that was never sharded."""
     for rank, answer in enumerate(case.answers):
         given = case.inputs[rank]
         parameter = torch.nn.Parameter(torch.from_numpy(given["p"].copy()))

@@ -16,7 +16,7 @@ STEPS = 6
 
 @contextlib.contextmanager
 def _our_handler() -> Iterator[Any]:
-    """A handler of ours lies below, so that a signal that nobody hears ends no process."""
+    """Installs a SIGTERM handler that does nothing, so that an unhandled signal ends no process."""
 
     def ignore(number: int, frame: Any) -> None: ...
 
@@ -31,7 +31,7 @@ def _our_handler() -> Iterator[Any]:
 
 
 def draw_stop(draw: Draw) -> list[Values]:
-    """For several runs: before which step which rank hears the signal."""
+    """For several runs, the step before which each rank gets the signal; -1 means never."""
     rng = draw.shared()
     size = draw.world_size
     one, two = int(rng.integers(size)), int(rng.integers(size))
@@ -55,7 +55,7 @@ def observe_stop(preemption_class: Any, inputs: Values, context: Context) -> Val
             said: list[bool] = []
             with preemption_class() as preemption:
                 for step in range(STEPS):
-                    for _ in range(2 if step == told else 0):  # schedulers repeat themselves
+                    for _ in range(2 if step == told else 0):  # a scheduler may repeat its signal
                         os.kill(os.getpid(), signal.SIGTERM)
                     value = preemption.requested()
                     if not isinstance(value, bool):
@@ -66,7 +66,7 @@ def observe_stop(preemption_class: Any, inputs: Values, context: Context) -> Val
 
 
 def judge_stop(case: Case) -> list[Finding]:
-    """On all ranks False until one was told to stop, and True from then on."""
+    """On all ranks False until a rank gets the signal, and True from that step on."""
     findings: list[Finding] = []
     for number, told in enumerate(case.inputs[0]["_runs"]):
         first = min((step for step in told if step >= 0), default=STEPS)
@@ -99,7 +99,7 @@ class _Accident(Exception):
 
 
 def draw_handler(draw: Draw) -> list[Values]:
-    """What an error says that comes through."""
+    """The text of the error that is raised inside the `with`."""
     return [
         {"text": f"accident {draw.private(rank).integers(10**9)}"}
         for rank in range(draw.world_size)
@@ -107,7 +107,7 @@ def draw_handler(draw: Draw) -> list[Values]:
 
 
 def observe_handler(preemption_class: Any, inputs: Values, context: Context) -> Values:
-    """Whose handler there is, and whether an error comes through."""
+    """Whether our handler is back after the `with`, and whether an error comes through."""
     answer: Values = {}
     with _our_handler() as ours:
         with preemption_class():
@@ -125,7 +125,7 @@ def observe_handler(preemption_class: Any, inputs: Values, context: Context) -> 
 
 
 def judge_handler(case: Case) -> Iterator[Finding]:
-    """After the `with` everything is as before, also after an error."""
+    """After the `with` the old handler is back, also after an error, which comes through."""
     for rank, answer in enumerate(map(plain, case.answers)):
         problem = ""
         if answer.get("after") is not True:

@@ -1,8 +1,8 @@
 """Criteria for how a pipeline works, judged on the emulated cluster: messages, time, memory.
 
-The broker carries every message and is asked for every forward and backward pass, so it knows
-what was sent and when what was computed. A limit of kept activations is enforced by the stage,
-in the student's process: so the gradients have to be right, too.
+The broker carries every message, and a charged stage asks the broker for every forward and backward
+pass. So the broker knows what was sent, and when each pass ran. The limit on kept activations is
+enforced by the stage in the student's process, so `judge_limit` also checks the gradients.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from minidist.emulate.trace import Event
 
 WIDTH, SAMPLES = 40, 6
 MESSAGE_BYTES = 8 * WIDTH * SAMPLES
-SLACK_BYTES = 1_000  # a loss, shapes that somebody agrees on
+SLACK_BYTES = 1_000  # for a loss, or for shapes that ranks agree on
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3
-MESSAGE_S = 0.5e-3  # what a message takes: half as long as a forward
-# Sends that go on beside the computing reach 1; sends that are waited for 1.2 and more.
+MESSAGE_S = 0.5e-3  # time of a message: half of a forward
+# Relative to the best time. Sends that overlap with compute reach 1, blocking sends 1.2 and more.
 MOST_TIME = 1.06
 
 
@@ -62,14 +62,14 @@ def _sends(case: Case, rank: int) -> list[Event]:
 
 
 def _trouble(case: Case) -> list[Finding]:
-    """What keeps a run from being judged."""
+    """Findings that make it impossible to judge a run."""
     if any(answer.get("done") is not True for answer in case.answers):
         return [Finding("the call did not come to its end.")]
     return []
 
 
 def _crossing(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What has to cross each border: the activations of all samples, and their gradients."""
+    """What has to cross each stage border: the activations of all samples, and their gradients."""
     n, h = case.world_size, torch.from_numpy(case.inputs[0]["x/0"])
     outputs: list[torch.Tensor] = []
     for rank, values in enumerate(case.inputs):
@@ -81,7 +81,7 @@ def _crossing(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def _rows(case: Case, source: int, target: int) -> np.ndarray:
-    """The micro-batches that one rank has sent to another: one row of numbers each."""
+    """The micro-batches that `source` has sent to `target`: one row of numbers each."""
     m = len(case.inputs[0]["cases"][0]["sizes"])
     sent = [
         c.payloads.get(source)
@@ -94,9 +94,9 @@ def _rows(case: Case, source: int, target: int) -> np.ndarray:
 
 
 def _wrong_content(case: Case) -> list[Finding]:
-    """Messages that are as large as activations and gradients, but are others.
+    """A finding if an activation or gradient is missing in the messages between two neighbours.
 
-    A gradient may have any factor: what the loss is divided by has a check of its own.
+    A gradient may have any factor, because `pipe_scale` checks what the loss is divided by.
     """
     for border, (h, grad) in enumerate(zip(*_crossing(case), strict=True)):
         on, back = _rows(case, border, border + 1), _rows(case, border + 1, border)
@@ -126,7 +126,7 @@ def _wrong_content(case: Case) -> list[Finding]:
 
 
 def judge_messages(case: Case) -> list[Finding]:
-    """M activations on, M gradients back, between neighbours; nothing else of any size."""
+    """Neighbours send M activations on and M gradients back, and nothing else that is large."""
     findings = _trouble(case)
     n, m = case.world_size, len(case.inputs[0]["cases"][0]["sizes"])
     others = {
@@ -167,13 +167,13 @@ def judge_messages(case: Case) -> list[Finding]:
 
 
 def plan(draw: Draw) -> ChargePlan:
-    """Stage r is layer r; all take the same time."""
+    """Stage r is layer r; all stages take the same time."""
     n = draw.world_size
     return charge_plan(draw, (FORWARD_S,) * n, (BACKWARD_S,) * n)
 
 
 def draw_time(draw: Draw) -> list[Values]:
-    """GPipe: nobody waits for a gradient in the first half, nor for an activation in the second."""
+    """GPipe: no rank waits for gradients in the first half, or for activations in the second."""
     m = 2 * draw.world_size + int(draw.shared().integers(1, 4))
     return _draw(draw, [gpipe_of(m)] * draw.world_size)
 
@@ -194,7 +194,7 @@ def grading_cluster(world_size: int) -> Cluster:
 
 
 def judge_time(case: Case) -> list[Finding]:
-    """Charged in the schedule's order, with real activations; the bubble is what theory says."""
+    """Passes are in the schedule's order, activations are real, the bubble is the theory's."""
     findings = _trouble(case) or [*_wrong_order(case)] or _wrong_activations(case)
     if findings:
         return findings
@@ -224,7 +224,7 @@ def judge_time(case: Case) -> list[Finding]:
 
 
 def _wrong_order(case: Case) -> Iterator[Finding]:
-    """Ranks whose forwards and backwards are not those of their schedule."""
+    """A finding for each rank whose forwards and backwards are not those of its schedule."""
     for rank, events in enumerate(case.trace.events):
         did = [(e.direction, e.layer) for e in events if e.kind == "compute"]
         steps = case.inputs[rank]["cases"][0]["schedule"]
@@ -237,7 +237,7 @@ def _wrong_order(case: Case) -> Iterator[Finding]:
 
 
 def _wrong_activations(case: Case) -> list[Finding]:
-    """Activations that do not come from a stage that was paid for."""
+    """A finding if a rank sent activations that its charged stage did not compute."""
     h = torch.from_numpy(case.inputs[0]["x/0"])
     steps = case.inputs[0]["cases"][0]["schedule"]
     order = [i for what, i in steps if what == FORWARD]
@@ -282,7 +282,7 @@ def draw_limit(draw: Draw) -> list[Values]:
 
 
 class _Kept:
-    """A micro-batch's activations: alive as long as autograd holds one of its tensors."""
+    """A micro-batch's activations: alive as long as autograd holds one of their tensors."""
 
     def __init__(self, room: _Room) -> None:
         self.room = room
@@ -333,10 +333,10 @@ def observe_limit(run_pipeline: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_limit(case: Case) -> list[Finding]:
-    """It came to its end, and every stage has gone back through what it kept.
+    """The call finished, and every stage ran backward through the activations that it kept.
 
-    That shows in its gradients, up to a factor that all ranks share: without a graph there is
-    nothing to keep.
+    The gradients show this, up to a factor that all ranks share. The limit alone does not: a stage
+    without a graph keeps nothing.
     """
     m = len(case.inputs[0]["cases"][0]["sizes"])
     return _trouble(case) or parts.judge_direction(

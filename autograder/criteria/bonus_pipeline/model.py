@@ -14,7 +14,7 @@ CASES = 8
 
 
 def draw(source: Draw) -> list[Values]:
-    """Stages, micro-batches, times, sizes, and bubbles that one could ask for."""
+    """Stages, micro-batches, times, sizes, and upper limits of the bubble."""
     inputs = []
     for rank in range(source.world_size):
         rng = source.private(rank)
@@ -31,7 +31,7 @@ def draw(source: Draw) -> list[Values]:
         while len(wanted) < CASES:
             stages, bubble = int(rng.integers(2, 33)), round(float(rng.uniform(0.03, 0.5)), 3)
             exact = (stages - 1) * (1 - bubble) / bubble
-            if 0.01 < exact % 1 < 0.99:  # where no rounding of floats decides
+            if 0.01 < exact % 1 < 0.99:  # rounding of floats must not decide
                 wanted.append([stages, bubble])
         sizes = [
             [int(rng.integers(3, 17)), int(rng.integers(1, 65)), int(rng.integers(10**3, 10**8))]
@@ -58,7 +58,7 @@ def _is_close(got: Any, expected: np.ndarray) -> bool:
 
 
 def judge_bubble(case: Case) -> Iterator[Finding]:
-    """By the formulas."""
+    """Both results follow the formulas."""
     for rank, answer in enumerate(case.answers):
         cases = case.inputs[rank]["cases"]
         share = np.array([(p - 1) / (m + p - 1) for p, m, _, _ in cases])
@@ -84,7 +84,7 @@ def judge_bubble(case: Case) -> Iterator[Finding]:
 
 
 def observe_choice(micro_batches_for: Any, inputs: Values, context: Context) -> Values:
-    """The number for every wish."""
+    """The number of micro-batches for every limit of the bubble."""
     return {
         "found": [
             integer(micro_batches_for(int(p), bubble), "micro_batches_for")
@@ -94,7 +94,7 @@ def observe_choice(micro_batches_for: Any, inputs: Values, context: Context) -> 
 
 
 def judge_choice(case: Case) -> Iterator[Finding]:
-    """The smallest number that is enough."""
+    """The smallest number of micro-batches whose bubble is within the limit."""
     for rank, answer in enumerate(case.answers):
         found = answer.get("found")
         for number, (p, bubble) in enumerate(case.inputs[rank]["wanted"]):
@@ -109,7 +109,7 @@ def judge_choice(case: Case) -> Iterator[Finding]:
 
 
 def observe_bytes(functions: Any, inputs: Values, context: Context) -> Values:
-    """Bytes of both ways to use the ranks."""
+    """Bytes sent by a pipeline and by data parallelism."""
     pipeline, data_parallel = functions
     return {
         "pipeline": np.array([float(pipeline(*each)) for each in inputs["sizes"]]),
@@ -118,7 +118,7 @@ def observe_bytes(functions: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_bytes(case: Case) -> Iterator[Finding]:
-    """Activations and their gradients; or all gradients around a ring."""
+    """A pipeline sends activations and their gradients; data parallelism sends ring all-reduces."""
     for rank, answer in enumerate(case.answers):
         sizes = case.inputs[rank]["sizes"]
         ways = np.array([min(p - 1, 2) for p, _, _ in sizes])

@@ -1,4 +1,4 @@
-"""What the criteria of a pipeline share: stages, micro-batches, a call, and the oracle."""
+"""What the criteria of a pipeline share: stages, micro-batches, a call's arguments, the oracle."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw_stages(draw: Draw, widths: list[int]) -> list[Values]:
 
 
 def draw_widths(draw: Draw, low: int = 4, high: int = 12) -> list[int]:
-    """Another width after each stage."""
+    """The width of the input, and the width after each stage."""
     widths = draw.shared("widths").integers(low, high, draw.world_size + 1)
     return [int(w) + i % 2 for i, w in enumerate(widths)]
 
@@ -53,7 +53,7 @@ def draw_widths(draw: Draw, low: int = 4, high: int = 12) -> list[int]:
 def add_case(
     inputs: list[Values], draw: Draw, schedules: list[list[Step]], sizes: list[int]
 ) -> None:
-    """Adds a call: a schedule per rank, samples per micro-batch, the batch at both ends."""
+    """Adds a call: a schedule per rank, samples per micro-batch, x on rank 0, y on the last."""
     number = len(inputs[0].setdefault("cases", []))
     last = len(inputs) - 1
     for rank, values in enumerate(inputs):
@@ -72,7 +72,7 @@ def make_stage(inputs: Values, context: Context) -> Stage:
 
 
 def arguments(stage: Any, inputs: Values, context: Context, number: int) -> tuple[Any, ...]:
-    """What `run_pipeline` is called with in case `number`."""
+    """The arguments of `run_pipeline` in case `number`."""
     case = inputs["cases"][number]
     schedule = [(what, i) for what, i in case["schedule"]]
     sizes, width = case["sizes"], inputs["w"].shape[1]
@@ -96,7 +96,7 @@ def gradients_of(stage: nn.Module, number: int) -> Values:
 
 
 def read_loss(loss: Any) -> float | None:
-    """A number or a tensor with one number as a float."""
+    """A number, or a tensor with one number, as a float; None for anything else."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         loss = loss.item()
     return float(loss) if isinstance(loss, int | float) and not isinstance(loss, bool) else None
@@ -106,7 +106,7 @@ def read_loss(loss: Any) -> float | None:
 
 
 def solve(case: Case, number: int) -> tuple[float, list[np.ndarray]]:
-    """Loss of the whole batch, and per rank the flat gradient of its stage; in one process."""
+    """Loss of the whole batch and each stage's flat gradient, computed in one process."""
     n = case.world_size
     stages = [Stage(values["w"], values["b"], r == n - 1) for r, values in enumerate(case.inputs)]
     h = torch.from_numpy(case.inputs[0][f"x/{number}"])
@@ -133,7 +133,7 @@ def scale_of(got: np.ndarray, expected: np.ndarray) -> float:
 def judge_direction(
     case: Case, number: int, what: str, expected: list[np.ndarray], rtol: float
 ) -> list[Finding]:
-    """Every rank's gradients, up to one factor for all: what the loss is divided by comes later."""
+    """Every rank's gradients are right up to one common factor, which other criteria check."""
     findings: list[Finding] = []
     n = case.world_size
     factor = None

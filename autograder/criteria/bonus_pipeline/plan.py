@@ -1,7 +1,7 @@
-"""Criteria for a pipeline on paper: where to cut, who does what when, and what it costs.
+"""Criteria that run no pipeline: where to cut it, the schedules, and what a schedule keeps.
 
-A schedule is a function of rank, stages and micro-batches, so every real rank evaluates several
-*virtual* ones.
+A schedule is a function of rank, stages and micro-batches, so every real rank evaluates the
+schedules of several *virtual* ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 def draw_cut(draw: Draw) -> list[Values]:
-    """Layers whose cost differs, so that equal counts are bad stages; and a few easy cases."""
+    """Layers of different costs, where equal layer counts make bad stages; and two easy cases."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -41,7 +41,7 @@ def draw_cut(draw: Draw) -> list[Values]:
 
 
 def least_cost(costs: list[int], stages: int) -> int:
-    """The cost of the dearest stage of the best cut, by dynamic programming."""
+    """The cost of the most expensive stage of the best cut, by dynamic programming."""
     sums = np.concatenate([[0], np.cumsum(costs)])
     best = [float(s) for s in sums]
     for used in range(1, stages):
@@ -69,7 +69,7 @@ def observe_cut(cut_layers: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_cut(case: Case) -> Iterator[Finding]:
-    """Contiguous, complete, nothing empty, and no cut has a cheaper dearest stage."""
+    """Stages are contiguous, complete and not empty, and their largest cost is minimal."""
     for rank, answer in enumerate(case.answers):
         cuts = answer.get("cuts")
         for number, (costs, stages) in enumerate(case.inputs[rank]["cases"]):
@@ -123,7 +123,7 @@ def gpipe_of(num_micro_batches: int) -> list[Step]:
 
 
 def one_f_one_b_of(rank: int, num_stages: int, num_micro_batches: int) -> list[Step]:
-    """Warm-up, one forward and one backward in turn, the backwards that are left."""
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
     warm_up = min(num_stages - 1 - rank, num_micro_batches)
     steps = [(FORWARD, i) for i in range(warm_up)]
     for i in range(num_micro_batches - warm_up):
@@ -132,23 +132,23 @@ def one_f_one_b_of(rank: int, num_stages: int, num_micro_batches: int) -> list[S
 
 
 def most_kept(steps: list[Step]) -> int:
-    """How many micro-batches lie between their forward and their backward at once, at most."""
+    """The largest number of micro-batches that are between forward and backward at once."""
     changes = [1 if what == FORWARD else -1 for what, _ in steps]
     return max([0, *np.cumsum(changes).tolist()])
 
 
 def draw_schedules(draw: Draw) -> list[Values]:
-    """Stages and micro-batches: fewer, as many, more, one of either."""
+    """Pairs [stages, micro-batches]: fewer, as many or more stages, and one of either."""
     rng = draw.shared()
     pairs = [[1, 3], [2, 1], [4, 4], [3, 2], [2, 6]]
     pairs += [[int(rng.integers(3, 8)), int(rng.integers(8, 14))] for _ in range(2)]
     many = int(rng.integers(5, 9))
-    pairs.append([many, int(rng.integers(2, many - 1))])  # too few to warm all of them up
+    pairs.append([many, int(rng.integers(2, many - 1))])  # too few for a full warm-up of rank 0
     return [{"pairs": pairs} for _ in range(draw.world_size)]
 
 
 def observe_schedules(build: Any, inputs: Values, context: Context) -> Values:
-    """The schedules of the virtual ranks of this rank."""
+    """The schedules of the virtual ranks that this rank evaluates."""
     answer: Values = {}
     for stages, micro_batches in inputs["pairs"]:
         for rank in range(context.rank, stages, context.world_size):
@@ -160,7 +160,7 @@ def observe_schedules(build: Any, inputs: Values, context: Context) -> Values:
 
 
 def _schedules(case: Case) -> Any:
-    """(real rank, stages, micro-batches, virtual rank, schedule or None) of all that was asked."""
+    """Yields (real rank, stages, micro-batches, virtual rank, schedule or None)."""
     for stages, micro_batches in case.inputs[0]["pairs"]:
         for rank in range(stages):
             real = rank % case.world_size
@@ -211,7 +211,7 @@ def judge_gpipe(case: Case) -> list[Finding]:
 
 
 def judge_1f1b(case: Case) -> list[Finding]:
-    """Exactly one schedule is 1F1B."""
+    """The schedule is the one of `one_f_one_b_of`: no other schedule is 1F1B."""
     for real, stages, m, rank, steps in _schedules(case):
         where = f"rank {rank} of {stages}, {m} micro-batches"
         problem = _incomplete(steps, m)
@@ -236,7 +236,7 @@ def judge_1f1b(case: Case) -> list[Finding]:
 
 
 def draw_kept(draw: Draw) -> list[Values]:
-    """Schedules of all kinds, and some that nobody would use."""
+    """1F1B and GPipe schedules, and random ones that nobody would use."""
     inputs = []
     for rank in range(draw.world_size):
         rng, schedules = draw.private(rank), []
@@ -268,7 +268,7 @@ def observe_kept(peak_kept: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_kept(case: Case) -> Iterator[Finding]:
-    """As many as are forward and not yet backward, at most."""
+    """The peak is the largest number of micro-batches after forward and before backward."""
     for rank, answer in enumerate(case.answers):
         peaks = answer.get("peaks")
         for number, steps in enumerate(case.inputs[rank]["schedules"]):

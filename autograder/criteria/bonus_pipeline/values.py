@@ -1,7 +1,7 @@
 """Criteria for what a pipeline computes: the gradients and the loss of the whole batch.
 
-The first two are on real ranks, where a send that nobody receives waits. The rest is on the
-emulated cluster: there a rank that fails ends the others' waiting at once.
+The first two criteria run on real ranks, where a send that no rank receives blocks. The others run
+on the emulated cluster, where the other ranks stop waiting at once if a rank fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _one_f_one_b(draw: Draw, m: int) -> list[list[Step]]:
 
 
 def draw_gradients(draw: Draw) -> list[Values]:
-    """GPipe: fewer micro-batches than stages, one, more, and a number that stages do not divide."""
+    """GPipe: one micro-batch, fewer than stages, more, and a number not divisible by the stages."""
     rng, n = draw.shared(), draw.world_size
     inputs = parts.draw_stages(draw, parts.draw_widths(draw))
     for m in (n + 1, max(1, n - 1), 1, 2 * n + 1):
@@ -49,7 +49,7 @@ def draw_gradients(draw: Draw) -> list[Values]:
 
 
 def draw_orders(draw: Draw) -> list[Values]:
-    """1F1B, GPipe with the last micro-batch back first, one at a time, and any order."""
+    """1F1B, GPipe with backwards in reverse order, one micro-batch at a time, a random order."""
     rng, n = draw.shared(), draw.world_size
     inputs = parts.draw_stages(draw, parts.draw_widths(draw))
     size, m = int(rng.integers(2, 5)), n + 2
@@ -67,7 +67,7 @@ def draw_orders(draw: Draw) -> list[Values]:
 
 
 def observe_gradients(run_pipeline: Any, inputs: Values, context: Context) -> Values:
-    """The gradients that a call leaves on this rank, from none before."""
+    """The gradients on this rank after a call that starts without gradients."""
     answer: Values = {}
     for number in range(len(inputs["cases"])):
         stage = parts.make_stage(inputs, context)
@@ -77,7 +77,7 @@ def observe_gradients(run_pipeline: Any, inputs: Values, context: Context) -> Va
 
 
 def judge_gradients(case: Case) -> list[Finding]:
-    """Those of the whole batch in one process, up to a factor."""
+    """The gradients are those of the whole batch in one process, up to a common factor."""
     for number, each in enumerate(case.inputs[0]["cases"]):
         _, expected = parts.solve(case, number)
         what = f"{case.world_size} stages, {len(each['sizes'])} micro-batches"
@@ -96,7 +96,7 @@ def judge_gradients(case: Case) -> list[Finding]:
 
 
 def draw_scale(draw: Draw) -> list[Values]:
-    """Equal micro-batches, 3 and more than stages."""
+    """Micro-batches of equal size: 3 of them, and 3 more than stages."""
     rng = draw.shared()
     inputs = parts.draw_stages(draw, parts.draw_widths(draw))
     for m in (3, draw.world_size + 3):
@@ -114,7 +114,7 @@ def draw_uneven(draw: Draw) -> list[Values]:
 
 
 def judge_scale(case: Case) -> list[Finding]:
-    """The last stage's gradients are those of the mean, not a multiple of them."""
+    """The last stage's gradients are those of the mean loss, not a multiple of them."""
     last = case.world_size - 1
     for number, each in enumerate(case.inputs[0]["cases"]):
         m = len(each["sizes"])
@@ -142,7 +142,7 @@ def judge_scale(case: Case) -> list[Finding]:
 
 
 def judge_uneven(case: Case) -> list[Finding]:
-    """A micro-batch counts as much as it has samples."""
+    """The weight of a micro-batch is proportional to its number of samples."""
     last = case.world_size - 1
     sizes = case.inputs[0]["cases"][0]["sizes"]
     expected = parts.solve(case, 0)[1][last]
@@ -162,7 +162,7 @@ def judge_uneven(case: Case) -> list[Finding]:
 
 
 def observe_loss(run_pipeline: Any, inputs: Values, context: Context) -> Values:
-    """What each rank was told of the loss."""
+    """The losses that `run_pipeline` returns on this rank."""
     losses = []
     for number in range(len(inputs["cases"])):
         stage = parts.make_stage(inputs, context)
@@ -172,7 +172,7 @@ def observe_loss(run_pipeline: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_loss(case: Case) -> list[Finding]:
-    """The mean over the batch, on every rank."""
+    """Every rank returns the mean loss over the batch."""
     findings: list[Finding] = []
     for number, each in enumerate(case.inputs[0]["cases"]):
         right, m = parts.solve(case, number)[0], len(each["sizes"])
@@ -198,11 +198,11 @@ def judge_loss(case: Case) -> list[Finding]:
     return findings
 
 
-# --- what was there before -----------------------------------------------------------------------
+# --- gradients from before the call --------------------------------------------------------------
 
 
 def draw_accumulate(draw: Draw) -> list[Values]:
-    """One call, and gradients that are there before it."""
+    """One call, and gradients that exist before it."""
     inputs = parts.draw_stages(draw, parts.draw_widths(draw))
     m = draw.world_size + 1
     parts.add_case(inputs, draw, _everywhere(draw, gpipe_of(m)), [3] * m)
@@ -213,7 +213,7 @@ def draw_accumulate(draw: Draw) -> list[Values]:
 
 
 def observe_accumulate(run_pipeline: Any, inputs: Values, context: Context) -> Values:
-    """The gradients after a call that found some."""
+    """The gradients after a call that starts with existing gradients."""
     stage = parts.make_stage(inputs, context)
     for p, name in ((stage.weight, "w"), (stage.bias, "b")):
         p.grad = torch.from_numpy(inputs[f"before/{name}"].copy()).to(p)
@@ -222,9 +222,10 @@ def observe_accumulate(run_pipeline: Any, inputs: Values, context: Context) -> V
 
 
 def judge_accumulate(case: Case) -> Iterator[Finding]:
-    """All of what was there is still in it, and on the last rank the batch's gradients beside it.
+    """The old gradients are still included, and on the last rank the batch's gradients are added.
 
-    There only, as with their scale: whether they find their way back is another check's.
+    As in `judge_scale`, the added gradients are judged on the last rank only: other criteria check
+    whether gradients reach the earlier stages.
     """
     _, expected = parts.solve(case, 0)
     for rank, answer in enumerate(case.answers):
@@ -234,7 +235,7 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
         if grads is None:
             yield Finding("no finite gradients came back.", rank)
             continue
-        # What is left of `before` beside the part that points along the new gradients.
+        # The component of `before` that is orthogonal to the new gradients.
         along = expected[rank] / np.linalg.norm(expected[rank])
         rest = before - (before @ along) * along
         share = float(grads @ rest / (rest @ rest))
@@ -249,7 +250,7 @@ def judge_accumulate(case: Case) -> Iterator[Finding]:
             added = grads - before
             factor = parts.scale_of(added, expected[rank])
             off = np.abs(added - factor * expected[rank]).max()
-            # `before` is what rounds here: it may be far larger than what was added to it.
+            # The rounding error comes from `before`, which may be far larger than what was added.
             if not 1e-6 < factor < 1e6 or off > 1e-8 * np.abs(grads).max():
                 yield Finding(
                     "gradients were there before the call, and what it has added to them does not "
@@ -264,7 +265,7 @@ VOCABULARY, TOKENS = 11, 3
 
 
 def draw_tokens(draw: Draw) -> list[Values]:
-    """An embedding first, integers in, float32 between the stages."""
+    """Integers as input for an embedding in the first stage; float32 between the stages."""
     n = draw.world_size
     inputs = parts.draw_stages(draw, [VOCABULARY, *parts.draw_widths(draw)[1:n], VOCABULARY])
     m = n + 1
@@ -297,7 +298,7 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def observe_tokens(run_pipeline: Any, inputs: Values, context: Context) -> Values:
-    """The gradients of a stage behind (or with) an embedding."""
+    """The gradients of a stage; the first stage has an embedding."""
     is_last = context.rank == context.world_size - 1
     stage = _TokenStage(inputs, context.rank == 0, is_last, torch.float32).to(context.device)
     given = list(parts.arguments(stage, inputs, context, 0))
@@ -312,7 +313,7 @@ def observe_tokens(run_pipeline: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_tokens(case: Case) -> list[Finding]:
-    """As one process computes them in float64, up to a factor."""
+    """The gradients are those of one process in float64, up to a common factor."""
     n = case.world_size
     stages = [
         _TokenStage(values, rank == 0, rank == n - 1, torch.float64)
@@ -343,12 +344,12 @@ def draw_train(draw: Draw) -> list[Values]:
 
 
 def _optimizer(stage: nn.Module) -> torch.optim.Optimizer:
-    # A factor of all gradients changes nothing in Adam's steps: that is another check's.
+    # A common factor of all gradients does not change Adam's steps; `pipe_scale` checks it.
     return torch.optim.AdamW(stage.parameters(), lr=LR, eps=1e-12)
 
 
 def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after a few steps, the optimizer's counter, how often it was asked."""
+    """The parameters after a few steps."""
     stage = parts.make_stage(inputs, context)
     optimizer = _optimizer(stage)
     for number in range(STEPS):
@@ -358,7 +359,7 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_train(case: Case) -> Iterator[Finding]:
-    """Those of one process that takes the same steps."""
+    """The parameters are those of one process that takes the same steps."""
     n = case.world_size
     stages = [parts.Stage(v["w"], v["b"], rank == n - 1) for rank, v in enumerate(case.inputs)]
     model = nn.Sequential(*stages)

@@ -68,7 +68,7 @@ def draw_columns(draw: Draw) -> list[Values]:
 
 
 def draw_dependent(draw: Draw) -> list[Values]:
-    """Matrices whose columns are not."""
+    """Matrices whose columns are not independent."""
     return _matrices(
         draw,
         [
@@ -93,7 +93,7 @@ def observe_columns(orthonormalise: Any, inputs: Values, context: Context) -> Va
 
 
 def judge_columns(case: Case) -> Iterator[Finding]:
-    """Orthogonal to each other, of length 1 or 0, and nothing of the argument lost."""
+    """The columns are orthogonal, have length 1 or 0, and span the argument, which is unchanged."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (kind, dtype) in enumerate(inputs["kinds"]):
             matrix = inputs[str(number)]
@@ -108,7 +108,7 @@ def judge_columns(case: Case) -> Iterator[Finding]:
 
 
 def columns_problem(got: Any, matrix: np.ndarray, tolerance: float) -> str | None:
-    """What keeps `got` from being an orthonormal basis of the columns of `matrix`."""
+    """Why `got` is not an orthonormal basis of the columns of `matrix`, or None."""
     if not isinstance(got, np.ndarray) or got.dtype.kind != "f":
         return "expected a tensor of floating-point numbers."
     if got.shape != matrix.shape:
@@ -149,7 +149,7 @@ MEAN_SHAPES = ((3, 4), (), (7,), (2, 3, 5), (1,), (0,), (6, 2))
 
 
 def draw_mean(draw: Draw) -> list[Values]:
-    """Private tensors of several shapes; then some of another dtype; then none."""
+    """Private float32 tensors of several shapes, and three float64 tensors."""
     inputs = []
     for rank in range(draw.world_size):
         rng, values = draw.private(rank), {}
@@ -176,7 +176,7 @@ def observe_mean(packed_mean: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_mean(case: Case) -> Iterator[Finding]:
-    """As many as came in, each the mean over ranks, in its own shape."""
+    """As many tensors as were passed, each the mean over ranks, in its own shape."""
     for rank, answer in enumerate(case.answers):
         if not _is_count(answer.get("none"), 0):
             yield Finding("packed_mean([]): expected an empty list.", rank)
@@ -214,7 +214,7 @@ def _is_count(value: Any, count: int) -> bool:
 
 
 def draw_shapes(draw: Draw) -> list[Values]:
-    """Shapes of every number of dimensions; some on the border, some beside it."""
+    """Shapes of zero, one, two and four dimensions; some exactly at break-even, some beside it."""
     rng = draw.shared()
     cases: list[list[Any]] = [[[], 1], [[1], 1], [[4, 4], 2], [[2, 2], 1], [[1, 9], 1], [[6, 3], 2]]
     for _ in range(3):
@@ -226,7 +226,7 @@ def draw_shapes(draw: Draw) -> list[Values]:
 
 
 def expected_shape(shape: list[int], rank: int) -> list[int] | None:
-    """[rows, columns], or None where nothing is saved."""
+    """[rows, columns], or None where compression saves nothing."""
     if len(shape) > 1:
         rows, columns = shape[0], math.prod(shape) // shape[0]
         if rows * columns > rank * (rows + columns):
@@ -244,7 +244,7 @@ def observe_shapes(matrix_shape: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_shapes(case: Case) -> Iterator[Finding]:
-    """Rows and columns where it pays, None elsewhere."""
+    """Rows and columns where compression pays, None elsewhere."""
     for rank, answer in enumerate(case.answers):
         said = answer.get("said")
         for number, (shape, r) in enumerate(case.inputs[rank]["cases"]):

@@ -1,4 +1,4 @@
-"""Criteria for error feedback: what is kept, that nothing is lost, and that a checkpoint has it."""
+"""Criteria for error feedback: which errors are kept, that nothing is lost, and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 observe = observe_steps
-NOTHING = 1e-6  # of the largest true value: as good as no gradient at all
+NOTHING = 1e-6  # relative to the largest true value: a smaller gradient counts as zero
 FLAT = tuple(shape for shape in SHAPES if len(shape) < 3)
 
 
 def draw_telescope(draw: Draw) -> list[Values]:
-    """Six steps of other gradients each."""
+    """Six steps, each with different gradients."""
     return draw_gradients(draw, SHAPES, 6, "float64", rank=1)
 
 
@@ -40,7 +40,7 @@ def draw_errors(draw: Draw) -> list[Values]:
 
 
 def draw_steps(draw: Draw) -> list[Values]:
-    """Five steps, the rank drawn too."""
+    """Five steps; the compression rank is drawn, too."""
     return draw_gradients(draw, SHAPES, 5, "float64")
 
 
@@ -52,7 +52,7 @@ def _array(answer: Values, name: str, shape: Any) -> np.ndarray | None:
 
 
 def judge_telescope(case: Case) -> list[Finding]:
-    """All that was applied, plus the mean of what is left, is the sum of the true means."""
+    """All applied gradients plus the mean of the remaining errors are the sum of the true means."""
     findings: list[Finding] = []
     steps = case.inputs[0]["steps"]
     for i, shape in enumerate(case.inputs[0]["shapes"]):
@@ -83,7 +83,7 @@ def judge_telescope(case: Case) -> list[Finding]:
                     )
                 )
                 break
-            # The tolerance comes from the true means: what was applied is the rank's to say.
+            # The tolerance comes from the true means, because the rank reports what was applied.
             if wrong := oracle.differs(
                 rank,
                 f"parameter {i}: the sum of {steps} applied gradients + the mean error, held "
@@ -107,7 +107,7 @@ def _is_nothing(applied: list[np.ndarray], true: np.ndarray) -> bool:
 
 
 def judge_errors(case: Case) -> Iterator[Finding]:
-    """After the first step: the rank's own gradient minus what came out for all."""
+    """After the first step, the error is the rank's own gradient minus the applied gradient."""
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         compressed = expected_shape(shape, case.inputs[0]["rank"])
         for rank, answer in enumerate(case.answers):
@@ -136,7 +136,7 @@ def judge_errors(case: Case) -> Iterator[Finding]:
             what = f"error_of({i}), shape {shape}, after the first step"
             expected = np.zeros(shape)
             if compressed:
-                # Both sides plus what was applied: so the tolerance comes from the gradient.
+                # What was applied is added on both sides: the tolerance comes from the gradient.
                 what += ", + the gradient that was applied, held against this rank's own gradient"
                 error, expected = _array(answer, f"e0/{i}", shape), own
                 got = None if error is None else error + applied
@@ -185,7 +185,7 @@ def draw_resume(draw: Draw) -> list[Values]:
 
 
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
-    """Gradients after the checkpoint: of a reducer that went on, and of one that was loaded."""
+    """Gradients after the checkpoint, of a reducer that continued and of one that was loaded."""
     feedback, save_state, load_state = subject
     dtype = getattr(torch, inputs["dtype"])
     parameters = parameters_for(inputs["shapes"], dtype, context.device)
@@ -213,7 +213,7 @@ def _go_on(reducer: Any, parameters: Any, inputs: Values, answer: Values, name: 
 
 
 def judge_resume(case: Case) -> list[Finding]:
-    """The reducer that was loaded does what the other one did, which is something."""
+    """The loaded reducer gives the same gradients as the first one, and they are not all zero."""
     findings: list[Finding] = []
     for step in range(BEFORE, BEFORE + AFTER):
         for rank, answer in enumerate(case.answers):

@@ -1,8 +1,7 @@
 """Criteria for PowerSGD over a whole model: what comes out of `reduce_gradients`.
 
-The student's own Q, as it is before the first step, is where the oracle starts: any random
-numbers will do. P Q^T depends on the span of Q alone, so signs and the way of orthonormalising
-do not matter.
+The oracle starts from the student's own Q before the first step, so any random numbers are right.
+P Q^T depends only on the span of Q, so signs and the method of orthonormalising do not matter.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def parameters_for(shapes: Any, dtype: torch.dtype, device: torch.device) -> lis
 def draw_gradients(
     draw: Draw, shapes: Any, steps: int, dtype: str, rank: int | None = None
 ) -> list[Values]:
-    """Private gradients g{step}/{parameter}, and a rank and a seed that all share."""
+    """Private gradients g{step}/{parameter}; all ranks share the compression rank and a seed."""
     shared = draw.shared()
     common: Values = {
         "rank": int(shared.integers(2, 4)) if rank is None else rank,
@@ -45,14 +44,14 @@ def draw_gradients(
         rng, values = draw.private(each), dict(common)
         for step in range(steps):
             for i, shape in enumerate(shapes):
-                # A part that all ranks share, so that means are no mere noise.
+                # All ranks share the 0.5, so that the means are not only noise.
                 values[f"g{step}/{i}"] = np.asarray(rng.normal(size=shape) + 0.5, dtype=dtype)
         inputs.append(values)
     return inputs
 
 
 def as_array(tensor: Any) -> np.ndarray:
-    """A tensor of the student's as a NumPy array; nothing where it is None."""
+    """A student's tensor as a NumPy array; an empty array for None."""
     return np.zeros(0) if tensor is None else tensor.detach().cpu().numpy()
 
 
@@ -74,7 +73,7 @@ def observe_steps(powersgd: Any, inputs: Values, context: Context) -> Values:
 
 
 def run_step(reducer: Any, parameters: list[nn.Parameter], inputs: Values, step: int) -> None:
-    """Puts this step's gradients into the parameters and has them reduced."""
+    """Puts this step's gradients into the parameters and calls `reduce_gradients`."""
     for i, parameter in enumerate(parameters):
         gradient = torch.from_numpy(np.array(inputs[f"g{step}/{i}"]))
         parameter.grad = gradient.to(parameter.device)
@@ -131,7 +130,7 @@ def draw_first(draw: Draw) -> list[Values]:
 
 
 def judge_first(case: Case) -> Iterator[Finding]:
-    """P Q^T of every matrix, from the student's own Q."""
+    """The gradient of every matrix is P Q^T, computed from the student's own Q."""
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         matrices = matrices_of(case, 0, i)
         starts = start_of(case, i, matrices[0].shape[1])
@@ -153,7 +152,7 @@ def judge_first(case: Case) -> Iterator[Finding]:
 
 
 def draw_vectors(draw: Draw) -> list[Values]:
-    """All sorts of parameters; the two steps differ."""
+    """Parameters of many shapes; the two steps have different gradients."""
     return draw_gradients(draw, SHAPES, 2, "float32", rank=2)
 
 

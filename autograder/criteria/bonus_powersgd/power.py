@@ -1,4 +1,4 @@
-"""Criteria for one step of PowerSGD's power iteration, P and Q judged apart from each other."""
+"""Criteria for one step of PowerSGD's power iteration; P and Q are judged separately."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 TOLERANCE = 1e-3
-# Orthonormal columns are `judge_basis`'s. But with P = 0 the product is 0 whatever M is.
+# `judge_basis` checks whether columns are orthonormal. `judge_factor` only excludes a degenerate P:
+# with P = 0 the product M^T P is 0 for every M.
 LEAST_STRETCH, MOST_STRETCH = 1e-3, 1e6
 
 
 def draw_steps(draw: Draw) -> list[Values]:
-    """Private matrices, of full rank on every rank; the mean of the last has rank 2."""
+    """Private matrices of full rank; the mean of the last matrix over all ranks has rank 2."""
     rng, n = draw.shared(), draw.world_size
     shapes = [(int(rng.integers(8, 15)), int(rng.integers(16, 24))) for _ in range(3)]
     shared: Values = {"count": len(shapes)}
@@ -88,7 +89,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def judge_factor(case: Case) -> Iterator[Finding]:
-    """Q is the mean of M^T P, for the P that came with it; rank-2 means come back whole."""
+    """Q is the mean over ranks of M^T P, with each rank's own P; the start Q is unchanged."""
     n = case.world_size
     for i in range(case.inputs[0]["count"]):
         shape = (case.inputs[0][f"m{i}"].shape[0], case.inputs[0][f"q{i}"].shape[1])

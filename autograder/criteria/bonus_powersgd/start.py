@@ -1,4 +1,4 @@
-"""Criteria for PowerSGD's Q: where it starts, that it goes on, and that it never dies."""
+"""Criteria for PowerSGD's Q: its start, its reuse in the next step, and its recovery from zeros."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
 def draw_seed(draw: Draw) -> list[Values]:
-    """Two seeds for all, and a private state of torch's generator."""
+    """Two seeds that all ranks share, and a private seed of torch's global generator."""
     rng = draw.shared()
     seeds = [int(seed) for seed in rng.choice(10_000, 2, replace=False)]
     return [
@@ -45,7 +45,7 @@ def observe_seed(powersgd: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_seed(case: Case) -> Iterator[Finding]:
-    """The same on all ranks, other numbers for another seed, r independent columns."""
+    """Q is the same on all ranks, differs between seeds, and has r independent columns."""
     for rank, answer in enumerate(case.answers):
         if answer.get("moved") is not False:
             yield Finding(
@@ -105,7 +105,7 @@ WARM_STEPS, WARM_RANK = 10, 2
 
 
 def draw_warm(draw: Draw) -> list[Values]:
-    """The same private gradients in every step; of their mean two singular values are large."""
+    """The same private gradients in every step; their mean has two large singular values."""
     rng, n = draw.shared(), draw.world_size
     inputs = draw_gradients(draw, PLAIN, WARM_STEPS, "float64", rank=WARM_RANK)
     for i, shape in enumerate(PLAIN):
@@ -125,7 +125,7 @@ def draw_warm(draw: Draw) -> list[Values]:
 
 
 def judge_warm(case: Case) -> Iterator[Finding]:
-    """After ten steps on the same gradients: the best approximation of this rank."""
+    """After ten steps on the same gradients, the result is the best rank-2 approximation."""
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         mean = oracle.mean(matrices_of(case, 0, i))
         u, s, vt = np.linalg.svd(mean)
@@ -170,7 +170,7 @@ def draw_revive(draw: Draw) -> list[Values]:
 
 
 def judge_revive(case: Case) -> Iterator[Finding]:
-    """Zero stays zero, and the step after it is exact: the mean has no more than r directions."""
+    """Zeros give zeros, and the next step is exact, because the rank of its mean is at most r."""
     for i, shape in enumerate(case.inputs[0]["shapes"]):
         for step in range(2):
             mean = oracle.mean(matrices_of(case, step, i)).reshape(shape)

@@ -20,11 +20,12 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Event
 
 LAYERS, STEPS, RANK = 6, 3, 2
-REST = 0.005  # of a gradient that travels as it is; 16 bits leave a third of it
-SLACK_BYTES = 200  # for a message that only agrees on something
+REST = 0.005  # allowed relative error of an uncompressed gradient; 16 bits use a third of it
+SLACK_BYTES = 200  # for a message in which ranks only agree on something
 MOST_CALLS = 3
-MAX_NUMBERS = 100_000  # more in one payload were made to waste our time
-# Of the numbers that have to travel: a P, a Q or vectors that were forgotten are other criteria's.
+MAX_NUMBERS = 100_000  # a larger payload was made to waste the judge's time
+# Share of the numbers that a step has to send. The share is low because other criteria check
+# whether a P, a Q or vectors were forgotten.
 LEAST_SHARE = 0.5
 
 
@@ -39,7 +40,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def observe(powersgd: Any, inputs: Values, context: Context) -> Values:
-    """Three steps; a sum of the gradients, so that something was computed."""
+    """Takes three steps; returns a sum per gradient, so that there is a result."""
     parameters = parameters_for(inputs["shapes"], torch.float32, context.device)
     reducer = powersgd(iter(parameters), inputs["rank"], seed=inputs["seed"])
     for step in range(STEPS):
@@ -49,7 +50,7 @@ def observe(powersgd: Any, inputs: Values, context: Context) -> Values:
 
 
 def _steps(case: Case, rank: int) -> list[list[Event]] | Finding:
-    """What a rank sent in each step, barriers left out."""
+    """The collectives and sends that a rank issued in each step, without barriers; or a finding."""
     steps: list[list[Event]] = []
     for event in case.trace.events[rank]:
         if event.kind == "compute":
@@ -66,7 +67,7 @@ def _steps(case: Case, rank: int) -> list[list[Event]] | Finding:
 
 
 def _too_little(case: Case, rank: int, step: list[Event]) -> str | None:
-    """What shows that a step cannot have made means over all ranks out of gradients."""
+    """Why a step cannot have computed means of gradients over all ranks, or None."""
     payloads = _payloads(case, rank, step)
     if len(payloads) < len(step):
         event = next(event for event in step if event.key not in payloads)
@@ -85,7 +86,7 @@ def _too_little(case: Case, rank: int, step: list[Event]) -> str | None:
 
 
 def _payloads(case: Case, rank: int, step: list[Event]) -> dict[str, np.ndarray]:
-    """What this rank brought into the collectives of a step that all ranks took part in."""
+    """This rank's payloads of a step, from the collectives in which all ranks took part."""
     keys = {event.key for event in step}
     nothing = np.zeros(0)
     return {
@@ -96,7 +97,7 @@ def _payloads(case: Case, rank: int, step: list[Event]) -> dict[str, np.ndarray]
 
 
 def _least_numbers(case: Case) -> int:
-    """How many numbers a step has to send: r (n + m) per matrix, and the others as they are."""
+    """How many numbers a step has to send: r (n + m) per matrix, other parameters in full."""
     total, rank_r = 0, case.inputs[0]["rank"]
     for shape in case.inputs[0]["shapes"]:
         pair = expected_shape(shape, rank_r)
@@ -136,7 +137,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
         if isinstance(steps, Finding):
             yield steps
             continue
-        # Of the same data an all-reduce sends twice as much as any other collective.
+        # For the same data, an all-reduce sends twice as much as any other collective.
         sent = max(
             sum(e.nbytes * (1.0 if e.collective == "all_reduce" else 0.5) for e in step)
             for step in steps
@@ -164,7 +165,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
 
 
 def _missing_vector(case: Case, rank: int, number: int, step: list[Event]) -> int | None:
-    """A parameter that is not compressed and whose gradient was not sent, if there is one."""
+    """The first uncompressed parameter whose gradient was not sent, or None."""
     found = _payloads(case, rank, step).values()
     payloads = [p.astype(np.float64).ravel() for p in found if p.size <= MAX_NUMBERS]
     payloads = [p for p in payloads if np.isfinite(p).all()]

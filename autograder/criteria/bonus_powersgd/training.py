@@ -1,4 +1,4 @@
-"""Criteria for what PowerSGD saves, and for training with it."""
+"""Criteria for the bytes and seconds that PowerSGD saves, and for training with PowerSGD."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _shapes(case: Values) -> list[tuple[int, ...]]:
 
 
 def _numbers(case: Values) -> tuple[int, int]:
-    """Numbers of the model, and numbers that are sent."""
+    """How many numbers the model has, and how many are sent."""
     whole = sent = 0
     for shape in case["shapes"]:
         pair = expected_shape(shape, case["rank"])
@@ -69,7 +69,7 @@ def observe_numbers(functions: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_numbers(case: Case) -> Iterator[Finding]:
-    """By the formula."""
+    """Both results follow the formula."""
     for rank, answer in enumerate(case.answers):
         cases = case.inputs[rank]["cases"]
         expected = [_numbers(each)[1] for each in cases]
@@ -112,7 +112,7 @@ def observe_seconds(seconds_saved: Any, inputs: Values, context: Context) -> Val
 
 
 def judge_seconds(case: Case) -> Iterator[Finding]:
-    """One ring all-reduce of everything, against three that carry what is sent."""
+    """One ring all-reduce of all numbers, minus three of the sent numbers and `compress_s`."""
     for rank, answer in enumerate(case.answers):
         expected = np.array([_saved(each) for each in case.inputs[rank]["cases"]])
         if wrong := differs(
@@ -204,7 +204,7 @@ ENOUGH = 0.08
 
 
 def draw_converges(draw: Draw) -> list[Values]:
-    """Classes in large and small directions; batches of this rank's own."""
+    """Class centres that differ much in some directions, little in others; private batches."""
     rng = draw.shared()
     start = oracle.draw_parameters(rng, (DIM, HIDDEN, CLASSES))
     centres = rng.normal(size=(CLASSES, DIM)) * 10 ** np.linspace(0.3, -0.5, DIM)
@@ -218,7 +218,7 @@ def draw_converges(draw: Draw) -> list[Values]:
 
 
 def observe_converges(subject: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after sixty steps of rank 1."""
+    """The parameters after sixty steps with compression rank 1."""
     feedback, train = subject
     model = oracle.mlp(inputs).to(context.device)
     x, labels = (torch.from_numpy(inputs[name]).to(context.device) for name in ("x", "labels"))
@@ -241,7 +241,7 @@ def _loss(model: nn.Module, case: Case) -> float:
 
 
 def judge_converges(case: Case) -> Iterator[Finding]:
-    """The loss, on data of all ranks, of what each rank has come to; and all have the same."""
+    """Each rank's parameters reach the loss on the data of all ranks, and all ranks agree."""
     start = oracle.mlp(case.inputs[0], torch.float64)
     first = _loss(start, case)
     shapes = [tuple(p.shape) for p in start.parameters()]

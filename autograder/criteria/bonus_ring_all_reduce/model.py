@@ -1,4 +1,4 @@
-"""Criteria for the seconds that an all-reduce takes: the α–β model, and what one compares."""
+"""Criteria for the time that an all-reduce takes: the α–β model, ring or tree, bus bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = 8
 
 
 def draw(source: Draw) -> list[Values]:
-    """Clusters and sizes; half of them where a tree is faster, none where it hardly matters."""
+    """Sizes, clusters and seconds; ring and tree differ by over 10 %, each is faster in half."""
     inputs = []
     for rank in range(source.world_size):
         rng = source.private(rank)
@@ -34,12 +34,12 @@ def draw(source: Draw) -> list[Values]:
 
 
 def ring_s(num_bytes: float, n: float, latency_s: float, bandwidth: float) -> float:
-    """2 (n - 1) steps of one n-th."""
+    """Seconds of a ring: 2 (n - 1) steps, each with one n-th of the tensor."""
     return 2 * (n - 1) * (latency_s + num_bytes / n / bandwidth)
 
 
 def tree_s(num_bytes: float, n: float, latency_s: float, bandwidth: float) -> float:
-    """Up and down a binary tree, the whole tensor at each of its levels."""
+    """Seconds of a binary tree, up and down: each level passes on the whole tensor."""
     return 2 * math.ceil(math.log2(n)) * (latency_s + num_bytes / bandwidth)
 
 
@@ -55,7 +55,7 @@ def _where(case: list[float]) -> str:
 
 
 def observe_seconds(functions: Any, inputs: Values, context: Context) -> Values:
-    """Both times of every case."""
+    """The ring's and the tree's seconds for every case."""
     ring, tree = functions
     arguments = [_arguments(case) for case in inputs["cases"]]
     return {
@@ -65,7 +65,7 @@ def observe_seconds(functions: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_seconds(case: Case) -> Iterator[Finding]:
-    """By the formulas."""
+    """Requires the formulas' seconds."""
     for rank, answer in enumerate(case.answers):
         cases = case.inputs[rank]["cases"]
         for name, formula, hint in (
@@ -91,7 +91,7 @@ def observe_choice(choose: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_choice(case: Case) -> Iterator[Finding]:
-    """The faster one."""
+    """Requires the faster algorithm in every case."""
     for rank, answer in enumerate(case.answers):
         said = answer.get("said")
         for number, values in enumerate(case.inputs[rank]["cases"]):
@@ -114,7 +114,7 @@ def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_bus(case: Case) -> Iterator[Finding]:
-    """Bytes that each link carried, per second."""
+    """Requires the bytes that each link carried, per second."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         expected = np.array(
             [

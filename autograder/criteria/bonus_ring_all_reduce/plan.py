@@ -1,6 +1,6 @@
-"""Criteria for the plan of a ring all-reduce: chunks, and who sends which of them when.
+"""Criteria for the plan of a ring all-reduce: which rank sends which chunk in which step.
 
-A plan is a function of rank and world size, so every real rank evaluates several *virtual* ones.
+A plan is a function of rank and world size, so every real rank evaluates several *virtual* ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VIRTUAL_WORLDS = (2, 3, 5, 8)
 
 
 def draw_chunks(draw: Draw) -> list[Values]:
-    """Numbers that divide and that do not, fewer than chunks, and none."""
+    """Sizes that divide evenly and that do not, sizes below the number of chunks, and zero."""
     rng = draw.shared()
     cases = []
     for chunks in (1, 3, 4, 7):
@@ -40,7 +40,7 @@ def observe_chunks(chunk_bounds: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_chunks(case: Case) -> Iterator[Finding]:
-    """One after the other, everything once, and no two differ by more than one."""
+    """Requires consecutive chunks that cover everything once and differ by at most one."""
     for rank, answer in enumerate(case.answers):
         for number, (numel, chunks) in enumerate(case.inputs[rank]["cases"]):
             bounds = _item(answer.get("bounds"), number)
@@ -55,7 +55,7 @@ def _item(values: Any, number: int) -> Any:
 
 
 def _pairs(values: Any) -> list[tuple[int, int]] | None:
-    """A list of pairs of whole numbers, or None."""
+    """The values as a list of pairs of ints, or None if they are something else."""
     if not isinstance(values, list):
         return None
     pairs = []
@@ -89,12 +89,12 @@ def _chunks_problem(values: Any, numel: int, chunks: int) -> str | None:
 
 
 def draw_steps(draw: Draw) -> list[Values]:
-    """Nothing is drawn: all ranks of all virtual worlds are asked."""
+    """Draws nothing: the criterion evaluates all ranks of all virtual worlds."""
     return [{} for _ in range(draw.world_size)]
 
 
 def observe_steps(ring_steps: Any, inputs: Values, context: Context) -> Values:
-    """The steps of the virtual ranks of this rank."""
+    """The steps of the virtual ranks that this real rank evaluates."""
     answer: Values = {}
     for world_size in VIRTUAL_WORLDS:
         for rank in range(context.rank, world_size, context.world_size):
@@ -106,7 +106,7 @@ def observe_steps(ring_steps: Any, inputs: Values, context: Context) -> Values:
 
 
 def _plan(case: Case, world_size: int) -> list[list[tuple[int, int]]] | Finding:
-    """Per virtual rank its steps, all of which fit together, or what does not."""
+    """The steps of each virtual rank if all steps fit together, otherwise a finding."""
     plan = []
     for rank in range(world_size):
         real = rank % case.world_size
@@ -131,13 +131,13 @@ def _plan(case: Case, world_size: int) -> list[list[tuple[int, int]]] | Finding:
 
 
 def judge_reduce(case: Case) -> list[Finding]:
-    """After N - 1 steps of adding, each rank has one whole sum, and no two the same."""
+    """Requires that N - 1 adding steps give each rank the whole sum of a different chunk."""
     findings: list[Finding] = []
     for n in VIRTUAL_WORLDS:
         plan = _plan(case, n)
         if isinstance(plan, Finding):
             return [plan]
-        # What is in chunk c of rank r: how often each rank's numbers.
+        # held[r, c, k]: how often chunk c of rank r contains the numbers of rank k.
         held = np.stack([np.tile(np.eye(n, dtype=int)[rank], (n, 1)) for rank in range(n)])
         for step in range(n - 1):
             sent = [held[rank, plan[rank][step][0]].copy() for rank in range(n)]
@@ -167,7 +167,10 @@ def judge_reduce(case: Case) -> list[Finding]:
 
 
 def judge_gather(case: Case) -> Iterator[Finding]:
-    """If each rank has what it sends first, N - 1 more steps give everything to everyone."""
+    """Requires that N - 1 more steps give all sums to all ranks.
+
+    The judge assumes that each rank already has the sum of the chunk that it sends first.
+    """
     for n in VIRTUAL_WORLDS:
         plan = _plan(case, n)
         if isinstance(plan, Finding):

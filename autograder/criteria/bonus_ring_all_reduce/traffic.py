@@ -1,7 +1,7 @@
 """Criteria for how a ring all-reduce communicates, judged from the emulated cluster's trace.
 
-Bytes that hold nothing are no traffic: most of what was sent has to be numbers of the tensors that
-were drawn, or sums of them.
+Meaningless bytes do not count: about half of what a rank sends in a ring has to be numbers of the
+drawn tensors, or sums of these numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate import Link, simulate
 from minidist.emulate.trace import Event
 
-NUMEL = 96_000  # times the world size, plus one: no chunk size divides it
-SLACK_BYTES = 2_000  # for messages that only agree on something
+NUMEL = 96_000  # numbers per rank; the tensor has one more, so equal chunks are impossible
+SLACK_BYTES = 2_000  # for small messages by which ranks only agree on something
 LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
 MOST_TIME = 1.05
 
@@ -37,19 +37,19 @@ def draw(source: Draw) -> list[Values]:
 
 
 def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
-    """One all-reduce; a few of its numbers, so that something was computed."""
+    """Runs one all-reduce; returns a few numbers of the result, which `judge_bytes` checks."""
     tensor = torch.from_numpy(inputs["x"].copy())
     ring_all_reduce(tensor, "sum")
     return {"some": tensor[:: NUMEL // 7].numpy().copy()}
 
 
 def _messages(case: Case, rank: int) -> list[Event]:
-    """What a rank has sent, one by one."""
+    """The send events of a rank."""
     return [e for e in case.trace.events[rank] if e.kind == "issue" and e.collective == "send"]
 
 
 def _runs(tensors: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """Sums that a ring makes, either way round: of neighbours, rounded after each."""
+    """The tensors, and the sums that a ring makes in either direction, rounded after each step."""
     for first, tensor in enumerate(tensors):
         yield tensor
         for step in (1, -1):
@@ -60,14 +60,14 @@ def _runs(tensors: list[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _without_content(case: Case) -> list[Finding]:
-    """Ranks whose messages hold too few of the tensors' numbers and of their sums.
+    """A finding for the first rank that sent too few of the tensors' numbers and of their sums.
 
-    Of all that leaves a rank in a ring, half is enough: a wrong sum has checks of its own.
+    Half of what a rank sends in a ring is enough, because separate checks detect a wrong sum.
     """
     n, count = case.world_size, len(case.inputs[0]["x"])
     enough = (n - 1) / n * count
-    # No tolerance: among so many numbers there is one near to any other. A sum of float32 has
-    # the same bits in whichever order its two summands are.
+    # No tolerance, because among so many numbers some are close to any given number. Equality
+    # works: a float32 sum has the same bits in either order of its two summands.
     sums = list(_runs([i["x"] for i in case.inputs]))
     for rank in range(n):
         sent = [c for c in case.trace.collectives if c.kind == "send" and c.ranks[0] == rank]
@@ -86,7 +86,7 @@ def _without_content(case: Case) -> list[Finding]:
 
 
 def _problem(case: Case) -> list[Finding]:
-    """What keeps the traffic from being judged."""
+    """Findings because of which the traffic cannot be judged further."""
     if case.world_size == 1:
         return []
     total = sum(m.nbytes for rank in range(case.world_size) for m in _messages(case, rank))
@@ -183,7 +183,7 @@ def judge_messages(case: Case) -> list[Finding]:
 
 
 def judge_time(case: Case) -> list[Finding]:
-    """2 (N - 1) steps, all links busy in each of them."""
+    """Requires the virtual time of 2 (N - 1) steps that each keep all links busy."""
     findings = _problem(case)
     n = case.world_size
     if findings or n == 1:
@@ -211,7 +211,7 @@ SIZES, BATCH, STEPS = (30, 40, 5), 4, 3
 
 
 def draw_hook(source: Draw) -> list[Values]:
-    """The same model, private batches."""
+    """One model for all ranks, and a private batch for each rank."""
     start = oracle.draw_parameters(source.shared(), SIZES)
     return [
         start | oracle.draw_batch(source.private(rank), BATCH, SIZES)
@@ -232,7 +232,7 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_hook(case: Case) -> Iterator[Finding]:
-    """The mean over ranks; the gradients went through the ring."""
+    """Requires the mean gradients over ranks, computed by the ring."""
     local = [oracle.gradients(i, i["x"], i["y"]) for i in case.inputs]
     count = sum(grad.size for grad in local[0])
     for rank, answer in enumerate(case.answers):

@@ -11,14 +11,14 @@ import torch
 from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
-LARGE = 600_000  # numbers: far more than a socket takes without somebody who reads
+LARGE = 600_000  # numbers: far more than a socket accepts while no receiver reads
 
 
 # --- the exchange --------------------------------------------------------------------------------
 
 
 def draw_exchange(draw: Draw) -> list[Values]:
-    """Private tensors: large, small, of another dtype, and one round the ring."""
+    """Private tensors: a large one and two small ones, each of a different dtype."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -33,7 +33,7 @@ def draw_exchange(draw: Draw) -> list[Values]:
 
 
 def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
-    """What came in, and what went out afterwards."""
+    """The content of `incoming` and of `outgoing` after each exchange."""
     answer: Values = {}
     for name in ("0", "1", "2"):
         outgoing = torch.from_numpy(inputs[name].copy()).to(context.device)
@@ -45,7 +45,7 @@ def observe_exchange(exchange: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_exchange(case: Case) -> Iterator[Finding]:
-    """Each rank has what the rank before it had."""
+    """Requires that each rank receives the tensor of the rank before it and keeps its own."""
     for rank, answer in enumerate(case.answers):
         before = (rank - 1) % case.world_size
         for name in ("0", "1", "2"):
@@ -70,7 +70,7 @@ def judge_exchange(case: Case) -> Iterator[Finding]:
 
 
 def _draw(draw: Draw, cases: list[tuple[tuple[int, ...], str, str]]) -> list[Values]:
-    """Private tensors of every (shape, dtype, operation)."""
+    """Private tensors, one for each case (shape, dtype, operation)."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -83,7 +83,7 @@ def _draw(draw: Draw, cases: list[tuple[tuple[int, ...], str, str]]) -> list[Val
 
 
 def draw_sum(draw: Draw) -> list[Values]:
-    """Sizes that divide and do not, a matrix, three dtypes, one that is large."""
+    """Sizes that divide evenly and that do not, a matrix, three dtypes, a large tensor."""
     rng, n = draw.shared(), draw.world_size
     return _draw(
         draw,
@@ -98,7 +98,7 @@ def draw_sum(draw: Draw) -> list[Values]:
 
 
 def draw_ops(draw: Draw) -> list[Values]:
-    """The other two operations."""
+    """Cases for mean and max."""
     rng, n = draw.shared(), draw.world_size
     sizes = [(n * int(k) + 1,) for k in rng.integers(4, 30, 3)]
     return _draw(
@@ -112,7 +112,7 @@ def draw_ops(draw: Draw) -> list[Values]:
 
 
 def draw_small(draw: Draw) -> list[Values]:
-    """Less than one number for each rank."""
+    """Tensors with fewer numbers than ranks."""
     n = draw.world_size
     return _draw(
         draw,
@@ -126,7 +126,7 @@ def draw_small(draw: Draw) -> list[Values]:
 
 
 def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
-    """What is in the tensors that were handed over."""
+    """The content of each tensor after the all-reduce, which works in place."""
     answer: Values = {}
     for number, (_, _, op) in enumerate(inputs["cases"]):
         tensor = torch.from_numpy(np.array(inputs[str(number)])).to(context.device)
@@ -136,7 +136,7 @@ def observe(ring_all_reduce: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """As one process computes it, in float64."""
+    """Requires the result that one process computes in float64."""
     reduce = {"sum": np.sum, "mean": np.mean, "max": np.max}
     for rank, answer in enumerate(case.answers):
         for number, (shape, dtype, op) in enumerate(case.inputs[0]["cases"]):

@@ -36,12 +36,12 @@ def draw(source: Draw) -> list[Values]:
 
 
 def draw_biased(source: Draw) -> list[Values]:
-    """The same with biases in the row-parallel layers, too."""
+    """The inputs of `draw`, with biases in the row-parallel layers too."""
     return draw_block(source, row_bias=True)
 
 
 def build_mlp(build: Any, inputs: Values, context: Context) -> Any:
-    """A parallel MLP with this rank's right parts in it."""
+    """A parallel MLP that holds this rank's correct parts."""
     full = other_block(inputs, context)
     mlp = build(full.up, full.down)
     fill_parts(layers_of(mlp, MLP), inputs, context)
@@ -49,7 +49,7 @@ def build_mlp(build: Any, inputs: Values, context: Context) -> Any:
 
 
 def build_attention(build: Any, inputs: Values, context: Context) -> Any:
-    """Parallel attention with this rank's right parts in it."""
+    """Parallel attention that holds this rank's correct parts."""
     full = other_block(inputs, context)
     attention = build(full.qkv, full.out, inputs["heads"])
     fill_parts(layers_of(attention, ATTENTION), inputs, context)
@@ -57,7 +57,7 @@ def build_attention(build: Any, inputs: Values, context: Context) -> Any:
 
 
 def build_block(build: Any, inputs: Values, context: Context) -> Any:
-    """A parallel block with this rank's right parts in it."""
+    """A parallel block that holds this rank's correct parts."""
     block = build(other_block(inputs, context))
     fill_parts(layers_of(block, (*NORMS, *ATTENTION, *MLP)), inputs, context)
     return block
@@ -97,17 +97,21 @@ def _judge(case: Case, what: str, names: tuple[str, ...]) -> Iterator[Finding]:
 
 
 def judge_mlp(case: Case) -> Iterator[Finding]:
-    """The output on all ranks, and the weights' gradients."""
+    """Requires the whole output on all ranks, and the gradients of each rank's parts."""
     return _judge(case, "transform", MLP)
 
 
 def judge_attention(case: Case) -> Iterator[Finding]:
-    """The output on all ranks, and the weights' gradients."""
+    """Requires the whole output on all ranks, and the gradients of each rank's parts."""
     return _judge(case, "attend", ATTENTION)
 
 
 def judge_block(case: Case) -> Iterator[Finding]:
-    """Output, gradients of the input and of both norms: whole, and the same on all ranks."""
+    """Requires the output and all gradients.
+
+    The output and the gradients of the input and of both norms are whole, and the same on all
+    ranks; the gradients of the split weights are each rank's parts.
+    """
     right = solve(case.inputs[0])
     for rank in range(case.world_size):
         if wrong := (
@@ -123,13 +127,13 @@ def judge_block(case: Case) -> Iterator[Finding]:
 
 
 def observe_heads(build: Any, inputs: Values, context: Context) -> Values:
-    """The parts that a rank takes, and whether heads that do not divide are refused."""
+    """The parts that a rank takes, and whether it refuses heads that N does not divide."""
     n = context.world_size
     weights = [linear(inputs[f"{name}.w"], inputs[f"{name}.b"], context) for name in ATTENTION]
     answer: Values = {}
     for name, layer in layers_of(build(*weights, inputs["heads"]), ATTENTION).items():
         answer |= {f"{name}.w": numbers(layer.weight), f"{name}.b": numbers(layer.bias)}
-    uneven, width = n + 1, n * (n + 1) * HEAD  # the width divides; the heads do not
+    uneven, width = n + 1, n * (n + 1) * HEAD  # N divides the width, but not the heads
     try:
         build(
             linear(np.zeros((3 * width, width)), np.zeros(3 * width), context),
@@ -143,7 +147,7 @@ def observe_heads(build: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_heads(case: Case) -> Iterator[Finding]:
-    """Query, key and value of the rank's own heads; an error where heads do not divide."""
+    """Requires the rank's own heads, and a ValueError if N does not divide the heads."""
     n = case.world_size
     for rank, answer in enumerate(case.answers):
         values = case.inputs[rank]
@@ -186,7 +190,7 @@ def observe_sequence(build: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_sequence(case: Case) -> Iterator[Finding]:
-    """This rank's tokens, and the gradients of its parts of the weights."""
+    """Requires this rank's tokens, their gradient, and the gradients of its parts."""
     n, right = case.world_size, solve(case.inputs[0])
     for rank in range(n):
         y, x = (np.split(right[name], n, axis=1)[rank] for name in ("y", "x"))
@@ -199,7 +203,7 @@ def judge_sequence(case: Case) -> Iterator[Finding]:
 
 
 def judge_norms(case: Case) -> Iterator[Finding]:
-    """Gradients of what is replicated: sums over the tokens of all ranks."""
+    """Requires gradients of replicated parameters to be sums over the tokens of all ranks."""
     right = solve(case.inputs[0])
     for rank in range(case.world_size):
         if wrong := wrong_part(case, rank, right, REPLICATED):

@@ -22,7 +22,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
 def draw(source: Draw) -> list[Values]:
-    """A column and a row layer, each with inputs of two shapes; the same on all ranks."""
+    """A column and a row layer, each with input and output gradient; the same on all ranks."""
     rng, n = source.shared(), source.world_size
     out, fan_in, other = (n * int(k) for k in rng.integers(2, 6, 3))
     values: Values = {
@@ -42,14 +42,14 @@ def draw(source: Draw) -> list[Values]:
 
 
 def observe_slices(classes: Any, inputs: Values, context: Context) -> Values:
-    """What the layers hold when they have been built, with and without bias."""
+    """What the layers hold after construction, and which uneven splits they refuse."""
     answer: Values = {"refused": []}
     n = context.world_size
     for kind, build in zip(("column", "row"), classes, strict=True):
         weight, bias = inputs[f"{kind}.w"], inputs[f"{kind}.b"]
         full = linear(weight, bias, context)
         layer = build(full)
-        with torch.no_grad():  # the part is a copy: what becomes of the whole layer is all one
+        with torch.no_grad():  # the part must be a copy that does not change with the whole layer
             full.weight.zero_()
             full.bias.zero_()
         answer[f"{kind}.w"], answer[f"{kind}.b"] = numbers(layer.weight), numbers(layer.bias)
@@ -69,12 +69,12 @@ def observe_slices(classes: Any, inputs: Values, context: Context) -> Values:
 
 
 def list_of(value: Any) -> list[Any]:
-    """A list as it is, anything else as none."""
+    """The value if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
 
 
 def judge_slices(case: Case) -> list[Finding]:
-    """The rank's slice of weight and bias, and nothing else; no uneven splits."""
+    """Requires the rank's slice of weight and bias only, and a ValueError for uneven splits."""
     findings: list[Finding] = []
     n = case.world_size
     for rank, answer in enumerate(case.answers):
@@ -126,7 +126,10 @@ def _cut(array: np.ndarray, rank: int, n: int) -> np.ndarray:
 
 
 def _observe(kind: str, build: Any, inputs: Values, context: Context, *, whole: bool) -> Values:
-    """Output and gradients with right weights; `whole`: in and out along the split dimension."""
+    """Output and gradients with this rank's correct weights.
+
+    With `whole`, the layer gets and returns tensors that are not split.
+    """
     rank, n = context.rank, context.world_size
     options = {"column": {"gather_output": True}, "row": {"input_is_parallel": False}}[kind]
     other = linear(np.roll(inputs[f"{kind}.w"], 1), np.roll(inputs[f"{kind}.b"], 1), context)
@@ -138,7 +141,8 @@ def _observe(kind: str, build: Any, inputs: Values, context: Context, *, whole: 
     if not whole and kind == "column":
         gy = _cut(gy, rank, n)
     x = tensor(x, context, grad=True)
-    # A leaf's gradient may be what the layer's own backward still works on; this one's is not.
+    # The layer's input is no leaf here: a leaf's gradient could be the very tensor on which the
+    # layer's own backward still works.
     y = layer(x * 1.0)
     answer: Values = {"y": numbers(y)}
     y.backward(tensor(gy, context))
@@ -189,7 +193,8 @@ def _judge(case: Case, kind: str, *, whole: bool) -> Iterator[Finding]:
         wrong = wrong_answer(case, "y", rank, "output", y, hint) or wrong_part(
             case, rank, right, (f"{kind}.w", f"{kind}.b")
         )
-        if not wrong and not (whole and kind == "column"):  # with or without a gather: f's doing
+        # With or without a gather, f makes the input's gradient, which judge_column checks.
+        if not wrong and not (whole and kind == "column"):
             wrong = wrong_answer(case, "x", rank, "gradient of the input", x)
         if wrong:
             yield wrong
@@ -206,20 +211,20 @@ def _explain_bias(got: Any, y: np.ndarray, bias: np.ndarray, n: int) -> str:
 
 
 def judge_column(case: Case) -> Iterator[Finding]:
-    """This rank's features; the whole gradient of the input."""
+    """Requires this rank's output features, and the whole gradient of the input."""
     return _judge(case, "column", whole=False)
 
 
 def judge_row(case: Case) -> Iterator[Finding]:
-    """All features, the bias once; this rank's part of the input's gradient."""
+    """Requires all output features, the bias once, and this rank's part of the input's gradient."""
     return _judge(case, "row", whole=False)
 
 
 def judge_gather(case: Case) -> Iterator[Finding]:
-    """All features, and the same gradients as one process has."""
+    """Requires all output features, and the gradients of this rank's weight and bias."""
     return _judge(case, "column", whole=True)
 
 
 def judge_scatter(case: Case) -> Iterator[Finding]:
-    """From the whole input, and its whole gradient."""
+    """Requires all output features, and the whole gradient of the whole input."""
     return _judge(case, "row", whole=True)

@@ -1,8 +1,8 @@
 """What the criteria of the tensor-parallel lab share: the whole layers, their parts, the oracle.
 
-A rank builds its part from one set of weights; then the checks put the parts of other weights into
-it, right ones. So a wrong slice costs one criterion only, and whoever keeps the whole layer and
-computes with that gets another result.
+The student's code builds a rank's part from one set of weights. Then the checks overwrite the part
+with correctly cut slices of a different set of weights. So a wrong slice costs one criterion only,
+and code that keeps the whole layer and computes with it gets a wrong result.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-HEAD, BATCH = 4, 2  # width of a head, sequences
+HEAD, BATCH = 4, 2  # width of a head, sequences in a batch
 LAYERS = ("norm1", "qkv", "out", "norm2", "up", "down")
 
 
 class FullBlock(nn.Module):
-    """A transformer block in one piece, in the attributes that the lab's text names."""
+    """A whole transformer block with the attributes that the lab's text names."""
 
     def __init__(self, width: int, num_heads: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class FullBlock(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both, each on normalised input, and added to it."""
+        """Attention, then the MLP; each reads a normalised x and adds its output to x."""
         x = x + self.attend(self.norm1(x))
         return x + self.transform(self.norm2(x))
 
@@ -60,8 +60,8 @@ def draw_block(
 ) -> list[Values]:
     """Weights of a block, an input and the gradient of the output, the same on all ranks.
 
-    Biases of row-parallel layers are zero unless `row_bias`: whoever adds them N times loses the
-    criteria that are about them, not all that come after.
+    Biases of row-parallel layers are zero unless `row_bias` is set. So a student who adds these
+    biases N times fails only the criteria about biases, not all later criteria.
     """
     rng, n = draw.shared(), draw.world_size
     num_heads = n * int(rng.integers(2, 4))
@@ -82,7 +82,7 @@ def draw_block(
 
 
 def fill(layer: Any, weight: np.ndarray, bias: np.ndarray | None) -> None:
-    """Puts weights into a layer, as far as its parameters have their shapes."""
+    """Copies weight and bias into a layer; skips a missing parameter or a different shape."""
     for name, array in (("weight", weight), ("bias", bias)):
         parameter = getattr(layer, name, None)
         if array is None or not isinstance(parameter, torch.Tensor):
@@ -100,7 +100,7 @@ def linear(weight: np.ndarray, bias: np.ndarray | None, context: Context) -> nn.
 
 
 def other_block(inputs: Values, context: Context) -> FullBlock:
-    """A whole block with other weights than those that the parts will get."""
+    """A whole block whose weights differ from the weights that the parts will get."""
     full = FullBlock(inputs["width"], inputs["heads"])
     for name in LAYERS:
         rolled = (np.roll(inputs[f"{name}.{kind}"].ravel(), 1) for kind in "wb")
@@ -120,7 +120,7 @@ def whole_block(values: Values) -> FullBlock:
 
 
 def part_of(name: str, full: np.ndarray, rank: int, n: int) -> np.ndarray:
-    """What `rank` holds of a weight "layer.w" or a bias "layer.b"."""
+    """The part of a weight "layer.w" or a bias "layer.b" that `rank` holds."""
     layer, kind = name.split(".")
     if layer in ("up", "column"):
         return np.split(full, n)[rank]
@@ -132,7 +132,7 @@ def part_of(name: str, full: np.ndarray, rank: int, n: int) -> np.ndarray:
 
 
 def fill_parts(layers: Mapping[str, Any], inputs: Values, context: Context) -> None:
-    """Puts this rank's right parts into the layers of a module."""
+    """Copies this rank's correct parts into the layers of a module."""
     for name, layer in layers.items():
         weight, bias = (
             part_of(f"{name}.{kind}", inputs[f"{name}.{kind}"], context.rank, context.world_size)
@@ -142,7 +142,7 @@ def fill_parts(layers: Mapping[str, Any], inputs: Values, context: Context) -> N
 
 
 def layers_of(module: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The layers of a block, wherever the lab's text puts them."""
+    """The layers `names`, found in the module itself or in its `attention` or `mlp`."""
     places = {"qkv": "attention", "out": "attention", "up": "mlp", "down": "mlp"}
     return {name: getattr(getattr(module, places.get(name, ""), module), name) for name in names}
 
@@ -153,7 +153,7 @@ def tensor(array: np.ndarray, context: Context, *, grad: bool = False) -> torch.
 
 
 def numbers(value: Any) -> np.ndarray:
-    """A tensor of the student's as an array; nothing where it is None."""
+    """A tensor of the student as an array; an empty array if the value is no tensor."""
     if not isinstance(value, torch.Tensor):
         return np.zeros(0)
     return value.detach().cpu().numpy().copy()
@@ -179,9 +179,10 @@ def solve(values: Values, what: str = "forward") -> Values:
 
 
 def summands(values: Values, n: int, what: str = "forward") -> list[dict[str, list[np.ndarray]]]:
-    """Per rank what its parts of the weights add to the sums, of half a block or of both halves.
+    """For each rank, the summands that its parts of the weights give, of one half or both halves.
 
-    "forward" are its shares of the outputs, "backward" those of the gradients of the inputs.
+    "forward" lists the rank's summands of each half's output, "backward" its summands of the
+    gradient of each half's input.
     """
     full, x = whole_block(values), torch.from_numpy(np.array(values["x"])).requires_grad_()
     ranks = [_part_block(values, rank, n) for rank in range(n)]
@@ -211,7 +212,7 @@ def summands(values: Values, n: int, what: str = "forward") -> list[dict[str, li
 
 
 def _part_block(values: Values, rank: int, n: int) -> FullBlock:
-    """The whole block with one rank's heads and hidden features."""
+    """A block that has only one rank's heads and hidden features."""
     part = whole_block(values)
     part.num_heads //= n
     for name in ("qkv", "out", "up", "down"):
@@ -223,7 +224,7 @@ def _part_block(values: Values, rank: int, n: int) -> FullBlock:
 
 
 def explain(case: Case, key: str, rank: int, expected: np.ndarray) -> str:
-    """The likely reason why a rank's answer is not the expected one, or nothing."""
+    """The likely reason why a rank's answer is not the expected one, or an empty string."""
     got = [answer.get(key) for answer in case.answers]
     n = case.world_size
     if n == 1 or any(
@@ -266,7 +267,7 @@ def wrong_answer(
     expected: np.ndarray,
     hint: str = "",
 ) -> Finding | None:
-    """A finding unless one array of one rank is the oracle's."""
+    """A finding unless this rank's array `key` is the expected one."""
     got = case.answers[rank].get(key)
     if isinstance(got, np.ndarray) and not got.size:
         return Finding(f"{what}: there is none.", rank)
@@ -275,7 +276,7 @@ def wrong_answer(
 
 
 def wrong_part(case: Case, rank: int, expected: Values, names: Iterable[str]) -> Finding | None:
-    """A finding unless this rank's gradients of weights and biases are the oracle's parts."""
+    """A finding unless this rank's gradients `names` are its parts of the expected gradients."""
     for name in names:
         right = part_of(name, expected[name], rank, case.world_size)
         layer, kind = name.split(".")

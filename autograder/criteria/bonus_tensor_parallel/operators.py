@@ -1,4 +1,4 @@
-"""Criteria for the conjugate operators: f and g, and those along the sequence."""
+"""Criteria for the conjugate operators: f and g, and the pair along the sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def observe(operator: Any, inputs: Values, context: Context) -> Values:
-    """Output and gradient, and what became of the arguments."""
+    """Output and input gradient, and the arguments after both passes."""
     answer: Values = {}
     for i in range(sum(name[0] == "x" for name in inputs)):
         x = tensor(inputs[f"x{i}"], context, grad=True)
@@ -83,7 +83,7 @@ def judge_g(case: Case) -> Iterator[Finding]:
 
 
 def draw_sequence(source: Draw) -> list[Values]:
-    """Parts [B, T / N, D] with gradients [B, T, D], and the reverse; all private."""
+    """Parts [B, T / N, D] with gradients [B, T, D], and the reverse; private to each rank."""
     shared, n = source.shared(), source.world_size
     b, t, d = (int(k) for k in shared.integers(2, 5, 3))
     inputs = []
@@ -101,7 +101,7 @@ def draw_sequence(source: Draw) -> list[Values]:
 
 
 def observe_sequence(operators: Any, inputs: Values, context: Context) -> Values:
-    """Outputs and gradients of both."""
+    """Outputs and input gradients of both operators."""
     gather_in, scatter_out = operators
     part, whole = (tensor(inputs[name], context, grad=True) for name in ("part", "whole"))
     gathered = gather_in(part)

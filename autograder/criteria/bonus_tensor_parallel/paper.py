@@ -33,7 +33,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def observe(functions: Any, inputs: Values, context: Context) -> Values:
-    """Bytes of both ways."""
+    """The bytes of tensor parallelism and of data parallelism for every case."""
     tensor, data = functions
     return {
         "tensor": np.array([float(tensor(*case)) for case in inputs["cases"]]),
@@ -42,7 +42,7 @@ def observe(functions: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """Four all-reduces of activations; one of all gradients."""
+    """Requires the bytes of four all-reduces of activations, and of one of all gradients."""
     for rank, answer in enumerate(case.answers):
         b, t, d, size, n = np.array(case.inputs[rank]["cases"], dtype=np.float64).T
         ring = 2 * (n - 1) / n * size

@@ -26,7 +26,7 @@ COUNT, P = 200, 0.5
 
 
 def draw(source: Draw) -> list[Values]:
-    """Seeds that lie far from each other, the same on all ranks."""
+    """Four different random seeds, the same on all ranks."""
     rng = source.shared()
     names = ("common", "elsewhere", "seed", "other seed")
     seeds = {name: int(rng.integers(1, 10**6)) * 10 + i for i, name in enumerate(names)}
@@ -38,7 +38,7 @@ def _mask(context: Context) -> np.ndarray:
 
 
 def observe_inside(make_stream: Any, inputs: Values, context: Context) -> Values:
-    """Masks that are drawn inside, in several ways."""
+    """Masks inside fork(): two of one stream, one with its seed again, one with a new seed."""
     answer: Values = {}
     torch.manual_seed(inputs["common"])
     stream = make_stream(inputs["seed"])
@@ -69,11 +69,11 @@ def _masks(case: Case, name: str) -> list[np.ndarray] | None:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return float(np.mean(a == b)) > 0.9  # chance gives one half
+    return float(np.mean(a == b)) > 0.9  # independent masks agree in about half of the places
 
 
 def judge_inside(case: Case) -> Iterator[Finding]:
-    """Other masks on every rank and every time; the same ones for the same seed."""
+    """Requires masks that differ by rank, fork() and seed, and repeat if the seed is the same."""
     found = {name: _masks(case, name) for name in ("first", "second", "again", "other")}
     masks = {name: each for name, each in found.items() if each is not None}
     if len(masks) < 4:
@@ -104,7 +104,7 @@ def judge_inside(case: Case) -> Iterator[Finding]:
 
 
 def observe_outside(make_stream: Any, inputs: Values, context: Context) -> Values:
-    """Masks that are drawn outside: without a stream, and with one that is used in between."""
+    """Masks outside fork(): first without a stream, then with a stream used between the masks."""
     answer: Values = {}
     torch.manual_seed(inputs["common"])
     plain = [_mask(context) for _ in range(4)]
@@ -130,7 +130,7 @@ def observe_outside(make_stream: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_outside(case: Case) -> list[Finding]:
-    """The same masks on all ranks, as if nothing had been drawn inside."""
+    """Requires the same masks on all ranks, whatever was drawn inside fork()."""
     found = [(_masks(case, f"plain{i}"), _masks(case, f"used{i}")) for i in range(4)]
     for i, (plain, used) in enumerate(found):
         if plain is None or used is None:
@@ -156,13 +156,13 @@ ROWS = 16
 
 
 def draw_block_case(source: Draw) -> list[Values]:
-    """One token through a block, and the seeds."""
+    """A block with an input of one token, and the seeds."""
     inputs = draw_block(source, sequences=1, tokens=1)
     return [a | b for a, b in zip(inputs, draw(source), strict=True)]
 
 
 def observe_block(subject: Any, inputs: Values, context: Context) -> Values:
-    """With dropout, with weights for which one sees every mask, and in eval mode."""
+    """Results with dropout, in eval mode, and with weights that make every mask visible."""
     build, make_stream = subject
     torch.manual_seed(inputs["common"])
     full = other_block(inputs, context)
@@ -176,7 +176,7 @@ def observe_block(subject: Any, inputs: Values, context: Context) -> Values:
     with torch.no_grad():
         block.eval()
         answer["eval"] = numbers(block(tensor(inputs["x"], context)))
-        # With weights of zero attention adds a constant to x, and so does the MLP.
+        # With zero weights and a constant bias, attention or the MLP adds a constant to x.
         x = tensor(inputs["x"], context).expand(ROWS, -1, -1)
         for name, other in (("out", "down"), ("down", "out")):
             for each, value in ((name, 3.0), (other, 0.0)):
@@ -188,11 +188,9 @@ def observe_block(subject: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
-def judge_block(case: Case) -> list[Finding]:
-    """Hidden features drop per rank, outputs alike; no dropout in eval mode."""
-    findings: list[Finding] = []
-    n, right = case.world_size, solve(case.inputs[0])
-    width = case.inputs[0]["width"]
+def judge_block(case: Case) -> Iterator[Finding]:
+    """Requires per-rank masks of hidden features, equal outputs, and no dropout in eval mode."""
+    n, width = case.world_size, case.inputs[0]["width"]
     hidden = [answer.get("hidden") for answer in case.answers]
     if not all(
         isinstance(h, np.ndarray)
@@ -201,63 +199,62 @@ def judge_block(case: Case) -> list[Finding]:
         and np.isfinite(h).all()
         for h in hidden
     ):
-        return [Finding("mlp.up.bias has no finite gradient of its shape after a backward pass.")]
+        yield Finding("mlp.up.bias has no finite gradient of its shape after a backward pass.")
+        return
+    right = solve(case.inputs[0])["y"]
     dropped = [np.asarray(h) == 0 for h in hidden]
-    y0 = case.answers[0].get("y")
-    for rank, answer in enumerate(case.answers):
-        if wrong := oracle.differs(
+    for rank in range(n):
+        yield from _judge_block_of(case, rank, right, dropped)
+
+
+def _judge_block_of(
+    case: Case, rank: int, right: np.ndarray, dropped: list[np.ndarray]
+) -> Iterator[Finding]:
+    answer, y0 = case.answers[rank], case.answers[0].get("y")
+    if wrong := oracle.differs(
+        rank,
+        "eval mode: output",
+        answer.get("eval"),
+        right,
+        dtype="float64",
+        hint="In eval mode nothing is dropped, and it is the layer of the check before.",
+    ):
+        yield wrong
+    elif not 0.1 < dropped[rank].mean() < 0.9:
+        yield Finding(
+            f"{int(dropped[rank].sum())} of {dropped[rank].size} hidden features of the MLP were "
+            f"dropped, expected about half (p = {P}).",
             rank,
-            "eval mode: output",
-            answer.get("eval"),
-            right["y"],
-            dtype="float64",
-            hint="In eval mode nothing is dropped, and it is the layer of the check before.",
-        ):
-            findings.append(wrong)
-            continue
-        if not 0.1 < dropped[rank].mean() < 0.9:
-            findings.append(
-                Finding(
-                    f"{int(dropped[rank].sum())} of {dropped[rank].size} hidden features of the "
-                    f"MLP were dropped, expected about half (p = {P}).",
-                    rank,
-                )
-            )
-        elif any(_same(dropped[rank], dropped[other]) for other in range(n) if other != rank):
-            findings.append(
-                Finding(
-                    "another rank dropped the same places of its hidden features: inside the "
-                    "parallel region dropout draws from the stream.",
-                    rank,
-                )
-            )
-        elif not isinstance(y0, np.ndarray) or y0.dtype.kind != "f":
-            findings = findings or [Finding("training mode: no output.", rank)]
-        elif wrong := oracle.differs(
+        )
+    elif any(_same(dropped[rank], mask) for other, mask in enumerate(dropped) if other != rank):
+        yield Finding(
+            "another rank dropped the same places of its hidden features: inside the parallel "
+            "region dropout draws from the stream.",
             rank,
-            "training mode: output, against rank 0's",
-            answer.get("y"),
-            y0.astype(np.float64),
-            dtype="float64",
-            hint="Outside the parallel region all ranks drop the same places: torch's own "
-            "generator.",
-        ):
-            findings.append(wrong)
-        else:
-            findings += [
-                Finding(
+        )
+    elif not isinstance(y0, np.ndarray) or y0.dtype.kind != "f":
+        yield Finding("training mode: no output.", rank)
+    elif wrong := oracle.differs(
+        rank,
+        "training mode: output, against rank 0's",
+        answer.get("y"),
+        y0.astype(np.float64),
+        dtype="float64",
+        hint="Outside the parallel region all ranks drop the same places: torch's own generator.",
+    ):
+        yield wrong
+    else:
+        for what, name in (("attention", "out"), ("the MLP", "down")):
+            if not _is_dropped(answer.get(f"{name} False"), answer.get(f"{name} True")):
+                yield Finding(
                     f"what {what} returns is not dropped in training mode (in one place of two, "
                     "the rest doubled) before it is added to x.",
                     rank,
                 )
-                for what, name in (("attention", "out"), ("the MLP", "down"))
-                if not _is_dropped(answer.get(f"{name} False"), answer.get(f"{name} True"))
-            ]
-    return findings
 
 
 def _is_dropped(whole: Any, dropped: Any) -> bool:
-    """Whether a constant has become zeros and its double, for p = 1/2."""
+    """Whether `dropped` is `whole` after dropout with p = 1/2: some zeros, the rest doubled."""
     if not all(isinstance(a, np.ndarray) and a.dtype.kind == "f" for a in (whole, dropped)):
         return False
     if whole.shape != dropped.shape or not (np.isfinite(whole) & (np.abs(whole) > 0.1)).all():

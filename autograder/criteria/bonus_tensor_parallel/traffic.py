@@ -1,10 +1,10 @@
 """Criteria for what tensor parallelism sends, judged from the emulated cluster's trace.
 
-The rank asks for a charge before its forward pass and for another before its backward pass, so that
-the trace shows what belongs to which. What it computed is held against the oracle, too: nothing is
-saved by sending less than it takes. But all ranks have the same input, and whoever finds the
-others' weights could compute everything alone: so each rank's own summands have to be in what it
-sends.
+Each rank asks for a charge before its forward pass and for a second charge before its backward
+pass, so the trace shows which collective belongs to which pass. The judges also compare the results
+with the oracle, so a rank that sends too little fails. But all ranks have the same input, so a rank
+that finds the other ranks' weights could compute everything alone. Therefore each rank's own
+summands have to be in what the rank sends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Collective, Event
 
-SLACK_BYTES = 512  # for messages that only agree on something
+SLACK_BYTES = 512  # for small messages by which ranks only agree on something
 DIRECTIONS = ("forward", "backward")
 SUMS = {
     "forward": "g adds up the outputs of the row-parallel layers.",
@@ -70,7 +70,7 @@ def observe_sequence(build: Any, inputs: Values, context: Context) -> Values:
 
 
 def passes_of(case: Case, rank: int) -> dict[str, list[Event]] | Finding:
-    """What a rank sent in its forward and in its backward pass."""
+    """What a rank sent in each pass, or a finding if a pass did not run."""
     sent: dict[str, list[Event]] = {}
     now: list[Event] = []
     for event in case.trace.events[rank]:
@@ -88,7 +88,7 @@ def passes_of(case: Case, rank: int) -> dict[str, list[Event]] | Finding:
 
 
 def cost(events: list[Event]) -> float:
-    """Bytes in units of an all-reduce, which sends twice as much as any other collective."""
+    """The bytes; all collectives but an all-reduce count half, because they send half as much."""
     return sum(e.nbytes * (1.0 if e.collective == "all_reduce" else 0.5) for e in events)
 
 
@@ -104,7 +104,7 @@ def _words(events: list[Event]) -> str:
 
 
 def shared(case: Case, events: list[Event]) -> dict[str, Collective]:
-    """Those of a rank's collectives in which all ranks take part."""
+    """By key, the collectives of `events` that reach all ranks, and the messages that arrived."""
     keys = {event.key for event in events}
     return {
         c.key: c
@@ -114,19 +114,19 @@ def shared(case: Case, events: list[Event]) -> dict[str, Collective]:
 
 
 def _sent_numbers(case: Case, rank: int, events: list[Event]) -> np.ndarray:
-    """All numbers that a rank has put into them."""
+    """The numbers that a rank put into the `shared` collectives of `events`."""
     payloads = carried.payloads_of(shared(case, events).values(), rank)
     return carried.numbers_in(payloads, "float64", 8 * case.inputs[0]["x"].size)
 
 
 def _holds(sent: np.ndarray, part: np.ndarray) -> bool:
-    """Whether `part` is in what was sent, in any order."""
+    """Whether `sent` contains all numbers of `part`, in any order."""
     atol = 1e-9 * float(np.abs(part).max())
     return bool(carried.is_among(part.ravel(), sent, rtol=1e-9, atol=atol).all())
 
 
 def _judge_one_each(case: Case, what: str, hints: dict[str, str]) -> Iterator[Finding]:
-    """One all-reduce of the activations in each direction, and right results."""
+    """Requires right results, and one all-reduce of the activations in each direction."""
     right = solve(case.inputs[0], what)
     shares: list[dict[str, list[np.ndarray]]] = []
     whole = case.inputs[0]["x"].nbytes
@@ -189,12 +189,12 @@ def judge_attention(case: Case) -> Iterator[Finding]:
 
 
 def _of_others(share: np.ndarray, rank: int, n: int) -> list[np.ndarray]:
-    """A summand's tokens of every other rank."""
+    """For each other rank, the part of a summand that belongs to that rank's tokens."""
     return [part for other, part in enumerate(np.split(share, n, axis=1)) if other != rank]
 
 
 def judge_sequence(case: Case) -> Iterator[Finding]:
-    """All-gathers and reduce-scatters, and no all-reduce of activations."""
+    """Requires all-gathers and reduce-scatters, and no all-reduce of activations."""
     n, whole = case.world_size, case.inputs[0]["x"].nbytes
     right = solve(case.inputs[0])
     shares: list[dict[str, list[np.ndarray]]] = []
@@ -225,8 +225,9 @@ def judge_sequence(case: Case) -> Iterator[Finding]:
                     rank,
                 )
                 break
-            # Each of the four takes (n - 1) / n of `whole` per rank, however it is done. Of a
-            # summand one other rank's tokens have to leave as they are: a ring adds to the rest.
+            # With any algorithm, each of the four collectives sends at least (n - 1) / n of `whole`
+            # per rank. A rank must send its summand of at least one other rank's tokens
+            # unchanged: in a ring, the rank adds its other summands to the numbers it received.
             shares = shares or summands(case.inputs[0], n)
             numbers_sent = _sent_numbers(case, rank, events)
             if n > 1 and (

@@ -23,7 +23,7 @@ LARGE = 1_000.0  # its exponential overflows float64
 
 
 def draw_embedding(source: Draw) -> list[Values]:
-    """A table, tokens of all ranks' parts, a gradient; the same on all ranks."""
+    """Two tables, tokens from every rank's part, a gradient; the same on all ranks."""
     rng, n = source.shared(), source.world_size
     size = n * PER_RANK
     tokens = np.concatenate([rng.permutation(size), rng.integers(0, size, size)]).reshape(4, -1)
@@ -43,7 +43,7 @@ def _embedding(table: np.ndarray, context: Context) -> nn.Embedding:
 
 
 def observe_embedding(build: Any, inputs: Values, context: Context) -> Values:
-    """The part that is held; output and gradient of another table's part."""
+    """The rows that the module holds; its output and gradient with rows of a different table."""
     n, rank = context.world_size, context.rank
     module = build(_embedding(inputs["other"], context))
     answer: Values = {"held": numbers(module.weight)}
@@ -62,7 +62,7 @@ def observe_embedding(build: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_embedding(case: Case) -> Iterator[Finding]:
-    """Own rows, the sum of all ranks' lookups, gradients of own rows."""
+    """Requires the rank's own rows, the sum of all ranks' lookups, and its rows' gradients."""
     n, values = case.world_size, case.inputs[0]
     gradient = np.zeros_like(values["table"])
     np.add.at(gradient, values["tokens"].ravel(), values["gy"].reshape(-1, WIDTH))
@@ -97,12 +97,12 @@ def _draw_loss(source: Draw, offset: np.ndarray, per_rank: int = PER_RANK) -> li
 
 
 def draw_loss(source: Draw) -> list[Values]:
-    """Logits of every rank's columns, targets anywhere; a factor for the loss."""
+    """Logits of each rank's columns, targets from the whole vocabulary, a factor for the loss."""
     return _draw_loss(source, np.zeros(1))
 
 
 def draw_stable(source: Draw) -> list[Values]:
-    """Huge logits in one rank's columns; and, on the same draw, huge negative ones everywhere."""
+    """Logits near LARGE in one rank's columns; `low` is the same draw, all near -LARGE."""
     offset = np.zeros(source.world_size)
     offset[int(source.shared("which").integers(source.world_size))] = LARGE
     high, low = _draw_loss(source, offset), _draw_loss(source, np.array([-LARGE]))
@@ -110,7 +110,7 @@ def draw_stable(source: Draw) -> list[Values]:
 
 
 def observe_loss(cross_entropy: Any, inputs: Values, context: Context) -> Values:
-    """The loss, and the gradient of a multiple of it."""
+    """The loss, and the logits' gradient of the loss times a factor."""
     logits = tensor(inputs["logits"], context, grad=True)
     targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
     loss = cross_entropy(logits, targets)
@@ -122,7 +122,7 @@ def observe_loss(cross_entropy: Any, inputs: Values, context: Context) -> Values
 
 
 def observe_stable(cross_entropy: Any, inputs: Values, context: Context) -> Values:
-    """Two losses."""
+    """The losses of both sets of logits."""
     targets = torch.from_numpy(inputs["targets"].copy()).to(context.device)
     return {
         name: numbers(cross_entropy(tensor(inputs[key], context, grad=True), targets))
@@ -131,7 +131,7 @@ def observe_stable(cross_entropy: Any, inputs: Values, context: Context) -> Valu
 
 
 def _solve(case: Case, key: str = "logits") -> tuple[np.ndarray, np.ndarray]:
-    """The loss, and the gradient of the whole logits."""
+    """The loss, and the gradient of the whole logits, as one process computes them."""
     whole = torch.from_numpy(np.concatenate([v[key] for v in case.inputs], axis=-1))
     whole.requires_grad_()
     targets = torch.from_numpy(case.inputs[0]["targets"])
@@ -141,7 +141,7 @@ def _solve(case: Case, key: str = "logits") -> tuple[np.ndarray, np.ndarray]:
 
 
 def judge_loss(case: Case) -> Iterator[Finding]:
-    """The same mean on all ranks; the arguments as they were."""
+    """Requires the same mean loss on all ranks, and unchanged arguments."""
     loss, _ = _solve(case)
     for rank, answer in enumerate(case.answers):
         if wrong := wrong_answer(
@@ -163,7 +163,7 @@ def judge_loss(case: Case) -> Iterator[Finding]:
 
 
 def judge_gradient(case: Case) -> Iterator[Finding]:
-    """Softmax minus one-hot over the number of tokens, times what came in; own columns."""
+    """Requires, for own columns, (softmax - one-hot) / tokens times the incoming gradient."""
     _, whole = _solve(case)
     n, factor = case.world_size, case.inputs[0]["factor"]
     for rank, answer in enumerate(case.answers):
@@ -176,7 +176,7 @@ def judge_gradient(case: Case) -> Iterator[Finding]:
 
 
 def judge_stable(case: Case) -> Iterator[Finding]:
-    """Finite and right where exponentials overflow, and where they all vanish."""
+    """Requires the right loss if exponentials overflow, and if all of them underflow to zero."""
     for rank in range(case.world_size):
         for name, key, words in (
             ("loss", "logits", f"logits near {LARGE:g} on one rank"),
@@ -197,11 +197,11 @@ def judge_stable(case: Case) -> Iterator[Finding]:
 
 # --- traffic -------------------------------------------------------------------------------------
 
-COLUMNS, NUMBERS = 40, 6  # of each rank; that may travel per token
+COLUMNS, NUMBERS = 40, 6  # columns of each rank; numbers that may travel per token
 
 
 def draw_traffic(source: Draw) -> list[Values]:
-    """More columns."""
+    """The inputs of `draw_loss` with more columns per rank."""
     return _draw_loss(source, np.zeros(1), COLUMNS)
 
 
@@ -217,7 +217,7 @@ def observe_traffic(cross_entropy: Any, inputs: Values, context: Context) -> Val
 
 
 def judge_traffic(case: Case) -> Iterator[Finding]:
-    """A few numbers per token, never a row of logits."""
+    """Requires that only a few numbers travel per token, never a row of logits."""
     tokens, (loss, _) = case.inputs[0]["targets"].size, _solve(case)
     for rank in range(case.world_size):
         sent = passes_of(case, rank)

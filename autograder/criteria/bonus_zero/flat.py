@@ -1,4 +1,4 @@
-"""Criteria for the parts of a sharded optimiser: the flat vector, groups of parameters."""
+"""Criteria for two parts of a sharded optimiser: the flat vector and the parameter groups."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PARTS = (1, 2, 3, 4, 5, 8)
 
 
 def draw_flat(draw: Draw) -> list[Values]:
-    """Lists of tensors and numbers of parts that do and do not divide."""
+    """Lists of tensors; the number of parts divides their total size or does not."""
     inputs = []
     for rank in range(draw.world_size):
         rng, cases, values = draw.private(rank), [], {}
         for shapes in SHAPES:
             chosen = [int(parts) for parts in rng.choice(PARTS, size=3, replace=False)]
             if len(shapes) == 1:
-                chosen[0] = int(rng.choice([1, 7]))  # one tensor, and nothing to pad
+                chosen[0] = int(rng.choice([1, 7]))  # one tensor of 7 numbers: needs no padding
             for parts in chosen:
                 number = len(cases)
                 cases.append(
@@ -64,7 +64,7 @@ def _tensors(inputs: Values, number: int, device: torch.device) -> list[torch.Te
 
 
 def observe_flatten(flatten: Any, inputs: Values, context: Context) -> Values:
-    """The vector, and the arguments after it has been overwritten."""
+    """The flat vector, and the arguments after the vector was overwritten."""
     answer: Values = {}
     for number, case in enumerate(inputs["cases"]):
         tensors = _tensors(inputs, number, context.device)
@@ -82,7 +82,7 @@ def _said(case: Values) -> str:
 
 
 def judge_flatten(case: Case) -> Iterator[Finding]:
-    """All numbers in order, and as few zeros as will do; memory of its own."""
+    """Requires all numbers in order, the fewest padding zeros, and a vector with its own memory."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, each in enumerate(inputs["cases"]):
             arrays = [inputs[f"t{number}/{i}"] for i in range(len(each["shapes"]))]
@@ -117,7 +117,7 @@ def _flat_problem(got: Any, expected: np.ndarray, count: int, each: Values) -> s
 
 
 def observe_unflatten(unflatten: Any, inputs: Values, context: Context) -> Values:
-    """Parameters after the copy, and whether they are still leaves."""
+    """The parameters after the copy, and whether they are still leaves in the same memory."""
     answer: Values = {}
     for number in range(len(inputs["cases"])):
         parameters = [nn.Parameter(t) for t in _tensors(inputs, number, context.device)]
@@ -133,7 +133,7 @@ def observe_unflatten(unflatten: Any, inputs: Values, context: Context) -> Value
 
 
 def judge_unflatten(case: Case) -> Iterator[Finding]:
-    """Each parameter has its own numbers of the vector."""
+    """Requires that each parameter has its numbers of the vector, copied in place."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, each in enumerate(inputs["cases"]):
             flat, at, problem = inputs[f"f{number}"], 0, ""
@@ -160,7 +160,7 @@ COUNT = 9
 
 
 def draw_groups(draw: Draw) -> list[Values]:
-    """Groups of parameters by number: some frozen, some that occur twice."""
+    """Groups of parameter numbers; some parameters are frozen, some occur twice."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -190,11 +190,11 @@ def draw_groups(draw: Draw) -> list[Values]:
 
 
 def observe_groups(trainable_groups: Any, inputs: Values, context: Context) -> Values:
-    """Which parameters are in which group, with which options; iterators are handed in."""
+    """The parameters and options of each returned group; the function is given iterators."""
     told: list[Any] = []
     unchanged = True
     for case in inputs["cases"]:
-        # All of them hold the same numbers: they are told apart by what they are.
+        # All parameters hold the same numbers: only their identity distinguishes them.
         parameters = [nn.Parameter(torch.ones(2)) for _ in range(COUNT)]
         for i in inputs["frozen"]:
             parameters[i].requires_grad_(False)
@@ -228,7 +228,7 @@ def _describe(group: Any, number_of: dict[int, int]) -> list[Any]:
 
 
 def judge_groups(case: Case) -> Iterator[Finding]:
-    """Each trainable parameter once, in its first group; options untouched."""
+    """Requires each trainable parameter once, in its first group, and unchanged options."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         told = answer.get("told")
         for number, each in enumerate(inputs["cases"]):

@@ -1,11 +1,11 @@
-"""What the criteria of the sharded optimiser share: parameters, gradients, one process's answer.
+"""What the criteria of the sharded optimiser share: parameters, gradients, one process's result.
 
-The loss is the sum of all parameters times numbers of this rank, so these numbers are the gradient
-whatever the parameters are, and backward is a real one, with hooks.
+The loss is the sum of all parameters, each multiplied by a number drawn for this rank. So these
+numbers are the gradient, whatever the parameters are, and the backward pass is real, with hooks.
 
-A layout is not asked for: which rank holds which number, and in which order, is told from the
-values. Where a criterion is about something else than the mean, updates are compared up to one
-factor, so that a wrong factor costs one criterion.
+The criteria prescribe no layout: they compare the values, wherever and in whatever order the ranks
+hold them. A criterion that is not about the mean compares updates up to one factor, so that a wrong
+factor costs only one criterion.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def draw_training(
     dtype: str = "float32",
     **more: Any,
 ) -> list[Values]:
-    """Equal parameters p{i}, private gradients c{step}/{micro-batch}/{i}, all of one dtype."""
+    """Parameters p{i}, equal on all ranks; private gradients c{step}/{micro-batch}/{i}.
+
+    All arrays have one dtype.
+    """
     rng = draw.shared()
     shapes = [list(shape) for shapes, _ in groups for shape in shapes]
     counts = [len(shapes) for shapes, _ in groups]
@@ -53,7 +56,7 @@ def draw_training(
         for step in range(steps):
             for micro in range(micro_batches):
                 for i, shape in enumerate(shapes):
-                    # A part that ranks and steps share, so that sums over them are no mere noise.
+                    # All ranks and steps share the last term, so sums over them are not only noise.
                     drawn = own.normal(size=shape) + 0.7 * np.sign(common[f"p{i}"])
                     values[f"c{step}/{micro}/{i}"] = np.asarray(drawn, dtype=dtype)
         inputs.append(values)
@@ -61,12 +64,12 @@ def draw_training(
 
 
 def leave_out(inputs: list[Values], rank: int, step: int, micro: int, i: int) -> None:
-    """Parameter i has no gradient on this rank then."""
+    """Removes this rank's gradient of parameter i in this step and micro-batch."""
     inputs[rank].pop(f"c{step}/{micro}/{i}", None)
 
 
 def make_parameters(inputs: Values, device: torch.device) -> list[nn.Parameter]:
-    """The drawn parameters, those that are frozen without gradient."""
+    """The drawn parameters; frozen parameters do not require a gradient."""
     parameters = []
     for i in range(len(inputs["shapes"])):
         value = torch.from_numpy(np.array(inputs[f"p{i}"])).to(device)
@@ -75,7 +78,7 @@ def make_parameters(inputs: Values, device: torch.device) -> list[nn.Parameter]:
 
 
 def make_groups(inputs: Values, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """What the optimiser is given; tied parameters come again at the end of the last group."""
+    """The optimiser's groups; tied parameters occur again at the end of the last group."""
     groups, at = [], 0
     for count, options in zip(inputs["counts"], inputs["options"], strict=True):
         groups.append({"params": parameters[at : at + count], **options})
@@ -85,7 +88,7 @@ def make_groups(inputs: Values, parameters: list[nn.Parameter]) -> list[dict[str
 
 
 def backward(parameters: list[nn.Parameter], inputs: Values, step: int, micro: int = 0) -> None:
-    """A backward pass that gives each parameter this rank's gradient, or none."""
+    """A backward pass that gives each parameter this rank's gradient, if the rank has one."""
     terms = []
     for i, parameter in enumerate(parameters):
         name = f"c{step}/{micro}/{i}"
@@ -102,7 +105,7 @@ def none_left(parameters: list[nn.Parameter]) -> bool:
 
 
 def arrays_of(parameters: Sequence[torch.Tensor], name: str) -> Values:
-    """name0, name1, …"""
+    """The parameters as arrays name0, name1, …"""
     return {f"{name}{i}": p.detach().cpu().numpy().copy() for i, p in enumerate(parameters)}
 
 
@@ -120,13 +123,13 @@ def numbers_of(optimizer: Any) -> np.ndarray:
 
 
 def mean_gradient(case: Case, step: int, micro: int, i: int) -> np.ndarray:
-    """The mean over all ranks, those without a gradient included, in float64."""
+    """The mean over all ranks in float64; a missing gradient counts as zeros."""
     zeros = np.zeros(tuple(case.inputs[0]["shapes"][i]))
     return oracle.mean([values.get(f"c{step}/{micro}/{i}", zeros) for values in case.inputs])
 
 
 def trained(case: Case, kind: Any, options: Values, lr_factors: Sequence[float] = ()) -> list[Any]:
-    """Parameters after each step in one process, float64."""
+    """The parameters after each step, as one process computes them in float64."""
     inputs = case.inputs[0]
     parameters = [
         nn.Parameter(torch.from_numpy(np.array(inputs[f"p{i}"])).double())
@@ -151,7 +154,7 @@ def trained(case: Case, kind: Any, options: Values, lr_factors: Sequence[float] 
 
 
 def same_numbers(got: Sequence[Any], expected: Sequence[np.ndarray]) -> str | None:
-    """What keeps the numbers of all ranks, zeros left out, from being the expected ones."""
+    """How the nonzero numbers of all ranks differ from the expected ones, or None."""
     flat = []
     for each in got:
         if not isinstance(each, np.ndarray) or each.dtype.kind != "f" or each.ndim != 1:
@@ -177,7 +180,7 @@ def same_numbers(got: Sequence[Any], expected: Sequence[np.ndarray]) -> str | No
 
 
 def explain_numbers(got: Sequence[Any], means: Sequence[np.ndarray], world_size: int) -> str:
-    """The likely reason why the numbers are not the mean's."""
+    """The likely reason why the numbers are not those of the mean, or an empty string."""
     for factor, why in (
         (world_size, f"That is {world_size} times the mean: it was summed, not averaged."),
         (1 / world_size, "That is the mean divided by the number of ranks once more."),
@@ -191,7 +194,7 @@ def explain_numbers(got: Sequence[Any], means: Sequence[np.ndarray], world_size:
 def same_direction(
     case: Case, rank: int, name: str, expected: Sequence[np.ndarray]
 ) -> list[Finding]:
-    """Parameters have moved as expected, up to one positive factor for all of them."""
+    """A finding unless the parameters moved as expected, up to one positive common factor."""
     inputs, answer = case.inputs[0], case.answers[rank]
     moved, wanted = [], []
     for i, value in enumerate(expected):

@@ -1,7 +1,7 @@
 """Criteria that enforce a memory limit on a sharded optimiser, with lab 3's fresh processes.
 
-The model is cut into groups of a block each, so whatever a rank holds for one group at a time is
-small. Only what it holds for all groups counts: parameters, gradients, state.
+Each group of parameters is one block of the model, so whatever a rank holds for one group at a time
+is small. Only what the rank holds for all groups counts: parameters, gradients, state.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import nn
 from autograder.criteria.common import memory_limit as limited
 from autograder.criteria.criterion import Case, Context, Finding, Values
 
-# Large enough that what libraries need on some processor is little beside the margins (on both
-# sides of the limit) of whoever has the least of them, stage 2 on three ranks: a third of it.
+# Large enough that the memory that libraries need on some processors is small beside the margins on
+# both sides of the limit. The smallest margin in grading, which uses three ranks, is that of stage
+# 2: a third of PARAMETER_BYTES.
 BLOCKS = 2 * limited.BLOCKS
 PARAMETER_BYTES = 2 * limited.PARAMETER_BYTES
 STEPS, MICRO_BATCHES = 2, 2
@@ -27,11 +28,15 @@ draw = limited.draw
 
 
 def copies(world_size: int, stage: int) -> float:
-    """How many times the parameters a rank may hold: halfway from what it needs to a wrong one.
+    """The memory limit as a multiple of the parameters' size.
 
-    Stage 1, AdamW: parameters, gradients, and of two moments and the shards a share each; wrong is
-    both moments whole. Stage 2, plain SGD: parameters, and of shards and gradients a share each;
-    wrong is the gradient whole.
+    The limit is halfway between the needs of a right and of a wrong optimiser, but at least 0.25
+    above the needs of the right one.
+
+    Stage 1 (AdamW): a right optimiser holds parameters, gradients, and one share each of both
+    moments and of the shards; a wrong one holds both moments whole. Stage 2 (plain SGD): a right
+    optimiser holds parameters, and one share each of the shards and of the gradients; a wrong one
+    holds the gradient whole.
     """
     share = 1 / world_size
     needed, wrong = (2 + 3 * share, 4.0) if stage == 1 else (1 + 2 * share, 2 + share)
@@ -90,7 +95,7 @@ def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def judge_zero1(case: Case) -> Iterator[Finding]:
-    """It ends, and has trained."""
+    """Requires that training ends within the memory limit and changes the loss."""
     return _judge(
         case,
         1,
@@ -103,7 +108,7 @@ def judge_zero1(case: Case) -> Iterator[Finding]:
 
 
 def judge_zero2(case: Case) -> Iterator[Finding]:
-    """It ends, and has trained."""
+    """Requires that training ends within the memory limit and changes the loss."""
     return _judge(
         case,
         2,

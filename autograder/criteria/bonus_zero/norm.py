@@ -12,7 +12,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-# What is clipped to how much of its norm; below 1 it has to be scaled.
+# Kind of the shares, and max_norm relative to their norm; below 1 the shares have to be scaled.
 KINDS = (
     ("all", 0.3),
     ("all", 1.5),
@@ -24,11 +24,11 @@ KINDS = (
 )
 FLOATS = ("float32", "float64")
 MOST_NUMBERS = 4
-NEAR = 1e-3  # relative: whether a number is a norm or its square, not whether it is a good one
+NEAR = 1e-3  # relative; recognises a norm or its square, but does not check its precision
 
 
 def draw(source: Draw) -> list[Values]:
-    """Private shares of several sizes, also of none."""
+    """Private shares of several sizes, also empty shares and ranks without shares."""
     order = [int(i) for i in source.shared().permutation(len(KINDS))]
     same = [np.asarray(source.shared("same").normal(size=n), dtype=np.float32) for n in (4, 5)]
     per_rank: list[Values] = []
@@ -65,7 +65,7 @@ def _square(values: Values, number: int) -> float:
 
 
 def observe(clip_by_global_norm: Any, inputs: Values, context: Context) -> Values:
-    """Norms, and the shares afterwards."""
+    """The returned norms, and the shares after clipping."""
     answer: Values = {"norms": []}
     for number, limit in enumerate(inputs["limits"]):
         shares = [
@@ -83,7 +83,7 @@ def observe(clip_by_global_norm: Any, inputs: Values, context: Context) -> Value
 
 
 def judge(case: Case) -> list[Finding]:
-    """The norm of all shares; above the limit they are scaled, else nothing is touched."""
+    """Requires the norm of all shares; shares are scaled only if the norm exceeds the limit."""
     findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, limit in enumerate(inputs["limits"]):
@@ -118,7 +118,7 @@ def _norm(case: Case, number: int) -> float:
 
 
 def _problem(case: Case, rank: int, number: int, limit: float, answer: Values) -> str | None:
-    """What is wrong with the norm that was returned."""
+    """What is wrong with the returned norm, or None."""
     norms = answer.get("norms")
     got = norms[number] if isinstance(norms, list) and number < len(norms) else None
     if not isinstance(got, float) or not math.isfinite(got):
@@ -141,7 +141,7 @@ def _problem(case: Case, rank: int, number: int, limit: float, answer: Values) -
 
 
 def judge_cost(case: Case) -> list[Finding]:
-    """One collective of one number per call, over all ranks, in full precision."""
+    """Requires one collective per call over all ranks, of at most 4 numbers, in full precision."""
     calls, findings = len(case.inputs[0]["limits"]), []
     whole = {c.key: reaches_all(c, case.world_size) for c in case.trace.collectives}
     payloads = {c.key: c.payloads for c in case.trace.collectives}
@@ -185,9 +185,10 @@ def judge_cost(case: Case) -> list[Finding]:
 
 
 def _says_norm(case: Case, rank: int, number: int, sent: Any) -> bool:
-    """Whether the right norm was returned, or the rank at least sent what is known of its own.
+    """Whether the rank returned the right norm, or at least sent the norm of its own shares.
 
-    What is made of it is `judge`'s to say. A norm cannot be right without the others' shares.
+    The square of that norm counts too. `judge` checks what the ranks make of these numbers.
+    A right norm is enough, because no rank knows it without the other ranks' shares.
     """
     norms = case.answers[rank]["norms"]
     got, norm = norms[number] if number < len(norms) else None, _norm(case, number)

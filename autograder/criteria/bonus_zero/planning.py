@@ -17,7 +17,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 
 
 def draw_planning(draw: Draw) -> list[Values]:
-    """Groups of all sizes, every stage."""
+    """Groups of very different sizes, for every stage."""
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
@@ -39,7 +39,7 @@ def draw_planning(draw: Draw) -> list[Values]:
 
 
 def observe_memory(memory_per_rank: Any, inputs: Values, context: Context) -> Values:
-    """Three numbers for every case."""
+    """The three numbers of `memory_per_rank` for every case."""
     told = []
     for each in inputs["cases"]:
         numbers = memory_per_rank(list(each["sizes"]), each["ranks"], each["stage"])
@@ -58,12 +58,12 @@ def _memory(each: Values) -> list[int]:
 
 
 def judge_memory(case: Case) -> Iterator[Finding]:
-    """By the formula, exactly."""
+    """Requires exactly the numbers of the formula."""
     return _judge_exactly(case, "memory_per_rank", _memory, ("sizes", "ranks", "stage"))
 
 
 def observe_bytes(bytes_sent: Any, inputs: Values, context: Context) -> Values:
-    """Bytes for every case; where there is one micro-batch it is left to the default."""
+    """The bytes for every case; a count of one micro-batch is left to the default."""
     told = []
     for each in inputs["cases"]:
         arguments = [list(each["sizes"]), each["ranks"], each["stage"]]
@@ -80,7 +80,7 @@ def _bytes(each: Values) -> int:
 
 
 def judge_bytes(case: Case) -> Iterator[Finding]:
-    """By the formula, exactly."""
+    """Requires exactly the number of the formula."""
     return _judge_exactly(case, "bytes_sent", _bytes, ("sizes", "ranks", "stage", "micro"))
 
 
@@ -100,11 +100,11 @@ def _judge_exactly(case: Case, name: str, formula: Any, arguments: Any) -> Itera
 
 SIZES, BATCH, LR = (6, 8, 3), 4, 0.5
 CALLS = (3, 1, 2)  # micro-batches of each call
-FACTORS = (0.5, 3.0, 0.7)  # the limit, as a part of the norm
+FACTORS = (0.5, 3.0, 0.7)  # the clipping limit of each call, relative to the norm
 
 
 def draw_train(draw: Draw) -> list[Values]:
-    """The same model, private micro-batches; limits above and below the norm."""
+    """One model for all ranks, private micro-batches, limits above and below the norm."""
     start = oracle.draw_parameters(draw.shared(), SIZES)
     inputs = []
     for rank in range(draw.world_size):
@@ -146,19 +146,19 @@ def _reference(inputs: list[Values], limits: list[float]) -> tuple[list[Any], An
 
 
 class StandIn:
-    """Has the methods of `ZeRO2`, and shards nothing."""
+    """An optimiser with the methods of `ZeRO2` that shards nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.weights = list(model.parameters())
         self.sums = [torch.zeros_like(w) for w in self.weights]
 
     def guard(self, *_: Any) -> None:
-        """Before a forward: the last backward must have been reduced."""
+        """Raises an error before a forward pass if reduce() did not follow the last backward."""
         if any(w.grad is not None for w in self.weights):
             raise RuntimeError("reduce() was not called after the last backward")
 
     def reduce(self) -> None:
-        """Means over ranks are added to the sums."""
+        """Adds the means over ranks to the sums."""
         for total, w in zip(self.sums, self.weights, strict=True):
             if w.grad is not None:
                 dist.all_reduce(w.grad)
@@ -166,11 +166,11 @@ class StandIn:
                 w.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """The sums, whole."""
+        """The whole sums."""
         return self.sums
 
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Of the sums, which are the same on all ranks."""
+        """Clips the sums, which are the same on all ranks; returns the norm before clipping."""
         norm = float(torch.linalg.vector_norm(torch.stack([s.norm() for s in self.sums])))
         for total in self.sums:
             total.mul_(min(1.0, max_norm / max(norm, 1e-12)))
@@ -209,7 +209,7 @@ def observe_train(train_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_train(case: Case) -> list[Finding]:
-    """Losses, norms and parameters, as one process computes them."""
+    """Requires the losses, norms and parameters that one process computes."""
     findings: list[Finding] = []
     final, losses, norms = _reference(list(case.inputs), list(case.inputs[0]["limits"]))
     for rank, answer in enumerate(case.answers):

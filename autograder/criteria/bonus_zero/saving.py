@@ -1,4 +1,4 @@
-"""Criteria for saving shares of a sharded optimiser, and for loading them on other ranks."""
+"""Criteria for saving shares of a sharded optimiser, and for loading them again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 BEFORE, AFTER = 3, 2
 ADAMW = {"lr": 0.05, "weight_decay": 0.2}
-MOMENTUM = {"lr": 0.05, "momentum": 0.9}  # RMSprop counts steps, and does not look at the count
+MOMENTUM = {"lr": 0.05, "momentum": 0.9}  # for RMSprop, which does not use its step count
 _worlds = itertools.count()
 
 
@@ -59,7 +59,7 @@ def draw_saved(draw: Draw) -> list[Values]:
 
 
 def observe_saved(subject: Any, inputs: Values, context: Context) -> Values:
-    """What is written after a step, and what the same object holds after another one."""
+    """The saved state after one step, and the content of the same object after a second step."""
     zero, save_shard = subject
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **ADAMW)
@@ -77,10 +77,13 @@ def observe_saved(subject: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_saved(case: Case) -> list[Finding]:
-    """Each rank writes a share, all ranks write all; nothing travels; it is a copy."""
+    """Requires that each rank saves a copy of its share, without communication.
+
+    All shares together have to be large enough for the whole state.
+    """
     findings: list[Finding] = []
     numel = sum(int(np.prod(shape)) for shape in case.inputs[0]["shapes"])
-    # Two moments, and perhaps the shard itself.
+    # The limit allows two moments and the shard itself.
     most = FILE_SLACK * 3 * 4 * numel / case.world_size + FILE_OVERHEAD
     total = 0
     for rank, answer in enumerate(case.answers):
@@ -124,7 +127,7 @@ def draw_resume(draw: Draw) -> list[Values]:
 
 
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
-    """Goes on with AdamW, as it is, and once more from what was saved."""
+    """Continues AdamW after the checkpoint: with the same optimiser, and with a loaded one."""
     zero, save_shard, load_shards = subject
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **ADAMW)
@@ -145,7 +148,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_resume(case: Case) -> list[Finding]:
-    """The optimiser that was loaded does what the other one did."""
+    """Requires that the loaded optimiser takes the same steps as the original optimiser."""
     return _judge_again(
         case,
         [f"{step}/" for step in range(BEFORE, BEFORE + AFTER)],
@@ -181,7 +184,7 @@ def _judge_again(case: Case, places: list[str], what: str, hint: str) -> list[Fi
 
 
 def draw_reshard(draw: Draw) -> list[Values]:
-    """Gradients before the checkpoint that all ranks share; after it there are none."""
+    """Gradients for the steps before the checkpoint only; the same on all ranks."""
     groups = [(FIRST, {}), (TINY, {}), (SECOND, {})]
     inputs = harness.draw_training(draw, groups, BEFORE)
     for values in inputs[1:]:
@@ -191,7 +194,7 @@ def draw_reshard(draw: Draw) -> list[Values]:
 
 @contextlib.contextmanager
 def _smaller_world(rank: int, num_ranks: int, store: Any) -> Iterator[bool]:
-    """A default group of the first `num_ranks` ranks; False on a rank that is not in it."""
+    """A default process group of the first `num_ranks` ranks; yields False on the other ranks."""
     from minidist.device import choose_backend
     from minidist.launch import isolated_world
 
@@ -204,7 +207,10 @@ def _smaller_world(rank: int, num_ranks: int, store: Any) -> Iterator[bool]:
 
 
 def observe_reshard(subject: Any, inputs: Values, context: Context) -> Values:
-    """From all ranks to one less, and the other way round. Only momentum moves afterwards."""
+    """Saves on all ranks and loads on one rank less, and the reverse.
+
+    After the checkpoint, only momentum moves the parameters.
+    """
     import torch.distributed.distributed_c10d as c10d
 
     zero, save_shard, load_shards = subject
@@ -240,7 +246,7 @@ def observe_reshard(subject: Any, inputs: Values, context: Context) -> Values:
                 _go_on(optimizer, parameters, answer, f"again/{name}/")
         told = [{k: v for k, v in answer.items() if k.startswith(f"again/{name}")}]
         dist.broadcast_object_list(told, src=0)
-        if f"again/{name}/0" not in answer:  # this rank was not among them
+        if f"again/{name}/0" not in answer:  # this rank was not in the smaller group
             answer |= told[0]
     return answer
 
@@ -252,7 +258,7 @@ def _world_of(num_ranks: int, context: Context, outer: Any, name: str) -> Any:
 
 
 def _go_on(optimizer: Any, parameters: Any, answer: Values, name: str) -> None:
-    """One step with gradients of zero: what moves is the momentum."""
+    """One step with zero gradients, so that only momentum moves the parameters."""
     torch.stack([(p * 0).sum() for p in parameters]).sum().backward()
     optimizer.reduce()
     optimizer.step()
@@ -260,7 +266,7 @@ def _go_on(optimizer: Any, parameters: Any, answer: Values, name: str) -> None:
 
 
 def judge_reshard(case: Case) -> list[Finding]:
-    """A step after loading is the same for any number of ranks."""
+    """Requires that a step after loading is the same for any number of ranks."""
     return _judge_again(
         case,
         ["/less/", "/more/"],

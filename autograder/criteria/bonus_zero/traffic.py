@@ -1,8 +1,8 @@
 """Criteria for what a sharded optimiser sends, judged from the emulated cluster's trace.
 
-Before each step the rank asks for a charge, so that the trace shows where a step begins. The broker
-carries all values: that every rank has sent its share of the new parameters, and no more, is seen
-there, and so is the gradient that it brought.
+Each rank asks for a charge before each step, so that the trace shows where a step begins. The
+broker carries all values. So the trace also shows whether every rank sent its share of the new
+parameters and no more, and whether the rank's gradient was in a reduction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.trace import Collective
 
 STEPS, LR = 3, 0.05
-# Whole tensors on ranks are nearly as even as a flat vector here; neither divides.
+# Here, whole tensors can be distributed over the ranks nearly as evenly as a flat vector. Three
+# ranks (as in grading) divide neither the tensors nor the numbers of a group.
 GROUPS = ([[61]] * 40, [[7]] * 16)
 SHARE_SLACK, BYTES_SLACK, SMALL = 1.12, 1.1, 64
 FLOATS = ("float32", "float64")
@@ -31,12 +32,12 @@ def draw_zero1(draw: Draw) -> list[Values]:
 
 
 def draw_zero2(draw: Draw) -> list[Values]:
-    """The same, with two micro-batches."""
+    """The inputs of `draw_zero1`, with two micro-batches per step."""
     return harness.draw_training(draw, [(shapes, {}) for shapes in GROUPS], STEPS, 2)
 
 
 def observe(zero: Any, inputs: Values, context: Context) -> Values:
-    """Some steps of SGD; the parameters in the end."""
+    """Runs some steps of SGD; returns the final parameters."""
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
     for step in range(STEPS):
@@ -69,13 +70,13 @@ class _LastStep:
         self.copies = [c for c in whole if c.kind not in REDUCTIONS]
 
     def sent(self, collectives: list[Collective]) -> np.ndarray:
-        """All numbers that this rank has put into them."""
+        """All numbers that this rank put into `collectives`."""
         payloads = [c.payloads.get(self.rank) for c in collectives]
         flat = [np.asarray(p, dtype=np.float64).ravel() for p in payloads if p is not None]
         return np.concatenate(flat) if flat else np.zeros(0)
 
     def coarse(self) -> Finding | None:
-        """Numbers that travelled in a coarser type than they have, if there are any."""
+        """A finding if more than SMALL numbers travelled in a dtype not in FLOATS."""
         for c in self.all:
             if c.dtype not in FLOATS and c.numel > SMALL:
                 return Finding(
@@ -83,8 +84,8 @@ class _LastStep:
                 )
         return None
 
-    def seconds(self, world_size: int) -> float:
-        """Bytes through a link, with ring algorithms."""
+    def ring_bytes(self, world_size: int) -> float:
+        """Bytes through this rank's link, with ring algorithms."""
         n, total = world_size, 0.0
         for c in self.all:
             ring = (n - 1) / n if c.kind in _WHOLE else 1.0
@@ -96,7 +97,7 @@ _WHOLE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 def _contained(wanted: np.ndarray, sent: np.ndarray) -> float:
-    """The part of `wanted` whose numbers are among those sent."""
+    """The fraction of the numbers in `wanted` that are also in `sent`, up to rounding."""
     if not len(sent):
         return 0.0
     pool = np.sort(sent)
@@ -111,7 +112,7 @@ def _numel(case: Case) -> int:
 
 
 def _gradient_problem(case: Case, step: _LastStep) -> Finding | None:
-    """This rank's gradients of the last step were not in any reduction of all ranks."""
+    """A finding if reductions over all ranks lack this rank's gradients of the last step."""
     values, sent = case.inputs[step.rank], step.sent(step.reductions)
     count, micros = len(values["shapes"]), values["micro_batches"]
     for micro in range(micros):
@@ -129,7 +130,7 @@ def _gradient_problem(case: Case, step: _LastStep) -> Finding | None:
 
 
 def _share_problem(case: Case, steps: list[_LastStep]) -> list[Finding]:
-    """A rank that sent more than its share, or parameters that nobody sent."""
+    """A finding if a rank sent more than its share, or if no rank sent some new parameters."""
     share = sum(-(-sum(s[0] for s in shapes) // case.world_size) for shapes in GROUPS)
     for step in steps:
         count = len(step.sent(step.copies))
@@ -159,7 +160,7 @@ def _share_problem(case: Case, steps: list[_LastStep]) -> list[Finding]:
 
 
 def _prepare(case: Case) -> list[Finding] | list[_LastStep]:
-    """The last steps, once it is clear that training was right, up to a factor."""
+    """Each rank's last step, or findings if the training was not right up to a factor."""
     expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]
     wrong = [
         f for r in range(case.world_size) for f in harness.same_direction(case, r, "p", expected)
@@ -176,7 +177,7 @@ def _judge(case: Case, most_bytes: float, hint: str) -> list[Finding]:
         return []
     for step in steps:
         problem = step.coarse() or _gradient_problem(case, step)
-        sent = step.seconds(case.world_size)
+        sent = step.ring_bytes(case.world_size)
         if problem is None and sent > BYTES_SLACK * most_bytes + 4 * SMALL:
             problem = Finding(
                 f"{sent:.0f} bytes went through this rank's link in a step, expected at most "
@@ -189,17 +190,17 @@ def _judge(case: Case, most_bytes: float, hint: str) -> list[Finding]:
 
 
 def judge_zero1(case: Case) -> list[Finding]:
-    """One all-reduce of the gradient; of the new parameters each rank sends its share."""
+    """Allows one all-reduce of the gradient; each rank sends its share of the new parameters."""
     n, whole = case.world_size, 4 * _numel(case)
-    # A share may be all-gathered in a ring, or be broadcast by its owner.
+    # The ranks may all-gather the shares in a ring, or each owner may broadcast its share.
     most = whole * (2 * (n - 1) / n + 1)
     return _judge(case, most, "An all-reduce of the gradient, an all-gather of the shares.")
 
 
 def judge_zero2(case: Case) -> list[Finding]:
-    """A reduce-scatter per micro-batch."""
+    """Allows one reduce-scatter per micro-batch; each rank sends its share of the parameters."""
     n, whole = case.world_size, 4 * _numel(case)
-    most = whole * (2 * (n - 1) / n + 1)  # two micro-batches
+    most = whole * (2 * (n - 1) / n + 1)  # one reduce-scatter for each of two micro-batches
     return _judge(
         case,
         most,

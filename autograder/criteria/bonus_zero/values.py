@@ -1,4 +1,7 @@
-"""Criteria for what a sharded optimiser computes. Real ranks, but for the order of groups."""
+"""Criteria for what a sharded optimiser computes.
+
+All run on real ranks, except the criterion for the order of groups, which runs on emulated ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,19 @@ def draw_reduce(draw: Draw) -> list[Values]:
 
 
 def observe_reduce(zero: Any, inputs: Values, context: Context) -> Values:
-    """Shares after one reduction, after a second one on top, and after zero_grad() and a third."""
+    """Shares after one reduce(), after a second reduce(), after zero_grad() and a third, halved."""
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
     answer: Values = {}
     for step in range(3):
         if step == 2:
-            harness.backward(parameters, inputs, 0)  # a batch that is left out
+            harness.backward(parameters, inputs, 0)  # zero_grad() must drop this batch
             optimizer.zero_grad()
         harness.backward(parameters, inputs, step)
         optimizer.reduce()
         answer[f"g{step}"] = harness.numbers_of(optimizer)
         answer[f"none{step}"] = harness.none_left(parameters)
-    for gradient in optimizer.gradients():  # as clipping does
+    for gradient in optimizer.gradients():  # in place, as clipping does
         gradient.mul_(0.5)
     answer["half"] = harness.numbers_of(optimizer)
     return answer | harness.arrays_of(parameters, "p")
@@ -55,7 +58,7 @@ def _mean(case: Case, steps: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def judge_reduce(case: Case) -> list[Finding]:
-    """Each number of the mean once, on one rank; further reductions add."""
+    """Requires each number of the mean once, on one rank; a further reduce() adds to the shares."""
     findings: list[Finding] = []
     for step, what in enumerate(
         ("reduce()", "a second backward and reduce()", "zero_grad(), a third backward and reduce()")
@@ -93,7 +96,7 @@ def judge_reduce(case: Case) -> list[Finding]:
 # --- AdamW ---------------------------------------------------------------------------------------
 
 ADAMW = {"lr": LR, "weight_decay": 0.3, "eps": 1e-10}
-QUICK = ADAMW | {"lr": 0.2, "betas": (0.5, 0.8)}  # so that rounding of gradients shows
+QUICK = ADAMW | {"lr": 0.2, "betas": (0.5, 0.8)}  # so that rounded gradients become visible
 
 
 def draw_adamw(draw: Draw) -> list[Values]:
@@ -102,7 +105,7 @@ def draw_adamw(draw: Draw) -> list[Values]:
 
 
 def observe_adamw(zero: Any, inputs: Values, context: Context) -> Values:
-    """The parameters after each step; they come as an iterator."""
+    """The parameters after each step; the optimiser gets an iterator of parameters."""
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(iter(parameters), torch.optim.AdamW, **QUICK)
     answer: Values = {}
@@ -121,7 +124,7 @@ def _step(optimizer: Any, parameters: Any, inputs: Values, step: int) -> None:
 
 
 def judge_adamw(case: Case) -> list[Finding]:
-    """As one process computes it; a factor in the gradient does not matter to AdamW."""
+    """Requires one process's result; AdamW's steps do not depend on a factor in the gradient."""
     return _judge_history(case, harness.trained(case, torch.optim.AdamW, QUICK), _why_adamw)
 
 
@@ -166,7 +169,7 @@ FACTORS = (0.3, 2.0)
 
 
 def draw_options(draw: Draw) -> list[Values]:
-    """Two groups with options of their own, a third that has the constructor's; all float64."""
+    """Two groups with their own options, a third with the constructor's options; all float64."""
     rng = draw.shared("options")
     options: list[Values] = [
         {"lr": float(rng.uniform(0.02, 0.05)), "weight_decay": 0.0},
@@ -178,7 +181,7 @@ def draw_options(draw: Draw) -> list[Values]:
 
 
 def observe_options(zero: Any, inputs: Values, context: Context) -> Values:
-    """Learning rates of two groups are changed after every step, as a scheduler would."""
+    """Changes the learning rates of two groups after every step, as a scheduler would."""
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.AdamW, **ADAMW)
     answer: Values = {}
@@ -191,7 +194,7 @@ def observe_options(zero: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_options(case: Case) -> list[Finding]:
-    """Each group by its own options, those of now."""
+    """Requires that each group trains with its own options, as they are at that step."""
     history = harness.trained(case, torch.optim.AdamW, ADAMW, FACTORS)
     return _judge_history(case, history, _why_options, dtype="float64")
 
@@ -215,7 +218,7 @@ MOMENTUM = {"lr": LR, "momentum": 0.9}
 
 
 def draw_special(draw: Draw) -> list[Values]:
-    """Frozen ones, one that is given twice, and gradients that are missing here and there."""
+    """Frozen parameters, a parameter that is given twice, and some missing gradients."""
     groups = [(FIRST, {}), (TINY, {}), (SECOND, {})]
     inputs = harness.draw_training(draw, groups, 4, frozen=[1, 5], tied=[0])
     for rank in range(draw.world_size):
@@ -238,7 +241,7 @@ def observe_special(zero: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_special(case: Case) -> Iterator[Finding]:
-    """SGD with momentum, where a gradient that is missing counts as zeros."""
+    """Requires SGD with momentum, in which a missing gradient counts as zeros."""
     expected = harness.trained(case, torch.optim.SGD, MOMENTUM)[-1]
     for rank in range(case.world_size):
         for finding in harness.same_direction(case, rank, "p", expected):
@@ -258,7 +261,7 @@ def draw_accumulate(draw: Draw) -> list[Values]:
 
 
 def observe_accumulate(zero: Any, inputs: Values, context: Context) -> Values:
-    """Shares after every micro-batch; the second step begins anew."""
+    """Shares after every micro-batch; the second step starts again from zero."""
     parameters = harness.make_parameters(inputs, context.device)
     optimizer = zero(harness.make_groups(inputs, parameters), torch.optim.SGD, lr=LR)
     answer: Values = {}
@@ -274,7 +277,7 @@ def observe_accumulate(zero: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_accumulate(case: Case) -> list[Finding]:
-    """After each micro-batch the sum over micro-batches of means over ranks, in shares."""
+    """Requires after each micro-batch the sum of all means over ranks so far, in shares."""
     findings: list[Finding] = []
     count = len(case.inputs[0]["shapes"])
     for step in range(case.inputs[0]["steps"]):
@@ -301,7 +304,7 @@ def judge_accumulate(case: Case) -> list[Finding]:
 
 
 def draw_order(draw: Draw) -> list[Values]:
-    """Three groups; on every rank another one gets no gradients, or only some."""
+    """Three groups; rank, step and micro-batch decide which group lacks some or all gradients."""
     groups = [(FIRST, {}), (SECOND, {}), ([(5, 3), (4,)], {})]
     inputs = harness.draw_training(draw, groups, 2, 2)
     ends = [int(n) for n in np.cumsum(inputs[0]["counts"])]
@@ -331,7 +334,7 @@ IN_ORDER = (
 
 
 def judge_order(case: Case) -> list[Finding]:
-    """No collective met another one, and no gradient was lost."""
+    """Requires that no collective met a different one, and that no gradient was lost."""
     expected = harness.trained(case, torch.optim.SGD, {"lr": LR})[-1]
     found = [harness.same_direction(case, r, "p", expected) for r in range(case.world_size)]
     return [
