@@ -23,7 +23,7 @@ def get_lab(name: str) -> Lab:
     """The lab called `name`.
 
     Raises:
-        ValueError: there is no such lab; the message lists those that there are.
+        ValueError: there is no such lab; the message lists the labs that exist.
     """
     if name not in lab_names():
         raise ValueError(f"no lab is called {name!r}; there are: {', '.join(lab_names())}")
@@ -36,7 +36,7 @@ def find_criterion(name: str) -> tuple[Lab, Criterion]:
     Raises:
         ValueError: no lab has a criterion of that name.
     """
-    # Importing a lab takes long: first the one whose table has the name.
+    # Importing a lab takes long, so the lab whose table contains the name comes first.
     for lab in map(get_lab, sorted(lab_names(), key=lambda lab: not _names(lab, name))):
         for criterion in lab.criteria:
             if criterion.name == name:

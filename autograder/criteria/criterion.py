@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from minidist.emulate.plan import ChargePlan
     from minidist.emulate.trace import Trace
 
-# NumPy arrays travel raw; numbers, text, lists and dicts as JSON. Of a rank's inputs, those whose
-# names begin with "_" stay with the referee: they are for `judge`.
+# NumPy arrays travel raw; numbers, text, lists and dicts travel as JSON. Inputs whose names begin
+# with "_" are not sent to the rank: only `judge` sees them.
 Values = dict[str, Any]
 Needs = Literal["nothing", "cuda", "cuda per rank"]
 
@@ -45,28 +45,28 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Draw:
-    """What `draw` works with: a secret seed per rank, the number of ranks."""
+    """What `draw` works with: the number of ranks, and a secret seed for each purpose."""
 
     world_size: int
     seed: Callable[[str], int]  # purpose -> 128-bit integer
 
     def shared(self, purpose: str = "shared") -> np.random.Generator:
-        """A generator for what all ranks may know (sizes, say)."""
+        """A generator for values that all ranks may know (sizes, for example)."""
         return np.random.Generator(np.random.PCG64(self.seed(purpose)))
 
     def private(self, rank: int) -> np.random.Generator:
-        """A generator for what only `rank` may know."""
+        """A generator for values that only `rank` may know."""
         return self.shared(f"rank {rank}")
 
 
 @dataclass(frozen=True)
 class Context:
-    """What `observe` may know of where it runs."""
+    """What `observe` may know about the place where it runs."""
 
     rank: int
     world_size: int
     device: torch.device
-    broker: Any = None  # the emulated cluster's connection, where the criterion runs on one
+    broker: Any = None  # the connection to the emulated cluster, if the criterion runs on one
 
 
 class HardwareMissingError(Exception):
@@ -75,7 +75,7 @@ class HardwareMissingError(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, in words that teach; `rank` None means on every rank."""
+    """One thing that is wrong, in words that teach; `rank` None means all ranks."""
 
     message: str
     rank: int | None = None
@@ -86,7 +86,7 @@ class Case:
     """All that `judge` sees: what was handed out, what came back, and what the broker saw.
 
     Attributes:
-        trace, plan: only where the criterion's world is emulated.
+        trace, plan: None unless the world of the criterion is emulated.
     """
 
     world_size: int
@@ -104,15 +104,17 @@ class Criterion:
         name: unique over all labs; also the id of the notebook's check cell.
         title: what is tested, for tables and feedback.
         task: the heading of the task to reread.
-        points: full points; a criterion gives all or none.
-        world: which process group is torch's default while `observe` runs: one of the probe's
-            own on real hardware, one on the emulated cluster, or whatever the student has ("own").
-        deadline_s: seconds until the ranks are taken for hung.
+        points: full points; a criterion gives all of them or none.
+        world: which process group is torch's default group while `observe` runs: "real" is a new
+            group of the probe on real hardware, "emulated" is a group on the emulated cluster.
+            "own" and "none" leave the default group as the student's code has left it.
+        deadline_s: seconds after which ranks without an answer count as hung.
         plan: makes the compute charges of the emulated cluster from the draw.
-        between_ranks: it is about what ranks exchange, so one rank alone cannot be wrong.
-        fault_hint: follows the message where the emulated ranks' collectives did not match.
-        needs: a CUDA device, or one for each rank of the node. Where it is missing the criterion is
-            BLOCKED; where it is there, its points are extra, on top of the lab's.
+        between_ranks: the criterion is about what ranks exchange, so a single rank always passes.
+        fault_hint: is added to the message if the collectives of the emulated ranks do not match.
+        needs: the hardware: nothing, a CUDA device, or a CUDA device for each rank of the node. If
+            the hardware is missing, the criterion is BLOCKED. If it is there, the points are extra,
+            on top of the lab's points.
     """
 
     name: str
@@ -130,29 +132,29 @@ class Criterion:
     needs: Needs = "nothing"
 
     def findings(self, case: Case) -> list[Finding]:
-        """What is wrong with the answers: by rules that hold for all criteria, then by `judge`."""
+        """What is wrong with the answers: first by rules for all criteria, then by `judge`."""
         if self.between_ranks and case.world_size == 1:
             return []
         if case.trace is not None and case.trace.faults:
-            # Collectives that do not match have no time and no traffic that could be judged.
+            # If collectives do not match, there is no time and no traffic to judge.
             hint = f". {self.fault_hint}" if self.fault_hint else ""
             return [Finding(f"{fault}{hint}") for fault in case.trace.faults]
         return list(self.judge(case))
 
     @property
     def extra(self) -> bool:
-        """Whether its points come on top: not everybody has the hardware."""
+        """Whether the points come on top of the lab's, because not everybody has the hardware."""
         return self.needs != "nothing"
 
     @property
     def listed_points(self) -> float:
-        """What it adds to full marks."""
+        """What the criterion adds to the full marks of its lab."""
         return 0.0 if self.extra else self.points
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """A lab: its criteria, its world sizes, the modules whose answers it asks for, its limits."""
+    """A lab: its criteria, its world sizes, the modules withheld from students, its limits."""
 
     name: str
     title: str
@@ -171,7 +173,7 @@ class Lab:
 
     @property
     def max_score(self) -> float:
-        """Points of all criteria that count everywhere; extra ones come on top."""
+        """Points of all criteria that count everywhere; extra points come on top."""
         return sum(criterion.listed_points for criterion in self.criteria)
 
 
@@ -212,8 +214,8 @@ def differs(
 ) -> Finding | None:
     """A finding unless `got` is a finite array of `expected`'s shape and values.
 
-    Nothing agrees with an `expected` or a tolerance that is not finite. The message names the
-    first place where they differ; `hint` is the likely reason.
+    An `expected` or a tolerance that is not finite always gives a finding. The message names the
+    first place where the arrays differ; `hint` is the likely reason.
     """
     problem = _difference(got, np.asarray(expected, dtype=np.float64), rtol, atol)
     if problem is None:
@@ -234,7 +236,8 @@ def _difference(got: Any, expected: np.ndarray, rtol: float, atol: float) -> str
     with np.errstate(invalid="ignore"):
         allowed = atol + rtol * np.abs(expected)
     if not np.isfinite(allowed).all():
-        # Where it comes out of another answer: nothing is further from nan or inf than allowed.
+        # `expected` may come from the answer of a different rank. Without this check, every value
+        # would agree with nan or inf.
         return "what it is compared with has values that are not finite (nan or inf)."
     wrong = np.abs(value - expected) > allowed
     if not wrong.any():
@@ -248,7 +251,7 @@ def _difference(got: Any, expected: np.ndarray, rtol: float, atol: float) -> str
 
 
 def integer(value: Any, what: str) -> int:
-    """`value` as an int; a clear TypeError where a student returned something else."""
+    """`value` as an int; raises a clear TypeError if a student returned something else."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{what}: expected an int, got {type(value).__name__} {value!r}")
     return int(value)

@@ -1,4 +1,4 @@
-"""What one submission may use: a lab's choice, which a course may change in `course.toml`."""
+"""What one submission may use. A lab sets the limits; a course may change them in `course.toml`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Limits:
     output_bytes: int = 64 * MIB
 
     def with_gpus(self, num_ranks: int) -> Limits:
-        """With what each rank needs on top where there are GPUs: CUDA's memory and threads."""
+        """These limits plus what CUDA needs on a machine with GPUs: memory and threads per rank."""
         return replace(
             self,
             box_memory_bytes=self.box_memory_bytes + 3 * GIB * num_ranks,

@@ -1,4 +1,4 @@
-"""Reading what a submission has answered, which may be anything."""
+"""Reads the answers of a submission, which may hold anything."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autograder.criteria.criterion import Values
 
 
 def plain(answer: Values) -> Values:
-    """The answer without arrays, where only numbers, text and lists can be right."""
+    """The answer without its arrays, if only numbers, text and lists can be right."""
     return {key: value for key, value in answer.items() if not isinstance(value, np.ndarray)}
 
 
 def item_of(values: Any, number: int) -> Any:
-    """An item of what should be a list; None where there is none."""
+    """Item `number` of `values`, which should be a list; None if there is no such item."""
     return values[number] if isinstance(values, list) and number < len(values) else None
 
 
@@ -39,13 +39,13 @@ def is_close(got: Any, expected: float, rtol: float = 1e-6, atol: float = 1e-9) 
 
 
 def number_or_none(value: Any) -> float | None:
-    """`value` as a float where it is one number: a bad loss must not cost the gradient's points."""
+    """`value` as a float, or None: a bad loss must not cost the points of the gradient."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         return float(value)
     return None
 
 
 def told(answer: Values, name: str) -> Any:
-    """What a rank answered as JSON: numbers, text and lists can be compared, arrays cannot."""
+    """A value that a rank sent as JSON; None for an array, because `==` cannot compare arrays."""
     value = answer.get(name)
     return None if isinstance(value, np.ndarray) else value

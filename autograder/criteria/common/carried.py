@@ -1,7 +1,7 @@
-"""Whether what was sent holds the numbers that had to be sent, wherever in a message they lie.
+"""Whether a payload contains the numbers that a rank had to send, at any place in it.
 
-Bytes alone can be zeros. Payloads come from a stranger's ranks: how much of them is read is
-bounded.
+Counting bytes is not enough, because they can be zeros. Payloads come from untrusted ranks, so the
+number of values that are read is bounded.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from minidist.emulate.trace import Collective
 
 
 def payloads_of(collectives: Iterable[Collective], rank: int) -> list[Any]:
-    """What `rank` has put into each of them, where it has."""
+    """What `rank` has sent in each collective; collectives without its payload are left out."""
     payloads = (collective.payloads.get(rank) for collective in collectives)
     return [payload for payload in payloads if payload is not None]
 
 
 def numbers_in(payloads: Iterable[Any], dtype: str, most: int) -> np.ndarray:
-    """Finite numbers in float64, no more than about `most`; bytes are read as `dtype`."""
+    """The finite numbers of the payloads in float64, about `most` at most.
+
+    The bytes of a payload that does not hold floats are read as `dtype`.
+    """
     parts: list[np.ndarray] = [np.zeros(0)]
     for payload in payloads:
         array = np.asarray(payload).ravel()[: max(0, most) * np.dtype(dtype).itemsize]
@@ -39,7 +42,7 @@ def numbers_in(payloads: Iterable[Any], dtype: str, most: int) -> np.ndarray:
 def is_among(
     numbers: np.ndarray, right: np.ndarray, *, rtol: float = 0.0, atol: float = 0.0
 ) -> np.ndarray:
-    """For each of `numbers` whether one of `right` is that close to it."""
+    """For each of `numbers`: whether a value of `right` is within the tolerance of it."""
     if not right.size:
         return np.zeros(numbers.shape, dtype=bool)
     ordered = np.sort(np.asarray(right, dtype=np.float64).ravel())
@@ -54,7 +57,7 @@ def is_among(
 def count_among(
     numbers: np.ndarray, rights: Iterable[np.ndarray], *, rtol: float = 0.0, atol: float = 0.0
 ) -> int:
-    """How many different ones of `numbers` are in any of `rights`: a constant counts once."""
+    """How many values of `numbers` are in any of `rights`; a repeated value counts once."""
     left = np.unique(numbers)
     before = left.size
     for right in rights:
@@ -63,10 +66,11 @@ def count_among(
 
 
 def holds_sum(payload: np.ndarray, vectors: Sequence[np.ndarray], rest: float) -> bool:
-    """Whether a run of `payload`, flat and finite, is a sum of `vectors` with whatever weights.
+    """Whether a contiguous run of `payload` is a sum of `vectors` with any weights.
 
     Args:
-        rest: how much of it may be no such sum, relative to its length.
+        payload: flat and finite.
+        rest: the allowed norm of what is not such a sum, relative to the norm of the run.
     """
     basis, _ = np.linalg.qr(np.stack([vector.ravel() for vector in vectors], axis=1))
     if len(payload) < len(basis):

@@ -1,8 +1,9 @@
-"""What every criterion asks that takes the time of some steps on the emulated cluster.
+"""Checks against cheating for every criterion that times some steps on the emulated cluster.
 
-The broker charges a layer's compute when its factor is asked for, whenever that is, and a
-collective takes as long as its members and bytes say. So a rank could pay for later steps in one
-that is not timed, or reduce gradients in a group of its own, in no time.
+The broker charges a layer's compute at the moment when a rank requests the layer's factor. The
+time of a collective follows from its members and bytes. So a rank could request the factors of
+later steps during a step that is not timed, or reduce gradients in a group of one rank, which takes
+no time.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ AHEAD = (
 
 
 def find_ahead(events: Iterable[Event], rank: int, passes: int = 1) -> Finding | None:
-    """A finding where `rank` was charged for a step before one that comes before it.
+    """A finding if `rank` was charged for a step before an earlier step had ended.
 
     Args:
-        passes: forward and backward passes of one step (its micro-batches).
+        passes: number of forward and backward passes in one step (its micro-batches).
     """
     steps = [e.step // passes for e in events if e.kind == "compute" and e.step is not None]
     return Finding(AHEAD, rank) if any(b < a for a, b in pairwise(steps)) else None
 
 
 def reaches_all(collective: Collective, world_size: int) -> bool:
-    """Whether all ranks have taken part, or it is a message that another one has taken."""
+    """Whether all ranks took part, or, for a send, whether a different rank received it."""
     if not collective.completed:
-        return False  # the others never came: a group that only this rank knows, say
+        return False  # the other ranks never joined: only this rank knows the group, for example
     if collective.kind == "send":
         return len(set(collective.ranks)) == 2
     return len(collective.ranks) == world_size

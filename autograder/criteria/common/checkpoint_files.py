@@ -1,6 +1,6 @@
 """What the criteria of lab 5's task 3 share: the student's file, states, and a death while saving.
 
-Rank 0 alone works here, with the student's file loaded anew. Death is real: a forked process
+Only rank 0 works here, and it loads the student's file anew. The death is real: a forked process
 saves under a limit on the size of its files, and the kernel kills it in the middle of a write.
 """
 
@@ -32,7 +32,7 @@ WRITE_LIMIT_BYTES = 100_000
 
 
 def name_of(step: int) -> str:
-    """The file of a step, as the lab's text fixes it."""
+    """The file name of a step, as the lab's text prescribes it."""
     return f"step-{step:08d}.ckpt"
 
 
@@ -40,11 +40,12 @@ def name_of(step: int) -> str:
 
 
 def load_file(path: Any) -> ModuleType:
-    """The file as a module of its own, whatever was imported before.
+    """Loads the file as a new module, even if it was imported before.
 
     Raises:
-        FileNotFoundError: it is not there.
-        NotImplementedError: something in it has not been written yet.
+        FileNotFoundError: the file does not exist.
+        NotImplementedError: something in the file has not been written yet.
+        AttributeError: a function is missing in the file.
     """
     file = Path(path)
     if not file.is_file():
@@ -53,7 +54,7 @@ def load_file(path: Any) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass looks for its own
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     for name in ("save_checkpoint", "load_newest"):
         if not callable(getattr(module, name, None)):
@@ -63,10 +64,10 @@ def load_file(path: Any) -> ModuleType:
 
 @contextlib.contextmanager
 def working_with(path: Any) -> Iterator[tuple[ModuleType, Path]]:
-    """The student's module and an empty folder; errors get the line of the student's file."""
+    """Yields the student's module and an empty folder; errors name a line of the student's file."""
     with (
         tempfile.TemporaryDirectory(prefix="ckpt-") as folder,
-        contextlib.redirect_stdout(io.StringIO()),  # what it says of a damaged file, many times
+        contextlib.redirect_stdout(io.StringIO()),  # hides prints about damaged files
     ):
         try:
             yield load_file(path), Path(folder)
@@ -89,13 +90,13 @@ def rank_zero_only(draw: Draw, inputs: Values) -> list[Values]:
 
 
 def rising_steps(rng: np.random.Generator, count: int) -> list[int]:
-    """Increasing steps, from one digit to several."""
+    """Increasing step numbers; the first has one digit, later ones have more."""
     first = int(rng.integers(3, 9))
     return [first, *(int(s) for s in first + np.cumsum(rng.integers(2, 60, count - 1)))]
 
 
 def state_of(inputs: Values, step: int) -> dict[str, Any]:
-    """A state that only this draw and step have."""
+    """A state that no different draw or step has."""
     weight = torch.from_numpy(inputs["weight"]) + step
     return {"model": {"weight": weight}, "step": step, "note": f"step {step}"}
 
@@ -105,12 +106,12 @@ def is_state_of(got: Any, inputs: Values, step: int) -> bool:
     try:
         same = torch.equal(got["model"]["weight"], expected["model"]["weight"])
         return bool(same and got["step"] == step and got["note"] == expected["note"])
-    except Exception:  # whatever else it may be
+    except Exception:  # `got` may be anything
         return False
 
 
 def newest_in(module: ModuleType, folder: Path, inputs: Values) -> list[Any]:
-    """[step of the newest or -1, whether its state is right] as load_newest says."""
+    """What load_newest returns, as [step, or -1 for None; whether the state is right]."""
     found = module.load_newest(folder)
     if found is None:
         return [-1, True]
@@ -134,7 +135,11 @@ def draw_weights(draw: Draw) -> list[Values]:
 
 
 def die_while_saving(save: Callable[[], Any]) -> str:
-    """Runs `save` in a process that the kernel kills when a file grows too large; how it ended."""
+    """Runs `save` in a forked process that the kernel kills when a file grows too large.
+
+    Returns:
+        how the process ended: "killed" (by that limit), "ended" or "hung".
+    """
     pid = os.fork()
     if pid == 0:
         try:
@@ -162,5 +167,5 @@ def die_while_saving(save: Callable[[], Any]) -> str:
 
 
 def step_text(step: int) -> str:
-    """A step for a message; -1 stands for none."""
+    """A step number as text for a message; -1 means that there is no step."""
     return "none" if step < 0 else str(step)

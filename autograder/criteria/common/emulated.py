@@ -1,4 +1,4 @@
-"""What labs share on the emulated cluster: equal links, charged layers, what a payload holds."""
+"""What labs share on the emulated cluster: equal links, charged layers, searches in payloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minidist.emulate.plan import ChargePlan
 from minidist.emulate.simulate import Timeline
 from minidist.emulate.trace import Event
 
-MAX_PLACES = 2000  # where a gradient is looked for in a payload that was made to waste our time
+MAX_PLACES = 2000  # positions tried per search: a payload may be made to waste our time
 Last = TypeVar("Last")
 
 
@@ -37,21 +37,21 @@ def even_cluster(world_size: int, bandwidth_bytes_per_s: float, latency_s: float
 def charge_plan(
     draw: Draw, forward_s: Sequence[float] = (), backward_s: Sequence[float] = ()
 ) -> ChargePlan:
-    """What each layer costs in seconds, and the secret of its factors; default: no layers."""
+    """What each layer costs in seconds, and the secret behind the factors; default: no layers."""
     secret = draw.seed("charges").to_bytes(16, "big")
     return ChargePlan(tuple(forward_s), tuple(backward_s), secret)
 
 
 def mark_steps(draw: Draw) -> ChargePlan:
-    """One layer that costs next to nothing: its charges tell where a step begins and ends."""
+    """One layer that costs almost nothing: its charges mark where a step begins and ends."""
     return charge_plan(draw, (1e-6,), (1e-6,))
 
 
 def charge(layers: Iterable[nn.Module], channel: Any) -> nn.Sequential:
-    """The layers, each of which asks `channel` for its factors.
+    """The layers, each wrapped so that it requests its factors from `channel`.
 
     Args:
-        channel: the broker's in a rank, a `PlanChannel` in the referee.
+        channel: the connection to the broker in a rank; a `PlanChannel` in the referee.
     """
     from minidist.emulate.device import Charged
 
@@ -59,7 +59,7 @@ def charge(layers: Iterable[nn.Module], channel: Any) -> nn.Sequential:
 
 
 def charged_mlp(inputs: Values, channel: Any, dtype: torch.dtype) -> nn.Sequential:
-    """`oracle.mlp`, charged: a layer is a Linear and the activation after it, if there is one."""
+    """`oracle.mlp` with charged layers: each is a Linear and the activation after it, if any."""
     plain = list(oracle.mlp(inputs, dtype))
     return charge((nn.Sequential(*plain[i : i + 2]) for i in range(0, len(plain), 2)), channel)
 
@@ -81,7 +81,10 @@ def seconds_since(case: Case, timeline: Timeline, step: int) -> float:
 
 
 def holds_run(payload: Any, values: np.ndarray, scales: Iterable[float]) -> bool:
-    """Whether `values`, times one of `scales`, is a run of `payload`, to 0.1 % of the largest."""
+    """Whether `values`, times one of `scales`, is a contiguous run of `payload`.
+
+    The tolerance is 0.1 % of the largest value.
+    """
     sent, wanted = np.asarray(payload, dtype=np.float64).ravel(), values.ravel()
     anchor = int(np.abs(wanted).argmax())
     for scale in scales:
@@ -96,6 +99,6 @@ def holds_run(payload: Any, values: np.ndarray, scales: Iterable[float]) -> bool
 
 
 def of_every_rank(case: Case, read: Callable[[Case, int], Last]) -> list[Last] | list[Finding]:
-    """`read(case, rank)` of each rank; where some have a `finding`, those findings alone."""
+    """`read(case, rank)` of each rank; if any result has a `finding`, the findings only."""
     found = [read(case, rank) for rank in range(case.world_size)]
     return [it.finding for it in found if it.finding] or found  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Seconds and bytes on a GPU, for criteria with extra points; taken in the rank that is judged.
+"""Measures seconds and bytes on a GPU, for criteria with extra points, inside the judged rank.
 
-Times are ratios: both sides run in turn in the same rounds, and all ranks are in the same one at
-the same time, so ranks that share a GPU slow both alike.
+Times are judged as ratios. The two sides of a ratio take turns in the same rounds, and all ranks
+run the same side at the same time, so ranks that share a GPU slow down both sides equally.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def draw_seeds(source: Draw) -> list[Values]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what was queued."""
+    """Waits until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free on the GPU, in bytes, after all ranks have given back what they only kept.
+    """Free bytes on the GPU after all ranks have emptied their caches; the minimum over all ranks.
 
-    The least of all ranks; those that share a GPU share this, too.
+    Ranks that share a GPU also share these bytes.
     """
     import torch.distributed as dist
 
@@ -52,17 +52,17 @@ def free_bytes(device: torch.device) -> int:
 
 
 def warm_up(device: torch.device) -> None:
-    """Has the libraries of matrix products take their memory, forward and backward."""
+    """Makes the matrix product libraries allocate their memory, for forward and backward."""
     layer = torch.nn.Linear(64, 64, device=device)
     layer(torch.ones(64, 64, device=device)).sum().backward()
     synchronize(device)
 
 
 def peak_bytes(run: Run, device: torch.device, base: int | None = None) -> int:
-    """Most bytes that torch held while `run` ran, beyond `base`.
+    """The peak number of bytes that torch held while `run` ran, minus `base`.
 
     Args:
-        base: `torch.cuda.memory_allocated` of an earlier moment; None is that of now.
+        base: `torch.cuda.memory_allocated` of an earlier moment; None means the current value.
     """
     synchronize(device)
     base = torch.cuda.memory_allocated(device) if base is None else base
@@ -75,7 +75,7 @@ def peak_bytes(run: Run, device: torch.device, base: int | None = None) -> int:
 def paired_seconds(
     runs: Mapping[str, Run], device: torch.device, *, rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds of each run in each round; the order turns around from round to round."""
+    """Seconds of each run in each round; the order of the runs is reversed every second round."""
     import torch.distributed as dist
 
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -92,10 +92,10 @@ def paired_seconds(
 
 
 def half_dtype(device: torch.device) -> torch.dtype:
-    """The 16-bit type that this GPU's matrix units are fast in.
+    """The 16-bit dtype that is fast on the matrix units of this GPU.
 
     Raises:
-        HardwareMissingError: it has none (before Volta, compute capability 7.0).
+        HardwareMissingError: the GPU has no such units (before Volta, compute capability 7.0).
     """
     capability = torch.cuda.get_device_capability(device)
     if capability < (7, 0):
@@ -108,7 +108,7 @@ def half_dtype(device: torch.device) -> torch.dtype:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Matrix products of float32 in full float32, whatever was set before."""
+    """Inside, float32 matrix products use full float32; the old setting is restored at the end."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

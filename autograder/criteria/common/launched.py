@@ -1,8 +1,8 @@
 """Runs a student's script as torchrun would, for the criteria of a script.
 
-The ranks are forked from a server that has imported torch (`minidist.launch`) and get all that
-torchrun's workers get: environment, arguments and a folder. That takes a third of the time of
-torchrun itself, where the agent and each worker import torch anew.
+The ranks are forked from a server that has imported torch (`minidist.launch`). They get everything
+that torchrun's workers get: environment, arguments and a folder. This takes a third of the time of
+torchrun, because torchrun's agent and each of its workers import torch anew.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autograder.criteria.common.script_worker import work
 from minidist.errors import LaunchDeadlineError, LaunchError
 from minidist.launch import run
 
-ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the ranks of a check may be more than there are GPUs
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # a check may have more ranks than there are GPUs
 
 
 def run_script(
@@ -29,14 +29,19 @@ def run_script(
     env: Mapping[str, str] | None = None,
     folders: Path | None = None,
 ) -> str:
-    """Runs the script to its end; what went wrong, in a few words, "" if nothing.
+    """Runs the script to its end.
 
-    What it says goes into `log`. With `folders` each rank works in a folder of its own in there,
-    called by its number: so it shows who writes what. And the last rank is alone on a second
-    machine then, as its environment says.
+    Args:
+        log: file for the output of all ranks.
+        folders: each rank works in a subfolder of its own, named after its rank, which shows
+            which rank writes which file. In this mode, the environment of the last rank says that
+            it is alone on a second machine.
+
+    Returns:
+        what went wrong, in a few words; "" if nothing went wrong.
 
     Raises:
-        TimeoutError: it ran longer than `deadline_s`.
+        TimeoutError: the script ran longer than `deadline_s`.
     """
     log.touch()
     try:
@@ -60,7 +65,7 @@ def run_script(
 
 
 def _be_worker(script: str, arguments: list[str], log: str, folders: Path | None) -> None:
-    """What one of torchrun's workers does."""
+    """Runs the script as a worker of torchrun would run it."""
     write_to(Path(log))
     for name in [name for name in os.environ if name.startswith("MINIDIST_")]:
         del os.environ[name]
@@ -89,7 +94,7 @@ def _be_worker(script: str, arguments: list[str], log: str, folders: Path | None
 
 
 def write_to(log: Path) -> None:
-    """Has all that this process and those that it starts have to say go to the end of `log`."""
+    """Appends the output of this process, and of the processes that it starts, to `log`."""
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

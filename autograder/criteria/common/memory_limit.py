@@ -1,9 +1,10 @@
-"""Criteria that enforce a memory limit: the kernel of the machine counts, not the rank.
+"""Criteria that enforce a memory limit: the kernel of the machine counts the bytes, not the rank.
 
 Fresh processes, one per rank, join a group, warm everything up, and then lower their own hard
-RLIMIT_DATA to what they have plus an allowance. Only then is the student's code unpickled. What a
-machine or a version of torch needs for itself is in the base and does not count; large tensors get
-mappings of their own (no heap that keeps freed memory), and new threads small stacks.
+RLIMIT_DATA to their current memory plus an allowance. Only then do they unpickle the student's
+code. The memory that the machine or the version of torch needs is in the base and does not count.
+Large tensors get mappings of their own, so that the heap does not keep freed memory, and new
+threads get small stacks.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 
 WIDTH, BLOCKS, SAMPLES = 520, 24, 2
 PARAMETER_BYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
-# Beyond the shards: whole units, gathered and reduced. torch's own form and a plain one from
-# scratch take 0.3 to 0.4 of the parameters; all units whole at once would be 1.
+# Allowed beyond the shards, as a fraction of the parameters: for units that are gathered or
+# reduced. torch's FSDP and a plain one from scratch take 0.3 to 0.4; all units at once would be 1.
 TRANSIENT = 0.75
-# On many ranks the shards are small, but the model is whole when it is built, with its first shards
-# beside it. Whole units that are never freed take 1 + copies / N.
+# The least allowance, in the same unit. On many ranks the shards are small, but the model is whole
+# while it is built, and its first shards lie beside it. Units that are never freed take
+# 1 + copies / N.
 WHOLE = 1.2
-# The class is trained by our loop, for memory only; the function by its own, so that old gradients
-# and other mistakes of an update show in the losses after it.
+# Our own loop trains the class, to judge its memory. The student's function has its own loop and
+# runs more steps, so that old gradients and other mistakes of an update show in the later losses.
 STEPS, LR = {False: 2, True: 4}, {False: 1e-3, True: 3e-3}  # with AdamW?
 DEADLINE_S = 60.0
 LAUNCH_DEADLINE_S = 50.0
 MEGABYTE = 2**20
-_BALLAST_BYTES = 4 * MEGABYTE  # freed to tell the tale
+_BALLAST_BYTES = 4 * MEGABYTE  # freed after an error, so that there is memory to report it
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _STACK_BYTES = 1 << 20
-# Processes of their own: none of the notebook's store, no GPU (CUDA does not live with a limit).
+# The fresh processes do not use the notebook's store, and no GPU: CUDA does not work under a limit.
 ENVIRONMENT = {
     "TORCHELASTIC_USE_AGENT_STORE": "False",
     "CUDA_VISIBLE_DEVICES": "",
@@ -51,15 +53,16 @@ _NO_MEMORY = re.compile(
     r"failed to create.*thread|can't start new thread",
     re.IGNORECASE,
 )
-_TEXT = 5000  # characters of a message that are looked at, from its beginning and its end
+_TEXT = 5000  # characters of a message that are searched, at its beginning and at its end
 
 
 def allowance_bytes(world_size: int, copies: int) -> int:
-    """What each rank may use beyond its base, to keep `copies` times the parameters, sharded."""
+    """Bytes beyond its base that a rank may use to keep its shards of `copies` x the parameters."""
     return int(max(copies / world_size + TRANSIENT, WHOLE) * PARAMETER_BYTES)
 
 
-# Parameters and gradients for the student's class; AdamW's two states, too, for the function.
+# Tensors as large as the parameters that are kept. The class keeps parameters and gradients; the
+# function also keeps AdamW's two states.
 _CLASS_COPIES, _FUNCTION_COPIES = 2, 4
 
 
@@ -94,7 +97,7 @@ def build(
 
 
 def draw(source: Draw) -> list[Values]:
-    """All of it goes to rank 0, which launches; every rank of the launch gets its own data."""
+    """All data goes to rank 0, which launches the ranks; each launched rank gets its own data."""
     seed = int(source.shared().integers(1 << 31))
     values: Values = {"seed": seed}
     for rank in range(source.world_size):
@@ -106,7 +109,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """Trains the large model with the student's FSDP; the loop is ours."""
+    """Trains the large model with the student's FSDP class, in our own loop."""
     allowance = allowance_bytes(context.world_size, _CLASS_COPIES)
     return launch_limited(_train_with_class, fsdp_class, inputs, context, allowance)
 
@@ -120,7 +123,7 @@ def observe_function(train_large: Any, inputs: Values, context: Context) -> Valu
 def launch_limited(
     train: Any, subject: Any, inputs: Values, context: Context, allowance: int
 ) -> Values:
-    """What `train(subject, inputs)` comes to on fresh ranks that may use `allowance` bytes more."""
+    """Runs `train(subject, inputs)` on fresh ranks, with `allowance` bytes beyond their base."""
     if context.rank != 0:
         return {}
     import cloudpickle
@@ -147,7 +150,7 @@ def launch_limited(
 
 
 def run_limited(job: bytes, allowance: int) -> Values:
-    """One rank: base, limit, student's code. Returns how it ended."""
+    """One rank: sets the limit, runs the student's code under it, and returns how that ended."""
     import resource
 
     _tidy_allocator()
@@ -161,7 +164,7 @@ def run_limited(job: bytes, allowance: int) -> Values:
     except BaseException as error:
         ballast.clear()
         text = f"{type(error).__name__}: {error}"
-        # A name that the notebook's cells give to a function of their own leads to it.
+        # The function names outside the autograder tell students where it happened.
         frames = []
         trace = error.__traceback__
         while trace is not None:
@@ -174,7 +177,7 @@ def run_limited(job: bytes, allowance: int) -> Values:
 
 
 def _tidy_allocator() -> None:
-    """Freed memory goes back at once, and a thread's stack is no more than it needs (glibc)."""
+    """Makes glibc return freed memory at once and give threads small stacks."""
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
         libc.mallopt(_M_ARENA_MAX, 1)
@@ -186,9 +189,10 @@ def _tidy_allocator() -> None:
 
 
 def _warm_up() -> None:
-    """Joins the group, and trains two layers of the model with what a submission may use.
+    """Joins the group, and trains two layers of the model with everything a submission may use.
 
-    Of the size that comes: what libraries keep for a product depends on its size and the processor.
+    The layers are as large as the model's later, because the memory that libraries keep for a
+    matrix product depends on its size and on the processor.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -207,7 +211,7 @@ def _warm_up() -> None:
 
 
 def _data_bytes() -> int:
-    """Private writable memory of this process: what RLIMIT_DATA is held against."""
+    """Bytes of private writable memory of this process, which RLIMIT_DATA limits."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -222,10 +226,10 @@ def _batches(inputs: Values, with_adamw: bool) -> list[tuple[torch.Tensor, torch
 
 
 def _train_with_class(fsdp_class: Any, inputs: Values) -> list[float]:
-    """Two steps along the gradient's sign; the second adds to the gradients of the first.
+    """Trains two steps along the gradient's sign, without clearing the gradients between.
 
-    So there are gradients while the second forward runs. Whether they are means or sums, or really
-    added up, is not what is judged here.
+    So gradients exist while the second forward runs. Whether they are means or sums, and whether
+    they really add up, is not judged here.
     """
     import torch.distributed as dist
 
@@ -256,7 +260,7 @@ def _train_with_function(train_large: Any, inputs: Values) -> list[float]:
 
 
 def judge_class(case: Case) -> Iterator[Finding]:
-    """It ends, with the losses of a training that is whole."""
+    """The training ends within the limit, with the losses of unsharded training."""
     hint = (
         "Are units freed after forward and after backward (the storage, not only p.data), with "
         "their whole gradients, and is only the next one prefetched?"
@@ -265,7 +269,7 @@ def judge_class(case: Case) -> Iterator[Finding]:
 
 
 def judge_function(case: Case) -> Iterator[Finding]:
-    """It ends, with the losses of a training that is whole."""
+    """The training ends within the limit, with the losses of unsharded training."""
     hint = (
         "Is every block a unit of its own, are parameters, gradients and AdamW's state sharded, "
         "and is the optimizer made after sharding?"
@@ -321,10 +325,10 @@ def _judge(case: Case, copies: int, hint: str) -> Iterator[Finding]:
 
 
 def is_out_of_memory(result: dict[str, Any]) -> bool:
-    """Whether a process ended for want of memory; some of torch's threads can only abort then."""
+    """Whether a process ran out of memory; some of torch's threads can only abort in that case."""
     text = str(result.get("text"))
     if len(text) > 2 * _TEXT:
-        text = text[:_TEXT] + text[-_TEXT:]  # the search may take its length squared
+        text = text[:_TEXT] + text[-_TEXT:]  # the search may take quadratic time
     aborted = any(s.name in text for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS))
     return (
         result.get("status") == "memory"
@@ -334,7 +338,7 @@ def is_out_of_memory(result: dict[str, Any]) -> bool:
 
 
 def _oracle_losses(case: Case, with_adamw: bool) -> list[float]:
-    """One process, all ranks' data, float64."""
+    """The losses of one process that trains on all ranks' data in float64."""
     inputs = case.inputs[0]
     model = build(inputs["seed"], torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR[True])

@@ -1,7 +1,7 @@
-"""What is right, recomputed in float64 and in one process, with torch alone.
+"""Recomputes what is right in float64, in one process, with torch alone.
 
-`RTOL` is the tolerance per dtype of what the ranks computed: sums over ranks, batches and
-buckets may be taken in any order, so equality is never asked for.
+`RTOL` is the relative tolerance for each dtype in which ranks compute. Sums over ranks, batches and
+buckets may be taken in any order, so the criteria never ask for equality.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def gradients(arrays: Values, x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
 
 
 def grad_of(parameter: torch.Tensor) -> np.ndarray:
-    """The gradient as a NumPy array; zeros where there is none."""
+    """The gradient as a NumPy array; zeros if it is None."""
     grad = parameter.grad
     return np.zeros(parameter.shape) if grad is None else grad.detach().cpu().numpy()
 
@@ -89,11 +89,12 @@ def differs(
 ) -> Finding | None:
     """A finding unless `got` is `expected`, at this dtype's tolerance.
 
-    The tolerance has an absolute part, which is relative to the largest value.
+    The absolute tolerance is proportional to the largest value of `expected` and `terms`.
 
     Args:
-        terms: what `expected` is a sum or mean of, or was before it was trained. Where a tensor of
-            one number nearly cancels, what was rounded is as large as these, not as the sum.
+        terms: the summands of which `expected` is a sum or mean, or its values before training. If
+            the summands nearly cancel in a tensor of one number, the rounding error is as large as
+            that of the summands, not as that of the sum.
     """
     scale = max((float(np.abs(a).max()) for a in (expected, *terms) if np.size(a)), default=0.0)
     rtol = RTOL[dtype]
@@ -110,7 +111,7 @@ def agrees(got: object, expected: np.ndarray, dtype: str = "float32") -> bool:
 def explain_gradient(
     got: object, mean_grad: np.ndarray, local_grad: np.ndarray, world_size: int
 ) -> str:
-    """The likely reason why `got` is not the mean over ranks, or nothing."""
+    """The likely reason why `got` is not the mean over ranks; "" if none is known."""
     if not isinstance(got, np.ndarray) or got.shape != mean_grad.shape:
         return ""
     if world_size > 1 and agrees(got, mean_grad * world_size):
@@ -129,11 +130,11 @@ def train(arrays: Values, batches: Sequence[Sequence[tuple[np.ndarray, np.ndarra
 
     Args:
         arrays: initial parameters.
-        batches: one entry per step, in it one (x, y) per rank.
+        batches: one entry per step, which holds one (x, y) per rank.
         lr: learning rate.
 
     Returns:
-        final parameters (float64), and per step the loss of each rank before the update.
+        final parameters (float64), and for each step the loss of each rank before the update.
     """
     model = mlp(arrays, torch.float64)
     losses: list[list[float]] = []

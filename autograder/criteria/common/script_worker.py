@@ -1,7 +1,7 @@
 """Runs a student's script as one rank of a job.
 
 The script runs as `__main__`, with its own arguments and its own folder on the path. A traceback
-shows its lines only.
+begins at the script: it does not show the frames of this launcher.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minidist.processes.lifetime import keep_backends
 
 
 class ScriptError(Exception):
-    """The script has failed, and stderr says why; `code` is its exit code."""
+    """The script has failed; stderr has the reason. `code` is its exit code."""
 
     def __init__(self, what: str, code: int = 1) -> None:
         super().__init__(what)
@@ -28,7 +28,7 @@ def work(script: str, arguments: Sequence[str]) -> None:
     """Runs the script to its end.
 
     Raises:
-        ScriptError: it raised, or it exited with a code other than 0.
+        ScriptError: the script raised, or exited with a code other than 0.
     """
     keep_backends()
     sys.argv = [script, *arguments]

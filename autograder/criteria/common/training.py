@@ -1,4 +1,4 @@
-"""Training by PyTorch's own means, to compare with."""
+"""PyTorch's own data parallelism, for criteria that hand a wrapped model to the student's code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from autograder.criteria.criterion import Context
 
 
 def wrap(module: nn.Module, context: Context) -> DistributedDataParallel:
-    """torch's DDP around a module that is on this rank's device."""
+    """Wraps a module that is on this rank's device in torch's DDP."""
     ids = [context.device] if context.device.type == "cuda" else None
     return DistributedDataParallel(module, device_ids=ids)

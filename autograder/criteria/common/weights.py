@@ -1,9 +1,9 @@
-"""With which weight each micro-batch entered a gradient.
+"""Finds the weight with which each micro-batch entered a gradient.
 
-A gradient that was accumulated is a sum  w_0 g_0 + w_1 g_1 + …  over micro-batches. The g_i are
-known to the judge, and there are more parameters than micro-batches, so the weights can be found
-by least squares. They tell what a student's loop did: 1/k is right, 1 was not divided, 0 was
-dropped or cleared, 2/k came twice.
+An accumulated gradient is a sum  w_0 g_0 + w_1 g_1 + …  over micro-batches. The judge knows the
+g_i, and there are more parameters than micro-batches, so least squares gives the weights. They tell
+what a student's loop did to a micro-batch: 1/k is right; 1 means that the loss was not divided; 0
+means that the gradient was dropped or cleared; 2/k means that the micro-batch came twice.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from autograder.criteria.criterion import Values
 
 Gradient = list[np.ndarray]  # one array per parameter
 RESIDUAL = 2e-3  # relative; float32 leaves about 1e-6
-TOLERANCE = 0.02  # of a weight, relative to the expected one
+TOLERANCE = 0.02  # of a weight, relative to the largest weight
 
 
 def collect(answer: Values, name: str, num_parameters: int) -> list[Any]:
-    """What a rank answered as `name/0`, `name/1`, …; None where it did not."""
+    """A rank's answers `name/0`, `name/1`, …; None for each answer that is missing."""
     return [answer.get(f"{name}/{i}") for i in range(num_parameters)]
 
 
 def weights_of(basis: Sequence[Gradient], got: Sequence[Any]) -> np.ndarray | None:
-    """Weights w with got = sum of w_i basis_i, or None if `got` is no such sum."""
+    """Weights w with got = sum of w_i basis_i, or None if `got` is not such a sum."""
     columns = np.stack([_flat(gradient) for gradient in basis], axis=1)
     if len(got) != len(basis[0]) or not all(
         isinstance(g, np.ndarray) and g.shape == b.shape and g.dtype.kind == "f"
@@ -46,7 +46,7 @@ def weights_of(basis: Sequence[Gradient], got: Sequence[Any]) -> np.ndarray | No
 
 
 def are_close(weights: np.ndarray, expected: Sequence[float] | np.ndarray) -> bool:
-    """Whether all weights are what they should be."""
+    """Whether all weights are close to the expected weights."""
     wanted = np.asarray(expected, dtype=np.float64)
     return weights.shape == wanted.shape and bool(
         (np.abs(weights - wanted) <= TOLERANCE * max(1e-9, np.abs(wanted).max())).all()
@@ -54,7 +54,7 @@ def are_close(weights: np.ndarray, expected: Sequence[float] | np.ndarray) -> bo
 
 
 def present(weights: np.ndarray) -> list[int]:
-    """Indices of the micro-batches that entered at all."""
+    """Indices of the micro-batches whose weight is not zero."""
     if not weights.size:
         return []
     return [int(i) for i in np.flatnonzero(np.abs(weights) > TOLERANCE * np.abs(weights).max())]
@@ -66,7 +66,7 @@ def show(weights: Sequence[float] | np.ndarray) -> str:
 
 
 def norm(gradient: Sequence[np.ndarray]) -> float:
-    """2-norm over all parameters, as clipping takes it."""
+    """2-norm over all parameters, as gradient clipping computes it."""
     return float(np.linalg.norm(_flat(gradient)))
 
 

@@ -1,10 +1,10 @@
 """Criteria for DDP written from scratch: how and when it communicates, on the emulated cluster.
 
-The model's layers are charged: the broker hands out a secret factor per layer and direction,
-which must enter activations and gradients, and adds the layer's time to that rank's clock. So
-the broker, which belongs to the referee, knows what was computed when; and it carries every
-all-reduce, so it sees which gradients were sent in which. Nothing here rests on what a rank
-reports.
+The model's layers are charged: the broker, which belongs to the referee, hands out a secret factor
+per layer and direction, and adds the layer's time to the clock of that rank. The factors must enter
+activations and gradients. So the broker knows what each rank computed and when. The broker also
+carries every all-reduce, so it sees which all-reduce sent which gradient. No judge here relies on
+what a rank reports.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FULL_DTYPES = ("float32", "float64")
 
 
 def grading_cluster(world_size: int) -> Cluster:
-    """Links on which all gradients take 0.3/0.7 of a step, whatever the number of ranks."""
+    """Links on which all gradients travel in 0.3/0.7 of a step's compute, for any world size."""
     communication_s = STEP_S * (1 / AFTER_BACKWARD - 1)
     factor = 2 * (world_size - 1) / world_size
     return even_cluster(world_size, factor * GRADIENT_BYTES / communication_s, LATENCY_S)
@@ -57,7 +57,7 @@ def grading_cluster(world_size: int) -> Cluster:
 
 
 def draw_steps(draw: Draw) -> list[Values]:
-    """The same weights, other data per rank and step."""
+    """The same weights on all ranks; different data per rank and step."""
     sizes = [WIDTH] * (LAYERS + 1)
     start = oracle.draw_parameters(draw.shared(), sizes)
     inputs = []
@@ -71,7 +71,7 @@ def draw_steps(draw: Draw) -> list[Values]:
 
 
 def plan(draw: Draw) -> ChargePlan:
-    """What each layer costs, and the secret of its factors."""
+    """What each layer costs, and the secret behind the factors."""
     return charge_plan(draw, (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS)
 
 
@@ -95,7 +95,7 @@ def _observe(ddp_class: Any, inputs: Values, context: Context, cap_mb: float) ->
 
 
 def draw_buckets(draw: Draw) -> list[Values]:
-    """As `draw_steps`, with one of two bucket sizes."""
+    """Like `draw_steps`, with one of two bucket sizes."""
     cap = float(draw.shared("cap").choice(CAPS_MB))
     return [inputs | {"cap_mb": cap} for inputs in draw_steps(draw)]
 
@@ -116,7 +116,7 @@ def observe_steps(ddp_class: Any, inputs: Values, context: Context) -> Values:
 class _LastStep:
     """The last step of one rank: which all-reduce carried which gradient, and when it was issued.
 
-    The last, because torch's own DDP settles its buckets in the first.
+    The last step, because torch's own DDP still changes its buckets in the first.
     """
 
     def __init__(self, case: Case, rank: int) -> None:
@@ -134,7 +134,7 @@ class _LastStep:
             return
         self.last_backward = backward[-1]
         issued = {e.key: i for i, e in enumerate(events) if e.kind == "issue" and i > backward[0]}
-        # In full precision: in half of it they would take half the time of everybody else's.
+        # Only full precision counts: half precision would halve the time of the all-reduces.
         self.collectives: list[tuple[int, Collective]] = [
             (issued[c.key], c)
             for c in case.trace.collectives
@@ -166,7 +166,7 @@ class _LastStep:
 
 
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
-    """This rank's own gradients of the last step, in float64, with the factors it was handed."""
+    """This rank's own gradients of the last step, in float64, with the rank's secret factors."""
     model = charged_mlp(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
     _train_steps(model, model, case.inputs[rank], lambda _: None, torch.float64)
     return [oracle.grad_of(p) for p in model.parameters()]
@@ -188,7 +188,7 @@ def judge_buckets(case: Case) -> Iterator[Finding]:
             yield step
             continue
         sizes = [c.nbytes for _, c in step.collectives]
-        # Whether the limit is checked before or after a gradient is added is free.
+        # A bucket may check the limit before or after it adds a gradient.
         if max(sizes) > cap * MEGABYTE + largest_parameter:
             yield Finding(
                 f"bucket_cap_mb={cap:g}: an all-reduce carried {max(sizes) / MEGABYTE:.2f} MB. A "
@@ -204,7 +204,7 @@ def judge_buckets(case: Case) -> Iterator[Finding]:
 
 
 def judge_overlap(case: Case) -> Iterator[Finding]:
-    """Some gradient is on its way before the last layer's backward has begun."""
+    """Some all-reduce of gradients is issued before the backward of the last layer."""
     for rank, step in enumerate(_last_steps(case)):
         if isinstance(step, Finding):
             yield step

@@ -1,8 +1,8 @@
 """Criterion for a function that tells whether all ranks hold the same gradients.
 
-The function is called in the student's process, which could look at the variables of its callers:
-so the rank is told no case's name, and what it does see of a case (its own gradients, the
-tolerance) fits one in which the ranks agree and one in which they do not.
+The function runs in the student's process and could read the variables of its callers. So the rank
+does not get the name of a case. What it gets (its own gradients and the tolerance) fits two cases:
+one in which the ranks agree and one in which they do not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OTHER_TOL = {"coarse": 0.1, "coarse differs": 0.1, "fine": 1e-12, "fine equal": 
 
 
 def draw(source: Draw) -> list[Values]:
-    """Gradients that agree, and some that differ in ways that a sum or a mean would not see."""
+    """Cases whose gradients agree, and cases whose differences a sum or a mean might not show."""
     rng, world_size = source.shared(), source.world_size
     kinds = list(CASES)
     order = [kinds[i] for i in rng.permutation(len(kinds))]
@@ -97,7 +97,7 @@ def _gradients_of(
 
 
 def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
-    """The function's answer for every case, and the gradients after it."""
+    """The function's answer for every case, and the gradients after the call."""
     answers: list[bool] = []
     answer: Values = {"answers": answers}
     for number, tol in enumerate(inputs["tol"]):
@@ -121,7 +121,7 @@ def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """True where all ranks hold the same gradients, on every rank the same answer."""
+    """Every rank answers True if all ranks hold the same gradients, and False if not."""
     for rank, answer in enumerate(case.answers):
         said = answer.get("answers")
         for number, kind in enumerate(case.inputs[0]["_cases"]):

@@ -1,7 +1,7 @@
 """Criteria for a sampler that deals a dataset out to ranks. Nothing here communicates.
 
 A sampler takes `rank` and `world_size` as arguments, so every real rank evaluates several
-*virtual* ranks: a sampler that only works at one world size shows itself at any.
+*virtual* ranks. A sampler that works at only one world size is found at any real world size.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def draw_partition(draw: Draw) -> list[Values]:
 
 
 def draw_tail(draw: Draw) -> list[Values]:
-    """Sizes that do not divide, also fewer samples than ranks, for every way to treat the tail."""
+    """Sizes that do not divide evenly, or are below the number of ranks, for every tail setting."""
     rng = draw.shared()
     settings = []
     for world_size, tail in product(VIRTUAL_WORLDS[1:], ("pad", "drop", "uneven")):
@@ -84,7 +84,10 @@ def draw_tail(draw: Draw) -> list[Values]:
 
 
 def draw_epoch(draw: Draw) -> list[Values]:
-    """One size, several epochs, one of them twice, under three seeds; and no epoch at first."""
+    """One size and several epochs, the first of them twice, under three seeds.
+
+    The last setting reads the sampler before its first set_epoch, and again in epoch 0.
+    """
     rng = draw.shared()
     first, second, third = (int(e) for e in 1 + rng.choice(50, 3, replace=False))
     common = {"shuffle": True, "num_samples": 48}
@@ -102,7 +105,7 @@ def draw_epoch(draw: Draw) -> list[Values]:
 def _collect(
     case: Case, number: int, setting: Values, visit: int = 0
 ) -> list[np.ndarray] | Finding:
-    """The index list of every virtual rank, or what is missing."""
+    """The index list of every virtual rank, or a finding if a list is missing or wrong."""
     lists = []
     for virtual in range(setting["world_size"]):
         real = virtual % case.world_size
@@ -130,7 +133,7 @@ def _where(setting: Values, virtual: int | None = None) -> str:
 
 
 def _tail_problem(setting: Values, lists: list[np.ndarray]) -> str | None:
-    """What is wrong with how the samples were dealt out, or None."""
+    """What is wrong with the way the samples were dealt out, or None."""
     n, world_size, tail = setting["num_samples"], setting["world_size"], setting["tail"]
     lengths = [len(indices) for indices in lists]
     times = np.bincount(np.concatenate(lists), minlength=n)
@@ -151,7 +154,7 @@ def _tail_problem(setting: Values, lists: list[np.ndarray]) -> str | None:
 
 
 def judge_partition(case: Case) -> Iterator[Finding]:
-    """Every sample on exactly one rank; in order without shuffling, in another order with it."""
+    """Every sample is on exactly one rank: ascending without shuffling, permuted with shuffling."""
     for number, setting in enumerate(case.inputs[0]["settings"]):
         lists = _collect(case, number, setting)
         if isinstance(lists, Finding):
@@ -171,7 +174,7 @@ def judge_partition(case: Case) -> Iterator[Finding]:
 
 
 def judge_tail(case: Case) -> Iterator[Finding]:
-    """Each way to treat the tail does what it says."""
+    """Each tail setting deals out the samples as it should."""
     for number, setting in enumerate(case.inputs[0]["settings"]):
         lists = _collect(case, number, setting)
         if isinstance(lists, Finding):
@@ -181,7 +184,7 @@ def judge_tail(case: Case) -> Iterator[Finding]:
 
 
 def judge_epoch(case: Case) -> Iterator[Finding]:
-    """Another epoch or seed gives another order, the same epoch the same one, on all ranks."""
+    """A different epoch or seed gives a different order; the same epoch gives the same order."""
     orders: dict[int, list[np.ndarray]] = {}
     for number, setting in enumerate(case.inputs[0]["settings"]):
         visits: list[np.ndarray] = []

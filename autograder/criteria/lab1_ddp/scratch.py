@@ -1,8 +1,8 @@
 """Criteria for DDP written from scratch: values, on a real process group.
 
-Every rank computes gradients on data of its own; the right mean on every rank proves that they
-met. All but the first two criteria start from the same weights on every rank, so that a mistake
-in broadcasting costs only its own criterion.
+Every rank computes gradients on data of its own, so the right mean on every rank proves that the
+gradients were exchanged. All criteria but the first two start from the same weights on every rank,
+so that a mistake in broadcasting costs no points there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 
 SIZES = (6, 9, 5, 3)
 BATCH = 5
-SMALL_CAP_MB = 0.0002  # about 200 bytes: several buckets, some of one parameter
-BRANCH_CAP_MB = 0.00004  # about 40 bytes: a bucket per branch, all of one size
+SMALL_CAP_MB = 0.0002  # about 200 bytes: several buckets, some with one parameter
+BRANCH_CAP_MB = 0.00004  # about 40 bytes: one bucket per branch, all of the same size
 
 
 def _tensors(inputs: Values, context: Context, *names: str) -> list[torch.Tensor]:
@@ -37,7 +37,7 @@ def _step(ddp: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 class Normed(nn.Module):
-    """A network with a frozen parameter, and buffers: floats, an integer, and one not saved."""
+    """A network with a frozen parameter and three buffers: float, integer, and not persistent."""
 
     def __init__(self, inputs: Values) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Normed(nn.Module):
 
 
 def draw_wrapping(draw: Draw) -> list[Values]:
-    """Every rank starts from other parameters and other buffers."""
+    """Every rank starts from different parameters and buffers."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -60,7 +60,7 @@ def draw_wrapping(draw: Draw) -> list[Values]:
             oracle.draw_parameters(rng, SIZES)
             | oracle.draw_batch(rng, BATCH, SIZES)
             | {
-                # A float64 and a large integer: rounded if they travel as float32.
+                # float64 values and a large integer, which lose digits if they travel as float32.
                 "frozen": rng.normal(size=4),
                 "running_mean": rng.normal(size=7).astype(np.float32),
                 "num_batches": rng.integers(2**40, 2**41, size=()),
@@ -85,7 +85,7 @@ def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_weights(case: Case) -> Iterator[Finding]:
-    """Parameters equal rank 0's; calling the wrapper runs the module with them."""
+    """Parameters equal rank 0's, and calling the wrapper runs the module with these parameters."""
     start = oracle.parameters_of(case.inputs[0])
     model = oracle.mlp(case.inputs[0], torch.float64)
     for rank, answer in enumerate(case.answers):
@@ -133,7 +133,7 @@ STEPS = 3
 
 
 def draw_gradients(draw: Draw) -> list[Values]:
-    """The same weights, other data per rank and step."""
+    """The same weights on all ranks; different data per rank and step."""
     start = oracle.draw_parameters(draw.shared(), SIZES)
     inputs = []
     for rank in range(draw.world_size):
@@ -146,7 +146,7 @@ def draw_gradients(draw: Draw) -> list[Values]:
 
 
 def observe_gradients(ddp_class: Any, inputs: Values, context: Context) -> Values:
-    """Gradients of several steps, with one bucket and with many, both ways of zeroing them."""
+    """Gradients of several steps, with one bucket and with many, zeroed to None and to zeros."""
     answer: Values = {}
     for run, cap in enumerate((25.0, SMALL_CAP_MB)):
         module = oracle.mlp(inputs).to(context.device)
@@ -203,7 +203,7 @@ TIED_SIZE = 6
 
 
 class Tied(nn.Module):
-    """One matrix used twice, a frozen layer between, and a factor in float64 at the end."""
+    """One matrix that is used twice, a frozen layer between, and a float64 factor at the end."""
 
     def __init__(self, inputs: Values, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Tied(nn.Module):
 
 
 def draw_tied(draw: Draw) -> list[Values]:
-    """The same weights, other data per rank."""
+    """The same weights on all ranks; different data per rank."""
     rng, shape = draw.shared(), (TIED_SIZE, TIED_SIZE)
     start = {
         name: rng.normal(0, 0.5, shape if name.endswith("weight") else TIED_SIZE).astype(np.float32)
@@ -252,7 +252,7 @@ def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_tied(case: Case) -> Iterator[Finding]:
-    """A tied parameter has the mean of its whole gradient; frozen ones do not move."""
+    """A tied parameter gets the mean of its whole gradient; frozen parameters do not change."""
     local = []
     for inputs in case.inputs:
         model = Tied(inputs, torch.float64)
@@ -274,7 +274,8 @@ def judge_tied(case: Case) -> Iterator[Finding]:
                 if wrong := oracle.differs(rank, f"gradient of {name}", got, expected, hint=hint):
                     yield wrong
                     break
-        # The loss is float32, so the tolerance is, too; but the sums are float64's.
+        # The tolerance above is that of float32, because the loss is float32. But the all-reduce
+        # has to use float64, so the gradient must have more digits than float32 holds.
         factor = answer.get("g0/factor")
         if (
             isinstance(factor, np.ndarray)
@@ -297,7 +298,7 @@ def judge_tied(case: Case) -> Iterator[Finding]:
 
 
 class Branches(nn.Module):
-    """Three branches, of which the caller says which to use."""
+    """Three branches; the caller chooses which of them to use."""
 
     def __init__(self, inputs: Values, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -313,7 +314,7 @@ class Branches(nn.Module):
 
 
 def draw_unused(draw: Draw) -> list[Values]:
-    """Per step and rank, which branches are used: 2 never, on some ranks, on all."""
+    """Which branches each rank uses in each step; no rank, some or all ranks use branch 2."""
     rng, world_size = draw.shared(), draw.world_size
     start: Values = {}
     for i in range(4):
@@ -330,13 +331,13 @@ def draw_unused(draw: Draw) -> list[Values]:
 
 
 def observe_unused(ddp_class: Any, inputs: Values, context: Context) -> Values:
-    """Gradients of steps that use other branches each time; None is told as zeros."""
+    """Gradients of steps that use different branches each time; None is recorded as zeros."""
     module = Branches(inputs).to(context.device)
     ddp = ddp_class(module, bucket_cap_mb=BRANCH_CAP_MB)
     x, y = _tensors(inputs, context, "x", "y")
     answer: Values = {}
     for step, use in enumerate(inputs["uses"]):
-        module.zero_grad(set_to_none=step != 3)  # zeros in the last one
+        module.zero_grad(set_to_none=step != 3)  # zeros, not None, before step 3
         oracle.mse(ddp(x, use), y).backward()
         ddp.finish_gradient_synchronization()
         for i, p in enumerate(module.parameters()):
@@ -347,8 +348,8 @@ def observe_unused(ddp_class: Any, inputs: Values, context: Context) -> Values:
 def judge_unused(case: Case) -> Iterator[Finding]:
     """Ranks that did not use a parameter count as zeros in its mean.
 
-    Buckets that are launched as they become ready, so in another order on another rank, pair up
-    wrongly here: all branches have the same shape.
+    Here buckets become ready in a different order on each rank. A rank that launches them in that
+    order reduces the wrong buckets together, because all branches have the same shape.
     """
 
     def local(rank: int, step: int) -> list[np.ndarray]:

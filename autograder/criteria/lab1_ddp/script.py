@@ -14,7 +14,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.common.launched import ON_CPU, run_script
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-SCRIPT_DEADLINE_S = 120.0  # it takes about 5; a busy machine is not the student's fault
+SCRIPT_DEADLINE_S = 120.0  # a right script takes about 5 s; machines may be busy
 SCRIPT_BATCH, SCRIPT_EPOCHS, SCRIPT_LR = 4, 3, 0.3
 
 
@@ -29,7 +29,7 @@ def draw_script(draw: Draw) -> list[Values]:
 
 
 def observe_script(path: Any, inputs: Values, context: Context) -> Values:
-    """Runs the script on ranks of its own (started by rank 0) and reads the file that it leaves."""
+    """Rank 0 runs the script on new ranks and reads the file that the script writes."""
     if context.rank != 0:
         return {}
     script = Path(path)
@@ -55,8 +55,8 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
             folders=Path(folder),
         )
         writers = [path.parent.name for path in Path(folder).glob("*/out.npz")]
-        # A rank that does not leave its group may die after it has done its work: what was saved
-        # is judged, however the script ended.
+        # A rank that does not destroy its process group may die after its work is done, so the
+        # saved file is judged no matter how the script ended.
         if not out.is_file():
             said = log.read_text(errors="replace")
             if "NotImplementedError" in said:
@@ -112,7 +112,7 @@ def judge_script(case: Case) -> Iterator[Finding]:
 def _script_batches(
     case: Case,
 ) -> tuple[list[list[tuple[np.ndarray, np.ndarray]]], list[int]]:
-    """Every step's batch per rank, as torch's sampler deals them; samples per rank in each step."""
+    """Each step's batches, one per rank, from torch's sampler; an epoch's batch sizes per step."""
     given, num_ranks = case.inputs[0], case.world_size
     rows = range(len(given["x"]))
     samplers = [

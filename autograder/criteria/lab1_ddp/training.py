@@ -1,7 +1,7 @@
 """Criteria for tasks 1, 2 and 4 of lab 1: from the process group to the training loop.
 
-Every rank gets rows of the dataset that no other rank has (all others are nan), so final
-weights that agree with the oracle prove that the ranks' gradients met.
+Every rank gets rows of the dataset that no other rank has (its remaining rows are nan). So final
+weights that agree with the oracle prove that the ranks exchanged their gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def draw_setup(draw: Draw) -> list[Values]:
 
 
 def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> Values:
-    """Sets up twice, then sums the private vectors over the group that is there."""
+    """Sets up twice, then sums the private vectors over the resulting process group."""
     setup_distributed()
     group = dist.group.WORLD
     rank, world_size, device = setup_distributed()
@@ -45,7 +45,7 @@ def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> V
 
 
 def judge_setup(case: Case) -> Iterator[Finding]:
-    """Right rank and size, a device that fits the backend, and a group that communicates."""
+    """Right rank and world size, a device that fits the backend, and a group that communicates."""
     total = np.sum([inputs["value"] for inputs in case.inputs], axis=0)
     for rank, answer in enumerate(case.answers):
         for what, expected in (("rank", rank), ("world_size", case.world_size)):
@@ -72,7 +72,7 @@ WRAP_SIZES = (5, 7, 2)
 
 
 def draw_wrap(draw: Draw) -> list[Values]:
-    """Every rank starts with other parameters and has other data."""
+    """Every rank starts with different parameters and has different data."""
     return [
         oracle.draw_parameters(draw.private(r), WRAP_SIZES)
         | oracle.draw_batch(draw.private(r), 6, WRAP_SIZES)
@@ -123,12 +123,12 @@ def judge_wrap(case: Case) -> Iterator[Finding]:
 # --- train ---------------------------------------------------------------------------------------
 
 TRAIN_SIZES = (4, 6, 1)
-PER_RANK, BATCH_SIZE, LR = 10, 4, 0.2  # the last batch of an epoch has 2 samples, or 1
-FACTOR = 0.5  # of the loss that is handed in, beside the mean squared error
+PER_RANK, BATCH_SIZE, LR = 10, 4, 0.2  # an epoch's last batch: 2 samples (even ranks) or 1 (odd)
+FACTOR = 0.5  # the loss function handed to the student's loop is this times the mean squared error
 
 
 class RowsOfThisRank(Dataset):
-    """Rows x [n, in], y [n, out]; those of other ranks are nan."""
+    """Rows x [n, in], y [n, out]; the rows of other ranks are nan."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
         self.x, self.y = torch.from_numpy(x), torch.from_numpy(y)
@@ -143,8 +143,8 @@ class RowsOfThisRank(Dataset):
 class DrawnSampler(Sampler[int]):
     """Yields the index list of the epoch that was set; epoch 0 until `set_epoch` is called.
 
-    An epoch that does not exist counts as the last: that shows in the weights, not as an error
-    in a line of the student's that is innocent.
+    An epoch number out of range is clamped. So a wrong number shows in the weights, and not as an
+    error in an innocent line of the student's code.
     """
 
     def __init__(self, per_epoch: np.ndarray) -> None:
@@ -172,7 +172,7 @@ def _draw_training(draw: Draw, num_epochs: int, same_order: bool) -> list[Values
         mine = slice(rank * rows, (rank + 1) * rows)
         batch = oracle.draw_batch(rng, rows, TRAIN_SIZES)
         x[mine], y[mine] = batch["x"], batch["y"]
-        own = PER_RANK - rank % 2  # as many batches on each rank, not as many samples
+        own = PER_RANK - rank % 2  # ranks have equally many batches, not samples
         first = rng.permutation(rows)[:own]
         order = [first if same_order else rng.permutation(rows)[:own] for _ in range(num_epochs)]
         inputs.append(start | {"x": x, "y": y, "order": np.stack(order) + rank * rows})
@@ -180,12 +180,12 @@ def _draw_training(draw: Draw, num_epochs: int, same_order: bool) -> list[Values
 
 
 def draw_train_steps(draw: Draw) -> list[Values]:
-    """Two epochs in the same order: whether `set_epoch` is called does not matter."""
+    """Two epochs in the same order, so that a missing call of `set_epoch` does not matter."""
     return _draw_training(draw, 2, same_order=True)
 
 
 def draw_train_epochs(draw: Draw) -> list[Values]:
-    """Three epochs, each in an order of its own."""
+    """Three epochs, each in a different order."""
     return _draw_training(draw, 3, same_order=False)
 
 
@@ -260,7 +260,7 @@ def judge_train_steps(case: Case) -> Iterator[Finding]:
 
 
 def judge_train_epochs(case: Case) -> Iterator[Finding]:
-    """The same with an order per epoch, which only `set_epoch` chooses."""
+    """Like `judge_train_steps`, with an order per epoch that only `set_epoch` selects."""
     return _judge_parameters(
         case, "Call sampler.set_epoch(epoch), for epoch 0, 1, 2, …, before each first batch."
     )

@@ -17,7 +17,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 SIZES = (6, 16, 3)
 NUM_PARAMETERS = 4
 SAMPLES, LR = 4, 0.5
-TOLERANCE = 0.06  # of the largest update; bfloat16 has 8 bits
+TOLERANCE = 0.06  # relative to the largest update; bfloat16 has 8 bits
 INIT_SCALE = 4096.0
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -26,7 +26,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def _draw(draw: Draw, calls: list[Values]) -> list[Values]:
-    """The same weights; per call equal micro-batches of other data on each rank."""
+    """The same weights on all ranks; per call equal micro-batches, with different data per rank."""
     start = oracle.draw_parameters(draw.shared("start"), SIZES)
     inputs = []
     for rank in range(draw.world_size):
@@ -40,23 +40,23 @@ def _draw(draw: Draw, calls: list[Values]) -> list[Values]:
 
 
 def draw_update(draw: Draw) -> list[Values]:
-    """One call in each dtype, with other numbers of micro-batches."""
+    """One call in each dtype, each with a different number of micro-batches."""
     ks = draw.shared().permutation([2, 3, 4])
     dtypes = zip(ks, DTYPES, strict=False)
     return _draw(draw, [{"k": int(k), "dtype": dtype} for k, dtype in dtypes])
 
 
 def draw_scaler(draw: Draw) -> list[Values]:
-    """Four calls with one scaler; in the third one micro-batch of one rank overflows float16."""
+    """Four calls with one scaler; in the third, one micro-batch of one rank is infinite."""
     k = int(draw.shared().integers(2, 5))
     inputs = _draw(draw, [{"k": k, "dtype": "float16"} for _ in range(4)])
     unlucky = int(draw.shared("unlucky").integers(draw.world_size))
-    inputs[unlucky]["x/2"][0] = np.inf  # not finite in any dtype: autocast is not judged here
+    inputs[unlucky]["x/2"][0] = np.inf  # infinite in any dtype: autocast is not judged here
     return inputs
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """A limit far below the gradient's norm, and one above it that scaled gradients exceed."""
+    """A limit far below the gradient's norm, and a limit above it that scaled gradients exceed."""
     k = int(draw.shared().integers(2, 5))
     inputs = _draw(draw, [{"k": k, "dtype": "float16"} for _ in range(2)])
     for number, factor in enumerate((0.25, 20.0)):
@@ -79,7 +79,7 @@ def _mean_gradient(inputs: list[Values], number: int) -> list[np.ndarray]:
 
 
 def observe(amp_step: Any, inputs: Values, context: Context) -> Values:
-    """Every call begins with the initial weights; parameters after it and the dtype it ran in."""
+    """Runs every call from the initial weights; returns parameters after it and its dtype."""
     answer: Values = {}
     for number, call in enumerate(inputs["calls"]):
         scaler = torch.amp.GradScaler(
@@ -170,7 +170,7 @@ def _judge_update(
         if not np.isfinite(moved).all():
             findings.append(Finding(f"parameter {i} is not finite after the step.", rank))
             return
-        # Weights are float32: tiny updates are rounded where they are added.
+        # Weights are float32: adding a tiny update to them rounds it.
         allowed = TOLERANCE * largest + 1e-6
         if np.abs(moved - update).max() > allowed:
             place = int(np.abs(moved - update).argmax())
@@ -186,7 +186,7 @@ def _judge_update(
 
 
 def judge_update(case: Case) -> list[Finding]:
-    """One step with the mean gradient of all micro-batches and ranks; forward in the dtype."""
+    """One step with the mean gradient of all micro-batches and ranks; forward runs in the dtype."""
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         for number, call in enumerate(case.inputs[rank]["calls"]):
@@ -213,7 +213,7 @@ def judge_update(case: Case) -> list[Finding]:
 
 
 def judge_scaler(case: Case) -> Iterator[Finding]:
-    """The scale grows once per step, an overflow on one rank is skipped on all and halves it."""
+    """The scale grows once per step. An overflow on one rank halves it; all ranks skip the step."""
     factors, steps = (2.0, 4.0, 2.0, 4.0), (1, 2, 2, 3)
     for rank, answer in enumerate(case.answers):
         for number, (factor, count) in enumerate(zip(factors, steps, strict=True)):
@@ -236,7 +236,7 @@ def judge_scaler(case: Case) -> Iterator[Finding]:
 
 
 def judge_clip(case: Case) -> list[Finding]:
-    """The limit holds for the true gradient, not for the scaled one."""
+    """The limit applies to the true gradient, not to the scaled gradient."""
     findings: list[Finding] = []
     for rank in range(case.world_size):
         for number, call in enumerate(case.inputs[rank]["calls"]):

@@ -1,4 +1,4 @@
-"""Criteria for accumulation over ranks: values on a real process group, of samples and tokens."""
+"""Criteria for accumulation over ranks, of samples and tokens: values on a real process group."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _record(answer: Values, call: int, module: nn.Module, loss: Any) -> None:
 
 
 def draw_samples(draw: Draw) -> list[Values]:
-    """The same weights; per call another number of equal micro-batches, other data on each rank."""
+    """The same weights; a different number of equal micro-batches per call, and data per rank."""
     rng = draw.shared()
     ks = [int(k) for k in rng.permutation([1, 3, 4])]
     start = oracle.draw_parameters(rng, SIZES)
@@ -56,7 +56,7 @@ def draw_samples(draw: Draw) -> list[Values]:
 
 
 def observe_samples(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
-    """Several accumulations with one wrapped model, gradients cleared in both ways between."""
+    """Several accumulations with one wrapped model; between them gradients become None or zeros."""
     module = oracle.mlp(inputs).to(context.device)
     ddp = wrap(module, context)
     answer: Values = {}
@@ -202,12 +202,12 @@ class TokenModel(nn.Module):
 
 
 def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over the targets that count."""
+    """Mean cross-entropy over the targets that are not IGNORED."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 def draw_tokens(draw: Draw) -> list[Values]:
-    """Padded targets: very different numbers of tokens per rank and micro-batch, at least one."""
+    """Padded targets: token counts, at least 1, differ a lot between ranks and micro-batches."""
     rng = draw.shared()
     k = int(rng.integers(2, 4))
     shapes = ((VOCABULARY, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
@@ -245,7 +245,7 @@ def observe_tokens(accumulate_tokens: Any, inputs: Values, context: Context) -> 
 
 
 def _token_parts(case: Case, call: int) -> tuple[list[Gradient], np.ndarray, np.ndarray]:
-    """Per micro-batch of all ranks: gradient of its mean loss, that loss, its number of tokens."""
+    """Per micro-batch of all ranks: the gradient of its mean loss, the loss, the token count."""
     gradients, losses, counts = [], [], []
     for inputs in case.inputs:
         for tokens, targets in zip(inputs[f"x/{call}"], inputs[f"y/{call}"], strict=True):
@@ -259,7 +259,7 @@ def _token_parts(case: Case, call: int) -> tuple[list[Gradient], np.ndarray, np.
 
 
 def judge_token_gradients(case: Case) -> list[Finding]:
-    """Micro-batches enter in the ratio of their numbers of tokens, over all ranks."""
+    """Micro-batches of all ranks enter in proportion to their numbers of tokens."""
     findings: list[Finding] = []
     k, ranks = case.inputs[0]["k"], case.world_size
     for call in range(TOKEN_CALLS):

@@ -1,7 +1,7 @@
 """Criteria for accumulation over ranks: what travels and when, on the emulated cluster.
 
-Every layer is charged, so the broker knows when each micro-batch went forward and backward, and it
-carries all that travels. Nothing here rests on what a rank reports.
+Every layer is charged, so the broker knows when each micro-batch went forward and backward. The
+broker also carries everything that travels. No judge here relies on what a rank reports.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ FORWARD_S, BACKWARD_S = 1e-3, 2e-3
 MICRO_BATCH_S = LAYERS * (FORWARD_S + BACKWARD_S)
 NUM_PARAMETERS = 2 * LAYERS
 GRADIENT_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
-BUCKET_MB = 0.016  # DDP reduces each layer on its own
-MAX_COLLECTIVES = NUM_PARAMETERS + 3  # each parameter alone, and a few numbers
-MAX_BYTES = 2.5 * GRADIENT_BYTES  # in float64, and a few numbers
+BUCKET_MB = 0.016  # makes DDP reduce each layer separately
+MAX_COLLECTIVES = NUM_PARAMETERS + 3  # one per parameter, and a few for single numbers
+MAX_BYTES = 2.5 * GRADIENT_BYTES  # the gradients in float64, and a few numbers
 EFFICIENCY = 0.75
-SYNC_TO_COMPUTE = 4 / 3  # all gradients travel this many times as long as a micro-batch computes
+SYNC_TO_COMPUTE = 4 / 3  # time to reduce all gradients / compute time of a micro-batch
 LATENCY_S = 20e-6
 
 
 def grading_cluster(world_size: int) -> Cluster:
     """Slow links: one synchronisation takes longer than a micro-batch, for any number of ranks.
 
-    Reducing after every micro-batch, however well overlapped, gives an efficiency of 0.5; once per
-    `MICRO_BATCHES` over 0.9, and 0.8 in float64 if nothing overlaps.
+    Reducing after every micro-batch gives an efficiency of 0.5, even with the best overlap.
+    Reducing once per `MICRO_BATCHES` gives over 0.9, or 0.8 in float64 without any overlap.
     """
     factor = 2 * (world_size - 1) / world_size
     bandwidth = factor * GRADIENT_BYTES / (SYNC_TO_COMPUTE * MICRO_BATCH_S)
@@ -62,7 +62,7 @@ def grading_cluster(world_size: int) -> Cluster:
 
 
 def draw(source: Draw) -> list[Values]:
-    """The same weights, other data per rank, call and micro-batch."""
+    """The same weights on all ranks; different data per rank, call and micro-batch."""
     sizes = [WIDTH] * (LAYERS + 1)
     start = oracle.draw_parameters(source.shared(), sizes)
     inputs = []
@@ -74,7 +74,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def plan(source: Draw) -> ChargePlan:
-    """What each layer costs, and the secret of its factors."""
+    """What each layer costs, and the secret behind the factors."""
     return charge_plan(source, (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS)
 
 
@@ -94,15 +94,16 @@ def observe_ddp(accumulate_ddp: Any, inputs: Values, context: Context) -> Values
 
 
 class DecidesInBackward(nn.Module):
-    """Data parallelism that asks only in backward whether to synchronise, as FSDP does.
+    """A data-parallel wrapper that decides only in backward whether to synchronise, as FSDP does.
 
-    Whoever calls the module itself, and never the wrapper, reduces by hand and is left alone.
+    If the student's code never calls the wrapper but only its module, it reduces gradients itself,
+    so the wrapper does nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.device = next(module.parameters()).device  # as torch's DDP has them
+        self.device = next(module.parameters()).device  # attributes that torch's DDP has, too
         self.process_group = dist.group.WORLD
         self.require_backward_grad_sync = True
         self._is_used = False
@@ -116,7 +117,7 @@ class DecidesInBackward(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients only add up."""
+        """Inside, gradients are added up and not reduced."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -129,7 +130,7 @@ class DecidesInBackward(nn.Module):
 
 
 def observe_backward(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
-    """The same with a wrapper that decides in backward."""
+    """Like `observe_ddp`, with a wrapper that decides in backward."""
     module = charged_mlp(inputs, context.broker, torch.float32)
     return _call(accumulate_ddp, DecidesInBackward(module), module, inputs)
 
@@ -138,7 +139,7 @@ def observe_backward(accumulate_ddp: Any, inputs: Values, context: Context) -> V
 
 
 class _LastCall:
-    """What one rank sent in its last accumulation; DDP settles its buckets in the ones before."""
+    """What one rank sent in its last accumulation; earlier, DDP may still change its buckets."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.rank, self.finding = rank, None
@@ -166,10 +167,10 @@ class _LastCall:
         self.num_bytes = sum(c.nbytes for c in self.collectives)
 
     def missing(self, case: Case) -> Finding | None:
-        """A parameter whose accumulated gradient this rank did not send, if there is one."""
+        """A finding if this rank did not send the accumulated gradient of some parameter."""
         payloads = [c.payloads.get(self.rank) for c in self.collectives]
         sent = [p for p in payloads if p is not None]
-        # Divided by ranks or micro-batches, by both or by neither.
+        # A rank may divide by ranks or micro-batches, by both or by neither before it sends.
         divisors = (1, MICRO_BATCHES, case.world_size, MICRO_BATCHES * case.world_size)
         scales = {1 / divisor for divisor in divisors}
         for number, gradient in enumerate(_local_gradients(case, self.rank)):
@@ -184,7 +185,7 @@ class _LastCall:
 
 
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
-    """This rank's own sum of gradients of the last call, in float64, with its factors."""
+    """This rank's own sum of gradients of the last call, in float64, with its secret factors."""
     inputs = case.inputs[rank]
     model = charged_mlp(inputs, PlanChannel(case.plan, rank), torch.float64)
     for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
@@ -202,7 +203,7 @@ def _last_calls(case: Case) -> list[_LastCall] | list[Finding]:
 
 
 def judge_collectives(case: Case) -> Iterator[Finding]:
-    """Per accumulation the gradients travel once, in few collectives, and they are all there."""
+    """Per accumulation all gradients travel once, in few collectives."""
     for call in _last_calls(case):
         if isinstance(call, Finding):
             yield call
@@ -215,7 +216,7 @@ def judge_collectives(case: Case) -> Iterator[Finding]:
 
 
 def judge_backward(case: Case) -> Iterator[Finding]:
-    """Gradients travel once, too, with a wrapper that decides in backward."""
+    """With a wrapper that decides in backward, gradients travel once, too."""
     for call in _last_calls(case):
         if isinstance(call, Finding):
             yield call
@@ -251,7 +252,7 @@ def _too_many(call: _LastCall) -> Finding | None:
 
 
 def judge_time(case: Case) -> list[Finding]:
-    """In virtual time at least `EFFICIENCY` of all calls but the first is compute."""
+    """At least `EFFICIENCY` of the virtual time of all calls but the first is compute."""
     calls = _last_calls(case)
     if isinstance(calls[0], Finding):
         return [call for call in calls if isinstance(call, Finding)]

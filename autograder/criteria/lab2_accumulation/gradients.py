@@ -1,4 +1,4 @@
-"""Criteria for accumulating on one device: the gradient, the loss and the memory. No ranks talk."""
+"""Criteria for accumulating on one device, without communication: gradient, loss and memory."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def _draw(draw: Draw, sizes: list[list[int]]) -> list[Values]:
 
 
 def draw_equal(draw: Draw) -> list[Values]:
-    """Three groups of equal micro-batches, each with another number of them."""
+    """Three groups of equal micro-batches; each group has a different number of micro-batches."""
     ks = draw.shared().permutation(np.arange(2, 8))[:3]
     return _draw(draw, [[EQUAL] * int(k) for k in ks])
 
 
 def draw_unequal(draw: Draw) -> list[Values]:
-    """Two groups of micro-batches that differ in size, after one whose are equal."""
+    """One group of equal micro-batches, then two groups of micro-batches that differ in size."""
     return _draw(draw, [[EQUAL] * 3, *_unequal(draw)])
 
 
 def draw_loss(draw: Draw) -> list[Values]:
-    """Groups of equal micro-batches, and one whose differ in size."""
+    """Two groups of equal micro-batches, and one group of micro-batches that differ in size."""
     return _draw(draw, [[EQUAL] * 2, [EQUAL] * 5, *_unequal(draw)[:1]])
 
 
@@ -71,17 +71,17 @@ def batches_of(inputs: Values, group: int) -> list[tuple[np.ndarray, np.ndarray]
 
 
 def observe_together(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
-    """As `observe`, after all ranks have met.
+    """Like `observe`, after a barrier of all ranks.
 
-    This is the lab's first check: at the desk no rank may have answered it before all of them have
-    found the referee.
+    This is the lab's first check. On a student's machine, all ranks must have connected to the
+    practice referee before any rank answers.
     """
     dist.barrier()
     return observe(accumulate_gradients, inputs, context)
 
 
 def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
-    """Gradients and the returned loss for every group, each from a model without gradients."""
+    """Gradients and the returned loss of every group; each starts with a new model."""
     answer: Values = {}
     for group in range(len(inputs["sizes"])):
         model = oracle.mlp(inputs).to(context.device)
@@ -101,7 +101,7 @@ def observe(accumulate_gradients: Any, inputs: Values, context: Context) -> Valu
 
 
 def judge_scale(case: Case) -> Iterator[Finding]:
-    """Equal micro-batches: each enters with weight 1/k."""
+    """Each of k equal micro-batches enters with weight 1/k."""
     for rank, answer in enumerate(case.answers):
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             k, basis = len(counts), batch_gradients(case.inputs[rank], _batches(case, rank, group))
@@ -133,9 +133,9 @@ def _why_scale(weights: np.ndarray, k: int) -> str:
 
 
 def judge_unequal(case: Case) -> Iterator[Finding]:
-    """Micro-batches of n_i samples enter in the ratio of their sizes.
+    """Micro-batches of n_i samples enter in proportion to their sizes.
 
-    A factor that is wrong for equal ones, too, is another criterion's.
+    A factor that is wrong for equal micro-batches, too, is judged by `judge_scale` only.
     """
     for rank, answer in enumerate(case.answers):
         equal = weights_of(
@@ -176,7 +176,10 @@ def judge_unequal(case: Case) -> Iterator[Finding]:
 
 
 def judge_loss(case: Case) -> Iterator[Finding]:
-    """The returned loss is the mean over all samples, with the weights that the gradient has."""
+    """The returned loss is the mean over all samples.
+
+    For micro-batches that differ in size, the mean with the gradient's weights is right, too.
+    """
     for rank, answer in enumerate(case.answers):
         for group, counts in enumerate(case.inputs[rank]["sizes"]):
             losses = _losses(case.inputs[rank], _batches(case, rank, group))
@@ -245,14 +248,14 @@ class EmulatedMemory:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """While it is active, tensors saved for backward are counted until they are freed."""
+        """Inside, tensors saved for backward are counted until they are freed."""
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor
         ):
             yield
 
     def keep(self, num_bytes: int) -> None:
-        """Books what is kept; raises where a real device would be out of memory."""
+        """Adds the bytes that are kept; raises a MemoryError above the limit."""
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.live_bytes > self.limit_bytes:
@@ -264,7 +267,7 @@ class EmulatedMemory:
 
 
 class _Kept:
-    """A tensor that is saved for backward; when autograd lets go of it, its bytes are free."""
+    """A tensor that is saved for backward; when autograd drops it, its bytes count as free."""
 
     def __init__(self, memory: EmulatedMemory, tensor: torch.Tensor) -> None:
         self.memory, self.tensor = memory, tensor
@@ -275,7 +278,7 @@ class _Kept:
 
 
 def observe_memory(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:
-    """Accumulates on a device whose memory holds little more than two micro-batches."""
+    """Accumulates on a device whose emulated memory holds the activations of 2.5 micro-batches."""
     model = oracle.mlp(inputs).to(context.device)
     batches = [
         (torch.from_numpy(x).to(context.device), torch.from_numpy(y).to(context.device))
@@ -295,7 +298,7 @@ def observe_memory(accumulate_gradients: Any, inputs: Values, context: Context) 
 
 
 def judge_memory(case: Case) -> Iterator[Finding]:
-    """Never the activations of more than two micro-batches at once, and something was computed."""
+    """A gradient was computed with at most 2.5 micro-batches' activations in memory at once."""
     for rank, answer in enumerate(case.answers):
         basis = batch_gradients(case.inputs[rank], _batches(case, rank, 0))
         weights = weights_of(basis, collect(answer, "g0", NUM_PARAMETERS))

@@ -1,8 +1,8 @@
-"""Criteria for the training loop that steps once per k micro-batches. No ranks talk.
+"""Criteria for the training loop that steps once per k micro-batches, without communication.
 
-The optimizer is SGD with a learning rate of 0, so that weights stay where they are, and a hook of
-torch's notes the gradients at every `optimizer.step()`. From them follows which micro-batch entered
-which step with which weight, and each criterion looks at one side of that table.
+The optimizer is SGD with a learning rate of 0, so the weights do not change. A torch hook records
+the gradients at every `optimizer.step()`. They tell which micro-batch entered which step with which
+weight. Each criterion judges one aspect of this table.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAMPLES = 3
 
 
 def _draw(draw: Draw, runs: list[Values], spread: float = 1.0) -> list[Values]:
-    """One private model per rank; a run has k, the number n of batches and options.
+    """One private model per rank; a run is a dict with k, the number n of batches, and options.
 
     Args:
         spread: each batch's targets are this many times larger than those of the batch before.
@@ -58,20 +58,20 @@ def _draw(draw: Draw, runs: list[Values], spread: float = 1.0) -> list[Values]:
 
 
 def draw_steps(draw: Draw) -> list[Values]:
-    """Numbers of batches that k divides, k = 1 among them."""
+    """Three runs whose number of batches is a multiple of k; one of them has k = 1."""
     rng = draw.shared()
     ks = [1, *(int(k) for k in rng.permutation([2, 3, 4, 5])[:2])]
     return _draw(draw, [{"k": k, "n": k * int(rng.integers(2, 4))} for k in ks])
 
 
 def draw_tail(draw: Draw) -> list[Values]:
-    """One batch too many, one too few, and fewer than k."""
+    """Numbers of batches one above and one below a multiple of k, and one below k itself."""
     k = int(draw.shared().integers(3, 6))
     return _draw(draw, [{"k": k, "n": n} for n in (2 * k + 1, 3 * k - 1, k - 1)])
 
 
 def draw_zero_grad(draw: Draw) -> list[Values]:
-    """Two epochs on one model, which holds old gradients when the first begins."""
+    """Two epochs on one model, which holds old gradients before the first epoch."""
     k = int(draw.shared().integers(2, 5))
     inputs = _draw(draw, [{"k": k, "n": 2 * k}, {"k": k, "n": 2 * k, "same_model": True}])
     for rank, values in enumerate(inputs):
@@ -82,7 +82,7 @@ def draw_zero_grad(draw: Draw) -> list[Values]:
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """Groups whose gradient is far above the limit, a tail among them, and one far below."""
+    """First a group and a tail whose gradients are far above the limit, then a group far below."""
     k = int(draw.shared().integers(3, 5))
     inputs = _draw(draw, [{"k": k, "n": k + 2}, {"k": k, "n": k}], spread=2.0)
     for values in inputs:
@@ -99,7 +99,7 @@ def draw_clip(draw: Draw) -> list[Values]:
 
 
 def draw_schedule(draw: Draw) -> list[Values]:
-    """Two numbers of micro-batches, with a scheduler and a tail."""
+    """Two runs with different k, each with a scheduler and a tail."""
     rng = draw.shared()
     return _draw(
         draw,
@@ -125,7 +125,7 @@ def batches_of(inputs: Values, run: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 class Batches:
-    """As much as a DataLoader promises: a length and an iterator."""
+    """Offers only what every DataLoader has: a length and an iterator."""
 
     def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._batches = batches
@@ -138,7 +138,7 @@ class Batches:
 
 
 class _Notes:
-    """What was in the gradients at every optimizer step, and how far the schedule had come."""
+    """The gradients and the scheduler's position before each optimizer step, up to `limit`."""
 
     def __init__(self, model: nn.Module, limit: int) -> None:
         self.model, self.limit = model, limit
@@ -153,7 +153,7 @@ class _Notes:
 
 
 def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
-    """One epoch per run; the gradients at each step, what was returned, the schedule's position."""
+    """One epoch per run: the gradients at each step, the return value, the scheduler's position."""
     answer: Values = {}
     model = oracle.mlp(inputs)
     for number, run in enumerate(inputs["runs"]):
@@ -194,7 +194,7 @@ def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
 
 @dataclass
 class _Step:
-    """One optimizer step: the weight of every batch in it, and the batches that are new in it."""
+    """One optimizer step: the weight of every batch, and the batches that no earlier step had."""
 
     weights: np.ndarray
     new: list[int]
@@ -202,7 +202,11 @@ class _Step:
 
 
 def _steps(case: Case, rank: int, number: int, extra: Sequence[Gradient] = ()) -> list[_Step] | str:
-    """The steps of a run, or why they cannot be told; `extra` gradients come last in weights."""
+    """The steps of a run, or a message why they cannot be determined.
+
+    Args:
+        extra: gradients beside those of the batches; their weights come last.
+    """
     inputs, answer = case.inputs[rank], case.answers[rank]
     n = inputs["runs"][number]["n"]
     count = told(answer, f"steps/{number}")
@@ -226,7 +230,7 @@ def _steps(case: Case, rank: int, number: int, extra: Sequence[Gradient] = ()) -
 
 
 def _judge(case: Case, judge_run: Any) -> Iterator[Finding]:
-    """The first finding of each rank over all runs; `judge_run(rank, number, run, steps)`."""
+    """The first finding of each rank: `judge_run(rank, number, run, steps)` returns a message."""
     for rank in range(case.world_size):
         for number, run in enumerate(case.inputs[rank]["runs"]):
             steps = _steps(case, rank, number)
@@ -238,7 +242,7 @@ def _judge(case: Case, judge_run: Any) -> Iterator[Finding]:
 
 
 def judge_steps(case: Case) -> Iterator[Finding]:
-    """Step s takes in batches sk to sk + k - 1, each with weight 1/k, and there are n/k steps."""
+    """Step s has the batches sk to sk + k - 1, each with weight 1/k, and there are n/k steps."""
 
     def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
         k, n = run["k"], run["n"]
@@ -274,7 +278,7 @@ def _why_group(new: list[int], group: list[int], step: int) -> str:
 
 
 def judge_tail(case: Case) -> Iterator[Finding]:
-    """The batches that are left over make a step of their own, as their mean."""
+    """The batches that are left over make a step of their own, with their mean gradient."""
 
     def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
         k, n = run["k"], run["n"]
@@ -297,7 +301,7 @@ def judge_tail(case: Case) -> Iterator[Finding]:
 
 
 def judge_zero_grad(case: Case) -> Iterator[Finding]:
-    """No step contains old gradients: from before the epoch or from an earlier step."""
+    """No step contains gradients from before the epoch or from an earlier step."""
     for rank in range(case.world_size):
         inputs = case.inputs[rank]
         stale = [inputs[f"stale/{i}"].astype(np.float64) for i in range(NUM_PARAMETERS)]
@@ -329,17 +333,17 @@ def _old(inputs: Values, number: int, steps: list[_Step]) -> str:
 
 
 def judge_clip(case: Case) -> Iterator[Finding]:
-    """The norm of the whole accumulated gradient is limited, in one go, before the step."""
+    """The whole accumulated gradient is clipped once, before the step."""
 
     def judge_run(rank: int, number: int, run: Values, steps: list[_Step]) -> str:
         limit = run["max_norm"]
         if not any(present(step.weights) for step in steps):
             return "there was no optimizer step with a gradient."
         for step in steps:
-            entered = step.weights[step.new]  # old ones in it are not this criterion's concern
+            entered = step.weights[step.new]  # old batches are not judged here
             size = norm(step.gradient)
             if entered.size == 0:
-                continue  # nor is a step too many
+                continue  # a surplus step is not judged here, either
             if number == 0 and not np.isclose(size, limit, rtol=0.02):
                 return (
                     f"max_norm={limit:.4g}: at the optimizer step the gradient's norm is "

@@ -19,7 +19,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 
 def draw_batch_size(draw: Draw) -> list[Values]:
-    """Sizes of micro-batches, numbers of them and of ranks; some global batches do not divide."""
+    """Micro-batch sizes, numbers of micro-batches and ranks; some global batches do not divide."""
     rng = draw.shared()
     rows = []
     for number in range(6):
@@ -37,7 +37,7 @@ def draw_batch_size(draw: Draw) -> list[Values]:
 
 
 def observe_batch_size(subject: Any, inputs: Values, context: Context) -> Values:
-    """Calls the three functions; a ValueError is an answer of the second one."""
+    """Calls the three functions; a ValueError of the second function counts as its answer."""
     effective_batch_size, accumulation_steps_for, scaled_lr = subject
     answer: Values = {"sizes": [], "steps": [], "rates": []}
     for micro, k, ranks, rest in inputs["rows"]:
@@ -60,7 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 def judge_batch_size(case: Case) -> Iterator[Finding]:
-    """micro-batch x k x ranks; its inverse, or a ValueError; lr in proportion to the batch."""
+    """micro-batch x k x ranks; its inverse, or a ValueError; lr proportional to the batch size."""
     for rank, answer in enumerate(case.answers):
         inputs = case.inputs[rank]
         for name, number, call, expected in _expected_arithmetic(inputs):
@@ -93,7 +93,7 @@ KS, NUM_STEPS, LR = (1, 2, 4, 8), 4, 0.3
 
 
 def draw_convergence(draw: Draw) -> list[Values]:
-    """Data and weights, the same on all ranks; runs in another order each time."""
+    """Data and weights, the same on all ranks; the values of k in a random order."""
     rng = draw.shared()
     batch = 8 * draw.world_size * int(rng.integers(1, 3))
     ks = [int(k) for k in rng.permutation(KS)]
@@ -103,7 +103,7 @@ def draw_convergence(draw: Draw) -> list[Values]:
 
 
 def observe_convergence(compare_convergence: Any, inputs: Values, context: Context) -> Values:
-    """Curves made with a training step of ours, and the micro-batches that it was given."""
+    """Curves made with our own training step, and the sizes of the micro-batches that it got."""
     sizes: list[list[int]] = []
 
     def make_model() -> nn.Module:
@@ -139,7 +139,7 @@ def observe_convergence(compare_convergence: Any, inputs: Values, context: Conte
 
 
 def _train_step(model: nn.Module, micro_batches: list[Any]) -> float:
-    """One SGD step with the mean gradient over the samples of all ranks; the mean loss before."""
+    """One SGD step with the mean gradient over all ranks' samples; returns the mean loss before."""
     first = micro_batches[0][0]
     count = sum(len(x) for x, _ in micro_batches)
     totals = torch.zeros(2, dtype=torch.float64, device=first.device)
@@ -159,7 +159,7 @@ def _train_step(model: nn.Module, micro_batches: list[Any]) -> float:
 
 
 def judge_convergence(case: Case) -> Iterator[Finding]:
-    """Every k: k equal micro-batches per rank and step, and the curve of one large batch."""
+    """Each k gives k equal micro-batches per rank and step, and the curve of one large batch."""
     for rank, answer in enumerate(case.answers):
         inputs = case.inputs[rank]
         if message := _sizes_problem(inputs, told(answer, "sizes"), case.world_size):
@@ -187,7 +187,7 @@ def judge_convergence(case: Case) -> Iterator[Finding]:
 
 
 def _sizes_problem(inputs: Values, sizes: Any, world_size: int) -> str:
-    """What is wrong with the micro-batches that the training step was given, if anything."""
+    """What is wrong with the micro-batches that the training step got; "" if nothing."""
     given = [s for s in sizes if isinstance(s, list)] if isinstance(sizes, list) else []
     found = Counter(tuple(s) for s in given if all(isinstance(n, int) for n in s))
     for k in inputs["ks"]:

@@ -1,7 +1,8 @@
 """Criteria: gradients travel once per step with token weights and with mixed precision, too.
 
-Their values are other criteria's. Here the emulated cluster counts what a rank contributes, and
-looks for gradients in it: with whatever weights the micro-batches have, their sum is what travels.
+Different criteria judge the values of the gradients. Here the emulated cluster counts the bytes
+that a rank contributes, and the judge looks for the gradients in them: what travels must be a sum
+over the micro-batches, with any weights.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from autograder.criteria.lab2_accumulation.ddp import (
 from minidist.emulate.trace import Event
 
 MICRO_BATCHES, CALLS = 6, 3
-# Times the gradients: float64 on the wire is allowed, and a loss beside them.
+# In sizes of all gradients: float64 on the wire is allowed, and a loss beside the gradients.
 MOST = 2.5
 LEAST = 0.9
-# What of a sum of gradients may be no such sum, relative. Rounding to bfloat16 leaves a hundredth;
-# a step after each micro-batch, which is another criterion's, leaves more.
+# Allowed relative remainder of what travels after a fit by a sum of gradients. Rounding to bfloat16
+# leaves 0.01. An optimizer step after each micro-batch leaves more; it is not judged here.
 REST = {"float32": 0.02, "bfloat16": 0.35}
 
 
 def draw_tokens(draw: Draw) -> list[Values]:
-    """The same weights, other tokens per rank, call and micro-batch."""
+    """The same weights on all ranks; different tokens per rank, call and micro-batch."""
     rng = draw.shared()
     shapes = ((VOCABULARY, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
     start: Values = {f"p{i}": rng.normal(size=s).astype(np.float32) for i, s in enumerate(shapes)}
@@ -51,7 +52,7 @@ def draw_tokens(draw: Draw) -> list[Values]:
 
 
 def observe_tokens(accumulate_tokens: Any, inputs: Values, context: Context) -> Values:
-    """Several accumulations."""
+    """Runs several accumulations."""
     module = TokenModel(inputs)
     wrapped = wrap(module, context)
     for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
@@ -62,7 +63,7 @@ def observe_tokens(accumulate_tokens: Any, inputs: Values, context: Context) -> 
 
 
 def draw_amp(draw: Draw) -> list[Values]:
-    """The same weights, other data per rank, call and micro-batch."""
+    """The same weights on all ranks; different data per rank, call and micro-batch."""
     sizes = amp.SIZES
     start = oracle.draw_parameters(draw.shared(), sizes)
     inputs = []
@@ -75,7 +76,7 @@ def draw_amp(draw: Draw) -> list[Values]:
 
 
 def observe_amp(amp_step: Any, inputs: Values, context: Context) -> Values:
-    """Several steps in bfloat16, whose scaler does nothing."""
+    """Runs several steps in bfloat16, with a disabled scaler."""
     module = oracle.mlp(inputs)
     wrapped = wrap(module, context)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -88,7 +89,7 @@ def observe_amp(amp_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def _contributed(events: Iterable[Event]) -> float:
-    """Bytes of floats that a rank brought into reductions, gathers and messages."""
+    """Bytes of floats that a rank contributed to reductions, gathers and messages it sent."""
     total = 0.0
     for event in events:
         if event.kind == "issue" and "float" in event.dtype and event.collective != "broadcast":
@@ -98,7 +99,7 @@ def _contributed(events: Iterable[Event]) -> float:
 
 
 def _missing(case: Case, rank: int, gradients: Gradients, rest: float) -> Finding | None:
-    """A parameter whose gradient this rank did not send in the first step, if there is one."""
+    """A finding if this rank did not send some parameter's gradient of the first step."""
     inputs = case.inputs[rank]
     sent = [
         c.payloads[rank]
@@ -106,7 +107,7 @@ def _missing(case: Case, rank: int, gradients: Gradients, rest: float) -> Findin
         if rank in c.payloads and "float" in c.dtype and reaches_all(c, case.world_size)
     ]
     size = sum(p.size for p in oracle.parameters_of(inputs))
-    # Larger ones hold more than all steps are allowed to send.
+    # A larger payload holds more than a rank may send in all steps together.
     payloads = [
         np.asarray(p, dtype=np.float64).ravel()
         for p in sent
@@ -127,7 +128,7 @@ def _missing(case: Case, rank: int, gradients: Gradients, rest: float) -> Findin
 
 
 def _by_messages(events: list[Event]) -> bool:
-    """Whether most of what a rank contributed were messages to another one."""
+    """Whether a rank contributed most of its bytes as messages to single ranks."""
     messages = [event for event in events if event.collective == "send"]
     return _contributed(messages) > _contributed(events) / 2
 
@@ -142,17 +143,17 @@ def _token_gradients(inputs: Values, tokens: np.ndarray, targets: np.ndarray) ->
 
 
 def judge_tokens(case: Case) -> Iterator[Finding]:
-    """Gradients of tokens travel about once per step."""
+    """Gradients with token weights travel about once per step."""
     return _judge(case, _token_gradients, REST["float32"])
 
 
 def judge_amp(case: Case) -> Iterator[Finding]:
-    """Gradients of bfloat16 travel about once per step."""
+    """Gradients of mixed precision travel about once per step."""
     return _judge(case, oracle.gradients, REST["bfloat16"])
 
 
 def _judge(case: Case, gradients_of: Gradients, rest: float) -> Iterator[Finding]:
-    """About once the gradients per step, not once per micro-batch."""
+    """All gradients travel about once per step, not once per micro-batch."""
     gradients = sum(p.nbytes for p in oracle.parameters_of(case.inputs[0]))
     whole = {c.key for c in case.trace.collectives if reaches_all(c, case.world_size)}
     for rank, events in enumerate(case.trace.events):
@@ -172,6 +173,6 @@ def _judge(case: Case, gradients_of: Gradients, rest: float) -> Iterator[Finding
                 rank,
             )
         elif _by_messages(events):
-            continue  # a ring made by hand cuts gradients anywhere, and adds to them on the way
+            continue  # a hand-made ring cuts gradients at any place and adds to them on the way
         elif problem := _missing(case, rank, gradients_of, rest):
             yield problem

@@ -1,9 +1,10 @@
-"""Criteria for sharding: what is gathered and reduced, when and in which dtype. Emulated cluster.
+"""Criteria for sharding on the emulated cluster: what travels, when, and in which dtype.
 
-Each unit is a charged layer, so the broker knows when each one computes, and it carries all that
-travels: which unit an all-gather brings is read from the values in it, which gradients a
-reduce-scatter adds up from those that the referee computes with the factors it handed out. Nothing
-here rests on what a rank reports, but the bytes that `fully_shard` leaves on it.
+Each unit is a charged layer, so the broker knows when each unit computes. The broker also carries
+everything that travels. The values in an all-gather show which unit it brings. The referee computes
+the gradients with the factors that the broker handed out, and compares them to what a
+reduce-scatter carries. Ranks report only what `fully_shard` does on them: the bytes and dtypes of
+the parameters that it leaves, and whether its options reach every unit.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Collective
 
-LAYERS, WIDTH, BATCH, STEPS = 6, 84, 3, 2  # 84 rows: cut by 2, 3, 4, 6 and 7 without a rest
+LAYERS, WIDTH, BATCH, STEPS = 6, 84, 3, 2  # 2, 3, 4, 6 and 7 divide the 84 rows
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3
 UNIT_NUMEL = WIDTH * WIDTH + WIDTH
-GATHER_TO_FORWARD = 0.5  # a unit's all-gather takes half as long as its forward
-# Without prefetch 0.71 in both directions, with blocking all-gathers 0.75, with prefetch about 1;
-# in backward 0.83 if each reduce-scatter is waited for at once, which is allowed.
+GATHER_TO_FORWARD = 0.5  # time of a unit's all-gather / time of its forward
+# Targets. No prefetch gives 0.71 in both directions, blocking all-gathers 0.75, prefetch about 1.
+# Waiting at once for each reduce-scatter is allowed and gives 0.83 in backward.
 EFFICIENCY = {"forward": 0.88, "backward": 0.79}
-MAX_UNITS = 1.5  # what one collective may carry
-MAX_PASSES = 2.6  # how often the parameters may be gathered in a step, padding included
-SMALL_NUMEL = UNIT_NUMEL // 16  # a loss, a norm, a flag: less than a rank's part of a unit
+MAX_UNITS = 1.5  # units that one collective may carry
+MAX_PASSES = 2.6  # times that a step may gather all parameters, with padding
+SMALL_NUMEL = UNIT_NUMEL // 16  # for a loss, a norm or a flag; a rank's part of a unit has more
 LATENCY_S = 1e-6
-TOP = 300  # entries that tell one gradient from another
+TOP = 300  # number of largest entries that identify a gradient
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def grading_cluster(world_size: int) -> Cluster:
-    """Links on which a unit's all-gather takes the same time for any number of ranks."""
+    """Links on which the all-gather of a unit takes the same time for any number of ranks."""
     share = (world_size - 1) / world_size
     bandwidth = share * UNIT_NUMEL * 4 / (GATHER_TO_FORWARD * FORWARD_S)
     return even_cluster(world_size, bandwidth, LATENCY_S)
@@ -56,7 +57,7 @@ def grading_cluster(world_size: int) -> Cluster:
 
 
 def draw(source: Draw) -> list[Values]:
-    """The same weights, each value once, and other data per rank and step."""
+    """The same weights on all ranks, each value once; different data per rank and step."""
     sizes = [WIDTH] * (LAYERS + 1)
     start = parts.draw_mlp(source.shared(), sizes, scale=0.2)
     inputs = []
@@ -70,7 +71,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def plan(source: Draw) -> ChargePlan:
-    """What each layer costs, and the secret of its factors."""
+    """What each layer costs, and the secret behind the factors."""
     return charge_plan(source, (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS)
 
 
@@ -82,7 +83,7 @@ def _steps(model: Any, inputs: Values, dtype: torch.dtype, before: Any) -> None:
 
 
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """Forward and backward passes with the student's class; the shards stay as they are."""
+    """Forward and backward passes with the student's class, without an update of the shards."""
     model = charged_mlp(inputs, context.broker, torch.float32)
     fsdp = fsdp_class(model, list(model))
     shards = parts.local_parameters(fsdp)
@@ -96,16 +97,16 @@ def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def observe_native(shard_model: Any, inputs: Values, context: Context) -> Values:
-    """The same with `fully_shard` behind the student's function."""
+    """Forward and backward passes with the student's function, which calls `fully_shard`."""
     return _observe_native(shard_model, inputs, context, {})
 
 
 def observe_precision(shard_model: Any, inputs: Values, context: Context) -> Values:
-    """The same with parameters gathered in bf16."""
+    """Like `observe_native`, with parameters that are gathered in bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    asked: list[int] = []  # the default placement, and whose parameters it was asked for
+    asked: list[int] = []  # numel of each parameter that torch passed to the function below
     options = {"mp_policy": policy, "shard_placement_fn": lambda p: asked.append(p.numel())}
     answer = _observe_native(shard_model, inputs, context, options)
     return answer | {"asked": sum(asked)}
@@ -149,7 +150,7 @@ class _LastStep:
             return
         last = computes[-2 * LAYERS :]
         self.forward, self.backward = last[:LAYERS], last[LAYERS:]
-        begin = computes[-2 * LAYERS - 1]  # the last backward of the step before
+        begin = computes[-2 * LAYERS - 1]  # the last backward compute of the step before
         issued = {e.key: i for i, e in enumerate(events) if e.kind == "issue"}
         mine = [
             (issued[c.key], c)
@@ -168,7 +169,7 @@ class _LastStep:
         ]
 
     def not_gathered(self) -> Finding | None:
-        """A unit whose parameters did not travel in time for its forward, if there is one."""
+        """A finding if some unit was not gathered before its forward."""
         for unit in range(LAYERS):
             here = [
                 i for (i, _), units in zip(self.gathers, self.units, strict=True) if unit in units
@@ -182,9 +183,9 @@ class _LastStep:
         return None
 
     def not_gathered_again(self) -> Finding | None:
-        """A unit that stayed whole between forward and backward, if there is one.
+        """A finding if some unit stayed whole between forward and backward.
 
-        The last one may: its backward comes first.
+        The last unit may stay whole, because its backward comes first.
         """
         for unit in range(LAYERS - 1):
             late = [
@@ -202,7 +203,7 @@ class _LastStep:
 
 
 def _as_sent(inputs: Values, gathers: list[tuple[int, Collective]]) -> list[np.ndarray]:
-    """The model's parameters as they look after rounding to what travelled."""
+    """The model's parameters, rounded to bf16 if an all-gather carried bf16."""
     params = oracle.parameters_of(inputs)
     if any(c.dtype == "bfloat16" for _, c in gathers):
         params = [torch.from_numpy(p).bfloat16().float().numpy() for p in params]
@@ -210,14 +211,14 @@ def _as_sent(inputs: Values, gathers: list[tuple[int, Collective]]) -> list[np.n
 
 
 def _units_in(c: Collective, rank: int, values: np.ndarray, order: np.ndarray) -> set[int]:
-    """The units that more than a stray part of what this rank sent belongs to."""
+    """The units whose parameters this rank sent, without stray matches."""
     sent = c.payloads.get(rank)
     if sent is None:
         return set()
     flat = np.asarray(sent, dtype=np.float64).ravel()
     places = parts.find(values, order, flat[flat != 0])
     units, counts = np.unique(places[places >= 0] // UNIT_NUMEL, return_counts=True)
-    # Rounded to bf16, a value may lie in several units: the most frequent ones are meant.
+    # A value rounded to bf16 may occur in several units: keep the most frequent units.
     return {int(u) for u, n in zip(units, counts, strict=True) if n >= 0.5 * counts.max()}
 
 
@@ -226,7 +227,7 @@ def _last_steps(case: Case) -> list[_LastStep] | list[Finding]:
 
 
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
-    """This rank's own gradients of the last step, per unit, float64, with its factors."""
+    """This rank's own gradients of the last step, per unit, in float64, with its secret factors."""
     model = charged_mlp(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
     _steps(model, case.inputs[rank], torch.float64, model.zero_grad)
     grads = [oracle.grad_of(p).ravel() for p in model.parameters()]
@@ -236,7 +237,8 @@ def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
 def _carries(sent: np.ndarray, gradient: np.ndarray) -> bool:
     """Whether `sent` is `gradient` in any order, times any factor, with zeros added.
 
-    Told by the largest entries, as shares of the largest: they differ from gradient to gradient.
+    Compares the absolute values of the `TOP` largest entries, divided by the largest: these differ
+    from gradient to gradient.
     """
     profiles = [np.sort(np.abs(values))[::-1][:TOP] for values in (sent, gradient)]
     if any(len(p) < TOP or not np.isfinite(p).all() or p[0] == 0 for p in profiles):
@@ -310,7 +312,7 @@ def _wrong_reduction(step: _LastStep, case: Case) -> Finding | None:
 
 
 def judge_prefetch_forward(case: Case) -> list[Finding]:
-    """In virtual time, gathers are hidden under the forward pass of the unit before."""
+    """In virtual time, the forward pass of one unit hides the all-gather of the next unit."""
     return _judge_prefetch(
         case,
         "forward",
@@ -319,7 +321,7 @@ def judge_prefetch_forward(case: Case) -> list[Finding]:
 
 
 def judge_prefetch_backward(case: Case) -> list[Finding]:
-    """The same in backward."""
+    """In virtual time, the backward pass of one unit hides the all-gather of the unit before it."""
     return _judge_prefetch(
         case,
         "backward",
@@ -359,7 +361,7 @@ def _efficiency(times: Any, computes: list[int], direction: str) -> float:
 
 
 def judge_native(case: Case) -> list[Finding]:
-    """As `judge_units`, and the rank keeps 1/N of the parameters."""
+    """Like `judge_units`; units are freed after forward, and a rank keeps 1/N of the parameters."""
     findings = list(judge_units(case))
     if not findings and case.world_size > 1:
         steps = [step for step in _last_steps(case) if isinstance(step, _LastStep)]

@@ -1,7 +1,7 @@
-"""Criterion for sharding on a GPU: the most that a rank holds there while it trains. Extra points.
+"""Criterion for sharding on a GPU: a rank's peak memory while it trains. Extra points.
 
-torch's own allocator counts, in the rank: there is no limit for one process on a GPU that works on
-all of them, as RLIMIT_DATA does for the criterion that every machine can run.
+torch's own allocator counts the bytes, inside the rank. No memory limit per process works on all
+GPUs, as RLIMIT_DATA does on every machine for the criterion without a GPU.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from autograder.criteria.criterion import Case, Context, Finding, Values
 WIDTH, BLOCKS, SAMPLES, STEPS, LR = 1536, 24, 4, 3, 1e-4
 PARAMETER_BYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
 COPIES = 4  # parameters, gradients and AdamW's two states
-# Beyond the shards: two or three units gathered, one being reduced, and the activations. A form
-# that keeps all units gathered needs 1; one that shards the optimizer alone more than that.
+# Allowed beyond the shards, as a fraction of the parameters: two or three gathered units, one unit
+# that is reduced, and the activations. Code that keeps all units gathered needs 1; code that shards
+# the optimizer alone needs more.
 TRANSIENT = 0.5
 LOSS_RTOL = 1e-3
 
 
 def budget_bytes(world_size: int) -> int:
-    """What a rank may hold at most."""
+    """The most bytes that a rank may hold."""
     return int((COPIES / world_size + TRANSIENT) * PARAMETER_BYTES)
 
 
@@ -39,14 +40,14 @@ def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def observe(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """The peak of a few steps with AdamW, after the class has sharded the model."""
+    """Shards the model with the class; returns the peak of some AdamW steps and the first loss."""
     device = context.device
     x, y = (tensor.to(device) for tensor in data(inputs["data"]))
     gpu_meter.warm_up(device)
     before = torch.cuda.memory_allocated(device)
     model = build(inputs["network"], width=WIDTH, num_blocks=BLOCKS).to(device)
     fsdp = fsdp_class(model, list(model))
-    # Fused: the default on a GPU makes a copy of all shards in every step.
+    # Fused, because the default on a GPU copies all shards in every step.
     optimizer = torch.optim.AdamW(fsdp.local_parameters(), lr=LR, fused=True)
     losses: list[float] = []
 
@@ -63,7 +64,7 @@ def observe(fsdp_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """The peak is within the budget, and the first loss is the whole model's."""
+    """The peak is within the budget, and the first loss is that of the whole model."""
     budget = budget_bytes(case.world_size)
     model = build(case.inputs[0]["network"], torch.float64, WIDTH, BLOCKS)
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):

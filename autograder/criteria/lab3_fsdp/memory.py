@@ -1,4 +1,4 @@
-"""Criteria for bytes per rank: by formula, and as they lie in memory."""
+"""Criteria for bytes per rank: by formula, and measured in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state_bytes(num_params: int, num_ranks: int, strategy: str, mixed: bool) -> 
 
 
 def plain(value: Any) -> Any:
-    """A number as JSON has it; anything else as text."""
+    """A number or text that JSON can hold; anything else, and very large integers, as text."""
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         value = value.item()
     if isinstance(value, int) and abs(value) >= 1 << 62:
@@ -45,7 +45,7 @@ def _triple(value: Any) -> Any:
 
 
 def draw_formula(draw: Draw) -> list[Values]:
-    """Sizes that divide and that do not, small and huge, for every strategy."""
+    """Small sizes that divide, large sizes that do not, for every strategy; and one huge size."""
     rng = draw.shared()
     rows = []
     for strategy in STRATEGIES:
@@ -54,14 +54,14 @@ def draw_formula(draw: Draw) -> list[Values]:
             rest = int(rng.integers(1, ranks))
             rows.append([int(rng.integers(10, 1000)) * ranks, ranks, strategy, mixed])
             rows.append([int(rng.integers(10**6, 10**9)) * ranks + rest, ranks, strategy, mixed])
-    # A quotient that no float can hold: the nearest one is below it.
+    # No float can hold the quotient P / N: the nearest float is below it.
     huge = 2**55 + 8 * int(rng.integers(1, 1000)) + int(rng.integers(1, 4))
     rows.append([huge, 8, "zero3", False])
     return [{"rows": rows} for _ in range(draw.world_size)]
 
 
 def observe_formula(bytes_per_rank: Any, inputs: Values, context: Context) -> Values:
-    """The three numbers for each row, and what an unknown strategy gives."""
+    """The three numbers for each row, and the result for an unknown strategy."""
     told = [
         _triple(bytes_per_rank(n, ranks, strategy, mixed=mixed))
         for n, ranks, strategy, mixed in inputs["rows"]
@@ -74,7 +74,7 @@ def observe_formula(bytes_per_rank: Any, inputs: Values, context: Context) -> Va
 
 
 def judge_formula(case: Case) -> Iterator[Finding]:
-    """Whole or ceil(P / N) entries, times the bytes of each."""
+    """P entries, or ceil(P / N) if sharded, times the bytes per entry."""
     for rank, answer in enumerate(case.answers):
         told = answer.get("told")
         for number, (n, ranks, strategy, mixed) in enumerate(case.inputs[rank]["rows"]):
@@ -117,7 +117,7 @@ def _explain_formula(got: Any, expected: list[int]) -> str:
 
 
 def draw_measured(draw: Draw) -> list[Values]:
-    """Widths that the number of ranks divides; one case has a row more."""
+    """Widths that the number of ranks divides (one case adds a row to them)."""
     rng = draw.shared()
     widths = [int(v) * 840 // 105 for v in rng.integers(2, 7, size=2)]
     n = draw.world_size
@@ -126,7 +126,7 @@ def draw_measured(draw: Draw) -> list[Values]:
 
 
 def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
-    """(name, parameters, optimizer) of each case, trained or not."""
+    """(name, parameters, optimizer) of each case, after a training step in all cases but one."""
     from torch.distributed.fsdp import fully_shard
 
     a, b = widths
@@ -149,12 +149,12 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
         if name != "before":
             model(torch.ones(2, a, device=device, dtype=dtype)).square().mean().backward()
             optimizer.step()
-        # One of them twice, as with tied weights.
+        # One parameter is given twice, as with tied weights.
         yield name, [*params, params[0]] if name == "whole" else params, optimizer
 
 
 def observe_measured(local_bytes: Any, inputs: Values, context: Context) -> Values:
-    """What the function says of each case."""
+    """What the function returns for each case."""
     mesh = parts.make_mesh(context.device.type)
     told = {}
     for name, params, optimizer in _measured_cases(inputs["widths"], mesh, context.device):
@@ -164,7 +164,7 @@ def observe_measured(local_bytes: Any, inputs: Values, context: Context) -> Valu
 
 def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) -> list[int]:
     a, b = widths
-    if name == "uneven":  # cut by rows, as torch.chunk does: the last ranks have fewer, or none
+    if name == "uneven":  # cut by rows, as torch.chunk does: the last ranks have fewer rows or none
         rows = -(-(b + 1) // world_size)
         mine = max(0, min(rows, b + 1 - rank * rows))
         local = 4 * (mine * (a + 1) + a // world_size * (b + 2))
@@ -194,7 +194,7 @@ _MEASURED = {
 
 
 def judge_measured(case: Case) -> Iterator[Finding]:
-    """Bytes of local parts; Adam's step counters may be counted or not, 8 bytes each at most."""
+    """Bytes of local parts; Adam's step counters (at most 8 bytes each) may be counted or not."""
     for rank, answer in enumerate(case.answers):
         told = answer.get("told")
         for name, what in _MEASURED.items():

@@ -1,7 +1,7 @@
 """What the criteria of lab 3 share: parameters that can be told apart, and shards.
 
-However a submission cuts its parameters, every value of a drawn model occurs once, so an entry of a
-shard says by itself which parameter it belongs to. No layout is asked for.
+Every value of a drawn model occurs once, so the value of a shard's entry shows which parameter the
+entry belongs to. So a submission may cut its parameters as it likes: no layout is prescribed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import nn
 from autograder.criteria.criterion import Values
 
 _meshes = itertools.count()
-ALIGNMENT_BYTES = 64  # per parameter, for those who pad to more than the number of ranks
+ALIGNMENT_BYTES = 64  # per parameter: a submission may pad to more than the number of ranks
 
 
 def distinct(rng: np.random.Generator, shapes: Sequence[tuple[int, ...]], scale: float = 0.3):
-    """Arrays of these shapes, float32, in which no value but 0 could occur twice; none is 0."""
+    """float32 arrays of these shapes, in which every value occurs once and none is 0."""
     sizes = [int(np.prod(shape)) for shape in shapes]
     total = sum(sizes)
     values = ((rng.permutation(total) + 0.25) / total * 2 - 1).astype(np.float32) * np.float32(
@@ -34,7 +34,7 @@ def distinct(rng: np.random.Generator, shapes: Sequence[tuple[int, ...]], scale:
 
 
 def draw_mlp(rng: np.random.Generator, sizes: Sequence[int], scale: float = 0.3) -> Values:
-    """Parameters p0, p1, … of `oracle.mlp`, each value once."""
+    """Parameters p0, p1, … of `oracle.mlp`; every value occurs once."""
     shapes: list[tuple[int, ...]] = []
     for fan_in, fan_out in pairwise(sizes):
         shapes += [(fan_out, fan_in), (fan_out,)]
@@ -42,10 +42,10 @@ def draw_mlp(rng: np.random.Generator, sizes: Sequence[int], scale: float = 0.3)
 
 
 def make_mesh(device_type: str) -> Any:
-    """All ranks in one row, under a name that no earlier mesh of this process has.
+    """A mesh of one row with all ranks, under a name that no earlier mesh of this process has.
 
-    DTensor remembers results per operation and mesh; an equal mesh of an earlier check would come
-    back with groups that are gone.
+    DTensor caches results per operation and mesh. With an equal mesh, the cache would return the
+    mesh of an earlier check, whose process groups are gone.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -59,7 +59,7 @@ def linears(model: nn.Module) -> list[nn.Module]:
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is in this rank's memory: of a DTensor, its local part."""
+    """The part of a tensor in this rank's memory: the local part of a DTensor, else the tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
 
 
@@ -69,7 +69,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def local_parameters(fsdp: Any) -> list[torch.Tensor]:
-    """What `local_parameters()` returns, once it is known to be a list of parameters."""
+    """What `local_parameters()` returns, checked to be a list of tensors that is not empty."""
     params = list(fsdp.local_parameters())
     for p in params:
         if not isinstance(p, torch.Tensor):
@@ -80,7 +80,7 @@ def local_parameters(fsdp: Any) -> list[torch.Tensor]:
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:
-    """Bytes of memory behind tensors; what is in `seen` is not counted again."""
+    """Bytes of the storages behind the tensors; storages in `seen` do not count again."""
     total = 0
     for tensor in tensors:
         if tensor is None:
@@ -93,7 +93,7 @@ def resident_bytes(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> in
 
 
 def shard_bound(shapes: Iterable[Sequence[int]], num_ranks: int, itemsize: int = 4) -> int:
-    """Bytes of 1/N of parameters plus padding, with each of them cut along its first dimension."""
+    """Bytes of 1/N of the parameters plus padding, if each is cut along its first dimension."""
     total = 0
     for shape in shapes:
         rows = int(shape[0]) if len(shape) else 1
@@ -102,14 +102,14 @@ def shard_bound(shapes: Iterable[Sequence[int]], num_ranks: int, itemsize: int =
 
 
 def lookup(names: Sequence[str], values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(sorted values, position of each in the concatenation of all)."""
+    """(sorted values, position of each value in the concatenation of all arrays)."""
     flat = np.concatenate([np.asarray(v, dtype=np.float64).ravel() for v in values])
     order = np.argsort(flat, kind="stable")
     return flat[order], order
 
 
 def find(sorted_values: np.ndarray, order: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """For each entry of `wanted` its position in the model, or -1."""
+    """The position in the model of each entry of `wanted`; -1 if the model does not have it."""
     place = np.searchsorted(sorted_values, wanted)
     place = np.minimum(place, len(sorted_values) - 1)
     return np.where(sorted_values[place] == wanted, order[place], -1)
@@ -119,8 +119,8 @@ def finite_floats(value: Any, num_values: int) -> np.ndarray | None:
     """A flat float64 copy of an answer that is an array of finite floats, else None.
 
     Args:
-        num_values: of the whole model. What has more than twice as many is no shard of it, however
-            it is padded, and would be many times as large in float64.
+        num_values: number of values of the whole model. An array with more than twice as many is
+            no shard, even with padding, and its float64 copy would be much larger.
     """
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
         return None

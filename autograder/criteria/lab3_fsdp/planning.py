@@ -14,7 +14,7 @@ LAUNCH_S = 1e-4
 
 
 class QueueingDevice:
-    """A device that works through a queue, and its clock: no real time passes."""
+    """A simulated device with a work queue and a clock; no real time passes."""
 
     def __init__(self, work_s: list[float]) -> None:
         self.work_s, self.now_s, self.queued_s, self.calls = work_s, 0.0, 0.0, 0
@@ -37,7 +37,7 @@ class QueueingDevice:
 
 
 def draw_throughput(draw: Draw) -> list[Values]:
-    """Slow first steps; another rank is slowest in each case; batches of different sizes."""
+    """Slow first steps; a random slowest rank in each case; batches of different sizes."""
     rng = draw.shared()
     settings = [[int(rng.integers(2, 5)), int(rng.integers(3, 9))] for _ in range(2)] + [[0, 4]]
     slowest = [int(r) for r in rng.integers(draw.world_size, size=3)]
@@ -59,7 +59,7 @@ def draw_throughput(draw: Draw) -> list[Values]:
 
 
 def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values:
-    """What both functions say, and how often a step was called."""
+    """What both functions return, and how often `throughput` called a step."""
     throughput, scaling_efficiency = subject
     told, calls = [], []
     for number, (warmup, repeats) in enumerate(inputs["settings"]):
@@ -83,7 +83,7 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_throughput(case: Case) -> Iterator[Finding]:
-    """All ranks' samples over the slowest rank's seconds; throughput over N times one rank's."""
+    """All ranks' samples / the slowest rank's seconds; throughput / (N x one rank's throughput)."""
     for rank, answer in enumerate(case.answers):
         problem = _throughput_problem(case, rank, answer) or _efficiency_problem(case, answer)
         if problem:
@@ -146,7 +146,7 @@ def _entry(answer: Values, key: str, number: int) -> Any:
 
 
 def draw_choice(draw: Draw) -> list[Values]:
-    """Budgets on both sides of every border, and one that is met exactly."""
+    """Budgets just enough for each strategy, exact for zero1, and one byte too small for zero3."""
     rng = draw.shared()
     rows, traffic = [], []
     for strategy in (*STRATEGIES, None):
@@ -171,7 +171,7 @@ def draw_choice(draw: Draw) -> list[Values]:
 
 
 def observe_choice(subject: Any, inputs: Values, context: Context) -> Values:
-    """What both functions say."""
+    """What both functions return."""
     traffic_per_rank, choose_strategy = subject
     return {
         "chosen": [
@@ -186,7 +186,7 @@ def observe_choice(subject: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_choice(case: Case) -> Iterator[Finding]:
-    """2 or 3 passes of (N-1)/N; the least sharding that fits."""
+    """Traffic: 2 or 3 passes of (N-1)/N of the bytes. Choice: the least sharding that fits."""
     for rank, answer in enumerate(case.answers):
         problem = _traffic_problem(case, answer) or _choice_problem(case, answer)
         if problem:

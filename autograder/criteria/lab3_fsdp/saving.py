@@ -1,7 +1,7 @@
 """Criteria for the policies of `fully_shard`, and for checkpoints of sharded models.
 
-Saving is tried on the emulated cluster: a rank that gathers while the others have gone on is told
-so at once, and names whom it waits for.
+The saving criterion runs on the emulated cluster: if a rank gathers while the other ranks have gone
+on, an error says so at once and names the ranks that it waits for.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
-SIZES = (10, 13, 11, 6)  # rows that 2, 3 and 4 ranks cut with a rest
+SIZES = (10, 13, 11, 6)  # 2, 3 and 4 do not divide 13 and 11 rows
 BATCH, LR = 4, 0.02
-# Far above the rounding of a gradient: with less, AdamW makes steps of noise where a gradient is 0.
+# Far above the rounding error of a gradient: with a smaller eps, AdamW turns the rounding error of
+# a gradient that should be 0 into a large step.
 EPS = 1e-3
 BEFORE, AFTER = 3, 2
-DECAY = 0.8  # of the learning rate, after each step
+DECAY = 0.8  # factor of the learning rate after each step
 
 
 # --- policies ------------------------------------------------------------------------------------
 
 
 def draw_policies(draw: Draw) -> list[Values]:
-    """All combinations, in another order."""
+    """All combinations, in a random order."""
     cases = [[d, m, o] for d in ("cpu", "cuda") for m in (False, True) for o in (False, True)]
     order = draw.shared().permutation(len(cases))
     return [{"cases": [cases[i] for i in order]} for _ in range(draw.world_size)]
 
 
 def observe_policies(policies: Any, inputs: Values, context: Context) -> Values:
-    """What is in the dict for each combination."""
+    """The content of the returned dict for each combination."""
     told = []
     for device_type, mixed, offload in inputs["cases"]:
         options = policies(device_type, mixed, offload)
@@ -76,7 +77,7 @@ def _name(dtype: Any) -> str | None:
 
 
 def judge_policies(case: Case) -> Iterator[Finding]:
-    """bf16 and fp32 where mixed, CPU memory where offloaded, pinned for a GPU."""
+    """bf16 and fp32 if mixed; CPU memory if offloaded, pinned if the device is a GPU."""
     for rank, answer in enumerate(case.answers):
         for number, (device_type, mixed, offload) in enumerate(case.inputs[rank]["cases"]):
             told = answer.get("told")
@@ -92,7 +93,7 @@ def _policy_problem(got: Any, device_type: str, mixed: bool, offload: bool) -> s
     if not isinstance(got, dict) or got.get("keys") != []:
         return "expected a dict with mp_policy and offload_policy."
     pair = (got.get("param_dtype"), got.get("reduce_dtype"))
-    # Not cast, or cast to what it is anyway.
+    # Without mixed precision: no cast, or a cast to the dtype that it has anyway.
     right = (
         [("bfloat16", "float32")]
         if mixed
@@ -114,7 +115,7 @@ def _policy_problem(got: Any, device_type: str, mixed: bool, offload: bool) -> s
 
 
 def draw_checkpoint(draw: Draw) -> list[Values]:
-    """The same model on all ranks, another one to load into, other data on each rank."""
+    """The same model on all ranks, a different model to load into, different data per rank."""
     rng = draw.shared()
     start = parts.draw_mlp(rng, SIZES)
     other = {f"other/{k}": v for k, v in parts.draw_mlp(rng, SIZES).items()}
@@ -150,7 +151,7 @@ def _train(
 
 
 def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Values:
-    """Trains, saves; every rank has a folder of its own, and tells what is in it then."""
+    """Trains and saves; every rank returns what is then in its own folder."""
     model, optimizer = _sharded(inputs, context.device)
     _train(model, optimizer, inputs, BEFORE)
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +165,7 @@ def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Valu
 
 
 def _content(path: Path) -> Values:
-    """What the file holds under "model": names, kinds, values."""
+    """The names, kinds and values under "model" in the file, and whether it has "optimizer"."""
     state = torch.load(path, map_location="cpu")
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict):
@@ -179,7 +180,7 @@ def _content(path: Path) -> Values:
 
 
 def judge_save(case: Case) -> list[Finding]:
-    """One file, on rank 0, with the whole parameters under their names."""
+    """One file, written by rank 0, with the whole parameters under their names."""
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         expected = ["checkpoint.pt"] if rank == 0 else []
@@ -211,7 +212,7 @@ def judge_save(case: Case) -> list[Finding]:
 
 
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
-    """Saves, loads into a model that starts elsewhere, and goes on."""
+    """Saves, trains on; then loads into a model with different weights, and trains that."""
     save_checkpoint, load_checkpoint = subject
     model, optimizer = _sharded(inputs, context.device)
     _train(model, optimizer, inputs, BEFORE)
@@ -219,7 +220,7 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
         path = str(Path(folder, "checkpoint.pt"))
         save_checkpoint(model, optimizer, path)
         dist.barrier()
-        if context.rank != 0:  # the others have another disk
+        if context.rank != 0:  # as if on a different disk
             for file in Path(folder).iterdir():
                 file.unlink()
         _train(model, optimizer, inputs, AFTER)
@@ -236,13 +237,13 @@ def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
 
 
 def _whole(model: nn.Module) -> list[np.ndarray]:
-    """Values of all parameters, then of the buffer. Collective."""
+    """Values of all parameters, then of the buffer. A collective: all ranks must call it."""
     whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     return [t.detach().cpu().numpy().copy() for t in (*whole, model.seen)]  # type: ignore[misc]
 
 
 def judge_resume(case: Case) -> list[Finding]:
-    """After loading, and after more steps, the weights are those of a run without a stop."""
+    """After loading and after more steps, the weights equal those of a run without a stop."""
     findings: list[Finding] = []
     expected = [_oracle(case, BEFORE + step) for step in range(AFTER + 1)]
     for rank, answer in enumerate(case.answers):

@@ -1,4 +1,4 @@
-"""Criteria for FSDP from scratch: what a rank keeps, and which numbers come out. Real ranks."""
+"""Criteria for FSDP from scratch, on a real process group: what a rank keeps, and the values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _token_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def draw_mlp(draw: Draw) -> list[Values]:
-    """The same model on all ranks, other data on each; two batches."""
+    """The same model on all ranks; two batches of different data on each rank."""
     start = parts.draw_mlp(draw.shared(), SIZES)
     inputs = []
     for rank in range(draw.world_size):
@@ -72,7 +72,7 @@ def draw_mlp(draw: Draw) -> list[Values]:
 
 
 def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """The shards before a step, and the bytes that a rank holds after it."""
+    """The shards before a step, and the bytes that a rank holds after the step."""
     model = oracle.mlp(inputs).to(context.device)
     fsdp = fsdp_class(model, parts.linears(model))
     shards = parts.local_parameters(fsdp)
@@ -96,7 +96,7 @@ def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_shards(case: Case) -> list[Finding]:
-    """Every value is somewhere; each rank holds 1/N of parameters, gradients and state."""
+    """Every value is on some rank; each rank holds 1/N of parameters, gradients and state."""
     findings: list[Finding] = []
     model = oracle.parameters_of(case.inputs[0])
     values, order = parts.lookup([], model)
@@ -152,7 +152,7 @@ _WHY = {
 
 
 def draw_forward(draw: Draw) -> list[Values]:
-    """The same transformer on all ranks, other tokens on each, and what is added to the shards."""
+    """The same transformer, and factor for its shards, on all ranks; different tokens per rank."""
     rng = draw.shared()
     start = _draw_gpt(rng) | {"factor": float(rng.uniform(0.5, 0.9))}
     return [
@@ -162,7 +162,7 @@ def draw_forward(draw: Draw) -> list[Values]:
 
 
 def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """Logits of the transformer, before and after its shards have changed; without gradients."""
+    """Logits of the transformer before and after a change of its shards; without gradients."""
     gpt = _gpt(inputs).to(context.device)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
     answer: Values = {}
@@ -176,7 +176,7 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_forward(case: Case) -> Iterator[Finding]:
-    """As the whole model, with the shards' values of now."""
+    """The logits equal those of the whole model with the current values of the shards."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for i in range(2):
             now = {k: v * inputs["factor"] ** i for k, v in inputs.items() if k[0] == "p"}
@@ -199,7 +199,7 @@ def judge_forward(case: Case) -> Iterator[Finding]:
 
 
 def _record(fsdp: Any) -> Values:
-    """Per shard its values and, if there is one, its gradient."""
+    """The values of each shard and, if it has one, its gradient."""
     answer: Values = {}
     for i, p in enumerate(parts.local_parameters(fsdp)):
         answer[f"s{i}"] = parts.array_of(p)
@@ -227,7 +227,7 @@ def judge_gradients(case: Case) -> list[Finding]:
 
 
 def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """Gradients of each batch alone, and of one after the other without zero_grad() between."""
+    """Gradients of each batch alone, and of both batches without zero_grad() between them."""
     model = oracle.mlp(inputs).to(context.device)
     fsdp = fsdp_class(model, parts.linears(model))
     optimizer = torch.optim.SGD(parts.local_parameters(fsdp), lr=0.1)
@@ -243,7 +243,7 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
 
 
 def judge_accumulate(case: Case) -> Iterator[Finding]:
-    """Both together are the sum of each alone, shard by shard."""
+    """The gradients of both batches together are the sum of each batch's, shard by shard."""
     size = sum(v.size for v in oracle.parameters_of(case.inputs[0]))
     for rank, answer in enumerate(case.answers):
         keys = [k.removeprefix("both/") for k in answer if k.startswith("both/")]
@@ -286,12 +286,12 @@ _ALONE = ("first", "second")
 def _judge_gradients(
     case: Case, names: list[str], per_rank: list[list[np.ndarray]]
 ) -> list[Finding]:
-    """Holds the gradients of all shards against the mean over ranks, entry by entry."""
+    """Compares the gradients of all shards to the mean over ranks, entry by entry."""
     mean = [oracle.mean(grads) for grads in zip(*per_rank, strict=True)]
     flat = np.concatenate([g.ravel() for g in mean])
     local = [np.concatenate([g.ravel() for g in grads]) for grads in per_rank]
     owner = np.repeat(np.arange(len(mean)), [g.size for g in mean])
-    # An absolute part per parameter, and one for gradients that are 0 but for rounding.
+    # The tolerance has an absolute part per parameter, and one for gradients that should be 0.
     scale = np.array([np.abs(g).max() for g in mean])[owner] + 1e-2 * np.abs(flat).max()
     params = [case.inputs[0][f"p{i}"] for i in range(len(mean))]
     values, order = parts.lookup(names, params)
