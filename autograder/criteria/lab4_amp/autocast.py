@@ -1,16 +1,16 @@
 """Criterion for where autocast begins and ends, judged by how numbers were rounded.
 
 Three places of the model and the loss are built so that rounding changes a gradient by tens of
-percent, each in its own way:
+percent, each place in a different way:
 
-- inputs 1 + a few eps of the 16-bit format, with signs that cancel the 1: the gradient of a layer
-  under autocast comes from the rounded inputs;
-- the same inputs go through a block that switches autocast off. Its gradient comes from the inputs
-  as they are, unless *backward* runs under autocast;
-- a matrix product inside the loss, whose two factors differ by 0.6 eps: by a whole eps if
-  the loss is computed under autocast.
+- The inputs are 1 + a few eps of the 16-bit format, with signs that cancel the 1. The gradient of a
+  layer under autocast is computed from the rounded inputs.
+- The same inputs go through a block that switches autocast off. The gradient of this block is
+  computed from the exact inputs, unless *backward* runs under autocast.
+- A matrix product inside the loss has two factors that differ by 0.6 eps. They differ by a whole
+  eps if the loss is computed under autocast.
 
-So nothing here rests on what the process says about itself.
+So the criterion does not rely on anything that the process reports about itself.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from autograder.criteria.lab4_amp.loop import NEVER, GivenScaler, change_differs
 NAMES = ("float16", "bfloat16")
 BATCH, FEATURES, SCALE = 8, 6, 1024.0
 GAP = 0.6  # eps between the factors in the loss
-RTOL = 0.04  # of the largest update
+RTOL = 0.04  # relative to the largest update
 
-# where autocast was on: forward, loss, backward -> what to say
+# (autocast on in forward, in the loss, in backward) -> the hint for the student
 MISTAKES = {
     (False, False, False): "That is the result of computing everything in float32: autocast was "
     "never on.",
@@ -45,7 +45,7 @@ MISTAKES = {
 
 
 class TwoBlocks(nn.Module):
-    """A layer that autocast may compute in 16 bits, and one that insists on float32."""
+    """A layer that autocast may compute in 16 bits, and a block that always computes in float32."""
 
     def __init__(self, w: np.ndarray, v: np.ndarray) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class TwoBlocks(nn.Module):
 
 
 def draw(source: Draw) -> list[Values]:
-    """For each format private inputs, drawn again until every mistake would show."""
+    """Private inputs per format, drawn again until every mistake changes the result."""
     shared = source.shared("start")
     start = {
         "w": shared.normal(size=(1, FEATURES)).astype(np.float32),
@@ -86,7 +86,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def _differ(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> bool:
-    """Whether two results are far apart for one of the two parameters."""
+    """Whether two results differ clearly in at least one of the two parameters."""
     return any(
         np.abs(mine - other).max() > 5 * RTOL * np.abs(mine).max()
         for mine, other in zip(a, b, strict=True)
@@ -94,7 +94,7 @@ def _differ(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) 
 
 
 def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
-    """One step in each format; the parameters after it."""
+    """Trains one step in each format; the parameters after the step."""
     answer: Values = {}
     for name in inputs["order"]:
         eps, device = float(torch.finfo(DTYPES[name]).eps), context.device
@@ -123,7 +123,7 @@ def _round(values: np.ndarray, name: str) -> np.ndarray:
 def _gradients(
     inputs: list[Values], name: str, autocast: tuple[bool, bool, bool]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gradients of `sensitive` and the layer, times 1/eps², if autocast was on in those places."""
+    """Gradients of `sensitive` and of the layer, times 1/eps², for autocast in the given places."""
     forward, loss, backward = autocast
     eps = float(torch.finfo(DTYPES[name]).eps)
     factor = np.asarray(1 + GAP * eps, np.float32)
@@ -140,7 +140,7 @@ def _gradients(
 
 
 def judge(case: Case) -> list[Finding]:
-    """Model and loss under autocast in the given format, backward not, parameters in float32."""
+    """Model and loss run under autocast, backward does not, and the parameters stay float32."""
     findings: list[Finding] = []
     inputs = list(case.inputs)
     start = [inputs[0]["v"].ravel().astype(np.float64), inputs[0]["w"].ravel().astype(np.float64)]

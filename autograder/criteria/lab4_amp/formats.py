@@ -1,4 +1,4 @@
-"""Criteria on number formats: what 16 bits lose, which scale is safe, which format to take."""
+"""Criteria on number formats: what 16 bits lose, which scale is safe, which format to choose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autograder.criteria.lab4_amp.scaler import same
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
-# |x| up to this becomes 0: half of the smallest subnormal number (ties go to the even one).
+# |x| up to this limit becomes 0: half of the smallest subnormal number (a tie rounds to even, 0).
 LOST_UP_TO = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "float32": 2.0**-150}
 SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}
 EDGES = (1e-4, 2e-5, 1e-7, 6e-8, 3.1e-8, 2.9e-8, 1e-9)
@@ -50,7 +50,7 @@ def draw_share(draw: Draw) -> list[Values]:
 
 
 def observe_share(lost_share: Any, inputs: Values, context: Context) -> Values:
-    """What the function says of each array, and of one without a non-zero number."""
+    """The share that the function returns for each array, and for an array of zeros."""
     shares = []
     for number, setting in enumerate(inputs["settings"]):
         numbers = torch.from_numpy(inputs[f"v{number}"]).to(context.device)
@@ -107,13 +107,13 @@ def _explain_share(got: Any, values: np.ndarray, setting: Values, size: int) -> 
 
 
 def draw_safe(draw: Draw) -> list[Values]:
-    """Gradients whose largest entry is on one rank, in one tensor, and may be negative."""
+    """Gradients whose largest entry is in one tensor of one rank and may be negative."""
     rng, world_size = draw.shared("settings"), draw.world_size
     names = ["float16", "float16", "bfloat16", "float16"]
     inputs: list[Values] = [{"dtypes": names} for _ in range(world_size)]
     for number, name in enumerate(names):
-        # Not next to a power of two, so that no way to round decides.
-        # In one case the largest is beyond fp16 itself: the scale is below 1.
+        # The exponent is never close to an integer, so rounding cannot change the right scale.
+        # In one case the largest entry is beyond fp16 itself, so the right scale is below 1.
         low, high = (-4, -1) if number == 1 else (3, 14)
         exponent = int(rng.integers(low, high)) + float(rng.uniform(0.05, 0.95))
         largest = LARGEST[name] * 2.0**-exponent
@@ -144,7 +144,7 @@ def observe_safe(safe_scale: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_safe(case: Case) -> Iterator[Finding]:
-    """The largest power of two with which no entry of any rank overflows, on every rank."""
+    """Every rank finds the largest power of two with which no entry of any rank overflows."""
     for rank, answer in enumerate(case.answers):
         if answer.get("unchanged") is not True:
             yield Finding("the gradients were changed.", rank)
@@ -196,7 +196,7 @@ _BF16 = ("all bf16", "all bf16, large", "bf16 only")
 
 
 def draw_choice(draw: Draw) -> list[Values]:
-    """Facts per rank, one rank being the odd one."""
+    """Facts about each rank's device; in each case one rank may differ from all others."""
     rng, world_size = draw.shared("order"), draw.world_size
     order = [list(CHOICES)[i] for i in rng.permutation(len(CHOICES))]
     odd = [int(rng.integers(world_size)) for _ in order]
@@ -227,7 +227,7 @@ def observe_choice(choose_precision: Any, inputs: Values, context: Context) -> V
 
 
 def judge_choice(case: Case) -> Iterator[Finding]:
-    """bf16 if all have it, else fp16 with a scaler if all can, else neither."""
+    """bf16 if all ranks have it, else fp16 with a scaler if all ranks can use it, else neither."""
     for number, kind in enumerate(case.inputs[0]["order"]):
         expected = (
             ["bfloat16", False]

@@ -1,4 +1,4 @@
-"""Criteria for mixed precision on a GPU: seconds and bytes of the student's loop. Extra points."""
+"""Criteria for mixed precision on a GPU: time and memory of the student's loop. Extra points."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from autograder.criteria.common import gpu_meter, oracle
 from autograder.criteria.criterion import Case, Context, Finding, HardwareMissingError, Values
 from autograder.criteria.lab4_amp.loop import NEVER, GivenScaler
 
-WIDTH, LAYERS, OUT = 2048, 8, 64  # few outputs: what the loss keeps is float32 in any precision
+WIDTH, LAYERS, OUT = 2048, 8, 64  # few outputs: the loss saves float32 in any precision
 MOST_SAMPLES, FEWEST_SAMPLES = 65_536, 4_096
-# Of each sample and layer a step in float32 keeps the input and, at its peak, a few more tensors.
+# Per sample a float32 step keeps each layer's input and, at its peak, a few more tensors.
 BYTES_PER_SAMPLE = WIDTH * 4 * (LAYERS + 6)
 ROUNDS = 5
 LR = 1e-3
-LEAST_SPEEDUP = 2.0  # tensor cores promise 8 to 16; a loop that is half in float32 stays below
-MOST_MEMORY = 0.75  # activations are most of it here, and half of their bytes are saved
+LEAST_SPEEDUP = 2.0  # tensor cores promise 8 to 16; a loop that is half in float32 stays below 2
+MOST_MEMORY = 0.75  # most memory here is activations, and 16 bits halve their bytes
 LOSS_RTOL = 0.05
 
 
 def network(seed: int) -> nn.Sequential:
-    """Linear layers and ReLU, float32, the same for the same seed."""
+    """Linear layers and ReLU, float32; the same seed gives the same network."""
     generator = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
     for out in [WIDTH] * (LAYERS - 1) + [OUT]:
@@ -39,7 +39,7 @@ def network(seed: int) -> nn.Sequential:
 
 
 def data(seed: int, samples: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs [samples, WIDTH], targets [samples, OUT], float32: FEWEST_SAMPLES, again and again."""
+    """Inputs [samples, WIDTH], targets [samples, OUT], float32: FEWEST_SAMPLES rows, repeated."""
     generator = torch.Generator(device).manual_seed(seed)
     few = torch.randn(FEWEST_SAMPLES, WIDTH + OUT, device=device, generator=generator)
     both = few.repeat(samples // FEWEST_SAMPLES, 1)
@@ -47,9 +47,9 @@ def data(seed: int, samples: int, device: torch.device) -> tuple[torch.Tensor, t
 
 
 def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
-    """One step of the student's loop in 16 bits, beside one of ours in float32.
+    """Measures a step of the student's loop in 16 bits and a step of the grader's in float32.
 
-    The ranks keep to themselves (DDP over a group of one): communication is not what is timed.
+    Each rank trains alone (DDP over a group of one rank), so that no communication is timed.
     """
     import torch.distributed as dist
 
@@ -90,7 +90,7 @@ def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
     with gpu_meter.without_tf32():
         for name, run in runs.items():
             afresh()
-            run()  # makes what stays
+            run()  # the first run allocates what stays allocated
             afresh()
             answer[f"{name}/bytes"] = gpu_meter.peak_bytes(run, device)
             answer[f"{name}/loss"] = losses[name]  # before any update
@@ -100,10 +100,12 @@ def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
 
 
 def _choose_samples(device: torch.device) -> int:
-    """As many as fit twice in this rank's part of what is free; the same on all ranks.
+    """The number of samples, the same on all ranks.
+
+    That many samples fit twice into this rank's share of the free GPU memory.
 
     Raises:
-        HardwareMissingError: not even a batch that keeps the GPU busy fits.
+        HardwareMissingError: not even FEWEST_SAMPLES, which keep the GPU busy, fit.
     """
     import torch.distributed as dist
 
@@ -144,7 +146,7 @@ def judge_speed(case: Case) -> list[Finding]:
 
 
 def judge_memory(case: Case) -> list[Finding]:
-    """At most MOST_MEMORY of float32's peak, with the same loss."""
+    """At most MOST_MEMORY times the peak memory of float32, with the same loss."""
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
         full, mixed = (answer.get(f"{name}/bytes") for name in ("full", "mixed"))

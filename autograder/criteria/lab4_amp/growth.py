@@ -1,6 +1,6 @@
 """Criteria for a loss scaler: how its scale grows and backs off, and that it can be saved.
 
-Overflows come on all ranks at once here, in steps that the referee drew.
+Here an overflow happens on all ranks at once, in steps that the referee drew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autograder.criteria.lab4_amp.scaler import (
 
 
 def draw_grows(draw: Draw) -> list[Values]:
-    """Good steps and overflows (on all ranks), some just before the scale would have grown."""
+    """Good steps and overflows (on all ranks); some overflows come just before the scale grows."""
     rng = draw.shared("steps")
     interval = int(rng.integers(3, 6))
     good, bad = [False], [True]
@@ -51,7 +51,11 @@ def observe_grows(scaler_class: Any, inputs: Values, context: Context) -> Values
 
 
 def run_steps(scaler: Any, inputs: Values, steps: Sequence[bool], context: Context) -> list[float]:
-    """Steps with the gradients g/0, g/1, …; those of overflowing steps get an inf. The scales."""
+    """Runs steps with the gradients g/0, g/1, …, with an inf in overflowing steps.
+
+    Returns:
+        The scale after each step.
+    """
     parameters = make_parameters(inputs, context)
     optimizer = make_optimizer(parameters)
     scales = []
@@ -67,7 +71,7 @@ def run_steps(scaler: Any, inputs: Values, steps: Sequence[bool], context: Conte
 
 
 def scales_of(settings: Values, steps: Sequence[bool], rule: str = "right") -> list[float]:
-    """The scale after each step; `rule` names a mistake, to recognise it."""
+    """The scale after each step, by the right rule or with the mistake that `rule` names."""
     scale, streak, interval = settings["init_scale"], 0, settings["growth_interval"]
     if rule == "one late":
         interval += 1
@@ -97,7 +101,7 @@ GROWTH_MISTAKES = {
 
 
 def judge_grows(case: Case) -> Iterator[Finding]:
-    """Back off after an overflow, grow after so many good steps in a row."""
+    """The scale backs off after an overflow, grows after growth_interval good steps in a row."""
     settings, steps = case.inputs[0]["settings"], case.inputs[0]["steps"]
     expected = scales_of(settings, steps)
     hint = ""
@@ -123,7 +127,7 @@ def _call(settings: Values) -> str:
 
 
 def _first_difference(got: Any, expected: Sequence[float]) -> int | None:
-    """Where a list of scales first differs, or None."""
+    """The first index at which a list of scales is wrong, or None."""
     for place, value in enumerate(expected):
         if not isinstance(got, list) or place >= len(got):
             return place
@@ -136,7 +140,7 @@ def _first_difference(got: Any, expected: Sequence[float]) -> int | None:
 
 
 def draw_state(draw: Draw) -> list[Values]:
-    """So many steps that the scaler is in the middle of its count when it is saved."""
+    """Steps before the save that end in the middle of the count of good steps, and steps after."""
     rng = draw.shared("steps")
     interval = int(rng.integers(4, 6))
     before = [False] * (interval + int(rng.integers(2, interval)))
@@ -156,13 +160,13 @@ def draw_state(draw: Draw) -> list[Values]:
 
 
 def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values:
-    """Scales of a scaler that goes on, and of one that was loaded from its state in a file."""
+    """Scales of a scaler that continues, and of a scaler restored from the saved state."""
     scaler = scaler_class(**inputs["settings"])
     run_steps(scaler, inputs, inputs["before"], context)
     state, saved = scaler.state_dict(), float(scaler.get_scale())
     goes_on = run_steps(scaler, inputs, inputs["after"], context)
     file = io.BytesIO()
-    torch.save(state, file)  # later steps have not changed it
+    torch.save(state, file)  # only now: later steps must not have changed the state
     file.seek(0)
     restored = scaler_class()
     restored.load_state_dict(torch.load(file, weights_only=True))
@@ -175,7 +179,7 @@ def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_state(case: Case) -> Iterator[Finding]:
-    """The restored scaler does what the saved one does."""
+    """The restored scaler behaves like the saved scaler."""
     for rank, answer in enumerate(case.answers):
         saved, loaded = answer.get("saved"), answer.get("loaded")
         if not isinstance(saved, float) or saved != loaded:

@@ -1,7 +1,7 @@
 """Criteria for a DDP communication hook that sends 16 bits, on the emulated cluster.
 
-The gradient of each parameter is a private array of the referee's, so what must be in the
-payloads, and what must come out, is known without training anything.
+The gradient of each parameter is a private array that the referee drew. So the referee knows the
+right payloads and the right results without training anything.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from autograder.criteria.lab4_amp.scaler import same
 
 SHAPES = ((40, 30), (500,), (25, 16))
 NUMEL = sum(int(np.prod(shape)) for shape in SHAPES)
-STEPS = 3  # the last one counts: DDP settles its buckets in the first
-LARGE = 40_000.0  # fits into fp16; twice it does not
+STEPS = 3  # gradients are compared in the last step: DDP settles its buckets in the first
+LARGE = 40_000.0  # fits into fp16, but twice this number does not
 
 
 class Weighted(nn.Module):
-    """Sum of parameter × weight: the weights are the gradients."""
+    """Sum of parameter × weight, so that the weights are the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,19 +51,19 @@ def _draw(draw: Draw, names: list[str], large: bool) -> list[Values]:
 
 
 def draw_mean(draw: Draw) -> list[Values]:
-    """Gradients whose sum, but not whose mean, is beyond fp16; in both formats."""
+    """Gradients whose sum overflows in fp16 and whose mean does not; for both formats."""
     return _draw(
         draw, [["float16", "bfloat16"][i] for i in draw.shared("order").permutation(2)], large=True
     )
 
 
 def draw_bytes(draw: Draw) -> list[Values]:
-    """One format, gradients of ordinary size."""
+    """One format, and gradients of ordinary size."""
     return _draw(draw, [str(draw.shared("name").choice(["float16", "bfloat16"]))], large=False)
 
 
 def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
-    """Runs backward several times in each format; the gradients of the last one."""
+    """Runs backward several times in each format; the gradients of the last backward."""
     answer: Values = {}
     for name in inputs["names"]:
         model = DistributedDataParallel(Weighted(), bucket_cap_mb=0.003)
@@ -80,7 +80,7 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_mean(case: Case) -> Iterator[Finding]:
-    """The mean over ranks, as float32, within the rounding of the format."""
+    """Gradients are the mean over ranks, in float32, within the rounding error of the format."""
     for rank, answer in enumerate(case.answers):
         for name in case.inputs[0]["names"]:
             eps = float(torch.finfo(DTYPES[name]).eps)
@@ -158,7 +158,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
 
 
 def _carries(reduced: list[Any], rank: int, inputs: Values, name: str) -> bool:
-    """Whether the last step's payloads are the gradients, divided by whatever number."""
+    """Whether the last step's payloads are this rank's gradients, divided by any number."""
     payloads = [
         np.asarray(c.payloads[rank], np.float64).ravel()
         for c in reduced
@@ -170,7 +170,7 @@ def _carries(reduced: list[Any], rank: int, inputs: Values, name: str) -> bool:
     own = np.concatenate([inputs[f"w/{i}"].astype(np.float64).ravel() for i in range(len(SHAPES))])
     if len(sent) != NUMEL or not np.isfinite(sent).all():
         return False
-    # By which number they were divided is `judge_mean`'s to say.
+    # Any divisor is accepted here; `judge_mean` checks the divisor.
     factor = np.abs(sent).sum() / np.abs(own).sum()
     eps = float(torch.finfo(DTYPES[name]).eps)
     return factor > 0 and np.allclose(sent / factor, np.sort(own), rtol=4 * eps, atol=1e-4)

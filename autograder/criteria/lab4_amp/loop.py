@@ -1,7 +1,7 @@
-"""Criteria for the training loop with mixed precision: what becomes of the parameters.
+"""Criteria for the training loop with mixed precision, judged by the parameters after training.
 
-The scaler is ours, so a mistake in the student's own scaler costs nothing here. All but the first
-criterion train in float32: a mistake with autocast costs nothing either.
+The loop gets the grader's scaler, so a mistake in the student's own scaler costs no points here.
+All criteria but the first train in float32, so a mistake with autocast costs no points there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from autograder.criteria.lab4_amp.scaler import same
 SIZES = (5, 8, 2)
 BATCH, LR = 4, 0.1
 NEVER = 1_000_000
-TINY = 1e-7  # factor of a loss whose gradients fp16 loses
-HALF_RTOL = 0.05  # of the largest update; fp16 has 11 bits, bf16 has 8
-GAMMA = 0.5  # of the scheduler
+TINY = 1e-7  # with this factor on the loss, the gradients underflow in fp16
+HALF_RTOL = 0.05  # relative to the largest update; fp16 has 11 bits, bf16 has 8
+GAMMA = 0.5  # the scheduler's factor per step
 
 
 class GivenScaler(torch.amp.GradScaler):
-    """torch's scaler, which tells whether the step was taken, and forgives a missing update."""
+    """torch's scaler; also reports whether a step was taken, and tolerates a missing update."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> bool:
-        """Steps unless a gradient is not finite; True if it did."""
+        """Takes the step if all gradients are finite; returns whether the step was taken."""
         state = self._per_optimizer_states[id(optimizer)]
         if getattr(state["stage"], "name", "") == "STEPPED":
             self._per_optimizer_states.clear()
@@ -39,7 +39,7 @@ class GivenScaler(torch.amp.GradScaler):
         return not any(float(value.item()) for value in found.values())
 
     def update(self, new_scale: Any = None) -> None:
-        """Also without a step before it, which torch refuses: then it counts as a good step."""
+        """Works also without a step before it, where torch raises; counts this as a good step."""
         states = self._per_optimizer_states.values()
         if not any(state["found_inf_per_device"] for state in states):
             new_scale = self.get_scale()
@@ -52,7 +52,7 @@ class GivenScaler(torch.amp.GradScaler):
 
 
 def _draw(draw: Draw, steps: int, settings: Values) -> list[Values]:
-    """The same start, and private batches x/0, y/0, …; `settings` are for all ranks."""
+    """The same start on all ranks, private batches x/0, y/0, …, and `settings` for all ranks."""
     start = oracle.draw_parameters(draw.shared("start"), SIZES)
     inputs = []
     for rank in range(draw.world_size):
@@ -65,7 +65,7 @@ def _draw(draw: Draw, steps: int, settings: Values) -> list[Values]:
 
 
 def draw_fp16(draw: Draw) -> list[Values]:
-    """Float16, and a loss so small that nothing but a large scale saves its gradients."""
+    """Float16, and a loss so small that its gradients underflow without a large scale."""
     scale = float(2 ** draw.shared("scale").integers(15, 18))
     return _draw(draw, 5, {"scale": scale, "factor": TINY, "lr": LR / TINY, "dtype": "float16"})
 
@@ -77,7 +77,7 @@ def draw_update(draw: Draw) -> list[Values]:
 
 
 def draw_clip(draw: Draw) -> list[Values]:
-    """Gradients of two sizes; the threshold lies between them, and far below the scaled ones."""
+    """Small and large gradients; max_norm lies between their norms, far below any scaled norm."""
     rng = draw.shared("clip")
     scale = float(2 ** rng.integers(6, 11))
     inputs = _draw(draw, 6, {"scale": scale})
@@ -95,7 +95,7 @@ def draw_clip(draw: Draw) -> list[Values]:
 
 
 def draw_skips(draw: Draw) -> list[Values]:
-    """In two of seven steps one rank's loss overflows, in whatever precision."""
+    """In two of seven steps the loss of one rank overflows, in any precision."""
     rng, world_size = draw.shared("skips"), draw.world_size
     scale = float(2 ** rng.integers(9, 12))
     inputs = _draw(draw, 7, {"scale": scale, "scheduler": True, "clears": False})
@@ -115,7 +115,7 @@ def draw_accumulates(draw: Draw) -> list[Values]:
 
 
 def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
-    """Trains; parameters, learning rate and scale at the end, and the losses."""
+    """Trains; the parameters, learning rate and scale at the end, and the losses."""
     settings, device = inputs["settings"], context.device
     model = wrap(oracle.mlp(inputs).to(device), device)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.get("lr", LR))
@@ -123,8 +123,9 @@ def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
         device.type, init_scale=settings["scale"], growth_interval=settings.get("interval", NEVER)
     )
     if settings.get("clears", True):
-        # A missing zero_grad() costs one criterion. Here it would be seen or not, by the scale:
-        # what is left of the last step is unscaled, and adds to gradients that are scaled.
+        # Only `judge_skips` tests for a missing zero_grad(). In all other cases the gradients are
+        # cleared here. Otherwise the scale would decide whether that mistake shows: the gradients
+        # left from the last step are unscaled, and the new ones are scaled.
         optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     scheduler = None
     if settings.get("scheduler"):
@@ -163,7 +164,7 @@ def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
 def _raises(
     train_amp: Any, inputs: Values, batches: Any, device: torch.device, max_norm: float | None
 ) -> str:
-    """What a step of two batches raises, if anything."""
+    """The error that a step of two batches raises, as text; "" if none."""
     model = wrap(oracle.mlp(inputs).to(device), device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     scaler = GivenScaler(device.type, init_scale=8.0, growth_interval=NEVER)
@@ -196,7 +197,7 @@ def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
 def _mean_gradients(
     inputs: Sequence[Values], step: int, parameters: list[np.ndarray] | None = None
 ) -> list[np.ndarray]:
-    """Gradient of the mean over ranks of the mean squared error, float64."""
+    """Gradients of the mean squared error, averaged over ranks, float64."""
     arrays = inputs[0] if parameters is None else {f"p{i}": p for i, p in enumerate(parameters)}
     local = [oracle.gradients(arrays, i[f"x/{step}"], i[f"y/{step}"]) for i in inputs]
     return [oracle.mean(grads) for grads in zip(*local, strict=True)]
@@ -209,7 +210,7 @@ def _norm(gradients: Sequence[np.ndarray]) -> float:
 def _train(
     case: Case, *, max_norm: float | None = None, skip: Sequence[int] = (), gamma: float = 1.0
 ) -> list[np.ndarray]:
-    """Final parameters of one process; `skip` names steps that are left out."""
+    """Final parameters of a single process; the steps in `skip` are left out."""
     accumulate = case.inputs[0]["settings"].get("accumulate", 1)
     parameters = [p.astype(np.float64) for p in oracle.parameters_of(case.inputs[0])]
     lr = LR
@@ -231,7 +232,7 @@ def _train(
 def _judge_parameters(
     case: Case, expected: list[np.ndarray], hint: str, *, rtol: float = 2e-3
 ) -> list[Finding]:
-    """Compares the changes of all parameters with those of one process."""
+    """Compares the changes of all parameters with the changes in a single process."""
     findings: list[Finding] = []
     start = oracle.parameters_of(case.inputs[0])
     for rank, answer in enumerate(case.answers):
@@ -253,7 +254,7 @@ def change_differs(
     rtol: float,
     hint: str,
 ) -> Finding | None:
-    """`differs` on what training has changed, relative to the largest change."""
+    """`differs` for the change by training; the tolerance is relative to the largest change."""
     if isinstance(got, np.ndarray) and got.shape == before.shape and got.dtype.kind == "f":
         got = got.astype(np.float64) - before
     change = expected - before
@@ -269,7 +270,7 @@ def change_differs(
 
 
 def judge_fp16(case: Case) -> list[Finding]:
-    """Weights as after training in float64; the losses returned are those of the unscaled loss."""
+    """Weights equal those of training in float64, and the returned losses are unscaled."""
     steps = [
         [(i[f"x/{step}"], i[f"y/{step}"]) for i in case.inputs]
         for step in range(case.inputs[0]["steps"])
@@ -298,7 +299,7 @@ def judge_fp16(case: Case) -> list[Finding]:
 
 
 def judge_update(case: Case) -> list[Finding]:
-    """One update per step, after it."""
+    """One update of the scale per step, after the step."""
     findings = _judge_parameters(
         case,
         _train(case),
@@ -322,7 +323,7 @@ def _judge_scale(case: Case, factor: float) -> list[Finding]:
 
 
 def judge_clip(case: Case) -> list[Finding]:
-    """The norm of the unscaled gradients is limited."""
+    """The norm of the unscaled gradients is clipped."""
     settings = case.inputs[0]["settings"]
     max_norm, scale = settings["max_norm"], settings["scale"]
     mistakes = (
@@ -340,7 +341,7 @@ def judge_clip(case: Case) -> list[Finding]:
     findings = _judge_parameters(case, _train(case, max_norm=max_norm), hint)
     for rank, answer in enumerate(case.answers):
         raised = answer.get("two batches")
-        # What fails without clipping, too, is another criterion's.
+        # If accumulate=2 fails without clipping, too, a different criterion reports the failure.
         if isinstance(raised, list) and len(raised) == 2 and raised[1] and not raised[0]:
             findings.append(
                 Finding(
@@ -353,7 +354,7 @@ def judge_clip(case: Case) -> list[Finding]:
 
 
 def judge_skips(case: Case) -> list[Finding]:
-    """Steps that overflow on one rank leave nothing behind, and the schedule stays where it is."""
+    """A step that overflows on one rank changes neither parameters nor learning rate."""
     bad = [
         step
         for step in range(case.inputs[0]["steps"])
@@ -384,7 +385,7 @@ def _near(got: Any, expected: float) -> bool:
 
 
 def judge_accumulates(case: Case) -> list[Finding]:
-    """k batches per step: their mean gradient, one unscale, one step, one update."""
+    """k batches per step give their mean gradient, one unscale, one step and one update."""
     settings = case.inputs[0]["settings"]
     k, steps = settings["accumulate"], case.inputs[0]["steps"]
     findings = _judge_parameters(

@@ -1,4 +1,4 @@
-"""Criterion for master weights: 16-bit parameters whose updates are below what they can hold."""
+"""Criterion for master weights: 16-bit parameters with updates too small for the format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autograder.criteria.lab4_amp.formats import DTYPES
 from autograder.criteria.lab4_amp.scaler import same
 
 SHAPES = ((4, 3), (6,), (2,))
-UNTOUCHED, SOMETIMES = 2, 1  # one never gets a gradient, one in every second step
+UNTOUCHED, SOMETIMES = 2, 1  # parameter 2 never gets a gradient, parameter 1 in every second step
 STEPS = 48
 CASES = (("bfloat16", "SGD"), ("float16", "SGD"), ("bfloat16", "AdamW"))
 
@@ -29,13 +29,13 @@ def _has_gradient(parameter: int, step: int) -> bool:
 
 
 def draw(source: Draw) -> list[Values]:
-    """Parameters between 1 and 2, and gradients that move them a fifth of a step of the format."""
+    """Parameters between 1 and 2, and gradients that move them by about a fifth of eps per step."""
     inputs = []
     for rank in range(source.world_size):
         rng, values = source.private(rank), {}
         for number, (name, kind) in enumerate(CASES):
             eps = float(torch.finfo(DTYPES[name]).eps)
-            # AdamW takes steps of lr whatever the gradient; SGD with momentum 0.5 doubles them.
+            # AdamW's steps are of size lr for any gradient; momentum 0.5 doubles the steps of SGD.
             move = eps * float(rng.uniform(0.15, 0.22))
             values[f"lr/{number}"] = move if kind == "AdamW" else move / 2
             for i, shape in enumerate(SHAPES):
@@ -48,7 +48,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 def observe(master_class: Any, inputs: Values, context: Context) -> Values:
-    """Parameters after all steps, their dtype, and whether gradients were cleared."""
+    """Parameters after all steps, their dtype, and how often a gradient was not cleared."""
     answer: Values = {}
     for number, (name, kind) in enumerate(CASES):
         parameters = [
@@ -74,7 +74,7 @@ def observe(master_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def _oracle(inputs: Values, number: int) -> list[np.ndarray]:
-    """The same optimiser on float64 copies; the gradients as the parameters' dtype held them."""
+    """The same optimiser on float64 copies, with gradients rounded to the parameters' dtype."""
     name, kind = CASES[number]
     masters = [
         torch.from_numpy(inputs[f"p/{number}/{i}"]).to(DTYPES[name]).double().requires_grad_()
@@ -90,7 +90,7 @@ def _oracle(inputs: Values, number: int) -> list[np.ndarray]:
 
 
 def judge(case: Case) -> Iterator[Finding]:
-    """Parameters are the rounded masters, within one number of the format."""
+    """Parameters are the rounded masters, within one eps of the format."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (name, kind) in enumerate(CASES):
             eps = float(torch.finfo(DTYPES[name]).eps)

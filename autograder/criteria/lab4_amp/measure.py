@@ -1,6 +1,6 @@
-"""Criteria for measuring: bytes of a training step, and seconds of one on a device that queues.
+"""Criteria for measuring the bytes and the seconds of a training step, on a device that queues.
 
-Nothing is timed here. The device and the clock are made of the numbers that the referee drew.
+No real time is measured. The device and the clock are simulated with numbers that the referee drew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 
 KEYS = ("parameters", "gradients", "optimizer", "saved")
 PRECISIONS = ("float32", "autocast", "bfloat16")
-LR = 0.1  # a step shows in bf16, too
+LR = 0.1  # large enough that a step changes bf16 parameters, too
 
 
 # --- memory_report -------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def draw_memory(draw: Draw) -> list[Values]:
 
 
 def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Values:
-    """The report on each case."""
+    """The report on each case, and whether a correct step was made in every case."""
     reports, stepped = [], True
     for case in inputs["cases"]:
         a, b, c, d = case["sizes"]
@@ -61,7 +61,7 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
         else:
             optimizer = torch.optim.SGD(trained, lr=LR, momentum=0.9)
         before = [p.detach().clone() for p in trained]
-        for p in trained:  # gradients that somebody left: a step with them is nan
+        for p in trained:  # stale gradients: a step with them gives nan
             p.grad = torch.full_like(p, torch.nan)
         autocast = torch.autocast(
             context.device.type, dtype=torch.bfloat16, enabled=case["precision"] == "autocast"
@@ -81,18 +81,19 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
 
 
 def expected_bytes(case: Values) -> dict[str, tuple[int, int]]:
-    """Least and most bytes that are right; AdamW's step counters may be counted or not."""
+    """Smallest and largest accepted bytes; AdamW's step counters may be counted or not."""
     a, b, c, d = case["sizes"]
     batch, frozen = case["batch"], case["frozen"]
     width = 2 if case["precision"] == "bfloat16" else 4
     numel = (0 if frozen else a * b + b) + b * c + c + c * d + d
     adam = case["optimizer"] == "AdamW"
     state = numel * width * (2 if adam else 1)
-    # Each layer keeps its input, and the weight that its input's gradient needs; a parameter counts
-    # as one, but autocast's copy of it does not. ReLU and tanh keep their output: the next input.
+    # Each linear layer saves its input, and its weight if its input needs a gradient. A saved
+    # parameter does not count as "saved", but autocast's 16-bit copy of a parameter does. ReLU and
+    # tanh save their output, which is the input of the next layer and so counts once.
     activations = batch * (b + c + (0 if frozen else a))
     copies = c * d + (0 if frozen else b * c)
-    saved = batch * d * 4  # the difference, squared in float32
+    saved = batch * d * 4  # the difference that the loss squares, in float32
     saved += activations * (4 if case["precision"] == "float32" else 2)
     saved += 2 * copies if case["precision"] == "autocast" else 0
     everything = (a * b + b + b * c + c + c * d + d) * width
@@ -115,7 +116,7 @@ _HINTS = {
 
 
 def judge_memory(case: Case) -> list[Finding]:
-    """Bytes as they follow from the sizes."""
+    """The reported bytes follow from the sizes, and the optimizer made a correct step."""
     findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         reports = answer.get("reports")
@@ -149,11 +150,11 @@ def judge_memory(case: Case) -> list[Finding]:
 
 # --- time_step -----------------------------------------------------------------------------------
 
-LAUNCH_S = 1e-4  # what queueing a step costs the program
+LAUNCH_S = 1e-4  # the time that the program needs to queue a step
 
 
 class QueueingDevice:
-    """A device that returns from a step at once and works it off later; time is drawn."""
+    """A simulated device that queues each step and executes it later; all times are drawn."""
 
     def __init__(self, work_s: np.ndarray) -> None:
         self.work_s, self.calls = work_s, 0
@@ -171,12 +172,12 @@ class QueueingDevice:
         self.now = max(self.now, self.ready)
 
     def clock(self) -> float:
-        """Seconds."""
+        """The simulated time in seconds."""
         return self.now
 
 
 def draw_timing(draw: Draw) -> list[Values]:
-    """Slow first steps, one outlier, and another rank that is slowest in each case."""
+    """Slow warm-up steps, one outlier per rank, and a slowest rank drawn for each case."""
     rng = draw.shared("settings")
     settings = [
         {"warmup": int(rng.integers(2, 5)), "repeats": int(rng.integers(3, 6)) * 2 + 1},
@@ -199,7 +200,7 @@ def draw_timing(draw: Draw) -> list[Values]:
 
 
 def observe_timing(time_step: Any, inputs: Values, context: Context) -> Values:
-    """What the function measures on each device, and how often it called the step."""
+    """The seconds that the function measures in each case, and how often it called the step."""
     seconds, calls = [], []
     for number, setting in enumerate(inputs["settings"]):
         machine = QueueingDevice(inputs[f"work/{number}"])
@@ -220,7 +221,7 @@ def observe_timing(time_step: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_timing(case: Case) -> Iterator[Finding]:
-    """The median of the timed steps, of the slowest rank, with the queue emptied each time."""
+    """The median of the timed steps on the slowest rank, with an empty queue around each step."""
     for number, setting in enumerate(case.inputs[0]["settings"]):
         warmup, repeats = setting["warmup"], setting["repeats"]
         per_rank = [inputs[f"work/{number}"] for inputs in case.inputs]

@@ -1,6 +1,6 @@
-"""Criteria for a loss scaler: which steps it leaves out, and that all ranks leave out the same.
+"""Criteria for a loss scaler: which steps it skips, and that all ranks skip the same steps.
 
-Which gradients overflow, where and on which rank is drawn by the referee.
+The referee draws which gradients overflow, in which steps and on which ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _spoil(kind: str, grads: list[Any]) -> list[Any]:
     if kind == "nan among many":
         grads[1][0], grads[1][4] = np.nan, np.inf
     if kind == "huge":
-        grads[0][:] = np.float32(2e38)  # 12 of them: their sum is beyond float32
+        grads[0][:] = np.float32(2e38)  # 12 numbers: their sum overflows in float32
     if kind.startswith("none"):
         grads[0] = None
     if kind == "none and nan":
@@ -74,7 +74,7 @@ def _spoil(kind: str, grads: list[Any]) -> list[Any]:
 
 
 def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values:
-    """Parameters after one step of a new scaler, and what step returned."""
+    """Parameters after one step of a new scaler, and what step() returned, for each case."""
     answer: Values = {"taken": []}
     for number, kind in enumerate(inputs["order"]):
         scaler = scaler_class(init_scale=1.0, growth_interval=NEVER)
@@ -93,7 +93,7 @@ def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_finds(case: Case) -> Iterator[Finding]:
-    """Steps if and only if every entry of every gradient is finite, and says so."""
+    """step() acts, and returns True, if and only if every entry of every gradient is finite."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         start = oracle.parameters_of(inputs)
         taken = answer.get("taken")
@@ -130,14 +130,14 @@ AGREE_STEPS = 7
 
 
 def draw_agrees(draw: Draw) -> list[Values]:
-    """Overflows on some ranks, never on all, in some of the steps."""
+    """Overflows in four of the steps, each on one rank: the first rank or the last rank."""
     rng, world_size = draw.shared("bad"), draw.world_size
     bad: list[list[int]] = [[] for _ in range(AGREE_STEPS)]
-    # Two that unscale by themselves, and two where step does it.
+    # Two odd steps, which call unscale_ first, and two even steps, where step() unscales.
     for step in (*rng.permutation([1, 3, 5])[:2], *rng.permutation([0, 2, 4, 6])[:2]):
         count = int(rng.integers(1, max(2, world_size)))
         bad[step] = sorted(int(r) for r in rng.choice(world_size, count, replace=False))
-    # The first and the last rank are each the only one once, of both kinds.
+    # Of each kind, one step overflows on the first rank alone, and one on the last rank alone.
     for kind in (0, 1):
         alone = [s for s in range(AGREE_STEPS) if bad[s] and s % 2 == kind]
         for step, rank in zip(alone, (0, world_size - 1), strict=True):
@@ -155,7 +155,7 @@ def draw_agrees(draw: Draw) -> list[Values]:
 
 
 def observe_agrees(scaler_class: Any, inputs: Values, context: Context) -> Values:
-    """Parameters and scale after every step; every second one unscales by itself first."""
+    """Parameters and scale after every step; every second step calls unscale_ first."""
     scaler = scaler_class(init_scale=1024.0, growth_interval=NEVER)
     parameters = make_parameters(inputs, context)
     optimizer = make_optimizer(parameters)
@@ -177,9 +177,9 @@ def _finite(array: np.ndarray) -> bool:
 
 
 def judge_agrees(case: Case) -> Iterator[Finding]:
-    """If one rank overflows no rank steps; the scale is the same on all ranks.
+    """If one rank overflows, no rank steps; the scale is the same on all ranks.
 
-    By what a step divides is other criteria's: here only whether it was taken.
+    Only whether a step was taken matters here; different criteria check the divisor.
     """
     scales = [answer.get("scales") for answer in case.answers]
     overflowed = [

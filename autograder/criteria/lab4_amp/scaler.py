@@ -1,8 +1,8 @@
 """Criteria for a loss scaler: what it does to losses, gradients, steps and its own scale.
 
-Gradients are handed out by the referee, each rank has its own, and they are multiplied with the
-scale that the scaler itself reports: so a scaler whose scale goes the wrong way still gets the
-gradients that it would have got. Overflows are put where the referee drew them.
+The referee draws different gradients for each rank. They are multiplied by the scale that the
+scaler itself reports, so a scaler with a wrong scale still gets the gradients that fit its scale.
+Overflows are placed where the referee drew them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SHAPES = ((3, 4), (5,), (2, 2))
-LR, WEIGHT_DECAY = 0.25, 0.1  # decay: a step with gradients of zero is not a skipped step
+LR, WEIGHT_DECAY = 0.25, 0.1  # with decay, a step with zero gradients differs from a skipped step
 NEVER = 1_000_000  # a growth interval that no check reaches
 
 
@@ -51,8 +51,9 @@ def make_optimizer(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Opti
 def set_gradients(
     parameters: Sequence[torch.nn.Parameter], inputs: Values, key: str, scaler: Any
 ) -> None:
-    """p.grad = what a backward of the scaled loss would have left; None where none was drawn."""
-    scaler.scale(torch.zeros((), device=parameters[0].device))  # torch's own makes its scale here
+    """Sets p.grad as a backward of the scaled loss would; None where no gradient was drawn."""
+    # torch's GradScaler has no scale tensor before the first call of scale().
+    scaler.scale(torch.zeros((), device=parameters[0].device))
     scale = np.float32(scaler.get_scale())
     for i, p in enumerate(parameters):
         grad = inputs.get(f"{key}/{i}")
@@ -60,17 +61,17 @@ def set_gradients(
 
 
 def values_of(tensors: Sequence[torch.Tensor | None]) -> list[np.ndarray]:
-    """As arrays; an empty one for None."""
+    """The tensors as arrays; an empty array for None."""
     return [np.zeros(0) if t is None else t.detach().cpu().numpy().copy() for t in tensors]
 
 
 def same(got: Any, expected: Any) -> bool:
-    """Equality of numbers, text and lists; False where an array came instead."""
+    """Equality of numbers, text and lists; False if the types differ, as for an array."""
     return isinstance(got, type(expected)) and got == expected
 
 
 def stepped(parameters: Sequence[np.ndarray], gradients: Sequence[Any]) -> list[np.ndarray]:
-    """The parameters after one step, in float64; those without a gradient stay."""
+    """The parameters after one step, in float64; without a gradient a parameter stays unchanged."""
     after = []
     for p, g in zip(parameters, gradients, strict=True):
         p = np.asarray(p, dtype=np.float64)
@@ -82,7 +83,7 @@ def stepped(parameters: Sequence[np.ndarray], gradients: Sequence[Any]) -> list[
 
 
 def draw_scale(draw: Draw) -> list[Values]:
-    """Scales, powers of two and not, and private weights of a linear loss."""
+    """Scales, some of them no powers of two, and private weights of a linear loss."""
     rng = draw.shared("scales")
     scales = [float(2 ** rng.integers(3, 9)), float(rng.integers(300, 3000)), 2.0**17]
     return [
@@ -94,7 +95,7 @@ def draw_scale(draw: Draw) -> list[Values]:
 
 
 def observe_scale(scaler_class: Any, inputs: Values, context: Context) -> Values:
-    """The scaled loss, the loss itself afterwards, and the gradients of the scaled one."""
+    """The scaled loss, the change of the loss itself, and the gradients of the scaled loss."""
     answer: Values = {"default": float(scaler_class().get_scale()), "scales": []}
     half = scaler_class(init_scale=2.0**16).scale(torch.tensor(2.5, dtype=torch.float16))
     answer["half"] = [str(half.dtype).removeprefix("torch."), float(half)]
@@ -116,7 +117,7 @@ def observe_scale(scaler_class: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_scale(case: Case) -> list[Finding]:
-    """scale times the loss, with its graph; the loss stays what it was."""
+    """scale() returns scale times the loss, with its graph; the loss itself does not change."""
     findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         start = [p.astype(np.float64) for p in oracle.parameters_of(inputs)]
@@ -187,7 +188,7 @@ UNSCALE_CASES = {
 
 
 def draw_unscale(draw: Draw) -> list[Values]:
-    """A scale for each case, private gradients."""
+    """A scale for each case, and private gradients."""
     rng = draw.shared("scales")
     scales = {kind: float(2 ** rng.integers(4, 12)) for kind in UNSCALE_CASES}
     scales["implicit"] = float(rng.integers(100, 1000))
@@ -214,7 +215,7 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
             scaler.step(optimizer)
             scaler.update()
         set_gradients(parameters, inputs, kind, scaler)
-        held = [p.grad for p in parameters]  # as whoever has a view of DDP's buckets
+        held = [p.grad for p in parameters]  # like code that holds views of DDP's buckets
         if kind != "implicit":
             scaler.unscale_(optimizer)
         if kind == "twice":
@@ -237,7 +238,7 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
 
 
 def judge_unscale(case: Case) -> list[Finding]:
-    """Divided once before each step, by unscale_ or by step; a second unscale_ is an error."""
+    """Gradients are divided once per step, by unscale_ or step; a second unscale_ is an error."""
     findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         start = oracle.parameters_of(inputs)

@@ -1,4 +1,4 @@
-"""Criteria for task 3 of lab 5: what is loaded is what was saved, and the last k are kept."""
+"""Criteria for task 3 of lab 5: a checkpoint loads as it was saved, and the last k are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 
 
 def draw_roundtrip(draw: Draw) -> list[Values]:
-    """A nested state with several dtypes, and steps around a change in the number of digits."""
+    """A nested state with several dtypes, and steps of one, two and three digits."""
     rng = draw.shared()
     inputs: Values = {
         "steps": [int(rng.integers(2, 9)), int(rng.integers(10, 99)), int(rng.integers(100, 999))],
@@ -43,7 +43,7 @@ def draw_roundtrip(draw: Draw) -> list[Values]:
 
 
 def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
-    """Empty folder, three saves, files whose times are in the wrong order, the newest again."""
+    """Loads from a missing folder, saves three steps, reverses file times, loads from a copy."""
     if context.rank != 0:
         return {}
     with working_with(path) as (module, folder):
@@ -66,12 +66,12 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
             right = (place / name_of(step)).resolve()
             answer["returned"].append(Path(str(returned)).resolve() == right)
         now = time.time()
-        for age, step in enumerate(inputs["steps"]):  # as after a copy: the newest looks oldest
+        for age, step in enumerate(inputs["steps"]):  # as after a copy: oldest time for the newest
             file = place / name_of(step)
             if file.is_file():
                 os.utime(file, (now - 100 * age, now - 100 * age))
         answer["files"] = sorted(p.name for p in place.iterdir() if p.name.endswith(".ckpt"))
-        elsewhere = folder / "elsewhere"  # a checkpoint is one file: nothing else is copied
+        elsewhere = folder / "elsewhere"  # a checkpoint is one file, so only that is copied
         elsewhere.mkdir()
         for file in place.glob("step-*.ckpt"):
             shutil.copy2(file, elsewhere)
@@ -96,7 +96,7 @@ def observe_roundtrip(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_roundtrip(case: Case) -> list[Finding]:
-    """None, then the state of the highest step, exactly."""
+    """load_newest returns None for a missing folder, later the exact state of the highest step."""
     given, answer = case.inputs[0], plain(case.answers[0])
     findings: list[Finding] = []
 
@@ -168,7 +168,7 @@ def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
         answer["two"] = newest_in(module, folder, inputs)
         (folder / name_of(steps[0])).write_bytes(b"")
         answer["all"] = newest_in(module, folder, inputs)
-        # What a process that died has left is no checkpoint either.
+        # Leftovers of a process that died are no checkpoints either.
         module.save_checkpoint(folder, steps[0], state_of(inputs, steps[0]), keep=5)
         for name in (f"{name_of(steps[-1] + 1)}.tmp", f"tmp-{steps[-1] + 1}", "notes.txt"):
             (folder / name).write_bytes(whole[:1000])
@@ -177,7 +177,7 @@ def observe_damage(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def _damaged(whole: bytes, inputs: Values) -> Iterator[bytes]:
-    """`whole` in every damaged form; the bits at drawn places."""
+    """`whole` in every damaged form; the places of the flipped bits are drawn."""
     for place in inputs["places"]:
         data = bytearray(whole)
         data[int(place * len(data))] ^= 4
@@ -193,7 +193,7 @@ def _damaged(whole: bytes, inputs: Values) -> Iterator[bytes]:
 
 
 def judge_damage(case: Case) -> list[Finding]:
-    """The newest checkpoint that is whole, never a state that differs from what was saved."""
+    """load_newest returns the newest undamaged checkpoint, never a state that was not saved."""
     given, answer = case.inputs[0], plain(case.answers[0])
     first, second, third = given["steps"][:3]
     if answer.get("whole") != [third, True]:
@@ -205,7 +205,7 @@ def judge_damage(case: Case) -> list[Finding]:
     found = found if isinstance(found, list) else []
     for number, kind in enumerate(kinds):
         got = found[number] if number < len(found) else None
-        # A bit that carries nothing may differ: then the state is right all the same.
+        # The flipped bit may carry no information. Then the newest state is right, too.
         if got not in ([second, True], [third, True]):
             return [Finding(_explain(got, f"of the newest checkpoint {kind}", second), 0)]
     for key, step, what in (
@@ -234,7 +234,7 @@ def _explain(got: Any, what: str, expected: int) -> str:
 
 
 def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
-    """Which checkpoints are there after each save, and after a death with keep=1."""
+    """Which checkpoints exist after each save, and after a death during a save with keep=1."""
     if context.rank != 0:
         return {}
     with working_with(path) as (module, folder):
@@ -246,9 +246,9 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
             (place / "best.ckpt").write_text("mine too")
             seen = []
             for step in inputs["steps"]:
-                module = load_file(path)  # in another job, which has the files and no memory
+                module = load_file(path)  # a new job: it has the files, but no memory
                 for age, file in enumerate(sorted(place.glob("step-*.ckpt"))):
-                    late = time.time() + 1e6 - 100 * age  # as after a copy: the oldest looks newest
+                    late = time.time() + 1e6 - 100 * age  # the oldest gets the newest time
                     os.utime(file, (late, late))
                 module.save_checkpoint(place, step, state_of(inputs, step), keep=keep)
                 seen.append(sorted(p.name for p in place.glob("step-*.ckpt")))
@@ -266,7 +266,7 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_keep(case: Case) -> list[Finding]:
-    """The last k, all others deleted, none before the new one is complete."""
+    """The last k are kept; older ones are deleted, but not before the new one is complete."""
     given, answer = case.inputs[0], plain(case.answers[0])
     steps = given["steps"]
     for keep in (1, 3):

@@ -1,4 +1,4 @@
-"""Criteria for task 3 of lab 5: a death in the middle of a save, and data that reach the disk."""
+"""Criteria for task 3 of lab 5: a process dies in the middle of a save; data reach the disk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from autograder.criteria.criterion import Case, Context, Finding, Values
 
 
 def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
-    """Dies while it saves a new step, and while it saves a step again; then saves for real."""
+    """Dies while it saves a new step, dies while it saves a step again, then saves normally."""
     if context.rank != 0:
         return {}
     first, second, third = inputs["steps"][:3]
-    # No such folder: who moves files from there would have them copied, from another disk.
+    # The folder for temporary files does not exist, so a submission that writes there fails: from a
+    # different disk, a move into the checkpoint folder would be a copy, not a rename.
     elsewhere = mock.patch.object(tempfile, "tempdir", "/on-another-disk")
     with working_with(path) as (module, folder), elsewhere:
         for step in (first, second):
@@ -37,7 +38,7 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
         for what, step in (("new", third), ("again", second)):
             file = folder / name_of(step)
             before = file.read_bytes() if file.is_file() else None
-            other = state_of(inputs, step + 1) | {"step": step}  # not what was saved before
+            other = state_of(inputs, step + 1) | {"step": step}  # a state not saved before
             ended = die_while_saving(
                 lambda step=step, state=other: module.save_checkpoint(folder, step, state, keep=5)
             )
@@ -55,7 +56,7 @@ def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_atomic(case: Case) -> list[Finding]:
-    """Under a final name there is the old checkpoint or none, never a part of one."""
+    """A final name holds the old checkpoint or does not exist, never a part of a checkpoint."""
     given, answer = case.inputs[0], plain(case.answers[0])
     second, third = given["steps"][1:3]
     findings: list[Finding] = []
@@ -111,7 +112,7 @@ def judge_atomic(case: Case) -> list[Finding]:
 
 
 def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
-    """Which file was synced at what size, and when files were renamed."""
+    """Logs in order which file was synced at which size, and which file was renamed."""
     if context.rank != 0:
         return {}
     log: list[list[Any]] = []
@@ -156,7 +157,7 @@ def observe_durable(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_durable(case: Case) -> list[Finding]:
-    """The file was synced whole, and before the rename that gave it its name."""
+    """The complete file was synced before the rename that gave the file its final name."""
     answer = plain(case.answers[0])
     file, log, name = answer.get("file"), answer.get("log"), name_of(case.inputs[0]["steps"][0])
     if not isinstance(file, list) or len(file) != 2 or not isinstance(log, list):

@@ -1,8 +1,8 @@
 """Criteria for task 7 of lab 5: the hierarchical all-reduce, on the emulated cluster.
 
-Ranks of one node are neighbours, as torchrun numbers them. What crosses between nodes is judged
-from the broker's trace: it carried every collective, and knows its ranks, its bytes and what is in
-them. Bytes that hold nothing are no traffic.
+The ranks of one node are consecutive, as torchrun numbers them. The traffic is judged from the
+broker's trace: the broker carried every collective and knows its ranks, its bytes and its payloads.
+The right number of bytes is not enough, because the bytes must also hold the right numbers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 from minidist.emulate.trace import Event
 
 CALLS = 2
-FLOATS_PER_RANK = 12_000  # times the world size: divides by every local size
+FLOATS_PER_RANK = 12_000  # times the world size = a length that every local size divides
 SLACK = 1.02
-MARK = 101  # numbers in the small all-reduce after each node size
-SLACK_BYTES = 6_000  # for messages that only agree on something
-ROUNDING = 2e-7  # of a few sums in float32, relative to a number, and of numbers near zero
+MARK = 101  # elements of the first small all-reduce that marks the end of a node size; then 102, …
+SLACK_BYTES = 6_000  # allowed for small messages by which ranks agree on something
+ROUNDING = 2e-7  # error of a few float32 sums: relative, and twice that absolute near zero
 
 
 def local_sizes(world_size: int) -> list[int]:
-    """All sizes that nodes of equal size can have."""
+    """All possible node sizes if all nodes are equally large."""
     return [n for n in range(1, world_size + 1) if world_size % n == 0]
 
 
@@ -37,7 +37,7 @@ def local_sizes(world_size: int) -> list[int]:
 
 
 def draw_values(draw: Draw) -> list[Values]:
-    """Per node size three private tensors: awkward sizes, two dtypes, and a matrix."""
+    """Three private tensors per node size: two with lengths that need padding, a float64 matrix."""
     world_size = draw.world_size
     sizes = draw.shared()
     shapes = [
@@ -57,7 +57,7 @@ def draw_values(draw: Draw) -> list[Values]:
 
 
 def observe_values(reducer_class: Any, inputs: Values, context: Context) -> Values:
-    """The sums, as they stand in the tensors that were handed over."""
+    """The sums, read from the tensors that were passed to the all-reduce."""
     answer: Values = {}
     for case, local_size in enumerate(local_sizes(context.world_size)):
         all_reduce = reducer_class(local_size)
@@ -69,7 +69,7 @@ def observe_values(reducer_class: Any, inputs: Values, context: Context) -> Valu
 
 
 def judge_values(case: Case) -> Iterator[Finding]:
-    """The sum over all ranks, for nodes of every size."""
+    """The tensors hold the sum over all ranks, for every node size."""
     shapes = case.inputs[0]["shapes"]
     for rank, answer in enumerate(case.answers):
         for number, local_size in enumerate(local_sizes(case.world_size)):
@@ -111,7 +111,7 @@ def _why(got: Any, total: np.ndarray, case: Case, key: str, rank: int) -> str:
 
 
 def draw_bytes(draw: Draw) -> list[Values]:
-    """The node sizes, those between 1 and all ranks if there are any; a private tensor."""
+    """Node sizes between 1 and the world size (if none, the world size), and a private tensor."""
     choices = local_sizes(draw.world_size)[1:-1] or [draw.world_size]
     count = FLOATS_PER_RANK * draw.world_size
     return [
@@ -126,7 +126,7 @@ def observe_bytes(reducer_class: Any, inputs: Values, context: Context) -> Value
         all_reduce = reducer_class(local_size)
         for _ in range(CALLS):
             all_reduce(torch.from_numpy(inputs["x"].copy()))
-        dist.all_reduce(torch.zeros(MARK + number, dtype=torch.int64))  # the next size begins
+        dist.all_reduce(torch.zeros(MARK + number, dtype=torch.int64))  # ends this node size
     return {"done": True}
 
 
@@ -146,7 +146,7 @@ def _by_size(events: Iterable[Event], count: int) -> list[list[Event]]:
 
 
 def sent_bytes(events: Iterable[Event], rank: int, local_size: int) -> tuple[float, float]:
-    """What one rank sent to its own node and to others, if collectives run in rings."""
+    """Bytes that one rank sent inside its node and to other nodes, if collectives run in rings."""
     inside = outside = 0.0
     for event in events:
         if event.kind != "issue" or event.collective == "recv":
@@ -160,7 +160,7 @@ def sent_bytes(events: Iterable[Event], rank: int, local_size: int) -> tuple[flo
 
 
 def _flows(event: Event, rank: int) -> list[tuple[int, float]]:
-    """Whom a rank sends how many bytes in one collective."""
+    """(target rank, bytes) of everything that a rank sends in one collective."""
     ranks, n, num_bytes = event.ranks, len(event.ranks), float(event.nbytes)
     if event.collective == "send":
         return [(ranks[1], num_bytes)] if ranks[0] == rank else []
@@ -188,7 +188,7 @@ def _flows(event: Event, rank: int) -> list[tuple[int, float]]:
 
 
 def _sent(case: Case) -> list[tuple[int, list[tuple[float, float]]]]:
-    """Per node size (size, what each rank sent inside and outside its node)."""
+    """Per node size: (size, the bytes that each rank sent inside and outside its node)."""
     sizes = case.inputs[0]["local_sizes"]
     parts = [_by_size(events, len(sizes)) for events in case.trace.events]
     return [
@@ -198,7 +198,7 @@ def _sent(case: Case) -> list[tuple[int, list[tuple[float, float]]]]:
 
 
 def _runs(tensors: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """All tensors and sums of neighbours among them, in a ring."""
+    """Every tensor, and every sum of consecutive tensors, in a ring."""
     n = len(tensors)
     for size in range(1, n + 1):
         for first in range(n if size < n else 1):
@@ -206,10 +206,11 @@ def _runs(tensors: list[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _found(case: Case, number: int, rank: int, local_size: int, *, inside: bool) -> int:
-    """How many different right numbers a rank has sent inside its node, or to others.
+    """How many different right numbers a rank has sent, inside its node or to other nodes.
 
-    Inside these are tensors of the node's ranks and sums of them, between nodes sums over whole
-    nodes, and sums of those; both hold the sum over all ranks, too.
+    Inside a node, right numbers are in the tensors of the node's ranks and in sums of these
+    tensors. Between nodes, they are in the sums over whole nodes and in sums of these sums. In both
+    cases the sum over all ranks is right, too.
     """
     sizes = case.inputs[0]["local_sizes"]
     node = rank // local_size
@@ -276,7 +277,7 @@ def judge_slow(case: Case) -> list[Finding]:
 
 
 def judge_local(case: Case) -> list[Finding]:
-    """Inside a node a reduce-scatter and an all-gather, no more."""
+    """Inside a node, no rank sends more than a reduce-scatter and an all-gather need."""
     findings: list[Finding] = []
     for number, (local_size, sent) in enumerate(_sent(case)):
         num_bytes = 4 * FLOATS_PER_RANK * case.world_size
@@ -322,7 +323,7 @@ HOOK_SIZES, HOOK_BATCH, HOOK_STEPS = (6, 40, 3), 5, 2
 
 
 def draw_hook(draw: Draw) -> list[Values]:
-    """The same model everywhere, private batches for two steps."""
+    """The same model on all ranks, and private batches for two steps."""
     start = oracle.draw_parameters(draw.shared(), HOOK_SIZES)
     inputs = []
     for rank in range(draw.world_size):
@@ -335,7 +336,7 @@ def draw_hook(draw: Draw) -> list[Values]:
 
 
 class _Counting:
-    """An all-reduce for the hook: sums in place, and counts what it was given."""
+    """The all-reduce for the hook: sums in place, and counts the elements that it sums."""
 
     def __init__(self) -> None:
         self.numel = 0
@@ -347,7 +348,7 @@ class _Counting:
 
 
 def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
-    """Gradients of torch's DDP with the student's hook, in its second step."""
+    """Gradients of the second step of torch's DDP with the student's hook."""
     model: nn.Module = oracle.mlp(inputs).to(context.device)
     ids = [context.device] if context.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids)
@@ -363,7 +364,7 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_hook(case: Case) -> Iterator[Finding]:
-    """The mean over ranks, summed by the all-reduce that the hook was given."""
+    """Gradients are the mean over ranks, and the hook summed them with the given all-reduce."""
     last = HOOK_STEPS - 1
     local = [oracle.gradients(i, i[f"x/{last}"], i[f"y/{last}"]) for i in case.inputs]
     count = HOOK_STEPS * sum(grad.size for grad in local[0])

@@ -1,8 +1,8 @@
 """Criteria for task 6 of lab 5: measuring a link.
 
-A real clock would judge the machine, not the student. So the measuring function is given an
-exchange and a clock which belong together: only the exchange moves the clock, by what a secret
-link would take.
+A real clock would judge the machine, not the student. So the student's function gets a simulated
+exchange and a simulated clock. Only the exchange moves the clock, by the time that a secret link
+would take.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = {
 
 
 def draw_measure(draw: Draw) -> list[Values]:
-    """A link per rank, its first calls that are slow, and two calls that somebody disturbed."""
+    """A link per rank: slow warm-up calls, and repeats // 2 disturbed calls for each size."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -45,7 +45,7 @@ def draw_measure(draw: Draw) -> list[Values]:
 
 
 class _Link:
-    """A clock, and an exchange that is all that moves it."""
+    """A simulated link: an exchange, and a clock that only the exchange moves."""
 
     def __init__(self, inputs: Values) -> None:
         self.inputs, self.now_s = inputs, inputs["clock_began_s"]
@@ -69,7 +69,7 @@ class _Link:
 
 
 def observe_measure(measure_link: Any, inputs: Values, context: Context) -> Values:
-    """What the function makes of the link."""
+    """The latency and bandwidth that the function measures."""
     link = _Link(inputs)
     found = measure_link(
         link.exchange,
@@ -119,7 +119,7 @@ def _reason(got: np.ndarray, right: np.ndarray, given: Values) -> str:
 
 
 def draw_bus(draw: Draw) -> list[Values]:
-    """Per rank a few measured collectives."""
+    """Per rank one measured run of each collective, and one run on a single rank."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -147,14 +147,14 @@ def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:
 
 
 def bus_gbit_per_s(run: Values) -> float:
-    """What a link must have carried, in Gbit/s."""
+    """The bus bandwidth of a run: what each link must have carried, in Gbit/s."""
     n = run["num_ranks"]
     factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(run["kind"], (n - 1) / n)
     return factor * run["num_bytes"] * 8 / run["seconds"] / 1e9
 
 
 def judge_bus(case: Case) -> Iterator[Finding]:
-    """In Gbit/s, with each collective's own factor."""
+    """The bus bandwidth is in Gbit/s, with the factor of each collective."""
     for rank, answer in enumerate(case.answers):
         runs, got = case.inputs[rank]["runs"], answer.get("found")
         if not isinstance(got, np.ndarray) or got.shape != (len(runs),) or got.dtype.kind != "f":

@@ -1,4 +1,4 @@
-"""Criteria for task 2 of lab 5: the network interface that gloo and NCCL are told to use."""
+"""Criteria for task 2 of lab 5: the network interface that gloo and NCCL have to use."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CASES = ("plain", "own", "overlap", "ipv6", "ipv6 peer", "nowhere")
 
 
 def draw_interface(draw: Draw) -> list[Values]:
-    """Per rank one node's interfaces and an address of another node, in five situations."""
+    """Per rank six situations: the interfaces of one node, and the address of a peer."""
     return [_draw_tables(draw.private(rank), CASES) for rank in range(draw.world_size)]
 
 
 def draw_nccl(draw: Draw) -> list[Values]:
-    """Two plain situations; the right name is the beginning of another one."""
+    """Two plain situations; the right interface's name is a prefix of a different name."""
     return [_draw_tables(draw.private(r), ("plain", "plain")) for r in range(draw.world_size)]
 
 
@@ -57,7 +57,7 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
 
 
 def observe_interface(network_env: Any, inputs: Values, context: Context) -> Values:
-    """The two variables, or that there was a ValueError, per situation."""
+    """Per situation the variables that the function returns, or that it raised ValueError."""
     said: list[Any] = []
     for table in inputs["tables"]:
         interfaces = {name: list(addresses) for name, addresses in table["interfaces"]}
@@ -75,7 +75,7 @@ def observe_interface(network_env: Any, inputs: Values, context: Context) -> Val
 
 
 def right_interface(table: Values) -> str | None:
-    """The interface whose network holds the peer, the narrowest one if there are several."""
+    """The interface whose network holds the peer; if several do, that of the narrowest network."""
     peer = ipaddress.ip_address(table["peer"])
     best: tuple[int, str] | None = None
     for name, addresses in table["interfaces"]:

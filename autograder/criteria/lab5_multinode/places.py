@@ -1,7 +1,7 @@
-"""Criteria for task 1 of lab 5: who is where, and how each node is started.
+"""Criteria for task 1 of lab 5: the places of ranks on nodes, and the command of each node.
 
-Commands are read by torch's own parser of torchrun's arguments; it runs where the student's code
-does not.
+Torch's own parser of torchrun's arguments reads the commands. The parser runs in the judge, where
+the student's code does not run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 
 
 def draw_places(draw: Draw) -> list[Values]:
-    """Three clusters per rank: nodes of equal size, of unequal size, and a single one."""
+    """Three clusters per rank: nodes of equal size, nodes of unequal size, and a single node."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -29,7 +29,7 @@ def draw_places(draw: Draw) -> list[Values]:
 
 
 def observe_places(functions: Any, inputs: Values, context: Context) -> Values:
-    """Both functions on every rank of every cluster."""
+    """The results of both functions for every rank of every cluster."""
     locate, global_rank = functions
     places: list[list[list[int]]] = []
     ranks: list[list[int]] = []
@@ -53,7 +53,7 @@ def _pair(place: Any) -> list[int]:
 
 
 def judge_places(case: Case) -> Iterator[Finding]:
-    """Ranks count up node by node; the two functions undo each other."""
+    """Ranks count up node by node, and the two functions are inverse to each other."""
     for rank, answer in enumerate(map(plain, case.answers)):
         for number, sizes in enumerate(case.inputs[rank]["clusters"]):
             right = [[node, local] for node, size in enumerate(sizes) for local in range(size)]
@@ -68,7 +68,7 @@ def judge_places(case: Case) -> Iterator[Finding]:
 
 
 def _first(got: Any, right: list[Any], what: str, sizes: list[int]) -> str:
-    """The first place where a list differs from what is right, in words; or nothing."""
+    """A message about the first wrong entry of a list; "" if the list is right."""
     if got == right:
         return ""
     if not isinstance(got, list) or len(got) != len(right):
@@ -94,7 +94,7 @@ def _text(value: Any) -> str:
 
 
 def draw_command(draw: Draw) -> list[Values]:
-    """A job per rank: nodes, processes per node, meeting point, script."""
+    """A job per rank: nodes, processes per node, rendezvous address, script."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -127,7 +127,7 @@ def observe_command(node_command: Any, inputs: Values, context: Context) -> Valu
 
 
 def judge_command(case: Case) -> Iterator[Finding]:
-    """torchrun understands every node's command, and together they make the job."""
+    """torchrun understands every node's command, and the commands together start the job."""
     for rank, answer in enumerate(map(plain, case.answers)):
         job, commands = case.inputs[rank], answer.get("commands")
         if not isinstance(commands, list) or len(commands) != job["num_nodes"]:
@@ -151,7 +151,8 @@ def parse_torchrun(command: Any) -> Namespace:
     """The arguments of a torchrun command as torch itself reads them.
 
     Raises:
-        ValueError: torchrun would refuse it, or it does not call torchrun.
+        ValueError: the command does not call torchrun, or torchrun would refuse it or only print
+            something and end.
     """
     from torch.distributed.run import get_args_parser
 
@@ -182,7 +183,7 @@ def parse_torchrun(command: Any) -> Namespace:
 
 
 def _problem(args: Namespace, job: Values, node: int) -> str:
-    """What is wrong with one node's command; nothing if it is right."""
+    """What is wrong with one node's command; "" if the command is right."""
     if args.standalone:
         return "--standalone makes this node a job of its own: it never looks for the others."
     sizes = {part for part in str(args.nnodes).split(":")}

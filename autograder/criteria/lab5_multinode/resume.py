@@ -1,9 +1,9 @@
 """Criteria for task 4 of lab 5: everything that decides the next step is in the checkpoint.
 
-Each criterion runs on after the state was collected (the run without a break), and once more from
-a fresh training that the state was restored into. Both must agree bit for bit, and the first must
-be what one trusted process computes. Each looks at its own part only: what else is restored or
-not does not matter there.
+Each criterion continues the training after the state was collected (the run without a break). It
+also restores the state into a fresh training, which then continues (the resumed run). Both runs
+must agree bit for bit, and the run without a break must equal what one trusted process computes.
+Each criterion checks only its own part of the state and ignores whether other parts are restored.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ RTOL = 1e-7
 
 
 class Positions:
-    """A stand-in for the lab's sampler: `epoch`, `position` and `take`."""
+    """A stand-in for the lab's sampler, with `epoch`, `position` and `take`."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples, self.seed = num_samples, seed
         self.epoch, self.position = 0, 0
 
     def take(self, count: int) -> list[int]:
-        """The next indices; a new epoch begins where one ends."""
+        """The next `count` indices; after the end of an epoch the next epoch begins."""
         taken: list[int] = []
         for _ in range(count):
             if self.position == self.num_samples:
@@ -50,7 +50,7 @@ class Positions:
 
 @dataclass
 class Training:
-    """What the lab's `Training` has."""
+    """A stand-in for the lab's `Training`, with the same fields."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -61,8 +61,8 @@ class Training:
 
 def _training(arrays: Values, settings: Values, device: torch.device) -> Training:
     model = oracle.mlp(arrays, torch.float64)
-    # It has buffers. Not right behind the first layer, whose bias would have no gradient but noise,
-    # which Adam makes large.
+    # BatchNorm has buffers. It must not directly follow the first layer: the gradient of that
+    # layer's bias would be only rounding noise, which Adam would amplify.
     model.insert(2, nn.BatchNorm1d(SIZES[1], dtype=torch.float64))
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], weight_decay=0.1)
@@ -74,7 +74,7 @@ def _training(arrays: Values, settings: Values, device: torch.device) -> Trainin
 
 
 def _run(training: Training, x: torch.Tensor, y: torch.Tensor, steps: int) -> list[float]:
-    """Some steps on the rows that belong to the step's number."""
+    """Trains `steps` steps, each on the rows of its step number; the losses."""
     losses = []
     for _ in range(steps):
         rows = slice(training.step * BATCH, (training.step + 1) * BATCH)
@@ -89,10 +89,10 @@ def _run(training: Training, x: torch.Tensor, y: torch.Tensor, steps: int) -> li
 
 
 def _through_a_file(state: Any, context: Context, *, strict: bool) -> Any:
-    """Rank 0's state as all ranks read it from its file.
+    """Rank 0's state, saved by rank 0 and loaded by all ranks.
 
     Raises:
-        TypeError: `strict`, and it holds more than tensors and plain values.
+        TypeError: with `strict`, if the state holds more than tensors and plain values.
     """
     data: list[Any] = [None]
     if context.rank == 0:
@@ -114,7 +114,7 @@ def _through_a_file(state: Any, context: Context, *, strict: bool) -> Any:
 
 @contextlib.contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """Whatever happens inside, the notebook's random numbers go on as before."""
+    """Restores the random states on exit, so that the notebook's random numbers are unaffected."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -136,7 +136,7 @@ def _settings(rng: np.random.Generator) -> Values:
 
 
 def draw_training(draw: Draw) -> list[Values]:
-    """One training for all ranks, as data parallel has it; other weights for the fresh one."""
+    """One training, the same on all ranks as in data parallelism, and weights for a fresh one."""
     rng = draw.shared()
     inputs = oracle.draw_parameters(rng, SIZES)
     inputs |= {f"fresh{k}": v for k, v in oracle.draw_parameters(rng, SIZES).items()}
@@ -146,7 +146,7 @@ def draw_training(draw: Draw) -> list[Values]:
 
 
 def observe_training(functions: Any, inputs: Values, context: Context) -> Values:
-    """The losses and learning rates with and without a break, and the last parameters."""
+    """Losses, learning rates and final model tensors, with and without a break."""
     collect_state, restore_state = functions
     x, y = (torch.from_numpy(inputs[k]).double().to(context.device) for k in "xy")
     with _own_random_numbers():
@@ -158,7 +158,7 @@ def observe_training(functions: Any, inputs: Values, context: Context) -> Values
         restore_state(two, state)
         answer: Values = {}
         for name, training in (("whole", one), ("resumed", two)):
-            training.step = BEFORE  # resume_sampler asks for it
+            training.step = BEFORE  # only resume_sampler checks that step is restored
             answer[f"lr/{name}"] = np.array([g["lr"] for g in training.optimizer.param_groups])
             answer[f"losses/{name}"] = np.array(_run(training, x, y, AFTER))
             tensors = [*training.model.parameters(), *training.model.buffers()]
@@ -168,7 +168,7 @@ def observe_training(functions: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_training(case: Case) -> Iterator[Finding]:
-    """The break changes nothing, and the run without it is the oracle's."""
+    """The resumed run equals the run without a break, and both equal the oracle's run."""
     given = case.inputs[0]
     x, y = (torch.from_numpy(given[k]).double() for k in "xy")
     right = _training(given, given["settings"], torch.device("cpu"))
@@ -218,7 +218,7 @@ def judge_training(case: Case) -> Iterator[Finding]:
 
 
 def _differs(rank: int, what: str, got: Any, right: np.ndarray, *, hint: str) -> Finding | None:
-    """As `oracle.differs`, with room for what Adam makes of rounding."""
+    """Like `oracle.differs`, with a tolerance for rounding errors that Adam amplifies."""
     atol = RTOL * float(np.abs(right).max())
     return differs(rank, what, got, right, rtol=RTOL, atol=atol, hint=hint)
 
@@ -247,7 +247,7 @@ def _hint(got: Any, right: np.ndarray, lr: Any, right_lr: np.ndarray) -> str:
 
 
 def draw_rng(draw: Draw) -> list[Values]:
-    """Three seeds per rank."""
+    """Three private seeds per rank, and how many draws to skip before the state is collected."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -264,7 +264,7 @@ def _draws() -> list[float]:
         *torch.rand(3, dtype=torch.float64).tolist(),
         *np.random.random_sample(3).tolist(),
         *(random.random() for _ in range(3)),
-        # Of these, one call makes two numbers and keeps the second for the next call.
+        # A call of these two generates two numbers and keeps the second for the next call.
         float(np.random.standard_normal()),
         random.gauss(0.0, 1.0),
     ]
@@ -277,7 +277,7 @@ def _seed(seeds: list[int]) -> None:
 
 
 def observe_rng(functions: Any, inputs: Values, context: Context) -> Values:
-    """The numbers that come after collect_state, and those after restore_state."""
+    """The random numbers drawn after collect_state, and those drawn after restore_state."""
     collect_state, restore_state = functions
     with _own_random_numbers():
         one = _training(inputs, inputs["settings"], context.device)
@@ -310,7 +310,7 @@ def _expected_draws(inputs: Values) -> np.ndarray:
 
 
 def judge_rng(case: Case) -> Iterator[Finding]:
-    """Every rank's own numbers go on, of torch, NumPy and Python."""
+    """The random numbers of torch, NumPy and Python continue on every rank as without a break."""
     expected = [_expected_draws(inputs) for inputs in case.inputs]
     for rank, answer in enumerate(case.answers):
         right, got = expected[rank], answer.get("resumed")
@@ -362,7 +362,7 @@ def draw_sampler(draw: Draw) -> list[Values]:
 
 
 def observe_sampler(functions: Any, inputs: Values, context: Context) -> Values:
-    """Step number and next samples, with and without a break."""
+    """The step number and the next samples, with and without a break."""
     collect_state, restore_state = functions
     with _own_random_numbers():
         one = _training(inputs, inputs["settings"], context.device)
@@ -378,7 +378,7 @@ def observe_sampler(functions: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_sampler(case: Case) -> Iterator[Finding]:
-    """Where the sampler stood, and the number of the step."""
+    """The sampler continues at its epoch and position, and the step number is restored."""
     given = case.inputs[0]
     sampler = Positions(11, given["settings"]["seed"])
     sampler.take(given["taken"])

@@ -1,9 +1,10 @@
 """Criteria for task 5 of lab 5: the training script on two nodes, and after a node was lost.
 
-Rank 0 starts new processes: two "nodes" on this machine, each with a data file of its own in which
-the other rank's rows are nan. The script's checkpoints go through a stand-in for the student's
-checkpointing.py, so that a bug there does not count twice; it also stops the job at a drawn place,
-where the node is killed, and it passes over the last checkpoint, as if that were damaged.
+Rank 0 starts new processes: two "nodes" on this machine, each with its own data file, in which the
+other node's rows are nan. The script saves its checkpoints through a stand-in for the student's
+checkpointing.py, so that a bug there does not count twice. The stand-in also stops the job at a
+drawn step, where both nodes are killed. When the job is started again, the stand-in ignores the
+last checkpoint, as if this checkpoint were damaged.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from minidist.processes.ports import free_port
 from minidist.processes.tree import descendants
 
 NODES = 2
-PER_NODE = 2  # processes that torchrun starts on each; a node that is killed has one
+PER_NODE = 2  # processes per node under torchrun; a node that is killed has only one process
 RUN_DEADLINE_S = 90.0
-GRACE_S = 10.0  # the others get this long to end when one has failed
+GRACE_S = 10.0  # after one node has failed, the other node gets this long to end
 MOMENTUM = 0.9
 
 STAND_IN = """
@@ -86,7 +87,7 @@ def draw(source: Draw) -> list[Values]:
 
 
 class _Job:
-    """A folder with the script, the stand-in, one data file per node, and shared checkpoints."""
+    """A folder with the script, the stand-in, a data file per node, and the shared checkpoints."""
 
     def __init__(self, path: Any, inputs: Values, folder: Path) -> None:
         script = Path(path)
@@ -101,7 +102,7 @@ class _Job:
         self.write_data(0)
 
     def write_data(self, first_step: int) -> None:
-        """Each node's own rows, from `first_step` on; all others are nan."""
+        """Writes each node's data: its own rows from `first_step` on; all other rows are nan."""
         batch = self.inputs["job"]["batch-size"]
         for node in range(NODES):
             arrays: Any = {k: v.copy() for k, v in self.inputs.items() if isinstance(v, np.ndarray)}
@@ -122,7 +123,7 @@ class _Job:
         ]
 
     def start(self, node: int, port: int, *, agent: bool) -> Child:
-        """Starts a node: torchrun's agent and its workers, or one rank that nobody watches."""
+        """Starts a node: torchrun's agent and its workers, or a single rank without an agent."""
         given = (self.log(node), str(self.folder / self.name), self.arguments(node))
         place = {"cwd": self.folder, "new_session": True}
         if agent:
@@ -137,7 +138,7 @@ class _Job:
             "MASTER_PORT": port,
             "MASTER_ADDR": "127.0.0.1",
         }
-        # What a rank's environment holds, whoever starts it.
+        # Every launcher sets these variables in a rank's environment.
         env = _environment() | {k: str(v) for k, v in more.items()}
         return fork(be_rank, *given, env=env, **place)
 
@@ -145,7 +146,7 @@ class _Job:
         return self.folder / f"log-{node}.txt"
 
     def failure(self, what: str) -> Exception:
-        """What to raise where the script did not do `what`, with the ends of both outputs."""
+        """The error for a script that did `what`; it shows the end of both nodes' output."""
         texts = []
         for node in range(NODES):
             text = self.log(node).read_text(errors="replace")
@@ -155,7 +156,7 @@ class _Job:
         return RuntimeError("\n".join([f"{self.name} {what}:", *texts]))
 
     def results(self) -> Values:
-        """What --out of node 0 holds."""
+        """The losses and parameters in the --out file of node 0."""
         out = self.folder / "out-0.npz"
         if not out.is_file():
             raise self.failure("wrote no file to rank 0's --out")
@@ -165,7 +166,7 @@ class _Job:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what torchrun and the kernel put there, and on the CPU."""
+    """This process's environment, without variables of torchrun and minidist, without GPUs."""
     ours = (
         "RANK",
         "WORLD_SIZE",
@@ -184,13 +185,13 @@ def _environment() -> dict[str, str]:
 
 
 def be_rank(_: Any, log: Path, script: str, arguments: list[str]) -> None:
-    """One rank, as its environment describes it."""
+    """Runs the script as the rank that the environment describes."""
     write_to(log)
     _work(script, arguments)
 
 
 def be_agent(_: Any, log: Path, script: str, arguments: list[str], node: int, port: int) -> None:
-    """The agent that torchrun is, on one node; its workers are forked, since torch is here."""
+    """Runs torchrun's agent of one node; it forks its workers because torch is imported."""
     write_to(log)
     config = LaunchConfig(
         min_nodes=NODES,
@@ -207,13 +208,13 @@ def be_agent(_: Any, log: Path, script: str, arguments: list[str], node: int, po
     )
     try:
         elastic_launch(config, _work)(script, arguments)
-    except ChildFailedError:  # the script has said why
+    except ChildFailedError:  # the script has printed the reason
         sys.exit(1)
 
 
 def _work(script: str, arguments: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)  # the agent's handlers came with the fork
+        signal.signal(number, signal.SIG_DFL)  # the fork inherited the agent's handlers
     try:
         work(script, arguments)
     except ScriptError as error:
@@ -222,7 +223,7 @@ def _work(script: str, arguments: list[str]) -> None:
 
 @contextlib.contextmanager
 def _nodes(job: _Job, *, torchrun: bool) -> Iterator[list[Child]]:
-    """Both nodes of a job, with torchrun's agents or without; gone at the end."""
+    """Runs both nodes of a job, with or without torchrun's agents; kills them at the end."""
     port = free_port()
     processes: list[Child] = []
     try:
@@ -237,25 +238,25 @@ def _nodes(job: _Job, *, torchrun: bool) -> Iterator[list[Child]]:
 
 
 def kill_trees(pids: list[int]) -> None:
-    """Kills processes and all that descend from them, as a power cut would."""
+    """Kills processes and all their descendants without warning, as a power cut would."""
     family: list[int] = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)  # so that it starts nothing new meanwhile
+            os.kill(pid, signal.SIGSTOP)  # so that it starts no new processes meanwhile
         family += [pid, *descendants(pid)]
     for pid in family:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    for pid in pids:  # what outlived its parent but kept its group
+    for pid in pids:  # processes that outlived their parent but kept its group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 
 
 def _wait(job: _Job, processes: list[Child]) -> None:
-    """Until all have ended, or one has failed and the others had their grace.
+    """Waits until all nodes have ended, or until GRACE_S after a node has failed.
 
     Raises:
-        RuntimeError: they are still running at the deadline.
+        RuntimeError: no node has failed, and some are still running at the deadline.
     """
     end_s = time.monotonic() + RUN_DEADLINE_S
     while any(process.poll() is None for process in processes):
@@ -273,7 +274,7 @@ def _wait(job: _Job, processes: list[Child]) -> None:
 
 
 def observe_script(path: Any, inputs: Values, context: Context) -> Values:
-    """Two torchrun agents on this machine, from the first step to the last."""
+    """Runs the job with two torchrun agents on this machine, from the first step to the last."""
     if context.rank != 0:
         return {}
     with tempfile.TemporaryDirectory(prefix="nodes-") as name:
@@ -290,7 +291,7 @@ def observe_script(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def expected_training(inputs: Values) -> tuple[list[np.ndarray], np.ndarray]:
-    """Final parameters and all losses of one process that takes the global batches."""
+    """Final parameters and all losses of one process that trains on the global batches."""
     job = inputs["job"]
     model = oracle.mlp(inputs, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=job["lr"], momentum=MOMENTUM)
@@ -309,7 +310,7 @@ def expected_training(inputs: Values) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def judge_script(case: Case) -> list[Finding]:
-    """Losses and parameters as of one process; rank 0 alone writes."""
+    """Losses and parameters equal those of one process, and only rank 0 writes files."""
     given, answer = case.inputs[0], case.answers[0]
     findings: list[Finding] = []
     _judge_training(
@@ -381,7 +382,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         (job.checkpoints / f"stop-{2 * every}").touch()
         with _nodes(job, torchrun=False) as processes:
             _wait_for_stop(job, processes)
-        # Only now: nothing of the first run is alive, and its last checkpoint is damaged.
+        # Only now, because no process of the first run is alive: damage its last checkpoint.
         (job.checkpoints / f"stop-{2 * every}").unlink()
         (job.checkpoints / f"damaged-{2 * every}").touch()
         for out in job.folder.glob("out-*.npz"):
@@ -393,10 +394,10 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
 
 
 def _wait_for_stop(job: _Job, processes: list[Child]) -> None:
-    """Until the stand-in has stopped the job at its second checkpoint.
+    """Waits until the stand-in has stopped the job at its second checkpoint.
 
     Raises:
-        RuntimeError: the job ended without a second checkpoint.
+        RuntimeError: the job ended, or the deadline passed, before the second checkpoint.
     """
     end_s = time.monotonic() + RUN_DEADLINE_S
     while not (job.checkpoints / "stopped").exists():
@@ -411,7 +412,7 @@ def _wait_for_stop(job: _Job, processes: list[Child]) -> None:
 
 
 def judge_lost(case: Case) -> list[Finding]:
-    """The curve of the run that was killed and resumed is the curve of a run without a break."""
+    """The loss curve of the killed and resumed run equals that of a run without a break."""
     given, answer = case.inputs[0], case.answers[0]
     every, steps = given["job"]["every"], given["job"]["steps"]
     _, losses = expected_training(given)

@@ -1,7 +1,8 @@
-"""Criteria for planning buckets: which gradients travel together, and how long it takes.
+"""Criteria for planning buckets: which gradients travel together, and how long a step takes.
 
 Everything here is arithmetic on drawn networks; nothing runs and nothing is timed. Some networks
-have a high latency, so that small buckets are bad, others a low bandwidth, so that large ones are.
+have a high latency, so small buckets are bad. Others have a low bandwidth, so large buckets are
+bad.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from autograder.criteria.common.answers import as_number, is_close
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 from autograder.criteria.lab6_profiling.spans import nth
 
-SLACK = 1.04  # a step may take this much longer than with the best equal caps
+SLACK = 1.04  # a step may take this many times as long as with the best equal caps
 MAX_MEASUREMENTS = 64
 
 Plan = list[list[int]]
@@ -28,7 +29,7 @@ def step_seconds(
     forward_s: float,
     all_reduce_s: Callable[[float], float],
 ) -> float:
-    """Seconds of a step: buckets travel one after another, each when its gradients are there."""
+    """Seconds of a step: buckets travel one after another, each once its gradients are ready."""
     ready = forward_s + np.cumsum(np.asarray(backward_s)[::-1])[::-1]
     free = 0.0
     for bucket in plan:
@@ -37,7 +38,7 @@ def step_seconds(
 
 
 def fill_buckets(sizes: Sequence[float], cap: float) -> Plan:
-    """From the last gradient to the first, as many per bucket as fit under the cap."""
+    """Buckets from the last gradient to the first, with as many gradients as fit under the cap."""
     plan: Plan = []
     total = 0.0
     for index, size in sorted(enumerate(sizes), reverse=True):
@@ -51,7 +52,7 @@ def fill_buckets(sizes: Sequence[float], cap: float) -> Plan:
 
 
 def best_plan(sizes: Sequence[float], measure: Callable[[Plan], float]) -> Plan:
-    """The best of the plans with equal caps."""
+    """The best of the plans that use one cap for all buckets."""
     total = float(sum(sizes))
     plans = [fill_buckets(sizes, total / k * (1 + 1e-9)) for k in range(1, len(sizes) + 1)]
     return min([*plans, fill_buckets(sizes, 0.0)], key=measure)
@@ -66,7 +67,7 @@ def read_plan(value: Any, what: str) -> Plan:
 
 
 def draw_plans(draw: Draw) -> list[Values]:
-    """Sizes with gradients that are larger than the cap, and buckets that are full exactly."""
+    """Sizes with a gradient that exceeds most caps, and with a bucket that is exactly full."""
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
@@ -74,7 +75,7 @@ def draw_plans(draw: Draw) -> list[Values]:
             unit = int(rng.integers(100, 5000)) * 4
             sizes = (rng.integers(1, 6, int(rng.integers(9, 20))) * unit).tolist()
             sizes[int(rng.integers(len(sizes)))] = 20 * unit
-            sizes[-2:] = [2 * unit, 3 * unit]  # together exactly the cap of 5
+            sizes[-2:] = [2 * unit, 3 * unit]  # together exactly the first cap, 5 units
             cap = (5, 8, 10, 1, 500)[number] * unit
             cases.append({"sizes": sizes, "cap": cap})
         inputs.append({"cases": cases})
@@ -88,7 +89,7 @@ def observe_plans(plan_buckets: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_plans(case: Case) -> Iterator[Finding]:
-    """Reverse order, as many as fit, none above the cap but a single one."""
+    """Reverse order, as many gradients as fit; only a single gradient may exceed the cap."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             sizes, cap = drawn["sizes"], drawn["cap"]
@@ -130,8 +131,12 @@ def _explain_plan(got: Any, sizes: list[int], cap: float) -> str:
 
 
 def draw_network(rng: np.random.Generator, latency: float, transfer: float, count: int) -> Values:
-    """Layers and a network on which all gradients take `transfer` of the backward pass, and one
-    all-reduce per layer `latency` of it on top."""
+    """Layers and a network, in seconds and bytes.
+
+    Args:
+        latency: fixed cost of one all-reduce per layer, as a fraction of the backward pass.
+        transfer: time to transfer all gradients, as a fraction of the backward pass.
+    """
     scale = float(10 ** rng.uniform(-3, 0))
     backward = rng.uniform(0.8, 1.2, count)
     backward *= scale / backward.sum()
@@ -146,12 +151,12 @@ def draw_network(rng: np.random.Generator, latency: float, transfer: float, coun
 
 
 def all_reduce_of(network: Values) -> Callable[[float], float]:
-    """Seconds of an all-reduce of some bytes."""
+    """The function that gives the seconds of an all-reduce from its bytes."""
     return lambda nbytes: network["fixed_s"] + network["s_per_byte"] * nbytes
 
 
 def draw_predictions(draw: Draw) -> list[Values]:
-    """Plans in the usual order, with a slow network, and with buckets that wait for a late one."""
+    """Plans in reverse order, one of them on a fast network, and plans in random order."""
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
@@ -161,7 +166,7 @@ def draw_predictions(draw: Draw) -> list[Values]:
                 rng, float(rng.uniform(0.2, 1.5)), float(rng.uniform(0.2, 1.2)), count
             )
             order = list(reversed(range(count)))
-            if number in (3, 4):  # the order of the plan is the order on the wire
+            if number in (3, 4):  # random order, in which the buckets also travel
                 order = [int(i) for i in rng.permutation(count)]
             cuts = sorted({int(c) for c in rng.integers(1, count, 3)})
             if number == 0:  # a network so fast that only the last bucket is exposed
@@ -192,7 +197,7 @@ def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> 
 
 
 def judge_predictions(case: Case) -> Iterator[Finding]:
-    """The seconds that follow from the rules."""
+    """The predicted seconds equal those of `step_seconds`."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             got = nth(answer.get("seconds"), number)
@@ -231,12 +236,12 @@ def _explain_prediction(got: Any, drawn: Values) -> str:
 
 
 def draw_tuning(draw: Draw) -> list[Values]:
-    """Huge gradients where each all-reduce costs much, small ones where each byte does."""
+    """Networks with high latency and huge gradients, or low bandwidth and small gradients."""
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
         for number in range(5):
-            # The last has more gradients than there are measurements.
+            # The last network has more gradients than there are measurements.
             count = int(rng.integers(28, 36)) if number < 4 else int(rng.integers(90, 120))
             if number % 2:
                 network = draw_network(
@@ -256,7 +261,7 @@ def draw_tuning(draw: Draw) -> list[Values]:
 
 
 def observe_tuning(tune_plan: Any, inputs: Values, context: Context) -> Values:
-    """The plan that is found on each network, and how many plans were measured."""
+    """The plan that the function finds for each network, and how many plans it measured."""
     plans, counts = [], []
     for network in inputs["cases"]:
         measured: list[Plan] = []
@@ -271,7 +276,7 @@ def observe_tuning(tune_plan: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_tuning(case: Case) -> Iterator[Finding]:
-    """About as good as the best equal caps, which are at least 90 % efficient."""
+    """The plan is about as good as the best equal caps, which are at least 90 % efficient."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, network in enumerate(inputs["cases"]):
             got = nth(answer.get("plans"), number)

@@ -1,10 +1,11 @@
 """Criteria for finding what slows a run down: traces of several ranks with one planted cause.
 
-Names, magnitudes, the number of ranks and steps, and which rank is to blame are drawn. In every
-trace much is hidden behind computation (loading ahead, logging beside, copies, collectives): it
-costs nothing, and is longer than what is planted. All losses that are not planted stay below 5 %
-of a step, planted ones are above 20 %; the rule that the lab states has its limit at 10 %. In the
-second trace a slow loader or copy is one rank's, in the third a smaller second loss is planted.
+Names, magnitudes, the number of ranks and steps, and the rank that causes the loss are drawn. In
+every trace much work is hidden behind computation (loading ahead, logging, copies, collectives).
+The hidden work costs no time, although it is longer than the planted loss. Losses that are not
+planted stay below 5 % of a step, and planted losses are above 20 %; the limit in the lab's rule is
+10 %. A planted slow loader or copy affects one rank in the second trace and all ranks in the other
+traces. The third trace has a second, smaller planted loss, except for "buckets" and "none".
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _HINTS = {
 
 
 def draw_cause(draw: Draw, cause: str) -> list[Values]:
-    """`TRACES` runs per rank with this cause."""
+    """`TRACES` runs with this cause for each rank."""
     inputs = []
     for rank in range(draw.world_size):
         rng, values = draw.private(rank), Values(steps=[])
@@ -54,12 +55,12 @@ def draw_cause(draw: Draw, cause: str) -> list[Values]:
 def _draw_run(
     rng: np.random.Generator, cause: str, on_one_rank: bool, second: str | None
 ) -> tuple[list[Span], list[tuple[float, float]]]:
-    """Spans of all ranks, and the steps' windows; the first step is a warm-up.
+    """Spans of all ranks, and the window of each step; the first step is a warm-up.
 
     Args:
-        on_one_rank: a slow loader or copy is one rank's, not everybody's; logs are written in odd
-            steps.
-        second: another loss, smaller than the first, on one rank.
+        on_one_rank: a loader or copy is slow on one rank, not on all; logs are written in odd
+            steps, not in even steps.
+        second: a second loss, smaller than the first, on one rank.
     """
     num_ranks, num_steps = int(rng.integers(3, 6)), 2 * int(rng.integers(1, 3)) + 1
     busy = float(rng.uniform(0.02, 0.4))
@@ -75,12 +76,13 @@ def _draw_run(
             who = np.arange(num_ranks) == to_blame if on_one_rank else np.ones(num_ranks)
             lost[cause] = lost[cause] + extra * rng.uniform(0.95, 1.05, num_ranks) * who
         elif cause == "logging":
-            # Alone it is in every other step, and twice as long: one step tells little of a run.
+            # Without a second loss, logging occurs in every other step and takes twice as long, so
+            # that a single step does not represent the run.
             times = 1 if second else 2 * (step % 2 == on_one_rank)
             lost[cause][to_blame] += extra * times
         elif cause == "straggler":
             factor[to_blame] += extra / (0.9 * busy)
-        elif cause == NONE and step == 0:  # workers start, libraries choose their algorithms
+        elif cause == NONE and step == 0:  # warm-up: workers start, libraries choose algorithms
             lost["loader"][to_blame] += 20 * busy
             factor[(to_blame + 1) % num_ranks] += 4
         if second is not None:
@@ -102,7 +104,11 @@ def _draw_step(
     tail: float,
     cause: str,
 ) -> float:
-    """One step of all ranks: host, loader, copy, forward, backward and collectives, optimizer."""
+    """Adds one step of all ranks: waits, forward, backward with collectives, optimizer.
+
+    Returns:
+        The end of the step.
+    """
     backward: list[tuple[float, float]] = []
     for rank, slower in enumerate(factor.tolist()):
         now = begin
@@ -113,7 +119,7 @@ def _draw_step(
         middle, end = now + 0.3 * busy * slower, now + 0.9 * busy * slower
         backward.append((middle, end))
         _compute(rng, spans, rank, now, end)
-        # What runs beside computation: much, but little of what is to be found.
+        # Work hidden behind computation: much of each kind, but little of the planted kind.
         for what, kind in _WAITS:
             part = rng.uniform(0.05, 0.15) if what == cause else rng.uniform(0.7, 0.9)
             length = float(part) * (end - now)
@@ -127,7 +133,7 @@ def _draw_step(
 
 
 def _compute(rng: np.random.Generator, spans: list[Span], rank: int, a: float, b: float) -> None:
-    """Computation without a gap: kernels of one stream, and some of a second one beside them."""
+    """Computation without a gap: kernels of one stream, and a kernel of a second stream."""
     cuts = [a, *np.sort(rng.uniform(a, b, 3)).tolist(), b]
     for one, two in pairwise(cuts):
         spans.append(Span(rank, "compute", draw_name(rng), one, two))
@@ -141,10 +147,17 @@ def _collectives(
     busy: float,
     tail: float,
 ) -> float:
-    """All-reduces of one step. A span lasts from the rank's call to the end for all ranks."""
+    """Adds the all-reduces of one step.
+
+    A span begins at the rank's call, or when its previous all-reduce ends if that is later. It ends
+    for all ranks at the same time.
+
+    Returns:
+        The end of the last all-reduce.
+    """
     length = 0.6 * busy
     count = int(rng.integers(35, 55) if tail else rng.integers(12, 40))
-    # With a tail the network is never free: the last bucket is late by `tail`.
+    # With a tail the network is always busy, and the last bucket ends `tail` after backward.
     each = (length + tail - length / count) / count if tail else 0.4 * length / count
     name, free = draw_name(rng), [0.0] * len(backward)
     end = 0.0
@@ -159,7 +172,7 @@ def _collectives(
 
 
 def observe(find_bottleneck: Any, inputs: Values, context: Context) -> Values:
-    """What the function says of every trace."""
+    """The name that the function returns for every trace."""
     said = []
     for number, steps in enumerate(inputs["steps"]):
         windows = [(float(a), float(b)) for a, b in steps]
@@ -171,7 +184,7 @@ def observe(find_bottleneck: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_cause(case: Case, cause: str) -> Iterator[Finding]:
-    """The cause's name for every trace."""
+    """The function names the cause for every trace."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number in range(len(inputs["steps"])):
             got = nth(answer.get("said"), number)
@@ -186,5 +199,5 @@ def judge_cause(case: Case, cause: str) -> Iterator[Finding]:
 
 
 def functions(cause: str) -> dict[str, Any]:
-    """draw and judge for one cause, as a criterion wants them."""
+    """`draw` and `judge` for one cause, as keyword arguments of a criterion."""
     return {"draw": partial(draw_cause, cause=cause), "judge": partial(judge_cause, cause=cause)}

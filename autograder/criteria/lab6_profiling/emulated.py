@@ -1,8 +1,9 @@
 """Criteria for gradients that travel in planned buckets, on the emulated cluster.
 
-Every layer is charged, so the broker knows when its gradient can be known at the earliest; and it
-carries each all-reduce, so it sees what is in it. Layers, network and plan are drawn; the plan
-makes a right submission more than 90 % efficient. Nothing here rests on what a rank reports.
+Every layer is charged, so the broker knows the earliest time at which its gradient can be known.
+The broker also carries each all-reduce, so it sees the payload. Layers, network and plan are drawn.
+With this plan a right submission is more than 90 % efficient. The criteria on the cluster do not
+rely on anything that a rank reports.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Collective
 
 LAYERS, BATCH, STEPS = 16, 2, 3
-LATENCY, TRANSFER = 0.9, 0.3  # of the backward pass: an all-reduce per layer; all bytes
-EFFICIENCY, ROOM = 0.9, 0.93  # asked for, and possible with the plan
+LATENCY, TRANSFER = 0.9, 0.3  # fractions of backward: one all-reduce per layer; all bytes
+EFFICIENCY, ROOM = 0.9, 0.93  # required, and possible with the plan
 
 # --- gradients are means -------------------------------------------------------------------------
 
 
 def draw_mean(draw: Draw) -> list[Values]:
-    """A network, a plan with buckets in an unusual order, and other data on every rank."""
+    """A model, a plan with buckets in an unusual order, and different data on every rank."""
     rng = draw.shared()
     sizes = [int(rng.integers(3, 9)) for _ in range(5)]
     values = oracle.draw_parameters(rng, sizes)
     order = list(reversed(range(8)))
     cuts = sorted(int(c) for c in rng.choice(np.arange(1, 8), 3, replace=False))
     plan = [order[a:b] for a, b in zip([0, *cuts], [*cuts, 8], strict=True)]
-    # Two neighbours change places: the plan says what comes first, not the order of gradients.
+    # Two neighbouring buckets are swapped: the plan, not the gradients, decides the order.
     plan[1], plan[2] = plan[2], plan[1]
     inputs = []
     for rank in range(draw.world_size):
@@ -70,7 +71,7 @@ def observe_mean(buckets_class: Any, inputs: Values, context: Context) -> Values
 
 
 def judge_mean(case: Case) -> Iterator[Finding]:
-    """The mean over ranks, in every step and on every rank."""
+    """Gradients are the mean over ranks, in every step and on every rank."""
     for step in range(STEPS):
         local = [
             oracle.gradients(inputs, inputs[f"x/{step}"], inputs[f"y/{step}"])
@@ -90,7 +91,7 @@ def judge_mean(case: Case) -> Iterator[Finding]:
 
 
 def draw_steps(draw: Draw) -> list[Values]:
-    """Layers of other widths, a plan that is right for them, other data per rank and step."""
+    """Layers of drawn widths, a plan that suits them, and different data per rank and step."""
     shape = _shape(draw)
     rng, widths = draw.shared("weights"), shape["widths"]
     weights = {
@@ -108,7 +109,7 @@ def draw_steps(draw: Draw) -> list[Values]:
 
 
 def draw_sends(draw: Draw) -> list[Values]:
-    """The same with two buckets that change places: the plan says what travels first."""
+    """As `draw_steps`, with two buckets swapped: the plan decides which bucket travels first."""
     inputs = draw_steps(draw)
     plan = inputs[0]["plan"]
     plan = [plan[0], plan[2], plan[1], *plan[3:]]
@@ -116,7 +117,7 @@ def draw_sends(draw: Draw) -> list[Values]:
 
 
 def _shape(draw: Draw) -> Values:
-    """Widths, seconds of each layer, the network's figures, and a plan that leaves some room."""
+    """Widths, seconds per layer, network figures, and a plan with an efficiency above ROOM."""
     values: Values = {}
     for attempt in range(100):
         values = _draw_shape(draw.shared(f"shape {attempt}"))
@@ -157,13 +158,13 @@ def _predicted(values: Values, plan: list[list[int]]) -> float:
 
 
 def charge_plan(draw: Draw) -> ChargePlan:
-    """What each layer costs, and the secret of its factors."""
+    """The seconds of each layer, and the secret from which its factors are made."""
     shape = _shape(draw)
     return emulated.charge_plan(draw, shape["forward_s"], shape["backward_s"])
 
 
 def grading_cluster(values: Values, world_size: int) -> Cluster:
-    """Links on which an all-reduce costs what was drawn, whatever the number of ranks."""
+    """A cluster on which an all-reduce costs the drawn time, for any number of ranks."""
     rounds = 2 * (world_size - 1)
     bandwidth = rounds / world_size / values["s_per_byte"]
     return even_cluster(world_size, bandwidth, values["fixed_s"] / rounds)
@@ -189,7 +190,7 @@ def _train(model: nn.Module, inputs: Values, finish: Any, dtype: torch.dtype) ->
 
 
 def observe_steps(buckets_class: Any, inputs: Values, context: Context) -> Values:
-    """Trains with the plan that was drawn."""
+    """Trains with the drawn plan."""
     model = _charged_model(inputs, context.broker, torch.float32)
     buckets = buckets_class(model, [list(bucket) for bucket in inputs["plan"]])
     _train(model, inputs, buckets.finish, torch.float32)
@@ -197,7 +198,7 @@ def observe_steps(buckets_class: Any, inputs: Values, context: Context) -> Value
 
 
 def _last_all_reduces(case: Case, rank: int) -> list[Collective] | Finding:
-    """The all-reduces of the last step, in the order of their calls."""
+    """The all-reduces of the last step, in the order of their calls, or what is wrong."""
     events = case.trace.events[rank]
     backward = [i for i, e in enumerate(events) if is_compute(e, "backward", STEPS - 1)]
     if len(backward) != LAYERS:
@@ -210,14 +211,14 @@ def _last_all_reduces(case: Case, rank: int) -> list[Collective] | Finding:
 
 
 def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
-    """This rank's own gradients of the last step, in float64, with the factors it was handed."""
+    """This rank's own gradients of the last step, in float64, with the factors it received."""
     model = _charged_model(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
     _train(model, case.inputs[rank], lambda: None, torch.float64)
     return [oracle.grad_of(p) for p in model.parameters()]
 
 
 def _carries(payload: Any, gradients: list[np.ndarray], world_size: int) -> bool:
-    """Whether a payload consists of these gradients, in any order, divided already or not."""
+    """Whether a payload is these gradients, in any order, divided by `world_size` or not."""
     sent = np.sort(np.asarray(payload, dtype=np.float64).ravel())
     wanted = np.sort(np.concatenate([g.ravel() for g in gradients]))
     if len(sent) != len(wanted):
@@ -230,7 +231,7 @@ def _carries(payload: Any, gradients: list[np.ndarray], world_size: int) -> bool
 
 
 def _check_buckets(case: Case) -> Iterator[Finding]:
-    """One all-reduce per bucket of the plan, in its order, with its gradients in it."""
+    """Findings unless each bucket has one all-reduce of its gradients, in the plan's order."""
     plan, sizes = case.inputs[0]["plan"], case.inputs[0]["sizes"]
     wanted = [sum(sizes[i] for i in bucket) for bucket in plan]
     for rank in range(case.world_size):
@@ -263,12 +264,12 @@ def _check_buckets(case: Case) -> Iterator[Finding]:
 
 
 def judge_sends(case: Case) -> Iterator[Finding]:
-    """The buckets of the plan travel, one all-reduce each."""
+    """The buckets of the plan travel in its order, with one all-reduce each."""
     return _check_buckets(case)
 
 
 def judge_efficiency(case: Case) -> list[Finding]:
-    """At least 90 % of the virtual time of the steps is computation, and the gradients travel."""
+    """At least 90 % of the steps' virtual time is computation, and all gradients travel."""
     findings = _missing_gradients(case)
     if findings:
         return findings
@@ -297,7 +298,7 @@ def judge_efficiency(case: Case) -> list[Finding]:
 
 
 def _missing_gradients(case: Case) -> list[Finding]:
-    """Gradients of the last step that were in no all-reduce."""
+    """A finding on the first gradient of the last step that was in no all-reduce, if any."""
     for rank in range(case.world_size):
         found = _last_all_reduces(case, rank)
         if isinstance(found, Finding):
@@ -319,7 +320,7 @@ def _missing_gradients(case: Case) -> list[Finding]:
 
 
 def _holds(payload: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:
-    """Whether every value of a gradient, or its share of the mean, is in the (sorted) payload."""
+    """Whether the sorted payload holds every value of a gradient, divided by world_size or not."""
     if len(payload) < max(2, gradient.size):
         return False
     for scale in (1.0, 1.0 / world_size):
@@ -332,6 +333,6 @@ def _holds(payload: np.ndarray, gradient: np.ndarray, world_size: int) -> bool:
 
 
 def seconds_per_step(case: Case) -> float:
-    """Virtual seconds of a step, the first left out."""
+    """Mean virtual seconds of a step, without the first step."""
     timeline = simulate(case.trace, grading_cluster(case.inputs[0], case.world_size))
     return emulated.seconds_since(case, timeline, 1) / (STEPS - 1)

@@ -1,8 +1,9 @@
-"""Criterion for buckets on real GPUs: how much of a step is left with communication. Extra points.
+"""Criterion for buckets on real GPUs: the efficiency of a step with communication. Extra points.
 
-The batch is chosen on the spot so that a step computes `COMPUTE_OVER_COMM` times as long as all
-gradients take to be packed, to travel and to be unpacked: whoever does that after backward lands
-near 0.86 on any machine. Packing takes the GPU's time in any case, most of it where links are fast.
+The batch size is chosen on the machine so that a step computes `COMPUTE_OVER_COMM` times as long
+as it takes to pack, all-reduce and unpack all gradients. A submission that does all this after
+backward has an efficiency near 0.86 on any machine. Packing always takes GPU time. Where links are
+fast, most of the communication time is packing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LEAST_EFFICIENCY = 0.9
 
 
 def network(seed: int) -> nn.Sequential:
-    """Linear layers and tanh, the same for the same seed."""
+    """Linear layers and tanh; the same seed gives the same network."""
     generator = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
@@ -37,7 +38,7 @@ def network(seed: int) -> nn.Sequential:
 
 
 class _Step:
-    """Forward, backward and, with buckets, the mean over ranks."""
+    """A step: forward, backward and, if there are buckets, the mean over ranks."""
 
     def __init__(self, model: nn.Module, buckets: Any, seed: int) -> None:
         self.model, self.buckets = model, buckets
@@ -47,7 +48,7 @@ class _Step:
         self.use(FEWEST_SAMPLES)
 
     def use(self, samples: int) -> None:
-        """Steps are with this many samples from now on, a multiple of FEWEST_SAMPLES."""
+        """Sets the number of samples of all following steps, a multiple of FEWEST_SAMPLES."""
         self.x, self.y = (t.repeat(samples // FEWEST_SAMPLES, 1) for t in self._all)
 
     def __call__(self) -> None:
@@ -58,7 +59,7 @@ class _Step:
 
 
 def observe(buckets_class: Any, inputs: Values, context: Context) -> Values:
-    """Seconds of steps with the student's buckets and of steps alone; a gradient of each."""
+    """Seconds and one gradient of steps with the student's buckets and of steps without."""
     device = context.device
     alone = network(inputs["network"]).to(device)
     together = copy.deepcopy(alone)
@@ -80,7 +81,7 @@ def observe(buckets_class: Any, inputs: Values, context: Context) -> Values:
 
 
 def _choose_samples(step: _Step, device: torch.device) -> int:
-    """Such that a step alone takes COMPUTE_OVER_COMM times the mean of all gradients."""
+    """The samples with which a step alone takes COMPUTE_OVER_COMM times as long as averaging."""
     import torch.distributed as dist
 
     gradients = [torch.zeros_like(p) for p in step.model.parameters()]
@@ -97,7 +98,7 @@ def _choose_samples(step: _Step, device: torch.device) -> int:
     while samples < MOST_SAMPLES:
         step.use(samples)
         compute = gpu_meter.paired_seconds({"step": step}, device, rounds=3)["step"]
-        # Every rank decides alike, by the fastest step and the slowest all-reduce of any.
+        # All ranks decide alike, from the fastest step and the slowest averaging of all ranks.
         worst = torch.tensor([np.median(comm), -np.median(compute)], device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if -worst[1].item() >= COMPUTE_OVER_COMM * worst[0].item():
@@ -107,7 +108,7 @@ def _choose_samples(step: _Step, device: torch.device) -> int:
 
 
 def _is_gradient(value: np.ndarray) -> bool:
-    """Whether it can be the last bias's: of a mean over samples and columns, so far below 1."""
+    """Whether this can be the last bias's gradient: of a mean over many numbers, so far below 1."""
     return (
         value.dtype.kind == "f"
         and value.shape == (WIDTH,)
@@ -116,7 +117,7 @@ def _is_gradient(value: np.ndarray) -> bool:
 
 
 def judge(case: Case) -> list[Finding]:
-    """Efficiency of the slowest rank of each round, and the mean over ranks as the gradient."""
+    """The slowest ranks of each round are efficient, and the gradient is the mean over ranks."""
     findings: list[Finding] = []
     times: dict[str, list[np.ndarray]] = {"alone": [], "together": []}
     own = [answer.get("alone/gradient") for answer in case.answers]

@@ -1,7 +1,7 @@
-"""Criteria for data loading: is it waited for, is it done ahead, with which settings.
+"""Criteria for data loading: the time spent waiting, loading ahead, and the loader's settings.
 
-Waiting is judged on a clock and a device made of drawn numbers. Loading ahead is judged by what
-the source of the batches sees: it counts how far it was asked, while the loop holds one batch.
+Waiting is judged with a simulated clock and device, whose times are drawn. Loading ahead is judged
+by the source of the batches: it counts the requests for batches while the loop holds one batch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autograder.criteria.common.answers import as_number, is_close
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.spans import is_same, nth
 
-PATIENCE_S = 6.0  # for a thread to get something done; an honest one needs milliseconds
-MANY = 200_000  # batches that a loop breaks off from
-GRACE_S = 0.2  # a source that is asked for too much is asked at once
+PATIENCE_S = 6.0  # the longest wait for a student's thread; a correct thread needs milliseconds
+MANY = 200_000  # batches of the source whose loop breaks off early
+GRACE_S = 0.2  # too many requests to the source come within this time
 
 # --- loader_wait ---------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ LAUNCH_S = 1e-4
 
 
 class SlowLoader:
-    """A loader and a device that works off its queue later; all times are drawn."""
+    """A simulated loader, and a device that executes queued steps later; all times are drawn."""
 
     def __init__(self, load_s: list[float], work_s: list[float]) -> None:
         self.load_s, self.work_s = load_s, work_s
@@ -54,12 +54,12 @@ class SlowLoader:
         self.now = max(self.now, self.ready)
 
     def clock(self) -> float:
-        """Seconds."""
+        """The simulated time in seconds."""
         return self.now
 
 
 def draw_wait(draw: Draw) -> list[Values]:
-    """Loaders that are slower and faster than the step; the first batch takes very long."""
+    """Loaders that may be slower or faster than the step; the first batch takes very long."""
     inputs = []
     for rank in range(draw.world_size):
         rng, values = draw.private(rank), Values()
@@ -74,7 +74,7 @@ def draw_wait(draw: Draw) -> list[Values]:
 
 
 def observe_wait(loader_wait: Any, inputs: Values, context: Context) -> Values:
-    """Both means for every loader, and which batches were worked on."""
+    """Both means for every loader, and the batches for which step() was called."""
     means, seen = [], []
     for number in range(3):
         load, work = (inputs[f"{k}/{number}"].tolist() for k in ("load", "work"))
@@ -86,7 +86,7 @@ def observe_wait(loader_wait: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_wait(case: Case) -> Iterator[Finding]:
-    """Mean seconds waiting for a batch and working on it, the first batch left out."""
+    """Mean seconds of waiting for a batch and of working on it, without the first batch."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number in range(3):
             load, work = inputs[f"load/{number}"], inputs[f"work/{number}"] + LAUNCH_S
@@ -127,7 +127,7 @@ def _milliseconds(value: Any) -> str:
 
 
 def draw_ahead(draw: Draw) -> list[Values]:
-    """How many batches to make ahead."""
+    """Two depths per rank: how many batches to load ahead."""
     return [
         {"depths": [int(d) for d in draw.private(rank).choice(np.arange(1, 7), 2, replace=False)]}
         for rank in range(draw.world_size)
@@ -135,7 +135,7 @@ def draw_ahead(draw: Draw) -> list[Values]:
 
 
 def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
-    """Batches that the source was asked for while the loop works on one: at first, and later."""
+    """How many batches the source made ahead while the loop held its first, second, third batch."""
     counts = []
     for depth in inputs["depths"]:
         produced = [0]
@@ -163,7 +163,7 @@ def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_ahead(case: Case) -> Iterator[Finding]:
-    """`depth` batches are made while one is used, and hardly more."""
+    """While the loop uses a batch, `depth` batches are loaded ahead, and at most two more."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, depth in enumerate(inputs["depths"]):
             row = nth(answer.get("counts"), number)
@@ -186,7 +186,7 @@ def judge_ahead(case: Case) -> Iterator[Finding]:
 
 
 def draw_ends(draw: Draw) -> list[Values]:
-    """Numbers to deliver, some of which are missing; where the source breaks, where the loop."""
+    """Batches, of which one is None and one is 0, a depth, and how the source fails."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
@@ -206,11 +206,11 @@ def draw_ends(draw: Draw) -> list[Values]:
 
 
 class _DiskError(RuntimeError):
-    """What the source raises."""
+    """The error that the source raises."""
 
 
 def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
-    """All batches in order; an error of the source; threads after a loop that breaks off."""
+    """The delivered batches, an error of the source, and threads left after a loop breaks off."""
     batches, depth, broken = inputs["batches"], inputs["depth"], inputs["broken"]
     delivered = list(prefetch(iter(batches), depth))
 
@@ -239,7 +239,7 @@ def observe_ends(prefetch: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_ends(case: Case) -> Iterator[Finding]:
-    """Everything in order, errors are passed on, and no thread stays behind."""
+    """Batches come in order, errors are passed on, and no thread is left."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         batches, broken = inputs["batches"], inputs["broken"]
         if not is_same(answer.get("delivered"), batches):
@@ -273,17 +273,17 @@ def judge_ends(case: Case) -> Iterator[Finding]:
 
 
 def draw_settings(draw: Draw) -> list[Values]:
-    """Times and machines: enough cores, too few, none at all."""
+    """Times and machines: with enough cores per rank, with too few, and with none."""
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
         for number in range(6):
             step_s = float(rng.uniform(0.01, 0.2))
             workers, part = int(rng.integers(1, 7)), float(rng.uniform(0.1, 0.9))
-            if number > 3:  # loading takes a whole number of steps, without rounding
+            if number > 3:  # load_s is an exact multiple of step_s, without rounding
                 step_s, part = 2.0 ** -int(rng.integers(2, 7)), 0.0
             ranks = int(rng.integers(2, 9))
-            # Cores beyond those of the last rank's share go to nobody.
+            # The cores that remain after an equal division among the ranks belong to no rank.
             cores = ranks * int(rng.integers(7, 12)) + int(rng.integers(1, ranks))
             if number in (1, 2):
                 workers, cores = workers + 4, ranks * int(rng.integers(1, 4)) + ranks - 1
@@ -323,7 +323,7 @@ def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> 
 
 
 def judge_settings(case: Case) -> Iterator[Finding]:
-    """As many workers as the step needs and the rank's share of cores allows; pinned for a GPU."""
+    """The workers that a step needs, up to the rank's share of cores; pinned memory for a GPU."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             got = nth(answer.get("found"), number)

@@ -1,7 +1,7 @@
 """Criteria for recording with torch's profiler, and for reading what it writes.
 
-Recording is judged by labels that the step itself puts into the trace, new ones in every call.
-Reading is judged on events made of drawn names and times, as a CPU and a GPU leave them.
+Recording is judged by labels that the step itself writes into the trace, a new label in each call.
+Reading is judged on events with drawn names and times, like those recorded on a CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autograder.criteria.lab6_profiling.spans import KINDS, Span, active_seconds
 
 
 def draw_record(draw: Draw) -> list[Values]:
-    """How many steps; and a label that only this rank knows."""
+    """The numbers of warm-up and profiled steps, and a label that only this rank knows."""
     rng = draw.shared()
     settings = {"warmup": int(rng.integers(1, 4)), "num_steps": int(rng.integers(2, 5))}
     return [
@@ -35,7 +35,7 @@ def draw_record(draw: Draw) -> list[Values]:
 
 
 def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Values:
-    """Calls of the step, and of the events those that matter here."""
+    """The number of step() calls, the events that the judge needs, and the files left behind."""
     calls = [0]
     weight = torch.randn(16, 16, device=context.device)
 
@@ -50,7 +50,7 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
         events = profile_steps(step, warmup=inputs["warmup"], num_steps=inputs["num_steps"])
         temporary = list(Path(folder).iterdir())
     left = set(Path.cwd().iterdir()) - before
-    for _ in range(20):  # another rank, in the same folder, may be at it still
+    for _ in range(20):  # a different rank may still use its file in this folder
         left = {path for path in left if path.exists()}
         if left:
             time.sleep(0.05)
@@ -65,7 +65,7 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
 
 
 def judge_record(case: Case) -> Iterator[Finding]:
-    """Each of the profiled steps, and no warm-up step, lies inside a "step" of its own."""
+    """Each profiled step lies inside its own "step" event; no warm-up step is in the trace."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         if problem := _record_problem(inputs, answer):
             yield Finding(problem, rank)
@@ -111,12 +111,12 @@ def _record_problem(inputs: Values, answer: Values) -> str | None:
 
 
 def draw_cpu(draw: Draw) -> list[Values]:
-    """What a CPU with gloo leaves: operators, annotations, loading, and noise."""
+    """Events as from a CPU with gloo: operators, annotations, loading, and noise."""
     return _draw_events(draw, _cpu_events)
 
 
 def draw_gpu(draw: Draw) -> list[Values]:
-    """What a GPU leaves: kernels, copies, and host operators that only launch."""
+    """Events as from a GPU: kernels, copies, and host operators that only launch kernels."""
     return _draw_events(draw, _gpu_events)
 
 
@@ -136,14 +136,14 @@ def _draw_events(
 
 
 class _Recorder:
-    """Writes events as torch.profiler exports them."""
+    """Collects events in the form that torch.profiler exports."""
 
     def __init__(self, rng: np.random.Generator, base: float) -> None:
         self.rng, self.base = rng, base
         self.events: list[Values] = []
 
     def add(self, name: str, category: str, tid: int, start: float, end: float) -> None:
-        """A complete event from `start` to `end`, in microseconds after the base."""
+        """Adds a complete event from `start` to `end`, in microseconds after the base."""
         self.events.append(
             {
                 "ph": "X",
@@ -158,7 +158,7 @@ class _Recorder:
         )
 
     def noise(self) -> None:
-        """Events that are no spans at all."""
+        """Adds events that must not become spans."""
         for phase in ("M", "i", "s", "f"):
             event = {"ph": phase, "name": draw_name(self.rng), "pid": 77, "tid": 1, "ts": self.base}
             self.events.append(event | ({"cat": "cpu_op"} if phase == "i" else {}))
@@ -166,13 +166,13 @@ class _Recorder:
         self.add("step", "user_annotation", 1, 0, 8800)
 
     def cuts(self, begin: float, end: float, count: int) -> list[tuple[float, float]]:
-        """Disjoint times between two points, whole microseconds."""
+        """`count` disjoint intervals between two points, in whole microseconds."""
         points = self.rng.choice(np.arange(begin + 1, end), 2 * count, replace=False)
         ordered = np.sort(points).tolist()
         return list(zip(ordered[::2], ordered[1::2], strict=True))
 
     def each(self, prefix: str, category: str, tid: int, begin: float, end: float, count: int):
-        """`count` disjoint events of a kind, with names drawn."""
+        """Adds `count` disjoint events of one category, with drawn names."""
         for a, b in self.cuts(begin, end, count):
             self.add(prefix + draw_name(self.rng), category, tid, a, b)
 
@@ -184,14 +184,14 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator) -> None:
         loader = f"enumerate(DataLoader)#_{draw_name(rng)}.__next__"
         record.add(loader, "user_annotation", 1, a, b)
         record.add("aten::stack", "cpu_op", 1, a + 20, b - 30)  # collate: inside the loader
-        record.add("aten::" + draw_name(rng), "cpu_op", 2, a + 50, a + 90)  # another thread
+        record.add("aten::" + draw_name(rng), "cpu_op", 2, a + 50, a + 90)  # on a different thread
     record.each("aten::", "cpu_op", 1, 1000, 3000, 5)
     record.each("aten::", "cpu_op", 2, 1500, 3500, 3)
     record.each("gloo:", "user_annotation", 9, 2000, 4000, 4)
     record.each("c10d::", "cpu_op", 1, 4000, 5000, 2)
     record.each("", "user_annotation", 1, 4000, 5000, 2)
     record.each("host: ", "user_annotation", 1, 5000, 6000, 2)
-    record.each("about host: ", "user_annotation", 1, 6000, 7000, 2)  # names that only contain it
+    record.each("about host: ", "user_annotation", 1, 6000, 7000, 2)  # only contains host:
     record.each("before gloo:", "user_annotation", 1, 7000, 8000, 2)
     record.each("aten::c10d::", "cpu_op", 1, 8000, 8500, 2)
 
@@ -202,7 +202,7 @@ def _gpu_events(record: _Recorder, rng: np.random.Generator) -> None:
     record.each("copy_for_nccl_", "kernel", 7, 3000, 3500, 2)
     record.each("Memcpy HtoD ", "gpu_memcpy", 9, 3000, 5000, 3)
     record.each("Memset ", "gpu_memset", 7, 5000, 5500, 2)
-    record.each("aten::", "cpu_op", 1, 5500, 7000, 5)  # these only launch
+    record.each("aten::", "cpu_op", 1, 5500, 7000, 5)  # only launch kernels
     record.each("cudaLaunchKernel ", "cuda_runtime", 1, 5500, 7000, 5)
     record.each("nccl:", "user_annotation", 1, 6000, 7000, 2)
     record.each("host: ", "user_annotation", 1, 7000, 8000, 2)
@@ -210,7 +210,7 @@ def _gpu_events(record: _Recorder, rng: np.random.Generator) -> None:
 
 
 def expected_spans(events: list[Values]) -> list[Span]:
-    """What the lab's table says, event by event."""
+    """The spans that the lab's table makes of the events."""
     timed = [event for event in events if "dur" in event and event.get("ph") == "X"]
     categories = {event["cat"] for event in timed}
     loading = [event for event in timed if event["name"].startswith("enumerate(DataLoader)")]
@@ -240,7 +240,7 @@ def expected_spans(events: list[Values]) -> list[Span]:
 
 
 def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
-    """What the function makes of each list of events."""
+    """The spans that the function makes of each list of events."""
     answer: Values = {}
     for number, events in enumerate(inputs["traces"]):
         spans = [
@@ -255,7 +255,7 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_spans(case: Case) -> Iterator[Finding]:
-    """Per kind, the same moments are covered. Nested operators may be kept or left out."""
+    """The spans of each kind cover the right times. Nested operators may be kept or left out."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number in range(2):
             if problem := _spans_problem(inputs, answer, number):

@@ -1,7 +1,7 @@
-"""Criteria for scaling figures, and for what communication costs in a step.
+"""Criteria for scaling figures, and for the cost of communication in a step.
 
-Nothing is timed: seconds are drawn, and the machine that is measured becomes slower and faster
-while it is measured, as real ones do.
+No real time is measured: seconds are drawn, and the simulated machine changes its speed during the
+measurement, as real machines do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODES = ("weak", "strong")
 
 
 def draw_scaling(draw: Draw) -> list[Values]:
-    """Seconds per step for several sizes; some begin at more than one rank."""
+    """Seconds per step for several numbers of ranks; in some cases the smallest is above one."""
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
@@ -47,7 +47,7 @@ def draw_scaling(draw: Draw) -> list[Values]:
 
 
 def observe_scaling(scaling: Any, inputs: Values, context: Context) -> Values:
-    """(size, speed-up, efficiency) for every case."""
+    """(number of ranks, speed-up, efficiency) for every size of every case."""
     rows = []
     for case in inputs["cases"]:
         times = dict(zip(case["sizes"], case["seconds"], strict=True))
@@ -57,7 +57,7 @@ def observe_scaling(scaling: Any, inputs: Values, context: Context) -> Values:
 
 
 def judge_scaling(case: Case) -> Iterator[Finding]:
-    """Efficiency against the smallest size, and speed-up = ranks × efficiency."""
+    """Efficiency is relative to the smallest number of ranks; speed-up = ranks × efficiency."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             problem = _scaling_problem(nth(answer.get("rows"), number), drawn)
@@ -105,11 +105,11 @@ def _explain(value: Any, mode: str, base: int, size: int, times: dict[int, float
 
 
 class DriftingMachine:
-    """Steps with and without communication on a device that queues, and a clock. All is drawn.
+    """A simulated device that queues steps with and without communication, and its clock.
 
     Args:
-        speed: of each round, by which both of its steps take longer.
-        noise: of each round, by which its step with communication takes longer on top.
+        speed: per round, the factor by which both steps take longer.
+        noise: per round, the further factor by which the step with communication takes longer.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class DriftingMachine:
         self.now = max(self.now, self.ready)
 
     def clock(self) -> float:
-        """Seconds."""
+        """The simulated time in seconds."""
         return self.now
 
 
 def draw_overhead(draw: Draw) -> list[Values]:
-    """Another rank is slowest with communication than without; the machine drifts."""
+    """The slowest rank may differ with and without communication; the machine drifts."""
     rng, world_size = draw.shared(), draw.world_size
     rounds = int(rng.integers(4, 8)) * 2 + 1
     speed = np.linspace(1.0, 3.0, rounds) * rng.uniform(0.95, 1.05, rounds)
@@ -166,7 +166,7 @@ def draw_overhead(draw: Draw) -> list[Values]:
 
 
 def observe_overhead(communication_overhead: Any, inputs: Values, context: Context) -> Values:
-    """The share that the function finds, and how often it ran each kind of step."""
+    """The share that the function returns, and how often it ran each kind of step."""
     machine = DriftingMachine(*(inputs[k] for k in ("with_s", "without_s", "speed", "noise")))
     share = communication_overhead(
         lambda: machine.run(True),
@@ -180,7 +180,7 @@ def observe_overhead(communication_overhead: Any, inputs: Values, context: Conte
 
 
 def judge_overhead(case: Case) -> Iterator[Finding]:
-    """1 − without/with, each of the slowest rank, the median over rounds."""
+    """The share is the median over rounds of 1 − without/with, each time of the slowest rank."""
     without = [inputs["without_s"] for inputs in case.inputs]
     with_s = [inputs["with_s"] for inputs in case.inputs]
     shares = 1 - max(without) / (max(with_s) * case.inputs[0]["noise"])

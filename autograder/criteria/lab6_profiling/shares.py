@@ -1,6 +1,6 @@
-"""Criteria for what is computed from a trace: utilisation, overlap, a breakdown, an export.
+"""Criteria for the results computed from a trace: utilisation, overlap, breakdown and export.
 
-Every rank gets traces of its own, with names, kinds and times drawn at random.
+Every rank gets its own traces, with names, kinds and times drawn at random.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _shuffled(rng: np.random.Generator, spans: list[Span]) -> list[Span]:
 
 
 def _draw(draw: Draw, make: Callable[..., tuple[list[Span], float, float]]) -> list[Values]:
-    """`CASES` traces per rank, all of that rank, each with a window."""
+    """`CASES` traces per rank, each with a window; all spans of a trace are of that rank."""
     inputs = []
     for rank in range(draw.world_size):
         rng, values = draw.private(rank), Values(windows=[])
@@ -56,7 +56,7 @@ def _draw(draw: Draw, make: Callable[..., tuple[list[Span], float, float]]) -> l
 
 
 def draw_utilisation(draw: Draw) -> list[Values]:
-    """Two streams that compute at once, kernels inside others, and a window that cuts some."""
+    """Two streams that compute at once, nested kernels, and a window that cuts some kernels."""
 
     def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
         end = float(rng.uniform(0.05, 5.0))
@@ -74,13 +74,13 @@ def draw_utilisation(draw: Draw) -> list[Values]:
 
 
 def draw_overlap(draw: Draw) -> list[Values]:
-    """Communication that hides fully, partly or not at all; in one case the window has none."""
+    """Communication that is hidden fully, partly or not at all; in one case the window has none."""
 
     def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
         end = float(rng.uniform(0.05, 5.0))
         spans = _row(rng, "compute", -0.2 * end, 0.7 * end, 4 if number else 7)
         spans += _row(rng, "compute", -0.2 * end, 0.7 * end, 3)  # a second stream
-        if number == CASES - 1:  # one long computation that hides all
+        if number == CASES - 1:  # one long computation hides all communication
             spans = [Span(0, "compute", draw_name(rng), 0.0, end)]
         if number != 1:
             spans += _row(rng, "communication", 0.1 * end, 1.3 * end, 6)
@@ -96,12 +96,12 @@ def draw_overlap(draw: Draw) -> list[Values]:
 
 
 def draw_breakdown(draw: Draw) -> list[Values]:
-    """All kinds, on top of each other and alone."""
+    """Spans of all kinds, overlapping and alone."""
 
     def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
         end = float(rng.uniform(0.05, 5.0))
         spans = [span for kind in KINDS for span in _row(rng, kind, 0.05 * end, 0.9 * end, 4)]
-        # Of every kind one that begins before the window, and one that is not in it at all.
+        # For every kind, one span begins before the window, and one span lies outside the window.
         for place, kind in enumerate(KINDS):
             spans.append(Span(0, kind, draw_name(rng), -0.2 * end, 0.01 * (place + 1) * end))
             spans.append(Span(0, kind, draw_name(rng), 1.1 * end, 1.2 * end))
@@ -120,7 +120,7 @@ def draw_export(draw: Draw) -> list[Values]:
         for r in range(3):
             for kind in rng.permutation(KINDS):
                 row = _row(rng, str(kind), 0, 0.5, int(rng.integers(2, 6)))
-                # Each name once: the judge finds the events by it.
+                # Each name occurs once, because the judge finds the events by name.
                 spans += [
                     Span(r + 2, s.kind, f"{s.name} {len(spans) + i}", s.start, s.end)
                     for i, s in enumerate(row)
@@ -147,7 +147,7 @@ def observe_share(function: Any, inputs: Values, context: Context) -> Values:
 
 
 def observe_breakdown(breakdown: Any, inputs: Values, context: Context) -> Values:
-    """The parts of every window."""
+    """The seconds of each part, for every window."""
     parts = []
     for number, (start, end) in enumerate(inputs["windows"]):
         found = breakdown(unpack(inputs, str(number)), start, end)
@@ -187,7 +187,7 @@ def judge_utilisation(case: Case) -> Iterator[Finding]:
 
 
 def judge_overlap(case: Case) -> Iterator[Finding]:
-    """The share of communication beside which something computes; 1 if there is none."""
+    """The share of communication time that overlaps computation; 1 without communication."""
 
     def expected(spans: list[Span], start: float, end: float) -> float:
         found = active_seconds(spans, start, end)
@@ -230,7 +230,7 @@ def _judge_shares(
 
 
 def judge_breakdown(case: Case) -> Iterator[Finding]:
-    """Each moment of the window belongs to one part, the first that applies."""
+    """Each moment of the window belongs to exactly one part, the first that applies."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (start, end) in enumerate(inputs["windows"]):
             got = nth(answer.get("parts"), number)
@@ -261,7 +261,7 @@ def _breakdown_problem(got: Any, wanted: dict[str, float], window_s: float) -> s
 
 
 def judge_export(case: Case) -> Iterator[Finding]:
-    """One complete event per span, in microseconds, and lanes that a viewer can draw."""
+    """One complete event per span, in microseconds; different kinds do not overlap in a lane."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         if problem := _export_problem(answer.get("trace"), unpack(inputs, "0")):
             yield Finding(problem, rank)

@@ -1,7 +1,7 @@
-"""Traces that a referee draws: spans as arrays, and what is right about them.
+"""Traces that the referee draws: spans as arrays, and the right results for them.
 
 The judge does not merge intervals as a student would. It cuts the time axis at every start and
-end, and asks for each piece which kinds of span run in it.
+end of a span, and finds for each piece which kinds of span run in this piece.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORDS = ("gemm", "softmax", "layer_norm", "gelu", "embed", "attn", "bias", "red
 
 @dataclass(frozen=True)
 class Span:
-    """What the lab's own `Span` is: something that took a while, in seconds."""
+    """The same as the lab's own `Span`: an activity with its start and end, in seconds."""
 
     rank: int
     kind: str
@@ -32,7 +32,7 @@ class Span:
 
 
 def pack(spans: Sequence[Span], prefix: str) -> Values:
-    """Spans as arrays that travel to a rank."""
+    """Spans as arrays that can be sent to a rank."""
     return {
         f"{prefix}/rank": np.array([s.rank for s in spans], dtype=np.int64),
         f"{prefix}/kind": np.array([KINDS.index(s.kind) for s in spans], dtype=np.int64),
@@ -43,7 +43,7 @@ def pack(spans: Sequence[Span], prefix: str) -> Values:
 
 
 def unpack(values: Values, prefix: str) -> list[Span]:
-    """The spans of `pack`."""
+    """The spans that `pack` was given."""
     columns = (values[f"{prefix}/{c}"].tolist() for c in ("rank", "kind", "start", "end"))
     return [
         Span(rank, KINDS[kind], name, start, end)
@@ -80,5 +80,5 @@ def nth(values: Any, number: int) -> Any:
 
 
 def is_same(got: Any, wanted: Any) -> bool:
-    """Equality of plain values; an array, say, is never the same as a list."""
+    """Equality of plain values of the same type; an array never equals a list, for example."""
     return type(got) is type(wanted) and got == wanted
