@@ -248,8 +248,7 @@ def predict_step(
     """
     p = parallelism
     m = p.num_microbatches(global_batch=global_batch, micro_batch=micro_batch)
-    found = p.problems(model=model, global_batch=global_batch, micro_batch=micro_batch)
-    if found:
+    if found := p.problems(model=model, global_batch=global_batch, micro_batch=micro_batch):
         raise ValueError(f"{p}: " + "; ".join(found))
 
     # One micro-batch in one stage. The last stage has the head, so it is the busiest stage.
@@ -266,11 +265,7 @@ def predict_step(
     # The pipeline: messages of each micro-batch, and the time to fill and drain the pipeline.
     pipeline_s = bubble_s = 0.0
     if p.pp > 1:
-        link = node.link_for(
-            num_ranks=2, stride=node.num_gpus if p.stride("pp") >= node.num_gpus else p.stride("pp")
-        ).attainable
-        size = tokens * model.width * _BYTES / p.tp
-        message_s = p2p_seconds(num_bytes=size, link=link)
+        message_s = _message_s(p, node, tokens * model.width * _BYTES / p.tp)
         pipeline_s = 2 * m * message_s * p.virtual_stages
         mean_stage_s = layers * block.compute_s + head_s / p.pp + stage_wait_s
         bubble_s = (p.pp - 1) * (mean_stage_s + 2 * message_s) / p.virtual_stages
@@ -308,3 +303,11 @@ def _optimizer_s(model: Transformer, p: ParallelismConfig, node: Node, states: S
     mine = held / (p.shard_ranks if p.zero_stage else 1)
     update_bytes = 2 * states.optimizer + states.parameter + states.gradient
     return mine * update_bytes / node.gpu.memory_bandwidth_bytes_per_s
+
+
+def _message_s(p: ParallelismConfig, node: Node, num_bytes: float) -> float:
+    """Seconds of a message from one stage to the next."""
+    stride = min(p.stride("pp"), node.num_gpus)
+    return p2p_seconds(
+        num_bytes=num_bytes, link=node.link_for(num_ranks=2, stride=stride).attainable
+    )
