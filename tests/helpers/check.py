@@ -63,6 +63,16 @@ def tests_of(changed: Sequence[str]) -> list[str]:
     return found
 
 
+def doctests_of(changed: Sequence[str]) -> list[str]:
+    """The tests that run the examples of changed modules."""
+    modules = sorted({module for name in changed if (module := module_of(name))})
+    return [
+        f"tests/house/test_doctests.py::test_examples[{module}]"
+        for module in modules
+        if not module.endswith("__main__")
+    ]
+
+
 def main() -> int:
     began = time.monotonic()
     changed = changed_files()
@@ -79,7 +89,7 @@ def main() -> int:
     for command in commands:
         if subprocess.run(command, cwd=ROOT).returncode:
             return 1
-    tests = tests_of(changed)
+    tests = [*doctests_of(changed), *tests_of(changed)]
     if not tests:
         print("nothing has changed that a test imports; make test runs them all")
         return 0
