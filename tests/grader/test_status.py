@@ -17,6 +17,7 @@ from made_records import hand_in, made_record, make_course, stub_grading
 from rich.console import Console
 
 from autograder.__main__ import main
+from autograder.criteria import get_lab
 from autograder.records import progress as module
 from autograder.records.journal import Journal
 from autograder.records.progress import Announcer, Progress, Tail, birth
@@ -72,7 +73,9 @@ def test_who_is_done_running_and_waiting(course, batch):
     assert "(alive), for 0:30, about 0:50 left, 2 at once" in said  # (40 - 20 + 2 * 40) / 2
     [line] = [line for line in said.splitlines() if line.strip().startswith("lea")]
     assert line.split()[:4] == ["lea", "running", "20", "2"]
-    assert "check 3 of 18: sampler_partition" in line
+    number = [c.name for c in get_lab("lab1_ddp").criteria].index("sampler_partition") + 1
+    total = len(get_lab("lab1_ddp").criteria)
+    assert f"check {number} of {total}: sampler_partition" in line
     assert "before: the front died" in said
     assert "waiting: max, zoe" in said
 
