@@ -51,7 +51,7 @@ import json, sys
 from pathlib import Path
 from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.submission.intake import Submission
+from autograder.submission.find import Submission
 from autograder.submission.attempt import grade
 from autograder.submission.class_run import ClassRun
 root, lab, notebook, out = sys.argv[1:]
