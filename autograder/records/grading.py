@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autograder.course.course import Course
-from autograder.records.journal import Journal
-
-Record = dict[str, Any]
+from autograder.records.journal import Journal, Record
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autograder.records.journal import Journal
+from autograder.records.journal import Journal, Record
 
-Record = dict[str, Any]
 MIN_RUN_S = 1.0  # if grading took less time, nothing was run
 LAST_RUNS = 50  # the usual time is the mean of this many last runs
 

@@ -11,7 +11,6 @@ from autograder.records.grading import Grading
 from autograder.records.journal import Journal
 from autograder.submission.find import Submission
 
-Record = dict[str, Any]
 MIN_PREFIX = 6  # shortest accepted beginning of a record's key, in characters
 
 

@@ -10,7 +10,6 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -18,9 +17,7 @@ from rich.text import Text
 
 from autograder.files import write_whole
 from autograder.plain_text import MARKS, UNKNOWN, clean, spreadsheet
-
-Record = dict[str, Any]
-
+from autograder.records.journal import Record
 
 _NOT_MISSED = frozenset({"PASS", "BLOCKED"})
 _NOT_GRADED = frozenset({"INVALID", "INFRA"})

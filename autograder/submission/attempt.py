@@ -23,7 +23,7 @@ from autograder.box.gpus import num_gpus
 from autograder.box.sandbox import Box, build_box, build_open
 from autograder.criteria.criterion import Criterion, Draw, Lab, Status, Verdict
 from autograder.records.grading import Grading
-from autograder.records.journal import Journal
+from autograder.records.journal import Journal, Record
 from autograder.records.version import grader_version
 from autograder.referee.referee import Referee, draw_for
 from autograder.submission.class_run import ClassRun
@@ -34,7 +34,6 @@ from autograder.submission.scratch import scratch_folder
 
 INFRA_TRIES = 3
 INFRA_BACKOFF_S = 2.0  # wait after the grader's first failure; doubles with each further failure
-Record = dict[str, Any]
 
 
 def grade(submission: Submission, class_run: ClassRun) -> Record:

@@ -85,9 +85,6 @@ class ClassRun:
         """The state that a worker needs, without the history, which may be long."""
         return {k: v for k, v in self.__dict__.items() if k not in ("history", "before")}
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
-
 
 def executed_path(course: Course, lab: str, key: str) -> Path:
     """Path of the executed notebook of a record."""

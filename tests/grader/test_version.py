@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from source import imports_of
 
 import autograder
 import minidist
@@ -134,13 +134,8 @@ def test_whatever_grading_imports_is_in_the_version(lab):
         if file in seen:
             continue
         seen.add(file)
-        for node in ast.walk(ast.parse(file.read_text())):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
-            for name in names:
+        for _, imported in imports_of(file):
+            for name in (imported, imported.rpartition(".")[0]):
                 root = ours if name.startswith("autograder.") else lib
                 if name.split(".")[0] in ("autograder", "minidist"):
                     at = root.joinpath(*name.split(".")[1:])

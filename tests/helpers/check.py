@@ -6,12 +6,13 @@ The slow ones are left out, and so is what does not fit into the minute: the las
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+from source import imports_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHIN_S = 60.0
@@ -42,23 +43,15 @@ def module_of(name: str) -> str | None:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(file: Path) -> Iterator[str]:
-    """Dotted names that a file imports; `from a import b` counts as a and as a.b."""
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def tests_of(changed: Sequence[str]) -> list[str]:
     """Test files that have changed or that import a changed module."""
     modules = {module for name in changed if (module := module_of(name))}
     found = []
     for file in sorted((ROOT / "tests").glob("*/test_*.py")):
         name = file.relative_to(ROOT).as_posix()
-        if name in changed or modules & set(imports_of(file)):
+        imported = {name for _, name in imports_of(file)}
+        imported |= {name.rpartition(".")[0] for name in imported}
+        if name in changed or modules & imported:
             found.append(name)
     return found
 
@@ -100,7 +93,7 @@ def main() -> int:
         [sys.executable, "-m", "pytest", *options, *tests], cwd=ROOT, capture_output=True, text=True
     )
     ran_out = "session-timeout" in done.stdout
-    failed = " FAILED " in f" {done.stdout}" or "\nERROR " in done.stdout
+    failed = any(line.startswith(("FAILED ", "ERROR ")) for line in done.stdout.splitlines())
     print(done.stdout[-6000:] if failed else "\n".join(done.stdout.splitlines()[-1:]))
     if ran_out and not failed:
         print("not all of them in a minute; the rest: make test PART=FOLDER")
