@@ -51,6 +51,9 @@ def _add_verify(commands: Any) -> None:
         help="grade each by itself; else those with different bugs are graded as one, and one by "
         "one where that one does not lose what all of them lose",
     )
+    verify.add_argument(
+        "--only", action="append", metavar="NAME", help="only submissions of this name (wrong_*)"
+    )
     verify.set_defaults(run=_verify)
 
 
@@ -68,6 +71,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
             jobs=options.jobs,
             covering=options.covering,
             alone=options.alone,
+            only=options.only,
             sandbox=probe_support().works,
         )
         proofs.append(proof)

@@ -124,8 +124,9 @@ def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> Note
     score = f"{verdict['points']:g}/{verdict['max_points']:g}{extra}"
     note = "" if sandboxed else "  (UNSANDBOXED)"
     if verdict["status"] == "PASS":
-        text = f"✓ {score}  {title}{note}"
-        shown = f'<div style="color:#1a7f37"><b>✓ {score}</b> {html.escape(title + note)}</div>'
+        said = f"{title}{note}" + (f". {verdict['message']}" if verdict["message"] else "")
+        text = f"✓ {score}  {said}"
+        shown = f'<div style="color:#1a7f37"><b>✓ {score}</b> {html.escape(said)}</div>'
         return new_output("display_data", {"text/plain": text, "text/html": shown})
     if verdict["status"] == Status.BLOCKED:  # costs no points, so no error output
         text = f"○ {score}  {title}: not here. {verdict['message']}{note}"

@@ -84,6 +84,7 @@ class OpenCheck:
     criterion: Criterion
     inputs: list[Values]
     plan: ChargePlan | None
+    stand_ins: bool = False  # whether ranks are to use ours for functions of earlier tasks
     asked: set[int] = field(default_factory=set)
     answers: dict[int, Values] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -127,8 +128,12 @@ class Referee:
 
     # --- the grader's side -----------------------------------------------------------------------
 
-    def open(self, criterion: Criterion) -> None:
-        """Draws fresh inputs; from now on ranks may ask for and answer this criterion."""
+    def open(self, criterion: Criterion, *, stand_ins: bool = False) -> None:
+        """Draws inputs; from now on ranks may ask for and answer this criterion.
+
+        Args:
+            stand_ins: ranks use the criterion's stand-ins for functions of earlier tasks.
+        """
         draw = self._draw(criterion)
         plan = criterion.plan(draw) if criterion.plan else None
         inputs = criterion.draw(draw)
@@ -136,7 +141,7 @@ class Referee:
         if criterion.world == "emulated":
             self.broker.begin(plan)
         with self._changed:
-            self._open = OpenCheck(self._cases, criterion, inputs, plan)
+            self._open = OpenCheck(self._cases, criterion, inputs, plan, stand_ins)
             self._cases += 1
 
     def close(
@@ -315,7 +320,8 @@ class Referee:
             opened.asked.add(rank)
             handed_out = {k: v for k, v in opened.inputs[rank].items() if not k.startswith("_")}
             fields, arrays = split(handed_out)
-            return Message("inputs", {"case": opened.case, "values": fields}, arrays)
+            told = {"case": opened.case, "stand_ins": opened.stand_ins, "values": fields}
+            return Message("inputs", told, arrays)
 
     def _answer(self, rank: int, name: object, message: Message) -> Message:
         with self._changed:

@@ -216,7 +216,7 @@ def _mark(status: str) -> str:
 
 
 def _details(record: Record, number: int) -> str:
-    missed = [c for c in record["criteria"] if c["status"] != "PASS"]
+    missed = [c for c in record["criteria"] if c["status"] != "PASS" or c["message"]]
     passed = [c["name"] for c in record["criteria"] if c["status"] == "PASS"]
     groups: dict[tuple[str, ...], list[Record]] = {}
     for criterion in missed:  # criteria with equal status and message share one row

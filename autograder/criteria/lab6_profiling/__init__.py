@@ -15,6 +15,7 @@ from autograder.criteria.lab6_profiling import (
     record,
     scaling,
     shares,
+    spans,
 )
 
 _RECORD = "Task 1, record a run"
@@ -24,6 +25,7 @@ _LOADER = "Task 4, load data ahead"
 _BUCKETS = "Task 5, buckets that fit the network"
 _SCALING = "Task 6, how it scales"
 
+_after_covered = {"stand_ins": {"covered": spans.covered}, "relies_on": ("prof_utilisation",)}
 _share = partial(Criterion, task=_SHARES, world="none", deadline_s=20.0)
 _cause = partial(
     Criterion, task=_CAUSES, world="none", observe=causes.observe, points=4, deadline_s=30.0
@@ -67,11 +69,12 @@ LAB = Lab(
             judge=shares.judge_utilisation,
         ),
         _share(
-            name="prof_overlap", title="how much communication hides", points=5,
+            name="prof_overlap", title="how much communication hides", points=5, **_after_covered,
             draw=shares.draw_overlap, observe=shares.observe_share, judge=shares.judge_overlap,
         ),
         _share(
             name="prof_breakdown", title="every moment belongs to one part", points=5,
+            **_after_covered,
             draw=shares.draw_breakdown, observe=shares.observe_breakdown,
             judge=shares.judge_breakdown,
         ),
