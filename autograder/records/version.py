@@ -89,7 +89,8 @@ def graded_by(lab: str, code: bytes = b"") -> dict[str, bytes]:
         if place in seen:
             continue
         seen.add(place)
-        for file in [place] if place.is_file() else place.rglob("*.py"):
+        inside = [f for f in place.rglob("*") if f.suffix in (".py", ".pyi")]
+        for file in [place] if place.is_file() else inside:
             root = ours if file.is_relative_to(ours) else lib
             name = file.relative_to(root.parent).as_posix()
             if name not in found:

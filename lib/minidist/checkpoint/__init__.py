@@ -18,16 +18,6 @@ Example, on every rank::
             checkpoints.save(step, shared=state, local={"rng": rng})
 """
 
-from minidist.checkpoint.native import load_dcp, save_dcp
-from minidist.checkpoint.shards import Shard, shards_of
-from minidist.checkpoint.store import CheckpointError, Checkpoints, Saving
+import lazy_loader
 
-__all__ = [
-    "CheckpointError",
-    "Checkpoints",
-    "Saving",
-    "Shard",
-    "load_dcp",
-    "save_dcp",
-    "shards_of",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -14,29 +14,6 @@
 | sums, softmax in fp32   | needed (autocast does it)         | needed (autocast does it)        |
 """
 
-from minidist.precision.compare import (
-    ErrorRow,
-    accumulation_error,
-    matmul_error,
-    update_survives,
-)
-from minidist.precision.formats import FORMATS, Format, round_to, spacing, underflow_share
-from minidist.precision.master import MasterWeights
-from minidist.precision.scaler import GradScaler
-from minidist.precision.training import MixedPrecisionPolicy, autocast_step
+import lazy_loader
 
-__all__ = [
-    "FORMATS",
-    "ErrorRow",
-    "Format",
-    "GradScaler",
-    "MasterWeights",
-    "MixedPrecisionPolicy",
-    "accumulation_error",
-    "autocast_step",
-    "matmul_error",
-    "round_to",
-    "spacing",
-    "underflow_share",
-    "update_survives",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -29,25 +29,6 @@ Papers: PowerSGD arXiv 1905.13727; top-k, Deep Gradient Compression arXiv 1712.0
 arXiv 1901.09847.
 """
 
-from minidist.parallel.compression.base import Compressor, Segment, Traffic, segments_of
-from minidist.parallel.compression.hook import HookState, compression_hook, sum_in_place
-from minidist.parallel.compression.native import register_torch_hook
-from minidist.parallel.compression.powersgd import PowerSGD, orthonormalise
-from minidist.parallel.compression.quantize import Cast, Int8
-from minidist.parallel.compression.topk import TopK
+import lazy_loader
 
-__all__ = [
-    "Cast",
-    "Compressor",
-    "HookState",
-    "Int8",
-    "PowerSGD",
-    "Segment",
-    "TopK",
-    "Traffic",
-    "compression_hook",
-    "orthonormalise",
-    "register_torch_hook",
-    "segments_of",
-    "sum_in_place",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

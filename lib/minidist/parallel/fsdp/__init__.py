@@ -9,27 +9,6 @@ dimension and keeps it as a DTensor. `Zero3` instead flattens all parameters of 
 and cuts this line.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from minidist.parallel.fsdp.migration import FSDP1_OPTIONS, Migration, fsdp1_to_fsdp2
-from minidist.parallel.fsdp.native import clip_grad_norm_, initialise, no_sync, shard_model
-from minidist.parallel.fsdp.state import (
-    full_state_dict,
-    load_full_state_dict,
-    load_sharded,
-    save_sharded,
-)
-
-__all__ = [
-    "FSDP1_OPTIONS",
-    "Migration",
-    "clip_grad_norm_",
-    "fsdp1_to_fsdp2",
-    "full_state_dict",
-    "initialise",
-    "load_full_state_dict",
-    "load_sharded",
-    "no_sync",
-    "save_sharded",
-    "shard_model",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,19 @@
+from .clip import clip_by_global_norm
+from .memory import Bytes, count_bytes, formula_bytes, memory_limit
+from .stage1 import ShardedOptimizer
+from .stage2 import Zero2Optimizer
+from .stage3 import Zero3
+from .state import merge_optimizer_parts, merge_parts
+
+__all__ = [
+    "Bytes",
+    "ShardedOptimizer",
+    "Zero2Optimizer",
+    "Zero3",
+    "clip_by_global_norm",
+    "count_bytes",
+    "formula_bytes",
+    "memory_limit",
+    "merge_optimizer_parts",
+    "merge_parts",
+]
