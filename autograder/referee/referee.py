@@ -208,6 +208,12 @@ class Referee:
                 notes.append(Finding(what))
         return notes
 
+    def misses_ranks(self) -> bool:
+        """Whether a rank that is connected for checks has lost the emulated cluster."""
+        with self._changed:
+            connected = {rank for channel, rank in self._connections if channel == "check"}
+        return bool(connected - set(self.broker.attached()))
+
     def new_ranks(self) -> None:
         """Drops the connections of the old ranks, so that new ranks may connect."""
         with self._changed:

@@ -3,13 +3,14 @@
 The engine skips only the lab's demonstrations: no other cell depends on them.
 
 After a hang or a lost rank, the engine asks the kernel for fresh ranks, runs the earlier cells
-again and goes on with the next cell, so that one bug costs one criterion. The referee decides the
-points of a check; the engine tells the referee when a check begins and how its cell ended.
+again and goes on with the next cell, so that one bug costs one criterion. An earlier cell may have
+ended the rank, by a thread or a timer: so a cell whose rank was lost gets a second try. The referee
+decides the points of a check; the engine tells the referee when a check begins and how its cell
+ended.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import re
 import time
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import zmq
-from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from nbclient import NotebookClient
 from nbclient.client import CellExecutionComplete
@@ -31,14 +31,14 @@ from autograder.box.guard import Guard, Wall
 from autograder.criteria.criterion import Criterion, Lab, Status, Verdict
 from autograder.referee.referee import Referee
 from autograder.submission.outputs import Tidier
+from autograder.submission.replay import Past
 from minidist.kernel.cell import printable
 
 START_TIMEOUT_S = 120.0
 RESTART_TIMEOUT_S = 90.0
 CONTROL_TIMEOUT_S = 60.0  # long, because the front may first have to read many other messages
 KERNEL_SLACK_S = 45.0  # the kernel ends a cell at most this long after its deadline
-MAX_RESTARTS = 40
-MAX_SOURCE_CHARS = 50_000  # `definitions` skips longer cells: its time may grow with the square
+MAX_RESTARTS = 80
 BROKEN = ("hang", "deadline", "rank_lost")
 
 
@@ -59,9 +59,7 @@ class Session:
     wall: Wall | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    worked: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # to run again: source and its In[n]
+    worked: list[Past] = field(default_factory=list)  # to run again on fresh ranks
     renumbered: dict[str, str] = field(default_factory=dict)  # In[n] of a rerun -> original In[n]
     restarts: int = 0
 
@@ -128,7 +126,6 @@ class _Run:
         self.ends_at = time.monotonic() + session.lab.limits.wall_s
         self.outcome: dict[str, Any] = {}
         self.broken = False
-        self.last: NotebookNode | None = None
         self.client = _Client(
             nb_man.nb,
             kernel_name=kernel_name,
@@ -174,31 +171,63 @@ class _Run:
         if time.monotonic() > self.ends_at:
             return  # the remaining checks stay NOT_RUN
         self.nb_man.cell_start(cell, index)
-        # If ranks died after the last cell had ended, that cell is to blame, not this one. The
-        # last cell would also kill fresh ranks, so only its definitions are kept.
+        # If ranks died between two cells, something that an earlier cell has left behind ended
+        # them. It would end fresh ranks, too.
         if lost := not self.broken and await self._are_lost():
-            self._shorten_last()
+            self._shorten()
         if (self.broken or lost) and not await self._fresh_ranks():
             self.ends_at = 0.0
             return
         began = time.monotonic()
         if check is None:
             await self._execute(cell, index, self.session.lab.cell_deadline_s)
+            await self._second_try(cell, self.session.lab.cell_deadline_s)
         else:
             criterion = self.session.lab[check]
             self.session.referee.open(criterion)
             await self._execute(cell, index, criterion.deadline_s)
-            verdict = self._own_numbers(self._close())
+            verdict = self._close()
+            verdict = await self._second_try(cell, criterion.deadline_s, criterion) or verdict
+            verdict = self._own_numbers(verdict)
             if causes := follows_from(criterion, verdict, self.session.verdicts):
                 verdict = await self._with_stand_ins(criterion, cell, verdict, causes)
             self.session.verdicts[check] = verdict
             self.session.on_verdict(verdict, time.monotonic() - began)
         kind = self.outcome["kind"]
         if check is None and meta.replay:
-            source = definitions(cell.source) if kind in BROKEN else cell.source
-            self.session.worked.append((source, cell.execution_count or 0))
-        self.broken, self.last = kind in BROKEN, cell
+            past = Past(cell.source, cell.execution_count or 0, meta.kind == "given")
+            self.session.worked.append(past.defining() if kind in BROKEN else past)
+        # A rank that the emulated cluster has lost would miss in the next check, too.
+        self.broken = kind in BROKEN or (check is not None and self.session.referee.misses_ranks())
         self.nb_man.cell_complete(cell, index)
+
+    async def _second_try(
+        self, cell: NotebookNode, deadline_s: float, criterion: Criterion | None = None
+    ) -> Verdict | None:
+        """Runs a cell whose rank was lost once more, because an earlier cell may have ended it.
+
+        The earlier cells run without their bare calls, then with their definitions only. If ranks
+        are lost all the same, this cell is to blame, and the earlier cells stay as they were.
+
+        Returns:
+            the verdict of a second try at a check that lost no rank, else None.
+        """
+        first, before = self.outcome, self.session.worked
+        if first["kind"] != "rank_lost":
+            return None
+        quiet, defining = [p.quiet() for p in before], [p.defining() for p in before]
+        for worked in [quiet] if quiet == defining else [quiet, defining]:
+            self.session.worked = worked
+            if not await self._fresh_ranks():
+                break
+            if criterion is not None:
+                self.session.referee.open(criterion)
+            await self._again(cell.source, cell.execution_count or 0, deadline_s)
+            verdict = self._close() if criterion is not None else None
+            if self.outcome["kind"] != "rank_lost":
+                return verdict
+        self.outcome, self.session.worked = first, before
+        return None
 
     async def _with_stand_ins(
         self, criterion: Criterion, cell: NotebookNode, verdict: Verdict, causes: list[str]
@@ -219,11 +248,19 @@ class _Run:
             )
         return replace(second, message=f"With our {ours} (see {found}): {second.message}")
 
-    def _shorten_last(self) -> None:
-        """If the last cell is in the list of cells to rerun, keeps only its definitions there."""
-        worked, cell = self.session.worked, self.last
-        if cell is not None and worked and worked[-1][0] == cell.source:
-            worked[-1] = (definitions(cell.source), worked[-1][1])
+    def _shorten(self) -> bool:
+        """Takes the bare calls out of the cells to rerun; if there are none, all but definitions.
+
+        Neither the last cell nor the running one is the likeliest to blame: how long a timer runs
+        decides when a rank dies, and that must not decide about marks.
+
+        Returns:
+            whether there was something to take out.
+        """
+        worked = self.session.worked
+        quiet = [past.quiet() for past in worked]
+        self.session.worked = quiet if quiet != worked else [past.defining() for past in worked]
+        return self.session.worked != worked
 
     async def _execute(self, cell: NotebookNode, index: int, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -287,16 +324,20 @@ class _Run:
                 reply = await self._start()
             if reply.get("status") != "ok":
                 raise InfrastructureError(f"no fresh ranks: {reply}")
-            for position, (source, number) in enumerate(self.session.worked):
-                if not source.strip():
+            for position, past in enumerate(self.session.worked):
+                if not past.source.strip():
                     continue
                 if time.monotonic() > self.ends_at:
                     return False
-                await self._again(source, number, self.session.lab.cell_deadline_s)
+                await self._again(past.source, past.number, self.session.lab.cell_deadline_s)
+                if self.outcome["kind"] == "rank_lost" and self._shorten():
+                    break
                 if self.outcome["kind"] in BROKEN:
                     # The cell worked before and fails now: keep its definitions at most.
-                    shorter = definitions(source)
-                    self.session.worked[position] = (shorter if shorter != source else "", number)
+                    shorter = past.defining()
+                    self.session.worked[position] = (
+                        shorter if shorter != past else replace(past, source="")
+                    )
                     break
             else:
                 return True
@@ -351,23 +392,3 @@ def follows_from(
     if verdict.status in (Status.PASS, Status.BLOCKED, Status.INFRA):
         return []
     return [n for n in criterion.relies_on if n in earlier and earlier[n].points == 0.0]
-
-
-def definitions(source: str) -> str:
-    """The imports, functions and classes of a cell, without its other statements.
-
-    >>> print(definitions("import os; x = 1\\nclass A:\\n    n = 2\\nwhile True: pass"))
-    import os
-    <BLANKLINE>
-    class A:
-        n = 2
-    """
-    if len(source) > MAX_SOURCE_CHARS:
-        return ""
-    keep = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    try:
-        tree = ast.parse(TransformerManager().transform_cell(source))  # magics become calls
-        tree.body = [node for node in tree.body if isinstance(node, keep)]
-        return ast.unparse(tree)
-    except Exception:  # untrusted source: too deep, with odd characters, or not Python
-        return ""
