@@ -11,7 +11,7 @@ continues.
 Phases:
     1. wrap      compare the models, broadcast rank 0's, make buckets, hook the parameters
     2. forward   broadcast buffers, run the module, watch its outputs
-    3. begin     the first gradient of an output: backward has started
+    3. begin     the first gradient of an output or a parameter: backward has started
     4. arrive    a parameter's gradient is complete: copy it to its bucket; launch buckets in order
     5. finish    end of backward: fill in missing gradients, launch the rest, wait, deliver
 
@@ -29,15 +29,20 @@ reduction takes the whole value of `p.grad`, so any number of backward passes ma
 parameter whose gradient did not arrive still takes part, with the value of `p.grad` or zero, so no
 rank waits for a message that is never sent.
 
+How the loss was made does not matter: from outputs, from gradients of outputs (a gradient penalty),
+from sub-modules, from objects that hold tensors, or from parameters alone.
+
 Paper: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (arXiv 2006.15704).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +53,12 @@ from torch.utils import _pytree as pytree
 from minidist.collectives.replicas import broadcast_tensors, global_rank
 from minidist.errors import MinidistError, named_rank
 from minidist.parallel.data.buckets import Bucket, Work, assign_buckets
-from minidist.parallel.data.graph import parameters_reached
+from minidist.parallel.data.graph import accumulates, has_python_function, will_accumulate
 from minidist.parallel.data.replicas import (
     broadcast_state,
+    check_no_new_parameters,
     check_same_model,
+    refuse_copy,
 )
 
 MIB = 2**20
@@ -64,7 +71,8 @@ Reduce = Callable[[Tensor], Work | None]
 class State(Enum):
     """What a rank is doing."""
 
-    IDLE = auto()  # gradients belong to the user; hooks do nothing
+    IDLE = auto()  # gradients belong to the user
+    LOCAL = auto()  # a backward runs whose forward was under no_sync; hooks do nothing
     REDUCING = auto()  # a synchronised backward runs: gradients go into buckets
 
 
@@ -82,13 +90,17 @@ class BucketedDDP(nn.Module):
             such a parameter counts as zero. This is right if only some ranks do not use the
             parameter. If no rank uses it, it gets a gradient of zeros, and an optimizer with
             momentum or weight decay still changes it. With it, one more small all-reduce finds the
-            parameters that no rank used; these keep their old gradient, usually None. The graph of
-            the outputs is searched too, so that no bucket waits for a gradient that cannot come.
+            parameters that no rank used; these keep their old gradient, usually None. Autograd is
+            also asked which gradients this backward brings, so that no bucket waits for one that
+            cannot come.
         broadcast_buffers: before each synchronised forward in training mode, overwrite buffers with
             those of rank 0.
         reorder: after the first backward, make new buckets in the order in which gradients came on
             rank 0. Without it, buckets have the reversed order of the parameters.
         reduce: replaces the all-reduce, e.g. by a ring or by compression. Sums in place.
+
+    `.to(dtype)` and `.to(device)` also work after wrapping, on all ranks alike: the next backward
+    makes new buckets. A copy or a pickle is refused, because hooks do not travel with it.
 
     Raises:
         MismatchError: the ranks hold different models.
@@ -136,12 +148,10 @@ class BucketedDDP(nn.Module):
         # Build.
         self._state = State.IDLE
         self._sync = True
-        self._begin_at_any_gradient = False
-        # With find_unused: parameters that a backward can reach; None if the graph cannot be
-        # searched.
-        self._reached: set[Tensor] | None = set()
+        self._running: weakref.ref[Any] | None = None  # dies with the backward that reduces
+        self._task = -1  # autograd's number of this backward
+        self._may_reenter = False  # with find_unused: a custom function may start a backward
         self._order_seen: list[nn.Parameter] | None = [] if reorder else None
-        self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         self._make_buckets(list(reversed(trained)))
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._arrive)
@@ -174,7 +184,7 @@ class BucketedDDP(nn.Module):
 
         Raises:
             MinidistError: the last backward did not end, so the ranks are out of step.
-            ValueError: parameters were unfrozen after wrapping.
+            ValueError: parameters were unfrozen or added after wrapping.
         """
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
@@ -204,7 +214,8 @@ class BucketedDDP(nn.Module):
         """Keep gradients local: inside the block, `p.grad` sums them.
 
         The forward decides whether its backward is synchronised, so both must be inside the block.
-        The next backward outside the block reduces the sum.
+        (A loss that does not come from outputs of a forward is kept local by its backward.) The
+        next backward outside the block reduces the sum. Blocks may be nested.
         """
         before, self._sync = self._sync, False
         try:
@@ -213,52 +224,69 @@ class BucketedDDP(nn.Module):
             self._sync = before
 
     def _check(self) -> None:
-        inside_backward = torch._C._current_graph_task_id() != -1
-        if self._state is State.REDUCING and not inside_backward:
+        if self._state is State.LOCAL and torch._C._current_graph_task_id() == -1:
+            self._state = State.IDLE  # the last local backward ended with an error
+        self._check_in_step()
+        check_no_new_parameters(self.module, self._place, "BucketedDDP")
+
+    def _check_in_step(self) -> None:
+        if self._state is State.REDUCING and (self._running is None or self._running() is None):
             raise MinidistError(
                 "BucketedDDP: the last backward ended with an error, after it may have sent some "
                 "gradients; the ranks are out of step: start again from a checkpoint",
                 rank=dist.get_rank(),
             )
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"BucketedDDP: {name} was frozen when the model was wrapped, and now wants a "
-                    f"gradient on {named_rank()}, which no bucket carries; wrap the model again"
-                )
 
     def _watch(self, output: Any) -> None:
         """Let the first gradient that reaches an output begin the reduction.
 
-        The hook is on the outputs and not on parameters: on some rank it may happen that no
+        The gradients of parameters begin it as well. But on some rank it may happen that no
         parameter gets a gradient, and this rank must take part too.
         """
         leaves = pytree.tree_leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        # Objects that torch cannot look into may also hold tensors.
-        opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
-        if self._find_unused and self._reached is not None:
-            self._reached = None if opaque else self._reached | parameters_reached(outputs)
-        if self._sync:
-            for tensor in outputs:
-                tensor.register_hook(self._begin)
-            self._begin_at_any_gradient |= opaque
+        if self._find_unused and not self._may_reenter:
+            self._may_reenter = has_python_function(outputs)
+        for tensor in outputs:
+            if tensor not in self._place:  # a hook on a parameter would stay for ever
+                tensor.register_hook(self._begin_at_output if self._sync else self._stay_local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copy(self, "ddp.module, and wrap the copy")
 
     # --- backward -----------------------------------------------------------------------------
 
+    def _stay_local(self, _grad: Tensor) -> None:
+        if self._state is State.IDLE:
+            self._state = State.LOCAL
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_local)
+
+    def _end_local(self) -> None:
+        if self._state is State.LOCAL:
+            self._state = State.IDLE
+
+    def _begin_at_output(self, _grad: Tensor) -> None:
+        # Nothing to reduce in `autograd.grad`, which returns gradients and adds to no `p.grad`.
+        if any(map(will_accumulate, self._order)) or accumulates():
+            self._begin(fill=not self._may_reenter)
+
     @torch.no_grad()
-    def _begin(self, _grad: Tensor | None = None) -> None:
+    def _begin(self, fill: bool) -> None:
+        self._check_in_step()
         if self._state is State.REDUCING:
             return  # a different output of the same backward came first
+        finish = partial(self._finish)
+        self._running, self._task = weakref.ref(finish), torch._C._current_graph_task_id()
         self._start()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        reached = self._reached
-        if self._find_unused and reached is not None:
-            self._fill(lambda parameter: parameter not in reached)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        if self._find_unused and fill:
+            self._fill(lambda parameter: not will_accumulate(parameter))
             self._launch()
 
     def _start(self) -> None:
         self._state = State.REDUCING
+        if any(bucket.is_outdated for bucket in self._buckets):  # .to() after wrapping
+            self._make_buckets(self._order)
         self._num_launched = 0
         for bucket in self._buckets:
             bucket.reset()
@@ -266,10 +294,12 @@ class BucketedDDP(nn.Module):
     @torch.no_grad()
     def _arrive(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if self._state is State.IDLE:
-            if not self._begin_at_any_gradient:
-                return  # under no_sync, or a use of the parameter outside forward
-            self._begin()
+        self._check_in_step()
+        if self._state is State.LOCAL or (self._state is State.IDLE and not self._sync):
+            return
+        if self._state is State.IDLE:  # the loss does not come from outputs of forward
+            check_no_new_parameters(self.module, self._place, "BucketedDDP")
+            self._begin(fill=False)
         assert parameter.grad is not None
         bucket, position = self._place[parameter]
         if bucket.flat.layout != parameter.grad.layout:
@@ -280,10 +310,12 @@ class BucketedDDP(nn.Module):
         if position not in bucket.waiting:
             raise MinidistError(
                 f"BucketedDDP: a parameter of shape {tuple(parameter.shape)} got a gradient twice "
-                "in one backward (reentrant checkpointing does this: use_reentrant=False), or, "
-                "with find_unused, one that does not come through the outputs of forward",
+                "in one backward, inside and outside of reentrant checkpointing: pass "
+                "use_reentrant=False to checkpoint",
                 rank=dist.get_rank(),
             )
+        if torch._C._current_graph_task_id() != self._task:
+            return  # in reentrant checkpointing: more may come, so `_finish` takes the sum
         bucket.store(position, 1 / self.num_active, self._as_view)
         if self._order_seen is not None:
             self._order_seen.append(parameter)
@@ -322,8 +354,7 @@ class BucketedDDP(nn.Module):
         if self._order_seen is not None:
             self._reorder(self._order_seen)
             self._order_seen = None
-        self._reached = set()
-        self._begin_at_any_gradient = False
+        self._may_reenter = False
         self._state = State.IDLE
 
     def _agree_on_used(self, shadow: bool = False) -> set[nn.Parameter]:
@@ -348,7 +379,7 @@ class BucketedDDP(nn.Module):
             slot = old[parameter][0].slots[old[parameter][1]]
             if parameter.grad is not None and parameter.grad.data_ptr() == slot.data_ptr():
                 bucket.slots[position].copy_(slot)
-                parameter.grad = bucket.slots[position]
+                parameter.grad = bucket.slots[position].detach()
 
     @torch.no_grad()
     def shadow_backward(self) -> None:

@@ -77,6 +77,14 @@ class Bucket:
     def num_bytes(self) -> int:
         return self.flat.numel() * self.flat.element_size()
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a parameter has a different dtype, device or shape than its slot."""
+        return any(
+            p.dtype != slot.dtype or p.device != slot.device or p.shape != slot.shape
+            for p, slot in zip(self.parameters, self.slots, strict=True)
+        )
+
     def reset(self) -> None:
         """Prepare for a backward: no gradient has arrived."""
         self.waiting = set(range(len(self.parameters)))
@@ -86,7 +94,7 @@ class Bucket:
         """Write scale * gradient of one parameter into its slot; no gradient counts as zero.
 
         Args:
-            as_view: let `p.grad` be the slot from now on. This saves the copy back.
+            as_view: let `p.grad` be the slot's memory from now on. This saves the copy back.
         """
         parameter, slot = self.parameters[position], self.slots[position]
         self.waiting.discard(position)
@@ -98,7 +106,7 @@ class Bucket:
         else:
             torch.mul(grad.detach(), scale, out=slot)  # copy and division in one pass
             if as_view:
-                parameter.grad = slot
+                parameter.grad = slot.detach()  # a tensor of its own: `.to()` replaces its data
 
     def deliver(self, used: set[nn.Parameter] | None, as_view: bool) -> None:
         """After the reduction: every parameter's gradient becomes its slot, or a copy of it.
@@ -112,7 +120,7 @@ class Bucket:
             if not parameter.requires_grad or (used is not None and parameter not in used):
                 continue
             if as_view:
-                parameter.grad = slot
+                parameter.grad = slot.detach()
             elif parameter.grad is None:
                 parameter.grad = slot.clone()
             else:

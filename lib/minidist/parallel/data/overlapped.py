@@ -31,7 +31,12 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.errors import MinidistError
-from minidist.parallel.data.replicas import broadcast_state, check_same_model
+from minidist.parallel.data.replicas import (
+    broadcast_state,
+    check_no_new_parameters,
+    check_same_model,
+    refuse_copy,
+)
 
 
 class OverlappedDDP(nn.Module):
@@ -44,6 +49,7 @@ class OverlappedDDP(nn.Module):
     Raises:
         MismatchError: at wrapping, if the ranks hold different models.
         MinidistError: a second backward began before `finish()`.
+        ValueError: in forward, if parameters were unfrozen or added after wrapping.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -60,7 +66,12 @@ class OverlappedDDP(nn.Module):
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            check_no_new_parameters(self.module, set(self._order), "OverlappedDDP")
         return self.module(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copy(self, "ddp.module, and wrap the copy")
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)

@@ -15,12 +15,15 @@ Example::
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import chain
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from minidist.collectives.replicas import broadcast_tensors, check_same_tensors
+from minidist.errors import named_rank
 
 
 def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -41,3 +44,31 @@ def broadcast_state(
 ) -> None:
     """Collective: overwrite parameters and buffers with those of rank `source` of the group."""
     broadcast_tensors(chain(module.parameters(), module.buffers()), group, source)
+
+
+def check_no_new_parameters(module: nn.Module, known: Container[Tensor], where: str) -> None:
+    """Check that every parameter to train was one when the model was wrapped.
+
+    Raises:
+        ValueError: a parameter was unfrozen or added since, so that nobody would average its
+            gradient.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter not in known:
+            raise ValueError(
+                f"{where}: {name} was frozen or not there when the model was wrapped, and now "
+                f"wants a gradient on {named_rank()}, which nothing averages; wrap the model again"
+            )
+
+
+def refuse_copy(wrapper: Any, instead: str) -> NoReturn:
+    """For `__reduce_ex__` of a wrapper: `copy`, `pickle` and `torch.save` end here.
+
+    Raises:
+        TypeError: always. The hooks of the parameters do not travel with a copy, so it would train
+            without averaging.
+    """
+    raise TypeError(
+        f"{type(wrapper).__name__}: cannot be copied or pickled on {named_rank()}, because its "
+        f"hooks and its process group would stay behind; copy or save {instead}"
+    )
