@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from render import BookError, write_book
-from run import run_lecture
+
+from autograder.authoring.lectures import run_lecture
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,7 +2,7 @@
 
     notebooks to fill in   labs/LAB/LAB.ipynb of the labs that are released
     lib/minidist           without withheld modules, and without modules that need withheld ones
-    notebooks/             lectures, without those that use withheld modules
+    notebooks/             lectures; outputs take the place of code that needs withheld modules
     autograder/            checks give the same verdicts as the grader does, on practice data
 
 When a lab is over, a new release with `--over LAB` adds its solution and the modules that it
@@ -18,10 +18,13 @@ import json
 import re
 import shutil
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
+
+from autograder.authoring.lectures import Cell, plan_lecture, run_once, write_for_students
 from autograder.authoring.notebooks import edited_by_hand
 from autograder.course.course import Course, CourseError
 from autograder.course.course_toml import NAME
@@ -35,12 +38,17 @@ _IGNORE = shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints")
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """What was written, and what was left out."""
+    """What was written, and what was left out.
+
+    Attributes:
+        withheld: module -> the open labs that it waits for.
+        lectures: lecture -> how many of its code cells wait for a lab, and how many it has.
+    """
 
     folder: Path
     labs: tuple[str, ...]
-    withheld: tuple[str, ...]
-    lectures_withheld: tuple[str, ...]
+    withheld: dict[str, tuple[str, ...]]
+    lectures: dict[str, tuple[int, int]]
 
 
 def write_release(
@@ -60,10 +68,12 @@ def write_release(
     """
     handed_out = list(dict.fromkeys([*labs, *over]))
     masters = [_master(course, lab) for lab in handed_out]
-    _make_room(folder)
     library = course.root / "lib" / "minidist"
-    still_open = [get_lab(lab) for lab in labs if lab not in over]
-    missing = find_missing(library, {name for lab in still_open for name in lab.withheld})
+    missing = find_withheld(library, [lab for lab in labs if lab not in over])
+    lectures = {path: plan_lecture(path, library, missing) for path in lectures_of(course)}
+    cut = {path: cells for path, cells in lectures.items() if any(c.needs for c in cells)}
+    executed = {path: run_once(path, library, course.root / "build" / "lectures") for path in cut}
+    _make_room(folder)
 
     shutil.copytree(course.root / "autograder", folder / "autograder", ignore=_IGNORE)
     shutil.copytree(library, folder / "lib" / "minidist", ignore=_IGNORE)
@@ -73,12 +83,14 @@ def write_release(
         _copy(master, folder / "labs" / lab)
     for lab in over:
         _copy(course.root / "solutions" / lab / f"{lab}.ipynb", folder / "solutions" / lab)
-    closed = []
-    for lecture in sorted((course.root / "notebooks").glob("[0-9]*.ipynb")):
-        if _uses(lecture, missing):
-            closed.append(lecture.stem)
-        else:
-            _copy(lecture, folder / "notebooks")
+    for path, cells in lectures.items():
+        _copy(path, folder / "notebooks")
+        if path in cut:
+            nbformat.write(
+                write_for_students(path, executed[path], cells, missing),
+                folder / "notebooks" / path.name,
+            )
+    counts = {path.stem: _count(cells) for path, cells in lectures.items()}
     for name in _COPIED:
         _copy(course.root / name, folder)
     if (course.root / NAME).is_file():
@@ -86,13 +98,38 @@ def write_release(
             _course_options((course.root / NAME).read_text("utf-8")), "utf-8"
         )
     (folder / "Makefile").write_text(_makefile((course.root / "Makefile").read_text("utf-8")))
-    (folder / "README.md").write_text(_readme(handed_out, missing, closed), "utf-8")
+    (folder / "README.md").write_text(_readme(handed_out, missing, counts), "utf-8")
     return Release(
         folder=folder,
         labs=tuple(handed_out),
-        withheld=tuple(missing),
-        lectures_withheld=tuple(closed),
+        withheld=missing,
+        lectures=counts,
     )
+
+
+def lectures_of(course: Course) -> list[Path]:
+    """The lectures' notebooks, in order."""
+    return sorted((course.root / "notebooks").glob("[0-9]*.ipynb"))
+
+
+def week_by_week(course: Course, labs: Sequence[str]) -> dict[str, dict[str, tuple[int, int]]]:
+    """While each lab is open and those before it are over: what waits in each lecture.
+
+    Returns:
+        lab -> lecture -> how many of its code cells wait for that lab, and how many it has.
+    """
+    library = course.root / "lib" / "minidist"
+    return {
+        lab: {
+            path.stem: _count(plan_lecture(path, library, find_withheld(library, [lab])))
+            for path in lectures_of(course)
+        }
+        for lab in labs
+    }
+
+
+def _count(cells: Sequence[Cell]) -> tuple[int, int]:
+    return sum(cell.hidden for cell in cells), len(cells)
 
 
 def _master(course: Course, lab: str) -> Path:
@@ -148,6 +185,16 @@ def find_missing(library: Path, withheld: Collection[str]) -> list[str]:
     return sorted(name for name in missing if not _is_in(name.rpartition(".")[0], missing))
 
 
+def find_withheld(library: Path, labs: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Module -> the labs that withhold it, or a module that it needs."""
+    found: dict[str, tuple[str, ...]] = {}
+    for lab in labs:
+        for name in find_missing(library, get_lab(lab).withheld):
+            found[name] = (*found.get(name, ()), lab)
+    inside = {name for name in found if _is_in(name.rpartition(".")[0], found)}
+    return {name: labs for name, labs in sorted(found.items()) if name not in inside}
+
+
 def _is_in(name: str, packages: Collection[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in packages)
 
@@ -185,18 +232,6 @@ def _remove_module(lib: Path, name: str) -> None:
     path.with_suffix(".py").unlink(missing_ok=True)
 
 
-def _uses(notebook: Path, missing: Collection[str]) -> bool:
-    """Whether a code cell of a notebook names a missing module."""
-    names = {name.removeprefix("minidist.") for name in missing}
-    dotted = re.compile(rf"\bminidist\.({'|'.join(map(re.escape, sorted(names)))})\b")
-    listed = re.compile(
-        rf"\bfrom minidist import [^\n]*\b({'|'.join(map(re.escape, sorted(names)))})\b"
-    )
-    cells = json.loads(notebook.read_text("utf-8"))["cells"]
-    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    return bool(names) and bool(dotted.search(code) or listed.search(code))
-
-
 # --- written for students -----------------------------------------------------------------------
 
 
@@ -221,7 +256,11 @@ def _course_options(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _readme(labs: Sequence[str], missing: Sequence[str], closed: Sequence[str]) -> str:
+def _readme(
+    labs: Sequence[str],
+    missing: Mapping[str, Sequence[str]],
+    lectures: Mapping[str, tuple[int, int]],
+) -> str:
     rows = "\n".join(f"| `labs/{lab}/{lab}.ipynb` | {get_lab(lab).title} |" for lab in labs)
     lines = [
         "# Training over many GPUs: labs",
@@ -241,7 +280,11 @@ def _readme(labs: Sequence[str], missing: Sequence[str], closed: Sequence[str]) 
         "data and another number of ranks. Hand in the notebook from `work/`.",
     ]
     if missing:
-        lines += ["", "Not here until the labs are over, since it would be the answer:", ""]
-        lines += [f"- `{name}`" for name in missing]
-        lines += [f"- lecture `{name}`" for name in closed]
+        lines += ["", "Not here until a lab is over, since it would be the answer:", ""]
+        lines += [f"- `{name}` ({', '.join(labs)})" for name, labs in missing.items()]
+        lines += [
+            f"- lecture `{name}`: the code of {hidden} of {count} steps; their outputs are here"
+            for name, (hidden, count) in lectures.items()
+            if hidden
+        ]
     return "\n".join(lines) + "\n"

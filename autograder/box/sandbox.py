@@ -33,7 +33,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -179,7 +179,7 @@ def _said(
 def build_box(
     *,
     run_dir: Path,
-    withheld: Sequence[str] = (),
+    withheld: Collection[str] = (),
     limits: Limits | None = None,
     env_extra: Mapping[str, str] | None = None,
     hide: Sequence[Path] = (),
@@ -223,7 +223,7 @@ def build_open(*, run_dir: Path, env_extra: Mapping[str, str] | None = None) -> 
 def _assemble(
     program: str,
     run_dir: Path,
-    withheld: Sequence[str],
+    withheld: Collection[str],
     limits: Limits,
     env_extra: Mapping[str, str],
     hide: Sequence[Path],
@@ -328,7 +328,7 @@ def _python_prefixes() -> list[Path]:
     return list(dict.fromkeys(prefixes))
 
 
-def _hidden_names(withheld: Sequence[str]) -> set[tuple[str, ...]]:
+def _hidden_names(withheld: Collection[str]) -> set[tuple[str, ...]]:
     names = {tuple(name.split(".")) for name in withheld}
     for parts in names:
         if len(parts) < 2 or parts[0] != "minidist" or not all(map(str.isidentifier, parts)):

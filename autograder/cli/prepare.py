@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from autograder.batch import pool
 from autograder.cli.arguments import EXIT_FAILED, positive, writable
 from autograder.course.course import Course, CourseError
-from autograder.criteria import lab_names
+from autograder.criteria import get_lab, lab_names
+
+if TYPE_CHECKING:
+    from autograder.authoring.release import Release
 
 
 def add_commands(commands: Any) -> None:
@@ -90,7 +96,9 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 
 def _add_release(commands: Any) -> None:
     release = commands.add_parser("release", help="write the repository that students get")
-    release.add_argument("folder", type=Path, help="new, empty, or written by this before")
+    release.add_argument(
+        "folder", type=Path, nargs="?", help="new, empty, or written by this before"
+    )
     release.add_argument(
         "--lab", action="append", choices=lab_names(), help="to hand out (default: every lab)"
     )
@@ -101,18 +109,59 @@ def _add_release(commands: Any) -> None:
         choices=lab_names(),
         help="a lab whose deadline is over: with its solution, and what it withholds",
     )
+    release.add_argument(
+        "--plan",
+        action="store_true",
+        help="write nothing; show what each lecture lacks while each lab is open",
+    )
     release.set_defaults(run=_release)
 
 
 def _release(options: argparse.Namespace, console: Console) -> int:
-    from autograder.authoring.release import write_release
+    from autograder.authoring.release import week_by_week, write_release
 
-    made = write_release(Course.find(), options.folder, options.lab or lab_names(), options.over)
+    course, labs = Course.find(), options.lab or lab_names()
+    if options.plan:
+        console.print(_term_table(week_by_week(course, labs)))
+        return 0
+    if options.folder is None:
+        raise CourseError("name the folder for the students' repository, or give --plan")
+    made = write_release(course, options.folder, labs, options.over)
     console.print(f"{made.folder}: {', '.join(made.labs)}", highlight=False, soft_wrap=True)
-    for what, names in (("modules", made.withheld), ("lectures", made.lectures_withheld)):
-        if names:
-            console.print(f"  left out, {what}: {', '.join(names)}", highlight=False)
+    console.print(_release_table(made))
     return 0
+
+
+def _release_table(made: Release) -> Table:
+    """What was left out, until when, and why."""
+    table = Table(box=box.SIMPLE_HEAD, title="left out" if made.withheld else "nothing is left out")
+    for heading in ("what", "until this lab is over", "why"):
+        table.add_column(heading)
+    for name, labs in made.withheld.items():
+        reasons = {get_lab(lab).withheld.get(name, "needs a withheld module") for lab in labs}
+        table.add_row(name, ", ".join(labs), ", ".join(sorted(reasons)))
+    for name, (hidden, count) in made.lectures.items():
+        if hidden:
+            table.add_row(f"{name}: code of {hidden} of {count} cells", "", "outputs are there")
+    return table
+
+
+def _term_table(weeks: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
+    """A row per lecture, a column per lab: how many of its code cells wait for the lab."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title="code cells that wait, while a lab is open and earlier labs are over",
+        caption="A cell that waits is there with its outputs, without its code.",
+    )
+    table.add_column("lecture", no_wrap=True)
+    for lab in weeks:
+        table.add_column(
+            lab.partition("_")[0] if lab.startswith("lab") else lab, justify="right", no_wrap=True
+        )
+    for lecture in next(iter(weeks.values())):
+        cells = [weeks[lab][lecture] for lab in weeks]
+        table.add_row(lecture, *(f"{hidden}/{count}" if hidden else "·" for hidden, count in cells))
+    return table
 
 
 def _doctor(options: argparse.Namespace, console: Console) -> int:

@@ -161,14 +161,19 @@ class Criterion:
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """A lab: its criteria, its world sizes, the modules withheld from students, its limits."""
+    """A lab: its criteria, its world sizes, its limits.
+
+    Attributes:
+        withheld: module of minidist -> what it would answer; students do not have it while the lab
+            is open, and neither have submissions that are graded.
+    """
 
     name: str
     title: str
     criteria: tuple[Criterion, ...]
     practice_world_size: int = 2
     grading_world_size: int = 3
-    withheld: tuple[str, ...] = ()
+    withheld: Mapping[str, str] = field(default_factory=dict)
     cell_deadline_s: float = 60.0
     limits: Limits = field(default_factory=Limits)
 

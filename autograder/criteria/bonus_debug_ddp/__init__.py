@@ -67,10 +67,22 @@ LAB = Lab(
     title="Debug a broken DDP",
     practice_world_size=2,
     grading_world_size=3,
-    withheld=(
-        "minidist.parallel", "minidist.train", "minidist.sampler", "minidist.checkpoint",
-        "minidist.precision", "minidist.seeding", "minidist.metrics", "minidist.elastic",
-    ),
+    withheld={
+        "minidist.parallel.data.naive": "own DDP",
+        "minidist.parallel.data.flat": "own DDP",
+        "minidist.parallel.data.overlapped": "own DDP",
+        "minidist.parallel.data.bucketed": "own DDP",
+        "minidist.parallel.data.buckets": "own DDP",
+        "minidist.parallel.data.replicas": "equal replicas",
+        "minidist.parallel.data.graph": "own DDP",
+        "minidist.sampler": "a mended loop",
+        "minidist.seeding": "a mended loop",
+        "minidist.metrics": "a mended loop",
+        "minidist.checkpoint.store": "a mended loop",
+        "minidist.precision.training": "a mended loop",
+        "minidist.elastic": "a mended loop",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         _train(
             name="debug_train_data", title="all ranks train on one dataset", points=4,

@@ -29,7 +29,11 @@ LAB = Lab(
     title="Pipeline parallelism",
     practice_world_size=3,
     grading_world_size=4,
-    withheld=("minidist.parallel", "minidist.cost", "minidist.train"),
+    withheld={
+        "minidist.parallel.pipeline": "every task",
+        "minidist.cost.pipeline": "bubbles",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         Criterion(
             name="pipe_cut", title="stages that cost the same, as far as possible", points=6,

@@ -50,7 +50,12 @@ LAB = Lab(
     title="PowerSGD",
     practice_world_size=2,
     grading_world_size=3,
-    withheld=("minidist.parallel", "minidist.train"),
+    withheld={
+        "minidist.parallel.compression.powersgd": "PowerSGD",
+        "minidist.parallel.compression.base": "error feedback",
+        "minidist.parallel.compression.hook": "the hook",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         _columns(name="powersgd_columns", title="orthonormal columns", points=7,
                  draw=columns.draw_columns),

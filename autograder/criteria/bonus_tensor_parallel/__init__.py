@@ -33,7 +33,10 @@ LAB = Lab(
     title="A tensor-parallel transformer layer",
     practice_world_size=2,
     grading_world_size=4,
-    withheld=("minidist.parallel", "minidist.train"),
+    withheld={
+        "minidist.parallel.tensor": "every task",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         _operator(name="btp_f", title="f: identity forward, all-reduce backward", points=4,
                   judge=operators.judge_f),

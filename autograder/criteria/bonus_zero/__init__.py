@@ -26,7 +26,10 @@ LAB = Lab(
     title="ZeRO: an optimiser in shards",
     practice_world_size=2,
     grading_world_size=3,
-    withheld=("minidist.parallel", "minidist.train"),
+    withheld={
+        "minidist.parallel.zero": "every task",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         _flat(name="zero_flatten", title="one vector, padded with zeros", points=5,
               observe=flat.observe_flatten, judge=flat.judge_flatten),

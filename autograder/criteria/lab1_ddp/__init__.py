@@ -32,7 +32,17 @@ LAB = Lab(
     title="Distributed data parallel",
     practice_world_size=2,
     grading_world_size=3,
-    withheld=("minidist.parallel", "minidist.sampler", "minidist.train"),
+    withheld={
+        "minidist.parallel.data.naive": "own DDP",
+        "minidist.parallel.data.flat": "own DDP",
+        "minidist.parallel.data.overlapped": "own DDP",
+        "minidist.parallel.data.bucketed": "own DDP",
+        "minidist.parallel.data.buckets": "own DDP",
+        "minidist.parallel.data.replicas": "equal replicas",
+        "minidist.parallel.data.graph": "own DDP",
+        "minidist.sampler": "sampler",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         Criterion(
             name="setup", title="every rank joins one process group", task=_SETUP, points=5,

@@ -38,7 +38,10 @@ LAB = Lab(
     title="Gradient accumulation",
     practice_world_size=2,
     grading_world_size=3,
-    withheld=("minidist.parallel", "minidist.train"),
+    withheld={
+        "minidist.parallel.accumulation": "accumulation",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         _one(
             name="accum_scale", title="equal micro-batches give the big batch's gradient", points=7,

@@ -32,7 +32,16 @@ LAB = Lab(
     title="Sharded training",
     practice_world_size=2,
     grading_world_size=3,
-    withheld=("minidist.parallel", "minidist.train"),
+    withheld={
+        "minidist.parallel.fsdp.native": "fully_shard",
+        "minidist.parallel.fsdp.state": "checkpoints",
+        "minidist.parallel.zero.stage3": "own FSDP",
+        "minidist.parallel.zero.unit": "own FSDP",
+        "minidist.parallel.zero.flat": "own FSDP",
+        "minidist.parallel.zero.hooks": "own FSDP",
+        "minidist.parallel.zero.checkpoint": "checkpoints",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         Criterion(
             name="fsdp_memory_formula", title="bytes per rank of four strategies", task=_FORMULA,

@@ -43,7 +43,12 @@ LAB = Lab(
     title="Automatic mixed precision",
     practice_world_size=2,
     grading_world_size=3,
-    withheld=("minidist.precision", "minidist.parallel", "minidist.train"),
+    withheld={
+        "minidist.precision.scaler": "loss scaling",
+        "minidist.precision.training": "the loop",
+        "minidist.precision.master": "master weights",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         Criterion(
             name="amp_lost_share", title="what underflows in a format", task=_FORMATS, points=4,

@@ -40,8 +40,13 @@ LAB = Lab(
     title="Several nodes",
     practice_world_size=4,
     grading_world_size=6,
-    withheld=("minidist.checkpoint", "minidist.elastic", "minidist.train",
-              "minidist.collectives.hierarchical", "minidist.collectives.ddp_hooks"),
+    withheld={
+        "minidist.checkpoint.store": "checkpoints",
+        "minidist.elastic": "resuming",
+        "minidist.collectives.hierarchical": "the hierarchy",
+        "minidist.collectives.ddp_hooks": "the hook",
+        "minidist.train.program": "its training loop",
+    },
     criteria=(
         _places(
             name="node_places", title="node rank, local rank, global rank", points=5,

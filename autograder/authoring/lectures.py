@@ -1,0 +1,283 @@
+"""A lecture as students get it while labs are open: without code that needs withheld modules.
+
+Such code is replaced by its outputs: students see the figures and numbers now, and get the code
+when the lab is over. All statements that need no withheld module stay, so that other cells run.
+Names decide: a statement also needs what it needs through a name, or through a file, that an earlier
+statement has made.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import symtable
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import nbformat
+import papermill
+from IPython.core.inputtransformer2 import TransformerManager
+from nbformat import NotebookNode
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_RANK_MAGIC = re.compile(r"%%rank\b[^\n]*\n")
+_WRITES = re.compile(r"^%%writefile\s+(?:-a\s+)?(\S+)")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What becomes of a code cell.
+
+    Attributes:
+        source: what stays of its code; "" if nothing.
+        needs: the withheld modules that the rest needs.
+        hidden: whether statements are gone that show something; outputs take their place.
+    """
+
+    source: str
+    needs: frozenset[str] = frozenset()
+    hidden: bool = False
+
+
+def plan_lecture(lecture: Path, library: Path, missing: Collection[str]) -> list[Cell]:
+    """What becomes of each code cell of a lecture.
+
+    Args:
+        lecture: the notebook.
+        library: the folder of minidist, with all modules.
+        missing: modules that students do not have.
+    """
+    reader = _Reader(library, missing)
+    notebook = nbformat.read(lecture, as_version=4)
+    return [reader.read(cell.source) for cell in notebook.cells if _is_code(cell)]
+
+
+@dataclass
+class _Reader:
+    """Reads cells in order and notes what each name leads to."""
+
+    library: Path
+    missing: Collection[str]
+    names: dict[str, frozenset[str]] = field(default_factory=dict)  # name or file -> modules
+    modules: dict[str, str] = field(default_factory=dict)  # name -> module that it was imported as
+
+    def read(self, source: str) -> Cell:
+        magic = _RANK_MAGIC.match(source)
+        head, body = (magic[0], source[magic.end() :]) if magic else ("", source)
+        if body.startswith("%%"):
+            return self._foreign(source)
+        tree = ast.parse(TransformerManager().transform_cell(body))
+        kept: list[ast.stmt] = []
+        needs: frozenset[str] = frozenset()
+        hidden = False
+        for node in tree.body:
+            wanted = self._needs(node)
+            self._learn(node, wanted)
+            needs |= wanted
+            hidden |= bool(wanted) and not isinstance(node, _DEFINITIONS)
+            kept += self._rest_of_import(node) if wanted else [node]
+        if not needs:
+            return Cell(source)
+        if hidden:  # the outputs of the whole cell are shown, so nothing is shown again
+            kept = [node for node in kept if not isinstance(node, ast.Expr)]
+        text = "\n".join(_source_of(body, node) for node in kept)
+        return Cell(head + text if text else "", needs, hidden)
+
+    def _foreign(self, source: str) -> Cell:
+        """A cell with a magic whose body is text."""
+        needs = self._in_text(source)
+        if not needs:
+            return Cell(source)
+        if match := _WRITES.match(source):
+            self.names[match[1]] = needs
+        return Cell("", needs, hidden=True)
+
+    def _needs(self, node: ast.stmt) -> frozenset[str]:
+        """The withheld modules that a statement needs."""
+        wanted = set(_global_names(node))
+        found = frozenset[str]().union(*(self.names.get(name, ()) for name in wanted))
+        for part in ast.walk(node):
+            if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+                if part.value.id in wanted & self.modules.keys():
+                    found |= self._module(f"{self.modules[part.value.id]}.{part.attr}")
+            elif isinstance(part, ast.Import | ast.ImportFrom):
+                found = found.union(*(self._module(dotted) for _, dotted in _imported(part)))
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                found |= self._in_text(part.value)
+        return found
+
+    def _in_text(self, text: str) -> frozenset[str]:
+        """The withheld modules that a script or a command names, or reaches by a file's name."""
+        files = [needs for name, needs in self.names.items() if "." in name and name in text]
+        try:
+            nodes = ast.walk(ast.parse(text)) if "import" in text else ()
+            imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+            dotted = [name for node in imports for _, name in _imported(node)]
+        except SyntaxError:
+            dotted = []
+        dotted += re.findall(r"\bminidist(?:\.\w+)+", text)
+        return frozenset[str]().union(*files, *map(self._module, dotted))
+
+    def _module(self, dotted: str) -> frozenset[str]:
+        """The withheld module that a dotted name is in, or is."""
+        package, _, name = dotted.rpartition(".")
+        for origin in (dotted, exports(self.library, package).get(name, "")):
+            for module in self.missing:
+                if origin == module or origin.startswith(f"{module}."):
+                    return frozenset({module})
+        return frozenset()
+
+    def _learn(self, node: ast.stmt, needs: frozenset[str]) -> None:
+        """Notes what a statement defines."""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name, dotted in _imported(node):
+                self.names[name] = self._module(dotted)
+                self.modules[name] = dotted
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            self.names[node.name] = needs
+        else:
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    self.names[part.id] = needs
+
+    def _rest_of_import(self, node: ast.stmt) -> list[ast.stmt]:
+        """An import without the names that are withheld."""
+        if not isinstance(node, ast.ImportFrom):
+            return []
+        names = [a for a in node.names if not self._module(f"{node.module}.{a.name}")]
+        return [ast.ImportFrom(node.module, names, node.level)] if names else []
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+    """Each name that an import makes, and its dotted origin."""
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
+            yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+        else:
+            yield alias.asname or alias.name.partition(".")[0], alias.name
+
+
+def _global_names(node: ast.stmt) -> Iterator[str]:
+    """The names of the notebook that a statement reads, now or when its functions are called."""
+    todo = [symtable.symtable(ast.unparse(node), "cell", "exec")]
+    while todo:
+        table = todo.pop()
+        todo += table.get_children()
+        for symbol in table.get_symbols():
+            top = table.get_type() == "module"
+            if symbol.is_referenced() and (top or symbol.is_global()):
+                yield symbol.get_name()
+
+
+@cache
+def exports(library: Path, package: str) -> dict[str, str]:
+    """Name -> dotted origin, for the names that a package of minidist takes from its modules."""
+    folder = library.parent.joinpath(*package.split("."))
+    stub = folder / "__init__.pyi"
+    if not stub.is_file():
+        return {}
+    tree = ast.parse(stub.read_text("utf-8"))
+    return {
+        alias.asname or alias.name: f"{package}.{node.module}.{alias.name}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def _source_of(body: str, node: ast.stmt) -> str:
+    """The statement as it was written, or rewritten if it is not from there."""
+    if not hasattr(node, "lineno"):
+        return ast.unparse(node)
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    return "\n".join(body.splitlines()[first - 1 : node.end_lineno])
+
+
+# --- the notebook --------------------------------------------------------------------------------
+
+
+def write_for_students(
+    lecture: Path, executed: Path, cells: Sequence[Cell], until: Mapping[str, Sequence[str]]
+) -> NotebookNode:
+    """The lecture with outputs in place of withheld code.
+
+    Args:
+        lecture: the notebook, and `executed`: the same notebook with outputs.
+        cells: what becomes of each code cell (`plan_cells`).
+        until: withheld module -> the labs that withhold it.
+    """
+    notebook, ran = (nbformat.read(path, as_version=4) for path in (lecture, executed))
+    with_outputs = iter([cell for cell in ran.cells if _is_code(cell)])
+    decisions, kept = iter(cells), []
+    for cell in notebook.cells:
+        if not _is_code(cell):
+            kept.append(cell)
+            continue
+        decision, outputs = next(decisions), next(with_outputs).outputs
+        if decision.source.strip():
+            cell.source = decision.source
+            kept.append(cell)
+        if decision.hidden:
+            labs = sorted({lab for module in decision.needs for lab in until[module]})
+            if "getsource" in cell.source:
+                outputs = []  # they show the withheld code itself
+            kept.append(_shown(f"{cell.id}-outputs", outputs, labs))
+    notebook.cells = kept
+    return notebook
+
+
+def _is_code(cell: NotebookNode) -> bool:
+    return cell.cell_type == "code"
+
+
+def _shown(cell_id: str, outputs: Sequence[NotebookNode], labs: Sequence[str]) -> NotebookNode:
+    """A text cell with the outputs of code that students get later."""
+    lines = [f"*The code of this step is handed out when {' and '.join(labs)} is over.*"]
+    pictures = {}
+    for output in outputs:
+        data = output.get("data", {})
+        if "image/png" in data:
+            name = f"output{len(pictures) + 1}.png"
+            pictures[name] = {"image/png": data["image/png"].strip()}
+            lines.append(f"![{_alt(data)}](attachment:{name})")
+        elif "text/html" in data:
+            lines.append(data["text/html"])
+        elif text := output.get("text") or data.get("text/markdown") or data.get("text/plain"):
+            lines.append(f"```text\n{text.rstrip()}\n```")
+    cell = nbformat.v4.new_markdown_cell("\n\n".join(lines), id=cell_id[:64])
+    if pictures:
+        cell["attachments"] = pictures
+    return cell
+
+
+def _alt(data: Mapping[str, str]) -> str:
+    return re.sub(r"[\[\]\n]", " ", data.get("text/plain", "figure"))[:200]
+
+
+def run_once(lecture: Path, library: Path, folder: Path) -> Path:
+    """`run_lecture`, unless this lecture was run before with the same minidist."""
+    digest = hashlib.sha256(lecture.read_bytes())
+    for path in sorted(library.rglob("*.py")):
+        digest.update(path.read_bytes())
+    place = folder / digest.hexdigest()[:16]
+    if not (place / lecture.name).is_file():
+        unfinished = run_lecture(lecture, place / "unfinished")
+        unfinished.replace(place / lecture.name)
+    return place / lecture.name
+
+
+def run_lecture(path: Path, folder: Path) -> Path:
+    """Executes a lecture; the executed notebook in `folder`.
+
+    Raises:
+        papermill.PapermillExecutionError: a cell failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / path.name
+    papermill.execute_notebook(
+        str(path), str(target), cwd=str(folder), progress_bar=False, start_timeout=120
+    )
+    return target
