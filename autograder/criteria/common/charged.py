@@ -30,6 +30,24 @@ def find_ahead(events: Iterable[Event], rank: int, passes: int = 1) -> Finding |
     return Finding(AHEAD, rank) if any(b < a for a, b in pairwise(steps)) else None
 
 
+def find_disorder(events: Iterable[Event], rank: int) -> Finding | None:
+    """A finding if a layer went forward after the backward of the same pass had begun.
+
+    Without it, a rank could ask for the compute of a backward early, and hide its late traffic.
+    """
+    begun: set[int] = set()
+    for event in events:
+        if event.kind != "compute" or event.step is None:
+            continue
+        if event.direction == "forward" and event.step in begun:
+            return Finding(
+                "a layer went forward after the backward pass of the same step had begun.", rank
+            )
+        if event.direction == "backward":
+            begun.add(event.step)
+    return None
+
+
 def reaches_all(collective: Collective, world_size: int) -> bool:
     """Whether all ranks took part, or, for a send, whether a different rank received it."""
     if not collective.completed:

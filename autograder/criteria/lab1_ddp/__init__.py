@@ -25,7 +25,10 @@ _SCRATCH = "Task 7, DDP from scratch"
 _sampler = partial(Criterion, task=_SAMPLER, world="none", observe=sampler.observe, deadline_s=15.0)
 _train = partial(Criterion, task=_LOOP, observe=training.observe_train)
 _scratch = partial(Criterion, task=_SCRATCH)
-_emulated = partial(Criterion, task=_SCRATCH, world="emulated", plan=emulated.plan, deadline_s=40.0)
+_emulated = partial(
+    Criterion, task=_SCRATCH, world="emulated", observe=emulated.observe, deadline_s=40.0,
+    between_ranks=True,
+)  # fmt: skip
 
 LAB = Lab(
     name="lab1_ddp",
@@ -112,18 +115,15 @@ LAB = Lab(
         ),
         _emulated(
             name="ddp_buckets", title="no bucket larger than asked for", points=5,
-            draw=emulated.draw_buckets, observe=emulated.observe_buckets,
-            judge=emulated.judge_buckets, between_ranks=True,
+            draw=emulated.draw_buckets, plan=emulated.plan_buckets, judge=emulated.judge_buckets,
         ),
         _emulated(
             name="ddp_overlap", title="reduction starts before backward has ended", points=5,
-            draw=emulated.draw_steps, observe=emulated.observe_steps,
-            judge=emulated.judge_overlap, between_ranks=True,
+            draw=emulated.draw_steps, plan=emulated.plan_steps, judge=emulated.judge_overlap,
         ),
         _emulated(
             name="ddp_scaling", title="90 % scaling efficiency in virtual time", points=6,
-            draw=emulated.draw_steps, observe=emulated.observe_steps,
-            judge=emulated.judge_scaling, between_ranks=True,
+            draw=emulated.draw_steps, plan=emulated.plan_steps, judge=emulated.judge_scaling,
         ),
     ),
 )  # fmt: skip

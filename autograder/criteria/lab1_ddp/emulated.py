@@ -9,7 +9,8 @@ what a rank reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,13 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.common.charged import find_ahead, find_disorder, reaches_all
 from autograder.criteria.common.emulated import (
+    charge,
     charge_plan,
-    charged_mlp,
     even_cluster,
     holds_run,
     is_compute,
-    of_every_rank,
     seconds_since,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
@@ -33,108 +33,140 @@ from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
 from minidist.emulate.trace import Collective
 
-LAYERS, WIDTH, BATCH, STEPS = 12, 256, 4, 3
-FORWARD_S, BACKWARD_S = 1e-3, 2e-3
-STEP_S = LAYERS * (FORWARD_S + BACKWARD_S)
-GRADIENT_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+BATCH, STEPS = 4, 3
 MEGABYTE = 2**20
-CAPS_MB = (1.0, 2.0)
-SCALING_CAP_MB = 0.5
+FULL_DTYPES = ("float32", "float64")  # half precision would halve the time of the all-reduces
+
+# The network of overlap and scaling: equal layers, of which a bucket holds two. In the order of
+# backward, a bucket takes QUICK and the next one SLOW to compute, and so on, and the all-reduce of
+# each takes LATENCY + TRANSFER. So an all-reduce has time until the bucket after the next: whoever
+# waits in a hook for the bucket before loses it. One all-reduce for each layer pays the latency
+# twice as often, and one for all layers has nothing to hide behind.
+LAYERS, WIDTH = 20, 192
+UNIT_S = 1e-3
+QUICK, SLOW, LATENCY, TRANSFER = 0.4, 3.6, 0.9, 0.9
+LAYER_BYTES = WIDTH * WIDTH * 4
+SCALING_CAP_MB = 0.3  # two layers, whether a MB has 10^6 or 2^20 bytes
+BACKWARD_S = tuple(
+    UNIT_S * (QUICK, SLOW)[number // 2 % 2] / 2 for number in reversed(range(LAYERS))
+)
+FORWARD_S = tuple(cost / 2 for cost in BACKWARD_S)
+STEP_S = sum(FORWARD_S) + sum(BACKWARD_S)
 EFFICIENCY = 0.9
-AFTER_BACKWARD = 0.7  # efficiency of reducing after backward on the grading cluster
-LATENCY_S = 20e-6
-FULL_DTYPES = ("float32", "float64")
+AFTER_BACKWARD = 0.63  # efficiency of reducing after backward on the grading cluster
+
+# The network of `ddp_buckets`, from the first layer to the last: one whose weight is larger than a
+# bucket; three, of which no two fit; four in float64, of which two fit, but three if each number is
+# taken for 4 bytes; and a small one. What each weight takes of a bucket:
+SHARES = (1.5, 0.6, 0.6, 0.6, 0.4, 0.4, 0.4, 0.4)
+FLOAT64 = (4, 5, 6, 7)  # numbers of the layers
+NARROW, LAST = 24, 10
 
 
 def grading_cluster(world_size: int) -> Cluster:
-    """Links on which all gradients travel in 0.3/0.7 of a step's compute, for any world size."""
-    communication_s = STEP_S * (1 / AFTER_BACKWARD - 1)
-    factor = 2 * (world_size - 1) / world_size
-    return even_cluster(world_size, factor * GRADIENT_BYTES / communication_s, LATENCY_S)
+    """Links on which a bucket of two layers takes equally long for any number of ranks."""
+    hops = 2 * (world_size - 1)
+    bandwidth = hops / world_size * 2 * LAYER_BYTES / (TRANSFER * UNIT_S)
+    return even_cluster(world_size, bandwidth, LATENCY * UNIT_S / hops)
 
 
 # --- draw and observe ----------------------------------------------------------------------------
 
 
-def draw_steps(draw: Draw) -> list[Values]:
+class _Layer(nn.Module):
+    """tanh of a linear layer, in its own dtype."""
+
+    def __init__(self, weight: np.ndarray, bias: np.ndarray | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.from_numpy(weight).to(dtype))
+        self.bias = None if bias is None else nn.Parameter(torch.from_numpy(bias).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias))
+
+
+def _model(inputs: Values, channel: Any, *, exact: bool = False) -> nn.Sequential:
+    """The charged network of `inputs`; if `exact`, all of it is in float64."""
+    layers = []
+    for number in range(inputs["layers"]):
+        double = exact or number in inputs["float64"]
+        dtype = torch.float64 if double else torch.float32
+        layers.append(_Layer(inputs[f"w{number}"], inputs.get(f"b{number}"), dtype))
+    return charge(layers, channel)
+
+
+def _draw(draw: Draw, widths: Sequence[int], bias: bool, more: Values) -> list[Values]:
     """The same weights on all ranks; different data per rank and step."""
-    sizes = [WIDTH] * (LAYERS + 1)
-    start = oracle.draw_parameters(draw.shared(), sizes)
+    rng = draw.shared()
+    start: Values = {"layers": len(widths) - 1, **more}
+    for number, (fan_in, fan_out) in enumerate(pairwise(widths)):
+        weight = rng.normal(0, fan_in**-0.5, (fan_out, fan_in))
+        start[f"w{number}"] = weight.astype(np.float32)
+        if bias:
+            start[f"b{number}"] = rng.normal(0, 0.3, fan_out).astype(np.float32)
     inputs = []
     for rank in range(draw.world_size):
-        rng, values = draw.private(rank), dict(start)
+        own, values = draw.private(rank), dict(start)
         for step in range(STEPS):
-            batch = oracle.draw_batch(rng, BATCH, sizes)
+            batch = oracle.draw_batch(own, BATCH, widths)
             values |= {f"x/{step}": batch["x"], f"y/{step}": batch["y"]}
         inputs.append(values)
     return inputs
 
 
-def plan(draw: Draw) -> ChargePlan:
+def draw_steps(draw: Draw) -> list[Values]:
+    """Equal layers, and buckets that hold two of them."""
+    return _draw(draw, [WIDTH] * (LAYERS + 1), False, {"cap_mb": SCALING_CAP_MB, "float64": []})
+
+
+def plan_steps(draw: Draw) -> ChargePlan:
     """What each layer costs, and the secret behind the factors."""
-    return charge_plan(draw, (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS)
-
-
-def _train_steps(
-    module: nn.Module, ddp: Any, inputs: Values, finish: Any, dtype: torch.dtype
-) -> None:
-    for step in range(STEPS):
-        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).to(dtype) for k in "xy")
-        module.zero_grad()
-        oracle.mse(ddp(x), y).backward()
-        finish(step)
-
-
-def _observe(ddp_class: Any, inputs: Values, context: Context, cap_mb: float) -> Values:
-    module = charged_mlp(inputs, context.broker, torch.float32)
-    ddp = ddp_class(module, bucket_cap_mb=cap_mb)
-    _train_steps(
-        module, ddp, inputs, lambda _: ddp.finish_gradient_synchronization(), torch.float32
-    )
-    return {"done": True}
+    return charge_plan(draw, FORWARD_S, BACKWARD_S)
 
 
 def draw_buckets(draw: Draw) -> list[Values]:
-    """Like `draw_steps`, with one of two bucket sizes."""
-    cap = float(draw.shared("cap").choice(CAPS_MB))
-    return [inputs | {"cap_mb": cap} for inputs in draw_steps(draw)]
+    """Layers of unequal size and two dtypes, made for a bucket size that is drawn."""
+    cap = round(float(draw.shared("cap").uniform(0.08, 0.16)), 3)
+    widths = [NARROW]
+    for number, share in enumerate(SHARES):
+        size = share * cap * 1e6 / (8 if number in FLOAT64 else 4)
+        widths.append(round(size / widths[-1]))
+    return _draw(draw, [*widths, LAST], True, {"cap_mb": cap, "float64": list(FLOAT64)})
 
 
-def observe_buckets(ddp_class: Any, inputs: Values, context: Context) -> Values:
-    """Trains with the bucket size that was drawn."""
-    return _observe(ddp_class, inputs, context, inputs["cap_mb"])
+def plan_buckets(draw: Draw) -> ChargePlan:
+    """Every layer costs the same."""
+    return charge_plan(draw, (UNIT_S,) * (len(SHARES) + 1), (UNIT_S,) * (len(SHARES) + 1))
 
 
-def observe_steps(ddp_class: Any, inputs: Values, context: Context) -> Values:
-    """Trains with small buckets."""
-    return _observe(ddp_class, inputs, context, SCALING_CAP_MB)
+def observe(ddp_class: Any, inputs: Values, context: Context) -> Values:
+    """Trains for a few steps with the bucket size of the case."""
+    module = _model(inputs, context.broker)
+    ddp = ddp_class(module, bucket_cap_mb=inputs["cap_mb"])
+    for step in range(STEPS):
+        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]) for k in "xy")
+        module.zero_grad()
+        oracle.mse(ddp(x), y).backward()
+        ddp.finish_gradient_synchronization()
+    return {"done": True}
 
 
 # --- what the broker saw -------------------------------------------------------------------------
 
 
-class _LastStep:
-    """The last step of one rank: which all-reduce carried which gradient, and when it was issued.
+class _Step:
+    """One step of one rank: which all-reduce carried which gradient, and when it was issued."""
 
-    The last step, because torch's own DDP still changes its buckets in the first.
-    """
-
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: Case, rank: int, step: int, gradients: list[np.ndarray]) -> None:
+        self.rank, self.step = rank, step
+        self.inputs, self.gradients = case.inputs[rank], gradients
         events = case.trace.events[rank]
-        backward = [i for i, e in enumerate(events) if is_compute(e, "backward", STEPS - 1)]
-        self.finding: Finding | None = None
-        if ahead := find_ahead(events, rank):
-            self.finding = ahead
-            return
-        if len(backward) != LAYERS:
-            self.finding = Finding(
-                f"the backward pass ran {len(backward)} of {LAYERS} layers in step {STEPS - 1}.",
-                rank,
-            )
-            return
+        backward = [i for i, e in enumerate(events) if is_compute(e, "backward", step)]
+        later = [i for i, e in enumerate(events) if is_compute(e, "forward", step + 1)]
+        span = range(backward[0], later[0] if later else len(events))
         self.last_backward = backward[-1]
-        issued = {e.key: i for i, e in enumerate(events) if e.kind == "issue" and i > backward[0]}
-        # Only full precision counts: half precision would halve the time of the all-reduces.
+        self.waited = {events[i].key for i in span if events[i].kind == "wait"}
+        issued = {events[i].key: i for i in span if events[i].kind == "issue"}
         self.collectives: list[tuple[int, Collective]] = [
             (issued[c.key], c)
             for c in case.trace.collectives
@@ -143,96 +175,183 @@ class _LastStep:
             and c.dtype in FULL_DTYPES
             and reaches_all(c, case.world_size)
         ]
-        self._find_gradients(case, rank)
+        self.carried = self._find_gradients((1.0, 1.0 / case.world_size))
 
-    def _find_gradients(self, case: Case, rank: int) -> None:
-        self.sent_at: dict[int, int] = {}
-        for number, gradient in enumerate(_local_gradients(case, rank)):
+    def _find_gradients(self, scales: tuple[float, ...]) -> dict[int, tuple[int, Collective]]:
+        """Number of a gradient -> the all-reduce that carried it, and when that was issued."""
+        found = {}
+        for number, gradient in enumerate(self.gradients):
             for index, collective in self.collectives:
-                payload = collective.payloads.get(rank)
-                if payload is not None and holds_run(
-                    payload, gradient, (1.0, 1.0 / case.world_size)
-                ):
-                    self.sent_at[number] = index
+                payload = collective.payloads.get(self.rank)
+                if payload is not None and holds_run(payload, gradient, scales):
+                    found[number] = index, collective
                     break
-            else:
-                layer, name = number // 2, ("weight", "bias")[number % 2]
-                self.finding = Finding(
-                    f"the {name} gradient of layer {layer} was in no all-reduce "
-                    f"of step {STEPS - 1}.",
+        return found
+
+    def missing(self) -> Finding | None:
+        """A finding if a gradient did not travel, or was not waited for, in this step."""
+        for number in range(len(self.gradients)):
+            where = f"gradient of layer {number} in step {self.step}"
+            if number not in self.carried:
+                return Finding(
+                    f"the {where} was in no all-reduce over all ranks. Every step that is timed "
+                    "has to reduce all gradients, in full precision.",
+                    self.rank,
+                )
+            if self.carried[number][1].key not in self.waited:
+                return Finding(
+                    f"nobody waited for the all-reduce of the {where} before the next step began.",
+                    self.rank,
+                )
+        return None
+
+    def too_few(self) -> Finding | None:
+        """A finding if less than half of the gradients' numbers travelled."""
+        travelled = sum(self.gradients[number].size for number in self.carried)
+        if travelled >= sum(gradient.size for gradient in self.gradients) / 2:
+            return None
+        return Finding(
+            f"only {len(self.carried)} of {len(self.gradients)} gradients were in an all-reduce "
+            f"of step {self.step}.",
+            self.rank,
+        )
+
+
+def _local_gradients(case: Case, rank: int) -> list[list[np.ndarray]]:
+    """For each step this rank's own gradients, in float64, with the rank's secret factors."""
+    inputs = case.inputs[rank]
+    model = _model(inputs, PlanChannel(case.plan, rank), exact=True)
+    steps = []
+    for step in range(STEPS):
+        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).double() for k in "xy")
+        model.zero_grad()
+        oracle.mse(model(x), y).backward()
+        steps.append([oracle.grad_of(p) for p in model.parameters()])
+    return steps
+
+
+def _steps(case: Case, first: int) -> list[_Step] | list[Finding]:
+    """Every rank's steps from `first` on; only findings if a rank did not compute all layers."""
+    layers, findings = case.inputs[0]["layers"], []
+    for rank, events in enumerate(case.trace.events):
+        charged = [e for e in events if e.kind == "compute"]
+        if len(charged) != 2 * layers * STEPS:
+            findings.append(
+                Finding(
+                    f"{len(charged)} layers went forward or backward, expected "
+                    f"{2 * layers * STEPS}: calling the wrapper runs the module once.",
                     rank,
                 )
-                return
+            )
+        elif problem := find_ahead(events, rank) or find_disorder(events, rank):
+            findings.append(problem)
+    if findings:
+        return findings
+    return [
+        _Step(case, rank, step, gradients[step])
+        for rank in range(case.world_size)
+        for gradients in [_local_gradients(case, rank)]
+        for step in range(first, STEPS)
+    ]
 
 
-def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
-    """This rank's own gradients of the last step, in float64, with the rank's secret factors."""
-    model = charged_mlp(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
-    _train_steps(model, model, case.inputs[rank], lambda _: None, torch.float64)
-    return [oracle.grad_of(p) for p in model.parameters()]
-
-
-def _last_steps(case: Case) -> list[_LastStep] | list[Finding]:
-    return of_every_rank(case, _LastStep)
+def _last_steps(case: Case) -> list[_Step] | list[Finding]:
+    """The last step of every rank: torch's own DDP still changes its buckets after the first."""
+    return _steps(case, STEPS - 1)
 
 
 # --- judge ---------------------------------------------------------------------------------------
 
 
 def judge_buckets(case: Case) -> Iterator[Finding]:
-    """No all-reduce is larger than the cap, unless it carries one large parameter."""
+    """No bucket is larger than the cap, unless it holds a single parameter.
+
+    Every choice is right that keeps this: a MB of 10^6 or of 2^20 bytes, smaller buckets, one
+    parameter for each, whatever stands in an all-reduce beside the gradients.
+    """
     cap = case.inputs[0]["cap_mb"]
-    largest_parameter = WIDTH * WIDTH * 4
-    for rank, step in enumerate(_last_steps(case)):
+    for step in _last_steps(case):
         if isinstance(step, Finding):
             yield step
             continue
-        sizes = [c.nbytes for _, c in step.collectives]
-        # A bucket may check the limit before or after it adds a gradient.
-        if max(sizes) > cap * MEGABYTE + largest_parameter:
+        if problem := step.too_few():
+            yield problem
+            continue
+        buckets: dict[str, list[int]] = {}
+        for number, (_, collective) in step.carried.items():
+            buckets.setdefault(collective.key, []).append(number)
+        parameters = list(_model(step.inputs, None).parameters())
+        for numbers in buckets.values():
+            size = sum(parameters[number].nbytes for number in numbers)
+            if len(numbers) > 1 and size > cap * MEGABYTE:
+                listed = ", ".join(_show(parameters[number]) for number in numbers)
+                yield Finding(
+                    f"bucket_cap_mb={cap:g}: a bucket carried {size / MEGABYTE:.3f} MB of "
+                    f"gradients ({listed}).",
+                    step.rank,
+                )
+                break
+        numel = sum(c.numel for _, c in step.collectives)
+        expected = sum(p.numel() for p in parameters)
+        if numel > 1.5 * expected:
             yield Finding(
-                f"bucket_cap_mb={cap:g}: an all-reduce carried {max(sizes) / MEGABYTE:.2f} MB. A "
-                f"bucket is full at {cap:g} MB; compare bytes with bytes (numel × element_size).",
-                rank,
+                f"{numel} numbers were all-reduced for {expected} numbers of gradients: is each "
+                "reduced once?",
+                step.rank,
             )
-        if sum(sizes) > 1.5 * GRADIENT_BYTES:
-            yield Finding(
-                f"{sum(sizes) / MEGABYTE:.1f} MB were all-reduced for "
-                f"{GRADIENT_BYTES / MEGABYTE:.1f} MB of gradients: is each reduced once?",
-                rank,
-            )
+
+
+def _show(parameter: torch.Tensor) -> str:
+    shape = " × ".join(str(n) for n in parameter.shape)
+    return f"{shape} {str(parameter.dtype).removeprefix('torch.')}"
 
 
 def judge_overlap(case: Case) -> Iterator[Finding]:
     """Some all-reduce of gradients is issued before the backward of the last layer."""
-    for rank, step in enumerate(_last_steps(case)):
+    for step in _last_steps(case):
         if isinstance(step, Finding):
             yield step
-        elif min(step.sent_at.values()) > step.last_backward:
+        elif problem := step.too_few():
+            yield problem
+        elif min(index for index, _ in step.carried.values()) > step.last_backward:
             yield Finding(
                 "the first all-reduce of gradients came after the whole backward pass. Start a "
                 "bucket's all-reduce (async_op=True) in the hook of its last gradient.",
-                rank,
+                step.rank,
             )
 
 
-def judge_scaling(case: Case) -> list[Finding]:
-    """At least 90 % of the time of the steps is compute, in virtual time."""
-    steps = _last_steps(case)
-    if isinstance(steps[0], Finding):
-        return [step for step in steps if isinstance(step, Finding)]
+def judge_scaling(case: Case) -> Iterator[Finding]:
+    """At least 90 % of the time of the steps is compute, in virtual time.
+
+    The first step is not timed; in each of the others, all gradients travel and are waited for.
+    """
+    steps = _steps(case, 1)
+    problems = [it if isinstance(it, Finding) else it.missing() for it in steps]
+    found = {it.rank: it for it in reversed(problems) if it is not None}
+    if found:
+        yield from found.values()
+        return
     efficiency, step_s = scaling_efficiency(case)
-    if efficiency >= EFFICIENCY:
-        return []
-    return [
-        Finding(
+    if efficiency < EFFICIENCY:
+        yield Finding(
             f"scaling efficiency {efficiency:.3f}, target {EFFICIENCY}: a step computes for "
-            f"{STEP_S * 1e3:.1f} ms but takes {step_s * 1e3:.1f} ms of virtual time. Reducing "
-            f"after backward gives about {AFTER_BACKWARD}; buckets reduced with async_op=True from "
-            "the hooks while backward goes on, and waited for only in "
-            "finish_gradient_synchronization, hide all but the last one."
+            f"{STEP_S * 1e3:.1f} ms but takes {step_s * 1e3:.1f} ms of virtual time, "
+            f"{_count(steps)}. Reducing after backward gives about {AFTER_BACKWARD}. Full "
+            "buckets, reduced with async_op=True from the hooks while backward goes on and waited "
+            "for only in finish_gradient_synchronization, hide all but the last one."
         )
-    ]
+
+
+def _count(steps: Sequence[_Step | Finding]) -> str:
+    """How many all-reduces carried the gradients of the first rank's last step, and how early."""
+    step = next(it for it in reversed(steps) if isinstance(it, _Step) and it.rank == 0)
+    issued = {collective.key: index for index, collective in step.carried.values()}
+    early = sum(index < step.last_backward for index in issued.values())
+    return (
+        f"with {len(issued)} all-reduces of gradients, {early} of them issued before the last "
+        f"layer's backward ({LAYERS // 2} buckets would do)"
+    )
 
 
 def scaling_efficiency(case: Case) -> tuple[float, float]:

@@ -16,6 +16,8 @@ import torch
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 VIRTUAL_WORLDS = (1, 2, 3, 4, 7)
+DEFAULTS = {"shuffle": True, "seed": 0, "tail": "pad"}
+EPOCHS = 12  # so many, that a right sampler does not drop one sample in each of them by chance
 
 
 def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
@@ -25,14 +27,10 @@ def observe(sampler_class: Any, inputs: Values, context: Context) -> Values:
         world_size = setting["world_size"]
         for rank in range(context.rank, world_size, context.world_size):
             before = torch.get_rng_state()
-            sampler = sampler_class(
-                setting["num_samples"],
-                rank,
-                world_size,
-                shuffle=setting["shuffle"],
-                seed=setting["seed"],
-                tail=setting["tail"],
-            )
+            options = {name: setting[name] for name in ("shuffle", "seed", "tail")}
+            if options == DEFAULTS:
+                options = {}
+            sampler = sampler_class(setting["num_samples"], rank, world_size, **options)
             for visit, epoch in enumerate(setting["epochs"]):
                 if epoch is not None:
                     sampler.set_epoch(epoch)
@@ -54,33 +52,43 @@ def _draw(draw: Draw, settings: list[Values]) -> list[Values]:
 
 
 def draw_partition(draw: Draw) -> list[Values]:
-    """Sizes that divide evenly, with and without shuffling."""
+    """Sizes that divide evenly, with and without shuffling; some before the first set_epoch."""
     rng = draw.shared()
-    return _draw(
-        draw,
-        [
-            {
-                "num_samples": world_size * int(rng.integers(16, 30)),
-                "world_size": world_size,
-                "shuffle": s,
-            }
-            for world_size, s in product(VIRTUAL_WORLDS, (False, True))
-        ],
-    )
+    settings: list[Values] = [
+        {"num_samples": world_size * int(rng.integers(16, 30)), "world_size": world_size, **more}
+        for world_size, more in product(
+            VIRTUAL_WORLDS,
+            ({"shuffle": False}, {"shuffle": True}, {"shuffle": True, "epochs": [None], "seed": 0}),
+        )
+    ]
+    return _draw(draw, settings)
 
 
 def draw_tail(draw: Draw) -> list[Values]:
-    """Sizes that do not divide evenly, or are below the number of ranks, for every tail setting."""
+    """Sizes just above, just below and at a multiple of the ranks, and fewer samples than ranks.
+
+    Each shuffled setting has a twin of the same ranks, seed and epochs whose size divides: it shows
+    whether the ranks draw the same permutation, which `judge_partition` judges.
+    """
     rng = draw.shared()
-    settings = []
+    settings: list[Values] = []
+    twins: list[Values] = []
     for world_size, tail in product(VIRTUAL_WORLDS[1:], ("pad", "drop", "uneven")):
-        full = world_size * int(rng.integers(5, 12)) + int(rng.integers(1, world_size))
-        few = max(1, world_size // 2)
-        settings += [
-            {"num_samples": n, "world_size": world_size, "shuffle": s, "tail": tail}
-            for n, s in ((full, True), (full, False), (few, True))
-        ]
-    return _draw(draw, settings)
+        full = world_size * int(rng.integers(6, 12))
+        common = {"world_size": world_size, "tail": tail, "seed": int(rng.integers(1000))}
+        even = common | {"num_samples": full, "shuffle": True}
+        for size in sorted({full - 1, full + 1, full, 1, world_size - 1, world_size}):
+            epochs = [int(rng.integers(1, 20))]
+            if size in (full - 1, full + 1):
+                epochs = list(range(epochs[0], epochs[0] + EPOCHS))
+            one = common | {"num_samples": size, "epochs": epochs}
+            settings.append(one | {"shuffle": False, "epochs": epochs[:1]})
+            settings.append(one | {"shuffle": True, "twin": len(twins)})
+            twins.append(even | {"epochs": epochs})
+    for setting in settings:
+        if "twin" in setting:
+            setting["twin"] += len(settings)
+    return _draw(draw, settings + twins)
 
 
 def draw_epoch(draw: Draw) -> list[Values]:
@@ -132,8 +140,13 @@ def _where(setting: Values, virtual: int | None = None) -> str:
     )
 
 
-def _tail_problem(setting: Values, lists: list[np.ndarray]) -> str | None:
-    """What is wrong with the way the samples were dealt out, or None."""
+def _tail_problem(setting: Values, lists: list[np.ndarray], same_order: bool = True) -> str | None:
+    """What is wrong with the way the samples were dealt out, or None.
+
+    Args:
+        same_order: all ranks deal from the same permutation; if not, only the numbers of samples
+            are judged.
+    """
     n, world_size, tail = setting["num_samples"], setting["world_size"], setting["tail"]
     lengths = [len(indices) for indices in lists]
     times = np.bincount(np.concatenate(lists), minlength=n)
@@ -144,11 +157,11 @@ def _tail_problem(setting: Values, lists: list[np.ndarray]) -> str | None:
         each = -(-n // world_size) if tail == "pad" else n // world_size
         if lengths != [each] * world_size:
             return f"expected {each} samples on every rank, got {lengths}"
+    if not same_order:
+        return None
     if tail != "drop" and (times == 0).any():
         return f"sample {int(np.argmin(times))} is on no rank"
     if tail != "pad" and (times > 1).any():
-        return f"sample {int(np.argmax(times))} comes {int(times.max())} times"
-    if tail == "pad" and times.max() > -(-world_size * max(lengths) // n):
         return f"sample {int(np.argmax(times))} comes {int(times.max())} times"
     return None
 
@@ -174,31 +187,54 @@ def judge_partition(case: Case) -> Iterator[Finding]:
 
 
 def judge_tail(case: Case) -> Iterator[Finding]:
-    """Each tail setting deals out the samples as it should."""
+    """Each tail setting deals out the samples as it should.
+
+    Which rank gets which sample, which samples "drop" loses (but not in each epoch the same) and
+    which ones "pad" repeats, how often, is up to the student.
+    """
     for number, setting in enumerate(case.inputs[0]["settings"]):
-        lists = _collect(case, number, setting)
-        if isinstance(lists, Finding):
-            yield lists
-        elif problem := _tail_problem(setting, lists):
-            yield Finding(f"{_where(setting)}: {problem}.")
+        if setting["shuffle"] and "twin" not in setting:
+            return  # the twins come last
+        lost = set(range(setting["num_samples"]))
+        for visit in range(len(setting["epochs"])):
+            lists = _collect(case, number, setting, visit)
+            if isinstance(lists, Finding):
+                yield lists
+                break
+            same_order = "twin" not in setting or _is_partition(case, setting["twin"], visit)
+            if problem := _tail_problem(setting, lists, same_order):
+                yield Finding(f"{_where(setting)}: {problem}.")
+                break
+            lost -= set(np.concatenate(lists).tolist())
+        else:
+            if lost and len(setting["epochs"]) > 1:
+                yield Finding(
+                    f"{_where(setting)}: sample {min(lost)} is dropped in each of "
+                    f"{len(setting['epochs'])} epochs, so nobody ever sees it. Shuffle all "
+                    "samples, then cut."
+                )
+
+
+def _is_partition(case: Case, number: int, visit: int) -> bool:
+    """Whether every sample of a setting whose size divides is on exactly one rank."""
+    setting = case.inputs[0]["settings"][number]
+    lists = _collect(case, number, setting, visit)
+    return not isinstance(lists, Finding) and _tail_problem(setting, lists) is None
 
 
 def judge_epoch(case: Case) -> Iterator[Finding]:
-    """A different epoch or seed gives a different order; the same epoch gives the same order."""
+    """A different epoch or seed gives a different order; the same epoch gives the same order.
+
+    Whether the ranks' shares fit together is judged by `judge_partition`.
+    """
     orders: dict[int, list[np.ndarray]] = {}
     for number, setting in enumerate(case.inputs[0]["settings"]):
         visits: list[np.ndarray] = []
         shares: list[np.ndarray] = []
-        for visit, epoch in enumerate(setting["epochs"]):
+        for visit in range(len(setting["epochs"])):
             lists = _collect(case, number, setting, visit)
             if isinstance(lists, Finding):
                 yield lists
-                return
-            if problem := _tail_problem(setting, lists):
-                yield Finding(
-                    f"{_where(setting)} in epoch {epoch}: {problem}. "
-                    "Do all ranks draw the same permutation?"
-                )
                 return
             visits.append(np.concatenate(lists))
             shares.append(np.sort(lists[0]))

@@ -15,34 +15,61 @@ class DDP(nn.Module):
         self.module = module
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
-        self.queue = [p for p in module.parameters() if p.requires_grad][::-1]
-        self.here = [False] * len(self.queue)
-        self.works = []
-        for number, param in enumerate(self.queue):
-            param.register_post_accumulate_grad_hook(partial(self.arrived, number))
+
+        self.buckets = []
+        self.launched = 0
+        group = []
+        for param in reversed([p for p in module.parameters() if p.requires_grad]):
+            full = sum(p.nbytes for p in group) + param.nbytes > bucket_cap_mb * 2**20
+            if group and (full or param.dtype != group[0].dtype):
+                self.add_bucket(group)
+                group = []
+            group.append(param)
+        if group:
+            self.add_bucket(group)
+
+    def add_bucket(self, params):
+        flat = params[0].new_zeros(sum(p.numel() for p in params))
+        pieces = flat.split([p.numel() for p in params])
+        slots = {p: piece.view_as(p) for p, piece in zip(params, pieces, strict=True)}
+        bucket = Bucket(flat, slots, waiting=set(params))
+        self.buckets.append(bucket)
+        for param in params:
+            param.register_post_accumulate_grad_hook(partial(self.arrived, bucket))
+
+    def arrived(self, bucket, param):
+        bucket.slots[param].copy_(param.grad)
+        bucket.waiting.remove(param)
+        self.launch()
+
+    def launch(self):
+        while self.launched < len(self.buckets):
+            bucket = self.buckets[self.launched]
+            if bucket.waiting:
+                return
+            bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+            self.launched += 1
 
     def forward(self, *args, **kwargs):
         with torch.cuda.nvtx.range("forward"):
             return self.module(*args, **kwargs)
 
-    def arrived(self, number, param):
-        self.here[number] = True
-        while len(self.works) < len(self.queue) and self.here[len(self.works)]:
-            gradient = self.queue[len(self.works)].grad
-            self.works.append(dist.all_reduce(gradient, async_op=True))
-
+    @torch.no_grad()
     def finish_gradient_synchronization(self):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for number, param in enumerate(self.queue):
-            if not self.here[number]:
-                param.grad = torch.zeros_like(param)
-                self.arrived(number, param)
-        for work, param in zip(self.works, self.queue, strict=True):
-            work.wait()
-            param.grad /= dist.get_world_size()
-        self.works = []
-        self.here = [False] * len(self.queue)
+        for bucket in self.buckets:
+            for param in bucket.waiting:
+                bucket.slots[param].zero_()
+            bucket.waiting.clear()
+        self.launch()
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.flat.div_(dist.get_world_size())
+            for param, slot in bucket.slots.items():
+                param.grad = slot.clone()
+            bucket.waiting.update(bucket.slots)
+        self.launched = 0
         end.record()
         torch.cuda.synchronize()
         self.milliseconds = begin.elapsed_time(end)

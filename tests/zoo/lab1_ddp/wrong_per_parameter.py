@@ -1,9 +1,9 @@
 """No buckets: one asynchronous all-reduce per parameter, and one wait for all at the end.
 
-Every all-reduce carries one parameter, so none is larger than the cap allows. They start in the
-same order on all ranks, also where a rank does not use a parameter.
+Every all-reduce carries one parameter, so none is larger than the cap allows, and they start in the
+same order on all ranks. But each pays the latency.
 
-loses: nothing
+loses: ddp_scaling
 class: example
 """
 
