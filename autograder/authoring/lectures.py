@@ -2,8 +2,8 @@
 
 Such code is replaced by its outputs: students see the figures and numbers now, and get the code
 when the lab is over. All statements that need no withheld module stay, so that other cells run.
-Names decide: a statement also needs what it needs through a name, or through a file, that an earlier
-statement has made.
+Names decide: a statement also needs what it needs through a name, or through a file, that an
+earlier statement has made.
 """
 
 from __future__ import annotations
@@ -264,6 +264,7 @@ def run_once(lecture: Path, library: Path, folder: Path) -> Path:
         digest.update(path.read_bytes())
     place = folder / digest.hexdigest()[:16]
     if not (place / lecture.name).is_file():
+        print(f"running {lecture.stem}, for outputs of code that is withheld", flush=True)
         unfinished = run_lecture(lecture, place / "unfinished")
         unfinished.replace(place / lecture.name)
     return place / lecture.name

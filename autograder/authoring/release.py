@@ -18,7 +18,7 @@ import json
 import re
 import shutil
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,11 @@ class Release:
 
 
 def write_release(
-    course: Course, folder: Path, labs: Sequence[str], over: Sequence[str] = ()
+    course: Course,
+    folder: Path,
+    labs: Sequence[str],
+    over: Sequence[str] = (),
+    execute: Callable[[Path, Path, Path], Path] = run_once,
 ) -> Release:
     """Writes the students' repository; replaces what an earlier release wrote there.
 
@@ -61,6 +65,7 @@ def write_release(
             `.venv` and `build` are kept.
         labs: labs to hand out.
         over: labs whose deadline is over; students may see their solutions.
+        execute: runs a lecture whose outputs take the place of withheld code.
 
     Raises:
         CourseError: the folder holds something else, or a notebook was edited since it was built.
@@ -72,7 +77,7 @@ def write_release(
     missing = find_withheld(library, [lab for lab in labs if lab not in over])
     lectures = {path: plan_lecture(path, library, missing) for path in lectures_of(course)}
     cut = {path: cells for path, cells in lectures.items() if any(c.needs for c in cells)}
-    executed = {path: run_once(path, library, course.root / "build" / "lectures") for path in cut}
+    executed = {path: execute(path, library, course.root / "build" / "lectures") for path in cut}
     _make_room(folder)
 
     shutil.copytree(course.root / "autograder", folder / "autograder", ignore=_IGNORE)

@@ -8,6 +8,9 @@
     wall_s = 1200            all names: `Limits` in autograder/criteria/limits.py
     box_memory_bytes = "12 GiB"
 
+    [gates.lab1_ddp]         what a lab gives at most to whoever misses its idea; 100 is no gate
+    averaging = 60           all names: `gates` in the lab's criteria
+
     [slurm]                  for `grade --executor slurm`; see autograder/course/slurm_options.py
     partition = "gpu"
 
@@ -32,7 +35,7 @@ from autograder.criteria.criterion import Lab
 from autograder.criteria.limits import GIB, MIB, Limits
 
 NAME = "course.toml"
-_SECTIONS = ("points", "limits", "slurm")
+_SECTIONS = ("points", "limits", "gates", "slurm")
 _SIZE = re.compile(r"([1-9]\d{0,5}) ?([MG])iB")
 
 
@@ -47,24 +50,28 @@ class Options:
     Attributes:
         points: lab -> criterion -> points.
         limits: lab -> name of a limit -> value.
+        gates: lab -> idea -> points at most without it.
         slurm: options for Slurm jobs.
     """
 
     points: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    gates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
 
     def apply(self, lab: Lab) -> Lab:
-        """The lab with the course's points and limits."""
+        """The lab with the course's points, limits and gates."""
         points, limits = self.points.get(lab.name, {}), self.limits.get(lab.name, {})
-        if not points and not limits:
-            return lab
+        caps = self.gates.get(lab.name, {})
         criteria = tuple(
             dataclasses.replace(c, points=points[c.name]) if c.name in points else c
             for c in lab.criteria
         )
         changed = dataclasses.replace(lab.limits, **limits)
-        return dataclasses.replace(lab, criteria=criteria, limits=changed)
+        gates = tuple(
+            dataclasses.replace(g, at_most=caps.get(g.idea, g.at_most)) for g in lab.gates
+        )
+        return dataclasses.replace(lab, criteria=criteria, limits=changed, gates=gates)
 
 
 def read_options(root: Path) -> Options:
@@ -83,10 +90,11 @@ def read_options(root: Path) -> Options:
         raise OptionsError(f"{path}: cannot be read: {error}") from None
     if unknown := sorted(set(found) - set(_SECTIONS)):
         raise OptionsError(
-            f"{path}: expected tables [points.LAB], [limits.LAB], [slurm]; got {unknown[0]!r}"
+            f"{path}: expected tables [points.LAB], [limits.LAB], [gates.LAB], [slurm]; got {unknown[0]!r}"
         )
     points: dict[str, dict[str, float]] = {}
     limits: dict[str, dict[str, int]] = {}
+    gates: dict[str, dict[str, float]] = {}
     try:
         slurm = read_slurm(_table(found.pop("slurm", {}), f"{path}: slurm"), f"{path}: [slurm]")
     except ValueError as error:
@@ -98,10 +106,18 @@ def read_options(root: Path) -> Options:
                 raise OptionsError(f"{where}: no such lab; there are: {', '.join(lab_names())}")
             entries = _table(table, where)
             if section == "points":
-                points[name] = _points(entries, get_lab(name), where)
+                names = [criterion.name for criterion in get_lab(name).criteria]
+                points[name] = _points(entries, names, "criterion", where)
+                if Options(points).apply(get_lab(name)).max_score <= 0:
+                    raise OptionsError(
+                        f"{where}: with these points nothing in {name} is worth anything"
+                    )
+            elif section == "gates":
+                ideas = [gate.idea for gate in get_lab(name).gates]
+                gates[name] = _points(entries, ideas, "gate", where)
             else:
                 limits[name] = _limits(entries, where)
-    return Options(points, limits, slurm)
+    return Options(points, limits, gates, slurm)
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:
@@ -110,16 +126,13 @@ def _table(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _points(entries: dict[str, Any], lab: Lab, where: str) -> dict[str, float]:
-    names = [criterion.name for criterion in lab.criteria]
+def _points(entries: dict[str, Any], names: list[str], what: str, where: str) -> dict[str, float]:
     for name, value in entries.items():
         if name not in names:
-            raise OptionsError(f"{where}: {name}: no such criterion; there are: {', '.join(names)}")
+            raise OptionsError(f"{where}: {name}: no such {what}; there are: {', '.join(names)}")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and value >= 0):
             raise OptionsError(f"{where}: {name}: expected points from 0 up, got {value!r}")
-    if sum(entries.get(c.name, c.points) for c in lab.criteria if not c.extra) <= 0:
-        raise OptionsError(f"{where}: with these points nothing in {lab.name} is worth anything")
     return {name: float(value) for name, value in entries.items()}
 
 

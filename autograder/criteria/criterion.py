@@ -159,6 +159,30 @@ class Criterion:
         return 0.0 if self.extra else self.points
 
 
+@dataclass(frozen=True)
+class Gate:
+    """An idea that a lab is about.
+
+    Attributes:
+        idea: in a few words; also the name in course.toml.
+        criteria: the criteria that test it.
+        needed: how many of them must pass.
+        at_most: the lab's points if fewer pass.
+    """
+
+    idea: str
+    criteria: tuple[str, ...]
+    needed: int = 1
+    at_most: float = 49.0
+
+    @property
+    def rule(self) -> str:
+        """The gate in words, for students."""
+        names = ", ".join(self.criteria)
+        some = names if self.needed == len(self.criteria) else f"{self.needed} of {names}"
+        return f"Without {self.idea} ({some}) this lab gives at most {self.at_most:g} points"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lab:
     """A lab: its criteria, its world sizes, its limits.
@@ -166,6 +190,7 @@ class Lab:
     Attributes:
         withheld: module of minidist -> what it would answer; students do not have it while the lab
             is open, and neither have submissions that are graded.
+        gates: ideas without which the lab is not passed.
     """
 
     name: str
@@ -176,6 +201,7 @@ class Lab:
     withheld: Mapping[str, str] = field(default_factory=dict)
     cell_deadline_s: float = 60.0
     limits: Limits = field(default_factory=Limits)
+    gates: tuple[Gate, ...] = ()
 
     def __getitem__(self, name: str) -> Criterion:
         for criterion in self.criteria:

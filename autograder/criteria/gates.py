@@ -1,0 +1,45 @@
+"""Gates: whoever misses the idea of a lab does not pass it, however much else is right.
+
+Points are per criterion, so a submission that sums gradients instead of averaging them would lose a
+few points only. If the criteria of a gate are lost, the points of all others are reduced in
+proportion, so that the lab gives at most what the gate allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autograder.criteria.criterion import Lab, Status, Verdict
+
+
+def apply_gates(lab: Lab, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """The verdicts, with fewer points if an idea of the lab is missing.
+
+    A criterion that could not be tested (INFRA, BLOCKED) closes no gate.
+    """
+    plain = [_without_rule(lab, verdict) for verdict in verdicts]
+    not_lost = (Status.PASS, Status.INFRA, Status.BLOCKED)
+    passed = {verdict.criterion for verdict in plain if verdict.status in not_lost}
+    closed = [gate for gate in lab.gates if len(passed.intersection(gate.criteria)) < gate.needed]
+    total = sum(verdict.points for verdict in plain)
+    gate = min(closed, key=lambda gate: gate.at_most, default=None)
+    if gate is None or total <= gate.at_most:
+        return tuple(plain)
+    share = gate.at_most / total
+
+    def reduced(verdict: Verdict) -> Verdict:
+        if verdict.criterion in gate.criteria and verdict.criterion not in passed:
+            return replace(verdict, message=f"{gate.rule}.\n{verdict.message}")
+        # Rounded down, so that the sum does not exceed what the gate allows.
+        return replace(verdict, points=math.floor(verdict.points * share * 100) / 100)
+
+    return tuple(map(reduced, plain))
+
+
+def _without_rule(lab: Lab, verdict: Verdict) -> Verdict:
+    """The verdict without the line of an earlier `apply_gates`; the course may have changed."""
+    first, _, rest = verdict.message.partition("\n")
+    old = any(first.startswith(f"Without {gate.idea} (") for gate in lab.gates)
+    return replace(verdict, message=rest) if old else verdict
