@@ -26,7 +26,6 @@ MARKS = {
     "BLOCKED": Mark("○", "cyan", "needs hardware that is not here; costs nothing"),
     "INFRA": Mark("?", "bright_yellow", "the grader itself failed; will be tried again"),
 }
-UNKNOWN = Mark("?", "bright_yellow", "unknown")
 _MESSAGE_CHARS = 6000
 # Terminal sequences: CSI, then OSC/DCS/APC/PM/SOS with their text, then any other two-byte escape.
 _ESCAPES = re.compile(

@@ -169,8 +169,8 @@ def one_submission(rounds: int, folder: Path) -> list[Row]:
         began = time.perf_counter()
         record = grade(Submission(each.student, path), class_run)
         seconds = time.perf_counter() - began
-        check_scores("one submission", {each.student: record["score"]}, [each])
-        if record["sandboxed"] != sandboxed:
+        check_scores("one submission", {each.student: record.score or 0.0}, [each])
+        if record.sandboxed != sandboxed:
             raise RuntimeError(f"one submission: sandboxed should be {sandboxed}")
         return seconds
 

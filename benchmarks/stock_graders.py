@@ -120,12 +120,12 @@ class _Ours:
     def baseline(self, title: str) -> Cell:
         """What an honest submission gets."""
         attack = dataclasses.replace(reference(), name=title, notebook=_base(title))
-        return Cell(score=float(self.course.grade(attack).record["score"]))
+        return Cell(score=float(self.course.grade(attack).record.score or 0))
 
     def attack(self, attack: Attack) -> Cell:
         """What an attack gains, and what it does to others."""
         outcome = self.course.grade(attack)
-        scores = {c["name"]: float(c["points"]) for c in outcome.record["criteria"]}
+        scores = {c.criterion: float(c.points) for c in outcome.record.criteria}
         harm = [p for p in outcome.problems if "journal" in p or "our own failure" in p]
         harm += [
             f"{path} was changed"

@@ -13,7 +13,8 @@ from autograder.batch import pool
 from autograder.box.gpus import divide, most_jobs, visible_gpus
 from autograder.criteria.criterion import Lab
 from autograder.records.progress import Announcer
-from autograder.submission.attempt import Record, back_off, grade, known_record, not_graded
+from autograder.records.record import Record
+from autograder.submission.attempt import back_off, grade, known_record, not_graded
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.scratch import remove_abandoned
@@ -67,7 +68,7 @@ def grade_class(
             records[index] = record
             if announcer:
                 announcer.done(record)
-            progress.update(bar, advance=1, description=f"graded {record['student']}")
+            progress.update(bar, advance=1, description=f"graded {record.student}")
 
         finished = class_run.journal.all_finished()
         for index, submission in enumerate(submissions):
@@ -76,7 +77,7 @@ def grade_class(
         announcer = Announcer(class_run.course.journal_path)
         announcer.begin(
             [s.student for s in submissions],
-            [r["student"] for r in records.values()],
+            [record.student for record in records.values()],
             lab=class_run.lab_name,
             world_size=class_run.world_size,
             jobs=jobs,

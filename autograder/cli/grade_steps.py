@@ -7,6 +7,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,16 +15,15 @@ from autograder.batch.grade_class import Runner, default_jobs, grade_class
 from autograder.cli.arguments import EXIT_FAILED, EXIT_OK
 from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.criteria.criterion import Status
 from autograder.gradebook import fill
 from autograder.gradebook.settled import find_settled
 from autograder.plain_text import clean
-from autograder.records.grading import Record
+from autograder.records.record import Record
 from autograder.regrading.changes import Regrading
 from autograder.report import similar, suspicious
 from autograder.report.authored import read_class
 from autograder.report.page import write_html
-from autograder.report.terminal import left_out_of, rich_table, write_csv
+from autograder.report.terminal import rich_table, write_csv
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Found
@@ -40,7 +40,7 @@ class GradeCommand:
         if not options.no_gradebook:
             fill.check_names(self.submissions)
         self.lab = get_lab(options.lab)
-        self.left_out = left_out_of(found.left_out, self.lab.name)
+        self.left_out = found.left_out
         self.bundled = options.example and not options.paths
         # Under Slurm, each node looks for its own sandbox, so this machine needs none.
         sandboxed = options.executor == "slurm" or choose_sandbox(options.trusted, self.bundled)
@@ -74,10 +74,9 @@ class GradeCommand:
         )
         self.console.print(rich_table(self.records))
         if self.left_out:
-            names = ", ".join(each["student"] for each in self.left_out)
+            names = ", ".join(clean(folder.name) for folder in self.left_out)
             self._say(
-                f"not graded, {len(self.left_out)} folders without {self.lab.name}.ipynb: "
-                f"{clean(names)}"
+                f"not graded, {len(self.left_out)} folders without {self.lab.name}.ipynb: {names}"
             )
 
     def show_changes(self) -> None:
@@ -102,7 +101,7 @@ class GradeCommand:
 
         An error here must not stop the gradebook, because the results are only advice.
         """
-        files = [(record["student"], Path(record["submission"])) for record in records]
+        files = [(record.student, Path(record.submission)) for record in records]
         try:
             notebooks = read_class(self.course, self.lab.name, files)
             pairs = similar.similar_in_class(self.course, self.lab.name, notebooks)
@@ -119,7 +118,14 @@ class GradeCommand:
         path: Path | None = self.options.json
         if path is None:
             return
-        text = json.dumps([*self.records, *self.left_out], indent=1)
+        nothing: dict[str, Any] = {"score": None, "max_score": None, "criteria": []}
+        left_out = [
+            {"submission": str(folder), "student": clean(folder.name), "lab": self.lab.name}
+            | nothing
+            | {"left_out": clean(why)}
+            for folder, why in self.left_out.items()
+        ]
+        text = json.dumps([*(r.to_json() for r in self.records), *left_out], indent=1)
         if path == Path("-"):
             print(text)
         else:
@@ -131,7 +137,7 @@ class GradeCommand:
         graded = [
             (submission, record)
             for submission, record in zip(self.submissions, self.records, strict=True)
-            if not _is_infra(record)
+            if not record.infra
         ]
         usual = self.class_run.world_size == self.lab.grading_world_size
         if self.options.no_gradebook or not usual or not graded:
@@ -152,16 +158,13 @@ class GradeCommand:
             self._say(f"{len(self.pairs)} near-identical pairs, to be looked at: see the report")
         for path in self.files:
             self._say(f"  {path}")
-        infra = [record for record in self.records if _is_infra(record)]
-        for record in infra:
-            message = record["criteria"][0]["message"]
-            said = clean(f"{record['student']} was not graded: {message}")
-            print(f"autograder: {said}", file=sys.stderr)
-        return EXIT_FAILED if infra else EXIT_OK
+        code = EXIT_OK
+        for record in self.records:
+            if record.infra:
+                said = clean(f"{record.student} was not graded: {record.infra.message}")
+                print(f"autograder: {said}", file=sys.stderr)
+                code = EXIT_FAILED
+        return code
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _is_infra(record: Record) -> bool:
-    return any(criterion["status"] == Status.INFRA for criterion in record["criteria"])

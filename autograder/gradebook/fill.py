@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from autograder.course.course import Course, CourseError
 from autograder.gradebook.database import TIMESTAMP, handed_in_at, note_lateness
 from autograder.gradebook.preprocessors import refused
 from autograder.gradebook.roster import may_be_id
-from autograder.submission.attempt import Record, known_record
+from autograder.records.record import Record
+from autograder.submission.attempt import known_record
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.intake import sha256_of
@@ -80,8 +80,7 @@ def fill_gradebook(
                 executed = class_run.executed_path(class_run.key_of(intake.sha256))
                 if executed.is_file():
                     shutil.copyfile(executed, class_run.executed_path(key))
-                entry = {"kind": "submission", "key": key, "record": record}
-                class_run.journal.append(entry)
+                class_run.journal.append_record(key, record)
         else:
             shutil.copyfile(submission.path, target)
     everyone = {f.name for f in (made / "submitted").iterdir() if "," not in f.name}
@@ -147,13 +146,10 @@ def _unreadable(path: Path) -> str:
 
 
 def _nbgrader(course: Course, command: str, *arguments: str) -> None:
-    scripts = str(Path(sys.executable).parent)  # nbgrader starts `alembic` from PATH
-    env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "nbgrader", command, *arguments],
             cwd=course.root,
-            env=env,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

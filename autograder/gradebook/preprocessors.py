@@ -27,10 +27,11 @@ from traitlets import Bool
 from autograder.box.sandbox import probe_support
 from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab
-from autograder.criteria.criterion import Status
+from autograder.criteria.criterion import Status, Verdict
 from autograder.proof.bundled import is_bundled
+from autograder.records.record import Record
 from autograder.report.safe_html import shorten
-from autograder.submission.attempt import Record, grade, known_record
+from autograder.submission.attempt import grade, known_record
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
@@ -71,8 +72,8 @@ class GradeWithReferee(_Bridge):
             bundled = not probe_support().works and is_bundled(submission.path, lab.name)
             sandboxed = choose_sandbox(self.trusted, bundled)
             record = grade(submission, replace(class_run, sandboxed=sandboxed))
-        if any(c["status"] == "INFRA" for c in record["criteria"]):
-            raise CourseError(record["criteria"][0]["message"])
+        if record.infra:
+            raise CourseError(record.infra.message)
         executed = class_run.executed_path(class_run.key_of(sha256_of(submission.path)))
         if executed.is_file():
             nb.cells = nbformat.read(executed, as_version=4).cells
@@ -91,15 +92,17 @@ class SaveExtraPoints(_Bridge):
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
         """Writes the scores into the gradebook."""
-        extra = [c for c in resources["minidist_record"]["criteria"] if c.get("extra")]
+        record: Record = resources["minidist_record"]
         names = resources["nbgrader"]
         with Gradebook(names["db_url"]) as book:
-            for criterion in extra:
+            for verdict in record.criteria:
+                if not verdict.extra:
+                    continue
                 grade: Any = book.find_grade(
-                    criterion["name"], names["notebook"], names["assignment"], names["student"]
+                    verdict.criterion, names["notebook"], names["assignment"], names["student"]
                 )
-                blocked = criterion["status"] == Status.BLOCKED
-                grade.auto_score = None if blocked else criterion["points"]
+                blocked = verdict.status == Status.BLOCKED
+                grade.auto_score = None if blocked else verdict.points
                 grade.needs_manual_grade = blocked or grade.manual_score is not None
             book.db.commit()
         return nb, resources
@@ -107,36 +110,36 @@ class SaveExtraPoints(_Bridge):
 
 def show_verdicts(nb: NotebookNode, record: Record) -> None:
     """Makes the verdict the only output of every check cell."""
-    verdicts = {criterion["name"]: criterion for criterion in record["criteria"]}
-    titles = {c.name: c.title for c in get_lab(record["lab"]).criteria}
+    verdicts = record.by_name
+    titles = {c.name: c.title for c in get_lab(record.lab).criteria}
     for cell in nb.cells:
         name = cell.metadata.get("nbgrader", {}).get("grade_id")
         if cell.cell_type == "code" and name in verdicts:
-            cell.outputs = [verdict_output(verdicts[name], titles[name], record["sandboxed"])]
+            cell.outputs = [verdict_output(verdicts[name], titles[name], record.sandboxed)]
 
 
-def verdict_output(verdict: dict[str, Any], title: str, sandboxed: bool) -> NotebookNode:
+def verdict_output(verdict: Verdict, title: str, sandboxed: bool) -> NotebookNode:
     """A display for PASS and BLOCKED, an error for any other status.
 
     nbgrader gives full marks for a display, and zero for an error.
     """
-    extra = " extra" if verdict.get("extra") else ""
-    score = f"{verdict['points']:g}/{verdict['max_points']:g}{extra}"
+    extra = " extra" if verdict.extra else ""
+    score = f"{verdict.points:g}/{verdict.max_points:g}{extra}"
     note = "" if sandboxed else "  (UNSANDBOXED)"
-    if verdict["status"] == "PASS":
-        said = f"{title}{note}" + (f". {verdict['message']}" if verdict["message"] else "")
+    if verdict.status == Status.PASS:
+        said = f"{title}{note}" + (f". {verdict.message}" if verdict.message else "")
         text = f"✓ {score}  {said}"
         shown = f'<div style="color:#1a7f37"><b>✓ {score}</b> {html.escape(said)}</div>'
         return new_output("display_data", {"text/plain": text, "text/html": shown})
-    if verdict["status"] == Status.BLOCKED:  # costs no points, so no error output
-        text = f"○ {score}  {title}: not here. {verdict['message']}{note}"
+    if verdict.status == Status.BLOCKED:  # costs no points, so no error output
+        text = f"○ {score}  {title}: not here. {verdict.message}{note}"
         return new_output("display_data", {"text/plain": text})
-    ranks = ", ".join(f"rank {r['rank']}: {r['status']}" for r in verdict["ranks"])
-    lines = [f"✗ {score}  {title}: {verdict['status']}{note}", *verdict["message"].splitlines()]
+    ranks = ", ".join(f"rank {rank}: {status}" for rank, status in enumerate(verdict.ranks))
+    lines = [f"✗ {score}  {title}: {verdict.status}{note}", *verdict.message.splitlines()]
     return new_output(
         "error",
-        ename=verdict["status"],
-        evalue=verdict["message"][:500],
+        ename=str(verdict.status),
+        evalue=verdict.message[:500],
         traceback=[*lines, *([f"({ranks})"] if ranks else [])],
     )
 

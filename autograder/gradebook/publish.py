@@ -15,6 +15,7 @@ from pathlib import Path
 
 from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
+from autograder.criteria.criterion import Status
 from autograder.files import write_whole
 from autograder.gradebook.database import Grade, graded_labs, open_gradebook, read_grades
 from autograder.gradebook.lms_files import (
@@ -269,11 +270,11 @@ def _gradescope(course: Course, lines: Sequence[Line], column: Column) -> Made:
             raise ValueError(f"two students have the address {address}: each needs their own")
         else:
             grading = graded.get(grade.student)
-            criteria = grading.record["criteria"] if grading else []
-            messages = {c["name"]: c["message"] for c in criteria if c["status"] != "PASS"}
+            criteria = grading.record.criteria if grading else ()
+            messages = {c.criterion: c.message for c in criteria if c.status != Status.PASS}
             sha256 = grading.seed_id.rpartition(":")[2] if grading else ""
             if grading and not sha256:  # INVALID: no code ran, so there is no seed_id
-                notebook = Path(grading.record["submission"])
+                notebook = Path(grading.record.submission)
                 sha256 = sha256_of(notebook)
             results[address] = gradescope_result(grade, column, titles, messages, sha256)
             made.written.append(person.id)

@@ -12,6 +12,7 @@ from pathlib import Path
 from nbgrader.api import Gradebook, MissingEntry
 
 from autograder.course.course import Course
+from autograder.criteria.criterion import Status
 from autograder.gradebook.database import (
     TIMESTAMP,
     gradebook_path,
@@ -20,7 +21,8 @@ from autograder.gradebook.database import (
     open_gradebook,
     seconds_late,
 )
-from autograder.records.grading import Grading, Record
+from autograder.records.grading import Grading
+from autograder.records.record import Record
 from autograder.submission.find import Submission
 
 
@@ -81,14 +83,14 @@ def _scores(book: Gradebook, lab: str, student: str) -> dict[str, tuple[float, f
 
 
 def _said(record: Record) -> list[tuple[str, str, str]]:
-    return [(c["name"], c["status"], c["message"]) for c in record["criteria"]]
+    return [(c.criterion, c.status, c.message) for c in record.criteria]
 
 
 def _points(record: Record) -> dict[str, tuple[float, float]]:
     return {
-        c["name"]: (c["points"], 0.0 if c.get("extra") else c["max_points"])
-        for c in record["criteria"]
-        if c["status"] != "BLOCKED"  # nbgrader has no score: a person grades it
+        c.criterion: (c.points, 0.0 if c.extra else c.max_points)
+        for c in record.criteria
+        if c.status != Status.BLOCKED  # nbgrader has no score: a person grades it
     }
 
 

@@ -30,6 +30,7 @@ from autograder.criteria.criterion import Lab, Status
 from autograder.inside.probe import NOT_WRITTEN
 from autograder.plain_text import MARKS
 from autograder.proof.zoo import ZooEntry, combine, load_zoo, write_class
+from autograder.records.record import Record
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 
@@ -184,7 +185,7 @@ def _throwaway_course(folder: Path, checkout: Path) -> Course:
     return course
 
 
-def _row(lab: Lab, entry: ZooEntry, record: dict[str, Any]) -> Row:
+def _row(lab: Lab, entry: ZooEntry, record: Record) -> Row:
     lost = {c.name for c in lab.criteria} if entry.loses == "everything" else entry.loses
     return Row(
         name=entry.name,
@@ -192,9 +193,9 @@ def _row(lab: Lab, entry: ZooEntry, record: dict[str, Any]) -> Row:
             c.name: entry.statuses.get(c.name, "") if c.name in lost else str(Status.PASS)
             for c in lab.criteria
         },
-        got={c["name"]: c["status"] for c in record["criteria"]},
-        seconds=record["seconds"],
-        messages={c["name"]: c["message"] for c in record["criteria"]},
+        got={name: str(c.status) for name, c in record.by_name.items()},
+        seconds=record.seconds,
+        messages={name: c.message for name, c in record.by_name.items()},
         parts=tuple(part.name for part in entry.parts),
         extra=frozenset(c.name for c in lab.criteria if c.extra),
     )

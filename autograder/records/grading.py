@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autograder.course.course import Course
-from autograder.records.journal import Journal, Record
+from autograder.records.journal import Journal
+from autograder.records.record import Record
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Grading:
 
     Attributes:
         key: key of its record in the journal.
-        record: the record, as `autograder grade --json` writes it.
+        record: its verdicts.
         seed_id: the id from which its draws were made; empty if nothing was run.
         grader_version: version of the grader that judged it; empty if nothing was run.
     """
@@ -28,35 +31,45 @@ class Grading:
     @property
     def student(self) -> str:
         """The student who handed the notebook in."""
-        return self.record["student"]
+        return self.record.student
 
     @property
     def lab(self) -> str:
         """Name of the lab."""
-        return self.record["lab"]
+        return self.record.lab
 
 
 def read_history(course: Course) -> list[Grading]:
-    """Every finished grading, oldest first."""
+    """Every finished grading, oldest first; says on stderr which records cannot be read."""
     found: list[Grading] = []
     # key -> seed_id -> grader_version; two students' equal notebooks may be graded at the same time
     ran: dict[str, dict[str, str]] = {}
-    for entry in Journal(course.journal_path).iter_records():
+    journal = Journal(course.journal_path)
+    for entry in journal.iter_entries():
         key = str(entry.get("key", ""))
         if entry.get("kind") == "verdict":
             of = ran.setdefault(key, {})
             of[str(entry.get("seed_id", ""))] = str(entry.get("grader_version", ""))
-        elif entry.get("kind") == "submission" and _is_record(entry.get("record")):
+        elif entry.get("kind") == "submission":
+            record: Record = entry["record"]
             seeds = ran.get(key, {"": ""})
-            own = [seed for seed in seeds if seed.startswith(f"{entry['record']['student']}:")]
+            own = [seed for seed in seeds if seed.startswith(f"{record.student}:")]
             seed = own[-1] if own else list(seeds)[-1]
-            grading = Grading(key, entry["record"], seed, seeds[seed])
+            grading = Grading(key, record, seed, seeds[seed])
             if not grading.seed_id:  # `fill` files a record again, under the key of a stand-in file
                 same = (g for g in reversed(found) if g.record == grading.record and g.seed_id)
                 if twin := next(same, None):
                     grading = replace(twin)
             found.append(grading)
+    for problem in journal.problems:
+        if ": record" in problem:
+            _tell(problem)
     return found
+
+
+@functools.cache  # a command may read the journal several times
+def _tell(problem: str) -> None:
+    print(f"autograder: {problem}", file=sys.stderr)
 
 
 def latest(history: Iterable[Grading], lab: str, world_size: int) -> dict[str, Grading]:
@@ -64,10 +77,5 @@ def latest(history: Iterable[Grading], lab: str, world_size: int) -> dict[str, G
     return {
         grading.student: grading
         for grading in history
-        if grading.lab == lab and grading.record["world_size"] == world_size
+        if grading.lab == lab and grading.record.world_size == world_size
     }
-
-
-def _is_record(value: object) -> bool:
-    wanted = {"student", "lab", "world_size", "score", "max_score", "criteria", "submission"}
-    return isinstance(value, dict) and wanted <= set(value)

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+from autograder.records.record import Record, read_object
+
+Entry = dict[str, Any]  # one line; `kind` says what it is about
 
 
 class Journal:
@@ -29,56 +31,55 @@ class Journal:
         self.path = path
         self.problems: list[str] = []
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one record; the record is on disk when this method returns.
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Writes one entry; the entry is on disk when this method returns.
 
         Raises:
-            ValueError, TypeError: the record is not plain JSON (nan and inf are not JSON).
-            OSError: the record could not be written (a full disk); the journal is unchanged.
+            ValueError, TypeError: the entry is not plain JSON (nan and inf are not JSON).
+            OSError: the entry could not be written (a full disk); the journal is unchanged.
         """
-        line = json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(entry, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         with self._locked(os.O_RDWR | os.O_CREAT | os.O_APPEND, fcntl.LOCK_EX) as descriptor:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line  # ends the torn line before this one
             try:
                 if os.write(descriptor, line) != len(line):
-                    raise OSError(f"{self.path}: only a part of the record could be written")
+                    raise OSError(f"{self.path}: only a part of the entry could be written")
                 os.fsync(descriptor)
             except OSError:
                 os.ftruncate(descriptor, size)
                 raise
 
-    def iter_records(self) -> Iterator[Record]:
-        """All complete records, oldest first; afterwards `problems` names the skipped lines."""
+    def append_record(self, key: str, record: Record) -> None:
+        """Writes that the submission with this key was graded to the end; see `append`."""
+        self.append({"kind": "submission", "key": key, "record": record.to_json()})
+
+    def iter_entries(self) -> Iterator[Entry]:
+        """All complete entries, oldest first; afterwards `problems` names the skipped lines.
+
+        The record of a "submission" is a `Record`, and not JSON.
+        """
         yield from self._parsed(b"")
 
     def finished(self, key: str) -> Record | None:
         """The last record of a submission, if it was graded to the end.
 
-        This is ``entry["record"]`` of the last entry ``{"kind": "submission", "key": key,
-        "record": …}``.
-
         Args:
             key: from `submission_key`.
         """
-        last: Record | None = None
-        for entry in self._parsed(key.encode()):
-            if entry.get("kind") == "submission" and entry.get("key") == key:
-                record = entry.get("record")
-                last = record if isinstance(record, dict) else last
-        return last
+        return self._records(key.encode()).get(key)
 
     def all_finished(self) -> dict[str, Record]:
         """Key -> the record that `finished` returns, for all keys in one reading."""
-        return {
-            str(entry.get("key")): entry["record"]
-            for entry in self._parsed(b'"submission"')
-            if entry.get("kind") == "submission" and isinstance(entry.get("record"), dict)
-        }
+        return self._records(b'"submission"')
 
-    def _parsed(self, needle: bytes) -> Iterator[Record]:
-        """The records of the lines that contain `needle`; other lines are not parsed, for speed."""
+    def _records(self, needle: bytes) -> dict[str, Record]:
+        found = (e for e in self._parsed(needle) if e.get("kind") == "submission")
+        return {str(entry.get("key")): entry["record"] for entry in found}
+
+    def _parsed(self, needle: bytes) -> Iterator[Entry]:
+        """The entries of the lines that contain `needle`; other lines are not parsed, for speed."""
         self.problems = []
         lines = self._read().split(b"\n")
         if torn := lines.pop():
@@ -89,13 +90,13 @@ class Journal:
             if needle not in line:
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict):
-                yield record
+                entry = read_object(json.loads(line), "entry")
+                if entry.get("kind") == "submission":
+                    entry["record"] = Record.from_json(entry.get("record"))
+            except (ValueError, RecursionError) as error:
+                self.problems.append(f"{self.path}: line {number}: {error}; skipped")
             else:
-                self.problems.append(f"{self.path}: line {number}: not a record; skipped")
+                yield entry
 
     def _read(self) -> bytes:
         try:

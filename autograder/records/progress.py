@@ -15,12 +15,13 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autograder.records.journal import Journal, Record
+from autograder.records.journal import Entry, Journal
+from autograder.records.record import Record
 
 MIN_RUN_S = 1.0  # if grading took less time, nothing was run
 LAST_RUNS = 50  # the usual time is the mean of this many last runs
@@ -40,11 +41,10 @@ class Announcer:
         pid = os.getpid()
         self._note("batch", students=list(students), known=list(known), pid=pid, **about)
 
-    def done(self, record: Mapping[str, Any]) -> None:
+    def done(self, record: Record) -> None:
         """Notes that a student's record exists."""
-        infra = next((c for c in record["criteria"] if c["status"] == "INFRA"), None)
-        why = {"message": infra["message"]} if infra else {}
-        self._note("done", student=record["student"], lab=record["lab"], **why)
+        why = {"message": record.infra.message} if record.infra else {}
+        self._note("done", student=record.student, lab=record.lab, **why)
 
     def end(self, lab: str) -> None:
         """Notes that the batch has ended."""
@@ -87,8 +87,8 @@ class Tail:
         self.path = path
         self._place, self._file = 0, (0, 0)
 
-    def read(self) -> tuple[list[Record], bool]:
-        """The new records, and whether the file was replaced or cut, so that reading restarted."""
+    def read(self) -> tuple[list[Entry], bool]:
+        """The new entries, and whether the file was replaced or cut, so that reading restarted."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -100,12 +100,12 @@ class Tail:
         except FileNotFoundError:
             return [], False
         self._place += len(whole) + len(newline)
-        records = []
+        entries = []
         for line in whole.split(b"\n"):
             with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(record := json.loads(line), dict):
-                    records.append(record)
-        return records, anew
+                if isinstance(entry := json.loads(line), dict):
+                    entries.append(entry)
+        return entries, anew
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Progress:
         self.num_records = 0
         self._usual: dict[str, list[float]] = {}
 
-    def feed(self, entries: Iterator[Record] | Sequence[Record]) -> None:
+    def feed(self, entries: Iterator[Entry] | Sequence[Entry]) -> None:
         """Processes entries, oldest first; ignores malformed ones and unknown fields."""
         for entry in entries:
             take = getattr(self, f"_take_{entry.get('kind')}", None)
@@ -203,7 +203,7 @@ class Progress:
         ]
         return busy + mine[-1:]
 
-    def _take_batch(self, entry: Record) -> None:
+    def _take_batch(self, entry: Entry) -> None:
         known = set(entry["known"])
         runs = {s: Run(s, "known" if s in known else "waiting") for s in entry["students"]}
         self.batches.append(
@@ -220,23 +220,23 @@ class Progress:
             )
         )
 
-    def _take_batch_end(self, entry: Record) -> None:
+    def _take_batch_end(self, entry: Entry) -> None:
         for batch in reversed(self.batches):
             if (batch.lab, batch.pid) == (entry["lab"], entry["pid"]) and batch.ended is None:
                 batch.ended = _time(entry)
                 return
 
-    def _take_queued(self, entry: Record) -> None:
+    def _take_queued(self, entry: Entry) -> None:
         for student in entry["jobs"]:
             if run := self._run(entry["lab"], student):
                 run.state = "queued"
 
-    def _take_attempt(self, entry: Record) -> None:
+    def _take_attempt(self, entry: Entry) -> None:
         if run := self._run(entry["lab"], entry["student"]):
             run.state, run.tries, run.after = "running", int(entry["try"]), ""
             run.key, run.began = entry["key"], _time(entry)
 
-    def _take_verdict(self, entry: Record) -> None:
+    def _take_verdict(self, entry: Entry) -> None:
         student = entry["seed_id"].rpartition(":")[0]
         for batch in reversed(self.batches):
             run = batch.runs.get(student)
@@ -244,12 +244,12 @@ class Progress:
                 run.after = str(entry["name"])
                 return
 
-    def _take_infra(self, entry: Record) -> None:
+    def _take_infra(self, entry: Entry) -> None:
         if run := self._run(entry["lab"], entry["student"]):
             run.message = str(entry["message"])
             run.state = str(entry.get("state", run.state))  # "waiting" again after a lost job
 
-    def _take_submission(self, entry: Record) -> None:
+    def _take_submission(self, entry: Entry) -> None:
         record = entry["record"]
         self.num_records += 1
         if record["seconds"] >= MIN_RUN_S:
@@ -259,7 +259,7 @@ class Progress:
         if run := self._run(record["lab"], record["student"]):
             run.state = "done"
 
-    def _take_done(self, entry: Record) -> None:
+    def _take_done(self, entry: Entry) -> None:
         if run := self._run(entry["lab"], entry["student"]):
             run.state = "INFRA" if "message" in entry else "done"
             run.message = str(entry.get("message", ""))
@@ -272,7 +272,7 @@ class Progress:
         return None
 
 
-def _time(entry: Record) -> float:
+def _time(entry: Entry) -> float:
     time_s = float(entry["time"])
     if not math.isfinite(time_s):
         raise ValueError(f"expected a time, got {time_s}")

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autograder.plain_text import MARKS, clean
-from autograder.records.grading import Grading, Record, latest, read_history
+from autograder.records.grading import Grading, latest, read_history
+from autograder.records.record import Record
 from autograder.regrading.history import last_class
 from autograder.submission.class_run import ClassRun
 
@@ -54,7 +55,7 @@ class Regrading:
 
     def show(self, records: Sequence[Record], console: Console) -> None:
         """Prints whose verdicts have changed, if any record differs from the one before."""
-        again = {r["student"] for r in records} & self.before.keys()
+        again = {r.student for r in records} & self.before.keys()
         now = self.now
         if not any(now[name].record != self.before[name].record for name in again):
             return
@@ -70,7 +71,7 @@ class Regrading:
         run = self.class_run
         students = last_class(run.course, run.lab_name, run.world_size)
         by_student = {name: g.record for name, g in self.now.items() if name in students}
-        by_student |= {record["student"]: record for record in records}
+        by_student |= {record.student: record for record in records}
         return [by_student[name] for name in sorted(by_student)]
 
 
@@ -86,15 +87,15 @@ def find_changes(before: Mapping[str, Grading], after: Mapping[str, Grading]) ->
             for name in dict.fromkeys([*now, *then])
             if then.get(name) != now.get(name)
         }
-        maxima = (old.record["max_score"], new.record["max_score"])
+        maxima = (old.record.max_score, new.record.max_score)
         if criteria or maxima[0] != maxima[1]:
-            scores = (old.record["score"], new.record["score"])
+            scores = (old.record.score or 0.0, new.record.score or 0.0)
             changes.append(Change(student, scores, maxima, criteria, _cause(old, new)))
     return changes
 
 
 def _verdicts(record: Record) -> dict[str, tuple[str, float]]:
-    return {c["name"]: (c["status"], c["points"]) for c in record["criteria"]}
+    return {c.criterion: (c.status, c.points) for c in record.criteria}
 
 
 def _cause(old: Grading, new: Grading) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from autograder.course.course import Course
 from autograder.records.grading import Grading
@@ -47,7 +46,7 @@ def last_class(course: Course, lab: str, world_size: int) -> set[str]:
     Batches that only regraded some students (`grade --student`) do not count.
     """
     students: set[str] = set()
-    for entry in Journal(course.journal_path).iter_records():
+    for entry in Journal(course.journal_path).iter_entries():
         where = (entry.get("lab"), entry.get("world_size"))
         if entry.get("kind") == "batch" and where == (lab, world_size) and not entry.get("again"):
             students = {str(name) for name in entry.get("students", ())}
@@ -79,7 +78,7 @@ def handed_in_before(
     Raises:
         ValueError: a student was never graded in this lab, or a file no longer exists.
     """
-    paths: dict[str, Any] = {g.student: g.record["submission"] for g in history if g.lab == lab}
+    paths = {g.student: g.record.submission for g in history if g.lab == lab}
     if unknown := [name for name in students if name not in paths]:
         raise ValueError(f"no record of {', '.join(unknown)} in {lab}: name the notebook's path")
     found = [Submission(name, Path(paths[name])) for name in dict.fromkeys(students)]

@@ -79,15 +79,14 @@ def replay(
     """
     torch.set_num_threads(1)  # as when it was graded
     record = grading.record
-    class_run = ClassRun(course, grading.lab, record["world_size"], sandboxed)
-    then = {c["name"]: c for c in record["criteria"]}
+    class_run = ClassRun(course, grading.lab, record.world_size, sandboxed)
     if not grading.seed_id:
         return Replay(grading, _read_again(grading, class_run), ())
     notebook = _notebook(grading, class_run)
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         executed = keep or Path(folder) / "executed.ipynb"
         verdicts = run_once(notebook, class_run, grading.seed_id, executed, lambda *_: None)
-    return Replay(grading, _rows(then, verdicts), _remarks(grading, class_run))
+    return Replay(grading, _rows(record.by_name, verdicts), _remarks(grading, class_run))
 
 
 def _notebook(grading: Grading, class_run: ClassRun) -> NotebookNode:
@@ -100,7 +99,7 @@ def _notebook(grading: Grading, class_run: ClassRun) -> NotebookNode:
                 cell.outputs, cell.execution_count = [], None
                 cell.metadata.get("minidist", {}).pop("verdict", None)
         return notebook
-    handed_in = Path(grading.record["submission"])
+    handed_in = Path(grading.record.submission)
     intake = class_run.read(handed_in)
     if intake.notebook is None or class_run.key_of(intake.sha256) != grading.key:
         raise CourseError(
@@ -112,16 +111,16 @@ def _notebook(grading: Grading, class_run: ClassRun) -> NotebookNode:
 
 def _read_again(grading: Grading, class_run: ClassRun) -> tuple[Row, ...]:
     """The rows for a file that could not be graded: the file is read again, and nothing is run."""
-    path = Path(grading.record["submission"])
+    path = Path(grading.record.submission)
     intake = class_run.read(path)
     now = str(Status.INVALID) if intake.notebook is None else "a notebook"
     return tuple(
-        Row(c["name"], c["status"], now, c["message"], intake.invalid or "")
-        for c in grading.record["criteria"]
+        Row(c.criterion, c.status, now, c.message, intake.invalid or "")
+        for c in grading.record.criteria
     )
 
 
-def _rows(then: dict[str, dict[str, str]], verdicts: list[Verdict]) -> tuple[Row, ...]:
+def _rows(then: dict[str, Verdict], verdicts: list[Verdict]) -> tuple[Row, ...]:
     now = {verdict.criterion: verdict for verdict in verdicts}
     rows = []
     for name in dict.fromkeys([*now, *then]):
@@ -129,9 +128,9 @@ def _rows(then: dict[str, dict[str, str]], verdicts: list[Verdict]) -> tuple[Row
         rows.append(
             Row(
                 name,
-                old["status"] if old else NOTHING,
-                str(new.status) if new else NOTHING,
-                old["message"] if old else "",
+                old.status if old else NOTHING,
+                new.status if new else NOTHING,
+                old.message if old else "",
                 new.message if new else "",
             )
         )
@@ -142,12 +141,12 @@ def _remarks(grading: Grading, class_run: ClassRun) -> tuple[str, ...]:
     remarks = []
     if (now := grader_version(grading.lab)) != grading.grader_version:
         remarks.append(f"the grader has changed since (then {grading.grader_version}, now {now})")
-    if bool(grading.record["sandboxed"]) != class_run.sandboxed:
+    if grading.record.sandboxed != class_run.sandboxed:
         words = {True: "in the sandbox", False: "without a sandbox"}
-        then = words[bool(grading.record["sandboxed"])]
+        then = words[grading.record.sandboxed]
         remarks.append(f"it was graded {then} and is replayed {words[class_run.sandboxed]}")
     known = {criterion.name for criterion in get_lab(grading.lab).criteria}
-    if gone := [c["name"] for c in grading.record["criteria"] if c["name"] not in known]:
+    if gone := [name for name in grading.record.by_name if name not in known]:
         remarks.append(f"the lab no longer has {', '.join(gone)}")
     return tuple(remarks)
 
@@ -156,7 +155,7 @@ def replay_table(result: Replay) -> Table:
     """Criterion by criterion, for a terminal."""
     record = result.grading.record
     table = Table(
-        title=f"{clean(record['student'])}, {record['lab']} on {record['world_size']} ranks, "
+        title=f"{clean(record.student)}, {record.lab} on {record.world_size} ranks, "
         f"record {result.grading.key[:12]}",
         box=box.SIMPLE_HEAD,
     )

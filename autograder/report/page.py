@@ -8,13 +8,14 @@ from __future__ import annotations
 import html
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from autograder.criteria.criterion import Status, Verdict
 from autograder.files import write_whole
-from autograder.plain_text import MARKS, UNKNOWN, clean
+from autograder.plain_text import MARKS, clean
+from autograder.records.record import Record
 from autograder.report.terminal import (
-    Record,
     criteria_of,
     is_missed,
     reason,
@@ -31,17 +32,17 @@ def write_html(
     path: Path,
     similar: Sequence[Sequence[str]] = (),
     suspicious: Sequence[Sequence[str]] = (),
-    left_out: Sequence[Record] = (),
+    left_out: Mapping[Path, str] | None = None,
 ) -> None:
     """Writes one page without scripts or external assets: summary, matrix, messages per student.
 
     Args:
         similar: rows of `similar.rows`.
         suspicious: rows of `suspicious.rows`.
-        left_out: records of `terminal.left_out_of`.
+        left_out: folder of the class without a submission -> why.
     """
-    labs = ", ".join(sorted({clean(r["lab"]) for r in records})) or "no submissions"
-    ranks = ", ".join(sorted({str(r["world_size"]) for r in records}))
+    labs = ", ".join(sorted({clean(r.lab) for r in records})) or "no submissions"
+    ranks = ", ".join(sorted({str(r.world_size) for r in records}))
     warning = unsandboxed(records)
     parts = [
         f"<header><h1>{_esc(labs)}</h1>",
@@ -54,7 +55,7 @@ def write_html(
         _slowest(records),
         "</div>",
         _matrix(records),
-        _left_out(left_out),
+        _left_out(left_out or {}),
         _suspicious(suspicious),
         _similar(similar),
         "<section><h2>What went wrong, student by student</h2>",
@@ -93,14 +94,14 @@ def _distribution(records: Sequence[Record]) -> str:
 
 def _most_missed(records: Sequence[Record]) -> str:
     graded = [r for r in records if not why_ungraded(r)]
-    missed = Counter(c["name"] for r in graded for c in r["criteria"] if is_missed(c))
+    missed = Counter(c.criterion for r in graded for c in r.criteria if is_missed(c))
     rows = [(name, f"{n} of {len(graded)}", n) for name, n in missed.most_common(11)]
     return _bars("Criteria that most students miss", "criterion", "missed by", rows, len(graded))
 
 
 def _slowest(records: Sequence[Record]) -> str:
-    slow = sorted(records, key=lambda r: -r["seconds"])[:11]
-    rows = [(r["student"], f"{r['seconds']:.1f} s", r["seconds"]) for r in slow]
+    slow = sorted(records, key=lambda r: -r.seconds)[:11]
+    rows = [(r.student, f"{r.seconds:.1f} s", r.seconds) for r in slow]
     return _bars("Slowest", "student", "time", rows)
 
 
@@ -125,15 +126,14 @@ def _matrix(records: Sequence[Record]) -> str:
     head = "".join(f"<th scope=col class=turned><span>{_esc(name)}</span></th>" for name in names)
     rows = []
     for number, record in enumerate(records):
-        by_name = {c["name"]: c for c in record["criteria"]}
-        cells = "".join(_mark_cell(name, by_name.get(name)) for name in names)
+        cells = "".join(_mark_cell(record, name) for name in names)
         flag = "" if was_boxed(record) else " <b class=flag>UNSANDBOXED</b>"
         rows.append(
-            f"<tr><th scope=row><a class=name href=#s{number}>{_esc(record['student'])}</a>{flag}"
+            f"<tr><th scope=row><a class=name href=#s{number}>{_esc(record.student)}</a>{flag}"
             f"</th><td class=num>{_esc(score_of(record))}</td>{cells}"
-            f"<td class=num>{record['seconds']:.1f}</td></tr>"
+            f"<td class=num>{record.seconds:.1f}</td></tr>"
         )
-    used = {c["status"] for r in records for c in r["criteria"]}
+    used = {c.status for r in records for c in r.criteria}
     legend = "".join(
         f"<li><span class='mark {status}'>{mark.symbol}</span> <b>{status}</b> {mark.meaning}</li>"
         for status, mark in MARKS.items()
@@ -148,13 +148,13 @@ def _matrix(records: Sequence[Record]) -> str:
     )
 
 
-def _left_out(records: Sequence[Record]) -> str:
+def _left_out(folders: Mapping[Path, str]) -> str:
     """The folders of the class that hold no submission; empty if there are none."""
-    if not records:
+    if not folders:
         return ""
     body = "".join(
-        f"<tr><th scope=row>{_esc(r['student'])}</th><td>{_esc(r['left_out'])}</td></tr>"
-        for r in records
+        f"<tr><th scope=row>{_esc(folder.name)}</th><td>{_esc(why)}</td></tr>"
+        for folder, why in folders.items()
     )
     return (
         "<section><h2>Not graded</h2><p class=sub>Folders of the class in which there is nothing "
@@ -200,30 +200,29 @@ def _similar(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _mark_cell(name: str, criterion: Record | None) -> str:
+def _mark_cell(record: Record, name: str) -> str:
+    criterion = record.by_name.get(name)
     if criterion is None:
         return "<td></td>"
-    tip = f"{name}: {criterion['status']}, {_points(criterion)}"
-    return f'<td title="{_esc(tip)}">{_mark(criterion["status"])}</td>'
+    tip = f"{name}: {criterion.status}, {_points(criterion)}"
+    return f'<td title="{_esc(tip)}">{_mark(criterion.status)}</td>'
 
 
-def _mark(status: str) -> str:
-    known = status if status in MARKS else "INFRA"
+def _mark(status: Status) -> str:
     return (
-        f"<span class='mark {known}' aria-hidden=true>{MARKS[known].symbol}</span>"
-        f"<span class=unseen>{_esc(status)}</span>"
+        f"<span class='mark {status}' aria-hidden=true>{MARKS[status].symbol}</span>"
+        f"<span class=unseen>{status}</span>"
     )
 
 
 def _details(record: Record, number: int) -> str:
-    missed = [c for c in record["criteria"] if c["status"] != "PASS" or c["message"]]
-    passed = [c["name"] for c in record["criteria"] if c["status"] == "PASS"]
-    groups: dict[tuple[str, ...], list[Record]] = {}
+    missed = [c for c in record.criteria if c.status != Status.PASS or c.message]
+    passed = [c.criterion for c in record.criteria if c.status == Status.PASS]
+    groups: dict[tuple[str, ...], list[Verdict]] = {}
     for criterion in missed:  # criteria with equal status and message share one row
-        ranks = (r["status"] for r in criterion["ranks"])
-        key = (criterion["status"], clean(criterion["message"]), *ranks)
+        key = (criterion.status, clean(criterion.message), *criterion.ranks)
         groups.setdefault(key, []).append(criterion)
-    whole = len(groups) == 1 and len(missed) == len(record["criteria"]) > 1
+    whole = len(groups) == 1 and len(missed) == len(record.criteria) > 1
     rows = "".join(_finding(criteria, whole) for criteria in groups.values())
     table = "<p>Nothing: every criterion passed.</p>"
     if rows:
@@ -234,29 +233,29 @@ def _details(record: Record, number: int) -> str:
     done = f"<p class=sub>Passed: {_esc(', '.join(passed))}</p>" if passed else ""
     flag = "" if was_boxed(record) else " <b class=flag>UNSANDBOXED</b>"
     return (
-        f"<details id=s{number}><summary><span class=who>{_esc(record['student'])}</span>"
+        f"<details id=s{number}><summary><span class=who>{_esc(record.student)}</span>"
         f"<span class=num>{_esc(score_of(record))}</span>{flag}"
         f"<span class=why>{_esc(reason(record)) or 'all right'}</span></summary>"
-        f"{table}{done}<p class=sub>{_esc(record['submission'])}</p></details>"
+        f"{table}{done}<p class=sub>{_esc(record.submission)}</p></details>"
     )
 
 
-def _finding(criteria: Sequence[Record], whole: bool) -> str:
+def _finding(criteria: Sequence[Verdict], whole: bool) -> str:
     """A row for criteria with equal results; `whole`: these are all criteria of the lab."""
-    status, message = criteria[0]["status"], clean(criteria[0]["message"])
+    status, message = criteria[0].status, clean(criteria[0].message)
     names = "<br>".join(
-        f"<b>{_esc(c['name'])}</b> <small>{_esc(_points(c))}</small>" for c in criteria
+        f"<b>{_esc(c.criterion)}</b> <small>{_esc(_points(c))}</small>" for c in criteria
     )
     if whole:
         names = f"<b>all {len(criteria)} criteria</b>"
     ranks = "".join(
-        f"<li>rank {int(r['rank'])} {_mark(r['status'])} <small>{_esc(r['status'])}</small></li>"
-        for r in criteria[0]["ranks"]
+        f"<li>rank {rank} {_mark(each)} <small>{each}</small></li>"
+        for rank, each in enumerate(criteria[0].ranks)
     )
     chips = f"<ul class=ranks>{ranks}</ul>" if ranks else ""
-    said = message.strip() or MARKS.get(status, UNKNOWN).meaning
+    said = message.strip() or MARKS[status].meaning
     return (
-        f"<tr><th scope=row>{names}</th><td class=status>{_mark(status)} <small>{_esc(status)}"
+        f"<tr><th scope=row>{names}</th><td class=status>{_mark(status)} <small>{status}"
         f"</small></td><td><pre>{_esc(said)}</pre>{chips}</td></tr>"
     )
 
@@ -265,10 +264,10 @@ def _esc(text: object) -> str:
     return html.escape(clean(text), quote=True)
 
 
-def _points(criterion: Record) -> str:
-    extra = " extra" if criterion.get("extra") else ""
-    points = "–" if criterion["points"] is None else f"{criterion['points']:g}"
-    return f"{points} of {criterion['max_points']:g}{extra}"
+def _points(criterion: Verdict) -> str:
+    extra = " extra" if criterion.extra else ""
+    points = "–" if criterion.status == Status.INFRA else f"{criterion.points:g}"
+    return f"{points} of {criterion.max_points:g}{extra}"
 
 
 _PAGE = """<!doctype html>

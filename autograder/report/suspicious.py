@@ -12,13 +12,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
 
 from autograder.course.course import Course
 from autograder.criteria.criterion import Status
+from autograder.records.record import Record
 from autograder.report.authored import code_of, is_given, name_of
 
 MAX_ROWS = 200  # rows in the report
@@ -90,21 +90,21 @@ def find_evidence(student: str, notebook: NotebookNode, solution: NotebookNode) 
     return found[:MAX_PER_STUDENT]
 
 
-def evidence_in_record(record: Mapping[str, Any]) -> list[Evidence]:
+def evidence_in_record(record: Record) -> list[Evidence]:
     """Evidence in the verdicts: ranks that ended during checks of a submission with points."""
-    lost = [c["name"] for c in record["criteria"] if c["status"] == Status.RANK_LOST]
-    if not lost or not record["score"]:
+    lost = [c.criterion for c in record.criteria if c.status == Status.RANK_LOST]
+    if not lost or not record.score:
         return []
     checks = "1 check" if len(lost) == 1 else f"{len(lost)} checks"
     what = f"ranks ended during {checks}: {', '.join(lost[:3])}"
-    return [Evidence(record["student"], "", 0, what)]
+    return [Evidence(record.student, "", 0, what)]
 
 
 def suspicious_in_class(
     course: Course,
     lab: str,
     notebooks: Mapping[str, NotebookNode],
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Record],
 ) -> list[Evidence]:
     """Evidence for all students of a class; empty if the course has no solution here.
 
@@ -117,8 +117,8 @@ def suspicious_in_class(
     solution = nbformat.read(path, as_version=4)
     found = []
     for record in records:
-        if (notebook := notebooks.get(record["student"])) is not None:
-            found += find_evidence(record["student"], notebook, solution)
+        if (notebook := notebooks.get(record.student)) is not None:
+            found += find_evidence(record.student, notebook, solution)
         found += evidence_in_record(record)
     return found
 

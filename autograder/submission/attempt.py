@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import papermill
@@ -22,8 +21,10 @@ from autograder.box.cgroup import make_group
 from autograder.box.gpus import num_gpus
 from autograder.box.sandbox import Box, build_box, build_open
 from autograder.criteria.criterion import Criterion, Draw, Lab, Status, Verdict
+from autograder.criteria.gates import apply_gates
 from autograder.records.grading import Grading
-from autograder.records.journal import Journal, Record
+from autograder.records.journal import Journal
+from autograder.records.record import Record
 from autograder.records.version import grader_version
 from autograder.referee.referee import Referee, draw_for
 from autograder.submission.class_run import ClassRun
@@ -98,7 +99,7 @@ def _filed(
     submission is graded again.
     """
     try:
-        journal.append({"kind": "submission", "key": key, "record": record})
+        journal.append_record(key, record)
     except OSError as error:
         return not_graded(submission, class_run, f"The record could not be kept: {error}")
     return record
@@ -123,35 +124,37 @@ def known_record(
         return None
     key, journal = class_run.key_of(sha256_of(submission.path)), class_run.journal
     known = journal.finished(key) if finished is None else finished.get(key)
-    if known is None:
+    if known is None or list(known.by_name) != [c.name for c in class_run.lab.criteria]:
         return None
-    blocked = any(c["status"] == Status.BLOCKED for c in known["criteria"])
-    if blocked and num_gpus() > known.get("num_gpus", 0):
+    blocked = any(c.status == Status.BLOCKED for c in known.criteria)
+    if blocked and num_gpus() > known.num_gpus:
         return None  # the machine that graded it had too few GPUs; this machine has more
-    invalid = all(c["status"] == Status.INVALID for c in known["criteria"])
+    invalid = all(c.status == Status.INVALID for c in known.criteria)
     if not invalid and not class_run.executed_path(key).is_file():
         return None
     # Somebody else may have handed in the same notebook, and points may have changed since.
-    found = known | {"submission": str(submission.path.absolute()), "student": submission.student}
-    found = _with_points(found, class_run.lab)
+    found = replace(
+        known,
+        submission=str(submission.path.absolute()),
+        student=submission.student,
+        criteria=_with_points(known.criteria, class_run.lab),
+    )
     own = last.get(submission.student) if last is not None else None
-    is_last = own is not None and (own.key, own.record["criteria"]) == (key, found["criteria"])
-    if found["criteria"] != known["criteria"] or (last is not None and not is_last):
+    is_last = own is not None and (own.key, own.record.criteria) == (key, found.criteria)
+    if found.criteria != known.criteria or (last is not None and not is_last):
         with contextlib.suppress(OSError):  # on a full disk the next grading writes it
-            journal.append({"kind": "submission", "key": key, "record": found})
+            journal.append_record(key, found)
     return found
 
 
-def _with_points(record: Record, lab: Lab) -> Record:
-    """The record with the criteria's current points; each criterion gives all of them or none."""
-    worth = {criterion.name: criterion.points for criterion in lab.criteria}
-    criteria = [
-        c
-        | {"points": worth[c["name"]] if c["status"] == Status.PASS else 0.0}
-        | {"max_points": worth[c["name"]]}
-        for c in record["criteria"]
-    ]
-    return record | {"criteria": criteria} | _scores(criteria)
+def _with_points(verdicts: tuple[Verdict, ...], lab: Lab) -> tuple[Verdict, ...]:
+    """The verdicts with the current points of criteria, and the current gates."""
+    now = []
+    for verdict in verdicts:
+        most = lab[verdict.criterion].points
+        points = most if verdict.status == Status.PASS else 0.0
+        now.append(replace(verdict, points=points, max_points=most))
+    return apply_gates(lab, now)
 
 
 def not_graded(
@@ -163,9 +166,7 @@ def not_graded(
     """
     verdicts = _all(class_run.lab, Status.INFRA, reason)
     began = time.monotonic() if began is None else began
-    record = _record(submission, class_run, verdicts, began, class_run.sandboxed)
-    criteria = [criterion | {"points": None} for criterion in record["criteria"]]
-    return record | {"score": None, "criteria": criteria}
+    return _record(submission, class_run, verdicts, began, class_run.sandboxed)
 
 
 def run_once(
@@ -318,23 +319,13 @@ def _record(
     began: float,
     sandboxed: bool,
 ) -> Record:
-    criteria = [v.record() for v in verdicts]
-    return {
-        "submission": str(submission.path.absolute()),
-        "student": submission.student,
-        "lab": class_run.lab_name,
-        "world_size": class_run.world_size,
-        **_scores(criteria),
-        "seconds": round(time.monotonic() - began, 2),
-        "sandboxed": sandboxed,
-        "num_gpus": num_gpus(),
-        "criteria": criteria,
-    }
-
-
-def _scores(criteria: list[dict[str, Any]]) -> dict[str, float]:
-    """Score and maximum score; the maximum does not include extra points, the score does."""
-    return {
-        "score": sum(c["points"] for c in criteria),
-        "max_score": sum(c["max_points"] for c in criteria if not c.get("extra")),
-    }
+    return Record(
+        submission=str(submission.path.absolute()),
+        student=submission.student,
+        lab=class_run.lab_name,
+        world_size=class_run.world_size,
+        seconds=round(time.monotonic() - began, 2),
+        sandboxed=sandboxed,
+        criteria=apply_gates(class_run.lab, verdicts),
+        num_gpus=num_gpus(),
+    )

@@ -57,7 +57,7 @@ from autograder.submission.class_run import ClassRun
 root, lab, notebook, out = sys.argv[1:]
 class_run = ClassRun(Course(Path(root)), lab, get_lab(lab).grading_world_size, sandboxed=False)
 record = grade(Submission("solution", Path(notebook)), class_run)
-Path(out).write_text(json.dumps([record]))
+Path(out).write_text(json.dumps([record.to_json()]))
 """
 
 

@@ -42,7 +42,7 @@ def attacked(tmp_path_factory):
     yield course
     last = course.grade(reference())
     assert last.problems + course.finish() == []
-    assert last.record["score"] == 100
+    assert last.record.score == 100
     assert_nothing_left(before)
 
 

@@ -34,6 +34,7 @@ from autograder.course.slurm_options import SlurmOptions
 from autograder.criteria.limits import GIB, Limits
 from autograder.records.journal import Journal
 from autograder.records.progress import Progress
+from autograder.records.record import Record
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.intake import sha256_of
@@ -42,11 +43,11 @@ needs_sandbox = pytest.mark.skipif(not probe_support().works, reason="no sandbox
 
 
 def entries(course: Course) -> list[dict]:
-    return list(Journal(course.journal_path).iter_records())
+    return list(Journal(course.journal_path).iter_entries())
 
 
 def verdicts(course: Course) -> list[str]:
-    return sorted(e["record"]["student"] for e in entries(course) if e["kind"] == "submission")
+    return sorted(e["record"].student for e in entries(course) if e["kind"] == "submission")
 
 
 # --- [slurm] in course.toml ----------------------------------------------------------------------
@@ -233,18 +234,18 @@ def course(tmp_path):
     return Course(made.root)
 
 
-def run(course: Course, script: Script, *students: str, monkeypatch) -> dict[str, dict]:
+def run(course: Course, script: Script, *students: str, monkeypatch) -> dict[str, Record]:
     monkeypatch.setattr(JobRunner, "_backend", lambda *_: script)
     # No waits: a plan is through after a few looks.
     options = dataclasses.replace(course.slurm, poll_s=0, settle_s=0, backoff_s=0)
     runner = JobRunner("local", course, Console(quiet=True))
     runner.options = options
     todo = {i: Submission(s, hand_in(course, s)) for i, s in enumerate(students)}
-    found: dict[str, dict] = {}
+    found: dict[str, Record] = {}
 
     def done(index, record):
-        assert record["student"] not in found
-        found[record["student"]] = record
+        assert record.student not in found
+        found[record.student] = record
 
     runner(todo, ClassRun(course, LAB, 3, True), 2, done)
     return found
@@ -260,13 +261,13 @@ def test_lost_jobs_are_submitted_again_and_then_reported(course, monkeypatch):
         }
     )
     found = run(course, script, "ada", "kim", "lea", "max", "zoe", monkeypatch=monkeypatch)
-    infra = {s for s, r in found.items() if set(statuses(r).values()) == {"INFRA"}}
+    infra = {s for s, r in found.items() if r.infra}
     assert infra == {"lea", "max"}
     assert verdicts(course) == ["ada", "kim", "zoe"]
-    told = found["lea"]["criteria"][0]["message"]
+    told = found["lea"].criteria[0].message
     assert "3 jobs came to nothing" in told
     assert "OUT_OF_MEMORY on n1" in told
-    assert "somebody cancelled it" in found["max"]["criteria"][0]["message"]
+    assert "somebody cancelled it" in found["max"].criteria[0].message
     assert script.arrays[0] == 5
     assert len(script.jobs) == 5 + 2 + 2 + 2
 
@@ -278,7 +279,7 @@ def test_a_node_where_jobs_come_to_nothing_is_avoided_while_there_are_others(
     script = Script({"ada": [fate, fate]})
     records = run(course, script, "ada", monkeypatch=monkeypatch)
     assert script.nodes == ["n1", "n2", "n1"]  # both were bad, so any may be tried
-    assert set(statuses(records["ada"]).values()) == {"PASS"}
+    assert {c.status for c in records["ada"].criteria} == {"PASS"}
 
 
 @pytest.mark.parametrize("how_many", [1, 2])
@@ -328,8 +329,8 @@ def test_a_result_of_another_grader_is_not_taken(course, monkeypatch):
 
     monkeypatch.setattr(Result, "write", write)
     found = run(course, script, "ada", monkeypatch=monkeypatch)
-    assert set(statuses(found["ada"]).values()) == {"INFRA"}
-    assert "expected key" in found["ada"]["criteria"][0]["message"]
+    assert found["ada"].infra
+    assert "expected key" in found["ada"].criteria[0].message
     assert verdicts(course) == []
 
 
@@ -369,7 +370,7 @@ def test_the_results_of_a_grader_that_was_killed_are_taken_over(course):
     found = {}
     runner = JobRunner("local", course, Console(quiet=True))
     runner({0: submission}, class_run, 1, found.__setitem__)
-    assert found[0]["score"] == record["score"]
+    assert found[0] == record
     assert verdicts(course) == ["ada"]
     assert not folder.path.exists()
 

@@ -117,7 +117,7 @@ def test_a_worker_that_is_told_to_end_does_not_begin_anew(course, how):
     finally:
         grader.kill()
         grader.wait()
-    entries = list(Journal(Course(course.root).journal_path).iter_records())
+    entries = list(Journal(Course(course.root).journal_path).iter_entries())
     assert [e["kind"] for e in entries if e.get("pid") == worker.pid] == ["attempt"]
     assert [e for e in entries if e["kind"] == "infra"] == []
     assert count_entries(course)["submission"] == (0 if how == "Ctrl-C" else 1)
@@ -214,4 +214,4 @@ def test_a_clock_that_jumps_changes_nothing(course, monkeypatch):
     class_run = ClassRun(Course(course.root), LAB, get_lab(LAB).grading_world_size, True)
     path = course.root / "handed_in" / "one" / f"{LAB}.ipynb"
     record = autograder.submission.attempt.grade(Submission("one", path), class_run)
-    assert set(statuses(record).values()) <= {"STUDENT_ERROR", "NOT_RUN", "WRONG"}
+    assert set(statuses(record.to_json()).values()) <= {"STUDENT_ERROR", "NOT_RUN", "WRONG"}

@@ -169,7 +169,7 @@ def test_what_was_blocked_is_graded_again_where_there_are_more(machine, monkeypa
     class_run = replace(stub_grading.class_run(course), lab_name="lab1_ddp")
     submission = Submission("ada", hand_in(course, "ada"))
     record = made_record("ada", {"setup": "BLOCKED"}, path=submission.path)
-    keep(class_run, submission, record | {"num_gpus": 2})
+    keep(class_run, submission, replace(record, num_gpus=2))
     machine(2)
     assert known_record(submission, class_run) is not None
     machine(1)

@@ -131,12 +131,12 @@ class Grading:
 
 
 def entries(course: TestCourse) -> list[dict]:
-    return list(Journal(Course(course.root).journal_path).iter_records())
+    return list(Journal(Course(course.root).journal_path).iter_entries())
 
 
 def verdicts(course: TestCourse) -> Counter[str]:
     """How many finished gradings each student has."""
-    return Counter(e["record"]["student"] for e in entries(course) if e["kind"] == "submission")
+    return Counter(e["record"].student for e in entries(course) if e["kind"] == "submission")
 
 
 def failures(course: TestCourse) -> dict[str, list[str]]:

@@ -256,7 +256,7 @@ def test_the_zero_of_what_is_no_notebook_is_for_that_file_alone(tmp_path):
     path.write_text("{}")
     class_run = ClassRun(course, LAB, get_lab(LAB).grading_world_size, True)
     record = grade(Submission("lea", path), class_run)
-    assert {c["status"] for c in record["criteria"]} == {"INVALID"}
+    assert {c.status for c in record.criteria} == {"INVALID"}
     take_in(course, record)
     with open_gradebook(course) as book:
         book.find_student("lea").email = "lea@x.org"

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from made_records import made_record
 
 from autograder.records.journal import Journal
 from autograder.records.version import submission_key
@@ -31,48 +32,49 @@ def _write_many(path: Path, writer: int, count: int) -> None:
 
 
 def test_what_goes_in_comes_out(journal: Journal):
-    assert list(journal.iter_records()) == []
+    assert list(journal.iter_entries()) == []
     assert journal.finished("k") is None
     records = [{"a": 1, "text": "line\nbreak \x1b \ud800"}, {"b": [1.5, None, True]}]
     for record in records:
         journal.append(record)
-    assert list(journal.iter_records()) == records
+    assert list(journal.iter_entries()) == records
     assert journal.problems == []
     assert stat.S_IMODE(journal.path.stat().st_mode) == 0o600
     assert journal.path.read_bytes().count(b"\n") == 2
     with pytest.raises(ValueError, match="JSON"):
         journal.append({"x": float("nan")})
-    assert len(list(journal.iter_records())) == 2
+    assert len(list(journal.iter_entries())) == 2
 
 
 def test_finished_is_the_last_complete_verdict(journal: Journal):
     journal.append({"kind": "verdict", "key": "k", "criterion": "setup"})
     assert journal.finished("k") is None
-    for score in (1, 2):
-        journal.append({"kind": "submission", "key": "k", "record": {"score": score}})
-    journal.append({"kind": "submission", "key": "other", "record": {"score": 3, "about": "k"}})
+    for seconds in (1.0, 2.0):
+        journal.append_record("k", made_record("ada", seconds=seconds))
+    journal.append_record("other", made_record("k"))
     journal.append({"kind": "verdict", "key": "k", "criterion": "ddp"})
-    assert journal.finished("k") == {"score": 2}
-    assert journal.finished("other") == {"score": 3, "about": "k"}
+    assert journal.finished("k") == made_record("ada", seconds=2.0)
+    assert journal.finished("other") == made_record("k")
     assert journal.finished("none") is None
     assert journal.all_finished() == {k: journal.finished(k) for k in ("k", "other")}
 
 
 def test_a_torn_line_is_reported_and_stays_alone(journal: Journal):
     for number in range(3):
-        journal.append({"kind": "submission", "key": f"k{number}", "record": {"n": number}})
+        journal.append_record(f"k{number}", made_record("ada", seconds=number))
     whole = journal.path.read_bytes()
+    again = made_record("ada", seconds=9.0)
     start_of_last = whole.rindex(b"\n", 0, -1) + 1
-    for size in range(start_of_last + 1, len(whole)):
+    for size in (*range(start_of_last + 1, len(whole), 37), len(whole) - 1):
         journal.path.write_bytes(whole[:size])
-        assert [r["key"] for r in journal.iter_records()] == ["k0", "k1"]
+        assert [r["key"] for r in journal.iter_entries()] == ["k0", "k1"]
         assert len(journal.problems) == 1
         assert "line 3: not finished" in journal.problems[0]
         assert journal.finished("k2") is None
-        journal.append({"kind": "submission", "key": "k2", "record": {"n": 9}})
-        assert journal.finished("k2") == {"n": 9}
+        journal.append_record("k2", again)
+        assert journal.finished("k2") == again
         complete = size == len(whole) - 1  # only the line's end was lost: then nothing was
-        assert [r["key"] for r in journal.iter_records()] == ["k0", "k1"] + ["k2"] * (1 + complete)
+        assert [r["key"] for r in journal.iter_entries()] == ["k0", "k1"] + ["k2"] * (1 + complete)
         assert len(journal.problems) == (0 if complete else 1)
 
 
@@ -80,7 +82,7 @@ def test_garbage_is_skipped(journal: Journal):
     journal.append({"n": 1})
     with journal.path.open("ab") as file:
         file.write(b'\xff\x00\n[1]\n{"n": 2}\n' + b"[" * 100_000 + b"\n")
-    assert list(journal.iter_records()) == [{"n": 1}, {"n": 2}]
+    assert list(journal.iter_entries()) == [{"n": 1}, {"n": 2}]
     assert [p.split(": ")[1] for p in journal.problems] == ["line 2", "line 3", "line 5"]
 
 
@@ -93,7 +95,7 @@ def test_several_processes_write(journal: Journal):
     for process in processes:
         process.join(120)
         assert process.exitcode == 0
-    records = list(journal.iter_records())
+    records = list(journal.iter_entries())
     assert journal.problems == []
     assert len(records) == 800
     for writer in range(4):
@@ -102,17 +104,17 @@ def test_several_processes_write(journal: Journal):
 
 def test_kill_9_loses_at_most_the_line_in_hand(journal: Journal):
     for round_ in range(5):
-        before = sum(1 for _ in journal.iter_records())
+        before = sum(1 for _ in journal.iter_entries())
         process = FORK.Process(target=_write_many, args=(journal.path, round_, 1_000_000))
         process.start()
         deadline = time.monotonic() + 60
-        while sum(1 for _ in journal.iter_records()) < before + 10:
+        while sum(1 for _ in journal.iter_entries()) < before + 10:
             assert time.monotonic() < deadline
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join(60)
         journal.append({"writer": round_, "number": "after"})  # the lock is free again
-        mine = [r["number"] for r in journal.iter_records() if r["writer"] == round_]
+        mine = [r["number"] for r in journal.iter_entries() if r["writer"] == round_]
         assert mine == [*range(len(mine) - 1), "after"]
         assert len(mine) > 10
 

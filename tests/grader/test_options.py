@@ -149,7 +149,7 @@ def test_other_points_run_nothing_again_and_are_told(course, monkeypatch, capsys
         assert ("94/100 → 89/99" in said) == (round_ == 0)
         assert ("points of criteria" in said) == (round_ == 0)
     assert grading.asked == []
-    kinds = [e["kind"] for e in Journal(course.journal_path).iter_records()]
+    kinds = [e["kind"] for e in Journal(course.journal_path).iter_entries()]
     assert kinds.count("submission") == 4
 
 

@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 import time
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
@@ -90,18 +91,15 @@ def test_what_is_different_is_named(course):
 def test_other_points_and_other_criteria_are_changes(course):
     file_record(course, "ada")
     old = gradings(course)["ada"]
-    first = old.record["criteria"][0]
-    points = old.record | {
-        "max_score": 105,
-        "score": 105,
-        "criteria": [first | {"points": 10, "max_points": 10}, *old.record["criteria"][1:]],
-    }
+    first, *others = old.record.criteria
+    more = (replace(first, points=10, max_points=10), *others)
+    points = replace(old.record, criteria=more)
     [change] = find_changes({"ada": old}, {"ada": Grading("k", points, old.seed_id, "new")})
     assert "100/100 → 105/105" in shown([change])
     assert "5 → 10 points" in shown([change])
-    fewer = old.record | {"criteria": old.record["criteria"][1:], "score": 95, "max_score": 95}
+    fewer = replace(old.record, criteria=tuple(others))
     [change] = find_changes({"ada": old}, {"ada": Grading("k", fewer, old.seed_id, "new")})
-    assert change.criteria == {first["name"]: (("PASS", 5), ("–", 0.0))}
+    assert change.criteria == {first.criterion: (("PASS", 5), ("–", 0.0))}
 
 
 # --- nbgrader -----------------------------------------------------------------------------------
@@ -321,7 +319,7 @@ def test_who_hands_in_the_same_bytes_is_in_the_class_too(course, monkeypatch):
     assert main([*grade, "--student", "cy"]) == 0
     assert set(table(course)) == {"ada", "bob", "cy"}
     history = read_history(course)
-    assert find_grading(history, "bob").record["student"] == "bob"
+    assert find_grading(history, "bob").record.student == "bob"
     assert {g.seed_id.split(":")[0] for g in history if g.student == "ada"} == {"ada"}
     assert main([*grade[:-1], "--student", "bob"]) == 0  # without a path
     assert stub.asked[-1] == "bob"
@@ -408,14 +406,14 @@ def test_the_grader_waits_longer_after_each_failure_of_its_own(course, monkeypat
     handed_in = Submission("ada", hand_in(course, "ada"))
     record = grade_one(handed_in, stub_grading.class_run(course))
     assert happened == ["tried", 2.0, "tried", 4.0, "tried"]
-    assert record["score"] == sum(c.points for c in CRITERIA)
+    assert record.score == sum(c.points for c in CRITERIA)
 
     happened.clear()
     monkeypatch.setattr("autograder.submission.attempt.INFRA_TRIES", 2)
     record = grade_one(Submission("kim", hand_in(course, "kim")), stub_grading.class_run(course))
     assert happened == ["tried", 2.0, "tried"]
-    assert {c["status"] for c in record["criteria"]} == {"INFRA"}
-    assert "failed 2 times: no more processes" in record["criteria"][0]["message"]
+    assert {c.status for c in record.criteria} == {"INFRA"}
+    assert "failed 2 times: no more processes" in record.criteria[0].message
 
 
 def test_a_disk_that_is_full_at_the_last_line_is_told(course, monkeypatch):
@@ -429,5 +427,5 @@ def test_a_disk_that_is_full_at_the_last_line_is_told(course, monkeypatch):
 
     monkeypatch.setattr(Journal, "append", full)
     record = grade_one(Submission("odd", path), stub_grading.class_run(course))
-    assert {c["status"] for c in record["criteria"]} == {"INFRA"}
-    assert "No space left" in record["criteria"][0]["message"]
+    assert {c.status for c in record.criteria} == {"INFRA"}
+    assert "No space left" in record.criteria[0].message

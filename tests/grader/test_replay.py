@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 
@@ -101,9 +102,10 @@ def test_a_difference_is_exit_code_1_and_named(course, runs, capsys):
 def test_a_grader_that_has_changed_is_named_and_so_are_criteria_that_came_and_went(course, runs):
     file_record(course, "ada")
     grading = find_grading(read_history(course), "ada")
-    gone = grading.record["criteria"][0] | {"name": "of_old"}
-    grading.record["criteria"][0] = gone
-    old = module.Grading(grading.key, grading.record, grading.seed_id, "older")
+    first, *more = grading.record.criteria
+    criteria = (dataclasses.replace(first, criterion="of_old"), *more)
+    record = dataclasses.replace(grading.record, criteria=criteria)
+    old = module.Grading(grading.key, record, grading.seed_id, "older")
     result = replay(old, course, sandboxed=False)
     rows = {row.name: (row.then, row.now) for row in result.rows}
     assert rows["of_old"] == ("PASS", NOTHING)
@@ -145,7 +147,7 @@ def test_a_file_that_could_not_be_graded_is_read_again(course, runs):
     path = course.root / "latin.ipynb"
     path.write_bytes(b"{ this is not JSON")
     record = made_record("kim", {"*": "INVALID"}, path=path)
-    Journal(course.journal_path).append({"kind": "submission", "key": "f00dcafe", "record": record})
+    Journal(course.journal_path).append_record("f00dcafe", record)
     grading = find_grading(read_history(course), "f00dcafe")
     assert replay(grading, course, sandboxed=True).agrees
     path.write_bytes((course.root / "labs" / LAB / f"{LAB}.ipynb").read_bytes())
@@ -157,8 +159,7 @@ def test_who_or_what_is_meant(course):
     first, second = file_record(course, "ada"), file_record(course, "ada", text="again = 1")
     file_record(course, "kim")
     # nbgrader gets a stand-in for what it cannot read: filed twice, run once.
-    entry = {"kind": "submission", "key": "0" * 32, "record": read_history(course)[2].record}
-    Journal(course.journal_path).append(entry)
+    Journal(course.journal_path).append_record("0" * 32, read_history(course)[2].record)
     history = read_history(course)
     assert find_grading(history, "ada").key == second
     assert find_grading(history, first[:10]).key == first
@@ -171,7 +172,9 @@ def test_who_or_what_is_meant(course):
         find_grading(history, "ada", "lab9")
     with pytest.raises(ValueError, match="no record of"):
         find_grading(history, first[:3])  # too short to name one
-    other = module.Grading("1" * 32, history[0].record | {"lab": "lab2_accumulation"})
+    other = module.Grading(
+        "1" * 32, dataclasses.replace(history[0].record, lab="lab2_accumulation")
+    )
     with pytest.raises(ValueError, match="--lab"):
         find_grading([*history, other], "ada")
 

@@ -6,6 +6,7 @@ import csv
 import html.parser
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from made_records import make_course, stub_grading
 from rich.console import Console
 
+from autograder.criteria.criterion import Status, Verdict
 from autograder.plain_text import MARKS, clean
+from autograder.records.record import Record
 from autograder.report.page import write_html
 from autograder.report.terminal import reason, rich_table, write_csv
 from autograder.submission.attempt import not_graded
@@ -53,37 +56,28 @@ def record(
     *,
     boxed: bool = True,
     everything: tuple[str, str] | None = None,
-) -> dict[str, Any]:
+) -> Record:
     """A grading record; `lost` maps a criterion to (status, message) or (…, statuses per rank)."""
     criteria = []
     for name, points in POINTS.items():
         status, message, *ranks = everything or (lost or {}).get(name, ("PASS", ""))
         statuses = ranks[0] if ranks else [] if everything else [status] * 3
-        criteria.append(
-            {
-                "name": name,
-                "max_points": points,
-                "points": points if status == "PASS" else 0,
-                "status": status,
-                "message": message,
-                "ranks": [{"rank": rank, "status": s} for rank, s in enumerate(statuses)],
-            }
-        )
-    return {
-        "submission": f"submitted/{student}/lab1_ddp/lab1_ddp.ipynb",
-        "student": student,
-        "lab": "lab1_ddp",
-        "world_size": 3,
-        "seconds": seconds,
-        "sandboxed": boxed,
-        "score": sum(c["points"] for c in criteria),
-        "max_score": sum(c["max_points"] for c in criteria),
-        "criteria": criteria,
-    }
+        got = points if status == "PASS" else 0
+        told = tuple(map(Status, statuses))
+        criteria.append(Verdict(name, Status(status), got, points, message, told))
+    return Record(
+        submission=f"submitted/{student}/lab1_ddp/lab1_ddp.ipynb",
+        student=student,
+        lab="lab1_ddp",
+        world_size=3,
+        seconds=seconds,
+        sandboxed=boxed,
+        criteria=tuple(criteria),
+    )
 
 
 @pytest.fixture
-def records() -> list[dict[str, Any]]:
+def records() -> list[Record]:
     overlap = "the first all-reduce started after backward had ended (in virtual time 371 ms)."
     late = {
         "ddp_overlap": ("WRONG", overlap),
@@ -158,7 +152,7 @@ def records() -> list[dict[str, Any]]:
     ]
 
 
-def _terminal(records: list[dict[str, Any]], width: int = 100) -> str:
+def _terminal(records: list[Record], width: int = 100) -> str:
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=True, color_system="truecolor").print(
         rich_table(records)
@@ -169,17 +163,8 @@ def _terminal(records: list[dict[str, Any]], width: int = 100) -> str:
 def test_extra_points_lead_beyond_full_marks(tmp_path):
     """As on a GPU, whose criteria add to the score and not to what it is out of."""
     ada, barbara = record("ada", 31.2), record("barbara", 29.8)
-    extra = {
-        "name": "gpu",
-        "max_points": 12,
-        "points": 12,
-        "status": "PASS",
-        "message": "",
-        "ranks": [],
-        "extra": True,
-    }
-    ada["criteria"].append(extra)
-    ada["score"] += 12
+    extra = Verdict("gpu", Status.PASS, 12, 12, "", extra=True)
+    ada = replace(ada, criteria=(*ada.criteria, extra))
     write_html([ada, barbara], path := tmp_path / "report.html")
     page = path.read_text("utf-8")
     assert "<dt>full marks</dt><dd>2</dd>" in page
@@ -218,8 +203,7 @@ def test_whom_the_grader_failed_has_no_score(tmp_path: Path):
     write_csv([ungraded], tmp_path / "grades.csv")
     with (tmp_path / "grades.csv").open(newline="", encoding="utf-8") as file:
         [row] = csv.DictReader(file)
-    names = [criterion["name"] for criterion in ungraded["criteria"]]
-    assert {row["score"], *(row[name] for name in names)} == {""}
+    assert {row["score"], *(row[name] for name in ungraded.by_name)} == {""}
     assert row["reason"] == "INFRA: no disk"
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(rich_table([ungraded]))
@@ -231,14 +215,14 @@ def test_whom_the_grader_failed_has_no_score(tmp_path: Path):
 
 
 def test_csv(records, tmp_path: Path):
-    records[0]["student"] = "=HYPERLINK(1)"
+    records[0] = replace(records[0], student="=HYPERLINK(1)")
     path = tmp_path / "build" / "grades.csv"
     write_csv(records, path)
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 12
     assert rows[0]["student"] == "'=HYPERLINK(1)"
-    assert [float(row["score"]) for row in rows] == [r["score"] for r in records]
+    assert [float(row["score"]) for row in rows] == [r.score for r in records]
     assert rows[2]["ddp_overlap"] == "0"
     assert rows[2]["ddp_overlap status"] == "WRONG"
     assert rows[9]["student"] == "<script>alert('x')</script> evil"
@@ -291,8 +275,8 @@ def test_the_page_is_safe_and_complete(records, tmp_path: Path):
     assert "</pre><img src=x onerror=alert(1)>" in page.text
     assert "\x1b" not in path.read_text()
     for r in records:
-        for criterion in r["criteria"]:
-            assert clean(criterion["message"]).strip() in page.text
+        for criterion in r.criteria:
+            assert clean(criterion.message).strip() in page.text
     assert page.text.count("UNSANDBOXED") == 3
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
@@ -326,10 +310,9 @@ def test_every_status_can_be_shown(status: str, tmp_path: Path):
 
 
 def test_odd_records_do_not_break_it(tmp_path: Path):
-    odd = record("", 0.0, {"setup": ("BRAND_NEW", "")})
-    odd["criteria"] = odd["criteria"][:1]
-    odd["max_score"] = 0
-    other = record("x" * 300, 1e6, {"setup": ("WRONG", "m" * 100_000)}) | {"lab": "lab2_zero"}
+    odd = replace(record("", 0.0), criteria=())
+    other = record("x" * 300, 1e6, {"setup": ("WRONG", "m" * 100_000)})
+    other = replace(other, lab="lab2_zero")
     for some in ([], [odd], [odd, other]):
         write_html(some, tmp_path / "a.html")
         write_csv(some, tmp_path / "a.csv")

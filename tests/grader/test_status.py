@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import io
 import json
@@ -17,6 +18,7 @@ from made_records import hand_in, made_record, make_course, stub_grading
 from rich.console import Console
 
 from autograder.__main__ import main
+from autograder.criteria import criterion as verdicts
 from autograder.criteria import get_lab
 from autograder.records import progress as module
 from autograder.records.journal import Journal
@@ -53,7 +55,7 @@ def batch(course):
 
     attempt("kim", 1, NOW)
     record = made_record("kim", seconds=40.0)
-    journal.append({"kind": "submission", "key": "kim" * 9, "record": record})
+    journal.append_record("kim" * 9, record)
     announcer.done(record)
     attempt("lea", 1, NOW)
     infra = {"kind": "infra", "lab": LAB, "student": "lea", "time": NOW, "try": 1}
@@ -170,8 +172,8 @@ def test_entries_that_are_no_times_or_numbers_do_no_harm(course, batch):
     progress.feed([entry | {"time": math.nan}, entry | {"pid": math.inf}])
     assert progress.batches == []
     announcer = Announcer(course.journal_path)
-    infra = {"name": "setup", "status": "INFRA", "message": " \x1b[2J "}
-    announcer.done(made_record("lea") | {"criteria": [infra]})
+    infra = verdicts.Verdict("setup", verdicts.Status.INFRA, 0.0, 5.0, " \x1b[2J ")
+    announcer.done(dataclasses.replace(made_record("lea"), criteria=(infra,)))
     assert "lea INFRA 2 ?" in re.sub(" +", " ", text(Status(course)))
 
 
@@ -196,7 +198,7 @@ def test_two_that_handed_in_the_same_are_both_done(course):
     announcer = Announcer(course.journal_path)
     announcer.begin(["ada", "kim"], [], lab=LAB, world_size=3, jobs=2, again=False)
     journal = Journal(course.journal_path)
-    journal.append({"kind": "submission", "key": "k", "record": made_record("ada")})
+    journal.append_record("k", made_record("ada"))
     announcer.done(made_record("ada"))
     announcer.done(made_record("kim"))  # from ada's record: nothing was run
     assert "2 of 2 done" in text(Status(course))
@@ -239,7 +241,7 @@ def test_a_class_notes_itself(course, monkeypatch, capsys):
     hand_in(course, "lea")
     assert main(grade) == 0
     capsys.readouterr()
-    first, second = (e for e in Journal(course.journal_path).iter_records() if e["kind"] == "batch")
+    first, second = (e for e in Journal(course.journal_path).iter_entries() if e["kind"] == "batch")
     assert (first["known"], second["known"]) == ([], ["ada", "kim"])
     assert main(["status"]) == 0
     assert "3 of 3 done (2 known before)" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import nbformat
 import pytest
 from attack_corpus import load_attacks
 from course import ROOT
+from made_records import made_record
 
 from autograder.authoring.notebooks import build_notebook
 from autograder.criteria import lab_names
@@ -82,12 +83,10 @@ def test_honest_habits_are_not(tmp_path):
 
 
 def test_ranks_that_ended_are_shown_where_there_are_points():
-    criteria = [{"name": "a", "status": "PASS"}, {"name": "b", "status": "RANK_LOST"}]
-    record = {"student": "ada", "score": 5, "criteria": criteria}
-    (evidence,) = evidence_in_record(record)
-    assert evidence.what == "ranks ended during 1 check: b"
-    assert evidence_in_record(record | {"score": 0}) == []
-    assert evidence_in_record(record | {"criteria": criteria[:1]}) == []
+    (evidence,) = evidence_in_record(made_record("ada", {"script": "RANK_LOST"}))
+    assert evidence.what == "ranks ended during 1 check: script"
+    assert evidence_in_record(made_record("ada", {"*": "RANK_LOST"})) == []
+    assert evidence_in_record(made_record("ada")) == []
 
 
 def test_code_that_is_no_python_is_passed_over():

@@ -26,7 +26,7 @@ import autograder.submission.attempt
 from autograder.course.course import Course
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Lab
-from autograder.submission.attempt import Record
+from autograder.records.record import Record
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
@@ -124,10 +124,10 @@ class AttackCourse:
         return outcome
 
     def _leaks(self, attack: Attack, path: Path, record: Record) -> Iterator[str]:
-        told = json.dumps(record)
+        told = json.dumps(record.to_json())
         key = self.course.key_path.read_text().strip()
         executed = ""
-        graded = {c["status"] for c in record["criteria"]} & {"INFRA", "INVALID"} == set()
+        graded = {c.status for c in record.criteria} & {"INFRA", "INVALID"} == set()
         if graded:
             file = self.class_run.executed_path(self.class_run.key_of(sha256_of(path)))
             if file.stat().st_size > MAX_EXECUTED_BYTES:
@@ -158,8 +158,8 @@ class AttackCourse:
 
 def wrong_verdicts(attack: Attack, record: Record) -> Iterator[str]:
     """Where the record is not what the docstring says."""
-    found = {c["name"]: c["status"] for c in record["criteria"]}
-    why = {c["name"]: c["message"][:300] for c in record["criteria"]}
+    found = {name: str(c.status) for name, c in record.by_name.items()}
+    why = {name: c.message[:300] for name, c in record.by_name.items()}
     passed = {name for name, status in found.items() if status == "PASS"}
     if "INFRA" in found.values():
         yield f"our own failure: {why['setup']}"
@@ -168,7 +168,7 @@ def wrong_verdicts(attack: Attack, record: Record) -> Iterator[str]:
         if set(found.values()) != {"INVALID"} or attack.invalid not in why["setup"]:
             yield f"expected INVALID ({attack.invalid}), got {why['setup']!r}"
         return
-    if not record["sandboxed"]:
+    if not record.sandboxed:
         yield "it ran without a sandbox"
     for name in CRITERIA:
         if name in passed - attack.passes:
@@ -178,8 +178,8 @@ def wrong_verdicts(attack: Attack, record: Record) -> Iterator[str]:
     for name, status in attack.statuses.items():
         if found[name] != status:
             yield f"{name}: expected {status}, got {found[name]}: {why[name]}"
-    if record["score"] != sum(get_lab(LAB)[name].points for name in passed):
-        yield f"the score is {record['score']}"
+    if record.score != sum(get_lab(LAB)[name].points for name in passed):
+        yield f"the score is {record.score}"
 
 
 def reference() -> Attack:
@@ -200,10 +200,10 @@ def main() -> int:
         if named or attack.group == "after":
             outcome = course.grade(attack)
             outcomes.append(outcome)
-            passed = sum(c["status"] == "PASS" for c in outcome.record["criteria"])
+            passed = sum(c.status == "PASS" for c in outcome.record.criteria)
             print(
                 f"{'ok ' if not outcome.problems else 'BAD'} {outcome.seconds:6.1f} s "
-                f"{outcome.record['score']:5.0f} {passed:3d} {attack.title} "
+                f"{outcome.record.score or 0:5.0f} {passed:3d} {attack.title} "
                 f"({resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10} MiB)",
                 *(f"\n      {problem}" for problem in outcome.problems),
                 flush=True,

@@ -182,7 +182,7 @@ class FaultyClass:
         if set(found) != set(self.expected):
             problems.append(f"lost or invented: {sorted(set(found) ^ set(self.expected))}")
         verdicts = Counter(
-            e["record"]["student"] for e in self._journal() if e["kind"] == "submission"
+            e["record"].student for e in self._journal() if e["kind"] == "submission"
         )
         problems += [f"{s}: {n} verdicts" for s, n in verdicts.items() if n != 1]
         for student, record in found.items():
@@ -199,7 +199,7 @@ class FaultyClass:
 
 def journal_of(course: TestCourse) -> list[dict[str, Any]]:
     """All that its journal holds."""
-    return list(Journal(Course(course.root).journal_path).iter_records())
+    return list(Journal(Course(course.root).journal_path).iter_entries())
 
 
 def count_entries(course: TestCourse) -> Counter[str]:

@@ -12,8 +12,10 @@ from course import LAB, ROOT
 
 from autograder.course.course import Course
 from autograder.criteria import get_lab
+from autograder.criteria.criterion import Status, Verdict
 from autograder.gradebook.database import open_gradebook
 from autograder.records.journal import Journal
+from autograder.records.record import Record
 from autograder.records.version import grader_version
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
@@ -48,32 +50,30 @@ def made_record(
     lab: str = LAB,
     path: Path | None = None,
     seconds: float = 10.0,
-) -> dict[str, Any]:
+) -> Record:
     """A grading record; `lost` maps a criterion to its status, "*" stands for every one."""
     lost, criteria = lost or {}, []
     for criterion in get_lab(lab).criteria:
-        status = lost.get(criterion.name, lost.get("*", "PASS"))
+        status = Status(lost.get(criterion.name, lost.get("*", "PASS")))
         criteria.append(
-            {
-                "name": criterion.name,
-                "max_points": criterion.points,
-                "status": status,
-                "points": criterion.points if status == "PASS" else 0.0,
-                "message": "" if status == "PASS" else f"{criterion.name}: it is {status}",
-                "ranks": [{"rank": rank, "status": status} for rank in range(3)],
-            }
+            Verdict(
+                criterion.name,
+                status,
+                criterion.points if status == "PASS" else 0.0,
+                criterion.points,
+                "" if status == "PASS" else f"{criterion.name}: it is {status}",
+                (status,) * 3,
+            )
         )
-    return {
-        "submission": str(path or f"{student}/{lab}.ipynb"),
-        "student": student,
-        "lab": lab,
-        "world_size": get_lab(lab).grading_world_size,
-        "seconds": seconds,
-        "sandboxed": True,
-        "score": sum(c["points"] for c in criteria),
-        "max_score": sum(c["max_points"] for c in criteria),
-        "criteria": criteria,
-    }
+    return Record(
+        submission=str(path or f"{student}/{lab}.ipynb"),
+        student=student,
+        lab=lab,
+        world_size=get_lab(lab).grading_world_size,
+        seconds=seconds,
+        sandboxed=True,
+        criteria=tuple(criteria),
+    )
 
 
 def file_record(
@@ -91,44 +91,45 @@ def file_record(
     return keep(class_run, Submission(student, path), record)
 
 
-def keep(class_run: ClassRun, submission: Submission, record: Mapping[str, Any]) -> str:
+def keep(class_run: ClassRun, submission: Submission, record: Record) -> str:
     """What grading leaves in journal and `build/executed`; the record's key."""
     course, lab = class_run.course, class_run.lab_name
     intake = read_submission(submission.path, course.master(lab))
     key, journal = class_run.key_of(intake.sha256), Journal(course.journal_path)
     entry = {"kind": "verdict", "key": key, "seed_id": f"{submission.student}:{intake.sha256}"}
-    for criterion in record["criteria"]:
-        journal.append(entry | {"grader_version": grader_version(lab), "seconds": 0.5} | criterion)
-    journal.append({"kind": "submission", "key": key, "record": record})
+    entry |= {"grader_version": grader_version(lab), "seconds": 0.5}
+    for verdict in record.criteria:
+        journal.append(entry | verdict.record())
+    journal.append_record(key, record)
     executed = class_run.executed_path(key)
     executed.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(intake.notebook, executed)
     return key
 
 
-def take_in(course: Course, record: Mapping[str, Any], by_person: float | None = None) -> None:
+def take_in(course: Course, record: Record, by_person: float | None = None) -> None:
     """What nbgrader's autograde leaves of a student, who has answered one question.
 
     Args:
         by_person: the points of a person for the answer; None for not graded yet.
     """
-    student, lab, made = record["student"], record["lab"], course.build / "nbgrader"
+    student, lab, made = record.student, record.lab, course.build / "nbgrader"
     for kind in ("submitted", "autograded"):
         folder = made / kind / student / lab
         folder.mkdir(parents=True, exist_ok=True)
-        if Path(record["submission"]).is_file():
-            shutil.copyfile(record["submission"], folder / f"{lab}.ipynb")
+        if Path(record.submission).is_file():
+            shutil.copyfile(record.submission, folder / f"{lab}.ipynb")
     with open_gradebook(course, create=True) as book:
         book.update_or_create_assignment(lab)
         book.update_or_create_notebook(lab, lab)
-        points = {c["name"]: (c["max_points"], "code") for c in record["criteria"]}
+        points = {c.criterion: (c.max_points, "code") for c in record.criteria}
         for name, (most, kind) in (points | {"reflect_1": (2, "markdown")}).items():
             book.update_or_create_grade_cell(name, lab, lab, max_score=most, cell_type=kind)
         book.update_or_create_student(student)
         book.update_or_create_submission(lab, student)
-        for criterion in record["criteria"]:
-            grade = book.find_grade(criterion["name"], lab, lab, student)
-            grade.auto_score, grade.needs_manual_grade = criterion["points"], False
+        for verdict in record.criteria:
+            grade = book.find_grade(verdict.criterion, lab, lab, student)
+            grade.auto_score, grade.needs_manual_grade = verdict.points, False
         if by_person is not None:
             answer = book.find_grade("reflect_1", lab, lab, student)
             answer.manual_score, answer.needs_manual_grade = by_person, False

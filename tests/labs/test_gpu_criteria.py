@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+from dataclasses import replace
 
 import nbformat
 import numpy as np
@@ -17,12 +18,13 @@ import torch
 from conftest import NO_GPU
 from course import ROOT, TestCourse, statuses
 from lab_helper import make_case
+from made_records import made_record
 from nbgrader.api import Gradebook
 
 import autograder.inside.probe as probe
 from autograder.criteria import get_lab, lab_names
 from autograder.criteria.common import gpu_meter
-from autograder.criteria.criterion import Case, Context, HardwareMissingError, Status
+from autograder.criteria.criterion import Case, Context, HardwareMissingError, Status, Verdict
 from autograder.criteria.lab3_fsdp import gpu as fsdp_gpu
 from autograder.criteria.lab4_amp import gpu
 from autograder.criteria.lab6_profiling import gpu as prof_gpu
@@ -32,7 +34,6 @@ from autograder.gradebook.preprocessors import SaveExtraPoints, verdict_output
 from autograder.proof.zoo import load_zoo
 from autograder.referee.referee import Referee, draw_for
 from autograder.report.terminal import reason, rich_table
-from autograder.submission.attempt import _scores
 from minidist.launch import run
 
 pytestmark = pytest.mark.timeout(300)
@@ -127,35 +128,22 @@ def test_nothing_else_can_be_blocked(referee):
     assert (verdict.status, verdict.extra) == (Status.STUDENT_ERROR, False)
 
 
-def _criteria(status, points):
-    extra = {"name": "amp_gpu_speed", "status": status, "points": points, "max_points": 3.0}
-    counted = {"name": "amp_choice", "status": "PASS", "points": 100.0, "max_points": 100.0}
-    about = {"message": "why", "ranks": []}
-    return [counted | about, extra | about | {"extra": True}]
-
-
 @pytest.mark.parametrize(
     ("status", "points", "score"),
     [
-        ("PASS", 3.0, 103.0),
-        ("WRONG", 0.0, 100.0),
-        ("BLOCKED", 0.0, 100.0),
+        (Status.PASS, 3.0, 103.0),
+        (Status.WRONG, 0.0, 100.0),
+        (Status.BLOCKED, 0.0, 100.0),
     ],
 )
 def test_extra_points_come_on_top(status, points, score):
-    record = {
-        "student": "x",
-        "lab": "lab4_amp",
-        "world_size": 3,
-        "seconds": 1.0,
-        "sandboxed": True,
-        "submission": "x.ipynb",
-        "criteria": _criteria(status, points),
-    } | _scores(_criteria(status, points))
-    assert (record["score"], record["max_score"]) == (score, 100.0)
+    counted = Verdict("amp_choice", Status.PASS, 100.0, 100.0, "why")
+    extra = Verdict("amp_gpu_speed", status, points, 3.0, "why", extra=True)
+    record = replace(made_record("x", lab="lab4_amp"), criteria=(counted, extra))
+    assert (record.score, record.max_score) == (score, 100.0)
     assert reason(record) == ""  # nothing is missing from full marks
     assert rich_table([record]).row_count == 1
-    shown = verdict_output(record["criteria"][1], "twice as fast", True)
+    shown = verdict_output(extra, "twice as fast", True)
     assert shown.output_type == ("error" if status == "WRONG" else "display_data")
     assert " extra" in json.dumps(shown)
 
@@ -198,7 +186,9 @@ def test_a_class_without_a_gpu_through_nbgrader(tmp_path):
     # The same on a machine that could tell.
     names = {"student": "s", "assignment": "lab4_amp", "notebook": "lab4_amp", "db_url": url}
     notebook = nbformat.v4.new_notebook()
-    resources = {"nbgrader": names, "minidist_record": {"criteria": _criteria("PASS", 3.0)}}
+    extra = Verdict("amp_gpu_speed", Status.PASS, 3.0, 3.0, "why", extra=True)
+    record = replace(made_record("s", lab="lab4_amp"), criteria=(extra,))
+    resources = {"nbgrader": names, "minidist_record": record}
     assert SaveExtraPoints().preprocess(notebook, resources)[0] is notebook
     assert grade("amp_gpu_speed") == (3, 0, False, 3)
 

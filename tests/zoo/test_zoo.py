@@ -179,10 +179,10 @@ def test_report_and_csv(graded):
 def test_a_second_run_grades_nothing_again(graded):
     course, records = graded
     journal = Journal(course.root / "build" / "journal.jsonl")
-    entries = list(journal.iter_records())
+    entries = list(journal.iter_entries())
     began = time.monotonic()
     again = course.grade(str(course.root / "class"), "--no-gradebook")
     assert again == records
-    new = list(journal.iter_records())[len(entries) :]
+    new = list(journal.iter_entries())[len(entries) :]
     assert [entry["kind"] for entry in new] == ["batch", "batch_end"]  # for `autograder status`
     assert time.monotonic() - began < sum(r["seconds"] for r in records.values())

@@ -18,10 +18,10 @@ from autograder.batch.slurm.backend import ENDED, QUEUED, RUNNING, Backend, Refu
 from autograder.batch.slurm.exchange_folder import BatchFolder, Result, Task
 from autograder.course.course import Course, CourseError
 from autograder.course.slurm_options import TIME_MARGIN_S, SlurmOptions
-from autograder.criteria.criterion import Status
 from autograder.plain_text import clean
 from autograder.records.journal import Journal
-from autograder.submission.attempt import Record, not_graded
+from autograder.records.record import Record
+from autograder.submission.attempt import not_graded
 from autograder.submission.class_run import ClassRun, executed_path
 from autograder.submission.find import Submission
 from autograder.submission.intake import sha256_of
@@ -124,17 +124,19 @@ class JobBatch:
             except (ValueError, OSError) as error:
                 self._failed(work, str(error))
                 continue
-            infra = infra_reason(result.record)
-            if result.failure or infra:
+            record, student = result.record, work.submission.student
+            infra = record and record.infra
+            if record is None or infra:
                 self._blame(work, result.host)
-            if result.failure or result.record is None or infra:
-                self._failed(work, infra or result.failure)
+                self._failed(work, infra.message if infra else result.failure)
             elif result.key != work.key:
                 self._failed(work, f"{path}: expected key {work.key}, got {result.key}")
+            elif (record.student, record.lab) != (student, self.class_run.lab_name):
+                self._failed(work, f"{path}: expected {student}'s record, got {record.student}'s")
             else:
-                file_result(self.class_run.course, path, result, result.record)
+                file_result(self.class_run.course, path, result, record)
                 del self.work[work.index]
-                self._done(work.index, result.record)
+                self._done(work.index, record)
 
     def _failed(self, work: _Work, reason: str, *, again: bool = True) -> None:
         """Handles a job without a result: plans a new job after a while, or gives up (INFRA)."""
@@ -321,19 +323,13 @@ def file_result(course: Course, path: Path, result: Result, record: Record) -> N
     """
     notebook = path.with_suffix(".ipynb")
     if notebook.exists():
-        target = executed_path(course, record["lab"], result.key)
+        target = executed_path(course, record.lab, result.key)
         target.parent.mkdir(parents=True, exist_ok=True)
         notebook.replace(target)
     journal = Journal(course.journal_path)
     for entry in result.entries:
         journal.append(entry)
-    journal.append({"kind": "submission", "key": result.key, "record": record})
-
-
-def infra_reason(record: Record | None) -> str:
-    """Why the grader failed in a job; empty if it did not fail."""
-    criteria: Sequence[Mapping[str, str]] = record["criteria"] if record else ()
-    return next((c["message"] for c in criteria if c["status"] == Status.INFRA), "")
+    journal.append_record(result.key, record)
 
 
 @contextmanager

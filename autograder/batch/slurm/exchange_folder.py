@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from autograder.files import write_whole
+from autograder.records.record import Record, read_field, read_object
 
 JOBS = "jobs"  # in the course's build folder
 KEEP_LOGS_S = 7 * 24 * 3600
+COPIED = ("verdict", "infra")  # kinds of journal entries that the grader copies from a job
 _CLOSED = "closed"
 _KIND = "kind"
 _OWNER = "owner"
@@ -82,7 +84,7 @@ class Result:
     host: str
     seconds: float
     failure: str = ""
-    record: dict[str, Any] | None = None
+    record: Record | None = None
     entries: tuple[dict[str, Any], ...] = ()
 
     @classmethod
@@ -94,15 +96,35 @@ class Result:
             OSError: the file cannot be read.
         """
         try:
-            result = cls(**json.loads(path.read_text("utf-8")))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected a job's result, got {error}") from None
-        if not result.failure and not isinstance(result.record, dict):
-            raise ValueError(f"{path}: expected a record or a failure, got neither")
+            given = read_object(json.loads(path.read_text("utf-8")), "result")
+            failure = read_field(given, "failure", str, "result")
+            result = cls(
+                key=read_field(given, "key", str, "result"),
+                host=read_field(given, "host", str, "result"),
+                seconds=read_field(given, "seconds", float, "result"),
+                failure=failure,
+                record=None if failure else Record.from_json(given.get("record")),
+                entries=tuple(read_field(given, "entries", list, "result")),
+            )
+            result.check()
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: expected a job's result: {error}") from None
         return result
 
+    def check(self) -> None:
+        """Raises ValueError if the key or the entries could harm other submissions' records."""
+        if not self.key.isalnum():  # it becomes a file's name
+            raise ValueError(f"result.key: expected letters and digits, got {self.key!r}")
+        for number, entry in enumerate(self.entries):
+            where = f"result.entries[{number}]"
+            kind = read_field(read_object(entry, where), "kind", str, where)
+            if kind not in COPIED or entry.get("key") != self.key:
+                raise ValueError(f"{where}: expected {COPIED} of {self.key}, got {kind!r}")
+
     def write(self, path: Path) -> None:
-        write_whole(path, json.dumps(dataclasses.asdict(self), allow_nan=False).encode())
+        record = self.record.to_json() if self.record else None
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        write_whole(path, json.dumps(given | {"record": record}, allow_nan=False).encode())
 
 
 class BatchFolder:

@@ -12,7 +12,6 @@ knows the reason.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -23,11 +22,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from autograder.batch.slurm.exchange_folder import Result, Task
+from autograder.batch.slurm.exchange_folder import COPIED, Result, Task
 from autograder.files import write_whole
 from autograder.submission.scratch import remove_abandoned, scratch_folder
 
@@ -36,7 +34,6 @@ from autograder.submission.scratch import remove_abandoned, scratch_folder
 STOP_WITHIN_S = 15.0  # box and kernel normally end much sooner
 _ANSWER, _EXECUTED = "answer.json", "executed.ipynb"
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
-_TELLING = ("verdict", "infra")  # kinds of journal entries that the grader copies
 
 
 def run_task(path: str) -> None:
@@ -54,14 +51,16 @@ def run_task(path: str) -> None:
         failure = _grade_in_child(task, path, folder, told)
         if failure is None:
             raise SystemExit(128 + signal.SIGTERM)
-        about: dict[str, Any] = {"key": task.key, "failure": failure}
-        if not failure:
-            about = json.loads((folder / _ANSWER).read_text("utf-8"))
-            if (folder / _EXECUTED).exists():
-                notebook = Path(task.result).with_suffix(".ipynb")
-                write_whole(notebook, (folder / _EXECUTED).read_bytes())
+        result = _failed(task, failure) if failure else Result.read(folder / _ANSWER)
+        if (folder / _EXECUTED).exists() and not result.failure:
+            notebook = Path(task.result).with_suffix(".ipynb")
+            write_whole(notebook, (folder / _EXECUTED).read_bytes())
         seconds = round(time.monotonic() - began, 2)
-        Result(host=_node(), seconds=seconds, **about).write(Path(task.result))
+        replace(result, seconds=seconds).write(Path(task.result))
+
+
+def _failed(task: Task, why: str) -> Result:
+    return Result(key=task.key, host=_node(), seconds=0.0, failure=why)
 
 
 def _node() -> str:
@@ -136,8 +135,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job's process says when to end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     threading.Thread(target=_end_with_job, daemon=True).start()
-    answer = _grade(Task.read(path), folder)
-    write_whole(folder / _ANSWER, json.dumps(answer, allow_nan=False).encode())
+    _grade(Task.read(path), folder).write(folder / _ANSWER)
     return 0
 
 
@@ -151,7 +149,7 @@ def _end_with_job() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _grade(task: Task, folder: Path) -> dict[str, Any]:
+def _grade(task: Task, folder: Path) -> Result:
     from autograder.box.sandbox import probe_support
     from autograder.course.course import Course, CourseError
     from autograder.records.journal import Journal
@@ -178,37 +176,36 @@ def _grade(task: Task, folder: Path) -> dict[str, Any]:
         def key_path(self) -> Path:
             return Course(self.root).key_path
 
-    def failed(reason: str) -> dict[str, Any]:
-        return {"key": task.key, "failure": reason}
-
     host = _node()
     course = JobCourse(Path(task.root), folder / "build")
     support = probe_support()
     if not support.works and not task.trusted:
-        return failed(f"{host}: no sandbox on this node: {support.reason}")
+        return _failed(task, f"{host}: no sandbox on this node: {support.reason}")
     class_run = ClassRun(course, task.lab, task.world_size, sandboxed=support.works)
     try:
         submission = Submission(task.student, Path(task.path))
         found = sha256_of(submission.path)
         key = class_run.key_of(found)
     except CourseError as error:
-        return failed(f"{host}: {error}")
+        return _failed(task, f"{host}: {error}")
     if found != task.sha256:
-        return failed(
+        return _failed(
+            task,
             f"{host}: {task.path} is not the file that was to be graded: it has changed since, or "
-            "this node does not see it; expected a folder that all nodes share"
+            "this node does not see it; expected a folder that all nodes share",
         )
     if key != task.key:
-        return failed(
+        return _failed(
+            task,
             f"{host}: this node has another version of the grader, the lab, Python or torch than "
-            f"the login node: expected {task.key}, got {key}"
+            f"the login node: expected {task.key}, got {key}",
         )
     record = grade(submission, class_run)
-    entries = list(Journal(course.journal_path).iter_records())
+    entries = [e for e in Journal(course.journal_path).iter_entries() if e["kind"] in COPIED]
     executed = class_run.executed_path(key)
     if executed.is_file():
         shutil.move(executed, folder / _EXECUTED)
-    return {"key": key, "record": record, "entries": [e for e in entries if e["kind"] in _TELLING]}
+    return Result(key=key, host=host, seconds=0.0, record=record, entries=tuple(entries))
 
 
 if __name__ == "__main__":

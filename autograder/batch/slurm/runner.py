@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from autograder.batch.slurm.backend import Backend, LocalJobs, SlurmJobs, cancel_by_name
-from autograder.batch.slurm.batch import Done, JobBatch, file_result, infra_reason
+from autograder.batch.slurm.batch import Done, JobBatch, file_result
 from autograder.batch.slurm.exchange_folder import (
     BatchFolder,
     Result,
@@ -96,7 +96,7 @@ class JobRunner:
             for path in sorted(folder.results.glob("*.json")):
                 try:
                     result = Result.read(path)
-                    if result.record is None or infra_reason(result.record):
+                    if result.record is None or result.record.infra:
                         continue  # a failure of the grader is no verdict: grade again
                     if Journal(course.journal_path).finished(result.key) is None:
                         file_result(course, path, result, result.record)
