@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 from typing import Any
 
 import numpy as np
@@ -49,3 +50,32 @@ def told(answer: Values, name: str) -> Any:
     """A value that a rank sent as JSON; None for an array, because `==` cannot compare arrays."""
     value = answer.get(name)
     return None if isinstance(value, np.ndarray) else value
+
+
+def returned(value: Any, what: str) -> Any:
+    """`value`, unless a student's function has returned nothing. For use in the ranks.
+
+    Raises:
+        TypeError: the function called `what` has returned None.
+    """
+    if value is None:
+        raise TypeError(f"{what} returned None: is a `return` missing?")
+    return value
+
+
+def described(value: Any) -> Any:
+    """A number as it is, anything else in words: "nothing", "a Tensor". For use in the ranks.
+
+    A message that says what came back says more than the error of a `float()` in the grader.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    if value is None:
+        return "nothing (None)"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def described_numbers(values: Any) -> Any:
+    """`described` for each item of a list or tuple; for anything else what it is."""
+    return [described(v) for v in values] if isinstance(values, list | tuple) else described(values)
