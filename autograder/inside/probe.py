@@ -239,6 +239,15 @@ def _cuda_works() -> bool:
     return False
 
 
+def _agent_serves() -> bool:
+    """Whether torch's agent serves the store at MASTER_ADDR, as under torchrun.
+
+    The kernel takes the first variable away from its ranks; `minidist.launch` sets it to False.
+    """
+    told = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    return told == "True" or (told is None and "TORCHELASTIC_RUN_ID" in os.environ)
+
+
 def _store(channels: _Channels, case: int) -> Any:
     """A key-value store for this check: a prefix of the store that torchrun already serves."""
     global _base_store
@@ -249,8 +258,7 @@ def _store(channels: _Channels, case: int) -> Any:
             _base_store = dist.TCPStore(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
-                is_master=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-                and channels.rank == 0,
+                is_master=channels.rank == 0 and not _agent_serves(),
             )
         else:
             _base_store = dist.HashStore()

@@ -22,7 +22,7 @@ from ipykernel.kernelapp import IPKernelApp
 from tornado.ioloop import IOLoop
 from traitlets.config import Config
 
-from minidist.kernel.inside import recover
+from minidist.kernel.inside import recover, rendezvous
 from minidist.kernel.inside.companion import Companion
 from minidist.kernel.inside.diagnose import collectives_started
 from minidist.kernel.inside.stream import BoundedStream
@@ -64,7 +64,7 @@ class RankKernel(IPythonKernel):
         self.cells_started += 1
         self.cell_id = str(ours.get("cell", self.cells_started))
         self.collectives_before = collectives_started()
-        recover.new_cell(self.cell_id)
+        rendezvous.new_cell(self.cell_id)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, BoundedStream):
                 stream.new_cell(f"In{ours.get('count') or self.cell_id}")
@@ -213,7 +213,7 @@ def main(config: dict[str, Any], launcher: int) -> None:
     link.send({"pid": os.getpid()})
     try:
         app = _make_app(config, rank)
-        recover.install_fresh_store_keys()
+        rendezvous.install()
         keep_backends()
         _run_hook()
         app.iopub_thread.schedule(lambda: None)  # type: ignore[union-attr]

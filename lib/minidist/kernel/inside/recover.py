@@ -3,43 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import socket
 from typing import Any
-
-_cell = "start"
-_inits_in_cell = 0
-
-
-def new_cell(cell_id: str) -> None:
-    """Every rank that runs the cell calls this with the same `cell_id`."""
-    global _cell, _inits_in_cell
-    _cell, _inits_in_cell = cell_id, 0
-
-
-def install_fresh_store_keys() -> None:
-    """Give each `init_process_group` its own key prefix in the rendezvous store.
-
-    The store lives in torch's agent and outlives process groups. Without the prefix, a second
-    `init_process_group` reads addresses that the first one left there, and fails to connect. The
-    prefix consists of the cell and the number of the call within the cell, so ranks agree on it
-    without communication, even after one of them failed half way in an earlier cell.
-    """
-    import torch.distributed as dist
-
-    # `torch.distributed.rendezvous` as an attribute is the function of that name.
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-    original = rendezvous._rendezvous_handlers["env"]
-
-    def handler(url: str, *args: Any, **kwargs: Any) -> Any:
-        global _inits_in_cell
-        _inits_in_cell += 1
-        prefix = f"minidist/{_cell}/{_inits_in_cell}"
-        for store, rank, world_size in original(url, *args, **kwargs):
-            yield dist.PrefixStore(prefix, store), rank, world_size
-
-    rendezvous._rendezvous_handlers["env"] = handler
 
 
 def own_sockets() -> set[str]:
