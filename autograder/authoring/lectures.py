@@ -70,21 +70,37 @@ class _Reader:
         if body.startswith("%%"):
             return self._foreign(source)
         tree = ast.parse(TransformerManager().transform_cell(body))
-        kept: list[ast.stmt] = []
-        needs: frozenset[str] = frozenset()
-        hidden = False
+        wanted: dict[ast.stmt, frozenset[str]] = {}
         for node in tree.body:
-            wanted = self._needs(node)
-            self._learn(node, wanted)
-            needs |= wanted
-            hidden |= bool(wanted) and not isinstance(node, _DEFINITIONS)
-            kept += self._rest_of_import(node) if wanted else [node]
+            wanted[node] = self._needs(node)
+            self._learn(node, wanted[node])
+        needs = frozenset[str]().union(*wanted.values())
+        shows = [n for n, modules in wanted.items() if modules and not isinstance(n, _DEFINITIONS)]
+        if shows:  # the outputs of the whole cell are shown, so nothing is shown again
+            for node in tree.body:
+                if isinstance(node, ast.Expr):
+                    wanted[node] |= needs
+            self._spoil(tree.body, wanted)
+        kept: list[ast.stmt] = []
+        for node in tree.body:
+            kept += self._rest_of_import(node) if wanted[node] else [node]
         if not needs:
             return Cell(source)
-        if hidden:  # the outputs of the whole cell are shown, so nothing is shown again
-            kept = [node for node in kept if not isinstance(node, ast.Expr)]
         text = "\n".join(_source_of(body, node) for node in kept)
-        return Cell(head + text if text else "", needs, hidden)
+        return Cell(head + text if text else "", needs, bool(shows))
+
+    def _spoil(self, body: list[ast.stmt], wanted: dict[ast.stmt, frozenset[str]]) -> None:
+        """Drops what a cell makes and then changes by a statement that is dropped."""
+        makes = {node: set(_stored(node)) for node in body}
+        while True:
+            changed = {n for node in body if wanted[node] for n in _global_names(node)}
+            spoilt = [node for node in body if not wanted[node] and makes[node] & changed]
+            if not spoilt:
+                return
+            needs = frozenset[str]().union(*wanted.values())
+            for node in spoilt:
+                wanted[node] = needs
+                self._learn(node, needs)
 
     def _foreign(self, source: str) -> Cell:
         """A cell with a magic whose body is text."""
@@ -139,9 +155,7 @@ class _Reader:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             self.names[node.name] = needs
         else:
-            for part in ast.walk(node):
-                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    self.names[part.id] = needs
+            self.names |= dict.fromkeys(_stored(node), needs)
 
     def _rest_of_import(self, node: ast.stmt) -> list[ast.stmt]:
         """An import without the names that are withheld."""
@@ -149,6 +163,14 @@ class _Reader:
             return []
         names = [a for a in node.names if not self._module(f"{node.module}.{a.name}")]
         return [ast.ImportFrom(node.module, names, node.level)] if names else []
+
+
+def _stored(node: ast.stmt) -> Iterator[str]:
+    """The names of data that a statement makes."""
+    if not isinstance(node, _DEFINITIONS):
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                yield part.id
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
@@ -217,13 +239,13 @@ def write_for_students(
             kept.append(cell)
             continue
         decision, outputs = next(decisions), next(with_outputs).outputs
+        if not decision.hidden or "getsource" in cell.source:  # that would show withheld code
+            outputs = []
         if decision.source.strip():
             cell.source = decision.source
             kept.append(cell)
-        if decision.hidden:
+        if outputs:
             labs = sorted({lab for module in decision.needs for lab in until[module]})
-            if "getsource" in cell.source:
-                outputs = []  # they show the withheld code itself
             kept.append(_shown(f"{cell.id}-outputs", outputs, labs))
     notebook.cells = kept
     return notebook

@@ -136,7 +136,7 @@ def _release_table(made: Release) -> Table:
     """What was left out, until when, and why."""
     table = Table(box=box.SIMPLE_HEAD, title="left out" if made.withheld else "nothing is left out")
     for heading in ("what", "until this lab is over", "why"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for name, labs in made.withheld.items():
         reasons = {get_lab(lab).withheld.get(name, "needs a withheld module") for lab in labs}
         table.add_row(name, ", ".join(labs), ", ".join(sorted(reasons)))

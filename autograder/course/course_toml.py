@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,17 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from autograder.course.slurm_options import SlurmOptions, read_slurm
+from autograder.course.values import OptionsError, whole_number
 from autograder.criteria import get_lab, lab_names
 from autograder.criteria.criterion import Lab
-from autograder.criteria.limits import GIB, MIB, Limits
+from autograder.criteria.limits import Limits
 
 NAME = "course.toml"
 _SECTIONS = ("points", "limits", "gates", "slurm")
-_SIZE = re.compile(r"([1-9]\d{0,5}) ?([MG])iB")
-
-
-class OptionsError(ValueError):
-    """The file is invalid; the message names file, table, key and value."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,8 @@ class Options:
         """The lab with the course's points, limits and gates."""
         points, limits = self.points.get(lab.name, {}), self.limits.get(lab.name, {})
         caps = self.gates.get(lab.name, {})
+        if not points and not limits and not caps:
+            return lab
         criteria = tuple(
             dataclasses.replace(c, points=points[c.name]) if c.name in points else c
             for c in lab.criteria
@@ -90,15 +87,13 @@ def read_options(root: Path) -> Options:
         raise OptionsError(f"{path}: cannot be read: {error}") from None
     if unknown := sorted(set(found) - set(_SECTIONS)):
         raise OptionsError(
-            f"{path}: expected tables [points.LAB], [limits.LAB], [gates.LAB], [slurm]; got {unknown[0]!r}"
+            f"{path}: expected tables [points.LAB], [limits.LAB], [gates.LAB], [slurm]; "
+            f"got {unknown[0]!r}"
         )
     points: dict[str, dict[str, float]] = {}
     limits: dict[str, dict[str, int]] = {}
     gates: dict[str, dict[str, float]] = {}
-    try:
-        slurm = read_slurm(_table(found.pop("slurm", {}), f"{path}: slurm"), f"{path}: [slurm]")
-    except ValueError as error:
-        raise OptionsError(str(error)) from None
+    slurm = read_slurm(_table(found.pop("slurm", {}), f"{path}: slurm"), f"{path}: [slurm]")
     for section in found:
         for name, table in _table(found[section], f"{path}: {section}").items():
             where = f"{path}: [{section}.{name}]"
@@ -142,14 +137,6 @@ def _limits(entries: dict[str, Any], where: str) -> dict[str, int]:
     for name, value in entries.items():
         if name not in names:
             raise OptionsError(f"{where}: {name}: no such limit; there are: {', '.join(names)}")
-        size = (
-            _SIZE.fullmatch(value) if name.endswith("_bytes") and isinstance(value, str) else None
-        )
-        number = int(size[1]) * (GIB if size[2] == "G" else MIB) if size else value
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            or_size = ' or a size such as "512 MiB" or "2 GiB"' if name.endswith("_bytes") else ""
-            raise OptionsError(
-                f"{where}: {name}: expected a whole number from 1 up{or_size}, got {value!r}"
-            )
-        found[name] = number
+        size = name.endswith("_bytes")
+        found[name] = whole_number(value, f"{where}: {name}", or_size=size)
     return found

@@ -14,13 +14,12 @@ class to the wrong partition.
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from typing import Any
 
+from autograder.course.values import OptionsError, whole_number
 from autograder.criteria.limits import GIB, MIB, Limits
 
-_SIZE = re.compile(r"([1-9]\d{0,5}) ?([MG])iB")
 # Slurm's time limit is this much longer than the job's own, so that the job ends itself before
 # Slurm, which counts in whole minutes, ends it.
 TIME_MARGIN_S = 120
@@ -91,41 +90,36 @@ def read_slurm(entries: dict[str, Any], where: str) -> SlurmOptions:
     """Reads the table.
 
     Raises:
-        ValueError: a key is unknown, or a value is invalid.
+        OptionsError: a key is unknown, or a value is invalid.
     """
     kinds = {each.name: each.default for each in dataclasses.fields(SlurmOptions)}
     found: dict[str, Any] = {}
     for name, value in entries.items():
         if name not in kinds:
-            raise ValueError(f"{where}: {name}: no such key; there are: {', '.join(kinds)}")
+            raise OptionsError(f"{where}: {name}: no such key; there are: {', '.join(kinds)}")
         found[name] = _value(name, value, kinds[name], f"{where}: {name}")
     options = SlurmOptions(**found)
     if options.gpus and options.gres:
-        raise ValueError(f"{where}: expected gpus or gres, got both")
+        raise OptionsError(f"{where}: expected gpus or gres, got both")
     return options
 
 
 def _value(name: str, value: Any, default: Any, where: str) -> Any:
     if name == "setup":
         if not isinstance(value, list) or not all(_is_line(line) for line in value):
-            raise ValueError(
+            raise OptionsError(
                 f'{where}: expected a list of lines such as ["module load cuda"], got {value!r}'
             )
         return tuple(value)
     if isinstance(default, bool):
         if not isinstance(value, bool):
-            raise ValueError(f"{where}: expected true or false, got {value!r}")
+            raise OptionsError(f"{where}: expected true or false, got {value!r}")
         return value
     if isinstance(default, str):
         if not _is_line(value) or " " in value:
-            raise ValueError(f"{where}: expected a text without spaces, got {value!r}")
+            raise OptionsError(f"{where}: expected a text without spaces, got {value!r}")
         return value
-    size = _SIZE.fullmatch(value) if name == "memory" and isinstance(value, str) else None
-    number = int(size[1]) * (GIB if size[2] == "G" else MIB) if size else value
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        or_size = ' or a size such as "12 GiB"' if name == "memory" else ""
-        raise ValueError(f"{where}: expected a whole number from 1 up{or_size}, got {value!r}")
-    return number
+    return whole_number(value, where, or_size=name == "memory")
 
 
 def _is_line(value: Any) -> bool:

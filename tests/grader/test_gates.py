@@ -1,0 +1,76 @@
+"""Whoever misses the idea of a lab does not pass it."""
+
+from __future__ import annotations
+
+import pytest
+
+from autograder.course.course_toml import OptionsError, read_options
+from autograder.criteria import get_lab, lab_names
+from autograder.criteria.criterion import Status, Verdict
+from autograder.criteria.gates import apply_gates
+
+MAIN = [name for name in lab_names() if name.startswith("lab")]
+
+
+def verdicts(lab, lost=(), status=Status.WRONG):
+    return [
+        Verdict(
+            c.name,
+            status if c.name in lost else Status.PASS,
+            0.0 if c.name in lost else c.listed_points,
+            c.points,
+            "wrong" if c.name in lost else "",
+        )
+        for c in lab.criteria
+    ]
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_without_its_idea_a_lab_gives_less_than_half(name):
+    lab = get_lab(name)
+    assert lab.gates
+    for gate in lab.gates:
+        assert set(gate.criteria) <= {c.name for c in lab.criteria}
+        lost = gate.criteria[gate.needed - 1 :]  # one more than may be lost
+        found = apply_gates(lab, verdicts(lab, lost))
+        assert gate.at_most - 1 < sum(v.points for v in found) <= gate.at_most < 50
+        told = [v.message for v in found if v.criterion in lost]
+        assert all(message == f"{gate.rule}.\nwrong" for message in told)
+        one_less = apply_gates(lab, verdicts(lab, lost[1:]))
+        assert sum(v.points for v in one_less) == lab.max_score - sum(
+            lab[criterion].points for criterion in lost[1:]
+        )
+
+
+@pytest.mark.parametrize("status", [Status.INFRA, Status.BLOCKED])
+def test_what_could_not_be_tested_closes_no_gate(status):
+    lab = get_lab("lab1_ddp")
+    plain = verdicts(lab, lab.gates[0].criteria, status)
+    assert list(apply_gates(lab, plain)) == plain
+
+
+def test_gates_are_applied_anew_when_the_course_changes_them(tmp_path):
+    lab = get_lab("lab1_ddp")
+    once = apply_gates(lab, verdicts(lab, ["ddp_gradients"]))
+    (tmp_path / "course.toml").write_text("[gates.lab1_ddp]\naveraging = 60\n")
+    changed = read_options(tmp_path).apply(lab)
+    again = apply_gates(changed, verdicts(lab, ["ddp_gradients"]))
+    assert 59 < sum(v.points for v in again) <= 60
+    told = apply_gates(changed, [*again])[[v.criterion for v in again].index("ddp_gradients")]
+    assert told.message == "wrong"  # with the points of the first time, nothing is above the gate
+    assert {v.message for v in once} > {""}
+    (tmp_path / "course.toml").write_text("[gates.lab1_ddp]\naveraging = 100\n")
+    assert read_options(tmp_path).apply(lab).gates[0].at_most == 100
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sharding = 50", "sharding: no such gate; there are: averaging"),
+        ("averaging = -1", "from 0"),
+    ],
+)
+def test_a_gate_that_does_not_exist_is_refused(tmp_path, text, message):
+    (tmp_path / "course.toml").write_text(f"[gates.lab1_ddp]\n{text}\n")
+    with pytest.raises(OptionsError, match=message):
+        read_options(tmp_path)
