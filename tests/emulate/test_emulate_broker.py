@@ -15,12 +15,13 @@ import time
 import numpy as np
 import pytest
 
-from minidist.emulate import ChargePlan, clusters, simulate, wire
+from minidist.emulate import ChargePlan, clusters, simulate
 from minidist.emulate.arrays import reduce, values
 from minidist.emulate.broker import Broker
 from minidist.emulate.client import Client, CollectiveError, CollectiveMismatch
 from minidist.emulate.session import Session
 from minidist.errors import ProtocolError
+from minidist.processes import frames
 
 JOIN_S = 30.0  # no thread of a test waits longer than this
 
@@ -204,7 +205,7 @@ def test_different_calls_are_a_mismatch_on_all_ranks():
 
 
 def raw_frame(
-    header, payload=b"", magic=wire.MAGIC, header_bytes=None, payload_bytes=None
+    header, payload=b"", magic=frames.MAGIC, header_bytes=None, payload_bytes=None
 ) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     header_bytes = len(text) if header_bytes is None else header_bytes
@@ -577,7 +578,7 @@ def test_an_interrupt_in_the_midst_of_a_frame_breaks_the_socket_for_good(part):
     client = Client(ours, 0, 1)
 
     def respond():
-        length, _ = wire.unpack_prefix(theirs.recv(16, socket.MSG_WAITALL))
+        length, _ = frames.unpack_prefix(theirs.recv(16, socket.MSG_WAITALL))
         request = json.loads(theirs.recv(length, socket.MSG_WAITALL))
         data = raw_frame(json.loads(answer[16:]) | {"q": request["q"]}, b"x" * 100)
         theirs.sendall(data[: 7 if part == "prefix" else -20])

@@ -16,6 +16,7 @@ import pytest
 from autograder.inside import wire
 from autograder.inside.wire import Message, receive, send
 from minidist.errors import DeadlineError, ProtocolError
+from minidist.processes import frames
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_an_object_array_is_not_sent(pair):
         send(pair[0], Message("k", {}, {"x": np.array([{}, []], dtype=object)}))
 
 
-def _frame(header, body=b"", magic=b"AGW1", header_length=None, body_length=None):
+def _frame(header, body=b"", magic=frames.MAGIC, header_length=None, body_length=None):
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     prefix = struct.pack(
         "!4sIQ",

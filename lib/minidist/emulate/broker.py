@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from minidist.emulate import wire
 from minidist.emulate.plan import ChargePlan
 from minidist.emulate.session import Session
 from minidist.emulate.trace import Trace
 from minidist.errors import ProtocolError
+from minidist.processes import frames
 
 _BUFFER_BYTES = 1 << 20
 # Limit of the replies that a rank has not read; beyond it, the rank's connection is shut down.
@@ -42,7 +42,7 @@ class _Connection:
     def __init__(self, rank: int, sock: socket.socket, max_payload_bytes: int) -> None:
         self.rank = rank
         self.sock = sock
-        self.reader = wire.FrameReader(max_payload_bytes)
+        self.reader = frames.FrameReader(max_payload_bytes)
         self.outgoing: deque[memoryview] = deque()
         self.unread_bytes = 0
         self.mask = selectors.EVENT_READ  # events that the socket is registered for
@@ -66,7 +66,7 @@ class Broker:
         *,
         keep_payloads: bool = False,
         deadline_s: float = 30.0,
-        max_payload_bytes: int = wire.MAX_PAYLOAD_BYTES,
+        max_payload_bytes: int = frames.MAX_PAYLOAD_BYTES,
         max_session_bytes: int = 1 << 32,
         max_session_events: int = 1_000_000,
     ) -> None:
@@ -259,10 +259,10 @@ class Broker:
         if connection is None:
             return
         size = 0 if payload is None else payload.nbytes
-        start = wire.pack(header, size)
+        start = frames.pack(header, size)
         connection.outgoing.append(memoryview(start))
         if payload is not None and size:
-            connection.outgoing.append(wire.view_of(np.ascontiguousarray(payload)))
+            connection.outgoing.append(frames.view_of(np.ascontiguousarray(payload)))
         connection.unread_bytes += len(start) + size
         self._send(connection)
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.emulate import wire
 from minidist.errors import MinidistError, MismatchError, ProtocolError
+from minidist.processes import frames
 
 # The broker answers within its own deadline; without an answer after this much more, it is gone.
 _GRACE_S = 20.0
@@ -164,7 +164,7 @@ class Client:
 
     def _send(self, header: dict[str, Any], payload: memoryview | None) -> None:
         size = 0 if payload is None else payload.nbytes
-        start = wire.pack(header | {"s": self.session}, size)
+        start = frames.pack(header | {"s": self.session}, size)
         with self._sending:
             try:
                 self._sock.sendall(start)
@@ -211,26 +211,13 @@ class Client:
             if left_s <= 0:
                 raise CollectiveError(self._silent(what), rank=self.rank)
         try:
-            start = wire.view_of(self._exactly(wire.PREFIX.size))
-            header_bytes, payload_bytes = wire.unpack_prefix(start, 1 << 40)
-            header = wire.unpack_header(wire.view_of(self._exactly(header_bytes)))
-            payload = self._exactly(payload_bytes)
+            header, payload = frames.read(self._sock, 1 << 40)
         except BaseException as error:
             raise self._broken(error, "receiving from") from error
         with self._state:
             waiting = self._slots.get(header.get("q", -1))
             if waiting is not None:
                 waiting.answer = (header, payload)
-
-    def _exactly(self, count: int) -> np.ndarray:
-        data = np.empty(count, dtype=np.uint8)
-        view, filled = wire.view_of(data), 0
-        while filled < count:
-            got = self._sock.recv_into(view[filled:])
-            if got == 0:
-                raise ConnectionError("the broker has closed the connection")
-            filled += got
-        return data
 
     def _broken(self, error: BaseException, doing: str) -> BaseException:
         """Close the socket, which may be in the middle of a frame; returns the error to raise."""

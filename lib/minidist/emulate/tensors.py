@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from minidist.emulate import arrays, wire
+from minidist.emulate import arrays
+from minidist.processes.frames import view_of
 
 Tensors = Sequence[torch.Tensor]
 _OPS = (
@@ -60,7 +61,7 @@ def to_bytes(tensors: Tensors, dtype: torch.dtype) -> memoryview | None:
     if any(t.dtype != dtype for t in flat):
         raise ValueError(f"tensors of one collective must have one dtype, got {dtype} and others")
     joined = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-    return wire.view_of(joined.view(torch.uint8).numpy())
+    return view_of(joined.view(torch.uint8).numpy())
 
 
 def write(output: torch.Tensor, raw: np.ndarray) -> None:

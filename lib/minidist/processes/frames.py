@@ -1,12 +1,13 @@
-"""Frames between a rank and the broker: magic, two lengths, a JSON header, raw bytes.
+"""Frames between processes: magic, two lengths, a JSON header, raw bytes.
 
-The broker reads frames of untrusted ranks: lengths are checked before anything is allocated, and
-nothing is ever unpickled.
+The reader does not trust the writer: it checks lengths before it allocates anything, and it never
+unpickles.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import struct
 from typing import Any, cast
 
@@ -14,16 +15,52 @@ import numpy as np
 
 from minidist.errors import ProtocolError
 
-MAGIC = b"mdb1"
+MAGIC = b"mdf1"
 PREFIX = struct.Struct(">4sIQ")
 MAX_HEADER_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 28
 
 
 def pack(header: dict[str, Any], payload_bytes: int = 0) -> bytes:
-    """The start of a frame; `payload_bytes` raw bytes have to follow it."""
+    """The start of a frame; `payload_bytes` raw bytes have to follow it.
+
+    Raises:
+        ProtocolError: the header is larger than readers accept.
+    """
     text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"header of {len(text)} bytes, allowed are {MAX_HEADER_BYTES}")
     return PREFIX.pack(MAGIC, len(text), payload_bytes) + text
+
+
+def read(
+    sock: socket.socket, max_payload_bytes: int = MAX_PAYLOAD_BYTES, *, nan: bool = False
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Waits for one frame; returns header and payload.
+
+    Args:
+        nan: whether numbers of the header may be nan and infinite.
+
+    Raises:
+        ProtocolError: the bytes are not a frame.
+        OSError: the connection is lost, or the socket's timeout is over.
+    """
+    start = view_of(_exactly(sock, PREFIX.size))
+    header_bytes, payload_bytes = unpack_prefix(start, max_payload_bytes)
+    header = unpack_header(view_of(_exactly(sock, header_bytes)), nan=nan)
+    return header, _exactly(sock, payload_bytes)
+
+
+def _exactly(sock: socket.socket, count: int) -> np.ndarray:
+    """The next bytes in one buffer, even if they arrive in many small pieces."""
+    data = np.empty(count, dtype=np.uint8)
+    view, filled = view_of(data), 0
+    while filled < count:
+        got = sock.recv_into(view[filled:])
+        if got == 0:
+            raise ConnectionError("the peer has closed the connection")
+        filled += got
+    return data
 
 
 def view_of(array: np.ndarray) -> memoryview:
@@ -45,10 +82,10 @@ def unpack_prefix(
     return header_bytes, payload_bytes
 
 
-def unpack_header(data: bytes | bytearray | memoryview) -> dict[str, Any]:
+def unpack_header(data: bytes | bytearray | memoryview, *, nan: bool = False) -> dict[str, Any]:
     """The header as a dictionary; ProtocolError if it is anything else."""
     try:
-        header = json.loads(bytes(data), parse_constant=_no_constant)
+        header = json.loads(bytes(data), parse_constant=None if nan else _no_constant)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
