@@ -1,8 +1,8 @@
 """nbgrader: this checkout is the course, and what nbgrader makes of it is in build/nbgrader."""
 
-import os
-import sys
 from pathlib import Path
+
+from autograder.gradebook.database import put_alembic_on_path
 
 c = get_config()  # type: ignore[name-defined]  # noqa: F821
 
@@ -10,10 +10,7 @@ root = Path(__file__).resolve().parent
 made = root / "build" / "nbgrader"
 made.mkdir(parents=True, exist_ok=True)
 
-# nbgrader calls 'alembic' by name, also when its virtual environment is not activated.
-scripts = os.path.dirname(sys.executable)
-if scripts not in os.environ.get("PATH", "").split(os.pathsep):
-    os.environ["PATH"] = os.pathsep.join(filter(None, [scripts, os.environ.get("PATH", "")]))
+put_alembic_on_path()
 
 c.CourseDirectory.course_id = "minidist"
 c.CourseDirectory.root = str(root)

@@ -30,6 +30,7 @@ from nbformat import NotebookNode
 
 from autograder.authoring.notebooks import to_bytes
 from autograder.criteria import get_lab
+from autograder.gradebook.database import put_alembic_on_path
 from autograder.proof.zoo import ZooEntry, load_zoo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,12 +165,11 @@ def check_scores(arm: str, found: Mapping[str, float], block: Sequence[Handed]) 
 
 def run(command: Sequence[str], folder: Path, *, env: Mapping[str, str] | None = None) -> str:
     """Runs `python COMMAND` in `folder`; what it printed. RuntimeError where it failed."""
-    scripts = str(Path(sys.executable).parent)  # nbgrader calls `alembic` by name
-    path = f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    put_alembic_on_path()
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env=os.environ | {"PATH": path} | dict(env or {}),
+        env=os.environ | dict(env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -28,6 +28,16 @@ def gradebook_path(course: Course) -> Path:
     return course.build / "nbgrader" / "gradebook.db"
 
 
+def put_alembic_on_path() -> None:
+    """Makes PATH lead to this Python's scripts: nbgrader starts `alembic` by name.
+
+    They are not on PATH if the virtual environment is not activated.
+    """
+    scripts, folders = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if scripts not in folders.split(os.pathsep):
+        os.environ["PATH"] = f"{scripts}{os.pathsep}{folders}"
+
+
 @contextmanager
 def open_gradebook(course: Course, *, create: bool = False) -> Iterator[Gradebook]:
     """Opens the gradebook, and closes it at the end; uncommitted changes are lost.
@@ -43,10 +53,7 @@ def open_gradebook(course: Course, *, create: bool = False) -> Iterator[Gradeboo
     if not path.is_file() and not create:
         raise CourseError(f"there is no gradebook yet ({path}): run `autograder grade` first")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # nbgrader starts `alembic` from PATH, even if its virtual environment is not activated.
-    scripts, folders = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
-    if scripts not in folders.split(os.pathsep):
-        os.environ["PATH"] = f"{scripts}{os.pathsep}{folders}"
+    put_alembic_on_path()
     try:
         with Gradebook(f"sqlite:///{path}") as book:
             yield book
