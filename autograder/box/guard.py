@@ -14,13 +14,13 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from autograder.box.gpu_memory import Reader, find_reader
 from autograder.criteria.limits import MIB, Limits
+from minidist.processes.tree import Process, below, processes
 
 PROC = Path("/proc")
 EVERY_S = 0.5
@@ -28,21 +28,6 @@ GPU_EVERY = 4  # ask for GPU memory at every 4th look only: the driver answers s
 MAX_FILES = 1 << 15  # open files of a whole box, because looking at each file takes time
 _RSS = (b"RssAnon:", b"RssShmem:")  # without mapped files: all processes share library files
 _TABLES = (b"VmPTE:",)
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process of the process table; `born` distinguishes it from a later one with its pid.
-
-    In a `headless` process the first thread has ended and other threads have not. Such a process is
-    about to end, or it hides: the kernel reports memory and files only through the first thread.
-    """
-
-    pid: int
-    parent: int
-    num_threads: int
-    born: int
-    headless: bool
 
 
 class Wall(Protocol):
@@ -106,7 +91,7 @@ class Guard:
         left = []
         if self.wall is not None:
             self.wall.kill()
-        for process in processes():
+        for process in living(processes()):
             if self._seen.get(process.pid) == process.born and process.pid != self.root:
                 left.append(process.pid)
                 _kill(process.pid)
@@ -115,7 +100,7 @@ class Guard:
     def _watch(self) -> None:
         self._gpu_memory, look = find_reader(), 0
         while not self._stopped.wait(self.every_s):
-            inside = descendants(self.root)
+            inside = living(below(self.root))
             self._seen |= {process.pid: process.born for process in inside}
             for process in inside:
                 if process.headless:
@@ -175,35 +160,9 @@ class Guard:
         return ""
 
 
-def processes() -> Iterator[Process]:
-    """The processes of the process table that can be read."""
-    for name in os.listdir("/proc"):  # pathlib would be too slow for twice a second
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
-                text = file.read(4096)
-        except OSError:  # the process has ended since
-            continue
-        # The process name, in brackets, may hold any characters.
-        fields = text[text.rindex(b")") + 2 :].split()
-        parent, num_threads, born = (int(fields[i]) for i in (1, 17, 19))
-        headless = fields[0] in (b"Z", b"X")
-        if num_threads > 1 or not headless:
-            yield Process(int(name), parent, num_threads, born, headless)
-
-
-def descendants(root: int) -> list[Process]:
-    """Children of `root`, their children and so on."""
-    children: dict[int, list[Process]] = {}
-    for process in processes():
-        children.setdefault(process.parent, []).append(process)
-    found, todo = [], [root]
-    while todo:
-        below = children.pop(todo.pop(), [])
-        found += below
-        todo += [process.pid for process in below]
-    return found
+def living(found: Iterable[Process]) -> list[Process]:
+    """Without those that have ended and wait to be reaped."""
+    return [p for p in found if p.num_threads > 1 or not p.headless]
 
 
 def memory_of(pids: list[int], enough: int) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 
 from autograder.records.journal import Entry, Journal
 from autograder.records.record import Record
+from minidist.processes.tree import find
 
 MIN_RUN_S = 1.0  # if grading took less time, nothing was run
 LAST_RUNS = 50  # the usual time is the mean of this many last runs
@@ -62,11 +63,8 @@ def birth(pid: int) -> str:
 
     Empty if there is no such process.
     """
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else rest[18]  # a zombie counts as ended
-    except (OSError, IndexError):
-        pass
+    if (process := find(pid)) is not None:
+        return "" if process.headless else str(process.born)  # a zombie counts as ended
     if Path("/proc/self/stat").exists():
         return ""
     import psutil  # comes with ipykernel

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from autograder.box.guard import Guard, descendants, memory_of
+from autograder.box.guard import Guard, living, memory_of
 from autograder.criteria.limits import MIB, Limits
+from minidist.processes.tree import below
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -119,9 +120,9 @@ def test_too_many_processes_end_the_box(start, code):
     assert "at most 40 are allowed" in reason
     guard.stop()
     deadline = time.monotonic() + 10
-    while descendants(front.pid) and time.monotonic() < deadline:
+    while living(below(front.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not descendants(front.pid)
+    assert not living(below(front.pid))
 
 
 def test_memory_is_added_up_over_processes(start):
@@ -166,7 +167,7 @@ def test_what_is_shared_counts_once(start):
     front, guard = start(SHARED, box_memory_bytes=150 * MIB)
     assert front.stdout.readline().strip() == "ready"
     deadline = time.monotonic() + 20
-    while len(inside := descendants(front.pid)) < 3 and time.monotonic() < deadline:
+    while len(inside := living(below(front.pid))) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     pids = [process.pid for process in inside]
     assert len(pids) == 3

@@ -12,35 +12,67 @@ import os
 import resource
 import signal
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Process(NamedTuple):
+    """One process of the process table; `born` distinguishes it from a later one with its pid.
+
+    In a `headless` process the first thread has ended. If no other thread is left, the process has
+    ended and waits to be reaped. Otherwise it is about to end, or it hides: the kernel reports
+    memory and files only through the first thread.
+    """
+
+    pid: int
+    parent: int
+    num_threads: int
+    born: int
+    headless: bool
+
+
+def find(pid: int) -> Process | None:
+    """The process with this pid; None if there is none, or no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            text = file.read(4096)
+    except OSError:
+        return None
+    # "pid (name) state ppid …": the name may hold spaces and parentheses
+    state, *fields = text[text.rindex(b")") + 2 :].split()
+    parent, num_threads, born = (int(fields[i]) for i in (0, 16, 18))
+    return Process(pid, parent, num_threads, born, state in (b"Z", b"X"))
+
+
+def processes() -> Iterator[Process]:
+    """All processes, zombies included; none if there is no /proc."""
+    names = os.listdir("/proc") if os.path.isdir("/proc") else ()  # pathlib would be too slow
+    for name in names:
+        if name.isdigit() and (process := find(int(name))) is not None:
+            yield process
+
+
+def below(root: int) -> list[Process]:
+    """The children of `root`, their children and so on: parents first, zombies included."""
+    families: dict[int, list[Process]] = {}
+    for process in processes():
+        families.setdefault(process.parent, []).append(process)
+    found, todo = [], [root]
+    while todo:
+        children = families.pop(todo.pop(0), [])
+        found += children
+        todo += [process.pid for process in children]
+    return found
 
 
 def descendants(root: int) -> list[int]:
     """Pids below `root`, parents first, zombies included; empty if there is no /proc."""
-    families, found, queue = _families(), [], [root]
-    while queue:
-        below = families.get(queue.pop(0), [])
-        found += below
-        queue += below
-    return found
+    return [process.pid for process in below(root)]
 
 
 def children(root: int) -> list[int]:
     """Pids of the direct children of `root`, zombies included."""
-    return _families().get(root, [])
-
-
-def _families() -> dict[int, list[int]]:
-    """The children of every process that has some."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # "pid (name) state ppid …": the name may hold spaces and parentheses
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    return children
+    return [process.pid for process in processes() if process.parent == root]
 
 
 def count_open_files() -> int:
