@@ -101,17 +101,6 @@ def test_microbatches_for_is_the_fewest():
         assert m == 1 or at[1] < u
 
 
-def test_peak_microbatches():
-    def peak(**options) -> float:
-        return cost.peak_microbatches(num_stages=4, num_microbatches=16, **options)
-
-    assert peak(schedule="gpipe") == 16
-    assert peak(schedule="1f1b") == peak(schedule="zb_h1") == peak(schedule="zb_v") == 4
-    assert peak(schedule="zb_h2") == 7
-    assert peak(schedule="interleaved", virtual_stages=2) == 4 * (1 + 3 / 8)
-    assert cost.peak_microbatches(num_stages=8, num_microbatches=2) == 2
-
-
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(
     num_layers=st.integers(1, 40),
@@ -137,14 +126,6 @@ def test_naive_model_parallel_is_never_better_than_one_gpu(
 def test_scaling_laws_at_their_ends():
     assert cost.amdahl_speedup(serial_fraction=0, num_gpus=64) == 64
     assert cost.amdahl_speedup(serial_fraction=0.1, num_gpus=math.inf) == pytest.approx(10)
-    assert cost.gustafson_speedup(serial_fraction=0, num_gpus=64) == 64
-    assert cost.gustafson_speedup(serial_fraction=1, num_gpus=64) == 1
-    # The same run, seen by both: the serial share of the N-GPU time is not that of the 1-GPU time.
-    n, serial_n = 8, 0.1
-    serial_1 = serial_n / (serial_n + (1 - serial_n) * n)
-    assert cost.amdahl_speedup(serial_fraction=serial_1, num_gpus=n) == pytest.approx(
-        cost.gustafson_speedup(serial_fraction=serial_n, num_gpus=n)
-    )
     for f, n in ((0.05, 4), (0.3, 100)):
         speedup = cost.amdahl_speedup(serial_fraction=f, num_gpus=n)
         assert cost.karp_flatt(speedup=speedup, num_gpus=n) == pytest.approx(f)
@@ -278,23 +259,6 @@ def test_memory_shrinks_where_it_should():
     assert total(cp=2) < total()
 
 
-def test_largest_micro_batch_is_the_largest():
-    plan = cost.ParallelismConfig(dp=8, zero_stage=2)
-    for recompute, model in itertools.product(("none", "full"), (cost.LLAMA2_7B, SMALL)):
-        options = {
-            "model": model,
-            "parallelism": plan,
-            "recompute": recompute,
-            "fused_attention": True,
-        }
-        most = cost.largest_micro_batch(gpu=cost.A100, **options)
-        assert most >= 1
-        assert cost.memory_per_gpu(micro_batch=most, **options).total <= 80e9
-        assert cost.memory_per_gpu(micro_batch=most + 1, **options).total > 80e9
-    alone = cost.ParallelismConfig()
-    assert cost.largest_micro_batch(model=cost.LLAMA2_7B, parallelism=alone, gpu=cost.A100) == 0
-
-
 def test_step_parts_add_up_and_react():
     def step(**changes) -> cost.StepTime:
         options = {
@@ -329,12 +293,3 @@ def test_step_parts_add_up_and_react():
     assert bubble == pytest.approx(1 / (16 + 1), rel=0.05)
     with pytest.raises(ValueError, match="heads 40 / tp 3"):
         step(parallelism=cost.ParallelismConfig(tp=3))
-
-
-def test_fsdp_moves_half_as_much_again():
-    for n in (2, 8, 64):
-        ddp, fsdp = (
-            cost.zero_traffic_bytes(num_parameters=1e9, num_ranks=n, zero_stage=stage)
-            for stage in (0, 3)
-        )
-        assert fsdp == 1.5 * ddp == 3 * (n - 1) / n * 2e9

@@ -29,7 +29,6 @@ from minidist.profile import (
     explain,
     find_dangers,
     find_stragglers,
-    host_topology,
     native_peak_bytes,
     overhead_rows,
     parse_topo,
@@ -525,32 +524,8 @@ def test_topology_of_gpus():
     assert topology.affinity == {"GPU0": "0-31", "GPU1": "0-31", "GPU2": "32-63"}
     assert topology.numa["GPU2"] == "1"
     assert topology.nics == {"NIC0": "mlx5_0", "NIC1": "mlx5_1"}
-    assert topology.nearest_nics("GPU1") == ("NIC0",)
     with pytest.raises(ValueError, match="topo -m"):
         parse_topo("nvidia-smi: command not found")
-
-
-def test_topology_of_the_host(tmp_path):
-    for path, text in {
-        "devices/system/node/node0/cpulist": "0-3\n",
-        "devices/system/node/node1/cpulist": "4-7\n",
-        "class/net/eth0/operstate": "up\n",
-        "class/net/eth0/speed": "25000\n",
-        "class/net/eth1/operstate": "down\n",
-        "class/net/eth1/speed": "-1\n",
-        "class/net/lo/operstate": "unknown\n",
-    }.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    topology = host_topology(tmp_path)
-    assert topology.numa_nodes == {0: "0-3", 1: "4-7"}
-    assert [(i.name, i.is_up, i.bandwidth_bytes_per_s) for i in topology.interfaces] == [
-        ("eth0", True, 25e9 / 8),
-        ("eth1", False, None),
-        ("lo", True, None),
-    ]
-    assert "eth0: up, 25 Gbit/s" in str(topology)
-    assert len(host_topology().usable_cores) >= 1
 
 
 # ------------------------------------------------------------------------------------------ scaling

@@ -62,11 +62,9 @@ from .memory import (
     StateBytes,
     activation_bytes_per_layer,
     in_flight_layers,
-    largest_micro_batch,
     memory_per_gpu,
     parameters_per_gpu,
     state_bytes,
-    zero_traffic_bytes,
 )
 from .parallelism import ParallelismConfig
 from .pipeline import (
@@ -76,7 +74,6 @@ from .pipeline import (
     bubble_seconds,
     microbatches_for,
     naive_model_parallel,
-    peak_microbatches,
     pipeline_utilization,
 )
 from .recommend import NothingFitsError, Plan, divisors, parallelisms, recommend
@@ -85,7 +82,6 @@ from .scaling import (
     amdahl_speedup,
     bottleneck,
     critical_batch_size,
-    gustafson_speedup,
     karp_flatt,
     noise_scale,
     speedup_with_communication,
@@ -196,12 +192,10 @@ __all__ = [
     "gather_seconds",
     "gbit_per_s",
     "gpu_hours",
-    "gustafson_speedup",
     "half_bandwidth_bytes",
     "hierarchical_all_reduce_seconds",
     "in_flight_layers",
     "karp_flatt",
-    "largest_micro_batch",
     "megatron_gpt",
     "megatron_iteration_flops",
     "memory_per_gpu",
@@ -214,7 +208,6 @@ __all__ = [
     "parallelisms",
     "parameters_per_gpu",
     "pcie",
-    "peak_microbatches",
     "peak_tokens_per_s",
     "pipeline_utilization",
     "predict_step",
@@ -232,5 +225,4 @@ __all__ = [
     "training_seconds_from_flops",
     "utilization",
     "weak_scaling_efficiency",
-    "zero_traffic_bytes",
 ]

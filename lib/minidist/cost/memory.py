@@ -27,9 +27,9 @@ Example: GPT-3's model states, then the activations of one sequence on one GPU.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from minidist.cost.hardware import GPU
 from minidist.cost.parallelism import ParallelismConfig
 from minidist.cost.transformer import Transformer
 
@@ -107,16 +107,6 @@ def state_bytes(*, optimizer: str = "adam", precision: str = "bf16_mixed") -> St
 
 
 MIXED_ADAM = state_bytes()
-
-
-def zero_traffic_bytes(
-    *, num_parameters: float, num_ranks: int, zero_stage: int, bytes_per_element: float = 2
-) -> float:
-    """Bytes that one rank sends per step, with P the bytes of all parameters: 2 P (n-1)/n for
-    stages 0 to 2 (an all-reduce, or reduce-scatter and all-gather), 3 P (n-1)/n for stage 3, which
-    gathers twice (arXiv 1910.02054, section 7)."""
-    passes = 3 if zero_stage == 3 else 2
-    return passes * (num_ranks - 1) / num_ranks * num_parameters * bytes_per_element
 
 
 # ------------------------------------------------------------------------------------- activations
@@ -246,16 +236,17 @@ def memory_per_gpu(
     p = parallelism
     held = parameters_per_gpu(model=model, parallelism=p)
     mine = states.per_rank(zero_stage=p.zero_stage, num_ranks=p.shard_ranks)
-    per_layer = activation_bytes_per_layer(
+    layer_bytes = functools.partial(
+        activation_bytes_per_layer,
         model=model,
         micro_batch=micro_batch,
         tp=p.tp,
         cp=p.cp,
         sequence_parallel=p.sequence_parallel,
-        recompute=recompute,
         fused_attention=fused_attention,
         dropout=dropout,
     )
+    per_layer = layer_bytes(recompute=recompute)
     layers = in_flight_layers(
         num_layers=model.num_layers,
         pp=p.pp,
@@ -268,17 +259,8 @@ def memory_per_gpu(
         activations = layers * per_layer + logits
     else:  # the first stage holds the most micro-batches, the last stage holds the logits
         activations = max(layers * per_layer, model.num_layers / p.pp * per_layer + logits)
-    again = 0.0
-    if recompute == "full":  # during backward one block at a time has all its activations
-        again = activation_bytes_per_layer(
-            model=model,
-            micro_batch=micro_batch,
-            tp=p.tp,
-            cp=p.cp,
-            sequence_parallel=p.sequence_parallel,
-            fused_attention=fused_attention,
-            dropout=dropout,
-        )
+    # During backward one block at a time has all its activations.
+    again = layer_bytes(recompute="none") if recompute == "full" else 0.0
     gathered = 0.0
     if p.zero_stage == 3:  # the block in use, the next block (prefetched), and one gradient
         gathered = model.block_parameters / p.tp * (2 * states.parameter + states.gradient)
@@ -289,38 +271,3 @@ def memory_per_gpu(
         activations=activations,
         working=again + gathered + framework_bytes,
     )
-
-
-def largest_micro_batch(
-    *,
-    model: Transformer,
-    parallelism: ParallelismConfig,
-    gpu: GPU,
-    states: StateBytes = MIXED_ADAM,
-    recompute: str = "none",
-    fused_attention: bool = False,
-    dropout: bool = False,
-    framework_bytes: float = 2e9,
-) -> int:
-    """The largest number of sequences per micro-batch that fits the GPU; 0 if one does not fit.
-
-    Activations grow linearly with the micro-batch and the rest is constant, so two evaluations are
-    enough.
-    """
-
-    def total(micro_batch: int) -> float:
-        return memory_per_gpu(
-            model=model,
-            parallelism=parallelism,
-            micro_batch=micro_batch,
-            states=states,
-            recompute=recompute,
-            fused_attention=fused_attention,
-            dropout=dropout,
-            framework_bytes=framework_bytes,
-        ).total
-
-    one, two = total(1), total(2)
-    if one > gpu.memory_bytes:
-        return 0
-    return 1 + int((gpu.memory_bytes - one) // (two - one))

@@ -134,26 +134,6 @@ def microbatches_for(*, num_stages: int, utilization: float, virtual_stages: int
     return m
 
 
-def peak_microbatches(
-    *, num_stages: int, num_microbatches: int, schedule: str = "1f1b", virtual_stages: int = 1
-) -> float:
-    """Micro-batches whose activations the first stage holds at the peak (in whole-stage units)."""
-    p, m = num_stages, num_microbatches
-    _checked(p, m, virtual_stages)
-    if schedule == "interleaved":
-        return min(m, p * (1 + (p - 1) / (p * virtual_stages)))
-    held = {
-        "gpipe": m,
-        "1f1b": min(p, m),
-        "zb_h1": min(p, m),
-        "zb_h2": min(2 * p - 1, m),
-        "zb_v": min(p, m),
-    }
-    if schedule not in held:
-        raise ValueError(f"unknown schedule {schedule!r}, known are {', '.join(SCHEDULES)}")
-    return held[schedule]
-
-
 @dataclass(frozen=True, kw_only=True)
 class NaiveModelParallel:
     """Times of a model whose layers are on several GPUs that work one after the other."""

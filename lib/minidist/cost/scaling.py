@@ -2,8 +2,6 @@
 
 - **Communication**: S = N / (1 + C), C = exposed communication / computation of a step on N GPUs.
 - **Amdahl** (1967): a serial share f of the one-GPU time limits S to 1 / (f + (1-f)/N) < 1/f.
-- **Gustafson** (1988): if the problem grows with N, S = N - f (N - 1), f the serial share of the
-  N-GPU time.
 - **Critical batch size** (McCandlish et al., arXiv 1812.06162): (steps/S_min - 1) times
   (examples/E_min - 1) is 1, so above B_crit = E_min/S_min a larger batch saves only few steps.
 
@@ -45,13 +43,6 @@ def amdahl_speedup(*, serial_fraction: float, num_gpus: float) -> float:
     if not 0 <= serial_fraction <= 1:
         raise ValueError(f"serial_fraction is in [0, 1], got {serial_fraction}")
     return 1 / (serial_fraction + (1 - serial_fraction) / num_gpus)
-
-
-def gustafson_speedup(*, serial_fraction: float, num_gpus: int) -> float:
-    """N - f (N-1)."""
-    if not 0 <= serial_fraction <= 1:
-        raise ValueError(f"serial_fraction is in [0, 1], got {serial_fraction}")
-    return num_gpus - serial_fraction * (num_gpus - 1)
 
 
 def karp_flatt(*, speedup: float, num_gpus: int) -> float:

@@ -73,7 +73,3 @@ class Trace:
     events: list[list[Event]]
     collectives: list[Collective] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-
-    def compute_seconds(self, rank: int) -> float:
-        """Sum of the charged compute of one rank (events without a duration count as 0)."""
-        return sum(e.duration_s or 0.0 for e in self.events[rank] if e.kind == "compute")

@@ -37,7 +37,7 @@ from .timeline import (
     merge_timelines,
     save_chrome_trace,
 )
-from .topology import gpu_topology, host_topology, parse_topo
+from .topology import gpu_topology, parse_topo
 from .trace import from_chrome_trace, from_profiler, read_trace
 
 __all__ = [
@@ -82,7 +82,6 @@ __all__ = [
     "gather_rows",
     "gather_timeline",
     "gpu_topology",
-    "host_topology",
     "measure_collectives",
     "measure_overhead",
     "measure_pairs",

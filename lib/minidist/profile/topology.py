@@ -1,4 +1,4 @@
-"""Links between GPUs, from `nvidia-smi topo -m`, and the host's cores and network interfaces.
+"""Links between GPUs, from `nvidia-smi topo -m`.
 
 >>> text = "\\tGPU0\\tGPU1\\tCPU Affinity\\nGPU0\\t X \\tNV12\\t0-31\\nGPU1\\tNV12\\t X \\t0-31\\n"
 >>> topology = parse_topo(text)
@@ -14,13 +14,11 @@ the bandwidth.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 # From near to far.
 LINKS = {
@@ -66,14 +64,6 @@ class GPUTopology:
             return None
         a, b = max(pairs, key=lambda pair: _distance(self.links[pair]))
         return a, b, self.links[a, b]
-
-    def nearest_nics(self, gpu: str) -> tuple[str, ...]:
-        """The adapters with the best link to a GPU; the GPU's traffic should use these adapters."""
-        nics = [device for device in self.devices if not device.startswith("GPU")]
-        if not nics:
-            return ()
-        best = min(_distance(self.links[gpu, nic]) for nic in nics)
-        return tuple(nic for nic in nics if _distance(self.links[gpu, nic]) == best)
 
 
 def _distance(link: str) -> float:
@@ -135,75 +125,3 @@ def gpu_topology(timeout_s: float = 20.0) -> GPUTopology | None:
         return parse_topo(done.stdout)
     except (subprocess.SubprocessError, ValueError):
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interface:
-    """A network interface. The bandwidth is None if the driver does not report it (lo, virtual
-    interfaces)."""
-
-    name: str
-    is_up: bool
-    bandwidth_bytes_per_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostTopology:
-    """Cores that this process may use, all cores by NUMA node, and the interfaces."""
-
-    usable_cores: tuple[int, ...]
-    numa_nodes: Mapping[int, str]
-    interfaces: tuple[Interface, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.usable_cores)} usable cores"]
-        lines += [f"NUMA node {node}: cores {cores}" for node, cores in self.numa_nodes.items()]
-        for each in self.interfaces:
-            speed = each.bandwidth_bytes_per_s
-            rate = "speed unknown" if speed is None else f"{speed * 8 / 1e9:g} Gbit/s"
-            lines.append(f"{each.name}: {'up' if each.is_up else 'down'}, {rate}")
-        return "\n".join(lines)
-
-
-def host_topology(sys_folder: str | Path = "/sys") -> HostTopology:
-    """The host, from /sys on Linux; on other systems only the cores."""
-    root = Path(sys_folder)
-    nodes = {
-        int(path.name[4:]): _read(path / "cpulist")
-        for path in root.glob("devices/system/node/node[0-9]*")
-    }
-    interfaces = [
-        Interface(
-            name=path.name,
-            # Loopback and tunnels report "unknown", but they work.
-            is_up=_read(path / "operstate") in ("up", "unknown"),
-            bandwidth_bytes_per_s=_speed(_read(path / "speed")),
-        )
-        for path in sorted(root.glob("class/net/*"))
-        if (path / "operstate").exists()
-    ]
-    try:
-        cores = sorted(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        cores = list(range(os.cpu_count() or 1))
-    return HostTopology(
-        usable_cores=tuple(cores),
-        numa_nodes=dict(sorted(nodes.items())),
-        interfaces=tuple(interfaces),
-    )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # a virtual interface has no speed
-        return ""
-
-
-def _speed(megabit: str) -> float | None:
-    """Bytes per second from the kernel's Mbit/s; -1 means unknown."""
-    try:
-        value = int(megabit)
-    except ValueError:
-        return None
-    return value * 1e6 / 8 if value > 0 else None

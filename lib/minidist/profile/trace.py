@@ -42,7 +42,6 @@ from minidist.profile.intervals import Interval, merge, subtract
 from minidist.profile.timeline import HOST_CALL, KINDS, Kind, Span, Timeline, Window
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")  # torch's profiling names of collectives
 _LOADER = "enumerate(DataLoader)"
 # Operators that queue a collective or wait for one. They and everything inside are no computation.
