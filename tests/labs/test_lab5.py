@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from lab_helper import SameUnderEveryKey, run_solution, sizes
 
 from autograder.criteria import get_lab
-from autograder.criteria.common import checkpoint_files
+from autograder.criteria.common import deaths
 from autograder.criteria.criterion import Case, Draw
 from autograder.criteria.lab5_multinode import hierarchy, network, places
 from autograder.criteria.lab5_multinode.script import kill_trees
@@ -101,15 +102,32 @@ def test_nccl_names_are_read_as_nccl_reads_them(value, names):
     assert network._admitted(value, there) == names
 
 
-def test_the_kernel_kills_a_process_in_the_middle_of_a_write(tmp_path):
-    def save(size):
-        (tmp_path / str(size)).write_bytes(bytes(size))
+def test_a_save_dies_at_every_call_that_changes_a_file(tmp_path):
+    """Whatever can be left: before each call, and with a part of each large file."""
 
-    limit = checkpoint_files.WRITE_LIMIT_BYTES
-    assert checkpoint_files.die_while_saving(lambda: save(limit - 1)) == "ended"
-    assert checkpoint_files.die_while_saving(lambda: save(2 * limit)) == "killed"
-    assert (tmp_path / str(2 * limit)).stat().st_size == limit
-    save(3 * limit)  # this process has no such limit
+    def save():
+        (tmp_path / "part").write_bytes(bytes(2 * deaths.WRITE_LIMIT_BYTES))
+        shutil.copyfile(tmp_path / "part", tmp_path / "final")
+        (tmp_path / "part").unlink()
+
+    def afresh():
+        for file in tmp_path.iterdir():
+            file.unlink()
+
+    left = set()
+    for death in deaths.deaths(save, afresh):
+        assert death.ended == "killed"
+        sizes = {p.name: p.stat().st_size // deaths.WRITE_LIMIT_BYTES for p in tmp_path.iterdir()}
+        left.add((death.when.partition(",")[0], *sorted(sizes.items())))
+    written, half = "in the middle of a write", ("part", 1)
+    assert left == {
+        ("before it had opened part to write",),
+        ("before it had opened final to write", ("part", 2)),
+        ("before it had deleted part", ("final", 2), ("part", 2)),
+        (written, half),
+        (written, ("final", 1), ("part", 2)),
+    }
+    save()  # this process has no such limit
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])

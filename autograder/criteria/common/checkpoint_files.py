@@ -1,7 +1,6 @@
-"""What the criteria of lab 5's task 3 share: the student's file, states, and a death while saving.
+"""What the criteria of lab 5's task 3 share: the student's file, states, and what a folder holds.
 
-Only rank 0 works here, and it loads the student's file anew. The death is real: a forked process
-saves under a limit on the size of its files, and the kernel kills it in the middle of a write.
+Only rank 0 works here, and it loads the student's file anew.
 """
 
 from __future__ import annotations
@@ -9,14 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import os
-import resource
-import signal
+import shutil
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,9 +22,7 @@ import torch
 
 from autograder.criteria.criterion import Draw, Values, integer
 
-DEATH_DEADLINE_S = 15.0
-NUMEL = 60_000  # 240 kB of float32
-WRITE_LIMIT_BYTES = 100_000
+NUMEL = 60_000  # 240 kB of float32: more than `deaths.WRITE_LIMIT_BYTES`
 
 
 def name_of(step: int) -> str:
@@ -72,17 +66,20 @@ def working_with(path: Any) -> Iterator[tuple[ModuleType, Path]]:
         try:
             yield load_file(path), Path(folder)
         except (Exception, SystemExit) as error:
-            if isinstance(error, FileNotFoundError | AttributeError) and error.__cause__ is None:
-                lines = []
-            else:
-                frames = traceback.extract_tb(error.__traceback__)
-                lines = [f for f in frames if Path(f.filename).name == Path(path).name]
             if isinstance(error, NotImplementedError):
                 raise NotImplementedError(f"{path}: not written yet") from error
-            if not lines:
+            told = describe(error, path)
+            if not told.endswith(")"):
                 raise
-            place = f"{path}, line {lines[-1].lineno}: {lines[-1].line}"
-            raise RuntimeError(f"{type(error).__name__}: {error} ({place})") from error
+            raise RuntimeError(told) from error
+
+
+def describe(error: BaseException, path: Any) -> str:
+    """The error, and the innermost line of the student's file that led to it, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if Path(frame.filename).name == Path(path).name]
+    text = f"{type(error).__name__}: {error}"
+    return f"{text} ({path}, line {lines[-1].lineno}: {lines[-1].line})" if lines else f"{text}."
 
 
 def rank_zero_only(draw: Draw, inputs: Values) -> list[Values]:
@@ -102,10 +99,14 @@ def state_of(inputs: Values, step: int) -> dict[str, Any]:
 
 
 def is_state_of(got: Any, inputs: Values, step: int) -> bool:
-    expected = state_of(inputs, step)
+    return is_state(got, state_of(inputs, step))
+
+
+def is_state(got: Any, expected: dict[str, Any]) -> bool:
+    """Whether what was loaded is what was saved."""
     try:
         same = torch.equal(got["model"]["weight"], expected["model"]["weight"])
-        return bool(same and got["step"] == step and got["note"] == expected["note"])
+        return bool(same and all(got[key] == expected[key] for key in ("step", "note")))
     except Exception:  # `got` may be anything
         return False
 
@@ -121,9 +122,6 @@ def newest_in(module: ModuleType, folder: Path, inputs: Values) -> list[Any]:
     return [step, is_state_of(found[1], inputs, step)]
 
 
-# --- death ---------------------------------------------------------------------------------------
-
-
 def draw_weights(draw: Draw) -> list[Values]:
     """A large tensor and five steps."""
     rng = draw.shared()
@@ -134,36 +132,21 @@ def draw_weights(draw: Draw) -> list[Values]:
     return rank_zero_only(draw, inputs)
 
 
-def die_while_saving(save: Callable[[], Any]) -> str:
-    """Runs `save` in a forked process that the kernel kills when a file grows too large.
+def steps_in(folder: Path) -> list[int]:
+    """The steps whose names are in the folder, whatever is in the files."""
+    names = sorted(p.name for p in folder.glob("step-*.ckpt"))
+    return [int(n[5:13]) for n in names if len(n) == 18 and n[5:13].isdigit()]
 
-    Returns:
-        how the process ended: "killed" (by that limit), "ended" or "hung".
-    """
-    pid = os.fork()
-    if pid == 0:
+
+def is_whole(module: ModuleType, file: Path, states: list[dict[str, Any]]) -> bool:
+    """Whether load_newest reads one of `states` from the file, in a folder without other files."""
+    with tempfile.TemporaryDirectory(prefix="alone-") as alone:
+        shutil.copy2(file, alone)
         try:
-            silent = open(os.devnull, "w")  # noqa: SIM115  the process ends with it
-            sys.stdout = sys.stderr = silent
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(int(DEATH_DEADLINE_S))
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (WRITE_LIMIT_BYTES, hard))
-            save()
-        finally:
-            os._exit(0)
-    end_s = time.monotonic() + DEATH_DEADLINE_S
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXFSZ
-            return "killed" if killed else "ended"
-        if time.monotonic() > end_s:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return "hung"
-        time.sleep(0.01)
+            found = module.load_newest(Path(alone))
+            return name_of(found[0]) == file.name and any(is_state(found[1], s) for s in states)
+        except Exception:  # load_newest should not raise; that is ckpt_damage's business
+            return False
 
 
 def step_text(step: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.common import checkpoint_files as files
-from autograder.criteria.criterion import Criterion, Lab
+from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab5_multinode import (
     checkpoint,
     death,
@@ -40,6 +40,7 @@ LAB = Lab(
     title="Several nodes",
     practice_world_size=4,
     grading_world_size=6,
+    gates=(Gate("resuming", ("resume_training",)),),
     withheld={
         "minidist.checkpoint.store": "checkpoints",
         "minidist.elastic": "resuming",

@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from autograder.criteria.common.answers import plain
+from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.common.checkpoint_files import (
-    die_while_saving,
     load_file,
     name_of,
     newest_in,
     rank_zero_only,
     state_of,
     step_text,
+    steps_in,
     working_with,
 )
+from autograder.criteria.common.deaths import deaths
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 # --- ckpt_roundtrip ------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def _explain(got: Any, what: str, expected: int) -> str:
 
 
 def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
-    """Which checkpoints exist after each save, and after a death during a save with keep=1."""
+    """Which checkpoints exist after each save, and after deaths everywhere in a save."""
     if context.rank != 0:
         return {}
     with working_with(path) as (module, folder):
@@ -256,13 +257,33 @@ def observe_keep(path: Any, inputs: Values, context: Context) -> Values:
             answer[f"others{keep}"] = sorted(
                 p.name for p in place.iterdir() if p.name in ("notes.txt", "best.ckpt")
             )
-        step = inputs["steps"][-1] + 1
-        place = folder / "keep1"
-        answer["ended"] = die_while_saving(
-            lambda: module.save_checkpoint(place, step, state_of(inputs, step), keep=1)
-        )
-        answer["after"] = (place / name_of(inputs["steps"][-1])).is_file()
+        answer["deaths"] = [_deaths(path, folder, inputs, keep) for keep in (1, 2)]
         return answer
+
+
+def _deaths(path: Any, folder: Path, inputs: Values, keep: int) -> list[Any]:
+    """Per death in a save that has one checkpoint to delete: when, steps, steps after the next."""
+    module, steps = load_file(path), inputs["steps"][: keep + 2]
+    before, place = folder / f"full{keep}", folder / "now"
+    for step in steps[:keep]:
+        module.save_checkpoint(before, step, state_of(inputs, step), keep=keep)
+
+    def afresh() -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(before, place)
+
+    def save(step: int) -> None:
+        module.save_checkpoint(place, step, state_of(inputs, step), keep=keep)
+
+    seen: list[Any] = []
+    for death in deaths(lambda: save(steps[keep]), afresh):
+        there, later = steps_in(place), None
+        if steps[keep] in there:  # without it, ckpt_atomic looks at what the next save does
+            module = load_file(path)
+            save(steps[keep + 1])
+            later = steps_in(place)
+        seen.append([death.when, there, later])
+    return seen
 
 
 def judge_keep(case: Case) -> list[Finding]:
@@ -290,12 +311,28 @@ def judge_keep(case: Case) -> list[Finding]:
                     0,
                 )
             ]
-    if answer.get("after") is not True:
-        return [
-            Finding(
-                "keep=1, and the process died while it saved: the checkpoint before it is gone "
-                "too. Delete old ones only when the new one has its name.",
-                0,
-            )
-        ]
+    seen = answer.get("deaths")
+    for keep in (1, 2):
+        deaths_seen = item_of(seen, keep - 1)
+        for left in deaths_seen if isinstance(deaths_seen, list) else [None]:
+            if problem := _lost(left, steps, keep):
+                return [Finding(f"keep={keep}, and the process died {problem}", 0)]
     return []
+
+
+def _lost(left: Any, steps: list[int], keep: int) -> str:
+    """What is wrong after a death in the save of step number `keep`; "" if nothing is."""
+    when, there, later = left if isinstance(left, list) and len(left) == 3 else ("?", None, None)
+    if not isinstance(there, list) or not when:
+        return "in a save: or rather, it was to die, but did not end in time."
+    new = steps[keep] in there
+    if gone := [s for s in (steps[1:keep] if new else steps[:keep]) if s not in there]:
+        return (
+            f"{when}: the checkpoint of step {gone[0]} is gone, and that of step {steps[keep]} "
+            f"{'is' if new else 'is not'} there. Delete old ones only when the new one has its "
+            "name, and none of the newest."
+        )
+    right = steps[2 : keep + 2]
+    if new and later != right:
+        return f"{when}: after the next save the steps {right} should be left, not {later}."
+    return ""

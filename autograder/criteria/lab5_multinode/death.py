@@ -1,9 +1,10 @@
-"""Criteria for task 3 of lab 5: a process dies in the middle of a save; data reach the disk."""
+"""Criteria for task 3 of lab 5: a process dies while it saves; data reach the disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,100 +13,165 @@ from unittest import mock
 
 from autograder.criteria.common.answers import plain
 from autograder.criteria.common.checkpoint_files import (
-    die_while_saving,
+    describe,
+    is_whole,
+    load_file,
     name_of,
     newest_in,
     state_of,
+    steps_in,
     working_with,
 )
-from autograder.criteria.criterion import Case, Context, Finding, Values
+from autograder.criteria.common.deaths import Death, deaths
+from autograder.criteria.criterion import Case, Context, Finding, Values, integer
 
-# --- ckpt_atomic: a process dies while it writes -------------------------------------------------
+# --- ckpt_atomic: a process dies while it saves --------------------------------------------------
+
+
+_ELSEWHERE = "/on-another-disk"
 
 
 def observe_atomic(path: Any, inputs: Values, context: Context) -> Values:
-    """Dies while it saves a new step, dies while it saves a step again, then saves normally."""
+    """Dies everywhere in a save of a new step, and of a step that is there; what is left then."""
     if context.rank != 0:
         return {}
     first, second, third = inputs["steps"][:3]
     # The folder for temporary files does not exist, so a submission that writes there fails: from a
     # different disk, a move into the checkpoint folder would be a copy, not a rename.
-    elsewhere = mock.patch.object(tempfile, "tempdir", "/on-another-disk")
-    with working_with(path) as (module, folder), elsewhere:
+    elsewhere = mock.patch.object(tempfile, "tempdir", _ELSEWHERE)
+    with working_with(path) as (module, folder):
+        before, place = folder / "before", folder / "now"
         for step in (first, second):
-            module.save_checkpoint(folder, step, state_of(inputs, step), keep=5)
+            module.save_checkpoint(before, step, state_of(inputs, step), keep=3)
+        try:
+            with elsewhere:
+                module.save_checkpoint(folder / "first", first, state_of(inputs, first), keep=3)
+        except FileNotFoundError as error:
+            if _ELSEWHERE not in str(error):
+                raise
+            return {"elsewhere": describe(error, path)}
+
+        def afresh() -> None:
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(before, place)
+
         answer: Values = {}
         for what, step in (("new", third), ("again", second)):
-            file = folder / name_of(step)
-            before = file.read_bytes() if file.is_file() else None
-            other = state_of(inputs, step + 1) | {"step": step}  # a state not saved before
-            ended = die_while_saving(
-                lambda step=step, state=other: module.save_checkpoint(folder, step, state, keep=5)
-            )
-            after = file.read_bytes() if file.is_file() else None
-            answer[what] = {
-                "ended": ended,
-                "same": before == after,
-                "exists": after is not None,
-                "size": len(after or b""),
-                "found": newest_in(module, folder, inputs),
-            }
-        module.save_checkpoint(folder, third, state_of(inputs, third), keep=5)
-        answer["later"] = newest_in(module, folder, inputs)
+            state = state_of(inputs, step + 1) | {"step": step}  # a state not saved before
+
+            def save(step: int = step, state: Values = state) -> None:
+                with elsewhere:
+                    module.save_checkpoint(place, step, state, keep=3)
+
+            answer[what] = []
+            for death in deaths(save, afresh):
+                left = _after(death, place, before, {step: state}, path, inputs)
+                answer[what].append(left)
+                if left.get("failed"):
+                    break
         return answer
 
 
+def _after(
+    death: Death,
+    place: Path,
+    before: Path,
+    saved: dict[int, Values],
+    path: Any,
+    inputs: Values,
+) -> Values:
+    """What a death has left, what a new process loads from it, and what the next save makes of it.
+
+    Args:
+        before: the folder as it was before the save; saved: step -> state of the save that died.
+    """
+    module = load_file(path)  # a new job: it has the files, but no memory
+    steps = inputs["steps"]
+    old = {p.name: p.read_bytes() for p in before.iterdir()}
+    parts = []
+    for step in steps_in(place):
+        file = place / name_of(step)
+        states = [saved[step]] if step in saved else []
+        if file.read_bytes() != old.get(file.name) and not is_whole(module, file, states):
+            parts.append([file.name, file.stat().st_size])
+    left: Values = {"ended": death.ended, "when": death.when, "parts": parts}
+    left["steps"] = steps_in(place)
+    try:
+        found = module.load_newest(place)
+        left["found"] = -1 if found is None else integer(found[0], "step from load_newest")
+        for step, state in (*saved.items(), (steps[3], state_of(inputs, steps[3]))):
+            module.save_checkpoint(place, step, state, keep=3)
+    except Exception as error:
+        left["failed"] = describe(error, path)[:600]
+        return left
+    left["later"] = newest_in(module, place, inputs)
+    left["files"] = sorted(p.name for p in place.glob("step-*.ckpt"))
+    return left
+
+
 def judge_atomic(case: Case) -> list[Finding]:
-    """A final name holds the old checkpoint or does not exist, never a part of a checkpoint."""
+    """A final name holds a whole checkpoint at any time, and what a death leaves harms nobody."""
     given, answer = case.inputs[0], plain(case.answers[0])
-    second, third = given["steps"][1:3]
-    findings: list[Finding] = []
-    for what, step, text in (
-        ("new", third, f"the process died while it saved step {third}"),
-        ("again", second, f"the process died while it saved step {second} once more"),
-    ):
-        seen = answer.get(what)
-        if not isinstance(seen, dict) or seen.get("ended") != "killed":
-            how = seen.get("ended") if isinstance(seen, dict) else None
-            findings.append(
-                Finding(
-                    f"{text}: it was to die in the middle of a large write, but it "
-                    f"{how or 'did not'}. Does save_checkpoint write the state to the folder it is "
-                    "given?",
-                    0,
-                )
-            )
-        elif seen.get("same") is not True:
-            left = (
-                f"{name_of(step)} is there with {seen.get('size')} bytes, a part of a checkpoint"
-                if seen.get("exists")
-                else f"{name_of(step)} is gone"
-            )
-            findings.append(
-                Finding(
-                    f"{text}, and now {left}. Write to another name in the same folder, and rename "
-                    "the file when it is complete: os.replace is all or nothing.",
-                    0,
-                )
-            )
-        elif seen.get("found") != [second, True]:
-            findings.append(
-                Finding(
-                    f"{text}: afterwards load_newest should give step {second}, it gave "
-                    f"{seen.get('found')}.",
-                    0,
-                )
-            )
-    if not findings and answer.get("later") != [third, True]:
-        findings.append(
+    if elsewhere := answer.get("elsewhere"):
+        return [
             Finding(
-                f"after a death the next save of step {third} should work and be found; "
-                f"load_newest gave {answer.get('later')}. What a dead process left behind must not "
-                "be in the way.",
+                "save_checkpoint writes to the machine's folder for temporary files, which is not "
+                f"there: {elsewhere} From another disk a file that is moved gets copied, and "
+                "a death leaves half of the copy. Write nothing outside of the given folder.",
                 0,
             )
+        ]
+    for what, again in (("new", ""), ("again", " once more")):
+        step = given["steps"][2 if what == "new" else 1]
+        seen = answer.get(what)
+        if not isinstance(seen, list) or not seen:
+            return [
+                Finding(
+                    "a process was to die while it saved, but it made no file in the folder that "
+                    "save_checkpoint was given.",
+                    0,
+                )
+            ]
+        for left in seen:
+            left = left if isinstance(left, dict) else {}
+            if problem := _problem(left, given["steps"], step, what):
+                text = f"a process that saved step {step}{again} died {left.get('when')}"
+                return [Finding(f"{text}: {problem}", 0)]
+    return []
+
+
+def _problem(left: Values, steps: list[int], step: int, what: str) -> str:
+    """What is wrong after one death; "" if all is as it should be."""
+    there, parts = left.get("steps"), left.get("parts")
+    if left.get("ended") != "killed" or not isinstance(there, list) or not isinstance(parts, list):
+        return "it did not end in time."
+    if parts:
+        return (
+            f"{parts[0][0]} is there with {parts[0][1]} bytes, and does not hold what was saved "
+            "under that name. Write to a name of another form in the same folder, and rename the "
+            "file when it is complete: os.replace is all or nothing."
         )
-    return findings
+    if what == "again" and step not in there:
+        return (
+            f"now {name_of(step)} is gone. os.replace puts the new file in the place of the old "
+            "one; there is nothing to delete before."
+        )
+    if failed := left.get("failed"):
+        return (
+            f"a new process that loads the newest checkpoint and saves it again gets {failed} "
+            "What a dead process has left behind must not be in the way."
+        )
+    kept = [s for s in steps[:2] if s in there] + ([step] if step in there else [])
+    if left.get("found") != max(kept, default=-1):
+        return f"step {max(kept, default=-1)} is whole, load_newest gave {left.get('found')}."
+    wanted = sorted({*kept, step, steps[3]})[-3:]
+    if left.get("files") != [name_of(s) for s in wanted] or left.get("later") != [steps[3], True]:
+        return (
+            f"after the next saves, of steps {step} and {steps[3]} with keep=3, there should be "
+            f"{[name_of(s) for s in wanted]}, there is {left.get('files')}. What a dead process "
+            "has left behind must not be taken for a checkpoint."
+        )
+    return ""
 
 
 # --- ckpt_durable: on the disk before it has its name --------------------------------------------

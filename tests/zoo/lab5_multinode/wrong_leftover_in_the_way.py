@@ -1,7 +1,6 @@
 """Opens its temporary file with mode x: after a death it is in the way.
 
 loses: ckpt_atomic
-status: ckpt_atomic STUDENT_ERROR
 """
 
 # %% replaces="task3_checkpointing" tags=["active-ipynb"]
