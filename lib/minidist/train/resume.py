@@ -128,19 +128,12 @@ class RunState:
         self._num_updates = state["num"]  # `load` passes it to AdamW after loading the moments
 
     def _random(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"layout": self._layout, "default": get_rng_state()}
-        rng = self.trainer.stages[0].tp.rng
-        if rng is not None:
-            state["tp"] = rng.state
-        return state
+        return {"layout": self._layout, "default": get_rng_state()}
 
     def _set_random(self, state: dict[str, Any]) -> None:
         if state["layout"] != self._layout:
             return
         set_rng_state(state["default"])
-        rng = self.trainer.stages[0].tp.rng
-        if rng is not None:
-            rng.state = state["tp"]
         self._same_layout = True
 
 

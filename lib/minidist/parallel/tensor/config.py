@@ -11,6 +11,7 @@ ValueError: ParallelAttention: heads: 6 cannot be split over 4 ranks (6 = 4 x 1 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.mesh import Mesh
+from minidist.seeding import derive_seed
 
 
 def split_evenly(what: str, total: int, parts: int, rank: int | None = None) -> int:
@@ -45,8 +47,12 @@ class RngTracker:
 
     Ranks that hold the same activations must draw the same dropout mask, so they use the default
     stream with the same seed. Ranks that hold different parts must draw different masks: inside
-    `fork`, a stream that depends on the rank replaces the default stream. Afterwards the default
-    stream is restored, so that it stays the same on all ranks.
+    `fork`, a stream of the rank's own replaces the default stream. The default stream moves on by
+    one number per `fork`, on all ranks alike.
+
+    The own stream begins anew in every `fork`, at a seed that depends on the state of the default
+    stream. So activation checkpointing, which restores the default stream before it computes a
+    layer again, gets the same masks again; and a checkpoint needs the default stream only.
 
     Example::
 
@@ -56,8 +62,7 @@ class RngTracker:
         with rng.fork():
             x_part = F.dropout(x_part, 0.1)        # a mask of this rank's own
 
-    The idea is that of appendix B.2 of Megatron-LM (arXiv 1909.08053). `state` is part of a
-    checkpoint.
+    The two streams are those of appendix B.2 of Megatron-LM (arXiv 1909.08053).
     """
 
     def __init__(
@@ -66,21 +71,23 @@ class RngTracker:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        device = torch.device(device)
-        generator = torch.Generator(device).manual_seed(seed + 1_000_003 * (_group_rank(group) + 1))
-        self.state = generator.get_state()
-        self._random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        self._device = torch.device(device)
+        self._seed, self._rank = seed, _group_rank(group)
+        on_cpu = self._device.type == "cpu"
+        self._random: Any = torch if on_cpu else torch.get_device_module(self._device)
 
     @contextlib.contextmanager
     def fork(self) -> Iterator[None]:
         """Draw from this rank's own stream inside the block."""
         common = self._random.get_rng_state()
-        self._random.set_rng_state(self.state)
+        at = hashlib.sha256(common.numpy().tobytes()).hexdigest()
+        own = torch.Generator(self._device).manual_seed(derive_seed(self._seed, self._rank, at))
+        self._random.set_rng_state(own.get_state())
         try:
             yield
         finally:
-            self.state = self._random.get_rng_state()
             self._random.set_rng_state(common)
+            torch.rand((), device=self._device)  # the next fork begins elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)
