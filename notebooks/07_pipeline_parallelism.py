@@ -2030,8 +2030,8 @@ explore(
 # <details><summary>Answer</summary>
 #
 # Both ends hold a copy, and each computes a part of its gradient. Before the optimizer step the two
-# ranks must add their parts (an all-reduce of two ranks); see `sync_tied_gradients` in
-# `lib/minidist/parallel/pipeline/partition.py`.
+# ranks must add their parts (an all-reduce of two ranks); see
+# `lib/minidist/parallel/pipeline/ties.py`.
 #
 # </details>
 #

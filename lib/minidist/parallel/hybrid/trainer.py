@@ -125,6 +125,7 @@ class HybridTrainer(HybridState):
                 self.stages,
                 interleaved(config.pp, num_micro_batches, config.virtual_stages),
                 self._loss,
+                count=lambda _: 1,  # `_loss` has divided by the number of all tokens
                 group=mesh.group("pp"),
                 specs=output_specs(config, model.config, micro_batch, dtype, compute_dtype),
             )

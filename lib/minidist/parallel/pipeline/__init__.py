@@ -3,7 +3,7 @@
 - `schedule`  naive, gpipe, one_f_one_b, pipedream, interleaved, zb_h1; `check` validates a schedule
 - `simulate`  timeline, bubble, memory; `draw`
 - `program`   when each rank sends and receives, and why this cannot deadlock
-- `partition` cut a model into balanced stages; tied embeddings
+- `partition` cut a model into balanced stages; `ties` weights that several stages hold
 - `executor`  train a step with any schedule; `backward` splits the backward pass for zero bubble
 - `weight_stashing`  PipeDream: asynchronous updates
 - `model_parallel`   the naive form, in one process and over ranks

@@ -2,8 +2,8 @@
 
 Phases of a step: cut the batch into micro-batches; walk this rank's program (`program.py`), a list
 of actions and exchanges; sum the gradients of tied weights; wait until all messages are sent. The
-sum in `.grad` is the gradient of the whole batch: the loss is a mean, so each micro-batch counts
-1/m.
+sum in `.grad` is the gradient of the mean over the whole batch: each micro-batch's mean counts as
+its share of the targets, 1/m if all micro-batches have equally many (`means.py`).
 
     F  take the input, run the stage, keep (input, output) until B, send the output on
     B  take the output's gradient, backward, send the input's gradient back
@@ -33,11 +33,12 @@ from torch import Tensor, nn
 
 from minidist.errors import MismatchError
 from minidist.parallel.pipeline.backward import SplitBackward
+from minidist.parallel.pipeline.means import Count, count_targets, shares, zero_loss
 from minidist.parallel.pipeline.p2p import Mailbox, TensorSpec, compare_specs, infer_specs
-from minidist.parallel.pipeline.partition import sync_tied_gradients
 from minidist.parallel.pipeline.program import Exchange, Message, make_program
 from minidist.parallel.pipeline.record import Run, StepResult, make_clock
 from minidist.parallel.pipeline.schedule import Action, Kind, Schedule, forward_only
+from minidist.parallel.pipeline.ties import Tie, find_ties, summed
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -49,6 +50,9 @@ class PipelineExecutor:
         stages: this rank's stage, or its v chunks in order. Each takes and returns one tensor.
         schedule: a schedule of `schedule.py`, or your own.
         loss_fn: (output, target) of a micro-batch -> mean over the micro-batch, a scalar.
+        count: targets of a micro-batch -> how many of them the mean of loss_fn counts, a number or
+            a scalar tensor. By default all that are not -100; `lambda targets: 1` weighs all
+            micro-batches alike.
         group: rank i of the group is rank i of the schedule; None means the default group. The
             group's timeout is the deadline of every wait.
         device: the device of the stages; by default that of their first parameter.
@@ -66,6 +70,7 @@ class PipelineExecutor:
         schedule: Schedule,
         loss_fn: LossFunction,
         *,
+        count: Count = count_targets,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         specs: Sequence[TensorSpec] | None = None,
@@ -73,7 +78,8 @@ class PipelineExecutor:
     ) -> None:
         # Validate: without communication.
         self.stages = [stages] if isinstance(stages, nn.Module) else list(stages)
-        self.schedule, self.loss_fn, self.group, self.record = schedule, loss_fn, group, record
+        self.schedule, self.loss_fn, self.count = schedule, loss_fn, count
+        self.group, self.record = group, record
         self.rank = dist.get_rank(group)
         self._validate(specs)
 
@@ -86,6 +92,7 @@ class PipelineExecutor:
         self.specs = None if specs is None else list(specs)
         self._input_spec: TensorSpec | None = None
         self._mailbox: Mailbox | None = None
+        self._ties: list[Tie] = []
         self._evaluator: PipelineExecutor | None = None
         self._run = Run()
 
@@ -120,13 +127,12 @@ class PipelineExecutor:
                 rank).
         """
         self._begin(inputs, targets, output)
-        for step in self.program:
-            if isinstance(step, Exchange):
-                self._exchange(step)
-            else:
-                self._act(step)
-        if self.schedule.trains:
-            sync_tied_gradients(self.stages, self.group)
+        with summed(self._ties, self.group):
+            for step in self.program:
+                if isinstance(step, Exchange):
+                    self._exchange(step)
+                else:
+                    self._act(step)
         return self._end()
 
     @torch.no_grad()
@@ -142,6 +148,7 @@ class PipelineExecutor:
                 self.stages,
                 forward_only(p, m, v),
                 self.loss_fn,
+                count=self.count,
                 group=self.group,
                 device=self.device,
                 specs=self.specs,
@@ -162,7 +169,7 @@ class PipelineExecutor:
         x = self._input_of(action)
         y = self._call(action, x)
         if self._is_last_stage(action):
-            y = self._loss(action, y) / self.schedule.num_micro_batches
+            y = self._loss(action, y) * self._run.weights[action.micro_batch]
         if self.schedule.splits_backward:
             self._run.keep(action, SplitBackward(x, y))
         elif self.schedule.trains:
@@ -240,6 +247,8 @@ class PipelineExecutor:
                 f"PipelineExecutor: loss_fn has to return a scalar, got {TensorSpec.of(loss)} on "
                 f"rank {self.rank}"
             )
+        if not run.weights[action.micro_batch]:
+            loss = zero_loss(y)
         run.losses[action.micro_batch] = loss.detach()
         if run.keep_output:
             run.outputs[action.micro_batch] = y.detach()
@@ -322,6 +331,8 @@ class PipelineExecutor:
                 )
             else:
                 compare_specs(self.specs, self.group)
+            if self.schedule.trains:
+                self._ties = find_ties(self.stages, self.group)
             self._mailbox = Mailbox(self.schedule, self.rank, self.specs, self.device, self.group)
         elif problem is not None:
             raise problem
@@ -335,6 +346,7 @@ class PipelineExecutor:
         self._run = Run(
             inputs=micro_inputs,
             targets=micro_targets,
+            weights=shares(micro_targets, self.count),
             clock=make_clock(self.device, self.record),
             keep_output=output,
         )
@@ -353,8 +365,12 @@ class PipelineExecutor:
         run, self._run = self._run, Run()
         assert not run.live
         order = range(self.schedule.num_micro_batches)
+        loss = None
+        if run.losses:
+            loss = torch.stack([run.losses[i] * run.weights[i] for i in order]).sum()
+            loss = loss if any(run.weights) else loss * float("nan")  # as torch's mean of nothing
         return StepResult(
-            loss=torch.stack([run.losses[i] for i in order]).mean() if run.losses else None,
+            loss=loss,
             output=torch.cat([run.outputs[i] for i in order]) if run.outputs else None,
             peak_activations=run.peak / self.schedule.num_chunks,
             spans=run.clock.spans(),

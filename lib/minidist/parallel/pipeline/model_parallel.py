@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minidist.parallel.pipeline.p2p import TensorSpec
+from minidist.parallel.pipeline.ties import find_ties, has_ties, summed
 
 
 def naive_utilisation(num_ranks: int) -> float:
@@ -50,6 +51,9 @@ class ModelParallel(nn.Module):
     Args:
         stages: the stages in order, see `split_model`. They are moved to their devices.
         devices: one per stage.
+
+    Raises:
+        ValueError: not one device per stage, or stages that share a weight.
     """
 
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device | str]) -> None:
@@ -58,6 +62,11 @@ class ModelParallel(nn.Module):
             raise ValueError(
                 f"ModelParallel: one device per stage, got {len(devices)} devices for "
                 f"{len(stages)} stages"
+            )
+        if any(has_ties(stage) for stage in stages):
+            raise ValueError(
+                "ModelParallel: stages on several devices cannot hold one weight together, and "
+                "here some are tied; untie them, or use forward_backward or a PipelineExecutor"
             )
         self.devices = [torch.device(device) for device in devices]
         pairs = zip(stages, self.devices, strict=True)
@@ -105,6 +114,20 @@ def forward_backward(
     weight = next(stage.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device
 
+    with summed(find_ties([stage], group), group):
+        return _forward_backward(stage, loss_fn, inputs, targets, input_spec, group, device)
+
+
+def _forward_backward(
+    stage: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor | None,
+    targets: Tensor | None,
+    input_spec: TensorSpec | None,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Tensor | None:
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     # 1. Receive the activation. It is the leaf at which this rank's graph begins, so it gets a
     # gradient.
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Cut a model into pipeline stages of equal cost; keep tied embeddings equal on both ends.
+"""Cut a model into pipeline stages of equal cost.
 
 Phases of `split_model`: list the model's units (the parts that cannot be cut further), compute
 their costs, find the best contiguous partition, build one module per stage.
@@ -11,19 +11,20 @@ their costs, find the best contiguous partition, build one module per stage.
 
 Stages share the model's modules, and parameters keep their names, so the union of the stages' state
 dicts is the model's state dict. Rank r of p then keeps `stages[r]`, or `stages[r::p]` with several
-chunks per rank.
+chunks per rank. A weight that the model uses on both sides of a cut gets copies (`ties.py`).
 """
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from minidist.parallel.pipeline.ties import tie_weights
+
+_GPT = ("token_embedding", "position_embedding", "blocks", "norm", "head")
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[range]:
@@ -78,23 +79,28 @@ def split_model(
         costs: one number per unit, e.g. seconds; by default the number of parameters.
 
     Raises:
-        ValueError: a different kind of model, more stages than units, or a wrong number of costs.
+        ValueError: a different kind of model, or one with parts that no stage would have; more
+            stages than units; a wrong number of costs; a norm with running statistics on both sides
+            of a cut.
     """
-    if isinstance(model, nn.Sequential):
-        units = list(model)
-        build: Callable[[range], nn.Module] = lambda part: model[part.start : part.stop]  # noqa: E731
-    elif all(hasattr(model, name) for name in ("token_embedding", "blocks", "norm", "head")):
+    if type(model).forward is nn.Sequential.forward:
+        units = list(cast(nn.Sequential, model))
+        build: Callable[[range], nn.Module] = lambda part: _slice(model, part)  # noqa: E731
+    elif all(hasattr(model, name) for name in _GPT):
+        _check_nothing_else(model, _GPT)
         gpt = cast(Any, model)
         first = nn.ModuleList([gpt.token_embedding, gpt.position_embedding])
         units = [first, *gpt.blocks, nn.ModuleList([gpt.norm, gpt.head])]
         build = lambda part: GPTStage(model, part, len(units))  # noqa: E731
     elif all(hasattr(model, name) for name in ("stem", "stages", "head")):
+        _check_nothing_else(model, ("stem", "stages", "head"))
         units = [model.stem, *cast(Any, model).stages, model.head]
         build = lambda part: _resnet_stage(model, part, len(units))  # noqa: E731
     else:
+        own = " with a forward of its own" if isinstance(model, nn.Sequential) else ""
         raise ValueError(
-            "split_model: expected an nn.Sequential, a GPT (token_embedding, blocks, norm, head) "
-            f"or a ResNet (stem, stages, head), got {type(model).__name__}"
+            f"split_model: expected an nn.Sequential, a GPT ({', '.join(_GPT)}) or a ResNet (stem, "
+            f"stages, head), got {type(model).__name__}{own}"
         )
     if costs is None:
         costs = [sum(p.numel() for p in cast(nn.Module, unit).parameters()) for unit in units]
@@ -106,12 +112,10 @@ def split_model(
 class GPTStage(nn.Module):
     """Some consecutive units of a GPT: embeddings, blocks, norm and head.
 
-    The first stage takes tokens_BT, the others take x_BTD; the last stage returns logits_BTV. If
-    the model is tied and cut, the last stage gets a copy of the weight for its head, and
-    `sync_tied_gradients` keeps the copy equal to the embedding's weight.
+    The first stage takes tokens_BT, the others take x_BTD; the last stage returns logits_BTV.
 
     Args:
-        model: the GPT; its modules are shared, except a tied head.
+        model: the GPT; its modules are shared, except those with weights that an earlier stage has.
         part: the units of this stage; unit 0 is the embeddings, unit num_units - 1 is norm and
             head.
     """
@@ -122,21 +126,16 @@ class GPTStage(nn.Module):
         self.config = gpt.config
         self._embed = type(gpt).embed  # the model's own code, on the modules of this stage
         self.is_first, self.is_last = part.start == 0, part.stop == num_units
-        self.tied_weight_name: str | None = None
-        tied = gpt.head.weight is gpt.token_embedding.weight and not (
-            self.is_first and self.is_last
-        )
         if self.is_first:
             self.token_embedding = gpt.token_embedding
             self.position_embedding = gpt.position_embedding
-            self.tied_weight_name = "token_embedding.weight" if tied else None
         # A dict with the model's indices as keys, so that names in the state dict do not change.
         blocks = range(max(part.start - 1, 0), min(part.stop - 1, num_units - 2))
         self.blocks = nn.ModuleDict({str(i): gpt.blocks[i] for i in blocks})
         if self.is_last:
             self.norm = gpt.norm
-            self.head = copy.deepcopy(gpt.head) if tied else gpt.head
-            self.tied_weight_name = "head.weight" if tied else self.tied_weight_name
+            self.head = gpt.head
+        tie_weights(model, self)
 
     def forward(self, x: Tensor) -> Tensor:
         """tokens_BT or x_BTD -> x_BTD or logits_BTV."""
@@ -145,6 +144,10 @@ class GPTStage(nn.Module):
         for block in self.blocks.values():
             x = block(x)
         return self.head(self.norm(x)) if self.is_last else x
+
+
+def _slice(model: nn.Module, part: range) -> nn.Module:
+    return tie_weights(model, cast(nn.Sequential, model)[part.start : part.stop])
 
 
 def _resnet_stage(model: nn.Module, part: range, num_units: int) -> nn.Module:
@@ -157,49 +160,15 @@ def _resnet_stage(model: nn.Module, part: range, num_units: int) -> nn.Module:
         parts["stages"] = inner
     if part.stop == num_units:
         parts["head"] = cast(nn.Module, model.head)
-    return nn.Sequential(parts)
+    return tie_weights(model, nn.Sequential(parts))
 
 
-def sync_tied_gradients(
-    stages: Sequence[nn.Module], group: dist.ProcessGroup | None = None
-) -> None:
-    """Give both copies of a tied weight the sum of their gradients. Middle ranks do nothing.
-
-    The model uses the weight twice, so its gradient has two parts, one at each end of the pipeline.
-    With equal gradients and equal optimizer state the copies stay equal (Megatron-LM does the
-    same).
-
-    Args:
-        stages: this rank's stages, after the backward pass.
-        group: the pipeline's ranks.
-    """
-    weights: list[Tensor] = [
-        stage.get_parameter(stage.tied_weight_name)
-        for stage in stages
-        if isinstance(stage, GPTStage) and stage.tied_weight_name is not None
-    ]
-    if not weights or not weights[0].requires_grad:
-        return
-    for weight in weights:
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-    grads = [weight.grad for weight in weights if weight.grad is not None]
-    if len(grads) == 2:  # both ends are on this rank
-        total = grads[0] + grads[1]
-        grads[0].copy_(total)
-        grads[1].copy_(total)
-        return
-    # An all-reduce of two ranks, done as an exchange, because this needs no group of the two ranks.
-    last = dist.get_world_size(group) - 1
-    other = last if dist.get_rank(group) == 0 else 0
-    wire = "cpu" if dist.get_backend(group) == "gloo" else grads[0].device
-    mine = grads[0].to(wire).contiguous()
-    theirs = torch.empty_like(mine)
-    operations = [
-        dist.P2POp(dist.isend, mine, group=group, group_peer=other),
-        dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    # Both ranks get the same bits, because a + b = b + a.
-    grads[0].add_(theirs.to(grads[0].device))
+def _check_nothing_else(model: nn.Module, known: Sequence[str]) -> None:
+    own = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    direct = [name for name in own if "." not in name]
+    children = [name for name, _ in model.named_children()]
+    if others := [name for name in direct + children if name not in known]:
+        raise ValueError(
+            f"split_model: {type(model).__name__} also has {', '.join(others)}, which no stage "
+            f"would have; its stages consist of {', '.join(known)}"
+        )

@@ -84,7 +84,7 @@ class StepResult:
     """The result of a step on this rank, besides the gradients.
 
     Args:
-        loss: mean over the batch, a detached scalar; None except on the rank of the last stage.
+        loss: mean over the batch's targets, a detached scalar; None except on the last rank.
         output: output of the last stage for the whole batch, if requested, on its rank; else None.
         peak_activations: most activations that the rank kept at once. The unit is one micro-batch
             through all layers of the rank.
@@ -103,6 +103,7 @@ class Run:
 
     inputs: list[Tensor] = field(default_factory=list)  # per micro-batch, on the first rank
     targets: list[Tensor] = field(default_factory=list)  # per micro-batch, on the last rank
+    weights: list[float] = field(default_factory=list)  # its share of the batch's targets
     keep_output: bool = False
     clock: Clock = field(default_factory=Clock)
     inbox: dict[Action, Tensor] = field(default_factory=dict)  # by the action that needs it

@@ -31,16 +31,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from minidist.parallel.pipeline.executor import LossFunction, PipelineExecutor
-from minidist.parallel.pipeline.partition import GPTStage
 from minidist.parallel.pipeline.record import StepResult
 from minidist.parallel.pipeline.schedule import Action, Schedule
+from minidist.parallel.pipeline.ties import has_ties
 
 
 @dataclass(frozen=True)
 class PipeDreamResult(StepResult):
-    """The result of a run of mini-batches on this rank. `loss` is the mean of `losses`.
+    """The result of a run of mini-batches on this rank. `loss` is the mean over all targets.
 
     Args:
         losses: (m,), the loss of every mini-batch before its update; None except on the last rank.
@@ -93,10 +94,11 @@ class PipeDreamExecutor(PipelineExecutor):
                 f"PipeDreamExecutor: expected a schedule with updates such as pipedream(p, m), "
                 f"got {schedule.name}; use PipelineExecutor"
             )
-        if isinstance(stage, GPTStage) and stage.tied_weight_name is not None:
+        if has_ties(stage):
             raise ValueError(
-                "PipeDreamExecutor: tied embeddings need the sum of two gradients before an "
-                "update, and here the two ends update at different times; untie them"
+                "PipeDreamExecutor: tied embeddings, or other tied weights, need the sum of the "
+                "stages' gradients before an update, and here the stages update at different "
+                "times; untie them"
             )
         super().__init__(stage, schedule, loss_fn, **options)
         self.optimizer, self.stash_weights = optimizer, stash_weights
@@ -140,7 +142,9 @@ class PipeDreamExecutor(PipelineExecutor):
             # .data hides the change from autograd, which would otherwise raise an error.
             for name, parameter in self.stages[0].named_parameters():
                 snapshot.weights[name].data.copy_(parameter.data)
-        torch.autograd.backward([y], None if gradient is None else [gradient])
+        # A stage under activation checkpointing runs again in backward: with the snapshot, too.
+        with _reparametrize_module(self.stages[0], snapshot.weights, tie_weights=True):
+            torch.autograd.backward([y], None if gradient is None else [gradient])
         if x is not None:
             self._send(action, torch.zeros_like(x) if x.grad is None else x.grad)
         for name, parameter in self.stages[0].named_parameters():
