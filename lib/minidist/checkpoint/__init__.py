@@ -2,6 +2,7 @@
 
 - `Checkpoints` saves atomically and with checksums, and loads the newest undamaged one (`store`).
 - State that is the same on all ranks is written once, each rank's own state once per rank.
+- What `save` accepts, `load` reads; `save_async` takes a copy of everything first (`snapshot`).
 - `Shard` says which part of a global tensor a rank holds; a checkpoint written by 4 ranks is read
   by 2 or 3, or by a different layout of data and tensor parallelism (`shards`).
 - `save_dcp` and `load_dcp` do the same with torch.distributed.checkpoint (`native`).

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.checkpoint.shards import ShardReader, Shards, boxes_to_write
+from minidist.checkpoint.snapshot import LOADABLE, snapshot
 from minidist.errors import MinidistError
 
 MANIFEST = "manifest.json"
@@ -128,7 +129,8 @@ class Checkpoints:
             sharded: name -> `Shard` (or several): this rank's parts of global tensors.
 
         Raises:
-            CheckpointError: on every rank, if any rank failed. Earlier checkpoints are untouched.
+            CheckpointError: on every rank, if any rank failed, also if a state holds a value that
+                could not be read again (`snapshot`). Earlier checkpoints are untouched.
         """
         self._finish_saving()
         return self._save_files(step, self._snapshot(shared, local, sharded, copy=False))
@@ -167,12 +169,13 @@ class Checkpoints:
             for kind, parts in states:
                 if parts is not None:
                     name = "shared.pt" if kind == "shared" else f"local-{self.rank}.pt"
-                    files[name] = {n: _to_cpu(p.state_dict(), copy) for n, p in parts.items()}
+                    taken = {part: each.state_dict() for part, each in parts.items()}
+                    files[name] = snapshot(taken, kind, copy=copy)
 
         self._together("take the states", take)
         # Several ranks may hold the same part of a tensor: one of them writes it.
         boxes, index = boxes_to_write(sharded or {}, self.rank, self._exchange)
-        tensors = {key: _to_cpu(tensor, copy) for key, tensor in boxes.items()}
+        tensors = {key: tensor.cpu() for key, tensor in boxes.items()}  # copies already
 
         def write(folder: Path) -> None:
             for name, state in files.items():
@@ -358,24 +361,13 @@ class Checkpoints:
 
 
 def _restore(path: Path, parts: States) -> None:
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    with torch.serialization.safe_globals(LOADABLE):
+        saved = torch.load(path, map_location="cpu", weights_only=True)
     missing = sorted(set(parts) - set(saved))
     if missing:
         raise CheckpointError(f"{path} has {sorted(saved)}, but not {missing}")
     for name, part in parts.items():
         part.load_state_dict(saved[name])
-
-
-def _to_cpu(value: Any, copy: bool) -> Any:
-    """The same structure with its tensors on the CPU; with `copy`, CPU tensors are copied, too."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        return value.to("cpu", copy=True) if copy or value.device.type != "cpu" else value
-    if isinstance(value, dict):
-        return {key: _to_cpu(item, copy) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_to_cpu(item, copy) for item in value)
-    return value
 
 
 def _digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
