@@ -97,6 +97,21 @@ def test_different_collectives_and_errors_are_explained(fresh: Kernel) -> None:
     assert "ValueError" in "\n".join(result.reply["traceback"])
 
 
+def test_a_hang_whose_cause_is_in_an_earlier_cell_shows_the_last_calls(fresh: Kernel) -> None:
+    fresh.ok("dist.all_reduce(torch.ones(3))")
+    early = fresh.ok("if rank == 1: work = dist.broadcast(torch.ones(5), 0, async_op=True)")
+    result = fresh.run("if rank == 0: dist.barrier()\nelse: dist.all_reduce(torch.ones(2, 2))")
+    assert result.kind == "hang"
+    before = early.reply["execution_count"]
+    first, now = f"In[{before - 1}]", f"In[{before + 1}]"
+    assert result.reply["evalue"].endswith(
+        "last collectives begun, the newest at the end:\n"
+        f"rank 0: all_reduce float32 [3] in {first}; barrier in {now}\n"
+        f"rank 1: all_reduce float32 [3] in {first}; broadcast float32 [5] in In[{before}]; "
+        f"all_reduce float32 [2, 2] in {now}"
+    )
+
+
 def test_deadline_but_no_hang_while_a_rank_works(fresh: Kernel) -> None:
     assert fresh.request(action="deadline", seconds=7)["status"] == "ok"
     code = "if rank == 0: dist.barrier()\nelse:\n    while True: pass"

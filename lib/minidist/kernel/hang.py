@@ -21,6 +21,7 @@ class Place:
         status: "finished" (or "error", "absent"), "waiting" in a collective, "running" or "silent".
         ranks: the collective's group; empty for all ranks.
         mark: changes when the rank moves on.
+        calls: the last collectives that the rank has begun, also in earlier cells, oldest first.
     """
 
     status: str
@@ -35,6 +36,7 @@ class Place:
     mark: object = None
     switches: int = 0
     note: str = field(default="", compare=False)
+    calls: tuple[str, ...] = field(default=(), compare=False)
 
 
 def _string(value: Any, size: int = 200) -> str:
@@ -67,7 +69,12 @@ def place(report: dict[str, Any] | None) -> Place:
         pending=_integer(report.get("pending")),
         mark=(_integer(report.get("stack")), _integer(report.get("started"))),
         switches=_integer(report.get("switches")),
+        calls=_calls(report.get("calls")),
     )
+
+
+def _calls(value: Any) -> tuple[str, ...]:
+    return tuple(map(_string, value[:8])) if isinstance(value, list) else ()
 
 
 def unmoved(before: Place, now: Place) -> bool:
@@ -111,6 +118,15 @@ def is_hang(places: dict[int, Place]) -> bool:
 
 def _shapes_must_agree(op: str) -> bool:
     return op in ("all_reduce", "broadcast", "reduce", "barrier", "all_gather_into_tensor")
+
+
+def last_calls(places: dict[int, Place]) -> str:
+    """A line per rank with its last collectives; empty if no rank is known to have begun one."""
+    known = {rank: here.calls for rank, here in places.items() if here.calls}
+    if not known or len(set(known.values())) == 1 < len(known):
+        return ""  # with the same calls on every rank there is nothing to compare
+    lines = [f"rank {rank}: {'; '.join(calls)}" for rank, calls in known.items()]
+    return "\nlast collectives begun, the newest at the end:\n" + "\n".join(lines)
 
 
 def describe(rank: int, places: dict[int, Place]) -> str:

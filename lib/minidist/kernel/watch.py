@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from minidist.kernel.cell import Cell, failure
-from minidist.kernel.hang import Place, describe, is_hang, place, unmoved
+from minidist.kernel.hang import Place, describe, is_hang, last_calls, place, unmoved
 from minidist.kernel.ranks import Ranks
 
 FIRST_LOOK_S = 1.0
@@ -66,7 +66,7 @@ class Watch:
     def _stop(self, kind: str, ename: str, text: str, places: dict[int, Place]) -> None:
         states = states_of(places)
         lines = "".join(f"\nrank {state['rank']}: {state['text']}" for state in states)
-        self._cell.stop(kind, ename, text + lines, states)
+        self._cell.stop(kind, ename, text + lines + last_calls(places), states)
 
     async def places(self) -> dict[int, Place]:
         """What each rank of the kernel does now."""
@@ -91,7 +91,7 @@ def places_of(
         failed = reply.get("status") != "ok"
         note = ": ".join(failure(reply))[:300] if failed else ""
         status = "error" if failed else "finished"
-        places[rank] = Place(status, started=here.started, note=note)
+        places[rank] = Place(status, started=here.started, note=note, calls=here.calls)
     return places
 
 

@@ -13,6 +13,9 @@ import linecache
 import resource
 import sys
 import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +32,7 @@ COLLECTIVES = frozenset(
 )
 # Local variables of those functions that hold the tensor whose shape every rank must agree on.
 _TENSORS = ("tensor", "input_tensor", "output", "input", "output_tensor")
+NUM_CALLS = 3  # of each rank, in the text about a hang
 _POINT_TO_POINT = frozenset({"send", "recv"})
 
 
@@ -60,6 +64,21 @@ def _entry_text(entry: dict[str, Any]) -> tuple[str, str, str]:
     dtype = _DTYPES.get(dtypes[0], dtypes[0]) if dtypes else ""
     op = str(entry.get("profiling_name", "")).partition(":")[2] or "a collective"
     return op, dtype, str(sizes[0]) if dtypes else ""
+
+
+def _last_calls(entries: list[dict[str, Any]], cells: Sequence[tuple[int, str]]) -> list[str]:
+    """The last collectives that this rank has begun, oldest first, each with the cell it began in.
+
+    Args:
+        entries: the recorder's.
+        cells: when each cell began, in ns, and its name; oldest first.
+    """
+    calls = []
+    for entry in sorted(entries, key=lambda entry: entry.get("record_id", 0))[-NUM_CALLS:]:
+        at = bisect_right(cells, int(entry.get("time_created_ns", 0)), key=itemgetter(0))
+        cell = f"in {cells[at - 1][1]}" if at else ""
+        calls.append(" ".join(filter(None, (*_entry_text(entry), cell))))
+    return calls
 
 
 def _thread_state(thread: threading.Thread) -> tuple[str, int]:
@@ -194,7 +213,8 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
     Returns a dict for JSON: state ("collective" or "running"), for a collective op, dtype, shape,
     ranks (of its group, empty for all) and peer; cell, line and source of the user's code; stack (a
     digest that changes when the thread moves), switches (how often it has slept), started
-    (collectives of this cell so far) and pending (collectives started and not done).
+    (collectives of this cell so far), pending (collectives started and not done) and calls (the
+    last that were started, in this cell or an earlier one).
     """
     recorder = _recorder(True)
     pending = [entry for entry in recorder.get("entries", []) if not entry.get("retired", True)]
@@ -203,6 +223,7 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
         "state": "running",
         "started": started - kernel.collectives_before,
         "pending": len(pending),
+        "calls": _last_calls(recorder.get("entries", []), kernel.cells_begun),
     }
     frames = _stack(thread)
     if not frames:

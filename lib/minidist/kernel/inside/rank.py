@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, ClassVar
 
 import zmq
 from ipykernel.iostream import IOPubThread
@@ -40,6 +40,7 @@ class RankKernel(IPythonKernel):
     cells_started = 0
     cell_id = ""
     collectives_before = 0
+    cells_begun: ClassVar[list[tuple[int, str]]] = []  # when, in ns, and the cell's name
     executing = False  # whether there is a cell to interrupt
 
     async def do_execute(  # type: ignore[override]
@@ -64,6 +65,7 @@ class RankKernel(IPythonKernel):
         self.cells_started += 1
         self.cell_id = str(ours.get("cell", self.cells_started))
         self.collectives_before = collectives_started()
+        self.cells_begun.append((time.time_ns(), f"In[{ours.get('count') or self.cell_id}]"))
         rendezvous.new_cell(self.cell_id)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, BoundedStream):
