@@ -31,7 +31,7 @@
 # - measure the latency and the bandwidth of a link (task 6);
 # - write an all-reduce that sends a fraction of the data over the slow link (task 7).
 #
-# Plan 90 to 120 minutes; tasks 3 and 5 are half of it. You should have done lab 1. You need neither
+# Plan 4 to 5 hours, in two sittings: tasks 3 and 5 are half of it. You should have done lab 1. You need neither
 # a second machine nor a GPU: nodes are played by separate groups of processes on yours.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | all |
@@ -435,14 +435,15 @@ check("node_nccl", network_env)
 #
 # - The checkpoint is one file, `FOLDER/step-00000012.ckpt` for step 12: eight digits. Make the
 #   folder if it is not there. Return the path.
-# - A file of that name is always complete, even if the process is killed in the middle of a
-#   save. That also holds if a checkpoint of the same step is there already: it stays until
-#   the new one is complete.
+# - A file of that name is always complete, whenever the process is killed in a save: in the middle
+#   of a write, or before any call that opens, renames or deletes a file. That also holds if a
+#   checkpoint of the same step is there already: at any time there is the old one or the new one.
+# - What is not complete has a name of another form: no `step-….ckpt`.
 # - Write nothing outside of `folder`: from another disk, a file that is moved gets copied.
 # - The data are on the disk (`os.fsync`) before the file gets its name.
 # - Afterwards the `keep` highest steps are left, and older ones are deleted, but none before the
 #   new one has its name. Files of other names are none of its business. What an earlier death
-#   has left behind must not get in the way.
+#   has left behind must not get in the way: not of the next save of the same step either.
 #
 # **Write `load_newest(folder)`.**
 #
@@ -469,8 +470,8 @@ check("node_nccl", network_env)
 #
 # <details><summary>Hint 3: the temporary name</summary>
 #
-# In the same folder: a rename works only within one file system. And it must not look like a
-# checkpoint: `step-00000012.ckpt.tmp` does not end with `.ckpt`.
+# In the same folder: a rename works only within one file system. `step-00000012.ckpt.tmp` does not
+# end with `.ckpt`, so `glob("step-*.ckpt")` does not find it.
 # </details>
 
 # %% solution="task3_checkpointing" tags=["active-ipynb"]
@@ -812,12 +813,14 @@ if IS_RANK_ZERO:
 #   touches no other rows: on a real cluster it may not have them. $B$ divides evenly.
 # - Mean squared error; one step of the optimizer and one of the scheduler per batch. The loss that
 #   counts is the mean over the global batch, before the step.
-# - After every `--every` steps, rank 0 (and no other rank) calls
-#   `save_checkpoint(args.checkpoints, steps_done, state)`. The losses so far are part of the state.
+# - After every `--every` steps, and at no other time, rank 0 (and no other rank) calls
+#   `save_checkpoint(args.checkpoints, steps_done, state)`; `steps_done` counts from the very first
+#   step. The losses so far are part of the state.
 # - At the end rank 0, and no other rank, writes `p0 … p3` and `losses` to `--out`. `losses` has one
-#   number for each of the `--steps` steps, those of earlier runs included.
-# - Do not catch what a collective raises when a node has gone: let the process end. Whoever started
-#   it will start it again.
+#   number for each of the `--steps` steps, those of earlier runs included. This also holds if
+#   there was nothing left to do.
+# - Do not catch what a collective raises when a node has gone: let it end the process, with an exit
+#   code other than 0. Whoever started it will start it again; code 0 says that all is done.
 #
 # <details><summary>Hint 1: which loss</summary>
 #
@@ -1254,7 +1257,7 @@ check("link_bus", bus_bandwidth)
 # - `HierarchicalAllReduce(local_size)` is made by all ranks, with nodes of `local_size`
 #   neighbouring ranks (it divides the world size). It makes the groups it needs, once.
 # - Calling it with a tensor puts the **sum** over all ranks into that tensor, in place, and returns
-#   it. The tensor is contiguous, of any shape, size and floating dtype; its size need not be a
+#   that tensor. The tensor is contiguous, of any shape, size and floating dtype; its size need not be a
 #   multiple of anything.
 # - Between nodes no rank sends more than a ring all-reduce of its $1/L$ of the tensor. Inside a
 #   node no rank sends more than a reduce-scatter and an all-gather of the tensor.
@@ -1392,16 +1395,15 @@ check("hier_local_bytes", HierarchicalAllReduce)
 # call `hook(state, bucket)` for every bucket of gradients, with the state of your choice: here, an
 # all-reduce such as yours.
 #
-# **Write `all_reduce_hook(all_reduce, bucket)`.**
+# **Write `all_reduce_hook(all_reduce, bucket)`.** DDP wants the second argument to have this name.
 #
 # - `bucket.buffer()` is a flat tensor with this rank's gradients. Sum it with `all_reduce`, which
-#   works in place as yours does, and divide by the number of ranks.
+#   works in place as yours does, and divide by the number of ranks of the whole job.
 # - Return a `torch.futures.Future` that already has the result.
 #
 # <details><summary>Hint</summary>
 #
-# `future = torch.futures.Future()` and `future.set_result(tensor)`. The second argument of a hook
-# must be called `bucket`: DDP looks at its name.
+# `future = torch.futures.Future()` and `future.set_result(tensor)`.
 # </details>
 
 

@@ -11,7 +11,7 @@ import torch
 
 from autograder.criteria.criterion import Context, Draw
 from autograder.criteria.lab1_ddp import script
-from autograder.criteria.lab5_multinode.script import be_rank
+from autograder.criteria.lab5_multinode.nodes import be_rank
 from minidist.processes.fork_server import fork
 
 SAVE = """

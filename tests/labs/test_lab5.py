@@ -16,7 +16,7 @@ from autograder.criteria import get_lab
 from autograder.criteria.common import deaths
 from autograder.criteria.criterion import Case, Draw
 from autograder.criteria.lab5_multinode import hierarchy, network, places
-from autograder.criteria.lab5_multinode.script import kill_trees
+from autograder.criteria.lab5_multinode.nodes import kill_trees
 from autograder.referee.referee import draw_for
 from minidist.emulate import Cluster, Link, Trace, simulate
 from minidist.emulate.trace import Event

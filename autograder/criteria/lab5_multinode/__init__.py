@@ -11,6 +11,7 @@ from autograder.criteria.lab5_multinode import (
     death,
     hierarchy,
     links,
+    lost,
     network,
     places,
     resume,
@@ -111,7 +112,7 @@ LAB = Lab(
         ),
         _script(
             name="node_lost", title="the same curve after a node was lost", points=8,
-            observe=script.observe_lost, judge=script.judge_lost, deadline_s=220.0,
+            observe=lost.observe_lost, judge=lost.judge_lost, deadline_s=220.0,
         ),
         _link(
             name="link_measure", title="latency and bandwidth of a link", points=5,

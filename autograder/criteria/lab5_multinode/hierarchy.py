@@ -7,6 +7,7 @@ The right number of bytes is not enough, because the bytes must also hold the ri
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import carried, oracle
+from autograder.criteria.common.answers import told
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from minidist.emulate.trace import Event
 
@@ -56,14 +59,17 @@ def draw_values(draw: Draw) -> list[Values]:
     return inputs
 
 
+@on_two_nodes
 def observe_values(reducer_class: Any, inputs: Values, context: Context) -> Values:
     """The sums, read from the tensors that were passed to the all-reduce."""
-    answer: Values = {}
+    answer: Values = {"returned": []}
     for case, local_size in enumerate(local_sizes(context.world_size)):
         all_reduce = reducer_class(local_size)
         for number in range(len(inputs["shapes"][case])):
             tensor = torch.from_numpy(inputs[f"{case}/{number}"].copy())
-            all_reduce(tensor)
+            returned = all_reduce(tensor)
+            same = isinstance(returned, torch.Tensor) and torch.equal(returned, tensor)
+            answer["returned"].append(same or type(returned).__name__)
             answer[f"{case}/{number}"] = tensor.numpy()
     return answer
 
@@ -93,6 +99,16 @@ def judge_values(case: Case) -> Iterator[Finding]:
             if wrong:
                 yield wrong
                 break
+        else:
+            returned = told(answer, "returned")
+            for what in returned if isinstance(returned, list) and returned else ["nothing"]:
+                if what is not True:
+                    yield Finding(
+                        "the tensor holds the sum, as it should; the call should also return this "
+                        f"tensor, it returned {'another' if what == 'Tensor' else what}.",
+                        rank,
+                    )
+                    break
 
 
 def _why(got: Any, total: np.ndarray, case: Case, key: str, rank: int) -> str:
@@ -120,6 +136,7 @@ def draw_bytes(draw: Draw) -> list[Values]:
     ]
 
 
+@on_two_nodes
 def observe_bytes(reducer_class: Any, inputs: Values, context: Context) -> Values:
     """All-reduces a large tensor twice with the same reducer, for every node size."""
     for number, local_size in enumerate(inputs["local_sizes"]):
@@ -347,13 +364,29 @@ class _Counting:
         return tensor
 
 
+@on_two_nodes
 def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
     """Gradients of the second step of torch's DDP with the student's hook."""
     model: nn.Module = oracle.mlp(inputs).to(context.device)
     ids = [context.device] if context.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids)
     counting = _Counting()
-    ddp.register_comm_hook(counting, hook)
+    names = list(inspect.signature(hook).parameters)
+    if len(names) != 2 or names[1] != "bucket":
+        raise TypeError(
+            f"all_reduce_hook({', '.join(names)}): a hook has two arguments, and DDP wants the "
+            "second one to be called bucket"
+        )
+
+    def checked(state: Any, bucket: Any) -> Any:
+        future = hook(state, bucket)
+        if not isinstance(future, torch.futures.Future):
+            raise TypeError(
+                f"all_reduce_hook: expected a torch.futures.Future, got {type(future).__name__}"
+            )
+        return future
+
+    ddp.register_comm_hook(counting, checked)
     for step in range(HOOK_STEPS):
         x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).to(context.device) for k in "xy")
         ddp.zero_grad()

@@ -14,6 +14,7 @@ import numpy as np
 
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
+RUN = ("kind", "num_bytes", "seconds", "num_ranks")  # the arguments of bus_bandwidth
 SIZES = (4_000, 64_000, 1_000_000, 16_000_000)
 KINDS = {
     "all_reduce": "2(n-1)/n: every byte goes around the ring twice, but for one n-th",
@@ -28,7 +29,7 @@ def draw_measure(draw: Draw) -> list[Values]:
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
-        repeats = int(rng.choice([5, 7]))
+        repeats = int(rng.choice([7, 9]))  # not the default
         disturbed = [[int(i) for i in rng.choice(5, repeats // 2, replace=False)] for _ in SIZES]
         inputs.append(
             {
@@ -80,7 +81,20 @@ def observe_measure(measure_link: Any, inputs: Values, context: Context) -> Valu
     )
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise TypeError(f"measure_link: expected (latency_s, bandwidth_bytes_per_s), got {found!r}")
-    return {"found": np.array([float(found[0]), float(found[1])])}
+    names = ("latency_s", "bandwidth_bytes_per_s")
+    return {"found": np.array([_number(v, n) for v, n in zip(found, names, strict=True)])}
+
+
+def _number(value: Any, what: str) -> float:
+    """`value` as a float.
+
+    Raises:
+        TypeError: the student's function returned something else, perhaps nothing.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        missing = ": is a return missing?" if value is None else ""
+        raise TypeError(f"{what}: expected a number, got {value!r}"[:300] + missing)
+    return float(value)
 
 
 def judge_measure(case: Case) -> Iterator[Finding]:
@@ -104,10 +118,20 @@ def judge_measure(case: Case) -> Iterator[Finding]:
 def _reason(got: np.ndarray, right: np.ndarray, given: Values) -> str:
     if got.shape != (2,) or got.dtype.kind != "f" or not np.isfinite(got).all():
         return ""
-    for factor, what in ((8, "bits instead of bytes"), (1e-6, "megabytes"), (1e-9, "gigabytes")):
+    for factor, what in (
+        (8, "bits"),
+        (1e-3, "kilobytes"),
+        (1e-6, "megabytes"),
+        (1e-9, "gigabytes"),
+    ):
         if abs(got[1] / right[1] / factor - 1) < 1e-3:
             return f"The bandwidth is in {what} per second; bytes per second were asked for."
-    if got[0] > 10 * right[0] and got[0] > given["cold_s"] / 20:
+    if abs(got[1] * right[1] - 1) < 1e-3:
+        return "That is the slope, seconds per byte; the bandwidth is bytes per second."
+    for factor, what in ((1e3, "milliseconds"), (1e6, "microseconds")):
+        if abs(got[0] / right[0] / factor - 1) < 1e-3:
+            return f"The latency is in {what}; seconds were asked for."
+    if got[0] > given["cold_s"] / 20:  # a hundred times the latency
         return "Are the warm-up calls timed? The first ones open connections."
     return (
         "Time each call, take the median of a size's repeats (one disturbed call must not count), "
@@ -128,7 +152,7 @@ def draw_bus(draw: Draw) -> list[Values]:
                 "kind": kind,
                 "num_bytes": int(rng.integers(10**6, 10**9)),
                 "seconds": float(rng.uniform(1e-3, 2.0)),
-                "num_ranks": int(rng.integers(2, 65)),
+                "num_ranks": int(rng.integers(3, 65)),
             }
             for kind in KINDS
         ]
@@ -140,7 +164,7 @@ def draw_bus(draw: Draw) -> list[Values]:
 def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:
     """The bus bandwidth of every run."""
     found = [
-        float(bus_bandwidth(r["kind"], r["num_bytes"], r["seconds"], r["num_ranks"]))
+        _number(bus_bandwidth(*(r[key] for key in RUN)), f"bus_bandwidth({r['kind']!r}, …)")
         for r in inputs["runs"]
     ]
     return {"found": np.array(found)}
@@ -167,6 +191,8 @@ def judge_bus(case: Case) -> Iterator[Finding]:
             for factor, reason in (
                 (1 / 8, "That is in gigabytes; network cards are sold in gigabits."),
                 (1e9 / 2**30, "A gigabit is 1e9 bits."),
+                (1e3, "That is in megabits per second."),
+                (1e9, "That is in bits per second."),
             ):
                 if abs(value - right * factor) < 1e-9 * abs(right):
                     hint = reason

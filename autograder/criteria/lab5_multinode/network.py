@@ -12,11 +12,14 @@ from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 NO_WAY = "ValueError"
-CASES = ("plain", "own", "overlap", "ipv6", "ipv6 peer", "nowhere")
+CASES = (
+    *("plain", "own", "narrow first", "wide first", "odd first", "odd last", "ipv6"),
+    *("ipv6 peer", "nowhere"),
+)
 
 
 def draw_interface(draw: Draw) -> list[Values]:
-    """Per rank six situations: the interfaces of one node, and the address of a peer."""
+    """Per rank nine situations: the interfaces of one node, and the address of a peer."""
     return [_draw_tables(draw.private(rank), CASES) for rank in range(draw.world_size)]
 
 
@@ -29,7 +32,7 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
     tables = []
     for kind in kinds:
         a, b, c, d, e = (int(n) for n in rng.integers(2, 250, 5))
-        fast = {"plain": "eth1", "own": "ens3", "overlap": "ib0", "ipv6": "eno2"}.get(kind, "ib1")
+        fast = {"plain": "eth1", "own": "ens3", "ipv6": "eno2"}.get(kind, "ib1")
         table = [
             ("lo", ["127.0.0.1/8"]),
             ("docker0", ["172.17.0.1/16"]),
@@ -41,8 +44,15 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
             table.append(("eth10", [f"10.{(a + 1) % 250}.{b}.{e}/16"]))
         if kind == "own":
             peer = f"10.{a}.{b}.{e}"
-        if kind == "overlap":
-            table.append(("tun0", [f"10.{(a + 1) % 250}.{c}.{d}/8"]))
+        if kind in ("narrow first", "wide first"):
+            wide = ("tun0" if kind == "narrow first" else "br0", [f"10.{(a + 1) % 250}.{c}.{d}/8"])
+            table.append(wide)
+        if kind in ("odd first", "odd last"):  # two halves of what the first three numbers tell
+            there, elsewhere = (e % 100 + 1, e % 100 + 129)
+            table[-1] = (fast, [f"10.{a}.{b}.{there}/25"])
+            beside = "eth2" if kind == "odd first" else "wlan0"
+            table.append((beside, [f"10.{a}.{b}.{elsewhere}/25"]))
+            peer = f"10.{a}.{b}.{there + 7}"
         if kind == "ipv6":
             table[-1] = (fast, [f"fe80::{e:x}/64", *table[-1][1]])
         if kind == "ipv6 peer":
@@ -51,7 +61,13 @@ def _draw_tables(rng: np.random.Generator, kinds: tuple[str, ...]) -> Values:
             peer = f"fd00:{a:x}:{b:x}::{e + 1:x}"
         if kind == "nowhere":
             peer = f"11.{a}.{b}.{e}"
-        order = rng.permutation(len(table))
+        order = list(rng.permutation(len(table)))
+        if kind.endswith("first"):  # whoever takes the first, or the last, is wrong once
+            order.sort(key=lambda i: i == len(table) - 1)
+        elif kind in ("odd last", "plain"):
+            order.sort(key=lambda i: i != len(table) - 1)
+        if kind == "wide first":
+            order.reverse()
         tables.append({"kind": kind, "peer": peer, "interfaces": [table[i] for i in order]})
     return {"tables": tables}
 
@@ -88,8 +104,10 @@ def right_interface(table: Values) -> str | None:
 
 _WHY = {
     "own": " The peer may be this node itself: node 0 looks for its own address.",
-    "overlap": " Two networks hold that address: the narrower one (longer prefix) is meant.",
+    "narrow first": " Two networks hold that address: the narrower one (longer prefix) is meant.",
+    "odd first": " A prefix need not end at a dot: with /25 the last number decides, too.",
 }
+_WHY |= {"wide first": _WHY["narrow first"], "odd last": _WHY["odd first"]}
 
 
 def judge_interface(case: Case) -> Iterator[Finding]:

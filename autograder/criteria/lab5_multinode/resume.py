@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import plain
+from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (5, 7, 2)
@@ -145,6 +146,7 @@ def draw_training(draw: Draw) -> list[Values]:
     return [dict(inputs) for _ in range(draw.world_size)]
 
 
+@on_two_nodes
 def observe_training(functions: Any, inputs: Values, context: Context) -> Values:
     """Losses, learning rates and final model tensors, with and without a break."""
     collect_state, restore_state = functions
@@ -276,6 +278,7 @@ def _seed(seeds: list[int]) -> None:
     random.seed(seeds[2])
 
 
+@on_two_nodes
 def observe_rng(functions: Any, inputs: Values, context: Context) -> Values:
     """The random numbers drawn after collect_state, and those drawn after restore_state."""
     collect_state, restore_state = functions
@@ -348,56 +351,62 @@ def judge_rng(case: Case) -> Iterator[Finding]:
 
 
 def draw_sampler(draw: Draw) -> list[Values]:
-    """A sampler that is in the middle of its second or third epoch."""
+    """A sampler in the middle of its second epoch, at that one's end, and in the third."""
     rng = draw.shared()
     values = oracle.draw_parameters(rng, SIZES)
     values |= {
         "settings": _settings(rng),
-        "taken": int(rng.integers(14, 31)),
+        "taken": [int(rng.integers(13, 21)), 22, int(rng.integers(23, 31))],
         "step": int(rng.integers(5, 500)),
     }
-    if values["taken"] == 22:  # exactly at the end of an epoch
-        values["taken"] = 19
     return [dict(values) for _ in range(draw.world_size)]
 
 
+@on_two_nodes
 def observe_sampler(functions: Any, inputs: Values, context: Context) -> Values:
     """The step number and the next samples, with and without a break."""
     collect_state, restore_state = functions
+    answer: Values = {"whole": [], "resumed": []}
     with _own_random_numbers():
-        one = _training(inputs, inputs["settings"], context.device)
-        two = _training(inputs, inputs["settings"], context.device)
-        one.sampler.take(inputs["taken"])
-        one.step = inputs["step"]
-        state = _through_a_file(collect_state(one), context, strict=False)
-        restore_state(two, state)
-        return {
-            "whole": [int(one.step), *one.sampler.take(15)],
-            "resumed": [int(two.step), *two.sampler.take(15)],
-        }
+        for taken in inputs["taken"]:
+            one = _training(inputs, inputs["settings"], context.device)
+            two = _training(inputs, inputs["settings"], context.device)
+            one.sampler.take(taken)
+            one.step = inputs["step"]
+            state = _through_a_file(collect_state(one), context, strict=False)
+            restore_state(two, state)
+            answer["whole"].append([int(one.step), *one.sampler.take(15)])
+            answer["resumed"].append([int(two.step), *two.sampler.take(15)])
+    return answer
 
 
 def judge_sampler(case: Case) -> Iterator[Finding]:
     """The sampler continues at its epoch and position, and the step number is restored."""
     given = case.inputs[0]
-    sampler = Positions(11, given["settings"]["seed"])
-    sampler.take(given["taken"])
-    epoch, position = sampler.epoch, sampler.position
-    right = [given["step"], *sampler.take(15)]
     for rank, answer in enumerate(map(plain, case.answers)):
-        got = answer.get("resumed")
-        if answer.get("whole") != right:
-            yield Finding("collect_state changed the step or the sampler.", rank)
-        elif not isinstance(got, list) or len(got) != len(right):
-            yield Finding("nothing came back.", rank)
-        elif got[0] != right[0]:
-            yield Finding(
-                f"training.step after restore_state: expected {right[0]}, got {got[0]}.", rank
-            )
-        elif got != right:
-            yield Finding(
-                f"the sampler stood in epoch {epoch} at position {position}. The next samples "
-                f"should be {right[1:6]} …, they are {got[1:6]} …: samples would be seen twice "
-                "and others not at all. Both numbers belong to the state.",
-                rank,
-            )
+        for number, taken in enumerate(given["taken"]):
+            sampler = Positions(11, given["settings"]["seed"])
+            sampler.take(taken)
+            where = f"epoch {sampler.epoch} at position {sampler.position}"
+            right = [given["step"], *sampler.take(15)]
+            whole, got = (item_of(answer.get(key), number) for key in ("whole", "resumed"))
+            if problem := _misplaced(whole, got, right, where):
+                yield Finding(problem, rank)
+                break
+
+
+def _misplaced(whole: Any, got: Any, right: list[int], where: str) -> str:
+    """What is wrong with step and samples after one break; "" if nothing is."""
+    if whole != right:
+        return "collect_state changed the step or the sampler."
+    if not isinstance(got, list) or len(got) != len(right):
+        return "nothing came back."
+    if got[0] != right[0]:
+        return f"training.step after restore_state: expected {right[0]}, got {got[0]}."
+    if got != right:
+        return (
+            f"the sampler stood in {where}. The next samples should be {right[1:6]} …, they are "
+            f"{got[1:6]} …: samples would be seen twice and others not at all. Both numbers belong "
+            "to the state."
+        )
+    return ""

@@ -5,6 +5,8 @@ are never averaged, the smallest message's time as the latency, and leaders that
 loses: node_command, ckpt_roundtrip, ckpt_atomic, ckpt_durable, resume_training, resume_rng,
     node_script, node_lost, link_measure, hier_slow_bytes, hier_local_bytes
 status: resume_rng STUDENT_ERROR
+because: one slip in nearly every task; gradients that are never averaged give every rank a model
+    of its own, which no checkpoint of rank 0 can bring back.
 """
 
 # ruff: noqa: F821

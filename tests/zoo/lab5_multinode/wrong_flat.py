@@ -2,6 +2,7 @@
 
 loses: hier_slow_bytes, hier_local_bytes
 class: example
+because: a flat ring sends the whole tensor over every link, inside nodes and between them.
 """
 
 # ruff: noqa: F821

@@ -7,6 +7,7 @@ never divides.
 
 loses: node_places, node_command, node_interface, ckpt_damage, ckpt_keep, resume_training,
     resume_rng,    resume_sampler, node_lost, link_measure, link_bus, hier_values, hier_hook
+because: one slip in most tasks, each of which loses its own criterion.
 """
 
 # ruff: noqa: F821

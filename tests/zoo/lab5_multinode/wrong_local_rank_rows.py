@@ -1,6 +1,6 @@
 """Picks the rows by the local rank: both nodes take the same ones.
 
-loses: node_script, node_lost
+loses: node_script
 """
 
 # %% replaces="task5_script" tags=["active-ipynb"]

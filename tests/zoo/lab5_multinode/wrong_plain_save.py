@@ -2,6 +2,7 @@
 
 loses: ckpt_atomic, ckpt_durable, ckpt_damage
 class: example
+because: the one line does none of the three things that task 3 asks for: rename, fsync, checksum.
 """
 
 # %% replaces="task3_checkpointing" tags=["active-ipynb"]

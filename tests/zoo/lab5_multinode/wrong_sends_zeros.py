@@ -1,6 +1,7 @@
 """Groups, kinds and sizes of all messages are right; what travels is empty.
 
 loses: hier_values, hier_slow_bytes, hier_local_bytes
+because: what travels is empty, so neither sum nor traffic is there.
 """
 
 # ruff: noqa: F821

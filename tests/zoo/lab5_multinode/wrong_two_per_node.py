@@ -3,6 +3,7 @@
 The first process of every node writes the result, and the losses before the break are forgotten.
 
 loses: node_script, node_lost, hier_slow_bytes, hier_local_bytes
+because: three slips: who writes, which losses are kept, and the size of a node.
 """
 
 # ruff: noqa: F821

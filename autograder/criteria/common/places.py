@@ -1,0 +1,49 @@
+"""Where a rank seems to run, for code that reads torchrun's environment.
+
+In grading all ranks are on one machine, so LOCAL_RANK equals RANK and LOCAL_WORLD_SIZE equals
+WORLD_SIZE. These helpers let a rank believe that it is one of several nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+from autograder.criteria.criterion import Context, Values
+
+Observe = Callable[[Any, Values, Context], Values]
+
+
+def environment(rank: int, world_size: int, per_node: int) -> dict[str, str]:
+    """What torchrun tells a rank about its place, on nodes of `per_node` ranks; the last may have
+    fewer."""
+    node = rank // per_node
+    first = node * per_node
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank - first),
+        "LOCAL_WORLD_SIZE": str(min(per_node, world_size - first)),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(-(-world_size // per_node)),
+    }
+
+
+def on_two_nodes(observe: Observe) -> Observe:
+    """`observe`, with the last rank alone on a second node, as far as the environment tells.
+
+    Not on GPUs, where LOCAL_RANK says which one is free.
+    """
+
+    @wraps(observe)
+    def observed(subject: Any, inputs: Values, context: Context) -> Values:
+        if context.device.type != "cpu" or context.world_size == 1:
+            return observe(subject, inputs, context)
+        places = environment(context.rank, context.world_size, context.world_size - 1)
+        with mock.patch.dict(os.environ, places):
+            return observe(subject, inputs, context)
+
+    return observed

@@ -1,0 +1,209 @@
+"""Criterion for task 5 of lab 5: nodes are lost, one at a time, and the job goes on as if not.
+
+The curve is compared with the one that the same script gives without a break: whether that one is
+right is `node_script`'s business. Both nodes have all rows here, but only those of steps to come.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
+from autograder.criteria.criterion import Case, Context, Finding, Values
+from autograder.criteria.lab5_multinode.nodes import (
+    GRACE_S,
+    RUN_DEADLINE_S,
+    Job,
+    kill_trees,
+    nodes,
+    steps_by_zero,
+    wait,
+)
+from minidist.processes.fork_server import Child
+
+
+def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
+    """The curve without a break; how each node ends when the other dies; the resumed curve."""
+    if context.rank != 0:
+        return {}
+    with tempfile.TemporaryDirectory(prefix="nodes-") as name:
+        job = Job(path, inputs, Path(name))
+        job.write_data(0, shared=True)
+        answer = {f"whole/{k}": v for k, v in _run(job, "").items()}
+        saves = steps_by_zero(job.saves())
+        answer["saves"] = saves
+        if len(saves) < 2:
+            return answer
+        first, second = saves[:2]
+        job.clear()
+        with nodes(job, torchrun=False, dies_at=2) as processes:
+            answer["ends"] = [_end_of(processes[0])]
+        job.clear()
+        stop = job.checkpoints / f"stop-{second}"
+        stop.touch()
+        with nodes(job, torchrun=False) as processes:
+            _wait_for_stop(job, processes, second)
+            kill_trees([processes[0].pid])
+            answer["ends"].append(_end_of(processes[1]))
+        # Only now, because no process of the first run is alive: damage its last checkpoint.
+        stop.unlink()
+        (job.checkpoints / f"damaged-{second}").touch()
+        job.write_data(min(first, inputs["job"]["every"]), shared=True)
+        resumed = _run(job, " after it was started again")
+        answer |= {f"resumed/{k}": v for k, v in resumed.items()}
+        every, done = inputs["job"]["every"], saves[-1]
+        if saves == [*range(every, inputs["job"]["steps"] + 1, every)]:
+            inputs = inputs | {"job": inputs["job"] | {"steps": done}}
+            job.inputs = inputs
+            finished = _run(job, f" when it was started with --steps={done} and all {done} done")
+            answer["finished"] = finished.get("losses")
+        return answer
+
+
+def _run(job: Job, what: str) -> Values:
+    """The results of a job that runs to its end."""
+    for old in (*job.folder.glob("out-*.npz"), *job.folder.glob("log-*.txt")):
+        old.unlink()
+    with nodes(job, torchrun=False) as processes:
+        wait(job, processes)
+    return job.results(what)
+
+
+def _end_of(process: Child) -> int | None:
+    """The exit code of a node whose partner has died; None if it is still running."""
+    end_s = time.monotonic() + RUN_DEADLINE_S / 2
+    while process.poll() is None and time.monotonic() < end_s:
+        time.sleep(0.02)
+    return process.poll()
+
+
+def _wait_for_stop(job: Job, processes: Sequence[Child], step: int) -> None:
+    """Waits until the stand-in has stopped the job at the save of `step`.
+
+    Raises:
+        RuntimeError: the job ended, or the deadline passed, before that.
+    """
+    end_s = time.monotonic() + RUN_DEADLINE_S
+    while not (job.checkpoints / "stopped").exists():
+        ended = all(process.poll() is not None for process in processes)
+        if any(process.poll() not in (None, 0) for process in processes):
+            end_s = min(end_s, time.monotonic() + GRACE_S)
+        if ended or time.monotonic() > end_s:
+            raise job.failure(f"called save_checkpoint for step {step} in one run, not in the next")
+        time.sleep(0.05)
+
+
+_DIED = (
+    (0, "node 1 died in the middle of a step"),
+    (1, "node 0 died while it saved a checkpoint"),
+)
+
+
+def judge_lost(case: Case) -> list[Finding]:
+    """Who is left ends with an error; the resumed curve is the one without a break."""
+    given, answer = case.inputs[0], case.answers[0]
+    whole, saves = answer.get("whole/losses"), told(answer, "saves")
+    if problem := _untrained(given, answer, whole):
+        return [Finding(f"without a break already, {problem}", 0)]
+    assert isinstance(whole, np.ndarray)
+    if not isinstance(saves, list) or len(saves) < 2 or not all(type(s) is int for s in saves):
+        return [
+            Finding(
+                f"--every={given['job']['every']} --steps={given['job']['steps']}: rank 0 called "
+                f"save_checkpoint for the steps {saves}; two at least are needed to resume.",
+                0,
+            )
+        ]
+    ends = told(answer, "ends")
+    for (survivor, what), code in zip(_DIED, ends if isinstance(ends, list) else (), strict=False):
+        if code == 0 or code is None:
+            did = "ended with exit code 0" if code == 0 else "is still running"
+            return [
+                Finding(
+                    f"{what}, and the process on node {survivor} {did}: whoever started the job "
+                    "takes it for done. Let the error of the collective end the process.",
+                    0,
+                )
+            ]
+    if not isinstance(ends, list) or len(ends) != len(_DIED):
+        return [Finding("there is no answer for each node that died.", 0)]
+    text = (
+        f"(Nodes died after step {saves[1]}, the checkpoint of that step was damaged, and the job "
+        f"was started again: it should go on from step {saves[0]}.) "
+    )
+    got = answer.get("resumed/losses")
+    hint = text + _reason(got, whole, saves[0])
+    if wrong := oracle.differs(0, "losses of the resumed run", got, whole, hint=hint):
+        return [wrong]
+    for name in (k for k in given if k[0] == "p" and k[1:].isdigit()):
+        right = answer.get(f"whole/{name}")
+        assert isinstance(right, np.ndarray)  # `_untrained` has seen it
+        got = answer.get(f"resumed/{name}")
+        if wrong := oracle.differs(0, f"{name} of the resumed run", got, right, hint=text):
+            return [wrong]
+    every = given["job"]["every"]
+    if saves == [*range(every, given["job"]["steps"] + 1, every)] and (
+        wrong := oracle.differs(
+            0,
+            f"losses of a job that was started again with all of its {saves[-1]} steps done",
+            answer.get("finished"),
+            whole[: saves[-1]],
+            hint="It has nothing left to do but to write --out.",
+        )
+    ):
+        return [wrong]
+    return []
+
+
+def _untrained(given: Values, answer: Values, whole: Any) -> str:
+    """Why the run without a break is no training that could be resumed; "" if it is one."""
+    if not isinstance(whole, np.ndarray) or whole.ndim != 1 or whole.dtype.kind != "f":
+        return "losses in --out is no list of numbers."
+    if not whole.size or not np.isfinite(whole).all():
+        return "the losses are not all finite."
+    for name in (k for k in given if k[0] == "p" and k[1:].isdigit()):
+        got = answer.get(f"whole/{name}")
+        if not isinstance(got, np.ndarray) or got.shape != given[name].shape:
+            return f"{name} in --out has not the shape {list(given[name].shape)}."
+        if got.dtype.kind != "f" or not np.isfinite(got).all():
+            return f"{name} in --out is not finite."
+    if np.array_equal(answer["whole/p0"], given["p0"]):
+        return "p0 has not changed: nothing was trained."
+    return ""
+
+
+def _reason(got: Any, whole: np.ndarray, first: int) -> str:
+    """Where the resumed curve leaves the one without a break, and what that shows."""
+    if not isinstance(got, np.ndarray) or got.dtype.kind != "f" or got.ndim != 1:
+        return ""
+    if len(got) == len(whole) - first:
+        return "The losses before the break are missing: they belong to the state."
+    if len(got) != len(whole):
+        return f"Without a break there are {len(whole)} losses, here are {len(got)}."
+    if np.isnan(got).any():
+        return (
+            f"The loss of step {int(np.isnan(got).argmax())} is nan: only the rows from step "
+            f"{first} on are left by now, so it was computed from rows of a step that was done "
+            "before the break. load_newest says which step comes next, on every rank."
+        )
+    off = np.flatnonzero(~np.isclose(got, whole, rtol=1e-3))
+    place = int(off[0]) if off.size else len(whole)
+    if place < first:
+        return "The losses before the break are not those that were saved."
+    if place == first:
+        return (
+            "The first loss after the break differs already: the model is not the saved one, or "
+            "the rows are not those of this step."
+        )
+    return (
+        "The first loss after the break is right, so model and rows are: what differs is a step. "
+        "The optimizer keeps the momentum, the scheduler how far it has come; both have a "
+        "state_dict."
+    )

@@ -1,0 +1,303 @@
+"""Two "nodes" on this machine, for the criteria of task 5 of lab 5: they start, end, and die.
+
+Each node has its own data file. The script saves its checkpoints through a stand-in for the
+student's checkpointing.py, so that a bug there does not count twice. The stand-in can stop the job
+at a save, and can make a checkpoint count as damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autograder.criteria.common.launched import write_to
+from autograder.criteria.common.script_worker import ScriptError, work
+from autograder.criteria.criterion import Values
+from minidist.processes.fork_server import Child, fork
+from minidist.processes.ports import free_port
+from minidist.processes.tree import descendants
+
+NODES = 2
+PER_NODE = 2  # processes per node under torchrun; a node that is killed has only one process
+RUN_DEADLINE_S = 90.0
+GRACE_S = 10.0  # after one node has failed, the other node gets this long to end
+
+STAND_IN = """
+import os, time
+from pathlib import Path
+import torch
+
+def save_checkpoint(folder, step, state, keep=3):
+    folder, rank = Path(folder), os.environ.get("RANK")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"saved-{step}-by-{rank}").touch()
+    path = folder / f"stand-in-{step}.pt"
+    if rank == "0":
+        torch.save(state, path)
+        if (folder / f"stop-{step}").exists():
+            (folder / "stopped").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.02)
+    return path
+
+def load_newest(folder):
+    steps = [int(path.stem.split("-")[2]) for path in Path(folder).glob("stand-in-*.pt")]
+    steps = [step for step in steps if not Path(folder, f"damaged-{step}").exists()]
+    if not steps:
+        return None
+    path = Path(folder, f"stand-in-{max(steps)}.pt")
+    return max(steps), torch.load(path, map_location="cpu", weights_only=False)
+"""
+
+
+class Job:
+    """A folder with the script, the stand-in, a data file per node, and the shared checkpoints."""
+
+    def __init__(self, path: Any, inputs: Values, folder: Path) -> None:
+        script = Path(path)
+        if not script.is_file():
+            raise FileNotFoundError(
+                f"{script}: expected a script in {Path.cwd()}; run the cell above"
+            )
+        self.name, self.inputs, self.folder = script.name, inputs, folder
+        self.checkpoints = folder / "checkpoints"
+        shutil.copy(script, folder / script.name)
+        (folder / "checkpointing.py").write_text(STAND_IN)
+        self.write_data(0)
+
+    def write_data(self, first_step: int, *, shared: bool = False) -> None:
+        """Writes each node's data: rows from `first_step` on; all other rows are nan.
+
+        Args:
+            shared: every node has all rows, else only its own.
+        """
+        batch = self.inputs["job"]["batch-size"]
+        for node in range(NODES):
+            arrays: Any = {k: v.copy() for k, v in self.inputs.items() if isinstance(v, np.ndarray)}
+            step, place = np.divmod(np.arange(len(arrays["x"])), batch)
+            others = np.zeros(len(step), bool) if shared else place // (batch // NODES) != node
+            absent = others | (step < first_step)
+            arrays["x"][absent] = np.nan
+            arrays["y"][absent] = np.nan
+            np.savez(self.folder / f"data-{node}.npz", **arrays)
+
+    def arguments(self, node: int) -> list[str]:
+        """The script's arguments on a node."""
+        options = [f"--{k}={v}" for k, v in self.inputs["job"].items()]
+        return [
+            f"--data={self.folder / f'data-{node}.npz'}",
+            f"--out={self.folder / f'out-{node}.npz'}",
+            f"--checkpoints={self.checkpoints}",
+            *options,
+        ]
+
+    def start(self, node: int, port: int, *, agent: bool, dies_at: int = 0) -> Child:
+        """Starts a node: torchrun's agent and its workers, or a single rank without an agent.
+
+        Args:
+            dies_at: the single rank dies before it changes the parameters for the n-th time.
+        """
+        given = (self.log(node), str(self.folder / self.name), self.arguments(node))
+        place = {"cwd": self.folder, "new_session": True}
+        if agent:
+            return fork(be_agent, *given, node, port, env=_environment(), **place)
+        more = {
+            "RANK": node,
+            "WORLD_SIZE": NODES,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "GROUP_RANK": node,
+            "GROUP_WORLD_SIZE": NODES,
+            "MASTER_PORT": port,
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        # Every launcher sets these variables in a rank's environment.
+        env = _environment() | {k: str(v) for k, v in more.items()}
+        return fork(be_rank, *given, dies_at, env=env, **place)
+
+    def log(self, node: int) -> Path:
+        return self.folder / f"log-{node}.txt"
+
+    def failure(self, what: str) -> Exception:
+        """The error for a script that did `what`; it shows what the nodes said last."""
+        told: dict[str, list[int]] = {}
+        for node in range(NODES):
+            text = self.log(node).read_text(errors="replace")
+            if "\nNotImplementedError" in text or "]: NotImplementedError" in text:
+                return NotImplementedError(f"{self.name}: not written yet")
+            told.setdefault(first_traceback(text) or text[-900:] or "nothing", []).append(node)
+        texts = [f"--- node {', '.join(map(str, nodes))} said:\n{t}" for t, nodes in told.items()]
+        return RuntimeError("\n".join([f"{self.name} {what}", *texts]))
+
+    def clear(self) -> None:
+        """Removes what runs have left: checkpoints, results, logs."""
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        self.checkpoints.mkdir()
+        for file in (*self.folder.glob("out-*.npz"), *self.folder.glob("log-*.txt")):
+            file.unlink()
+
+    def saves(self) -> list[str]:
+        """The names of the marks that calls of save_checkpoint have left, sorted."""
+        return sorted(p.name for p in self.checkpoints.glob("saved-*"))
+
+    def results(self, what: str = "") -> Values:
+        """The losses and parameters in the --out file of node 0.
+
+        Args:
+            what: when the job ran, in words.
+        """
+        out = self.folder / "out-0.npz"
+        if not out.is_file():
+            raise self.failure(f"wrote no file to rank 0's --out{what}")
+        with np.load(out, allow_pickle=False) as saved:
+            wanted = {"losses", *(k for k in self.inputs if k[0] == "p" and k[1:].isdigit())}
+            return {k: saved[k] for k in saved.files if k in wanted}
+
+
+def steps_by_zero(marks: Iterable[str]) -> list[int]:
+    """The steps for which rank 0 called save_checkpoint, from the marks that its calls left."""
+    words = (mark.split("-") for mark in marks)
+    return sorted({int(w[1]) for w in words if len(w) == 4 and w[3] == "0" and w[1].isdigit()})
+
+
+def first_traceback(text: str) -> str:
+    """The first traceback in an output, which is the script's own; launchers add more."""
+    _, found, rest = text.partition("Traceback (most recent call last):\n")
+    if not found:
+        return ""
+    lines = rest.splitlines()
+    end = next((n for n, line in enumerate(lines) if line[:1].strip()), len(lines) - 1)
+    return "\n".join(lines[: end + 1])[-1500:]
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, without variables of torchrun and minidist, without GPUs."""
+    ours = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "MINIDIST_",
+        "NODE_RANK",
+        "PET_",
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    # Two nodes on one machine would both take its first GPU, which nccl refuses.
+    return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def be_rank(_: Any, log: Path, script: str, arguments: list[str], dies_at: int = 0) -> None:
+    """Runs the script as the rank that the environment describes.
+
+    Args:
+        dies_at: dies before it changes the parameters for the n-th time; 0 is never.
+    """
+    write_to(log)
+    if dies_at:
+        steps = iter(range(1, dies_at))
+
+        def die(*_: Any) -> None:
+            if next(steps, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        register_optimizer_step_pre_hook(die)
+    _work(script, arguments)
+
+
+def be_agent(_: Any, log: Path, script: str, arguments: list[str], node: int, port: int) -> None:
+    """Runs torchrun's agent of one node; it forks its workers because torch is imported."""
+    write_to(log)
+    config = LaunchConfig(
+        min_nodes=NODES,
+        max_nodes=NODES,
+        nproc_per_node=PER_NODE,
+        run_id="none",
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": node, "timeout": RUN_DEADLINE_S},
+        local_addr="127.0.0.1",
+        start_method="fork",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, _work)(script, arguments)
+    except ChildFailedError:  # the script has printed the reason
+        sys.exit(1)
+
+
+def _work(script: str, arguments: list[str]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # the fork inherited the agent's handlers
+    try:
+        work(script, arguments)
+    except ScriptError as error:
+        sys.exit(error.code)
+
+
+@contextlib.contextmanager
+def nodes(job: Job, *, torchrun: bool, dies_at: int = 0) -> Iterator[list[Child]]:
+    """Runs both nodes of a job, with or without torchrun's agents; kills them at the end.
+
+    Args:
+        dies_at: node 1 dies before it changes the parameters for the n-th time.
+    """
+    port = free_port()
+    processes: list[Child] = []
+    try:
+        for node in range(NODES):
+            processes.append(job.start(node, port, agent=torchrun, dies_at=dies_at * node))
+        yield processes
+    finally:
+        kill_trees([process.pid for process in processes])
+        for process in processes:
+            process.join(10.0)
+            process.close()
+
+
+def kill_trees(pids: list[int]) -> None:
+    """Kills processes and all their descendants without warning, as a power cut would."""
+    family: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)  # so that it starts no new processes meanwhile
+        family += [pid, *descendants(pid)]
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:  # processes that outlived their parent but kept its group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def wait(job: Job, processes: list[Child]) -> None:
+    """Waits until all nodes have ended, or until GRACE_S after a node has failed.
+
+    Raises:
+        RuntimeError: no node has failed, and some are still running at the deadline.
+    """
+    end_s = time.monotonic() + RUN_DEADLINE_S
+    while any(process.poll() is None for process in processes):
+        now_s = time.monotonic()
+        if any(process.poll() not in (None, 0) for process in processes):
+            end_s = min(end_s, now_s + GRACE_S)
+        if now_s > end_s:
+            if all(process.poll() in (None, 0) for process in processes):
+                raise job.failure(f"was still running after {RUN_DEADLINE_S:.0f} s")
+            return
+        time.sleep(0.05)

@@ -1,0 +1,39 @@
+"""Returns seconds per byte where bytes per second were asked for.
+
+loses: link_measure
+"""
+
+
+# %% replaces="task6_link"
+def measure_link(
+    exchange: Callable[[int], object],
+    sizes: list[int],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    warmup: int = 2,
+    repeats: int = 5,
+) -> tuple[float, float]:
+    """(latency_s, bandwidth_bytes_per_s) of what `exchange` sends over."""
+    medians = []
+    for num_bytes in sizes:
+        for _ in range(warmup):
+            exchange(num_bytes)
+        seconds = []
+        for _ in range(repeats):
+            began = clock()
+            exchange(num_bytes)
+            seconds.append(clock() - began)
+        medians.append(statistics.median(seconds))
+    line = statistics.linear_regression(sizes, medians)
+    return line.intercept, line.slope
+
+
+def bus_bandwidth(kind: str, num_bytes: int, seconds: float, num_ranks: int) -> float:
+    """What every link carried during a collective, in Gbit/s."""
+    factor = {
+        "all_reduce": 2 * (num_ranks - 1) / num_ranks,
+        "all_gather": (num_ranks - 1) / num_ranks,
+        "reduce_scatter": (num_ranks - 1) / num_ranks,
+        "broadcast": 1.0,
+    }[kind]
+    return factor * num_bytes * 8 / seconds / 1e9
