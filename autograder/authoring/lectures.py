@@ -23,6 +23,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_SHOWS = re.compile(r"(display|claim|print|explore|plot_\w+)$")  # change none of their arguments
 _RANK_MAGIC = re.compile(r"%%rank\b[^\n]*\n")
 _WRITES = re.compile(r"^%%writefile\s+(?:-a\s+)?(\S+)")
 
@@ -90,14 +91,17 @@ class _Reader:
         return Cell(head + text if text else "", needs, bool(shows))
 
     def _spoil(self, body: list[ast.stmt], wanted: dict[ast.stmt, frozenset[str]]) -> None:
-        """Drops what a cell makes and then changes by a statement that is dropped."""
-        makes = {node: set(_stored(node)) for node in body}
+        """Drops what a cell makes and then changes in a statement that is dropped."""
+        needs = frozenset[str]().union(*wanted.values())
         while True:
-            changed = {n for node in body if wanted[node] for n in _global_names(node)}
-            spoilt = [node for node in body if not wanted[node] and makes[node] & changed]
+            changed = {n for node in body if wanted[node] for n in _changed(node)}
+            spoilt = [
+                node
+                for node in body
+                if not wanted[node] and (changed.intersection(_stored(node)) or self._needs(node))
+            ]
             if not spoilt:
                 return
-            needs = frozenset[str]().union(*wanted.values())
             for node in spoilt:
                 wanted[node] = needs
                 self._learn(node, needs)
@@ -163,6 +167,29 @@ class _Reader:
             return []
         names = [a for a in node.names if not self._module(f"{node.module}.{a.name}")]
         return [ast.ImportFrom(node.module, names, node.level)] if names else []
+
+
+def _changed(node: ast.stmt) -> Iterator[str]:
+    """The names whose values a statement may change.
+
+    They are arguments and receivers of its calls, and owners of what it assigns to.
+    """
+    for part in ast.walk(node):
+        roots: list[ast.expr] = []
+        if isinstance(part, ast.Call) and not _shows(part.func):
+            roots = [part.func, *part.args, *(keyword.value for keyword in part.keywords)]
+            roots = [r for r in roots if isinstance(r, ast.Name) or r is part.func]
+        elif isinstance(part, ast.Attribute | ast.Subscript) and not isinstance(part.ctx, ast.Load):
+            roots = [part]
+        for root in roots:
+            while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
+                root = root.func if isinstance(root, ast.Call) else root.value
+            if isinstance(root, ast.Name):
+                yield root.id
+
+
+def _shows(function: ast.expr) -> bool:
+    return isinstance(function, ast.Name) and bool(_SHOWS.match(function.id))
 
 
 def _stored(node: ast.stmt) -> Iterator[str]:

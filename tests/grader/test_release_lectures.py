@@ -1,0 +1,128 @@
+"""Lectures of a release: what waits for a lab is named by what it needs, and the rest runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from course import ROOT
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from autograder.authoring.lectures import plan_lecture, write_for_students
+from autograder.authoring.release import write_release
+from autograder.course.course import Course
+
+LIBRARY = ROOT / "lib" / "minidist"
+MISSING = {"minidist.precision.scaler": ("lab4_amp",), "minidist.elastic": ("lab5_multinode",)}
+# While a lab is open and those before it are over: lectures that have come by then and lack code
+TERM = [
+    ("lab1_ddp", "03_data_parallelism"),
+    ("lab2_accumulation", "04_big_batches"),
+    ("lab3_fsdp", "05_sharding"),
+    ("lab4_amp", "04_big_batches"),
+    ("lab4_amp", "06_mixed_precision"),
+    ("lab5_multinode", "03_data_parallelism"),
+    ("lab5_multinode", "10_many_nodes"),
+    ("lab6_profiling", "03_data_parallelism"),
+    ("lab6_profiling", "09_hybrid_and_planning"),
+    ("lab6_profiling", "11_finding_the_time"),
+]
+
+
+def lecture(tmp_path, *sources, outputs=()):
+    path = tmp_path / "01_it.ipynb"
+    cells = [new_code_cell(source) for source in sources]
+    for cell, output in zip(cells, outputs, strict=False):
+        cell.outputs = output
+    nbformat.write(new_notebook(cells=cells), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("sources", "kept"),
+    [
+        # an import loses its withheld names only, and what they lead to waits
+        (["from minidist.precision import FORMATS, GradScaler\nx = 1", "GradScaler()", "FORMATS"],
+         ["from minidist.precision import FORMATS\nx = 1", "", "FORMATS"]),
+        (["import minidist.elastic as e", "def f():\n    return e.share_of_batch", "f()", "1"],
+         ["", "", "", "1"]),
+        (["from minidist import precision", "precision.GradScaler()", "precision.FORMATS"],
+         ["from minidist import precision", "", "precision.FORMATS"]),
+        # a local name of a function is not the notebook's
+        (["from minidist.elastic import Preemption as p", "def f(p):\n    return p", "f(1)"],
+         ["", "def f(p):\n    return p", "f(1)"]),
+        # a name that is made anew is free again
+        (["from minidist.elastic import Preemption as p", "p = 1", "p"], ["", "p = 1", "p"]),
+        # a script that a cell writes, and the command that runs it
+        (["%%writefile job.py\nimport minidist.elastic\n", "!python job.py", "!ls"],
+         ["", "", "!ls"]),
+        # what a dropped statement changes waits, too; what it only shows stays
+        (["from minidist.elastic import train", "a = {}\nb = 2\na['x'] = train()\ndisplay(b)",
+          "a", "b"],
+         ["", "b = 2", "", "b"]),
+        (["%%rank 0\nfrom minidist.elastic import Preemption\nimport math", "%%rank 0\nmath.pi"],
+         ["%%rank 0\nimport math", "%%rank 0\nmath.pi"]),
+    ],
+)  # fmt: skip
+def test_what_stays_of_a_cell(tmp_path, sources, kept):
+    cells = plan_lecture(lecture(tmp_path, *sources), LIBRARY, MISSING)
+    assert [cell.source for cell in cells] == kept
+
+
+def test_outputs_take_the_place_of_code(tmp_path):
+    picture = new_output("display_data", {"image/png": "aGVsbG8=\n", "text/plain": "<Figure>"})
+    sources = ["from minidist.elastic import Preemption", "Preemption().draw()", "print(1)"]
+    outputs = [[], [picture, new_output("stream", text="12 steps\n")], []]
+    path = lecture(tmp_path, *sources, outputs=outputs)
+    cells = plan_lecture(path, LIBRARY, MISSING)
+    made = write_for_students(path, path, cells, MISSING)
+    shown, rest = made.cells
+    assert shown.cell_type == "markdown"
+    assert "when lab5_multinode is over" in shown.source
+    assert "```text\n12 steps\n```" in shown.source
+    assert shown.attachments == {"output1.png": {"image/png": "aGVsbG8="}}
+    assert rest.source == "print(1)"
+    nbformat.validate(made)
+
+
+def test_code_that_prints_withheld_code_leaves_no_output(tmp_path):
+    sources = ["import inspect, minidist.elastic", "print(inspect.getsource(minidist.elastic))"]
+    path = lecture(tmp_path, *sources, outputs=[[], [new_output("stream", text="def secret(): 1")]])
+    made = write_for_students(path, path, plan_lecture(path, LIBRARY, MISSING), MISSING)
+    assert "secret" not in nbformat.writes(made)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """Lab -> the students' folder while it is open; lectures are not run for their outputs."""
+    folders = {}
+
+    def make(lab):
+        if lab not in folders:
+            folders[lab] = tmp_path_factory.mktemp(lab)
+            write_release(Course(ROOT), folders[lab], [lab], execute=lambda path, *_: path)
+        return folders[lab]
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lab", "name"), TERM)
+def test_a_lecture_runs_in_the_students_folder(released, tmp_path, lab, name):
+    folder = released(lab)
+    code = f"""
+import papermill
+papermill.execute_notebook({str(folder / "notebooks" / f"{name}.ipynb")!r},
+    {str(tmp_path / "out.ipynb")!r}, cwd={str(tmp_path)!r}, progress_bar=False, start_timeout=120)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{folder / 'lib'}{os.pathsep}{folder}"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
