@@ -35,6 +35,7 @@ from minidist.mesh import Mesh
 from minidist.parallel.context.layout import Layout, positions
 from minidist.parallel.context.ring import ring_attention
 from minidist.parallel.context.ulysses import check_heads, ulysses_attention
+from minidist.replaced import check_parts, refuse_options
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Method = Literal["ring", "ulysses"]
@@ -55,7 +56,8 @@ def context_parallel_gpt(
         mesh_or_group: a mesh (its axis "cp"), a group, or None for the default group.
 
     Raises:
-        ValueError: an unknown method or layout, or heads that "ulysses" cannot split.
+        ValueError: an unknown method or layout, heads that "ulysses" cannot split, or a model with
+            parts or options that the result would lose.
     """
     group = mesh_or_group.group("cp") if isinstance(mesh_or_group, Mesh) else mesh_or_group
     attend = make_attention(group, method=method, layout=layout)
@@ -86,7 +88,14 @@ class ContextParallelGPT(nn.Module):
         self, full: Any, group: dist.ProcessGroup | None, attend: Attend, layout: Layout
     ) -> None:
         super().__init__()
+        parts = ("token_embedding", "position_embedding", "blocks", "norm", "head")
+        check_parts("ContextParallelGPT", full, parts)
+        for embedding in (full.token_embedding, full.position_embedding):
+            why = "each rank looks up its own tokens only, and the copies would differ"
+            names = ("max_norm", "scale_grad_by_freq", "sparse")
+            refuse_options("ContextParallelGPT", embedding, names, why)
         self.config = full.config
+        self.training = full.training
         self.group = group
         self.layout: Layout = layout
         self.token_embedding = full.token_embedding
@@ -140,6 +149,8 @@ class ContextParallelBlock(nn.Module):
 
     def __init__(self, full: Any, attend: Attend) -> None:
         super().__init__()
+        check_parts("ContextParallelBlock", full, ("norm1", "attention", "norm2", "mlp"))
+        self.training = full.training
         self.norm1 = full.norm1
         self.attention = ContextParallelAttention(full.attention, attend)
         self.norm2 = full.norm2
@@ -155,6 +166,9 @@ class ContextParallelAttention(nn.Module):
 
     def __init__(self, full: Any, attend: Attend) -> None:
         super().__init__()
+        parts = ("query", "key", "value", "out", "dropout")
+        check_parts("ContextParallelAttention", full, parts)
+        self.training = full.training
         self.num_heads = full.num_heads
         self.attend = attend
         self.query, self.key, self.value = full.query, full.key, full.value
@@ -176,9 +190,10 @@ def mean_over_ranks(total: Tensor, count: Tensor, group: dist.ProcessGroup | Non
     Its gradient is the gradient of this rank's share, total / (count of all ranks), so gradients
     must be summed over the ranks, not averaged.
     """
-    sums = torch.stack([total.detach().double(), count.double()])
+    sums = torch.stack([torch.where(count > 0, total.detach().double(), 0), count.double()])
     dist.all_reduce(sums, group=group)
-    own = total / sums[1].to(total.dtype)
+    # A rank that counts nothing adds a gradient of zeros, also if its sum is nan.
+    own = torch.where(count > 0, total, 0) / sums[1].to(total.dtype)
     # The value of all ranks, with the gradient of this rank's share: the bracket's value is zero.
     return (sums[0] / sums[1]).to(total.dtype) + (own - own.detach())
 

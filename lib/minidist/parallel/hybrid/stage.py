@@ -26,6 +26,7 @@ from minidist.parallel.context import make_attention, positions
 from minidist.parallel.pipeline import TensorSpec
 from minidist.parallel.pipeline.partition import GPTStage
 from minidist.parallel.tensor import parallelize_gpt
+from minidist.replaced import shared_names
 
 
 def build_stages(
@@ -42,6 +43,7 @@ def build_stages(
             builds the whole model once, so the model must fit into memory.
         compute_dtype: dtype of matrix products (autocast); None means the parameters' dtype.
     """
+    _check_shared(model)
     # 1. tp: parts of every layer.
     split = parallelize_gpt(model, mesh, sequence_parallel=config.sequence_parallel)
     # 2. cp: attention over the tokens of all ranks.
@@ -54,6 +56,17 @@ def build_stages(
     num_stages = config.pp * config.virtual_stages
     own = range(mesh.coordinate("pp"), num_stages, config.pp)
     return [HybridStage(split, mesh, stage, num_stages, compute_dtype) for stage in own]
+
+
+def _check_shared(model: Any) -> None:
+    """A trainer counts each element of the model once, and knows of one shared weight only."""
+    tied = ["token_embedding.weight", "head.weight"] if model.config.tied else []
+    for names in shared_names(model):
+        if names != tied:
+            raise ValueError(
+                f"HybridTrainer: {' and '.join(names)} are one parameter; only GPTConfig(tied=True)"
+                " can share one, that of the token embedding and the head"
+            )
 
 
 class HybridStage(GPTStage):

@@ -23,6 +23,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from minidist.parallel.pipeline.ties import tie_weights
+from minidist.replaced import check_parts
 
 _GPT = ("token_embedding", "position_embedding", "blocks", "norm", "head")
 
@@ -87,13 +88,13 @@ def split_model(
         units = list(cast(nn.Sequential, model))
         build: Callable[[range], nn.Module] = lambda part: _slice(model, part)  # noqa: E731
     elif all(hasattr(model, name) for name in _GPT):
-        _check_nothing_else(model, _GPT)
+        check_parts("split_model", model, _GPT)
         gpt = cast(Any, model)
         first = nn.ModuleList([gpt.token_embedding, gpt.position_embedding])
         units = [first, *gpt.blocks, nn.ModuleList([gpt.norm, gpt.head])]
         build = lambda part: GPTStage(model, part, len(units))  # noqa: E731
     elif all(hasattr(model, name) for name in ("stem", "stages", "head")):
-        _check_nothing_else(model, ("stem", "stages", "head"))
+        check_parts("split_model", model, ("stem", "stages", "head"))
         units = [model.stem, *cast(Any, model).stages, model.head]
         build = lambda part: _resnet_stage(model, part, len(units))  # noqa: E731
     else:
@@ -161,14 +162,3 @@ def _resnet_stage(model: nn.Module, part: range, num_units: int) -> nn.Module:
     if part.stop == num_units:
         parts["head"] = cast(nn.Module, model.head)
     return tie_weights(model, nn.Sequential(parts))
-
-
-def _check_nothing_else(model: nn.Module, known: Sequence[str]) -> None:
-    own = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    direct = [name for name in own if "." not in name]
-    children = [name for name, _ in model.named_children()]
-    if others := [name for name in direct + children if name not in known]:
-        raise ValueError(
-            f"split_model: {type(model).__name__} also has {', '.join(others)}, which no stage "
-            f"would have; its stages consist of {', '.join(known)}"
-        )

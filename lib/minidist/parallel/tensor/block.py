@@ -33,6 +33,7 @@ from minidist.parallel.tensor.layers import (
     RowParallelLinear,
     column_parallel,
 )
+from minidist.replaced import check_layer, check_parts
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -52,11 +53,13 @@ class ParallelAttention(nn.Module):
             replaces it.
 
     Raises:
-        ValueError: the heads cannot be split evenly.
+        ValueError: the heads cannot be split evenly, or `full` has other parts besides.
     """
 
     def __init__(self, full: Any, tp: TensorParallel, *, attend: Attend = causal_attention) -> None:
         super().__init__()
+        check_parts("ParallelAttention", full, ("query", "key", "value", "out", "dropout"))
+        self.training = getattr(full, "training", True)
         self.num_heads = tp.split("ParallelAttention: heads", full.num_heads)
         self.tp = tp
         self.attend = attend
@@ -64,7 +67,7 @@ class ParallelAttention(nn.Module):
         self.key = ColumnParallelLinear(full.key, tp)
         self.value = ColumnParallelLinear(full.value, tp)
         self.out = RowParallelLinear(full.out, tp)
-        self.dropout = ParallelDropout(full.dropout.p, tp)
+        self.dropout = ParallelDropout.of(full.dropout, tp)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         projected = column_parallel(x_BTD, [self.query, self.key, self.value], self.tp)
@@ -84,9 +87,11 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, full: Any, tp: TensorParallel) -> None:
         super().__init__()
+        check_parts("ParallelMLP", full, ("up", "down", "dropout"))
+        self.training = getattr(full, "training", True)
         self.up = ColumnParallelLinear(full.up, tp)
         self.down = RowParallelLinear(full.down, tp)
-        self.dropout = ParallelDropout(full.dropout.p, tp)
+        self.dropout = ParallelDropout.of(full.dropout, tp)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.dropout(self.down(F.gelu(self.up(x_BTD))))
@@ -104,6 +109,8 @@ class ParallelBlock(nn.Module):
 
     def __init__(self, full: Any, tp: TensorParallel) -> None:
         super().__init__()
+        check_parts("ParallelBlock", full, ("norm1", "attention", "norm2", "mlp"))
+        self.training = getattr(full, "training", True)
         self.norm1 = ParallelLayerNorm(full.norm1, tp)
         self.attention = ParallelAttention(full.attention, tp)
         self.norm2 = ParallelLayerNorm(full.norm2, tp)
@@ -125,20 +132,26 @@ class ParallelDropout(nn.Module):
         ValueError: sequence parallelism without an `RngTracker`.
     """
 
-    def __init__(self, p: float, tp: TensorParallel) -> None:
+    def __init__(self, p: float, tp: TensorParallel, *, inplace: bool = False) -> None:
         super().__init__()
         if p > 0 and tp.sequence_parallel and tp.rng is None:
             raise ValueError(
                 f"ParallelDropout: p = {p} with sequence parallelism needs an RngTracker "
                 "(TensorParallel(rng=...)): the ranks hold different tokens"
             )
-        self.p = p
+        self.p, self.inplace = p, inplace
         self.tp = tp
+
+    @classmethod
+    def of(cls, full: Any, tp: TensorParallel) -> ParallelDropout:
+        """In place of an `nn.Dropout`, with its options and its mode."""
+        check_layer("ParallelDropout", full, nn.Dropout)
+        return cls(full.p, tp, inplace=full.inplace).train(full.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
         if self.tp.sequence_parallel and self.tp.rng is not None:
             with self.tp.rng.fork():
-                return F.dropout(x, self.p)
-        return F.dropout(x, self.p)
+                return F.dropout(x, self.p, inplace=self.inplace)
+        return F.dropout(x, self.p, inplace=self.inplace)

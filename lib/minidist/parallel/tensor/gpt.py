@@ -29,11 +29,15 @@ from minidist.parallel.tensor.block import ParallelBlock
 from minidist.parallel.tensor.config import RngTracker, TensorParallel, split_evenly
 from minidist.parallel.tensor.layers import ParallelLayerNorm, replicated
 from minidist.parallel.tensor.mappings import all_gather, scatter_to
+from minidist.parallel.tensor.state import sharded_parameters
 from minidist.parallel.tensor.vocab import (
     VocabParallelEmbedding,
     VocabParallelHead,
     vocab_parallel_cross_entropy,
 )
+from minidist.replaced import check_layer, check_parts, refuse_options, shared_names
+
+_OPTIONS = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
 
 
 def parallelize_gpt(
@@ -52,7 +56,8 @@ def parallelize_gpt(
         sequence_parallel, overlap: see `TensorParallel`.
 
     Raises:
-        ValueError: heads, MLP features or (with sequence parallelism) tokens do not divide.
+        ValueError: heads, MLP features or (with sequence parallelism) tokens do not divide; or the
+            model has parts or options that a split model would lose.
         MismatchError: the weights of a rank differ from those of rank 0 of the group.
     """
     # Validate what needs no communication, with the same result on every rank.
@@ -69,10 +74,7 @@ def parallelize_gpt(
         tp = TensorParallel(
             group=tp.group, sequence_parallel=sequence_parallel, overlap=overlap, rng=rng
         )
-    parallel = ParallelGPT(model, tp)
-    for name, parameter in parallel.named_parameters():
-        parameter.requires_grad_(model.get_parameter(name).requires_grad)
-    return parallel
+    return ParallelGPT(model, tp)
 
 
 class ParallelGPT(nn.Module):
@@ -83,17 +85,23 @@ class ParallelGPT(nn.Module):
 
     def __init__(self, full: Any, tp: TensorParallel) -> None:
         super().__init__()
+        parts = ("token_embedding", "position_embedding", "blocks", "norm", "head")
+        check_parts("ParallelGPT", full, parts)
+        check_layer("ParallelGPT", full.position_embedding, nn.Embedding)
+        why = "positions are looked up on each rank alone"
+        refuse_options("ParallelGPT", full.position_embedding, _OPTIONS, why)
         self.config = full.config
+        self.training = full.training
         self.tp = tp
         self.token_embedding = VocabParallelEmbedding(full.token_embedding, tp)
+        positions = full.position_embedding.weight
         self.position_embedding = nn.Embedding.from_pretrained(
-            full.position_embedding.weight.detach().clone(), freeze=False
+            positions.detach().clone(), freeze=not positions.requires_grad
         )
         self.blocks = nn.ModuleList(ParallelBlock(block, tp) for block in full.blocks)
         self.norm = ParallelLayerNorm(full.norm, tp)
         self.head = VocabParallelHead(full.head, tp)
-        if full.config.tied:
-            self.head.weight = self.token_embedding.weight
+        _tie_as(full, self)
         self._inputs_checked = tp.size == 1
 
     def forward(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
@@ -181,6 +189,20 @@ class ParallelGPT(nn.Module):
                     "default random stream alike within the group",
                     rank=dist.get_rank(),
                 )
+
+
+def _tie_as(full: nn.Module, parallel: nn.Module) -> None:
+    """What is one parameter in the whole model is one parameter in the split model."""
+    shards = sharded_parameters(parallel)
+    for first, *others in shared_names(full):
+        for name in others:
+            if shards.get(name) != shards.get(first):
+                raise ValueError(
+                    f"ParallelGPT: {first} and {name} are one parameter, but they are split "
+                    "differently; untie them"
+                )
+            module, _, leaf = name.rpartition(".")
+            setattr(parallel.get_submodule(module), leaf, parallel.get_parameter(first))
 
 
 def _check_same_weights(model: nn.Module, tp: TensorParallel) -> None:

@@ -45,6 +45,7 @@ from minidist.parallel.tensor.mappings import (
     reduce_from,
     reduce_scatter_sequence,
 )
+from minidist.replaced import check_layer
 
 
 class ShardedModule(nn.Module):
@@ -69,16 +70,21 @@ class ColumnParallelLinear(ShardedModule):
     the input is the rank's part (B, T / n, in) and the output covers the whole sequence.
 
     Raises:
-        ValueError: the output features cannot be split evenly.
+        ValueError: the output features cannot be split evenly, or the layer is more than a linear
+            layer.
     """
 
     def __init__(self, full: nn.Linear, tp: TensorParallel, *, gather_output: bool = False) -> None:
         super().__init__()
+        check_layer("ColumnParallelLinear", full, nn.Linear)
         tp.split("ColumnParallelLinear: output features", full.out_features)
         self.tp = tp
+        self.training = full.training
         self.gather_output = gather_output
-        self.weight = nn.Parameter(tp.part(full.weight, 0))
-        self.bias = nn.Parameter(tp.part(full.bias, 0)) if full.bias is not None else None
+        self.weight = parameter_like(full.weight, tp.part(full.weight, 0))
+        self.bias = None
+        if full.bias is not None:
+            self.bias = parameter_like(full.bias, tp.part(full.bias, 0))
         self.shards = {"weight": (0, full.out_features), "bias": (0, full.out_features)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,15 +105,20 @@ class RowParallelLinear(ShardedModule):
     parallelism.
 
     Raises:
-        ValueError: the input features cannot be split evenly, or the input has a wrong width.
+        ValueError: the input features cannot be split evenly, or the layer is more than a linear
+            layer, or the input has a wrong width.
     """
 
     def __init__(self, full: nn.Linear, tp: TensorParallel) -> None:
         super().__init__()
+        check_layer("RowParallelLinear", full, nn.Linear)
         tp.split("RowParallelLinear: input features", full.in_features)
         self.tp = tp
-        self.weight = nn.Parameter(tp.part(full.weight, 1))
-        self.bias = nn.Parameter(full.bias.detach().clone()) if full.bias is not None else None
+        self.training = full.training
+        self.weight = parameter_like(full.weight, tp.part(full.weight, 1))
+        self.bias = None
+        if full.bias is not None:
+            self.bias = parameter_like(full.bias, full.bias.detach().clone())
         self.shards = {"weight": (1, full.in_features)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,6 +142,7 @@ class ParallelLayerNorm(nn.LayerNorm):
     """A layer norm with replicated parameters, on replicated or sequence-split activations."""
 
     def __init__(self, full: nn.LayerNorm, tp: TensorParallel) -> None:
+        check_layer("ParallelLayerNorm", full, nn.LayerNorm)
         super().__init__(
             list(full.normalized_shape),
             full.eps,
@@ -140,13 +152,21 @@ class ParallelLayerNorm(nn.LayerNorm):
             dtype=full.weight.dtype if full.elementwise_affine else None,
         )
         self.load_state_dict(full.state_dict())
+        for own, whole in zip(self.parameters(), full.parameters(), strict=True):
+            own.requires_grad_(whole.requires_grad)
         self.tp = tp
+        self.training = full.training
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = (
             None if p is None else replicated(p, self.tp) for p in (self.weight, self.bias)
         )
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+def parameter_like(full: Tensor, part: Tensor) -> nn.Parameter:
+    """A parameter for a part of `full`; frozen if `full` is."""
+    return nn.Parameter(part, requires_grad=full.requires_grad)
 
 
 def replicated(parameter: Tensor, tp: TensorParallel) -> Tensor:

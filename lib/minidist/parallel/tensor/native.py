@@ -45,6 +45,7 @@ from torch.distributed.tensor.parallel import (
 
 from minidist.mesh import Mesh
 from minidist.parallel.tensor.config import split_evenly
+from minidist.replaced import embedding_options, refuse_options
 
 __all__ = ["loss_parallel", "parallelize_gpt_native"]
 
@@ -60,7 +61,8 @@ def parallelize_gpt_native(
             `sequence_parallel` ignores it.
 
     Raises:
-        ValueError: heads, vocabulary, or (with sequence parallelism) positions do not divide.
+        ValueError: heads, vocabulary, or (with sequence parallelism) positions do not divide; or an
+            embedding has options that DTensor would apply wrongly.
     """
     # Validate.
     tp = mesh.device_mesh["tp"] if isinstance(mesh, Mesh) else mesh
@@ -69,6 +71,12 @@ def parallelize_gpt_native(
         split_evenly(f"parallelize_gpt_native: {what}", total, tp.size())
     if sequence_parallel:
         split_evenly("parallelize_gpt_native: positions", config.context, tp.size())
+
+    embeddings = [model.token_embedding]
+    embeddings += [model.position_embedding] if sequence_parallel else []
+    for embedding in embeddings:
+        why = "DTensor looks rows up by their number on the rank"
+        refuse_options("parallelize_gpt_native", embedding, embedding_options(embedding), why)
 
     # Derive the plan. Between the split layers activations are replicated, or split by tokens.
     between = Shard(1) if sequence_parallel else Replicate()

@@ -21,6 +21,7 @@ from minidist.errors import named_rank
 from minidist.parallel.tensor.config import TensorParallel
 from minidist.parallel.tensor.layers import ShardedModule
 from minidist.parallel.tensor.mappings import all_gather
+from minidist.replaced import shared_names
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -73,6 +74,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"load_full_state_dict: {named_rank(tp.group)}: {name}: expected shape "
                 f"{tuple(expected)}, got {tuple(state[name].shape)}"
             )
+    for first, *others in shared_names(model):
+        for name in others:
+            if not torch.equal(state[first], state[name]):
+                raise ValueError(
+                    f"load_full_state_dict: {named_rank(tp.group)}: {first} and {name} are one "
+                    "parameter of this model, but the state has different values for them"
+                )
     parts = {}
     for name, whole in state.items():
         parts[name] = whole

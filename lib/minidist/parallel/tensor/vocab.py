@@ -36,8 +36,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minidist.parallel.tensor.config import TensorParallel
-from minidist.parallel.tensor.layers import ShardedModule, column_parallel
+from minidist.parallel.tensor.layers import ShardedModule, column_parallel, parameter_like
 from minidist.parallel.tensor.mappings import gather_from, reduce_from, reduce_scatter_sequence
+from minidist.replaced import check_layer, refuse_options
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -49,16 +50,25 @@ class VocabParallelEmbedding(ShardedModule):
     Shapes: tokens (B, T), the same on all ranks, to (B, T, D); (B, T / n, D) with sequence
     parallelism.
 
+    Keeps `padding_idx`, `max_norm`, `norm_type` and `scale_grad_by_freq`.
+
     Raises:
-        ValueError: a token is outside the vocabulary. On a GPU a check would stall the device, so
-            torch's device-side assertion fails instead.
+        ValueError: the embedding is sparse, or more than an embedding; or a token is outside the
+            vocabulary. On a GPU a check would stall the device, so torch's device-side assertion
+            fails instead.
     """
 
     def __init__(self, full: nn.Embedding, tp: TensorParallel) -> None:
         super().__init__()
+        check_layer("VocabParallelEmbedding", full, nn.Embedding)
+        why = "gradients of parts are dense"
+        refuse_options("VocabParallelEmbedding", full, ["sparse"], why)
         self.tp = tp
+        self.training = full.training
         self.vocab_size = full.num_embeddings
-        self.weight = nn.Parameter(_padded_part(full.weight, tp))
+        self.weight = parameter_like(full.weight, _padded_part(full.weight, tp))
+        self.padding_idx, self.scale_grad_by_freq = full.padding_idx, full.scale_grad_by_freq
+        self.max_norm, self.norm_type = full.max_norm, full.norm_type
         self.shards = {"weight": (0, full.num_embeddings)}
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -67,13 +77,30 @@ class VocabParallelEmbedding(ShardedModule):
         local_BT = tokens_BT - self.tp.rank * num_rows
         owned_BT = (local_BT >= 0) & (local_BT < num_rows)
         wrong_BT = (tokens_BT < 0) | (tokens_BT >= self.vocab_size)
-        # Tokens of other ranks look up row 0, and the result becomes zero. Tokens outside the
-        # vocabulary look beyond the end, which raises.
-        local_BT = local_BT.masked_fill(~owned_BT, 0).masked_fill(wrong_BT, num_rows)
-        x_BTD = F.embedding(local_BT, self.weight) * owned_BT.unsqueeze(-1)
+        # Tokens outside the vocabulary look beyond the end, which raises.
+        local_BT = local_BT.masked_fill(wrong_BT, num_rows)
+        if self.scale_grad_by_freq or self.max_norm is not None:
+            # These count, or change, the rows that are looked up: no other row may be.
+            own_BT = owned_BT | wrong_BT
+            x_BTD = self.weight.new_zeros(*local_BT.shape, self.weight.shape[1])
+            x_BTD[own_BT] = self._look_up(local_BT[own_BT])
+        else:
+            # Tokens of other ranks look up row 0, and the result becomes zero.
+            local_BT = local_BT.masked_fill(~owned_BT & ~wrong_BT, 0)
+            x_BTD = self._look_up(local_BT).masked_fill(~owned_BT.unsqueeze(-1), 0)
         if self.tp.sequence_parallel:
             return reduce_scatter_sequence(x_BTD, 1, self.tp.group)
         return reduce_from(x_BTD, self.tp.group)
+
+    def _look_up(self, rows: Tensor) -> Tensor:
+        """These of this rank's rows. A padding row gets no gradient."""
+        padding = None
+        if self.padding_idx is not None:
+            padding = self.padding_idx - self.tp.rank * self.weight.shape[0]
+            padding = padding if 0 <= padding < self.weight.shape[0] else None
+        return F.embedding(
+            rows, self.weight, padding, self.max_norm, self.norm_type, self.scale_grad_by_freq
+        )
 
 
 class VocabParallelHead(ShardedModule):
@@ -85,11 +112,13 @@ class VocabParallelHead(ShardedModule):
 
     def __init__(self, full: nn.Linear, tp: TensorParallel) -> None:
         super().__init__()
+        check_layer("VocabParallelHead", full, nn.Linear)
         if full.bias is not None:
             raise ValueError("VocabParallelHead: expected a layer without bias")
         self.tp = tp
+        self.training = full.training
         self.vocab_size = full.out_features
-        self.weight = nn.Parameter(_padded_part(full.weight, tp))
+        self.weight = parameter_like(full.weight, _padded_part(full.weight, tp))
         self.bias = None
         self.shards = {"weight": (0, full.out_features)}
 
@@ -142,6 +171,10 @@ def vocab_parallel_cross_entropy(
         raise ValueError(
             f"{who}: logits of shape {tuple(logits.shape)} need targets of shape "
             f"{tuple(logits.shape[:-1])}, got {tuple(targets.shape)}"
+        )
+    if targets.is_floating_point():
+        raise ValueError(
+            f"{who}: targets are token ids (int64), not probabilities: {targets.dtype}"
         )
     if not 0 < vocab_size <= total:
         raise ValueError(
@@ -202,7 +235,7 @@ class _CrossEntropy(torch.autograd.Function):
         wrong_N = kept_N & ((targets_N < 0) | (targets_N >= vocab_size))
         own_N = own_N.masked_fill(~owned_N, 0).masked_fill(wrong_N, num_owned + 1)
         if num_owned:
-            z_target_N = z_NV.gather(1, own_N.unsqueeze(1)).squeeze(1) * owned_N
+            z_target_N = z_NV.gather(1, own_N.unsqueeze(1)).squeeze(1).masked_fill(~owned_N, 0)
         else:
             z_target_N = torch.zeros_like(max_N)
         sums = torch.stack([exp_NV.sum(1), z_target_N, z_NV.sum(1)][: 3 if smoothing else 2])
@@ -227,7 +260,9 @@ class _CrossEntropy(torch.autograd.Function):
         if grad_NV.shape[1]:
             rows_N = torch.arange(len(own_N), device=own_N.device)
             grad_NV[rows_N, own_N] -= (1 - ctx.smoothing) * owned_N.to(grad_NV.dtype)
-        grad_NV *= (grads[0].flatten() * kept_N).unsqueeze(1)
+        grad_NV *= grads[0].flatten().unsqueeze(1)
+        # Not a product: if nothing counts, the mean's gradient is inf, and inf * 0 is nan.
+        grad_NV = grad_NV.masked_fill(~kept_N.unsqueeze(1), 0)
         padding = ctx.shape[-1] - grad_NV.shape[1]
         grad = F.pad(grad_NV, (0, padding)).view(ctx.shape).to(ctx.dtype)
         return grad, *[None] * 7
