@@ -30,8 +30,8 @@
 # - train 16-bit weights whose updates are too small for 16 bits (task 7);
 # - send gradients in 16 bits (task 8).
 #
-# Plan 90 to 120 minutes; tasks 2 and 3 are half of it. You should have done lab 1, up to its task
-# 4. Nothing here needs a GPU; if you have one, it is worth 5 extra points.
+# Plan three to four hours, at most two of them for tasks 2 and 3; or do half of the tasks in one
+# sitting and half in another. You should have done lab 1, up to its task 4. Nothing here needs a GPU; if you have one, it is worth 5 extra points.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all |
 # |---|---|---|---|---|---|---|---|---|---|
@@ -279,7 +279,7 @@ check("amp_safe_scale", safe_scale)
 #   Were `growth_interval` steps *in a row* taken since the scale last changed? Then it is
 #   multiplied by `growth_factor`, and the count starts again. A step that was left out starts it
 #   again as well.
-# - `get_scale()` returns the scale as a `float`. `step` is called once before each `update`, and
+# - `get_scale()` returns the scale as a Python `float`. `step` is called once before each `update`, and
 #   there is one optimizer.
 # - `state_dict()` returns a new dict of plain numbers, which later steps do not change;
 #   `load_state_dict(state)` makes a scaler go on exactly as the saved one would have, whatever
@@ -473,7 +473,8 @@ check("amp_scaler_state", LossScaler)
 #
 # **Write `train_amp(…)`.**
 #
-# - `model` is wrapped in DDP already. `batches` is a list of `(x, y)` on this rank's device.
+# - `model` is wrapped in DDP already. `batches` is a list of `(x, y)` on this rank's device. Each goes
+#   through the model by itself.
 # - Forward and `loss_fn(model(x), y)` run under autocast, for the device type of `x`, with `dtype`.
 #   `dtype=None` means full precision: no autocast. Backward runs outside.
 # - One optimizer step for every `accumulate` batches (`len(batches)` is a multiple of it). The
@@ -484,7 +485,8 @@ check("amp_scaler_state", LossScaler)
 # - If `max_norm` is given, the norm of the *unscaled* gradient is clipped to it.
 # - `scaler.update()` once per step, last. The scale must not change while gradients add up.
 # - If there is a `scheduler`, its `step()` is called after each step that was taken, and only then.
-# - Return one `float` per optimizer step: the mean over its batches of this rank's unscaled loss.
+# - Return one Python `float` per optimizer step: the mean over its batches of this rank's unscaled
+#   loss. Batches may differ in size; each counts the same.
 #
 # <details><summary>Hint 1: autocast or not</summary>
 #
@@ -973,9 +975,11 @@ check("amp_masters", MasterWeights)
 # **Write `make_compress_hook(dtype)`.** It returns a function `hook(state, bucket)`:
 #
 # - `bucket.buffer()` is the bucket's flat fp32 tensor of this rank's gradients.
-# - One all-reduce per bucket, of a tensor in `dtype`, started with `async_op=True`.
+# - One all-reduce per bucket, of a tensor in `dtype`. Start it with `async_op=True`: a hook that
+#   waits holds up the backward pass. (No check looks at that.)
 # - It returns a `torch.futures.Future` of the mean over all ranks, flat and in the buffer's dtype.
-# - If the mean fits into `dtype`, nothing on the way may overflow.
+# - As long as no rank's gradients exceed 90 % of the largest number of `dtype`, nothing on the way
+#   may overflow, on any number of ranks.
 # - The second argument has to be called `bucket`: DDP checks that.
 #
 # <details><summary>Hint</summary>

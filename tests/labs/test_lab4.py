@@ -8,8 +8,9 @@ import torch
 from lab_helper import SameUnderEveryKey, run_solution, sizes
 
 from autograder.criteria import get_lab
+from autograder.criteria.common import oracle
 from autograder.criteria.criterion import Case, Draw
-from autograder.criteria.lab4_amp import autocast, growth, measure
+from autograder.criteria.lab4_amp import autocast, growth, loop, measure, overflow, replay
 from autograder.referee.referee import draw_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,30 +44,66 @@ def test_a_judge_survives_rubbish(criterion, world_size):
 
 def test_the_scale_follows_torch():
     for attempt in range(5):
-        values = growth.draw_grows(_draw("amp_scaler_grows", 1, str(attempt)))[0]
-        settings, steps = values["settings"], values["steps"]
-        scaler = torch.amp.GradScaler("cpu", **settings)
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        optimizer = torch.optim.SGD([parameter], lr=0.0)
-        scales = []
-        for overflow in steps:
-            scaler.scale(torch.zeros(()))
-            parameter.grad = torch.full((1,), torch.inf if overflow else 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        assert scales == pytest.approx(growth.scales_of(settings, steps), rel=1e-5)
-        for rule in growth.GROWTH_MISTAKES:
-            assert growth.scales_of(settings, steps, rule) != scales
+        for one in growth.draw_grows(_draw("amp_scaler_grows", 1, str(attempt)))[0]["runs"]:
+            settings, steps = one["settings"], one["steps"]
+            scaler = torch.amp.GradScaler("cpu", **settings)
+            parameter = torch.nn.Parameter(torch.zeros(1))
+            optimizer = torch.optim.SGD([parameter], lr=0.0)
+            scales = []
+            for is_bad in steps:
+                scaler.scale(torch.zeros(()))
+                parameter.grad = torch.full((1,), torch.inf if is_bad else 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                scales.append(scaler.get_scale())
+            assert scales == pytest.approx(growth.scales_of(settings, steps), rel=1e-5)
+
+
+def test_every_draw_tells_a_scale_that_changes_by_a_wrong_rule():
+    for attempt in range(100):
+        runs = growth.draw_grows(_draw("amp_scaler_grows", 1, str(attempt)))[0]["runs"]
+        for one in runs:
+            defaults = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+            assert not any(one["settings"][name] == value for name, value in defaults.items())
+            right = growth.scales_of(one["settings"], one["steps"])
+            for rule in growth.GROWTH_MISTAKES:
+                assert growth.scales_of(one["settings"], one["steps"], rule) != right, rule
+        scales = [growth.scales_of(one["settings"], one["steps"]) for one in runs]
+        assert min(map(min, scales)) < 1
+        assert max(map(max, scales)) > 2**16
+
+
+def test_every_draw_lets_each_kind_of_rank_overflow_alone_and_all_but_it():
+    for attempt in range(100):
+        inputs = overflow.draw_agrees(_draw("amp_scaler_agrees", 3, str(attempt)))
+        for called in (False, True):
+            sets = {
+                tuple(r for r in range(3) if np.isinf(inputs[r][f"{step}/0"]).any())
+                for step, unscale in enumerate(inputs[0]["unscale"])
+                if unscale is called
+            }
+            assert len(sets) == 8  # every subset of three ranks
 
 
 def test_every_mistake_with_autocast_changes_a_weight():
-    for attempt in range(5):
-        inputs = autocast.draw(_draw("amp_loop_autocast", 3, str(attempt)))
+    for attempt in range(20):
+        inputs = autocast.draw(_draw("amp_loop_autocast", 3, str(attempt)))[0]
         for name in autocast.NAMES:
-            right = autocast._gradients(inputs, name, (True, True, False))
-            for places in autocast.MISTAKES:
+            right = autocast._gradients(inputs, name, autocast.right_places(name))
+            for places in autocast.places_of(name):
                 assert autocast._differ(right, autocast._gradients(inputs, name, places))
+
+
+def test_the_gradient_that_is_written_out_is_torchs():
+    rng = np.random.default_rng(0)
+    arrays = oracle.draw_parameters(rng, loop.SIZES)
+    batch = oracle.draw_batch(rng, 3, loop.SIZES)
+    at = np.concatenate([p.astype(np.float64).ravel() for p in oracle.parameters_of(arrays)])
+    loss, gradient = replay.loss_and_gradient(at, batch["x"], batch["y"])
+    expected = [g.ravel() for g in oracle.gradients(arrays, batch["x"], batch["y"])]
+    assert gradient == pytest.approx(np.concatenate(expected))
+    output = oracle.mlp(arrays, torch.float64)(torch.from_numpy(batch["x"]).double())
+    assert loss == pytest.approx(float(oracle.mse(output, torch.from_numpy(batch["y"]))))
 
 
 def test_bytes_of_autocast_are_less_only_for_large_batches():

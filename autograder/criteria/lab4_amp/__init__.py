@@ -6,9 +6,10 @@ from functools import partial
 
 from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.common.gpu_meter import draw_seeds
-from autograder.criteria.criterion import Criterion, Lab
+from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab4_amp import (
     autocast,
+    clipped_steps,
     formats,
     gpu,
     growth,
@@ -17,6 +18,7 @@ from autograder.criteria.lab4_amp import (
     masters,
     measure,
     overflow,
+    plain_steps,
     scaler,
 )
 
@@ -43,6 +45,7 @@ LAB = Lab(
     title="Automatic mixed precision",
     practice_world_size=2,
     grading_world_size=3,
+    gates=(Gate("overflow", ("amp_scaler_finds",)),),
     withheld={
         "minidist.precision.scaler": "loss scaling",
         "minidist.precision.training": "the loop",
@@ -91,23 +94,23 @@ LAB = Lab(
         ),
         _loop(
             name="amp_loop_fp16", title="trains where fp16 alone loses every gradient", points=5,
-            draw=loop.draw_fp16, observe=loop.observe, judge=loop.judge_fp16,
+            draw=loop.draw_fp16, observe=loop.observe, judge=plain_steps.judge_fp16,
         ),
         _loop(
             name="amp_loop_update", title="the scale changes once per step, at its end", points=4,
-            draw=loop.draw_update, observe=loop.observe, judge=loop.judge_update,
+            draw=loop.draw_update, observe=loop.observe, judge=plain_steps.judge_update,
         ),
         _loop(
             name="amp_loop_clip", title="unscaled before it is clipped", points=4,
-            draw=loop.draw_clip, observe=loop.observe, judge=loop.judge_clip,
+            draw=loop.draw_clip, observe=loop.observe, judge=clipped_steps.judge_clip,
         ),
         _loop(
             name="amp_loop_skips", title="a skipped step leaves no trace", points=5,
-            draw=loop.draw_skips, observe=loop.observe, judge=loop.judge_skips,
+            draw=loop.draw_skips, observe=loop.observe, judge=clipped_steps.judge_skips,
         ),
         _loop(
             name="amp_loop_accumulates", title="k batches per step, one scale", points=4,
-            draw=loop.draw_accumulates, observe=loop.observe, judge=loop.judge_accumulates,
+            draw=loop.draw_accumulates, observe=loop.observe, judge=plain_steps.judge_accumulates,
         ),
         Criterion(
             name="amp_memory", title="bytes of a training step", task=_MEMORY, points=7,

@@ -10,26 +10,36 @@ percent, each place in a different way:
 - A matrix product inside the loss has two factors that differ by 0.6 eps. They differ by a whole
   eps if the loss is computed under autocast.
 
-So the criterion does not rely on anything that the process reports about itself.
+So the criterion does not rely on anything that the process reports about itself. All ranks get the
+same batch, twice, and the first step counts: a loop that does not reduce its gradients, or drops a
+batch, loses a different criterion.
+
+With dtype=None all three places have to be exact. One more step has a tensor that says it is on a
+device of another type, because all of the grader's tensors may be on a CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common import oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.common.answers import told
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
-from autograder.criteria.lab4_amp.loop import NEVER, GivenScaler, change_differs, wrap
+from autograder.criteria.lab4_amp.recorded import NEVER, GivenScaler, Recorder, wrap
 
-NAMES = ("float16", "bfloat16")
+FULL = "None"  # dtype=None; its inputs are made for bf16, which is autocast's default on CPUs
+FORMATS = {"float16": "float16", "bfloat16": "bfloat16", FULL: "bfloat16"}
+NAMES = tuple(FORMATS)
 BATCH, FEATURES, SCALE = 8, 6, 1024.0
+ELSEWHERE = "xpu"  # a device type that torch knows everywhere, and that no course uses
 GAP = 0.6  # eps between the factors in the loss
-RTOL = 0.04  # relative to the largest update
+RTOL, LR = 0.04, 0.1  # relative to the largest update
 
 # (autocast on in forward, in the loss, in backward) -> the hint for the student
 MISTAKES = {
@@ -42,6 +52,13 @@ MISTAKES = {
     (False, True, False): "The loss ran under autocast, the model did not.",
     (True, False, True): "The model and backward() ran under autocast, the loss did not.",
 }
+
+WHATS = ("the block that insists on float32", "the layer under autocast")
+
+
+def right_places(name: str) -> tuple[bool, bool, bool]:
+    """Where autocast has to be on: forward, loss, backward."""
+    return (False, False, False) if name == FULL else (True, True, False)
 
 
 class TwoBlocks(nn.Module):
@@ -57,32 +74,37 @@ class TwoBlocks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.layer(x)
         with torch.autocast(x.device.type, enabled=False):
-            second = x.float() @ self.sensitive
+            second = x.float() @ self.sensitive.float()
         return first.float() + second
 
 
 def draw(source: Draw) -> list[Values]:
-    """Private inputs per format, drawn again until every mistake changes the result."""
+    """One batch per dtype for all ranks, drawn again until every mistake changes the result."""
     shared = source.shared("start")
-    start = {
+    values: Values = {
         "w": shared.normal(size=(1, FEATURES)).astype(np.float32),
         "v": shared.normal(size=(FEATURES, 1)).astype(np.float32),
-        "order": [NAMES[i] for i in shared.permutation(2)],
+        "order": [NAMES[i] for i in shared.permutation(len(NAMES))],
     }
-    inputs: list[Values] = [dict(start) for _ in range(source.world_size)]
-    for name in NAMES:
-        eps = float(torch.finfo(DTYPES[name]).eps)
+    for name, half in FORMATS.items():
+        eps = float(torch.finfo(DTYPES[half]).eps)
         for attempt in range(100):
-            for rank, values in enumerate(inputs):
-                rng = source.shared(f"rank {rank} {name} {attempt}")
-                x = 1 + eps * rng.uniform(0.1, 8, (BATCH, FEATURES))
-                signs = rng.permutation(np.repeat([1.0, -1.0], BATCH // 2))
-                values[f"x/{name}"] = x.astype(np.float32)
-                values[f"s/{name}"] = signs.astype(np.float32)[:, None]
-            right = _gradients(inputs, name, (True, True, False))
-            if all(_differ(right, _gradients(inputs, name, wrong)) for wrong in MISTAKES):
+            rng = source.shared(f"{name} {attempt}")
+            x = 1 + eps * rng.uniform(0.1, 8, (BATCH, FEATURES))
+            signs = rng.permutation(np.repeat([1.0, -1.0], BATCH // 2))
+            values[f"x/{name}"] = x.astype(np.float32)
+            values[f"s/{name}"] = signs.astype(np.float32)[:, None]
+            if all(
+                _differ(_gradients(values, name, right_places(name)), _gradients(values, name, p))
+                for p in places_of(name)
+            ):
                 break
-    return inputs
+    return [dict(values) for _ in range(source.world_size)]
+
+
+def places_of(name: str) -> list[tuple[bool, bool, bool]]:
+    """Where autocast may be on by mistake."""
+    return [p for p in (*MISTAKES, (True, True, False)) if p != right_places(name)]
 
 
 def _differ(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> bool:
@@ -94,26 +116,73 @@ def _differ(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) 
 
 
 def observe(train_amp: Any, inputs: Values, context: Context) -> Values:
-    """Trains one step in each format; the parameters after the step."""
+    """Trains with each dtype; the parameters before and after the first step."""
     answer: Values = {}
     for name in inputs["order"]:
-        eps, device = float(torch.finfo(DTYPES[name]).eps), context.device
-        model = wrap(TwoBlocks(inputs["w"], inputs["v"]).to(device), device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1 / eps**2)
+        eps, device = float(torch.finfo(DTYPES[FORMATS[name]]).eps), context.device
+        module = TwoBlocks(inputs["w"], inputs["v"]).to(device)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1 / eps**2)
         scaler = GivenScaler(device.type, init_scale=SCALE, growth_interval=NEVER)
         factors = torch.tensor([[1 + GAP * eps, 1.0]], device=device)
-        batch = [torch.from_numpy(inputs[f"{k}/{name}"]).to(device) for k in "xs"]
+        batch = tuple(torch.from_numpy(inputs[f"{k}/{name}"]).to(device) for k in "xs")
+        recorder = Recorder(module, optimizer, scaler, [batch])
 
         def loss_fn(
             prediction: torch.Tensor, signs: torch.Tensor, factors: torch.Tensor = factors
         ) -> torch.Tensor:
             return ((prediction @ factors) * torch.cat([signs, -signs], dim=1)).mean()
 
-        train_amp(model, [tuple(batch)], loss_fn, optimizer, scaler, dtype=DTYPES[name])
-        for i, p in enumerate(model.parameters()):
-            answer[f"dtype/{name}/{i}"] = str(p.dtype).removeprefix("torch.")
-            answer[f"p/{name}/{i}"] = p.detach().float().cpu().numpy()
-    return answer
+        dtype = None if name == FULL else DTYPES[name]
+        train_amp(wrap(module, device), [batch] * 2, loss_fn, optimizer, scaler, dtype=dtype)
+        kinds = [str(p.dtype).removeprefix("torch.") for p in module.parameters()]
+        answer[f"dtypes/{name}"] = sorted(set(kinds))
+        if recorder.after:
+            answer[f"change/{name}"] = recorder.after[0] - recorder.before[0]
+    return answer | {"elsewhere": _autocast_elsewhere(train_amp)}
+
+
+class _Elsewhere(torch.Tensor):
+    """A tensor that says it is on a device of another type."""
+
+    device = property(lambda _: torch.device(ELSEWHERE, 0))  # type: ignore[assignment]
+
+
+class _Asks(nn.Module):
+    """Notes for which type of device autocast is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.is_autocast_enabled(ELSEWHERE))
+        return x.as_subclass(torch.Tensor) * self.weight
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """As DDP has it."""
+        return contextlib.nullcontext()
+
+
+def _autocast_elsewhere(train_amp: Any) -> list[bool]:
+    """Whether autocast was on for x's device type, in each forward.
+
+    A loop that stumbles over such a tensor is not judged by this.
+    """
+    model = _Asks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scaler = GivenScaler("cpu", init_scale=SCALE, growth_interval=NEVER)
+    x = torch.ones(2, 1).as_subclass(_Elsewhere)
+    with contextlib.suppress(Exception):
+        train_amp(
+            model,
+            [(x, torch.ones(2, 1))] * 2,
+            lambda prediction, target: (prediction - target).square().mean(),
+            optimizer,
+            scaler,
+            dtype=torch.bfloat16,
+        )
+    return model.seen
 
 
 def _round(values: np.ndarray, name: str) -> np.ndarray:
@@ -121,74 +190,79 @@ def _round(values: np.ndarray, name: str) -> np.ndarray:
 
 
 def _gradients(
-    inputs: list[Values], name: str, autocast: tuple[bool, bool, bool]
+    inputs: Values, name: str, autocast: tuple[bool, bool, bool]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Gradients of `sensitive` and of the layer, times 1/eps², for autocast in the given places."""
     forward, loss, backward = autocast
-    eps = float(torch.finfo(DTYPES[name]).eps)
+    half = FORMATS[name]
+    eps = float(torch.finfo(DTYPES[half]).eps)
     factor = np.asarray(1 + GAP * eps, np.float32)
-    gap = (_round(factor, name) if loss else factor.astype(np.float64)) - 1
-    sums = []
-    for rounded in (backward, forward):
-        per_rank = []
-        for values in inputs:
-            x, signs = values[f"x/{name}"], values[f"s/{name}"].astype(np.float64)
-            x = _round(x, name) if rounded else x.astype(np.float64)
-            per_rank.append((signs * x).sum(axis=0) * float(gap) / (2 * BATCH * eps**2))
-        sums.append(oracle.mean(per_rank))
-    return sums[0], sums[1]
+    gap = (_round(factor, half) if loss else factor.astype(np.float64)) - 1
+    x, signs = inputs[f"x/{name}"], inputs[f"s/{name}"].astype(np.float64)
+
+    def gradient(rounded: bool) -> np.ndarray:
+        seen = _round(x, half) if rounded else x.astype(np.float64)
+        return (signs * seen).sum(axis=0) * float(gap) / (2 * BATCH * eps**2)
+
+    return gradient(backward), gradient(forward)
 
 
-def judge(case: Case) -> list[Finding]:
+def judge(case: Case) -> Iterator[Finding]:
     """Model and loss run under autocast, backward does not, and the parameters stay float32."""
-    findings: list[Finding] = []
-    inputs = list(case.inputs)
-    start = [inputs[0]["v"].ravel().astype(np.float64), inputs[0]["w"].ravel().astype(np.float64)]
+    inputs = case.inputs[0]
     for rank, answer in enumerate(case.answers):
         for name in NAMES:
-            got = [_flat(answer.get(f"p/{name}/{i}")) for i in range(2)]
-            dtypes = [str(answer.get(f"dtype/{name}/{i}")) for i in range(2)]
-            if dtypes != ["float32"] * 2:
-                findings.append(
-                    Finding(
-                        f"dtype={name}: the parameters are {dtypes[0]} and {dtypes[1]} after "
-                        "training. They have to stay float32: autocast rounds copies of them.",
-                        rank,
-                    )
+            if told(answer, f"dtypes/{name}") != ["float32"]:
+                yield Finding(
+                    f"dtype={name}: the parameters are {told(answer, f'dtypes/{name}')} after "
+                    "training. They have to stay float32: autocast rounds copies of them.",
+                    rank,
                 )
                 continue
-            hint = "Is autocast's dtype the one that was asked for?"
-            for places, reason in MISTAKES.items():
-                if not _compare(rank, name, got, start, _gradients(inputs, name, places), ""):
-                    hint = reason
-            right = _gradients(inputs, name, (True, True, False))
-            findings += _compare(rank, name, got, start, right, hint)
-    return findings
+            change = answer.get(f"change/{name}")
+            if not isinstance(change, np.ndarray) or change.shape != (2 * FEATURES,):
+                yield Finding(f"dtype={name}: two batches, and no optimizer step was taken.", rank)
+                continue
+            got = (change[:FEATURES], change[FEATURES:])
+            findings = _compare(rank, name, got, _gradients(inputs, name, right_places(name)))
+            if findings:
+                yield Finding(f"{findings[0].message} {_explain(name, got, inputs)}", rank)
+        seen = told(answer, "elsewhere")
+        if isinstance(seen, list) and seen and not all(on is True for on in seen):
+            yield Finding(
+                f"autocast was not on for a batch whose x.device.type is {ELSEWHERE!r}: give it "
+                "the device type of x.",
+                rank,
+            )
 
 
-def _flat(got: Any) -> Any:
-    return got.ravel() if isinstance(got, np.ndarray) else got
+def _explain(name: str, got: tuple[np.ndarray, np.ndarray], inputs: Values) -> str:
+    for places in places_of(name):
+        if not _compare(0, name, got, _gradients(inputs, name, places)):
+            if name == FULL:
+                return (
+                    "dtype=None means full precision, and autocast was on: without a dtype it "
+                    "takes its default. Switch it off, with enabled=dtype is not None, say."
+                )
+            return MISTAKES[places]
+    return "Is autocast's dtype the one that was asked for?" if name != FULL else ""
 
 
 def _compare(
     rank: int,
     name: str,
-    got: list[Any],
-    start: list[np.ndarray],
+    got: tuple[np.ndarray, np.ndarray],
     gradients: tuple[np.ndarray, np.ndarray],
-    hint: str,
 ) -> list[Finding]:
-    whats = ("of the block that insists on float32", "of the layer under autocast")
     found = (
-        change_differs(
+        differs(
             rank,
-            f"the weight {what} (dtype={name})",
+            f"dtype={name}: the change of the weight of {what} by a step",
             value,
-            before - gradient,
-            before,
-            RTOL,
-            hint,
+            -gradient,
+            rtol=RTOL,
+            atol=RTOL * float(np.abs(gradient).max()),
         )
-        for what, value, before, gradient in zip(whats, got, start, gradients, strict=True)
+        for what, value, gradient in zip(WHATS, got, gradients, strict=True)
     )
     return [finding for finding in found if finding]

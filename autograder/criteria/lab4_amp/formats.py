@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from autograder.criteria.common.answers import described, item_of, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab4_amp.scaler import same
 
@@ -30,6 +31,7 @@ def draw_share(draw: Draw) -> list[Values]:
         {"dtype": "float16", "scale": 1.0},
         {"dtype": "float16", "scale": float(2 ** rng.integers(4, 8))},
         {"dtype": "float16", "scale": float(2 ** rng.integers(10, 14))},
+        {"dtype": "float16", "scale": 2.0**30},  # many become inf, which is not lost
         {"dtype": "bfloat16", "scale": 1.0},
         {"dtype": "float32", "scale": 1.0},
     ]
@@ -39,11 +41,11 @@ def draw_share(draw: Draw) -> list[Values]:
         own = draw.private(rank)
         values: Values = {"settings": settings}
         for number in range(len(settings)):
-            size = int(own.integers(150, 250))
+            size = 4 * int(own.integers(40, 60))
             numbers = 10 ** own.uniform(-11, -2, size) * own.choice([-1.0, 1.0], size)
             numbers[: len(EDGES)] = EDGES
             numbers[own.choice(np.arange(len(EDGES), size), size // 6, replace=False)] = 0.0
-            values[f"v{number}"] = numbers.astype(np.float32)
+            values[f"v{number}"] = numbers.astype(np.float32).reshape(4, -1)
         values["zeros"] = np.zeros(3, dtype=np.float32)
         inputs.append(values)
     return inputs
@@ -53,24 +55,25 @@ def observe_share(lost_share: Any, inputs: Values, context: Context) -> Values:
     """The share that the function returns for each array, and for an array of zeros."""
     shares = []
     for number, setting in enumerate(inputs["settings"]):
-        numbers = torch.from_numpy(inputs[f"v{number}"]).to(context.device)
-        shares.append(float(lost_share(numbers, DTYPES[setting["dtype"]], scale=setting["scale"])))
+        numbers = torch.from_numpy(inputs[f"v{number}"].copy()).to(context.device)
+        share = lost_share(numbers, DTYPES[setting["dtype"]], scale=setting["scale"])
+        shares.append(described(share))
     zeros = torch.from_numpy(inputs["zeros"]).to(context.device)
-    return {"shares": shares, "zeros": float(lost_share(zeros, torch.float16))}
+    return {"shares": shares, "zeros": described(lost_share(zeros, torch.float16))}
 
 
 def judge_share(case: Case) -> Iterator[Finding]:
     """The share of the non-zero numbers that become 0."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        shares = answer.get("shares")
+        shares = told(answer, "shares")
         for number, setting in enumerate(inputs["settings"]):
             values = np.abs(inputs[f"v{number}"].astype(np.float64))
             values = values[values > 0]
             scaled, dtype = values * setting["scale"], setting["dtype"]
             expected = float((scaled <= LOST_UP_TO[dtype]).mean())
-            got = shares[number] if isinstance(shares, list) and number < len(shares) else None
+            got = item_of(shares, number)
             if not isinstance(got, float) or not abs(got - expected) <= 1e-6:
-                hint = _explain_share(got, values, setting, len(inputs[f"v{number}"]))
+                hint = _explain_share(got, values, setting, inputs[f"v{number}"].size)
                 yield Finding(
                     f"{dtype}, scale {setting['scale']:g}: expected {expected:.4f}, "
                     f"got {got}.{hint}",
@@ -86,7 +89,12 @@ def judge_share(case: Case) -> Iterator[Finding]:
 
 def _explain_share(got: Any, values: np.ndarray, setting: Values, size: int) -> str:
     if not isinstance(got, float):
-        return ""
+        return " A Python float is asked for."
+    if (
+        abs(got / 100 - float((values * setting["scale"] <= LOST_UP_TO[setting["dtype"]]).mean()))
+        < 1e-6
+    ):
+        return " That is per cent; a number between 0 and 1 is asked for."
     scaled, dtype = values * setting["scale"], setting["dtype"]
     flushed = float((scaled < SMALLEST_NORMAL[dtype]).mean())
     early = float((values <= LOST_UP_TO[dtype]).mean())
@@ -107,25 +115,36 @@ def _explain_share(got: Any, values: np.ndarray, setting: Values, size: int) -> 
 
 
 def draw_safe(draw: Draw) -> list[Values]:
-    """Gradients whose largest entry is in one tensor of one rank and may be negative."""
+    """Gradients whose largest entry is in one tensor of one rank.
+
+    The entry is just below, at, and just above what the next power of two allows; on the first,
+    middle and last rank and in each tensor; positive and negative; and once beyond fp16 itself.
+    """
     rng, world_size = draw.shared("settings"), draw.world_size
-    names = ["float16", "float16", "bfloat16", "float16"]
-    inputs: list[Values] = [{"dtypes": names} for _ in range(world_size)]
-    for number, name in enumerate(names):
-        # The exponent is never close to an integer, so rounding cannot change the right scale.
-        # In one case the largest entry is beyond fp16 itself, so the right scale is below 1.
-        low, high = (-4, -1) if number == 1 else (3, 14)
-        exponent = int(rng.integers(low, high)) + float(rng.uniform(0.05, 0.95))
-        largest = LARGEST[name] * 2.0**-exponent
-        where, tensor = int(rng.integers(world_size)), int(rng.integers(3))
+    ranks = [0, world_size // 2, world_size - 1]
+    # (format, largest entry relative to what the scale 2^k allows, k, rank, tensor, sign).
+    cases = [
+        ("float16", 1 - 3e-4, int(rng.integers(3, 14)), 0, 2, -1.0),
+        ("float16", 1.0, int(rng.integers(3, 14)), 2, 0, 1.0),
+        ("float16", 1 + 3e-4, int(rng.integers(3, 14)), 1, 1, -1.0),  # below 2^16 / 2^k
+        ("float16", float(rng.uniform(1.1, 1.9)), int(rng.integers(-4, -1)), 2, 2, 1.0),
+        ("bfloat16", float(rng.uniform(0.6, 0.9)), int(rng.integers(3, 14)), 0, 1, -1.0),
+        ("float16", float(rng.uniform(0.6, 0.9)), int(rng.integers(3, 14)), 1, 0, -1.0),
+    ]
+    alone = 4  # in this case all other ranks have zeros only
+    order = [int(i) for i in rng.permutation(len(cases))]
+    inputs: list[Values] = [{"dtypes": [cases[i][0] for i in order]} for _ in range(world_size)]
+    for number, case in enumerate(order):
+        name, relative, exponent, where, tensor, sign = cases[case]
+        largest = LARGEST[name] * 2.0**-exponent * relative
         for rank in range(world_size):
             own = draw.shared(f"rank {rank} case {number}")
             for i, shape in enumerate(((3, 4), (6,), (2, 2))):
                 grad = largest * own.uniform(-1, 1, shape) * 0.2
-                if rank == where and i == tensor:
-                    grad.flat[int(own.integers(grad.size))] = largest * own.choice([-1.0, 1.0])
-                if number == 2 and rank != where:
-                    grad[:] = 0.0  # this rank's part of the gradient is zero
+                if rank == ranks[where] and i == tensor:
+                    grad.flat[int(own.integers(grad.size))] = largest * sign
+                if case == alone and rank != ranks[where]:
+                    grad[:] = 0.0
                 inputs[rank][f"g{number}/{i}"] = grad.astype(np.float32)
     return inputs
 
@@ -136,7 +155,7 @@ def observe_safe(safe_scale: Any, inputs: Values, context: Context) -> Values:
     for number, name in enumerate(inputs["dtypes"]):
         arrays = [inputs[f"g{number}/{i}"] for i in range(3)]
         grads = [torch.from_numpy(array.copy()).to(context.device) for array in arrays]
-        scales.append(float(safe_scale(grads, DTYPES[name])))
+        scales.append(described(safe_scale(grads, DTYPES[name])))
         unchanged &= all(
             np.array_equal(g.cpu().numpy(), a) for g, a in zip(grads, arrays, strict=True)
         )
@@ -152,17 +171,22 @@ def judge_safe(case: Case) -> Iterator[Finding]:
         per_rank = [_largest(inputs, number) for inputs in case.inputs]
         expected = _power(name, max(per_rank))
         for rank, answer in enumerate(case.answers):
-            scales = answer.get("scales")
-            got = scales[number] if isinstance(scales, list) and number < len(scales) else None
+            got = item_of(told(answer, "scales"), number)
             if isinstance(got, float) and math.isclose(got, expected, rel_tol=1e-6):
                 continue
             hint = ""
             if per_rank[rank] > 0 and got == _power(name, per_rank[rank]):
                 hint = " That is right for this rank alone: take the largest entry of all ranks."
-            elif isinstance(got, float) and got > expected:
-                hint = " With this scale an entry overflows. Did you look at absolute values?"
-            elif isinstance(got, float) and got > 0 and math.log2(got) % 1:
+            elif not isinstance(got, float):
+                hint = " A Python float is asked for."
+            elif got == _power(name, _largest_positive(case.inputs, number)):
+                hint = " Look at absolute values: the entry is negative."
+            elif got > 0 and math.log2(got) % 1:
                 hint = " That is no power of two."
+            elif got > expected:
+                hint = " With this scale the entry overflows."
+            elif got < expected:
+                hint = " With twice this scale nothing overflows yet."
             yield Finding(
                 f"{name}, largest entry {max(per_rank):.6g}: expected the scale {expected:g}, "
                 f"got {got}.{hint}",
@@ -174,46 +198,64 @@ def _largest(inputs: Values, number: int) -> float:
     return max(float(np.abs(inputs[f"g{number}/{i}"]).max()) for i in range(3))
 
 
+def _largest_positive(inputs: Sequence[Values], number: int) -> float:
+    return max(float(one[f"g{number}/{i}"].max()) for one in inputs for i in range(3))
+
+
 def _power(name: str, largest: float) -> float:
     return 2.0 ** math.floor(math.log2(LARGEST[name] / largest))
 
 
 # --- choose_precision ----------------------------------------------------------------------------
 
-CHOICES = {
-    "all bf16": "every rank's device has bf16",
-    "all bf16, large": "every rank's device has bf16; one rank has seen 1e6",
-    "one without bf16": "one rank's device has no bf16; all have fp16",
-    "none bf16": "no device has bf16; all have fp16",
-    "large": "no device has bf16; all have fp16; one rank has seen more than fp16 can hold",
-    "half large": "no device has bf16; all have fp16; one rank has seen 45,000",
-    "one without fp16": "no device has bf16, and one has no fp16 either",
-    "nothing": "no device has bf16 or fp16",
-    "bf16 only": "every rank's device has bf16, none has fp16",
-}
-_FP16 = ("one without bf16", "none bf16")
-_BF16 = ("all bf16", "all bf16, large", "bf16 only")
+HALF_OF_FP16 = 32_752.0
+BF16, FP16, NEITHER = ["bfloat16", False], ["float16", True], ["None", False]
+# kind -> the choice, the facts of most ranks, and those of the odd ranks: (bf16, fp16, largest).
+CHOICES: dict[str, tuple[list[Any], tuple[bool, bool, Any], tuple[bool, bool, Any]]] = {
+    "every device has bf16": (BF16, (True, True, None), (True, True, None)),
+    "every device has bf16, none has fp16": (BF16, (True, False, None), (True, False, None)),
+    "every device has bf16; {} met 1e6": (BF16, (True, True, None), (True, True, 1e6)),
+    "{} has no bf16; all have fp16": (FP16, (True, True, None), (False, True, None)),
+    "no device has bf16, all have fp16": (FP16, (False, True, None), (False, True, None)),
+    "no device has bf16; {} has no fp16 either": (
+        NEITHER, (False, True, None), (False, False, None)
+    ),
+    "{} has fp16 but no bf16, the others bf16 only": (
+        NEITHER, (True, False, None), (False, True, None)
+    ),
+    "no device has bf16 or fp16": (NEITHER, (False, False, None), (False, False, None)),
+    "no device has bf16; {} met half of fp16's largest number": (
+        FP16, (False, True, None), (False, True, HALF_OF_FP16)
+    ),
+    "no device has bf16; {} met a bit less than half of fp16's largest number": (
+        FP16, (False, True, None), (False, True, HALF_OF_FP16 - 8)
+    ),
+    "no device has bf16; {} met a bit more than half of fp16's largest number": (
+        NEITHER, (False, True, None), (False, True, HALF_OF_FP16 + 8)
+    ),
+    "no device has bf16; {} met 2e5": (NEITHER, (False, True, None), (False, True, 2e5)),
+}  # fmt: skip
 
 
 def draw_choice(draw: Draw) -> list[Values]:
-    """Facts about each rank's device; in each case one rank may differ from all others."""
-    rng, world_size = draw.shared("order"), draw.world_size
-    order = [list(CHOICES)[i] for i in rng.permutation(len(CHOICES))]
-    odd = [int(rng.integers(world_size)) for _ in order]
+    """Each kind with the first, the middle or the last rank as the odd one, and with two odd."""
+    rng, n = draw.shared("order"), draw.world_size
+    odd_ranks = {(0,), (n // 2,), (n - 1,), tuple(sorted({0, n - 1}))}
+    calls = [
+        (kind, list(odd))
+        for kind in CHOICES
+        for odd in (sorted(odd_ranks) if "{}" in kind else [(0,)])
+        if len(odd) < n or "the others" not in kind
+    ]
+    calls = [calls[i] for i in rng.permutation(len(calls))]
     inputs = []
-    for rank in range(world_size):
-        own = draw.private(rank)
-        facts = []
-        for kind, where in zip(order, odd, strict=True):
-            largest = float(own.uniform(10, 20_000))
-            has_bf16 = kind in _BF16 or (kind == "one without bf16" and rank != where)
-            has_fp16 = kind not in ("nothing", "bf16 only")
-            if rank == where:
-                has_fp16 = has_fp16 and kind != "one without fp16"
-                large = {"all bf16, large": 1e6, "large": 2e5, "half large": 45_000.0}
-                largest = large.get(kind, largest)
-            facts.append([has_bf16, has_fp16, largest])
-        inputs.append({"order": order, "facts": facts})
+    for rank in range(n):
+        own, facts = draw.private(rank), []
+        for kind, odd in calls:
+            has_bf16, has_fp16, largest = CHOICES[kind][2 if rank in odd else 1]
+            small = float(own.uniform(10, 20_000))
+            facts.append([has_bf16, has_fp16, small if largest is None else largest])
+        inputs.append({"calls": [list(call) for call in calls], "facts": facts})
     return inputs
 
 
@@ -221,29 +263,24 @@ def observe_choice(choose_precision: Any, inputs: Values, context: Context) -> V
     """The choice in every case."""
     choices = []
     for has_bf16, has_fp16, largest in inputs["facts"]:
-        dtype, needs_scaler = choose_precision(has_bf16, has_fp16, float(largest), context.device)
-        choices.append([str(dtype).removeprefix("torch."), bool(needs_scaler)])
+        choice = choose_precision(has_bf16, has_fp16, float(largest), context.device)
+        if isinstance(choice, tuple | list) and len(choice) == 2:
+            choices.append([str(choice[0]).removeprefix("torch."), bool(choice[1])])
+        else:
+            choices.append(described(choice))
     return {"choices": choices}
 
 
 def judge_choice(case: Case) -> Iterator[Finding]:
     """bf16 if all ranks have it, else fp16 with a scaler if all ranks can use it, else neither."""
-    for number, kind in enumerate(case.inputs[0]["order"]):
-        expected = (
-            ["bfloat16", False]
-            if kind in _BF16
-            else ["float16", True]
-            if kind in _FP16
-            else ["None", False]
-        )
-        if kind == "one without bf16" and case.world_size == 1:
-            expected = ["float16", True]
-        for rank, answer in enumerate(case.answers):
-            choices = answer.get("choices")
-            got = choices[number] if isinstance(choices, list) and number < len(choices) else None
+    for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
+        for number, (kind, odd) in enumerate(inputs["calls"]):
+            expected, got = CHOICES[kind][0], item_of(told(answer, "choices"), number)
             if got != expected:
+                who = kind.format("rank " + " and rank ".join(map(str, odd)))
                 yield Finding(
-                    f"{CHOICES[kind]}: expected (dtype, needs a scaler) = {expected}, got {got}. "
-                    "All ranks have to choose alike, from the facts of all.",
+                    f"{who}: expected (dtype, needs a scaler) = {expected}, got {got}. All ranks "
+                    "have to choose alike, from the facts of all.",
                     rank,
                 )
+                break

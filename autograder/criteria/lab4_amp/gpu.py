@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import gpu_meter, oracle
 from autograder.criteria.criterion import Case, Context, Finding, HardwareMissingError, Values
-from autograder.criteria.lab4_amp.loop import NEVER, GivenScaler
+from autograder.criteria.lab4_amp.recorded import NEVER, GivenScaler
 
 WIDTH, LAYERS, OUT = 2048, 8, 64  # few outputs: the loss saves float32 in any precision
 MOST_SAMPLES, FEWEST_SAMPLES = 65_536, 4_096

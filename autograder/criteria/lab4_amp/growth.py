@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autograder.criteria.common.answers import item_of, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab4_amp.scaler import (
     draw_gradients,
@@ -24,20 +25,29 @@ from autograder.criteria.lab4_amp.scaler import (
 
 
 def draw_grows(draw: Draw) -> list[Values]:
-    """Good steps and overflows (on all ranks); some overflows come just before the scale grows."""
+    """Good steps and overflows (on all ranks); some overflows come just before the scale grows.
+
+    Two runs: the scale falls far below 1 in one, and grows far beyond 2**16 in the other. No
+    setting is torch's default, and no factor of the one run is that of the other.
+    """
     rng = draw.shared("steps")
-    interval = int(rng.integers(3, 6))
     good, bad = [False], [True]
-    steps = good * interval + good * (interval - 1) + bad + good * (interval - 1) + bad * 2
-    steps += good * (2 * interval + int(rng.integers(0, interval))) + bad + good * (interval + 1)
-    settings = {
-        "init_scale": float(2 ** rng.integers(8, 14)),
-        "growth_factor": float(rng.choice([2.0, 1.5, 4.0])),
-        "backoff_factor": float(rng.choice([0.5, 0.25, 0.75])),
-        "growth_interval": interval,
-    }
+    growth, backoff = rng.permutation([1.5, 3.0, 4.0]), rng.permutation([0.25, 0.75, 0.125])
+    runs = []
+    for number, exponent in enumerate((int(rng.integers(1, 4)), int(rng.integers(17, 20)))):
+        interval = int(rng.integers(3, 6))
+        steps = good * interval + good * (interval - 1) + bad + good * (interval - 1) + bad * 2
+        steps += good * (2 * interval + int(rng.integers(0, interval)))
+        steps += bad + good * (interval + 1)
+        settings = {
+            "init_scale": float(2**exponent),
+            "growth_factor": float(growth[number]),
+            "backoff_factor": float(backoff[number]),
+            "growth_interval": interval,
+        }
+        runs.append({"settings": settings, "steps": bad * 4 + steps if number == 0 else steps})
     return [
-        {"settings": settings, "steps": steps}
+        {"runs": runs}
         | draw_start(draw.private(rank))
         | {f"g/{i}": g for i, g in enumerate(draw_gradients(draw.shared(f"gradients {rank}")))}
         for rank in range(draw.world_size)
@@ -45,13 +55,17 @@ def draw_grows(draw: Draw) -> list[Values]:
 
 
 def observe_grows(scaler_class: Any, inputs: Values, context: Context) -> Values:
-    """The scale after every update."""
-    scaler = scaler_class(**inputs["settings"])
-    return {"scales": run_steps(scaler, inputs, inputs["steps"], context)}
+    """The scale after every update, in each run."""
+    return {
+        f"scales/{number}": run_steps(
+            scaler_class(**one["settings"]), inputs, one["steps"], context
+        )
+        for number, one in enumerate(inputs["runs"])
+    }
 
 
 def run_steps(scaler: Any, inputs: Values, steps: Sequence[bool], context: Context) -> list[float]:
-    """Runs steps with the gradients g/0, g/1, …, with an inf in overflowing steps.
+    """Runs steps with the gradients g/0, g/1, …, which are inf in overflowing steps.
 
     Returns:
         The scale after each step.
@@ -59,11 +73,13 @@ def run_steps(scaler: Any, inputs: Values, steps: Sequence[bool], context: Conte
     parameters = make_parameters(inputs, context)
     optimizer = make_optimizer(parameters)
     scales = []
-    for overflow in steps:
+    for number, overflow in enumerate(steps):
         set_gradients(parameters, inputs, "g", scaler)
-        first = parameters[0].grad
-        if overflow and first is not None:
-            first[0, 0] = torch.inf
+        for p in parameters:
+            if overflow and p.grad is not None:
+                p.grad.fill_(torch.inf)
+        if number % 3 == 1:
+            scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         scales.append(float(scaler.get_scale()))
@@ -73,19 +89,34 @@ def run_steps(scaler: Any, inputs: Values, steps: Sequence[bool], context: Conte
 def scales_of(settings: Values, steps: Sequence[bool], rule: str = "right") -> list[float]:
     """The scale after each step, by the right rule or with the mistake that `rule` names."""
     scale, streak, interval = settings["init_scale"], 0, settings["growth_interval"]
-    if rule == "one late":
-        interval += 1
+    if rule in ("one late", "one early"):
+        interval += 1 if rule == "one late" else -1
+    if rule == "total":
+        return _by_total(settings, steps)
     scales = []
     for overflow in steps:
         if overflow:
             if rule != "no backoff":
-                scale *= settings["backoff_factor"]
+                scale *= 0.5 if rule == "halves" else settings["backoff_factor"]
             streak = streak if rule == "streak goes on" else 0
         else:
             streak += 1
             if rule == "every step" or (streak >= interval and rule != "never"):
-                scale *= settings["growth_factor"]
+                scale *= 2.0 if rule == "doubles" else settings["growth_factor"]
                 streak = streak if rule == "streak not reset" else 0
+        scales.append(scale)
+    return scales
+
+
+def _by_total(settings: Values, steps: Sequence[bool]) -> list[float]:
+    """The scale that grows after every growth_interval-th good step, in a row or not."""
+    scale, count, scales = settings["init_scale"], 0, []
+    for overflow in steps:
+        count += not overflow
+        if overflow:
+            scale *= settings["backoff_factor"]
+        elif count % settings["growth_interval"] == 0:
+            scale *= settings["growth_factor"]
         scales.append(scale)
     return scales
 
@@ -97,29 +128,39 @@ GROWTH_MISTAKES = {
     "streak goes on": "An overflow starts the count of good steps again, from 0.",
     "streak not reset": "After the scale has grown the count starts again, from 0.",
     "one late": "The scale grew one step too late.",
+    "one early": "The scale grew one step too early.",
+    "total": "Good steps count only if they come in a row: an overflow starts the count again.",
+    "halves": "An overflow multiplies the scale by backoff_factor, not by 1/2.",
+    "doubles": "The scale grows by growth_factor, not by 2.",
 }
 
 
 def judge_grows(case: Case) -> Iterator[Finding]:
     """The scale backs off after an overflow, grows after growth_interval good steps in a row."""
-    settings, steps = case.inputs[0]["settings"], case.inputs[0]["steps"]
-    expected = scales_of(settings, steps)
-    hint = ""
     for rank, answer in enumerate(case.answers):
-        got = answer.get("scales")
-        place = _first_difference(got, expected)
-        if place is None:
-            continue
-        for rule, reason in GROWTH_MISTAKES.items():
-            if _first_difference(got, scales_of(settings, steps, rule)) is None:
-                hint = " " + reason
-        seen = got[place] if isinstance(got, list) and place < len(got) else None
-        kinds = "".join("x" if overflow else "." for overflow in steps[: place + 1])
-        yield Finding(
-            f"{_call(settings)}, after the steps {kinds} (x: overflow): expected the scale "
-            f"{expected[place]:g}, got {seen}.{hint}",
-            rank,
-        )
+        runs = case.inputs[0]["runs"]
+        all_got = [told(answer, f"scales/{number}") for number in range(len(runs))]
+        for one, got in zip(runs, all_got, strict=True):
+            settings, steps = one["settings"], one["steps"]
+            expected = scales_of(settings, steps)
+            place = _first_difference(got, expected)
+            if place is None:
+                continue
+            reason = " ".join(
+                reason
+                for rule, reason in GROWTH_MISTAKES.items()
+                if all(
+                    _first_difference(other, scales_of(r["settings"], r["steps"], rule)) is None
+                    for other, r in zip(all_got, runs, strict=True)
+                )
+            )
+            kinds = "".join("x" if overflow else "." for overflow in steps[: place + 1])
+            yield Finding(
+                f"{_call(settings)}, after the steps {kinds} (x: overflow): expected the scale "
+                f"{expected[place]:g}, got {item_of(got, place)}. {reason}",
+                rank,
+            )
+            break
 
 
 def _call(settings: Values) -> str:
@@ -153,6 +194,7 @@ def draw_state(draw: Draw) -> list[Values]:
     }
     return [
         {"settings": settings, "before": before, "after": after}
+        | {"other": interval + 2, "own steps": [False] * (interval - 1)}
         | draw_start(draw.private(rank))
         | {f"g/{i}": g for i, g in enumerate(draw_gradients(draw.shared(f"gradients {rank}")))}
         for rank in range(draw.world_size)
@@ -167,35 +209,41 @@ def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values
     goes_on = run_steps(scaler, inputs, inputs["after"], context)
     file = io.BytesIO()
     torch.save(state, file)  # only now: later steps must not have changed the state
-    file.seek(0)
-    restored = scaler_class()
-    restored.load_state_dict(torch.load(file, weights_only=True))
-    return {
-        "saved": saved,
-        "loaded": float(restored.get_scale()),
-        "goes_on": goes_on,
-        "restored": run_steps(restored, inputs, inputs["after"], context),
-    }
+    answer: Values = {"saved": saved, "goes_on": goes_on, "loaded": [], "restored": []}
+    # Into a new scaler, and into one with settings and steps of its own.
+    used = scaler_class(
+        init_scale=3.0, growth_factor=1.5, backoff_factor=0.75, growth_interval=inputs["other"]
+    )
+    run_steps(used, inputs, inputs["own steps"], context)
+    for restored in (scaler_class(), used):
+        file.seek(0)
+        restored.load_state_dict(torch.load(file, weights_only=True))
+        answer["loaded"].append(float(restored.get_scale()))
+        answer["restored"].append(run_steps(restored, inputs, inputs["after"], context))
+    return answer
 
 
 def judge_state(case: Case) -> Iterator[Finding]:
     """The restored scaler behaves like the saved scaler."""
     for rank, answer in enumerate(case.answers):
-        saved, loaded = answer.get("saved"), answer.get("loaded")
-        if not isinstance(saved, float) or saved != loaded:
-            yield Finding(f"scale when saved: {saved}, after load_state_dict: {loaded}.", rank)
-            continue
-        goes_on, restored = answer.get("goes_on"), answer.get("restored")
+        saved, goes_on = told(answer, "saved"), told(answer, "goes_on")
         if not isinstance(goes_on, list) or not all(isinstance(s, float) for s in goes_on):
             yield Finding("no scales came back.", rank)
-        elif (place := _first_difference(restored, goes_on)) is not None:
-            yield Finding(
-                f"{place + 1} steps after it was restored the scale is {_at(restored, place)}; the "
-                f"scaler that was saved has {goes_on[place]:g}. The count of good steps and the "
-                "three settings belong to the state as well.",
-                rank,
-            )
-
-
-def _at(values: Any, place: int) -> Any:
-    return values[place] if isinstance(values, list) and place < len(values) else None
+            continue
+        for number, who in enumerate(("a new scaler", "a scaler with settings of its own")):
+            loaded = item_of(told(answer, "loaded"), number)
+            restored = item_of(told(answer, "restored"), number)
+            if not isinstance(saved, float) or saved != loaded:
+                yield Finding(
+                    f"scale when saved: {saved}, after load_state_dict into {who}: {loaded}.", rank
+                )
+                break
+            if (place := _first_difference(restored, goes_on)) is not None:
+                yield Finding(
+                    f"restored into {who}, {place + 1} steps later the scale is "
+                    f"{item_of(restored, place)}; the scaler that was saved has "
+                    f"{goes_on[place]:g}. The count of good steps and the three settings belong to "
+                    "the state as well.",
+                    rank,
+                )
+                break

@@ -6,14 +6,19 @@ right payloads and the right results without training anything.
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autograder.criteria.common.answers import described, told
 from autograder.criteria.common.charged import reaches_all
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 from autograder.criteria.lab4_amp.formats import DTYPES
@@ -22,7 +27,7 @@ from autograder.criteria.lab4_amp.scaler import same
 SHAPES = ((40, 30), (500,), (25, 16))
 NUMEL = sum(int(np.prod(shape)) for shape in SHAPES)
 STEPS = 3  # gradients are compared in the last step: DDP settles its buckets in the first
-LARGE = 40_000.0  # fits into fp16, but twice this number does not
+LARGE = 53_500.0  # up to 1.1 times this, 90 % of fp16's largest number: a sum of two overflows
 
 
 class Weighted(nn.Module):
@@ -64,24 +69,59 @@ def draw_bytes(draw: Draw) -> list[Values]:
 
 def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
     """Runs backward several times in each format; the gradients of the last backward."""
-    answer: Values = {}
+    answer: Values = {"hook": ""}
     for name in inputs["names"]:
+        hook, calls = make_hook(DTYPES[name]), []
         model = DistributedDataParallel(Weighted(), bucket_cap_mb=0.003)
-        model.register_comm_hook(None, make_hook(DTYPES[name]))
+        answer["hook"] = answer["hook"] or _refused(model, hook)
+        # Without annotations: DDP would compare them.
+        model.register_comm_hook(
+            None, lambda state, bucket, hook=hook, calls=calls: _call(hook, state, bucket, calls)
+        )
         weights = [torch.from_numpy(inputs[f"w/{i}"]) for i in range(len(SHAPES))]
-        for _ in range(STEPS):
-            model.zero_grad()
-            model(weights).backward()
+        # Several nodes, so that the size of a node is not taken for the number of ranks.
+        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}):
+            for _ in range(STEPS):
+                model.zero_grad()
+                model(weights).backward()
         for i, p in enumerate(model.parameters()):
             grad = torch.zeros(0) if p.grad is None else p.grad
             answer[f"dtype/{name}/{i}"] = str(grad.dtype).removeprefix("torch.")
             answer[f"g/{name}/{i}"] = grad.float().numpy()
+        answer[f"calls/{name}"] = len(calls)
     return answer
+
+
+def _refused(model: DistributedDataParallel, hook: Any) -> str:
+    """Why DDP would refuse a hook; "" if it would not."""
+    if not callable(hook):
+        raise TypeError(f"make_compress_hook returned {described(hook)}; expected a function")
+    try:
+        model._check_comm_hook(hook)
+    except KeyError:
+        names = list(inspect.signature(hook).parameters)
+        return f"the hook's arguments are called {names}: DDP wants the second to be 'bucket'."
+    except (TypeError, ValueError) as error:
+        return f"DDP refuses the hook: {error}"
+    return ""
+
+
+def _call(
+    hook: Any, state: object, bucket: dist.GradBucket, calls: list[int]
+) -> torch.futures.Future[torch.Tensor]:
+    calls.append(1)
+    future = hook(state, bucket)
+    if isinstance(future, torch.futures.Future):
+        return future
+    raise TypeError(f"the hook returned {described(future)}; it has to return a torch Future")
 
 
 def judge_mean(case: Case) -> Iterator[Finding]:
     """Gradients are the mean over ranks, in float32, within the rounding error of the format."""
     for rank, answer in enumerate(case.answers):
+        if refused := told(answer, "hook"):
+            yield Finding(f"{refused}", rank)
+            continue
         for name in case.inputs[0]["names"]:
             eps = float(torch.finfo(DTYPES[name]).eps)
             for i in range(len(SHAPES)):
@@ -148,6 +188,12 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
             yield Finding(
                 f"{name}: {sent} bytes of gradients were all-reduced over all ranks in {STEPS} "
                 f"steps, expected {STEPS * NUMEL * 2}.",
+                rank,
+            )
+        elif told(case.answers[rank], f"calls/{name}") != len(reduced):
+            yield Finding(
+                f"{name}: {len(reduced)} all-reduces for "
+                f"{told(case.answers[rank], f'calls/{name}')} buckets; expected one for each.",
                 rank,
             )
         elif not _carries(reduced, rank, inputs, name):

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
+from autograder.criteria.common.answers import described, is_close, item_of, told
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 KEYS = ("parameters", "gradients", "optimizer", "saved")
 PRECISIONS = ("float32", "autocast", "bfloat16")
@@ -29,6 +30,8 @@ def draw_memory(draw: Draw) -> list[Values]:
     for rank in range(draw.world_size):
         rng = draw.private(rank)
         cases = []
+        # Each kind of optimizer comes in each draw, so that no report is right by luck.
+        optimizers = rng.permutation(["AdamW", "AdamW", "SGD", "plain SGD"])
         for number, precision in enumerate((*PRECISIONS, "autocast")):
             cases.append(
                 {
@@ -36,7 +39,7 @@ def draw_memory(draw: Draw) -> list[Values]:
                     "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
                     "batch": int(rng.integers(10, 40)),
                     "frozen": bool(number == 3),
-                    "optimizer": str(rng.choice(["AdamW", "SGD"])),
+                    "optimizer": str(optimizers[number]),
                 }
             )
         inputs.append({"cases": [cases[i] for i in rng.permutation(len(cases))]})
@@ -45,11 +48,13 @@ def draw_memory(draw: Draw) -> list[Values]:
 
 def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Values:
     """The report on each case, and whether a correct step was made in every case."""
-    reports, stepped = [], True
+    reports, counts, stepped = [], [], True
     for case in inputs["cases"]:
         a, b, c, d = case["sizes"]
         layers = (nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c), nn.Tanh(), nn.Linear(c, d))
-        model = nn.Sequential(*layers).to(context.device)
+        model = nn.Sequential(*layers)
+        model.register_buffer("counts", torch.zeros(a))  # a buffer is no parameter
+        model = model.to(context.device)
         model[0].requires_grad_(not case["frozen"])
         x = torch.randn(case["batch"], a, device=context.device)
         y = torch.randn(case["batch"], d, device=context.device)
@@ -59,7 +64,10 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
         if case["optimizer"] == "AdamW":
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=LR, foreach=False)
         else:
-            optimizer = torch.optim.SGD(trained, lr=LR, momentum=0.9)
+            momentum = 0.9 if case["optimizer"] == "SGD" else 0.0
+            optimizer = torch.optim.SGD(trained, lr=LR, momentum=momentum)
+        calls = {"compute_loss": 0, "optimizer.step": 0}
+        optimizer.register_step_post_hook(lambda *_, of=calls: _count(of, "optimizer.step"))
         before = [p.detach().clone() for p in trained]
         for p in trained:  # stale gradients: a step with them gives nan
             p.grad = torch.full_like(p, torch.nan)
@@ -68,16 +76,35 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
         )
 
         def compute_loss(
-            model: nn.Module = model, x: torch.Tensor = x, y: torch.Tensor = y, on: Any = autocast
+            model: nn.Module = model,
+            x: torch.Tensor = x,
+            y: torch.Tensor = y,
+            on: Any = autocast,
+            of: dict[str, int] = calls,
         ) -> torch.Tensor:
+            _count(of, "compute_loss")
             with on:
                 return oracle.mse(model(x).float(), y)
 
         report = memory_report(model, optimizer, compute_loss)
-        reports.append({key: integer(report[key], f"report[{key!r}]") for key in KEYS})
+        if isinstance(report, dict):
+            reports.append({key: described_integer(report.get(key)) for key in KEYS})
+        else:
+            reports.append(described(report))
+        counts.append(calls)
         stepped &= all(bool(torch.isfinite(p).all()) for p in trained)
         stepped &= not all(torch.equal(p, b) for p, b in zip(trained, before, strict=True))
-    return {"reports": reports, "stepped": stepped}
+    return {"reports": reports, "calls": counts, "stepped": stepped}
+
+
+def _count(calls: dict[str, int], what: str) -> None:
+    calls[what] += 1
+
+
+def described_integer(value: Any) -> Any:
+    """An int as it is, anything else in words."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return int(value) if is_integer else f"{described(value)}"
 
 
 def expected_bytes(case: Values) -> dict[str, tuple[int, int]]:
@@ -87,7 +114,7 @@ def expected_bytes(case: Values) -> dict[str, tuple[int, int]]:
     width = 2 if case["precision"] == "bfloat16" else 4
     numel = (0 if frozen else a * b + b) + b * c + c + c * d + d
     adam = case["optimizer"] == "AdamW"
-    state = numel * width * (2 if adam else 1)
+    state = numel * width * {"AdamW": 2, "SGD": 1, "plain SGD": 0}[case["optimizer"]]
     # Each linear layer saves its input, and its weight if its input needs a gradient. A saved
     # parameter does not count as "saved", but autocast's 16-bit copy of a parameter does. ReLU and
     # tanh save their output, which is the input of the next layer and so counts once.
@@ -119,7 +146,15 @@ def judge_memory(case: Case) -> list[Finding]:
     """The reported bytes follow from the sizes, and the optimizer made a correct step."""
     findings: list[Finding] = []
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        reports = answer.get("reports")
+        reports = told(answer, "reports")
+        calls = [item_of(told(answer, "calls"), n) for n in range(len(inputs["cases"]))]
+        if wrong := [c for c in calls if c != {"compute_loss": 1, "optimizer.step": 1}]:
+            findings.append(
+                Finding(
+                    f"expected one call each of compute_loss and optimizer.step: {wrong[0]}.", rank
+                )
+            )
+            continue
         if answer.get("stepped") is not True:
             findings.append(
                 Finding(
@@ -130,9 +165,12 @@ def judge_memory(case: Case) -> list[Finding]:
             )
             continue
         for number, net in enumerate(inputs["cases"]):
-            report = reports[number] if isinstance(reports, list) and number < len(reports) else {}
+            report = item_of(reports, number)
+            if not isinstance(report, dict):
+                findings.append(Finding(f"expected a dict of bytes, got {report}.", rank))
+                break
             for key, (least, most) in expected_bytes(net).items():
-                got = report.get(key) if isinstance(report, dict) else None
+                got = report.get(key)
                 if not isinstance(got, int) or not least <= got <= most:
                     frozen = ", first layer frozen" if net["frozen"] else ""
                     findings.append(
@@ -177,25 +215,30 @@ class QueueingDevice:
 
 
 def draw_timing(draw: Draw) -> list[Values]:
-    """Slow warm-up steps, one outlier per rank, and a slowest rank drawn for each case."""
-    rng = draw.shared("settings")
+    """Slow warm-up steps, an outlier per rank, and a slowest rank: the first, middle, or last.
+
+    The outlier of every other rank is in a step in which the slowest is faster than its own median,
+    so that the median of each step's slowest is not the slowest median.
+    """
+    rng, n = draw.shared("settings"), draw.world_size
     settings = [
         {"warmup": int(rng.integers(2, 5)), "repeats": int(rng.integers(3, 6)) * 2 + 1},
         {"warmup": int(rng.integers(2, 5)), "repeats": 1},
         {"warmup": 0, "repeats": 7},
     ]
-    slowest = [int(r) for r in rng.integers(draw.world_size, size=len(settings))]
-    inputs = []
-    for rank in range(draw.world_size):
-        own, values = draw.private(rank), Values(settings=settings)
-        for number, setting in enumerate(settings):
-            work = own.uniform(2e-3, 3e-3, setting["warmup"] + setting["repeats"])
-            work += 2e-3 * (rank == slowest[number])
-            work[: setting["warmup"]] *= 40
-            if setting["repeats"] > 1:
-                work[setting["warmup"] + int(own.integers(setting["repeats"]))] *= 30
-            values[f"work/{number}"] = work
-        inputs.append(values)
+    slowest = [int(r) for r in rng.permutation([0, n // 2, n - 1])]
+    inputs: list[Values] = [{"settings": settings} for _ in range(n)]
+    for number, setting in enumerate(settings):
+        warmup, repeats, slow = setting["warmup"], setting["repeats"], slowest[number]
+        works = [draw.private(r).uniform(2e-3, 3e-3, warmup + repeats) for r in range(n)]
+        works[slow] += 2e-3
+        fast = warmup + np.argsort(works[slow][warmup:])[: repeats // 2]
+        for rank, work in enumerate(works):
+            work[:warmup] *= 40
+            if repeats > 1:
+                places = np.arange(warmup, warmup + repeats) if rank == slow else fast
+                work[int(rng.choice(places))] *= 30
+            inputs[rank][f"work/{number}"] = work
     return inputs
 
 
@@ -205,7 +248,7 @@ def observe_timing(time_step: Any, inputs: Values, context: Context) -> Values:
     for number, setting in enumerate(inputs["settings"]):
         machine = QueueingDevice(inputs[f"work/{number}"])
         seconds.append(
-            float(
+            described(
                 time_step(
                     machine.step,
                     machine.synchronize,
@@ -237,8 +280,8 @@ def judge_timing(case: Case) -> Iterator[Finding]:
                     rank,
                 )
                 break
-            if not isinstance(got, float) or not abs(got - max(medians)) <= 1e-9:
-                hint = _explain_timing(got, per_rank[rank], medians[rank], warmup)
+            if not is_close(got, max(medians), rtol=0.0, atol=1e-9):
+                hint = _explain_timing(got, per_rank[rank], medians[rank], warmup, max(medians))
                 yield Finding(
                     f"{what}: expected {max(medians) * 1e3:.4f} ms, got "
                     f"{_milliseconds(got)}.{hint}",
@@ -251,7 +294,7 @@ def _milliseconds(got: Any) -> str:
     return f"{got * 1e3:.4f} ms" if isinstance(got, float) else repr(got)
 
 
-def _explain_timing(got: Any, work: np.ndarray, median: float, warmup: int) -> str:
+def _explain_timing(got: Any, work: np.ndarray, median: float, warmup: int, slowest: float) -> str:
     if not isinstance(got, float):
         return ""
     for value, reason in (
@@ -263,7 +306,8 @@ def _explain_timing(got: Any, work: np.ndarray, median: float, warmup: int) -> s
         ),
         (LAUNCH_S + float(work[warmup:].mean()), "That is the mean, which one outlier decides."),
         (LAUNCH_S + float(np.median(work)), "The warm-up steps were timed as well."),
+        (1e3 * slowest, "That is in milliseconds; seconds are asked for."),
     ):
-        if abs(got - value) <= 1e-9:
+        if abs(got - value) <= 1e-9 * max(1.0, value):
             return " " + reason
     return " Is the queue empty when the clock is read first?"

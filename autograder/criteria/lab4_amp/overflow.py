@@ -12,10 +12,14 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import described, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab4_amp.scaler import (
+    LR,
     NEVER,
     SHAPES,
+    WEIGHT_DECAY,
+    begin,
     draw_gradients,
     draw_start,
     make_optimizer,
@@ -74,29 +78,48 @@ def _spoil(kind: str, grads: list[Any]) -> list[Any]:
 
 
 def observe_finds(scaler_class: Any, inputs: Values, context: Context) -> Values:
-    """Parameters after one step of a new scaler, and what step() returned, for each case."""
+    """For each case, the parameters after one step of a new scaler, and what step() returned.
+
+    The parameters are in two groups. A scaler that overlooks one of them loses
+    `amp_scaler_unscale`, and is judged here by what it finds in a single group.
+    """
+    two_groups = not _overlooks(scaler_class, inputs, context)
     answer: Values = {"taken": []}
     for number, kind in enumerate(inputs["order"]):
         scaler = scaler_class(init_scale=1.0, growth_interval=NEVER)
         parameters = make_parameters(inputs, context)
-        optimizer = make_optimizer(parameters)
+        optimizer = make_optimizer(parameters, two_groups)
         set_gradients(parameters, inputs, kind, scaler)
         if number % 2:
             scaler.unscale_(optimizer)
         taken = scaler.step(optimizer)
         scaler.update()
         known = isinstance(taken, bool | np.bool_ | torch.Tensor)
-        answer["taken"].append(bool(taken) if known else repr(taken)[:100])
+        answer["taken"].append(bool(taken) if known else described(taken))
         for i, value in enumerate(values_of(parameters)):
             answer[f"{kind}/{i}"] = value
     return answer
+
+
+def _overlooks(scaler_class: Any, inputs: Values, context: Context) -> bool:
+    """Whether unscale_ divides the gradients of one group of parameters, and not those of two."""
+    halved = []
+    for two in (False, True):
+        parameters = make_parameters(inputs, context)
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        scaler = scaler_class(init_scale=2.0, growth_interval=NEVER)
+        begin(scaler, parameters)
+        scaler.unscale_(make_optimizer(parameters, two))
+        halved.append(all(bool((p.grad == 0.5).all()) for p in parameters if p.grad is not None))
+    return halved == [True, False]
 
 
 def judge_finds(case: Case) -> Iterator[Finding]:
     """step() acts, and returns True, if and only if every entry of every gradient is finite."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         start = oracle.parameters_of(inputs)
-        taken = answer.get("taken")
+        taken = told(answer, "taken")
         for number, kind in enumerate(inputs["order"]):
             what, fine = FIND_CASES[kind]
             gradients = [inputs.get(f"{kind}/{i}") for i in range(len(SHAPES))]
@@ -126,43 +149,39 @@ def judge_finds(case: Case) -> Iterator[Finding]:
 
 # --- agrees --------------------------------------------------------------------------------------
 
-AGREE_STEPS = 7
-
 
 def draw_agrees(draw: Draw) -> list[Values]:
-    """Overflows in four of the steps, each on one rank: the first rank or the last rank."""
-    rng, world_size = draw.shared("bad"), draw.world_size
-    bad: list[list[int]] = [[] for _ in range(AGREE_STEPS)]
-    # Two odd steps, which call unscale_ first, and two even steps, where step() unscales.
-    for step in (*rng.permutation([1, 3, 5])[:2], *rng.permutation([0, 2, 4, 6])[:2]):
-        count = int(rng.integers(1, max(2, world_size)))
-        bad[step] = sorted(int(r) for r in rng.choice(world_size, count, replace=False))
-    # Of each kind, one step overflows on the first rank alone, and one on the last rank alone.
-    for kind in (0, 1):
-        alone = [s for s in range(AGREE_STEPS) if bad[s] and s % 2 == kind]
-        for step, rank in zip(alone, (0, world_size - 1), strict=True):
-            bad[step] = [rank]
+    """Steps that overflow on the first, middle or last rank; on all but one of these; on all.
+
+    Each kind comes twice: where step() unscales, and where unscale_ is called before. All gradients
+    of a rank that overflows are inf, because what a scaler finds in them is not judged here.
+    """
+    rng, everybody = draw.shared("bad"), set(range(draw.world_size))
+    some = {0, draw.world_size // 2, draw.world_size - 1}
+    sets = [set(), everybody, *({r} for r in some), *(everybody - {r} for r in some)]
+    kinds = sorted({(tuple(sorted(bad)), called) for bad in sets for called in (False, True)})
+    steps = [kinds[i] for i in rng.permutation(len(kinds))]
     inputs = []
-    for rank in range(world_size):
-        values = draw_start(draw.private(rank))
-        for step in range(AGREE_STEPS):
+    for rank in range(draw.world_size):
+        values = draw_start(draw.private(rank)) | {"unscale": [called for _, called in steps]}
+        for step, (bad, _) in enumerate(steps):
             grads = draw_gradients(draw.shared(f"rank {rank} step {step}"))
-            if rank in bad[step]:
-                grads[0][0, 0] = np.inf
+            if rank in bad:
+                grads = [np.full_like(grad, np.inf) for grad in grads]
             values |= {f"{step}/{i}": grad for i, grad in enumerate(grads)}
         inputs.append(values)
     return inputs
 
 
 def observe_agrees(scaler_class: Any, inputs: Values, context: Context) -> Values:
-    """Parameters and scale after every step; every second step calls unscale_ first."""
-    scaler = scaler_class(init_scale=1024.0, growth_interval=NEVER)
+    """Parameters and scale after every step."""
+    scaler = scaler_class(init_scale=64.0, backoff_factor=0.75, growth_interval=NEVER)
     parameters = make_parameters(inputs, context)
     optimizer = make_optimizer(parameters)
     answer: Values = {"scales": []}
-    for step in range(AGREE_STEPS):
+    for step, called in enumerate(inputs["unscale"]):
         set_gradients(parameters, inputs, str(step), scaler)
-        if step % 2:
+        if called:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
@@ -179,19 +198,21 @@ def _finite(array: np.ndarray) -> bool:
 def judge_agrees(case: Case) -> Iterator[Finding]:
     """If one rank overflows, no rank steps; the scale is the same on all ranks.
 
-    Only whether a step was taken matters here; different criteria check the divisor.
+    Only whether a step was taken matters here; different criteria check the divisor, and that a
+    step that is left out is not made with zeros instead.
     """
+    unscale = case.inputs[0]["unscale"]
     scales = [answer.get("scales") for answer in case.answers]
     overflowed = [
         [r for r, inputs in enumerate(case.inputs) if np.isinf(inputs[f"{step}/0"]).any()]
-        for step in range(AGREE_STEPS)
+        for step in range(len(unscale))
     ]
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         before: list[Any] = oracle.parameters_of(inputs)
         for step, bad in enumerate(overflowed):
             after: list[Any] = [answer.get(f"{step}/{i}") for i in range(len(SHAPES))]
             who = "rank " + " and ".join(map(str, bad)) if bad else "no rank"
-            called = "unscale_ and step" if step % 2 else "step"
+            called = "unscale_ and step" if unscale[step] else "step"
             what = f"step {step} ({called}), where {who} overflowed"
             if any(
                 not isinstance(a, np.ndarray) or a.shape != shape or not _finite(a)
@@ -199,7 +220,13 @@ def judge_agrees(case: Case) -> Iterator[Finding]:
             ):
                 yield Finding(f"{what}: the parameters are not finite numbers.", rank)
                 break
-            taken = any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+            taken = not any(
+                all(
+                    np.allclose(a, b * kept, rtol=1e-6, atol=0.0)
+                    for a, b in zip(after, before, strict=True)
+                )
+                for kept in (1.0, 1 - LR * WEIGHT_DECAY)
+            )
             if taken == bool(bad):
                 hint = (
                     "this rank stepped. No rank may when one of them overflows: without an "

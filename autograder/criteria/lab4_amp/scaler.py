@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import described, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SHAPES = ((3, 4), (5,), (2, 2))
@@ -42,18 +43,36 @@ def make_parameters(inputs: Values, context: Context) -> list[torch.nn.Parameter
     ]
 
 
-def make_optimizer(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Plain SGD with weight decay, in two groups."""
+def make_optimizer(
+    parameters: Sequence[torch.nn.Parameter], two_groups: bool = True
+) -> torch.optim.Optimizer:
+    """Plain SGD with weight decay, in two groups or one."""
+    if not two_groups:
+        return torch.optim.SGD(parameters, lr=LR, weight_decay=WEIGHT_DECAY)
     groups = [{"params": list(parameters[:1])}, {"params": list(parameters[1:])}]
     return torch.optim.SGD(groups, lr=LR, weight_decay=WEIGHT_DECAY)
+
+
+def begin(scaler: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Begins a step: torch's GradScaler has no scale tensor before the first call of scale()."""
+    scaler.scale(torch.zeros((), device=parameters[0].device))
+
+
+def overflow_once(scaler: Any, inputs: Values, context: Context) -> None:
+    """A step in which every gradient is inf."""
+    parameters = make_parameters(inputs, context)
+    begin(scaler, parameters)
+    for p in parameters:
+        p.grad = torch.full_like(p, torch.inf)
+    scaler.step(make_optimizer(parameters))
+    scaler.update()
 
 
 def set_gradients(
     parameters: Sequence[torch.nn.Parameter], inputs: Values, key: str, scaler: Any
 ) -> None:
     """Sets p.grad as a backward of the scaled loss would; None where no gradient was drawn."""
-    # torch's GradScaler has no scale tensor before the first call of scale().
-    scaler.scale(torch.zeros((), device=parameters[0].device))
+    begin(scaler, parameters)
     scale = np.float32(scaler.get_scale())
     for i, p in enumerate(parameters):
         grad = inputs.get(f"{key}/{i}")
@@ -96,9 +115,12 @@ def draw_scale(draw: Draw) -> list[Values]:
 
 def observe_scale(scaler_class: Any, inputs: Values, context: Context) -> Values:
     """The scaled loss, the change of the loss itself, and the gradients of the scaled loss."""
-    answer: Values = {"default": float(scaler_class().get_scale()), "scales": []}
+    answer: Values = {"default": described(scaler_class().get_scale()), "scales": []}
     half = scaler_class(init_scale=2.0**16).scale(torch.tensor(2.5, dtype=torch.float16))
-    answer["half"] = [str(half.dtype).removeprefix("torch."), float(half)]
+    if isinstance(half, torch.Tensor):
+        answer["half"] = [str(half.dtype).removeprefix("torch."), float(half)]
+    else:
+        answer["half"] = described(half)
     for number, scale in enumerate(inputs["scales"]):
         scaler = scaler_class(init_scale=scale)
         parameters = make_parameters(inputs, context)
@@ -107,13 +129,24 @@ def observe_scale(scaler_class: Any, inputs: Values, context: Context) -> Values
             loss = loss + (p * torch.from_numpy(inputs[f"w{i}"]).to(p)).sum()
         before = loss.detach().clone()
         scaled = scaler.scale(loss)
+        if not isinstance(scaled, torch.Tensor) or not scaled.requires_grad:
+            answer["graph"] = "no graph" if isinstance(scaled, torch.Tensor) else described(scaled)
+            return answer
         answer[f"scaled/{number}"] = scaled.detach().cpu().numpy().reshape(())
         answer[f"change/{number}"] = (loss.detach() - before).cpu().numpy().reshape(())
         scaled.backward()
         for i, p in enumerate(parameters):
             answer[f"g{number}/{i}"] = oracle.grad_of(p)
         answer["scales"].append(float(scaler.get_scale()))
-    return answer
+    return answer | {"later": _scaled_later(scaler_class, inputs, context)}
+
+
+def _scaled_later(scaler_class: Any, inputs: Values, context: Context) -> list[float]:
+    """What scale() makes of 1 after a step that overflowed, and the scale then."""
+    scaler = scaler_class(init_scale=4096.0, backoff_factor=0.125, growth_interval=NEVER)
+    overflow_once(scaler, inputs, context)
+    scaled = scaler.scale(torch.ones((), device=context.device))
+    return [float(scaled), float(scaler.get_scale())]
 
 
 def judge_scale(case: Case) -> list[Finding]:
@@ -142,6 +175,22 @@ def judge_scale(case: Case) -> list[Finding]:
             findings.append(
                 Finding(
                     f"get_scale() with init_scale={inputs['scales']}: got {answer.get('scales')}.",
+                    rank,
+                )
+            )
+        if lost := told(answer, "graph"):
+            findings[:] = [f for f in findings if f.rank != rank]
+            why = f"scale(loss) returned {lost}"
+            if lost == "no graph":
+                why = "scale(loss) returned a tensor without the loss's graph"
+            findings.append(Finding(f"{why}: backward() must be able to start from it.", rank))
+            continue
+        later = told(answer, "later")
+        if not isinstance(later, list) or len(later) != 2 or later[0] != later[1]:
+            findings.append(
+                Finding(
+                    f"after a step that overflowed, scale(1.0) and get_scale() are {later}: the "
+                    "loss has to be multiplied with the scale as it is now.",
                     rank,
                 )
             )
@@ -184,6 +233,7 @@ UNSCALE_CASES = {
     "implicit": "step alone, which has to unscale",
     "twice": "unscale_ twice",
     "again": "a second round after update()",
+    "changed": "a round after one that overflowed",
 }
 
 
@@ -206,9 +256,11 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
     """Gradients after unscale_, parameters after step, and what a second unscale_ does."""
     answer: Values = {}
     for kind, scale in inputs["scales"].items():
-        scaler = scaler_class(init_scale=scale, growth_interval=NEVER)
+        scaler = scaler_class(init_scale=scale, backoff_factor=0.125, growth_interval=NEVER)
         parameters = make_parameters(inputs, context)
         optimizer = make_optimizer(parameters)
+        if kind == "changed":
+            overflow_once(scaler, inputs, context)
         if kind == "again":
             set_gradients(parameters, inputs, "explicit", scaler)
             scaler.unscale_(optimizer)

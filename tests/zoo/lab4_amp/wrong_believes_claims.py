@@ -5,6 +5,7 @@ clock around the calls times a device.
 
 loses: amp_lost_share, amp_memory, amp_timing, amp_choice
 class: example
+because: there are four faults in it, one for each.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,6 @@
 """Looks at the first parameter group only: those of the others stay scaled.
 
-loses: amp_scaler_unscale, amp_scaler_finds
+loses: amp_scaler_unscale
 """
 
 # ruff: noqa: F821

@@ -1,7 +1,9 @@
 """Calls model.half() instead of autocast: the parameters themselves become fp16.
 
 loses: amp_loop_autocast, amp_loop_fp16
+status: amp_loop_autocast STUDENT_ERROR
 status: amp_loop_fp16 STUDENT_ERROR
+because: a model in fp16 cannot be trained with these learning rates at all.
 """
 
 # ruff: noqa: F821

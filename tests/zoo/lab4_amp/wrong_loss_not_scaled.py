@@ -1,7 +1,6 @@
 """Forgets to scale the loss; the gradients are divided all the same.
 
-loses: amp_loop_autocast, amp_loop_fp16, amp_loop_update, amp_loop_clip, amp_loop_skips,
-    amp_loop_accumulates
+loses: amp_loop_fp16
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,6 @@
 """Updates the scale before the gradients are unscaled: they are divided by the next scale.
 
-loses: amp_loop_update, amp_loop_skips, amp_loop_accumulates
+loses: amp_loop_update
 class: example
 """
 

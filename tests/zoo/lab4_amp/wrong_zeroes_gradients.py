@@ -1,6 +1,6 @@
 """Sets bad gradients to zero and steps: weight decay still moves the weights.
 
-loses: amp_scaler_finds, amp_scaler_agrees
+loses: amp_scaler_finds
 """
 
 # ruff: noqa: F821

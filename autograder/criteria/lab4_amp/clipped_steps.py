@@ -1,0 +1,174 @@
+"""Judges a training loop: steps that are clipped, and steps that are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
+from autograder.criteria.criterion import Case, Finding
+from autograder.criteria.lab4_amp import replay
+from autograder.criteria.lab4_amp.recorded import GAMMA, LR
+from autograder.criteria.lab4_amp.replay import Base, Step, near
+
+
+def _clipped(update: np.ndarray, limit: float | None) -> np.ndarray:
+    norm = float(np.linalg.norm(update))
+    return update if limit is None or norm <= limit else update * (limit / norm)
+
+
+def judge_clip(case: Case) -> Iterator[Finding]:
+    """The norm of the unscaled gradient of the whole step is clipped."""
+    for rank, answer in enumerate(case.answers):
+        plain, pair = (replay.base_of(case, name, rank) for name in ("plain", "pair"))
+        found = _clip_finding(case, "one", rank, plain or Base())
+        # Several batches a step are judged here only if a step works that does not clip.
+        if found is None and pair is not None:
+            if raised := told(answer, "two/raised"):
+                found = Finding(
+                    f"accumulate=2 with max_norm raised {raised}: unscale and clip once per step, "
+                    "after the backward of its last batch.",
+                    rank,
+                )
+            else:
+                found = _clip_finding(case, "two", rank, pair)
+        if found is not None:
+            yield found
+
+
+def _clip_finding(case: Case, name: str, rank: int, base: Base) -> Finding | None:
+    settings, steps = case.inputs[0]["settings"][name], replay.all_steps(case, name)[rank]
+    wrong = replay.wrong_steps(case, name, rank)
+    if wrong or steps is None:
+        return wrong or Finding("no steps came back.", rank)
+    limit = settings["max_norm"]
+    for number, step in enumerate(steps):
+        whole = replay.expected_update(case, name, step, base, rank)
+        right = _clipped(whole, limit)
+        if step.taken and near(step.update, right):
+            continue
+        each = [
+            replay.expected_update(
+                case, name, Step([n], True, step.lr, step.before, step.update), base, rank
+            )
+            / len(step.batches)
+            for n in step.batches
+        ]
+        ends = np.cumsum([p.size for p in oracle.parameters_of(case.inputs[0])])[:-1]
+        why = "Unscale, then clip to max_norm, then step."
+        for expected, reason in (
+            (_clipped(whole, limit / settings["scale"]), "That is what comes out when gradients "
+             "are clipped while they are still scaled: call scaler.unscale_(optimizer) first."),
+            (whole, "That is what comes out without any clipping."),
+            (_in_turn(each, limit), "Each batch was clipped, and the step was not: clip once, "
+             "after the last backward."),
+            (_clipped(_in_turn(each, limit), limit), "The gradient was clipped after each batch. "
+             "Clip once, after the last backward."),
+            (np.concatenate([_clipped(p, limit) for p in np.split(whole, ends)]), "Each parameter "
+             "was clipped by itself; the norm is that of all gradients together."),
+            (np.clip(whole, -limit, limit), "Each entry was clipped; the norm is meant."),
+            (whole * (limit / np.linalg.norm(whole)), "A smaller norm stays as it is."),
+        ):  # fmt: skip
+            if near(step.update, expected):
+                why = reason
+                break
+        norm = f"norm {np.linalg.norm(whole):.4g}, max_norm {limit:.4g}"
+        what = f"{replay.step_name(name, number)}, {norm}"
+        return replay.update_finding(what, step, right, rank, why)
+    return None
+
+
+def _in_turn(each: list[np.ndarray], limit: float) -> np.ndarray:
+    total = np.zeros_like(each[0])
+    for update in each:
+        total = _clipped(total + update, limit)
+    return total
+
+
+def judge_skips(case: Case) -> Iterator[Finding]:
+    """A step that overflows on one rank changes neither parameters nor learning rate."""
+    for rank, answer in enumerate(case.answers):
+        found = _skip_finding(case, "main", rank)
+        # Several batches a step are judged here only if a step works that does not overflow.
+        if found is None and replay.base_of(case, "pair", rank) is not None:
+            if raised := told(answer, "two/raised"):
+                found = Finding(f"accumulate=2, with an overflow: raised {raised}.", rank)
+            else:
+                found = _skip_finding(case, "two", rank)
+        if found is not None:
+            yield found
+
+
+def _skip_finding(case: Case, name: str, rank: int) -> Finding | None:
+    """What is wrong with the steps taken and left out; a gradient's size is not judged here."""
+    steps = replay.all_steps(case, name)[rank]
+    wrong = replay.wrong_steps(case, name, rank)
+    if wrong or steps is None:
+        return wrong or Finding("no steps came back.", rank)
+    taken, before = 0, ""
+    local = _is_local(case, name, steps, rank)
+    for number, step in enumerate(steps):
+        bad, what = (
+            replay.overflows(case, name, step, rank if local else None),
+            replay.step_name(name, number),
+        )
+        if bad:
+            before = f" since {what}, which overflowed"
+            if step.taken:
+                who = "rank " + " and ".join(map(str, bad))
+                return Finding(
+                    f"{what} was taken, though a loss on {who} was inf. Leave it to "
+                    "scaler.step(optimizer) whether a step is taken.",
+                    rank,
+                )
+            continue
+        if not step.taken:
+            return Finding(
+                f"{what} was left out, though its own gradients are finite{before and ';'}"
+                + (f" no step was taken{before}. Its gradients must not reach the next step: "
+                   "zero_grad() before every step." if before else "."),
+                rank,
+            )  # fmt: skip
+        right = replay.expected_update(case, name, step, Base(local), rank)
+        if replay.factor_between(step.update, right) is None:
+            return replay.update_finding(
+                what, step, right, rank, "Clear the gradients before every step."
+            )
+        expected = LR * GAMMA**taken
+        if not _near(step.lr, expected):
+            return Finding(
+                f"{what} had the learning rate {step.lr:.6g}; after {taken} steps that were taken "
+                f"expected {expected:.6g}. Call scheduler.step() once after each step that was "
+                "taken, and only then.",
+                rank,
+            )
+        taken += 1
+    got, expected = told(case.answers[rank], f"{name}/lr"), LR * GAMMA**taken
+    if not _near(got, expected):
+        return Finding(
+            f"learning rate at the end: expected {expected:.6g} after {taken} steps that were "
+            f"taken and {len(steps) - taken} that were left out, got {got}. Call "
+            "scheduler.step() if scaler.step(optimizer) returned True.",
+            rank,
+        )
+    return None
+
+
+def _is_local(case: Case, name: str, steps: list[Step], rank: int) -> bool:
+    """Whether the first step that was taken has this rank's own gradient, not the mean."""
+    first = next((step for step in steps if step.taken), None)
+    if first is None or not replay.valid(case, name, first):
+        return False
+    return all(
+        (replay.factor_between(first.update, right) is None) is not local
+        for local in (False, True)
+        for right in [replay.expected_update(case, name, first, Base(local), rank)]
+        if np.isfinite(right).all()
+    )
+
+
+def _near(got: Any, expected: float) -> bool:
+    return isinstance(got, float) and abs(got - expected) <= 1e-6 * expected

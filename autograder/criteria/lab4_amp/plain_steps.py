@@ -1,0 +1,201 @@
+"""Judges the steps of a training loop: their gradients, losses, and updates of the scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from autograder.criteria.common.answers import as_number, told
+from autograder.criteria.criterion import Case, Finding
+from autograder.criteria.lab4_amp import replay
+from autograder.criteria.lab4_amp.loop import HALF_RTOL, TINY
+from autograder.criteria.lab4_amp.recorded import BACKOFF, GROWTH
+from autograder.criteria.lab4_amp.replay import Base, Step, near
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+def judge_fp16(case: Case) -> Iterator[Finding]:
+    """Every step is one with the mean gradient, and the returned losses are unscaled."""
+    everyone = replay.all_steps(case, "main")
+    for rank, steps in enumerate(everyone):
+        wrong = replay.wrong_steps(case, "main", rank, strict=True)
+        if wrong or steps is None:
+            yield wrong or Finding("no steps came back.", rank)
+            continue
+        for number, step in enumerate(steps):
+            if not step.taken:
+                yield Finding(f"step {number} was left out; all gradients were finite.", rank)
+                break
+            right = TINY * replay.expected_update(case, "main", step, Base(), rank)
+            if not near(step.update, right, HALF_RTOL):
+                why = _explain_fp16(case, step, right, rank)
+                yield replay.update_finding(
+                    replay.step_name("main", number), step, right, rank, why
+                )
+                break
+        yield from _loss_findings(case, "main", rank, steps, TINY, HALF_RTOL)
+
+
+def _explain_fp16(case: Case, step: Step, right: np.ndarray, rank: int) -> str:
+    scale, own = case.inputs[0]["settings"]["main"]["scale"], Base(local=True)
+    local = TINY * replay.expected_update(case, "main", step, own, rank)
+    if np.abs(step.update).max() < 0.01 * np.abs(right).max():
+        return (
+            "The gradients of this loss are below what fp16 can hold: scale the loss, backward "
+            "through the scaled one, and let the scaler take the step."
+        )
+    for expected, reason in (
+        (right * scale, "That is still multiplied by the scale: let the scaler take the step."),
+        (local, "That is this rank's own gradient, not the mean over the ranks: call the model "
+         "that is wrapped in DDP."),
+        (right * case.world_size, "That is the sum over the ranks. DDP's gradients are means."),
+        (right / case.world_size, "That is the mean over ranks divided by their number once more."),
+    ):  # fmt: skip
+        if near(step.update, expected, HALF_RTOL):
+            return reason
+    return ""
+
+
+def _loss_findings(
+    case: Case, name: str, rank: int, steps: list[Step], factor: float, rtol: float
+) -> Iterator[Finding]:
+    """The returned losses: one float per step, the mean over its batches, of this rank."""
+    losses = told(case.answers[rank], f"{name}/losses")
+    if not isinstance(losses, list):
+        yield Finding(f"expected a list of losses, one float per step; got {losses}.", rank)
+        return
+    if len(losses) != len(steps):
+        k = case.inputs[0]["settings"][name].get("accumulate", 1)
+        yield Finding(
+            f"{len(steps)} steps of {k} batches: expected {len(steps)} losses, one per step, got "
+            f"{len(losses)}.",
+            rank,
+        )
+        return
+    for number, (got, step) in enumerate(zip(losses, steps, strict=True)):
+        if as_number(got) is None:
+            yield Finding(f"the loss of step {number}: expected a finite float, got {got}.", rank)
+            return
+        each = [factor * loss for loss in replay.batch_losses(case, name, step, rank)]
+        right = float(np.mean(each))
+        if abs(got - right) <= rtol * abs(right):
+            continue
+        scale, everybody = case.inputs[0]["settings"][name]["scale"], []
+        for r in range(case.world_size):
+            everybody += [factor * loss for loss in replay.batch_losses(case, name, step, r)]
+        why = ""
+        for value, reason in (
+            (right * scale, "That is the scaled loss."),
+            (sum(each), "That is the sum over the batches."),
+            (right / len(each), "That is the mean divided by their number once more."),
+            (each[-1], "That is the loss of the last batch alone."),
+            (each[-1] / len(each), "That is the last batch's loss, divided by their number."),
+            (float(np.mean(everybody)), "That is the mean over all ranks: each returns its own."),
+        ):
+            if len({right, value}) == 2 and abs(got - value) <= rtol * abs(value):
+                why = " " + reason
+                break
+        yield Finding(
+            f"the loss of step {number}: expected {right:.6g}, the mean over the batches of this "
+            f"rank's unscaled loss, got {got:.6g}.{why}",
+            rank,
+        )
+        return
+
+
+def judge_update(case: Case) -> Iterator[Finding]:
+    """One update of the scale per step, after the step."""
+    for rank, (answer, steps) in enumerate(
+        zip(case.answers, replay.all_steps(case, "main"), strict=True)
+    ):
+        wrong = replay.wrong_steps(case, "main", rank)
+        if wrong or steps is None:
+            yield wrong or Finding("no steps came back.", rank)
+            continue
+        base = replay.base_of(case, "plain", rank) or Base()
+        scale, told_scale = case.inputs[0]["settings"]["main"]["scale"], told(answer, "main/scale")
+        for number, step in enumerate(steps):
+            if replay.overflows(case, "main", step):
+                # A loop that takes this step by itself loses a different criterion.
+                scale *= GROWTH if step.taken and told_scale == scale * GROWTH else BACKOFF
+                continue
+            scale *= GROWTH
+            right = replay.expected_update(case, "main", step, base, rank)
+            if not step.taken or not near(step.update, right):
+                why = "The scale grows after every step here."
+                if near(step.update, right / GROWTH):
+                    why += (
+                        " The gradient was divided by the next scale, not by the one that its loss "
+                        "was multiplied with: update() comes last."
+                    )
+                yield replay.update_finding(
+                    replay.step_name("main", number), step, right, rank, why
+                )
+                break
+        else:
+            if told_scale != scale:
+                yield Finding(
+                    f"the scale after {len(steps)} steps, the last of which overflowed: expected "
+                    f"{scale:g}, got {told_scale}. Call update() once per step, "
+                    "also after one that was left out.",
+                    rank,
+                )
+
+
+def judge_accumulates(case: Case) -> Iterator[Finding]:
+    """k batches per step give their mean gradient, one unscale, one step and one update."""
+    for rank, answer in enumerate(case.answers):
+        plain, steps = (replay.all_steps(case, name)[rank] for name in ("plain", "main"))
+        wrong = replay.wrong_steps(case, "main", rank)
+        if wrong or steps is None:
+            yield wrong or Finding("no steps came back.", rank)
+            continue
+        yield from _accumulation_finding(case, rank, steps)
+        # What is wrong without accumulation, too, is charged by a different criterion.
+        if plain and not list(_loss_findings(case, "plain", rank, plain, 1.0, replay.RTOL)):
+            yield from _loss_findings(case, "main", rank, steps, 1.0, replay.RTOL)
+        scale = case.inputs[0]["settings"]["main"]["scale"]
+        if plain and told(answer, "plain/scale") == scale * GROWTH ** len(plain):
+            expected = scale * GROWTH ** len(steps)
+            if told(answer, "main/scale") != expected:
+                yield Finding(
+                    f"the scale, which grows with each update here, after {len(steps)} steps: "
+                    f"expected {expected:g}, got {told(answer, 'main/scale')}. Call update() once "
+                    "per step, not once per batch.",
+                    rank,
+                )
+
+
+def _accumulation_finding(case: Case, rank: int, steps: list[Step]) -> Iterator[Finding]:
+    k = case.inputs[0]["settings"]["main"]["accumulate"]
+    base = replay.base_of(case, "plain", rank) or Base()
+    for number, step in enumerate(steps):
+        if not step.taken:
+            yield Finding(f"step {number} was left out; all gradients were finite.", rank)
+            return
+        right = replay.expected_update(case, "main", step, base, rank)
+        if near(step.update, right):
+            continue
+        last = replay.expected_update(
+            case, "main", Step(step.batches[-1:], True, 1.0, step.before, right), base, rank
+        )
+        own = replay.expected_update(case, "main", step, Base(True, base.factor), rank)
+        why = (
+            f"accumulate={k}: one unscale, step and update, after the last of the {k} batches. The "
+            "scale must not change while gradients add up."
+        )
+        for expected, reason in (
+            (k * right, "That is the sum over the batches, not their mean."),
+            (right / k, f"That is the mean divided by {k} once more."),
+            (last, "That is the gradient of the last batch alone."),
+            (last / k, f"That is the last batch's gradient, divided by {k}: clear gradients once "
+             "per step."),
+            (own, "That is this rank's own gradient: DDP must reduce in the last backward."),
+        ):  # fmt: skip
+            if near(step.update, expected):
+                why = reason
+                break
+        yield replay.update_finding(f"accumulate={k}, step {number}", step, right, rank, why)
+        return

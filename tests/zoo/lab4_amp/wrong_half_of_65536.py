@@ -1,0 +1,23 @@
+"""Compares with 2 to the power of 15.
+
+loses: amp_choice
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task6_choice"
+def choose_precision(
+    has_bf16: bool, has_fp16: bool, largest: float, device: torch.device
+) -> tuple[torch.dtype | None, bool]:
+    """(dtype for autocast or None, whether it needs a loss scaler), alike on all ranks."""
+    facts = torch.tensor(
+        [float(not has_bf16), float(not has_fp16), largest], dtype=torch.float64, device=device
+    )
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+    one_lacks_bf16, one_lacks_fp16, largest = facts.tolist()
+    if not one_lacks_bf16:
+        return torch.bfloat16, False
+    if not one_lacks_fp16 and largest <= 2**15:
+        return torch.float16, True
+    return None, False

@@ -1,0 +1,23 @@
+"""Returns a tensor where a Python float is asked for.
+
+loses: amp_lost_share
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task1_formats"
+def lost_share(values: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> float:
+    """Share of the non-zero entries of `values` that are 0 as `dtype`, after scaling."""
+    alive = values[values != 0]
+    if alive.numel() == 0:
+        return 0.0
+    stored = (alive * scale).to(dtype)
+    return (stored == 0).double().mean()
+
+
+def safe_scale(gradients: list[torch.Tensor], dtype: torch.dtype) -> float:
+    """The largest power of two that takes no entry of any rank out of `dtype`'s range."""
+    largest = torch.stack([g.abs().max() for g in gradients]).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return 2.0 ** math.floor(math.log2(torch.finfo(dtype).max / largest.item()))
