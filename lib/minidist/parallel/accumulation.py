@@ -37,6 +37,7 @@ Works with torch's DistributedDataParallel, `parallel.data.BucketedDDP`, and a p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,9 +46,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from minidist.errors import named_rank
-from minidist.precision.training import clip_gradients
+from minidist.precision.training import unscale_clip_step
 
 T = TypeVar("T")
 
@@ -100,10 +102,12 @@ def _groups(batches: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def accumulate(micro_batches: Iterable[T], model: nn.Module) -> Iterator[tuple[T, bool]]:
-    """Yield (micro-batch, whether it is the last). Before the last, the loop body is in `no_sync`.
+    """Yield (micro-batch, whether it synchronises). Only the last one does; the others' loop
+    bodies are in `no_sync`, and in an outer `no_sync` or `accumulate` that of the last one, too.
 
     Forward **and** backward must be in the loop body. Any iterable works: the generator reads one
-    micro-batch ahead to know which is the last.
+    micro-batch ahead to know which is the last. If the loop ends early and the generator lives on
+    in a variable, its `close()` ends `no_sync`.
     """
     no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)
     iterator = iter(micro_batches)
@@ -115,7 +119,16 @@ def accumulate(micro_batches: Iterable[T], model: nn.Module) -> Iterator[tuple[T
         with no_sync():
             yield current, False
         current = following
-    yield current, True
+    yield current, synchronises(model)
+
+
+def synchronises(model: nn.Module) -> bool:
+    """Whether a backward would average gradients now: False in a `no_sync` of ours or torch's DDP.
+
+    True for a module without `no_sync`.
+    """
+    given = getattr(model, "synchronises", None)  # ours
+    return bool(getattr(model, "require_backward_grad_sync", True) if given is None else given)
 
 
 def accumulate_step(
@@ -145,10 +158,18 @@ def accumulate_step(
         max_norm: limit for the norm of the whole gradient, after the sum and the synchronisation.
         group: the data-parallel ranks; None means the default group.
 
+    A micro-batch of weight 0 adds nothing to the gradients, even if its loss is nan or inf.
+
     Raises:
         ValueError: on every rank, if a rank has no micro-batch or weights that do not fit, or if
-            all weights add up to 0.
+            all weights add up to 0; or in a `no_sync` block, where every rank would take a step
+            with gradients of its own.
     """
+    if not synchronises(model):
+        raise ValueError(
+            f"accumulate_step: called inside no_sync() on {named_rank(group)}, so that each rank "
+            "would take a step with its own gradients; it calls no_sync() itself: call it outside"
+        )
     # Agree on the sum of weights.
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     weights = [1.0] * len(micro_batches) if weights is None else weights
@@ -159,27 +180,53 @@ def accumulate_step(
     optimizer.zero_grad()
     loss_sum: Tensor | None = None
     for (micro_batch, _), weight in zip(accumulate(micro_batches, model), weights, strict=True):
-        with autocast():
-            loss = loss_fn(model, micro_batch)
-        # A micro-batch without tokens has a mean of nan, and nan * 0 is nan, so nan is replaced
-        # first. Its backward must run anyway, because ranks synchronise in the last backward.
-        scaled = torch.nan_to_num(loss) * 0 if weight == 0 else loss * (weight * world_size / total)
-        (scaled if scaler is None else scaler.scale(scaled)).backward()
+        if weight == 0:
+            scaled = _backward_of_nothing(model, micro_batch, loss_fn, scaler, autocast)
+        else:
+            with autocast():
+                loss = loss_fn(model, micro_batch)
+            scaled = loss * (weight * world_size / total)
+            (scaled if scaler is None else scaler.scale(scaled)).backward()
         loss_sum = scaled.detach() + (0 if loss_sum is None else loss_sum)
     assert loss_sum is not None
 
-    # Unscale, clip, step.
-    grad_norm = None
-    if max_norm is not None:
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        grad_norm = clip_gradients(model, optimizer, max_norm)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    grad_norm = unscale_clip_step(model, optimizer, scaler=scaler, max_norm=max_norm)
     return Step(loss=loss_sum, total_weight=total, grad_norm=grad_norm)
+
+
+def _backward_of_nothing(
+    model: nn.Module,
+    micro_batch: T,
+    loss_fn: Callable[[nn.Module, T], Tensor],
+    scaler: Scaler | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Tensor:
+    """Forward and backward of a micro-batch that must not count; returns a loss of 0.
+
+    Its loss may be nan (a mean over no token), and 0 * nan is nan. So backward does not begin at
+    the loss but at the model's outputs, with a gradient of 0. If the mean over nothing is inside
+    the model, nan still arrives at a parameter, and 0 replaces it there. Backward must run, because
+    ranks synchronise in it, and with SyncBatchNorm the losses of other ranks pass through it.
+    """
+    outputs: list[Any] = []
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    handles = [model.register_forward_hook(lambda _module, _args, output: outputs.append(output))]
+    handles += [p.register_hook(_without_nan) for p in parameters]
+    try:
+        with autocast():
+            loss = loss_fn(model, micro_batch)
+        found = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        # The sum of no elements: its gradient is 0 for every element.
+        nothing = torch.stack([x.reshape(-1)[:0].sum().float() for x in found or parameters]).sum()
+        (nothing if scaler is None else scaler.scale(nothing)).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.zeros_like(loss.detach())
+
+
+def _without_nan(gradient: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(gradient), gradient, torch.zeros_like(gradient))
 
 
 def _total_weight(
@@ -190,7 +237,7 @@ def _total_weight(
     group: dist.ProcessGroup | None,
 ) -> float:
     """Collective: the sum of all weights, or an error on every rank."""
-    fits = num_micro_batches == len(weights) > 0 and all(w >= 0 for w in weights)
+    fits = num_micro_batches == len(weights) > 0 and all(0 <= w < math.inf for w in weights)
     own = [float(sum(weights)) if fits else 0.0, 0.0 if fits else 1.0]
     sums = torch.tensor(own, dtype=torch.float64, device=device)
     if world_size > 1:
@@ -212,26 +259,25 @@ def train_epoch_native(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     optimizer: torch.optim.Optimizer,
     num_accumulate: int,
-    num_batches: int,
 ) -> int:
-    """Accumulation with torch alone: equal micro-batches, correct modulo, smaller last group.
+    """Accumulation with torch alone: every sample of a step weighs the same.
 
-    Args:
-        num_batches: the number of batches of the loader, `len(loader)`.
+    All ranks need as many batches; the last group and the last batch may be smaller. `loss_fn` is a
+    mean over samples.
 
     Returns:
         The number of optimizer steps.
     """
     num_steps = 0
-    for i, (inputs, targets) in enumerate(loader):
-        is_last = (i + 1) % num_accumulate == 0 or i + 1 == num_batches
-        # The last group may have fewer micro-batches, so each of them weighs more.
-        first = i - i % num_accumulate
-        size = min(num_accumulate, num_batches - first)
-        with nullcontext() if is_last else model.no_sync():
-            (loss_fn(model(inputs), targets) / size).backward()
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-            num_steps += 1
+    for group in micro_batch_groups(loader, num_accumulate):
+        num_samples = torch.tensor(sum(len(targets) for _, targets in group), device=model.device)
+        dist.all_reduce(num_samples, group=model.process_group)
+        world_size = dist.get_world_size(model.process_group)
+        for i, (inputs, targets) in enumerate(group):
+            weight = len(targets) * world_size / num_samples.item()  # DDP divides by world_size
+            with nullcontext() if i == len(group) - 1 else model.no_sync():
+                (loss_fn(model(inputs), targets) * weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        num_steps += 1
     return num_steps

@@ -18,7 +18,9 @@ Example::
     optimizer.step()
     optimizer.zero_grad()
 
-With fp16 and a scaler, `scaler.step(optimizer)` divides the masters' gradients. Bytes per
+With fp16 and a scaler, `scaler.step(optimizer)` divides the masters' gradients. A parameter that
+was changed from outside since the last step (`load_state_dict`, a broadcast) keeps its new value:
+its master follows. Bytes per
 parameter: 2 + 2 for the gradient + 4 for the master + 8 for Adam's states = 16, and 2 more during a
 step, because the gradient is fp32 during the step. Micikevicius et al., arXiv 1710.03740.
 """
@@ -29,21 +31,28 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from minidist.errors import named_rank
+from minidist.precision.clip import clip_by_global_norm, note_shard_group, shard_group
 
 
 class MasterWeights:
     """An optimiser over fp32 copies of parameters.
 
     The class has the optimizer methods that a training loop and `GradScaler` call. Pass
-    `.optimizer` to a scheduler. To clip, call `prepare_gradients` and clip `.masters`.
+    `.optimizer` to a scheduler. To clip, call its `clip_grad_norm_`, because the gradients that
+    the step uses are those of the masters.
 
     Args:
         parameters: of any floating-point dtype. fp32 parameters are copied as well; parameters
-            without `requires_grad` are ignored.
+            without `requires_grad` are ignored. They may be the pieces of a `Zero3` model.
         make_optimizer: called with the list of masters.
 
     Raises:
-        ValueError: no trainable parameter, or a parameter has no floating-point dtype.
+        ValueError: no trainable parameter, a parameter has no floating-point dtype, or the
+            optimizer is a sharded one, which has masters of its own; at a step: parameters were
+            unfrozen or moved to a different device after this call.
     """
 
     def __init__(
@@ -51,14 +60,24 @@ class MasterWeights:
         parameters: Iterable[torch.Tensor],
         make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
     ) -> None:
+        parameters = list(parameters)
         self.parameters = [p for p in parameters if p.requires_grad]
+        self._frozen = [p for p in parameters if not p.requires_grad]
         if not self.parameters or not all(p.is_floating_point() for p in self.parameters):
             raise ValueError(
                 "MasterWeights: needs trainable floating-point parameters, got dtypes "
                 f"{sorted({str(p.dtype) for p in self.parameters})}"
             )
         self.masters = [p.detach().float().clone().requires_grad_() for p in self.parameters]
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if (group := shard_group([parameter])) is not None:
+                note_shard_group(master, group)
         self.optimizer = make_optimizer(self.masters)
+        if hasattr(self.optimizer, "master_dtype"):
+            raise ValueError(
+                f"MasterWeights: {type(self.optimizer).__name__} keeps masters itself: pass it the "
+                f"parameters and master_dtype=torch.float32 ({named_rank()})"
+            )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -72,6 +91,7 @@ class MasterWeights:
         `step` calls this method. To accumulate in fp32, call it after the backward of each
         micro-batch; `zero_grad` removes the sum.
         """
+        self._check()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter.grad is None:
                 continue
@@ -79,10 +99,43 @@ class MasterWeights:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
+    def _check(self) -> None:
+        unfrozen = [tuple(p.shape) for p in self._frozen if p.requires_grad]
+        moved = [
+            f"from {master.device} to {parameter.device}"
+            for parameter, master in zip(self.parameters, self.masters, strict=True)
+            if parameter.device != master.device
+        ]
+        if unfrozen or moved:
+            raise ValueError(
+                f"MasterWeights: since it was made, parameters of shapes {unfrozen} were unfrozen "
+                f"and {len(moved)} moved ({', '.join(moved[:1])}) on {named_rank()}; make the "
+                "optimizer after these changes"
+            )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the masters' gradients so that their norm is at most `max_norm`.
+
+        Collective if the parameters are pieces of a `Zero3` model. Returns the norm before scaling.
+        """
+        self.prepare_gradients()
+        group = shard_group(self.masters)
+        if group is not None:
+            return clip_by_global_norm(self.masters, max_norm, norm_type, group)
+        return nn.utils.clip_grad_norm_(self.masters, max_norm, norm_type)
+
+    @torch.no_grad()
+    def _follow_parameters(self) -> None:
+        """Give a master the parameter's value where it does not round to that value."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            is_same = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(is_same, master, parameter.to(master.dtype)))
+
     @torch.no_grad()
     def step(self) -> None:
         """Update the masters and round them into the parameters."""
         self.prepare_gradients()
+        self._follow_parameters()
         self.optimizer.step()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
@@ -98,6 +151,7 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimiser's state and the masters, because the parameters are only rounded copies."""
+        self._follow_parameters()
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": [master.detach().clone() for master in self.masters],

@@ -46,6 +46,8 @@ import torch
 import torch.distributed as dist
 
 from minidist.device import by_dtype_and_device
+from minidist.errors import MinidistError
+from minidist.precision.clip import shard_group
 
 
 class Stage(Enum):
@@ -66,11 +68,14 @@ class GradScaler:
             gradients (for FSDP with tensor parallelism, the ranks of both). None: this rank decides
             alone, as torch's GradScaler does; this is enough for plain DDP.
         growth_interval: good steps in a row after which the scale grows.
+        min_scale: the scale never falls below. The default is the smallest that can be divided by.
         enabled: False turns scaling off: losses, gradients and steps pass through unchanged.
 
     Raises:
         ValueError: a factor is out of range.
         RuntimeError: calls in the wrong order.
+        MinidistError: in `update`: a step overflows at the smallest scale, so that the scale is not
+            the reason.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class GradScaler:
         growth_interval: int = 2000,
         *,
         enabled: bool = True,
+        min_scale: float = torch.finfo(torch.float32).tiny,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1:
@@ -92,12 +98,19 @@ class GradScaler:
             raise ValueError(
                 f"GradScaler: growth_interval must be at least 1, got {growth_interval}"
             )
+        if not min_scale >= torch.finfo(torch.float32).tiny:
+            raise ValueError(
+                f"GradScaler: min_scale must be at least {torch.finfo(torch.float32).tiny}, got "
+                f"{min_scale}"
+            )
+        self._min_scale = min_scale
         # The scale is fp32 as in torch, and on the CPU, where `update` changes it.
         self._set_scale(init_scale)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._growth_tracker = 0  # good steps since the scale changed
+        self._num_overflows = 0  # skipped steps in a row
         self._enabled = enabled
         self._group = group
         self._stages: dict[int, Stage] = {}
@@ -138,14 +151,14 @@ class GradScaler:
             )
         if stage is Stage.STEPPED:
             raise RuntimeError(f"GradScaler.unscale_: called after step(){self._where()}")
-        if self._group is None and getattr(optimizer, "shards_gradients", False):
+        if self._group is None and shards_gradients(optimizer):
             raise ValueError(
                 "GradScaler.unscale_: every rank holds other gradients, and all have to decide "
                 f"alike: expected GradScaler(group=...), got no group{self._where()}"
             )
         if hasattr(optimizer, "prepare_gradients"):
             optimizer.prepare_gradients()
-        parameters = _parameters(optimizer)
+        parameters = held_parameters(optimizer)
         # Check parameters, not gradients: a rank without gradients must also raise here, or it
         # would wait in the all-reduce for the ranks that raised.
         are_held = hasattr(optimizer, "held_parameters")
@@ -222,6 +235,7 @@ class GradScaler:
 
         Raises:
             RuntimeError: no `step` or `unscale_` since the last update, and no new_scale.
+            MinidistError: an overflow at the smallest scale.
         """
         if not self._enabled:
             return
@@ -232,9 +246,9 @@ class GradScaler:
                 f"GradScaler.update: no step() or unscale_() since the last update{self._where()}"
             )
         elif any(self._found_inf.values()):
-            self._set_scale(self.get_scale() * self._backoff_factor)
-            self._growth_tracker = 0
+            self._back_off()
         else:
+            self._num_overflows = 0
             self._growth_tracker += 1
             if self._growth_tracker == self._growth_interval:
                 grown = self.get_scale() * self._growth_factor
@@ -243,6 +257,23 @@ class GradScaler:
                 self._growth_tracker = 0
         self._stages.clear()
         self._found_inf.clear()
+
+    def _back_off(self) -> None:
+        self._growth_tracker = 0
+        self._num_overflows += 1
+        lower = self.get_scale() * self._backoff_factor
+        if lower >= self._min_scale:
+            self._set_scale(lower)
+            return
+        self._stages.clear()
+        self._found_inf.clear()
+        raise MinidistError(
+            f"GradScaler.update: gradients were inf or nan in {self._num_overflows} steps in a "
+            f"row, down to a scale of {self.get_scale():g} (smallest {self._min_scale:g}); no "
+            "scale helps: look for inf or nan in the inputs, the parameters and the loss (a mean "
+            "over nothing?), e.g. with torch.autograd.set_detect_anomaly(True)",
+            rank=dist.get_rank() if dist.is_initialized() else None,
+        )
 
     # --- what it knows ------------------------------------------------------------------------
 
@@ -282,13 +313,23 @@ class GradScaler:
         self._growth_tracker = state["_growth_tracker"]
 
     def _set_scale(self, scale: float) -> None:
+        if not 0 < scale < math.inf:
+            raise ValueError(
+                f"GradScaler: the scale must be above 0 and finite, got {scale}{self._where()}"
+            )
         self._scale = torch.tensor(scale, dtype=torch.float32)
 
     def _where(self) -> str:
         return f" (rank {dist.get_rank()})" if dist.is_initialized() else ""
 
 
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
+def shards_gradients(optimizer: Any) -> bool:
+    """Whether ranks hold different gradients of this optimiser, and so must decide together."""
+    given = getattr(optimizer, "shards_gradients", None)
+    return shard_group(held_parameters(optimizer)) is not None if given is None else given
+
+
+def held_parameters(optimizer: Any) -> list[torch.Tensor]:
     """The tensors whose `.grad` the optimiser's step will use."""
     if hasattr(optimizer, "held_parameters"):
         return optimizer.held_parameters()

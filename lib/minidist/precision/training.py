@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from minidist.errors import named_rank
+from minidist.precision.scaler import held_parameters, shards_gradients
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -71,23 +74,51 @@ def autocast_step(
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
         loss = loss_fn(model(inputs), targets)
     (loss if scaler is None else scaler.scale(loss)).backward()
+    unscale_clip_step(model, optimizer, scaler=scaler, max_norm=max_norm)
+    return loss.detach()
+
+
+def unscale_clip_step(
+    model: nn.Module, optimizer: Any, *, scaler: Any = None, max_norm: float | None = None
+) -> torch.Tensor | None:
+    """What follows the backward of a step, for any optimizer, with a scaler or without.
+
+    Returns:
+        The norm before clipping, None without clipping.
+
+    Raises:
+        ValueError: ranks hold different gradients, and torch's scaler would decide on each rank
+            alone which steps to skip.
+    """
+    if scaler is not None:
+        alone = isinstance(scaler, torch.amp.GradScaler) and not hasattr(scaler, "process_group")
+        if alone and scaler.is_enabled() and shards_gradients(optimizer):
+            raise ValueError(
+                f"every rank holds different gradients of {type(optimizer).__name__}, and all must "
+                f"skip the same steps; torch.amp.GradScaler decides on each rank alone: use "
+                f"minidist.precision.GradScaler(group=...) on {named_rank()}"
+            )
+        if hasattr(optimizer, "prepare_gradients"):  # torch's scaler does not call it
+            optimizer.prepare_gradients()
+    norm = None
     if max_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
-        clip_gradients(model, optimizer, max_norm)
+        norm = clip_gradients(model, optimizer, max_norm)
     if scaler is None:
         optimizer.step()
     else:
         scaler.step(optimizer)
         scaler.update()
-    return loss.detach()
+    return norm
 
 
 def clip_gradients(model: nn.Module, optimizer: Any, max_norm: float) -> torch.Tensor:
-    """Clip by the global norm, for a training loop that works with any optimizer.
+    """Clip what the optimizer's step will use by its global norm.
 
-    An optimizer or a model that shards gradients has its own `clip_grad_norm_` (as in ZeRO), and
-    this function calls it. Otherwise `model.parameters()` hold all gradients, or are DTensors.
+    An optimizer that moves gradients (master weights, ZeRO) or a model that shards them has its own
+    `clip_grad_norm_`, and this function calls it. Otherwise the optimizer's parameters hold the
+    gradients; they may be DTensors.
 
     Returns:
         The norm before clipping, the same on every rank: a scalar.
@@ -97,4 +128,5 @@ def clip_gradients(model: nn.Module, optimizer: Any, max_norm: float) -> torch.T
         if callable(own):
             norm: Any = own(max_norm)
             return norm
-    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = nn.utils.clip_grad_norm_(held_parameters(optimizer), max_norm)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # pyright: ignore

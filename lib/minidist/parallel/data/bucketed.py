@@ -209,6 +209,11 @@ class BucketedDDP(nn.Module):
         """Collective: overwrite buffers with those of rank 0, e.g. before an evaluation."""
         broadcast_tensors(self.module.buffers(), self.group, self.source)
 
+    @property
+    def synchronises(self) -> bool:
+        """Whether a forward would prepare a synchronised backward now: not under `no_sync`."""
+        return self._sync
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients local: inside the block, `p.grad` sums them.

@@ -1,0 +1,80 @@
+"""Clipping by the global norm when every rank holds only some of the gradients.
+
+The 2-norm of all gradients is the root of the sum of squares over ranks, so one all-reduce of one
+number is enough. (`torch.nn.utils.clip_grad_norm_` on shards would clip each rank by its own norm,
+and the ranks would drift apart.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from minidist.device import by_dtype_and_device
+from minidist.errors import named_rank
+
+# Not an attribute of the tensor: a group cannot be pickled.
+_groups: Any = WeakTensorKeyDictionary()
+
+
+def note_shard_group(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Note that the other ranks of `group` hold the other elements of a cut parameter."""
+    _groups[tensor] = group
+
+
+def shard_group(tensors: Iterable[Tensor]) -> dist.ProcessGroup | None:
+    """The ranks that hold the other elements of these tensors; None if they are whole."""
+    if not _groups:
+        return None
+    found = (_groups.get(tensor) for tensor in tensors)
+    return next((g for g in found if g is not None and dist.get_world_size(g) > 1), None)
+
+
+@torch.no_grad()
+def clip_by_global_norm(
+    shards: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Scale `.grad` of the shards so that the norm over all ranks is at most `max_norm`.
+
+    Collective. Every element must be in the shard of exactly one rank.
+
+    Args:
+        shards: the tensors that this rank owns; tensors without a gradient are left out.
+        norm_type: p of the p-norm, `math.inf` for the largest magnitude.
+
+    Returns:
+        The norm before scaling, a float64 scalar, on every rank.
+    """
+    if not max_norm >= 0 or not norm_type > 0:
+        raise ValueError(
+            f"clip: expected max_norm >= 0 and norm_type > 0, {named_rank(group)} got {max_norm} "
+            f"and {norm_type}"
+        )
+    shards = list(shards)
+    gradients = [shard.grad for shard in shards if shard.grad is not None]
+    # A rank without a gradient must take part too, with the same device type and dtype.
+    device = shards[0].device if shards else torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    infinite = norm_type == math.inf
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for alike in by_dtype_and_device(g for g in gradients if g.numel()):
+        exact = alike[0].dtype if alike[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=exact)).to(total)
+        total = torch.maximum(total, norms.max()) if infinite else total + (norms**norm_type).sum()
+    dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+    norm = total if infinite else total ** (1 / norm_type)
+    # As in torch: no gradient grows, and the small number prevents a division by zero.
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for alike in by_dtype_and_device(gradients):
+        torch._foreach_mul_(alike, scale.to(alike[0]))
+    return norm
