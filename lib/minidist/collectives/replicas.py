@@ -42,6 +42,21 @@ def check_same_tensors(
                 )
 
 
+def raise_on_all(
+    problem: str | None, group: dist.ProcessGroup | None = None, where: str = ""
+) -> None:
+    """Collective: raise on every rank if any rank has a problem, so that no rank waits for it.
+
+    Raises:
+        ValueError: on every rank: the ranks of the group with a problem, and what it is.
+    """
+    every: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, problem, group=group)
+    found = [f"on rank {global_rank(group, r)}: {text}" for r, text in enumerate(every) if text]
+    if found:
+        raise ValueError(f"[rank {dist.get_rank()}] {where}: {'; '.join(found)}")
+
+
 def _describe(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
     if entry is None:
         return "nothing more"

@@ -148,9 +148,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 @contextlib.contextmanager
 def no_sync(model: FSDPModule) -> Iterator[None]:
-    """Accumulate whole gradients inside the block; the next backward outside reduces their sum."""
+    """Accumulate whole gradients inside the block; the next backward outside reduces their sum.
+
+    Blocks may be nested: the outermost one counts.
+    """
+    is_outermost = not getattr(model, "_in_no_sync", False)
+    object.__setattr__(model, "_in_no_sync", True)
     model.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        if is_outermost:
+            object.__setattr__(model, "_in_no_sync", False)
+            model.set_requires_gradient_sync(True)

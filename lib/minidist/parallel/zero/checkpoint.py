@@ -172,7 +172,7 @@ class StateDicts:
         if unknown:
             raise ValueError(
                 f"[rank {self.rank}] {unknown} of the optimiser's {len(pieces)} parameters are not "
-                "pieces of this model; was it made before the model was sharded?"
+                "pieces of this model; was it made for a different model?"
             )
         return {piece: self._cut(piece, number) for number, piece in enumerate(pieces)}
 

@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minidist.errors import named_rank
 from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows
 from minidist.parallel.zero.partition import Piece, by_element
+from minidist.precision.clip import note_shard_group
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,31 @@ class Slot:
         # Not setattr, because this runs often and must not run a module's __setattr__.
         self.module._parameters[self.name] = param
 
+    def show(self, param: nn.Parameter) -> None:
+        """Let `module.name` be `param`; `module.parameters()` still returns what was put."""
+        self.module.__dict__[self.name] = param
+
+    def hide(self) -> None:
+        """End `show`."""
+        self.module.__dict__.pop(self.name, None)
+
+
+def _cut(param: nn.Parameter, data: Tensor, group: dist.ProcessGroup) -> nn.Parameter:
+    """The parameter with `data` as its data; a new one where it had none (meta device)."""
+    if param.is_meta:
+        param = nn.Parameter(data, param.requires_grad)
+    param.data = data
+    note_shard_group(param, group)
+    return param
+
 
 class FlatShard:
     """Parameters of one dtype, sharded over a group.
 
     Args:
-        params: whole parameters; for those on the meta device, `write` must give the values.
+        params: whole parameters. They become the pieces: the same objects, with less data, so that
+            an optimiser that holds them already holds the pieces. Those on the meta device are
+            replaced, and `write` must give their values.
         slots: for each parameter, the places where it is registered.
         device: where to compute.
         policy: any object; its optional `param_dtype` is the dtype to compute in, its optional
@@ -80,8 +101,9 @@ class FlatShard:
         )
         own = {piece.index: piece for piece in self.layout.rows[rank]}
         self.cuts = [own.get(i, Piece(i, 0, 0, 0)) for i in range(len(params))]
+        whole = [param.detach() for param in params]
         self.pieces = [
-            nn.Parameter(self.shard[cut.offset : cut.offset + cut.numel], param.requires_grad)
+            _cut(param, self.shard[cut.offset : cut.offset + cut.numel], group)
             for cut, param in zip(self.cuts, params, strict=True)
         ]
 
@@ -99,9 +121,9 @@ class FlatShard:
         self._pending: Pending | None = None
         self.is_full = False
         self.gradients = GradientBucket(self.layout, group, device, reduce_dtype, dtype)
-        for index, param in enumerate(params):
-            if not param.is_meta:
-                self.write(index, param.detach())
+        for index, value in enumerate(whole):
+            if not value.is_meta:
+                self.write(index, value)
         self.free()
 
     @torch.no_grad()
@@ -117,9 +139,23 @@ class FlatShard:
         """Start the all-gather, unless it is in progress or done."""
         if self.is_full or self._pending is not None:
             return
+        self._check_pieces()
         self.full.untyped_storage().resize_(self._num_bytes)
         row = self.shard.to(self.device, self.full.dtype, non_blocking=True)
         self._pending = gather_rows(self.full, row, self.layout.sizes, self.group)
+
+    def _check_pieces(self) -> None:
+        """Raises ValueError if a piece is no longer the memory that is gathered."""
+        for piece, cut, slots in zip(self.pieces, self.cuts, self.slots, strict=True):
+            begin = self.shard.data_ptr() + cut.offset * self.shard.element_size()
+            if piece.dtype != self.shard.dtype or (cut.numel and piece.data_ptr() != begin):
+                raise ValueError(
+                    f"Zero3: {type(slots[0].module).__name__}.{slots[0].name} was converted, moved "
+                    f"or given other data after sharding (.to(), .half(), .data = ...): expected "
+                    f"the shard's memory, {self.shard.dtype} on {self.shard.device}, got "
+                    f"{piece.dtype} on {piece.device} on {named_rank()}; convert the model before "
+                    "Zero3(model)"
+                )
 
     def wait(self) -> None:
         """Wait for the all-gather, and let the layers use the whole parameters."""
@@ -135,6 +171,12 @@ class FlatShard:
             if param.requires_grad != piece.requires_grad:  # frozen or unfrozen meanwhile
                 param.requires_grad_(piece.requires_grad)
             for slot in slots:
+                slot.show(param)
+
+    def expose(self) -> None:
+        """After `wait`: let `module.parameters()` also return the whole parameters."""
+        for param, slots in zip(self.params, self.slots, strict=True):
+            for slot in slots:
                 slot.put(param)
 
     def free(self) -> None:
@@ -146,6 +188,7 @@ class FlatShard:
         self.is_full = False
         for piece, slots in zip(self.pieces, self.slots, strict=True):
             for slot in slots:
+                slot.hide()
                 slot.put(piece)
 
     @property

@@ -26,20 +26,22 @@ ZeRO (P_os): arXiv 1910.02054. Memory of mixed-precision Adam in bytes per param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minidist.collectives.replicas import broadcast_tensors, check_same_tensors
+from minidist.collectives.replicas import broadcast_tensors, check_same_tensors, raise_on_all
 from minidist.device import by_dtype_and_device
+from minidist.errors import named_rank
 from minidist.parallel.zero.buckets import (
     Bucket,
     cut_into_buckets,
     elements_of,
 )
-from minidist.parallel.zero.clip import clip_by_global_norm
+from minidist.parallel.zero.elementwise import why_not_per_parameter
 from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows, group_or_world
 from minidist.parallel.zero.partition import Layout, Piece, by_parameter
 from minidist.parallel.zero.state import (
@@ -49,9 +51,7 @@ from minidist.parallel.zero.state import (
     merge_optimizer_parts,
     pack_optimizer_state,
 )
-
-# LBFGS computes inner products over all parameters at once.
-_NOT_SHARDABLE = {"LBFGS"}
+from minidist.precision.clip import clip_by_global_norm
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -64,7 +64,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: parameters or groups of parameters, with the same form and order on every rank. If
             gradients are averaged here, rank 0's values are sent to all ranks, so that all ranks
             start equal; otherwise DDP has done this.
-        optimizer_class: e.g. torch.optim.AdamW.
+        optimizer_class: e.g. torch.optim.AdamW, or whatever makes an optimiser from parameters. It
+            must treat every parameter by itself, which is tried out: see elementwise.py.
         group: ranks to shard over; None means all.
         average_gradients: average the gradients over the group, by reduce-scatter, in `step`. Set
             False if something else averages them (DDP).
@@ -74,14 +75,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: arguments of `optimizer_class`.
 
     Raises:
-        ValueError: an optimiser that cannot be sharded, or no parameters.
+        ValueError: an optimiser that cannot be sharded, or no parameters; at a step or a backward:
+            parameters were converted to a different dtype or moved since.
         MismatchError: on every rank, if ranks hold parameters of different form.
+        TypeError: the optimiser is copied or pickled.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
         group: dist.ProcessGroup | None = None,
         *,
         average_gradients: bool = False,
@@ -89,14 +92,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = 25 << 20,
         **kwargs: Any,
     ) -> None:
-        if optimizer_class.__name__ in _NOT_SHARDABLE:
-            raise ValueError(
-                f"{type(self).__name__}: {optimizer_class.__name__} needs all parameters in one "
-                "place and cannot be sharded"
-            )
         if bucket_bytes < 1:
             raise ValueError(f"{type(self).__name__}: bucket_bytes must be positive")
         params = list(params)
+        self._make_inner = partial(optimizer_class, **kwargs)
+        # It has the same groups as this optimiser, but each holds only this rank's part (maybe
+        # nothing).
+        self.inner = self._make_inner([{"params": []}])
+        self.inner.param_groups.clear()
+        self._check_kind(type(self.inner).__name__, params)
         self.group = group_or_world(group)
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
@@ -107,12 +111,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loads = [0] * self.world_size
         self._averaged = False
         self._handed_over = False
-        # It has the same groups as this optimiser, but each holds only this rank's part (maybe
-        # nothing).
-        self.inner = optimizer_class([{"params": []}], **kwargs)  # pyright: ignore[reportCallIssue]
-        self.inner.param_groups.clear()
         super().__init__(params, self.inner.defaults)
         self.state = self.inner.state
+
+    def _check_kind(self, name: str, params: list[Any]) -> None:
+        reason = why_not_per_parameter(self._make_inner, device_of(params))
+        if reason is not None:
+            raise ValueError(
+                f"{type(self).__name__}: {name} needs all parameters in one place and cannot be "
+                f"sharded: {reason} ({named_rank()})"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: cannot be copied or pickled on {named_rank()}, because its "
+            "group and its hooks would stay behind; save state_dict() or full_state_dict()"
+        )
 
     # -- ownership -----------------------------------------------------------------------------
 
@@ -135,7 +149,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bucket = self._make_bucket(params, layout)
             self.buckets.append(bucket)
             owned += bucket.owned
-        self.inner.add_param_group({**_hyperparameters(added), "params": owned})
+        # Some optimisers make state, or refuse parameters, when they get them.
+        problem = None
+        try:
+            own = self._make_inner([{**_hyperparameters(added), "params": owned}])
+            self.inner.param_groups += own.param_groups
+            self.inner.state.update(own.state)
+        except Exception as error:
+            problem = str(error)
+        raise_on_all(problem, self.group, type(self).__name__)
 
     def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
         """Cut a group's parameters into buckets, and each bucket into rows."""
@@ -176,6 +198,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # 1. average
         self.prepare_gradients()
         # 2. update
+        self._follow_parameters()
         self._copy_hyperparameters(self.param_groups, self.inner.param_groups)
         self.inner.step()
         self._copy_hyperparameters(self.inner.param_groups, self.param_groups)
@@ -184,6 +207,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._averaged = self._handed_over = False
         return loss
 
+    def _check_unchanged(self) -> None:
+        """Raises ValueError if parameters are no longer of the dtype and device of their bucket."""
+        for bucket in self.buckets:
+            for param in bucket.params:
+                wire = bucket.gradients
+                if (param.dtype, param.device) != (wire.dtype, wire.device):
+                    raise ValueError(
+                        f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} was "
+                        f"converted or moved since the optimizer was made: expected {wire.dtype} "
+                        f"on {wire.device}, got {param.dtype} on {param.device} on {named_rank()}; "
+                        "make the optimizer after .to()"
+                    )
+
+    def _follow_parameters(self) -> None:
+        """Parameters may have changed since the last step (load_state_dict): pieces follow."""
+        for bucket in self.buckets:
+            rows = bucket.layout.rows[self.rank]
+            for mine, piece, cut in zip(bucket.owned, bucket.pieces, rows, strict=True):
+                now = self._piece_of(bucket.params[cut.index], cut).detach()
+                if mine is not piece:  # a master: keep it where it rounds to the parameter
+                    mine.copy_(torch.where(mine.to(now.dtype) == now, mine, now.to(mine.dtype)))
+                elif mine.data_ptr() != now.data_ptr():
+                    mine.data = now
+
     @torch.no_grad()
     def prepare_gradients(self) -> None:
         """Phase 1; then copy gradients to the master copies.
@@ -191,6 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Clipping and a GradScaler change the gradients of `held_parameters`. A second call before
         the step does nothing.
         """
+        self._check_unchanged()
         self.reduce_gradients()
         if not self._handed_over:
             self._hand_over_gradients()
@@ -353,6 +401,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 master = self._needs_master(param)
                 cuts[mine] = Cut(number[id(param)], param.shape, piece.begin, piece.end, master)
         return cuts
+
+
+def device_of(params: list[Any]) -> torch.device:
+    """The device of the first parameter in a list of parameters, or of groups."""
+    first = params[0] if params else None
+    if isinstance(first, dict):
+        listed = first["params"]
+        first = listed if isinstance(listed, Tensor) else next(iter(listed), None)
+    first = first[1] if isinstance(first, tuple) else first  # named parameters
+    return first.device if isinstance(first, Tensor) else torch.device("cpu")
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

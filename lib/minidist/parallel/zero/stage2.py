@@ -27,25 +27,27 @@ ZeRO (P_os+g): arXiv 1910.02054. Memory of mixed-precision Adam in bytes per par
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minidist.collectives.replicas import raise_on_all
 from minidist.device import by_dtype_and_device
+from minidist.errors import named_rank
 from minidist.parallel.zero.buckets import (
     Bucket,
     cut_into_buckets,
     elements_of,
 )
+from minidist.parallel.zero.elementwise import why_not_elementwise
 from minidist.parallel.zero.exchange import GradientBucket
 from minidist.parallel.zero.partition import Layout, Piece, by_element
-from minidist.parallel.zero.stage1 import ShardedOptimizer
-
-# These optimisers use whole matrices, or a norm per parameter.
-_NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "LARS", "LAMB", "Shampoo", "SOAP"}
+from minidist.parallel.zero.stage1 import ShardedOptimizer, device_of
 
 
 class Zero2Optimizer(ShardedOptimizer):
@@ -60,14 +62,15 @@ class Zero2Optimizer(ShardedOptimizer):
         **kwargs: arguments of `optimizer_class`.
 
     Raises:
-        ValueError: an optimiser that does not treat elements alike, or parameters that are not
-            contiguous.
+        ValueError: an optimiser that does not treat elements alike, which is tried out (see
+            elementwise.py), or, on all ranks, parameters that are not contiguous on some rank.
+        RuntimeError: in a backward, after one that ended with an error.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
         group: dist.ProcessGroup | None = None,
         *,
         master_dtype: torch.dtype | None = None,
@@ -75,15 +78,11 @@ class Zero2Optimizer(ShardedOptimizer):
         bucket_bytes: int = 25 << 20,
         **kwargs: Any,
     ) -> None:
-        if optimizer_class.__name__ in _NOT_ELEMENTWISE:
-            raise ValueError(
-                f"Zero2Optimizer: {optimizer_class.__name__} looks at whole parameters, which are "
-                "cut by element here; ShardedOptimizer keeps them whole"
-            )
         self.reduce_dtype = reduce_dtype
         self._sync = True
         self._next = 0  # bucket to send next
         self._missing: dict[int, int] = {}  # bucket -> gradients not seen in this backward
+        self._running: weakref.ref[Any] | None = None  # dies with the backward that collects
         super().__init__(
             params,
             optimizer_class,
@@ -93,7 +92,29 @@ class Zero2Optimizer(ShardedOptimizer):
             **kwargs,
         )
 
+    def _check_kind(self, name: str, params: list[Any]) -> None:
+        reason = why_not_elementwise(self._make_inner, device_of(params))
+        if reason is not None:
+            raise ValueError(
+                f"Zero2Optimizer: {name} looks at whole parameters, which are cut by element here "
+                f"({reason}) on {named_rank()}; ShardedOptimizer keeps them whole"
+            )
+
     # -- ownership -----------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, also after training has begun; every rank must add the same."""
+        listed = param_group["params"]
+        listed = [listed] if isinstance(listed, Tensor) else list(listed)
+        tensors = [each[1] if isinstance(each, tuple) else each for each in listed]
+        strided = [
+            f"a parameter of shape {tuple(p.shape)} with strides {p.stride()} is not contiguous "
+            "and cannot be cut by element; make it contiguous, or use ShardedOptimizer"
+            for p in tensors
+            if isinstance(p, Tensor) and not p.is_contiguous()
+        ]
+        raise_on_all(strided[0] if strided else None, self.group, "Zero2Optimizer")
+        super().add_param_group(param_group)
 
     def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
         # Backward reaches the last parameters first, so their buckets come first.
@@ -137,13 +158,26 @@ class Zero2Optimizer(ShardedOptimizer):
     def _collector(self, number: int, index: int) -> Any:
         def collect(param: Tensor) -> None:
             # 1. collect
+            if self._missing and (self._running is None or self._running() is None):
+                raise RuntimeError(
+                    f"[rank {self.rank}] Zero2Optimizer: the last backward() ended with an error; "
+                    + (
+                        "it had sent some gradients, so the ranks are out of step: start again "
+                        "from a checkpoint"
+                        if self._next
+                        else "call zero_grad() first"
+                    )
+                )
             if not self._missing:
+                self._check_unchanged()
                 self._missing = {
                     i: sum(p.requires_grad for p in bucket.params)
                     for i, bucket in enumerate(self.buckets)
                 }
                 self._next = 0
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                end = partial(self._end_backward)
+                self._running = weakref.ref(end)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
             assert param.grad is not None
             self.buckets[number].gradients.add(index, param.grad)
             param.grad = None
@@ -168,7 +202,7 @@ class Zero2Optimizer(ShardedOptimizer):
             # 3. keep
             for bucket in self.buckets:
                 self._keep(bucket)
-        self._missing = {}
+        self._missing, self._next = {}, 0
 
     def _keep(self, bucket: Bucket) -> None:
         row, present = bucket.gradients.finish()
@@ -193,7 +227,8 @@ class Zero2Optimizer(ShardedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradient shards, and the gradients that no_sync() has kept."""
         super().zero_grad(set_to_none)
-        self._missing = {}
+        if not self._next:  # else a backward that ended with an error may have sent gradients
+            self._missing = {}
         for bucket in self.buckets:
             bucket.gradients.clear()
             for mine in bucket.pieces:

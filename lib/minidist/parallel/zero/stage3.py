@@ -14,13 +14,14 @@ Example::
 
     model = GPT(config)
     zero = Zero3(model, units=model.blocks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding: over the pieces
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # over the pieces
     model(x).sum().backward(); zero.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
     torch.save(zero.full_state_dict(rank0_only=True), path)     # on all ranks; rank 0 has it
 
-Between steps `model.parameters()` are 1-D pieces of the original parameters, with the same names
-and in the same order. An optimiser must treat all elements alike (SGD, Adam and similar
-optimisers). All ranks must run the same units in the same order.
+`model.parameters()` are always 1-D pieces of the original parameters: the same objects, with the
+same names and in the same order. An optimiser must treat all elements alike (SGD, Adam and similar
+optimisers; others are refused at their first step). All ranks must run the same units in the same
+order.
 
 ZeRO (P_os+g+p): arXiv 1910.02054; units and prefetch as in PyTorch FSDP: arXiv 2304.11277.
 Memory of mixed-precision Adam: 16/N bytes per parameter, plus the whole root and two whole units.
@@ -36,11 +37,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
-from minidist.collectives.replicas import check_same_tensors
+from minidist.collectives.replicas import check_same_tensors, raise_on_all
+from minidist.errors import named_rank
 from minidist.parallel.zero.checkpoint import StateDicts
 from minidist.parallel.zero.clip import clip_by_global_norm
+from minidist.parallel.zero.elementwise import check_step_of_pieces
 from minidist.parallel.zero.exchange import group_or_world
 from minidist.parallel.zero.flat import FlatShard
 from minidist.parallel.zero.hooks import backward_is_running, call_after_backward, cast
@@ -55,6 +59,8 @@ from minidist.parallel.zero.unit import (
 
 # Reduce-scatters in progress while the next unit computes. Each holds whole gradients of a unit.
 _MAX_IN_FLIGHT = 1
+
+_is_checking: list[Any] = []  # the hook that looks at every optimiser's first step, once there
 
 
 class Zero3(StateDicts):
@@ -80,8 +86,10 @@ class Zero3(StateDicts):
 
     Raises:
         ValueError: units that are not modules of the model, parameters whose values nothing sets,
-            a negative `prefetch`, or a model without parameters.
+            a negative `prefetch`, or a model without parameters or with gradients; in a forward:
+            parameters were added or converted after this call.
         MismatchError: on every rank, if ranks hold models of different form.
+        TypeError: the model is copied or pickled.
     """
 
     def __init__(
@@ -109,6 +117,9 @@ class Zero3(StateDicts):
             raise ValueError("Zero3: the model has no parameters")
         self.group = group_or_world(group)
         check_same_tensors((*model.named_parameters(), *model.named_buffers()), self.group)
+        has_gradients = [n for n, p in model.named_parameters() if p.grad is not None]
+        problem = f"{has_gradients[:2]} have whole gradients" if has_gradients else None
+        raise_on_all(problem, self.group, "Zero3: call model.zero_grad() before sharding")
         # Derive.
         self.model = model
         self.rank = dist.get_rank(self.group)
@@ -140,6 +151,8 @@ class Zero3(StateDicts):
                 partial(self._before_forward, unit), prepend=True, with_kwargs=True
             )
             unit.module.register_forward_hook(partial(self._after_forward, unit))
+        if not _is_checking:
+            _is_checking.append(register_optimizer_step_pre_hook(check_step_of_pieces))
         # For training loops that have only the model: torch's function would use each rank's norm.
         object.__setattr__(model, "clip_grad_norm_", self.clip_grad_norm_)
 
@@ -204,12 +217,25 @@ class Zero3(StateDicts):
         is_last = at == len(self._last_trail) - 1 and self._last_trail[at] is unit
         return is_last or not unit.reshard_after_forward
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"Zero3: a sharded model cannot be copied or pickled on {named_rank()}, because its "
+            "hooks belong to this model and its group; save full_state_dict() or save_sharded(), "
+            "or copy the model before Zero3(model)"
+        )
+
     def _begin_forward(self) -> None:
         # Parameters that an earlier forward has left whole are out of date after a step of the
         # optimiser.
         for unit in self.units:
             if unit.state is not State.SHARDED or not unit.is_sharded:
                 unit.free()
+        for name, param in self.model.named_parameters():
+            if param.requires_grad and param not in self._homes:
+                raise ValueError(
+                    f"Zero3: {name} was not there when the model was sharded, so nothing averages "
+                    f"its gradient on {named_rank()}; add parameters before Zero3(model)"
+                )
         if self._in_backward:  # the last backward ended with an exception
             self._in_backward = False
             self._in_flight.clear()
@@ -258,6 +284,9 @@ class Zero3(StateDicts):
         if self._sync:
             for flat in unit.flats:
                 if flat.is_trainable:
+                    if flat in self._in_flight:  # the unit ran in two reentrant checkpoints
+                        self._in_flight.remove(flat)
+                        flat.keep()
                     flat.gradients.launch()
                     self._in_flight.append(flat)
             while len(self._in_flight) > _MAX_IN_FLIGHT:
@@ -324,6 +353,8 @@ class Zero3(StateDicts):
         """
         for unit in self.units:
             unit.wait()
+        for flat in self.flats:
+            flat.expose()
         try:
             yield
             if writeback:
