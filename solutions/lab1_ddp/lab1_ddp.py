@@ -26,8 +26,8 @@
 # - check that the gradients of all ranks agree (task 6);
 # - explain broadcast, hooks, buckets and overlap, because you wrote them (task 7).
 #
-# Plan 60 to 120 minutes. Task 7 is about half of it. You need to know how to write a PyTorch
-# training loop. Nothing here needs a GPU.
+# Plan 3 to 4 hours, in two sittings: tasks 1 to 6, then task 7, which is about half of it. You need
+# to know how to write a PyTorch training loop. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | all |
 # |---|---|---|---|---|---|---|---|---|
@@ -155,10 +155,12 @@ def draw_curves(ax, curves: dict[str, list[float]]) -> None:
 #
 # **Write `setup_distributed()`.**
 #
-# - If every rank of this machine can have a GPU of its own: backend `"nccl"`, device `cuda` with
-#   index `LOCAL_RANK`, and make it the current CUDA device.
+# - If every rank of this machine can have a GPU of its own, that is, if torch sees at least
+#   `LOCAL_WORLD_SIZE` of them: backend `"nccl"`, device `cuda` with index `LOCAL_RANK`, and make it
+#   the current CUDA device.
 # - Otherwise: backend `"gloo"` and device `cpu`. Two ranks on one GPU do *not* work with nccl.
 # - Take rank and world size from torchrun's environment. No address, port or number is hard-coded.
+#   The check also pretends that there are GPUs, and two machines.
 # - Calling it a second time does no harm.
 # - Return `(rank, world_size, device)`: two `int`s and a `torch.device`.
 #
@@ -303,8 +305,10 @@ check("wrap_model", wrap_model)
 # - `shuffle=True`: one permutation of `0 … n-1` which is the same on every rank and depends only on
 #   `seed` and `epoch`. Another epoch or another seed gives another order.
 # - `shuffle=False`: the order is `0, 1, …, n-1`.
-# - Each rank takes its share of that order, following the table. Which rank gets which sample is up
-#   to you. `"pad"` must work even if there are fewer samples than ranks.
+# - Each rank takes its share of that order, following the table. First shuffle all $n$ samples, then
+#   cut or pad: what `"drop"` loses must not be the same samples in every epoch.
+# - Which rank gets which sample is up to you, and so is what `"pad"` repeats, and how often. It must
+#   work even if there are fewer samples than ranks.
 # - `set_epoch(epoch)`: the next iteration uses this epoch. It starts with epoch 0.
 # - PyTorch's global generator stays where it is: ranks use it for other things.
 #
@@ -485,9 +489,11 @@ def train_single(
 # - The `DataLoader` takes its indices from `sampler`; `batch_size` is the batch of *one* rank.
 # - Call `sampler.set_epoch(epoch)` before each epoch, `epoch` being 0, 1, 2, …
 # - Optimizer: plain `torch.optim.SGD` with learning rate `lr`. Every batch goes to `device`.
-# - `loss_fn(prediction, target)` gives the mean over a batch. The loss counts *before* the step.
+# - `loss_fn(prediction, target)` gives the mean over a batch. Call it once per batch, before the
+#   step of that batch, for the gradient and for the loss that you report.
 # - Return one `float` per epoch: the mean loss over all samples of **all** ranks, each sample with
-#   the same weight. Every rank returns the same list.
+#   the same weight. Ranks have equally many batches, but not always equally many samples. Every rank
+#   returns the same list.
 #
 # <details><summary>Hint 1: sampler and shuffle</summary>
 #
@@ -702,7 +708,8 @@ if IS_RANK_ZERO:
 # - MSE loss and SGD, as before.
 # - Rank 0, and only rank 0, saves `p0 … p3` and `losses` (length: epochs) to `--out`. A loss is the
 #   mean over the samples of all ranks; one that the sampler gives to two ranks counts twice.
-# - It must run with any number of ranks, with or without GPUs.
+# - It must run with any number of ranks on any number of machines, with or without GPUs: nccl or
+#   gloo, as in task 1.
 # - The file is written and closed when the program ends without an error on all ranks.
 #
 # <details><summary>Hint 1: what changes</summary>
@@ -844,7 +851,8 @@ check("script", "train_ddp.py")
 # **Write `gradients_in_sync(model, tol=1e-6)`.**
 #
 # - `True` if every parameter's gradient is the same on all ranks, `False` if not. Same means: no
-#   two ranks' entries differ by more than `tol`.
+#   two ranks' entries differ by more than `tol`, an absolute number. Compare float64 gradients in
+#   float64: `tol` may be 1e-12.
 # - All ranks return the same answer, also when only one rank differs. A Python `bool`.
 # - A gradient that is `None` counts as equal only if it is `None` on all ranks.
 # - It changes no gradient.
@@ -966,8 +974,10 @@ check("gradients_in_sync", gradients_in_sync)
 # - copy gradients one after another into one flat tensor, and all-reduce that one: one
 #   all-reduce per bucket;
 # - a bucket holds at most `bucket_cap_mb` MB of gradients (count $10^6$ or $2^{20}$ bytes, as you
-#   like); a parameter that is larger by itself gets a bucket of its own. Fill it as far as it goes:
-#   smaller buckets are allowed, but pay the latency more often;
+#   like). The cap is in bytes, and a float64 has 8. So before a parameter would pass the cap, begin
+#   the next bucket; a parameter that is larger by itself gets one of its own;
+# - fill a bucket as far as it goes. Smaller ones pass `ddp_buckets`, but each pays the latency, and
+#   `ddp_scaling` measures that;
 # - fill the buckets in *reverse* order of `module.parameters()`: that is about the order in which
 #   gradients come;
 # - one bucket holds one dtype.
@@ -1320,8 +1330,10 @@ check("ddp_overlap", DDP)
 #     show(partial(draw_timeline, timeline=timelines[2.2]), height=3.0)
 
 # %% [markdown]
-# The last check does the same on another cluster and with its own model. If communication hides
-# behind backward, the efficiency is above 0.9. All-reduces after backward land near 0.7.
+# The last check does the same on another cluster and with its own model: equal layers that take
+# unequal time, and a cap that holds two of them. If communication hides behind backward, the
+# efficiency is above 0.9. All-reduces after backward land near 0.6, one for each layer near 0.8, and
+# so does a hook that waits for the bucket before.
 
 # %% check="ddp_scaling"
 check("ddp_scaling", DDP)

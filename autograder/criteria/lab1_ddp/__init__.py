@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from autograder.criteria.criterion import Criterion, Lab
+from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab1_ddp import (
     emulated,
     gradients_in_sync,
+    joining,
     sampler,
     scratch,
     script,
@@ -35,6 +36,7 @@ LAB = Lab(
     title="Distributed data parallel",
     practice_world_size=2,
     grading_world_size=3,
+    gates=(Gate("averaging", ("ddp_gradients",)),),
     withheld={
         "minidist.parallel.data.naive": "own DDP",
         "minidist.parallel.data.flat": "own DDP",
@@ -49,12 +51,12 @@ LAB = Lab(
     criteria=(
         Criterion(
             name="setup", title="every rank joins one process group", task=_SETUP, points=5,
-            world="own", draw=training.draw_setup, observe=training.observe_setup,
-            judge=training.judge_setup,
+            world="own", draw=joining.draw_setup, observe=joining.observe_setup,
+            judge=joining.judge_setup,
         ),
         Criterion(
             name="wrap_model", title="torch's DDP around a model", task=_WRAP, points=5,
-            draw=training.draw_wrap, observe=training.observe_wrap, judge=training.judge_wrap,
+            draw=joining.draw_wrap, observe=joining.observe_wrap, judge=joining.judge_wrap,
         ),
         _sampler(
             name="sampler_partition", title="every sample on exactly one rank", points=7,
@@ -78,7 +80,7 @@ LAB = Lab(
         ),
         _train(
             name="train_loss", title="the loss is the mean over all ranks", points=5,
-            draw=training.draw_train_steps, judge=training.judge_train_loss,
+            draw=training.draw_train_loss, judge=training.judge_train_loss,
         ),
         Criterion(
             name="script", title="train_ddp.py under torchrun", task=_SCRIPT, points=8,
@@ -112,6 +114,8 @@ LAB = Lab(
         _scratch(
             name="ddp_unused", title="parameters that some ranks do not use", points=4,
             draw=scratch.draw_unused, observe=scratch.observe_unused, judge=scratch.judge_unused,
+            # An emulated group tells what each rank called where their calls do not match.
+            world="emulated", fault_hint=scratch.ORDER_HINT,
         ),
         _emulated(
             name="ddp_buckets", title="no bucket larger than asked for", points=5,

@@ -27,6 +27,7 @@ from autograder.criteria.common.emulated import (
     is_compute,
     seconds_since,
 )
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
@@ -139,6 +140,7 @@ def plan_buckets(draw: Draw) -> ChargePlan:
     return charge_plan(draw, (UNIT_S,) * (len(SHARES) + 1), (UNIT_S,) * (len(SHARES) + 1))
 
 
+@on_two_nodes
 def observe(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Trains for a few steps with the bucket size of the case."""
     module = _model(inputs, context.broker)

@@ -8,101 +8,151 @@ one in which the ranks agree and one in which they do not.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
-CASES = {
-    "equal": "all ranks hold the same gradients",
-    "last differs": "the last rank's last value differs by 0.01",
-    "first differs": "rank 0's last value differs by 0.01",
-    "swapped": "the last rank has two values swapped (sums agree)",
-    "tiny": "one value differs by 1e-9, less than tol",
-    "both ways": "two ranks are off by 0.7 tol, in opposite directions (1.4 tol apart)",
-    "large": "values near 1000 differ by 0.001 (tol is absolute)",
-    "coarse": "values differ by 0.01, and tol is 0.1",
-    "fine": "values differ by 1e-9, and tol is 1e-12",
-    "none on one": "one parameter has no gradient on the last rank and zeros on the others",
-    "none on all": "one parameter has no gradient on any rank",
-    "large equal": "all ranks hold the same values near 1000",
-    "coarse differs": "values differ by 0.5, and tol is 0.1",
-    "fine equal": "all ranks hold the same gradients, and tol is 1e-12",
-    "nothing": "no parameter has a gradient on any rank",
-    "nothing on one": "no parameter has a gradient on the last rank; all have on the others",
-    "zeros on all": "one parameter's gradient is zero on all ranks",
-}
-AGREE = (
-    "equal",
-    "tiny",
-    "coarse",
-    "none on all",
-    "nothing",
-    "large equal",
-    "fine equal",
-    "zeros on all",
-)
+SHAPES = ((3, 4), (5,), (6,))
 TOL = 1e-6
-OTHER_TOL = {"coarse": 0.1, "coarse differs": 0.1, "fine": 1e-12, "fine equal": 1e-12}
+NONE_ON_ALL = "one parameter has no gradient on any rank"
+ON = {"first": "rank 0", "middle": "a rank in the middle", "last": "the last rank"}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One case: what differs, and whether ranks agree.
+
+    Attributes:
+        add: (who, parameter, value that is added to the last entry of the parameter's gradient).
+        missing: (who, parameter without a gradient); "all" means all ranks.
+        near: about which value the gradients are.
+    """
+
+    said: str
+    agree: bool
+    add: tuple[tuple[str, int, float], ...] = ()
+    missing: tuple[tuple[str, int], ...] = ()
+    tol: float | None = None
+    near: float = 0.0
+    swapped: bool = False
+    zeros: int | None = None  # a parameter whose gradient is zero
+
+
+def _kinds() -> list[_Kind]:
+    nothing = tuple(("all", i) for i in range(len(SHAPES)))
+    kinds = [
+        _Kind("all ranks hold the same gradients", True),
+        _Kind("the last rank has two values swapped (sums agree)", False, swapped=True),
+        _Kind("one value differs by 1e-9, less than tol", True, (("last", 0, 1e-9),)),
+        _Kind(
+            "two ranks are off by 0.7 tol, in opposite directions (1.4 tol apart)",
+            False,
+            (("last", 0, 0.7 * TOL), ("last but one", 0, -0.7 * TOL)),
+        ),
+        _Kind("all ranks hold the same values near 1000", True, near=1000.0),
+        _Kind(
+            "values near 1000 differ by 0.001 (tol is absolute)",
+            False,
+            (("last", 2, 1e-3),),
+            near=1000.0,
+        ),
+        _Kind("values differ by 0.01, and tol is 0.1", True, (("last", 1, -0.01),), tol=0.1),
+        _Kind("values differ by 0.5, and tol is 0.1", False, (("last", 1, -0.5),), tol=0.1),
+        _Kind("all ranks hold the same gradients, and tol is 1e-12", True, tol=1e-12),
+        _Kind("values differ by 1e-9, and tol is 1e-12", False, (("last", 0, 1e-9),), tol=1e-12),
+        _Kind(NONE_ON_ALL, True, missing=(("all", 2),)),
+        _Kind("no parameter has a gradient on any rank", True, missing=nothing),
+        _Kind(
+            "no parameter has a gradient on the last rank; all have on the others",
+            False,
+            missing=tuple(("last", i) for i in range(len(SHAPES))),
+        ),
+        _Kind(
+            "rank 0 has no gradient of one parameter, the last rank none of another one",
+            False,
+            missing=(("first", 0), ("last", 2)),
+        ),
+        _Kind("one parameter's gradient is zero on all ranks", True, zeros=2),
+    ]
+    for number, (who, said) in enumerate(ON.items()):
+        for parameter in range(len(SHAPES)):
+            tol = TOL if number == parameter else 0.1
+            kinds += [
+                _Kind(
+                    f"{said} differs by 1.1 tol in one value of parameter {parameter}",
+                    False,
+                    ((who, parameter, 1.1 * tol),),
+                    tol=None if tol == TOL else tol,
+                ),
+                _Kind(
+                    f"{said} differs by 0.9 tol in one value of parameter {parameter}",
+                    True,
+                    ((who, parameter, 0.9 * tol),),
+                    tol=None if tol == TOL else tol,
+                ),
+            ]
+        kinds.append(
+            _Kind(
+                f"parameter {number} has no gradient on {said}, and zeros on the others",
+                False,
+                missing=((who, number),),
+                zeros=number,
+            )
+        )
+    return kinds
 
 
 def draw(source: Draw) -> list[Values]:
     """Cases whose gradients agree, and cases whose differences a sum or a mean might not show."""
     rng, world_size = source.shared(), source.world_size
-    kinds = list(CASES)
-    order = [kinds[i] for i in rng.permutation(len(kinds))]
-    tolerances = [OTHER_TOL.get(kind) for kind in order]
-    inputs: list[Values] = [{"tol": tolerances, "_cases": order} for _ in range(world_size)]
-    for number, kind in enumerate(order):
-        base = [rng.normal(size=(3, 4)), rng.normal(size=6)]
-        if kind in ("large", "large equal"):
-            base[1] += 1000.0
-        if kind in ("none on one", "zeros on all"):
-            base[1] *= 0.0
+    kinds = _kinds()
+    order = [int(i) for i in rng.permutation(len(kinds))]
+    tolerances = [kinds[i].tol for i in order]
+    inputs: list[Values] = [{"tol": tolerances, "_order": order} for _ in range(world_size)]
+    for number, kind in enumerate(kinds[i] for i in order):
+        base = [rng.normal(kind.near, 1.0, size=shape) for shape in SHAPES]
+        if kind.zeros is not None:
+            base[kind.zeros] *= 0.0
         for rank in range(world_size):
-            last = rank == world_size - 1
-            grads = _gradients_of(kind, base, last, rank == 0, rank == world_size - 2)
-            for i, grad in enumerate(grads):
+            for i, grad in enumerate(_gradients_of(kind, base, rank, world_size)):
                 if grad is not None:
                     inputs[rank][f"g{number}/{i}"] = grad
     return inputs
 
 
 def _gradients_of(
-    kind: str, base: list[np.ndarray], last: bool, first: bool, last_but_one: bool
+    kind: _Kind, base: list[np.ndarray], rank: int, world_size: int
 ) -> list[np.ndarray | None]:
     """One rank's gradients in one case."""
-    weight, bias = (g.copy() for g in base)
-    if (kind == "last differs" and last) or (kind == "first differs" and first):
-        bias[-1] += 0.01
-    if kind == "swapped" and last:
-        weight[0, 0], weight[2, 3] = weight[2, 3], weight[0, 0]
-    if kind in ("tiny", "fine") and last:
-        weight[1, 1] += 1e-9
-    if kind == "coarse" and last:
-        bias[0] -= 0.01
-    if kind == "coarse differs" and last:
-        bias[0] -= 0.5
-    if kind == "large" and last:
-        bias[2] += 1e-3
-    if kind == "both ways":
-        weight[2, 0] += 0.7 * TOL * (int(last) - int(last_but_one))
-    if kind == "nothing" or (kind == "nothing on one" and last):
-        return [None, None]
-    missing = kind == "none on all" or (kind == "none on one" and last)
-    return [weight, None if missing else bias]
+    last = world_size - 1
+    places = {"first": 0, "middle": world_size // 2, "last": last, "last but one": last - 1}
+    mine = {who for who, place in places.items() if place == rank} | {"all"}
+    grads: list[np.ndarray | None] = [g.copy() for g in base]
+    for who, parameter, value in kind.add:
+        if who in mine:
+            grads[parameter].flat[-1] += value  # type: ignore[union-attr]
+    if kind.swapped and rank == last:
+        weight = grads[0]
+        weight[0, 0], weight[2, 3] = weight[2, 3], weight[0, 0]  # type: ignore[index]
+    for who, parameter in kind.missing:
+        if who in mine:
+            grads[parameter] = None
+    return grads
 
 
+@on_two_nodes
 def observe(gradients_in_sync: Any, inputs: Values, context: Context) -> Values:
     """The function's answer for every case, and the gradients after the call."""
     answers: list[bool] = []
     answer: Values = {"answers": answers}
     for number, tol in enumerate(inputs["tol"]):
-        shapes = ((3, 4), (6,))
-        model = torch.nn.ParameterList([torch.zeros(s, dtype=torch.float64) for s in shapes])
+        model = torch.nn.ParameterList([torch.zeros(s, dtype=torch.float64) for s in SHAPES])
         model = model.to(context.device)
         for i, p in enumerate(model.parameters()):
             if f"g{number}/{i}" in inputs:
@@ -124,12 +174,11 @@ def judge(case: Case) -> Iterator[Finding]:
     """Every rank answers True if all ranks hold the same gradients, and False if not."""
     for rank, answer in enumerate(case.answers):
         said = answer.get("answers")
-        for number, kind in enumerate(case.inputs[0]["_cases"]):
-            expected = kind in AGREE or case.world_size == 1
+        for number, kind in enumerate(_kinds()[i] for i in case.inputs[0]["_order"]):
+            expected = kind.agree or case.world_size == 1
             got = said[number] if isinstance(said, list) and number < len(said) else None
             if got is not expected:
-                what = CASES[kind]
-                yield Finding(f"{what}: expected {expected}, got {got}.", rank)
+                yield Finding(f"{kind.said}: expected {expected}, got {got}.", rank)
         for name, gradient in case.inputs[rank].items():
             if isinstance(gradient, np.ndarray) and not np.array_equal(
                 answer.get(name, ()), gradient

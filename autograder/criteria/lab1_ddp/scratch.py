@@ -7,20 +7,27 @@ so that a mistake in broadcasting costs no points there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common import oracle
+from autograder.criteria.common import oracle, weights
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 SIZES = (6, 9, 5, 3)
 BATCH = 5
 SMALL_CAP_MB = 0.0002  # about 200 bytes: several buckets, some with one parameter
 BRANCH_CAP_MB = 0.00004  # about 40 bytes: one bucket per branch, all of the same size
+
+
+ORDER_HINT = (
+    "Here ranks use different branches, so their buckets fill in different orders, and some not at "
+    "all; all ranks have to launch the same ones in the same order"
+)
 
 
 def _tensors(inputs: Values, context: Context, *names: str) -> list[torch.Tensor]:
@@ -70,6 +77,7 @@ def draw_wrapping(draw: Draw) -> list[Values]:
     return inputs
 
 
+@on_two_nodes
 def observe_wrapping(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Parameters, buffers and one output after wrapping."""
     module = Normed(inputs).to(context.device)
@@ -154,6 +162,7 @@ def draw_gradients(draw: Draw) -> list[Values]:
     return inputs
 
 
+@on_two_nodes
 def observe_gradients(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of several steps, with one bucket and with many, zeroed to None and to zeros."""
     answer: Values = {}
@@ -190,13 +199,25 @@ def _judge_steps(
     steps: int,
     local: Callable[[int, int], list[np.ndarray]],
     describe: Callable[[int], str],
+    plain: Sequence[int] = (),
 ) -> Iterator[Finding]:
+    """Findings for ranks whose gradients are not as they should be in one of the steps.
+
+    Args:
+        local: the gradients of a rank in a step.
+        plain: numbers of parameters that show what else is wrong with this DDP (see `_shares`).
+    """
+    ranks = range(case.world_size)
+    grads = [[local(rank, step) for rank in ranks] for step in range(steps)]
+    shares = _shares(
+        [[[g[r][i] for g in grads] for i in plain] for r in ranks],
+        [[[case.answers[r].get(f"g{s}/{i}") for s in range(steps)] for i in plain] for r in ranks],
+    )
     wrong_ranks: set[int] = set()
     for step in range(steps):
-        grads = [local(rank, step) for rank in range(case.world_size)]
-        for rank in set(range(case.world_size)) - wrong_ranks:
-            for i, own in enumerate(grads[rank]):
-                expected = oracle.mean([g[i] for g in grads])
+        for rank in set(ranks) - wrong_ranks:
+            for i, own in enumerate(grads[step][rank]):
+                expected = _combine(shares[rank], [g[i] for g in grads[step]])
                 got = case.answers[rank].get(f"g{step}/{i}")
                 hint = oracle.explain_gradient(got, expected, own, case.world_size)
                 what = f"{describe(step)}: gradient of parameter {i}"
@@ -204,6 +225,35 @@ def _judge_steps(
                     yield wrong
                     wrong_ranks.add(rank)
                     break
+
+
+def _shares(
+    own: Sequence[Sequence[Sequence[np.ndarray]]], got: Sequence[Sequence[Sequence[Any]]]
+) -> np.ndarray:
+    """What each rank's gradient counts for on each rank: 1/W, or what plain parameters show.
+
+    A DDP that sums, say, loses `ddp_gradients`, and nothing where tied, frozen or unused parameters
+    are judged: there they have to get what parameters get that are none of that.
+
+    Args:
+        own, got: per rank, plain parameter and step, a rank's own gradient and its answer.
+
+    Returns:
+        [W, W]. 1/W everywhere if most ranks did not get a part of every rank's gradient.
+    """
+    num_ranks = len(own)
+    mean = np.full(num_ranks, 1 / num_ranks)
+    columns = [[g for steps in rank for g in steps] for rank in own]
+    rows = []
+    for rank in got:
+        row = weights.weights_of(columns, [g for steps in rank for g in steps]) if rank else None
+        rows.append(mean if row is None or np.allclose(row, mean, rtol=1e-3) else row)
+    reduced = sum(len(weights.present(row)) == num_ranks for row in rows)
+    return np.stack(rows if 2 * reduced > num_ranks else [mean] * num_ranks)
+
+
+def _combine(shares: np.ndarray, gradients: Sequence[np.ndarray]) -> np.ndarray:
+    return np.tensordot(shares, np.stack(gradients), axes=1)
 
 
 # --- tied and frozen -----------------------------------------------------------------------------
@@ -244,6 +294,7 @@ def draw_tied(draw: Draw) -> list[Values]:
     ]
 
 
+@on_two_nodes
 def observe_tied(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of two steps on the same batch, with many buckets."""
     module = Tied(inputs).to(context.device)
@@ -268,9 +319,17 @@ def judge_tied(case: Case) -> Iterator[Finding]:
         x, y = (torch.from_numpy(inputs[k]).double() for k in "xy")
         oracle.mse(model(x), y).backward()
         local.append({name: oracle.grad_of(p) for name, p in model.named_parameters()})
+    plain, ranks = ("first.bias", "last.bias"), range(case.world_size)
+    shares = _shares(
+        [[[local[r][name]] * 2 for name in plain] for r in ranks],
+        [
+            [[case.answers[r].get(f"g{s}/{name}") for s in range(2)] for name in plain]
+            for r in ranks
+        ],
+    )
     for rank, answer in enumerate(case.answers):
         for name in local[0]:
-            expected = oracle.mean([grads[name] for grads in local])
+            expected = _combine(shares[rank], [grads[name] for grads in local])
             for step in range(2):
                 got = answer.get(f"g{step}/{name}")
                 hint = oracle.explain_gradient(got, expected, local[rank][name], case.world_size)
@@ -339,6 +398,7 @@ def draw_unused(draw: Draw) -> list[Values]:
     return inputs
 
 
+@on_two_nodes
 def observe_unused(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of steps that use different branches each time; None is recorded as zeros."""
     module = Branches(inputs).to(context.device)
@@ -373,4 +433,5 @@ def judge_unused(case: Case) -> Iterator[Finding]:
         4,
         local,
         lambda step: f"step {step} (branches per rank: {[i['uses'][step] for i in case.inputs]})",
+        plain=(0, 1),  # the trunk, which all ranks use in every step
     )

@@ -1,7 +1,12 @@
-"""Criteria for tasks 1, 2 and 4 of lab 1: from the process group to the training loop.
+"""Criteria for task 4 of lab 1: the training loop.
 
 Every rank gets rows of the dataset that no other rank has (its remaining rows are nan). So final
 weights that agree with the oracle prove that the ranks exchanged their gradients.
+
+`train_epochs` and `train_loss` use a network without hidden units whose inputs are one-hot, so
+that every sample has weights of its own, which begin at zero: a sample was used if its weights have
+changed, and its loss before its only step depends on nothing but its target. So a mistake in how
+gradients or steps are made, which `train_steps` finds, costs nothing there.
 """
 
 from __future__ import annotations
@@ -11,133 +16,48 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Sampler
 
 from autograder.criteria.common import oracle
-from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
-
-# --- setup ---------------------------------------------------------------------------------------
-
-
-def draw_setup(draw: Draw) -> list[Values]:
-    """A private vector per rank."""
-    return [{"value": draw.private(r).normal(size=5)} for r in range(draw.world_size)]
-
-
-def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> Values:
-    """Sets up twice, then sums the private vectors over the resulting process group."""
-    setup_distributed()
-    group = dist.group.WORLD
-    rank, world_size, device = setup_distributed()
-    device = torch.device(device)
-    value = torch.from_numpy(inputs["value"]).to(device)
-    dist.all_reduce(value)
-    return {
-        "rank": integer(rank, "rank"),
-        "world_size": integer(world_size, "world_size"),
-        "device": device.type,
-        "backend": str(dist.get_backend()),
-        "sum": value.cpu().numpy(),
-        "same_group": dist.group.WORLD is group,
-    }
-
-
-def judge_setup(case: Case) -> Iterator[Finding]:
-    """Right rank and world size, a device that fits the backend, and a group that communicates."""
-    total = np.sum([inputs["value"] for inputs in case.inputs], axis=0)
-    for rank, answer in enumerate(case.answers):
-        for what, expected in (("rank", rank), ("world_size", case.world_size)):
-            if answer.get(what) != expected:
-                yield Finding(f"{what}: expected {expected}, got {answer.get(what)}.", rank)
-        pair = (answer.get("device"), answer.get("backend"))
-        if pair not in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
-            yield Finding(
-                f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has a "
-                "GPU of its own, else gloo on the CPU.",
-                rank,
-            )
-        if answer.get("same_group") is not True:
-            yield Finding("the second call replaced the process group.", rank)
-        if wrong := differs(
-            rank, "sum over ranks", answer.get("sum"), total, rtol=1e-9, atol=1e-12
-        ):
-            yield wrong
-
-
-# --- wrap_model ----------------------------------------------------------------------------------
-
-WRAP_SIZES = (5, 7, 2)
-
-
-def draw_wrap(draw: Draw) -> list[Values]:
-    """Every rank starts with different parameters and has different data."""
-    return [
-        oracle.draw_parameters(draw.private(r), WRAP_SIZES)
-        | oracle.draw_batch(draw.private(r), 6, WRAP_SIZES)
-        for r in range(draw.world_size)
-    ]
-
-
-def observe_wrap(wrap_model: Any, inputs: Values, context: Context) -> Values:
-    """Parameters after wrapping, gradients after one backward."""
-    model = oracle.mlp(inputs)
-    wrapped = wrap_model(model, context.device)
-    if not isinstance(wrapped, DistributedDataParallel):
-        raise TypeError(
-            "wrap_model: expected a torch.nn.parallel.DistributedDataParallel, "
-            f"got {type(wrapped).__name__}"
-        )
-    x, y = (torch.from_numpy(inputs[k]).to(context.device) for k in "xy")
-    oracle.mse(wrapped(x), y).backward()
-    answer: Values = {}
-    for i, p in enumerate(wrapped.parameters()):
-        answer[f"p{i}"] = p.detach().cpu().numpy()
-        answer[f"g{i}"] = oracle.grad_of(p)
-    return answer
-
-
-def judge_wrap(case: Case) -> Iterator[Finding]:
-    """Parameters are rank 0's, gradients the mean over ranks."""
-    start = oracle.parameters_of(case.inputs[0])
-    local = [oracle.gradients(case.inputs[0], i["x"], i["y"]) for i in case.inputs]
-    for rank, answer in enumerate(case.answers):
-        for i, expected in enumerate(start):
-            if wrong := oracle.differs(
-                rank,
-                f"parameter {i} after wrapping",
-                answer.get(f"p{i}"),
-                expected,
-                hint="DDP copies rank 0's parameters to every rank.",
-            ):
-                yield wrong
-                break
-            grad = oracle.mean([grads[i] for grads in local])
-            got = answer.get(f"g{i}")
-            hint = oracle.explain_gradient(got, grad, local[rank][i], case.world_size)
-            if wrong := oracle.differs(rank, f"gradient {i}", got, grad, hint=hint):
-                yield wrong
-
+from autograder.criteria.common.places import on_two_nodes
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 # --- train ---------------------------------------------------------------------------------------
 
 TRAIN_SIZES = (4, 6, 1)
 PER_RANK, BATCH_SIZE, LR = 10, 4, 0.2  # an epoch's last batch: 2 samples (even ranks) or 1 (odd)
-FACTOR = 0.5  # the loss function handed to the student's loop is this times the mean squared error
+FACTOR = 0.37  # the loss function of the student's loop is this times the mean squared error
+EPOCHS, OUTPUTS = 3, 2
 
 
 class RowsOfThisRank(Dataset):
     """Rows x [n, in], y [n, out]; the rows of other ranks are nan."""
 
-    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+    def __init__(self, x: np.ndarray, y: np.ndarray, in_host: bool = False) -> None:
         self.x, self.y = torch.from_numpy(x), torch.from_numpy(y)
+        if in_host:
+            self.x, self.y = (t.as_subclass(InHostMemory) for t in (self.x, self.y))
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.x[index], self.y[index]
+
+
+class InHostMemory(torch.Tensor):
+    """A tensor that becomes a plain one when it is moved to a device."""
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        plain = self.as_subclass(torch.Tensor).to(*args, **kwargs)
+        named = [*args, *kwargs.values()]
+        moved = any(isinstance(a, torch.device | str | int) and a is not True for a in named)
+        return plain if moved else plain.as_subclass(InHostMemory)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).cuda(*args, **kwargs)
 
 
 class DrawnSampler(Sampler[int]):
@@ -161,121 +81,259 @@ class DrawnSampler(Sampler[int]):
         return len(self.per_epoch[self.epoch])
 
 
-def _draw_training(draw: Draw, num_epochs: int, same_order: bool) -> list[Values]:
-    world_size, rows = draw.world_size, 2 * PER_RANK
-    start = oracle.draw_parameters(draw.shared("start"), TRAIN_SIZES)
-    inputs = []
-    for rank in range(world_size):
-        rng = draw.private(rank)
-        x = np.full((world_size * rows, TRAIN_SIZES[0]), np.nan, dtype=np.float32)
-        y = np.full((world_size * rows, TRAIN_SIZES[-1]), np.nan, dtype=np.float32)
-        mine = slice(rank * rows, (rank + 1) * rows)
-        batch = oracle.draw_batch(rng, rows, TRAIN_SIZES)
-        x[mine], y[mine] = batch["x"], batch["y"]
-        own = PER_RANK - rank % 2  # ranks have equally many batches, not samples
-        first = rng.permutation(rows)[:own]
-        order = [first if same_order else rng.permutation(rows)[:own] for _ in range(num_epochs)]
-        inputs.append(start | {"x": x, "y": y, "order": np.stack(order) + rank * rows})
-    return inputs
+class NextSampler(DrawnSampler):
+    """Yields the next list whenever it is iterated, whatever epoch was set."""
+
+    visits = 0
+
+    def __iter__(self):
+        self.epoch = min(self.visits, len(self.per_epoch) - 1)
+        self.visits += 1
+        return super().__iter__()
+
+
+def _size(rank: int) -> int:
+    """Samples of a rank in an epoch: ranks have equally many batches, not samples."""
+    return PER_RANK - rank % 2
 
 
 def draw_train_steps(draw: Draw) -> list[Values]:
     """Two epochs in the same order, so that a missing call of `set_epoch` does not matter."""
-    return _draw_training(draw, 2, same_order=True)
+    start = oracle.draw_parameters(draw.shared("start"), TRAIN_SIZES)
+    inputs = []
+    for rank in range(draw.world_size):
+        rng, rows = draw.private(rank), 2 * PER_RANK
+        batch = oracle.draw_batch(rng, rows, TRAIN_SIZES)
+        first = rng.permutation(rows)[: _size(rank)]
+        inputs.append(start | _own_rows(draw.world_size, rank, batch) | {"hot": False})
+        inputs[-1]["order"] = np.stack([first] * 2) + rank * rows
+    return inputs
 
 
 def draw_train_epochs(draw: Draw) -> list[Values]:
-    """Three epochs, each in a different order."""
-    return _draw_training(draw, 3, same_order=False)
+    """Three epochs with other samples in each."""
+    rows = EPOCHS * PER_RANK
+    width = draw.world_size * rows
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        x = np.eye(width, dtype=np.float32)[rank * rows : (rank + 1) * rows]
+        y = rng.choice((-1, 1), (rows, OUTPUTS)) * rng.uniform(1, 2, (rows, OUTPUTS))
+        values = _own_rows(draw.world_size, rank, {"x": x, "y": y.astype(np.float32)})
+        order = rng.permutation(rows)[: EPOCHS * _size(rank)].reshape(EPOCHS, -1)
+        zeros = np.zeros((OUTPUTS, width), dtype=np.float32)
+        values |= {"p0": zeros, "order": order + rank * rows, "hot": True, "any epoch": False}
+        inputs.append(values)
+    return inputs
 
 
-def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return FACTOR * oracle.mse(output, target)
+def draw_train_loss(draw: Draw) -> list[Values]:
+    """Like `draw_train_epochs`, with samples that do not depend on the epoch that is set."""
+    return [values | {"any epoch": True} for values in draw_train_epochs(draw)]
 
 
+def _own_rows(world_size: int, rank: int, batch: Values) -> Values:
+    """The rows of `batch`, at this rank's place among rows of nan."""
+    rows = len(batch["x"])
+    values: Values = {}
+    for name, own in batch.items():
+        values[name] = np.full((world_size * rows, own.shape[1]), np.nan, dtype=np.float32)
+        values[name][rank * rows : (rank + 1) * rows] = own
+    return values
+
+
+def _one_hot_model(inputs: Values) -> nn.Linear:
+    outputs, width = inputs["p0"].shape
+    model = nn.Linear(width, outputs, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+@on_two_nodes
 def observe_train(train: Any, inputs: Values, context: Context) -> Values:
     """Trains torch's DDP with the student's loop; returns final parameters and losses."""
-    model = oracle.mlp(inputs).to(context.device)
+    hot, order = inputs["hot"], inputs["order"]
+    model = (_one_hot_model(inputs) if hot else oracle.mlp(inputs)).to(context.device)
     ids = [context.device] if context.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=ids)
-    order = inputs["order"]
+    left: set[str] = set()  # what reached the model, or the loss, from host memory
+
+    def note(what: str, value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, InHostMemory):
+            left.add(what)
+        return value.as_subclass(torch.Tensor)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return FACTOR * oracle.mse(note("", output), note("the target", target))
+
+    model.register_forward_pre_hook(lambda _, args: (note("the input", args[0]), *args[1:]))
     losses = train(
         wrapped,
-        RowsOfThisRank(inputs["x"], inputs["y"]),
-        DrawnSampler(order),
-        _loss,
+        RowsOfThisRank(inputs["x"], inputs["y"], in_host=not hot),
+        NextSampler(order) if hot and inputs["any epoch"] else DrawnSampler(order),
+        loss,
         num_epochs=len(order),
         batch_size=BATCH_SIZE,
         lr=LR,
         device=context.device,
     )
     answer: Values = {f"p{i}": p.detach().cpu().numpy() for i, p in enumerate(model.parameters())}
+    answer["left"] = sorted(left - {""})
     if losses is not None:
         answer["losses"] = np.array([float(loss) for loss in losses])
     return answer
 
 
-def _oracle_training(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
-    """Final parameters, and the mean loss over all samples of all ranks per epoch."""
-    num_epochs = len(case.inputs[0]["order"])
-    starts = range(0, PER_RANK, BATCH_SIZE)
+# --- judge train_steps ---------------------------------------------------------------------------
+
+
+def _trained(
+    case: Case, *, factor: float = FACTOR, lr: float = LR, drop_last: bool = False, **how: Any
+) -> list[np.ndarray]:
+    """Final parameters of one process that trains on the global batch."""
+    starts = range(0, PER_RANK - BATCH_SIZE * drop_last, BATCH_SIZE)
     batches = [
         [
             (i["x"][rows], i["y"][rows])
-            for i in case.inputs
+            for i in how.get("inputs", case.inputs)
             for rows in [i["order"][epoch][start : start + BATCH_SIZE]]
         ]
-        for epoch in range(num_epochs)
+        for epoch in range(len(case.inputs[0]["order"]))
         for start in starts
     ]
-    parameters, losses = oracle.train(case.inputs[0], batches, FACTOR * LR)
-    sizes = np.array([[len(x) for x, _ in step] for step in batches])
-    sums = (sizes * FACTOR * np.array(losses)).sum(axis=1).reshape(num_epochs, len(starts))
-    return parameters, sums.sum(axis=1) / (sizes.sum() / num_epochs)
+    return oracle.train(case.inputs[0], batches, factor * lr)[0]
 
 
-def _judge_parameters(case: Case, hint: str) -> Iterator[Finding]:
-    expected, _ = _oracle_training(case)
-    for rank, answer in enumerate(case.answers):
-        for i, value in enumerate(expected):
-            if wrong := oracle.differs(
-                rank,
-                f"parameter {i} after training",
-                answer.get(f"p{i}"),
-                value,
-                hint=hint,
-                terms=[case.inputs[0][f"p{i}"]],
-            ):
-                yield wrong
-                break
+def _explain(case: Case, rank: int, got: list[Any]) -> str:
+    """What the student's loop did, where the same mistake gives the same parameters; else ""."""
+    mistakes = {
+        "That is what comes of the mean squared error: was loss_fn used?": {"factor": 1.0},
+        "That is what comes without the last, smaller batch.": {"drop_last": True},
+        f"That is what comes with {case.world_size} times the learning rate.": {
+            "lr": LR * case.world_size
+        },
+        f"That is what comes with the learning rate divided by {case.world_size}.": {
+            "lr": LR / case.world_size
+        },
+        "That is what comes of this rank's samples alone: is it the wrapped model that goes "
+        "forward?": {"inputs": [case.inputs[rank]]},
+    }
+    for said, mistake in mistakes.items():
+        wrong = _trained(case, **mistake)
+        if all(oracle.agrees(g, w) for g, w in zip(got, wrong, strict=True)):
+            return said
+    return ""
 
 
 def judge_train_steps(case: Case) -> Iterator[Finding]:
     """Weights equal those of one process that trains on the global batch."""
-    return _judge_parameters(
-        case,
-        "Per batch: zero the gradients, forward through the wrapped model, backward, one SGD step "
-        "with lr; keep the last, smaller batch.",
-    )
+    expected = _trained(case)
+    for rank, answer in enumerate(case.answers):
+        left = answer.get("left")
+        if isinstance(left, list) and left:
+            yield Finding(f"{' and '.join(map(str, left))} of a batch never went to device.", rank)
+        got = [answer.get(f"p{i}") for i in range(len(expected))]
+        for i, value in enumerate(expected):
+            what, start = f"parameter {i} after training", case.inputs[0][f"p{i}"]
+            wrong = oracle.differs(rank, what, got[i], value, terms=[start])
+            if wrong and oracle.agrees(got[i], start):
+                yield Finding(f"{what} is what it was before.", rank)
+            elif wrong:
+                yield Finding(f"{wrong.message} {_explain(case, rank, got)}".strip(), rank)
+            if wrong:
+                break
+
+
+# --- judge train_epochs and train_loss -----------------------------------------------------------
+
+
+def _used(case: Case, rank: int) -> np.ndarray | None:
+    """Whether a rank's weights of each row have changed; None if they are no finite weights."""
+    got, start = case.answers[rank].get("p0"), case.inputs[rank]["p0"]
+    if not isinstance(got, np.ndarray) or got.shape != start.shape or got.dtype.kind != "f":
+        return None
+    return (got != 0).any(axis=0) if np.isfinite(got).all() else None
 
 
 def judge_train_epochs(case: Case) -> Iterator[Finding]:
-    """Like `judge_train_steps`, with an order per epoch that only `set_epoch` selects."""
-    return _judge_parameters(
-        case, "Call sampler.set_epoch(epoch), for epoch 0, 1, 2, …, before each first batch."
-    )
+    """In every epoch, the sampler was in that epoch: its samples have changed the weights."""
+    for rank, inputs in enumerate(case.inputs):
+        used = _used(case, rank)
+        if used is None:
+            yield Finding("the weights after training are not finite numbers.", rank)
+            continue
+        seen = [epoch for epoch, rows in enumerate(inputs["order"]) if used[rows].any()]
+        if len(seen) < EPOCHS:
+            yield Finding(
+                f"in {EPOCHS} epochs the loader gave samples of the sampler's epochs {seen}, "
+                f"expected {list(range(EPOCHS))}. Call sampler.set_epoch(epoch), for epoch 0, 1, "
+                "2, …, before each first batch.",
+                rank,
+            )
+
+
+def _factor(case: Case) -> float:
+    """What the squared error was multiplied with in backward: FACTOR, or 1 without loss_fn.
+
+    The only step of a sample moves its weights by lr · factor · y / (its batch · ranks).
+    """
+    ratios = []
+    for rank, inputs in enumerate(case.inputs):
+        used, got = _used(case, rank), case.answers[rank].get("p0")
+        if used is None or got is None:
+            continue
+        for rows in inputs["order"]:
+            for place, row in enumerate(rows):
+                start = place // BATCH_SIZE * BATCH_SIZE
+                size = min(BATCH_SIZE, len(rows) - start)
+                step = LR * inputs["y"][row] / (size * case.world_size)
+                if used[row]:
+                    ratios.append(float((got[:, row] / step).mean()))
+    plain = bool(ratios) and abs(float(np.median(ratios)) - 1.0) < 0.01
+    return 1.0 if plain else FACTOR
 
 
 def judge_train_loss(case: Case) -> Iterator[Finding]:
-    """The reported loss is the mean over all samples of all ranks."""
-    _, expected = _oracle_training(case)
+    """The reported loss is the mean over the samples of all ranks, before the step of each.
+
+    Samples that the loop left out, which `judge_train_steps` finds, do not count. And if it has
+    trained with the plain squared error instead of loss_fn, the losses may be that, too.
+    """
+    factor = _factor(case)
+    expected = []
+    for epoch in range(EPOCHS):
+        squares = []
+        for rank, inputs in enumerate(case.inputs):
+            rows, used = inputs["order"][epoch], _used(case, rank)
+            if used is not None and used.any():
+                rows = rows[used[rows]]
+            squares += (inputs["y"][rows].astype(np.float64) ** 2).mean(axis=1).tolist()
+        expected.append(factor * np.mean(squares) if squares else 0.0)
     for rank, answer in enumerate(case.answers):
-        if wrong := oracle.differs(
-            rank,
-            "losses per epoch",
-            answer.get("losses"),
-            expected,
-            hint="Sum loss × batch size over the batches, sum that and the sample count over all "
-            "ranks with one all-reduce that every rank calls, then divide.",
-        ):
+        got = answer.get("losses")
+        hint = _explain_losses(case, rank, factor, got, np.array(expected))
+        if wrong := oracle.differs(rank, "losses per epoch", got, np.array(expected), hint=hint):
             yield wrong
+
+
+def _explain_losses(case: Case, rank: int, factor: float, got: Any, expected: np.ndarray) -> str:
+    """The likely reason, where a known mistake gives the same numbers; else ""."""
+    means = np.zeros((case.world_size, EPOCHS))
+    batches = np.zeros((case.world_size, EPOCHS))
+    for r, inputs in enumerate(case.inputs):
+        for epoch, rows in enumerate(inputs["order"]):
+            squares = factor * (inputs["y"][rows].astype(np.float64) ** 2).mean(axis=1)
+            means[r, epoch] = squares.mean()
+            starts = range(0, len(rows), BATCH_SIZE)
+            batches[r, epoch] = np.mean([squares[s : s + BATCH_SIZE].mean() for s in starts])
+    for said, wrong in {
+        "That is the mean over this rank's samples only.": means[rank],
+        "That is the mean of this rank's batches.": batches[rank],
+        "That is the mean over ranks of each rank's mean: ranks differ in their number of "
+        "samples.": means.mean(axis=0),
+        "That is a mean of batches, which differ in size.": batches.mean(axis=0),
+        f"That is {case.world_size} times the mean.": expected * case.world_size,
+    }.items():
+        if oracle.agrees(got, wrong):
+            return said
+    return ""

@@ -1,6 +1,6 @@
 """Broadcasts the state in one float32 tensor: float64 and large integers are rounded.
 
-loses: ddp_weights, ddp_buffers
+loses: ddp_weights
 """
 
 # ruff: noqa: F821

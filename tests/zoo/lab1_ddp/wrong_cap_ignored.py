@@ -1,6 +1,7 @@
 """One bucket for all, whatever the cap.
 
 loses: ddp_buckets, ddp_overlap, ddp_scaling
+because: a single bucket is too large, and full only when backward has ended
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,6 @@
 """Divides by 2, the number of ranks on the student's own desk.
 
-loses: ddp_gradients, ddp_tied_frozen, ddp_unused
+loses: ddp_gradients
 """
 
 # ruff: noqa: F821

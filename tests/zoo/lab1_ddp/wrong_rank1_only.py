@@ -1,6 +1,6 @@
 """Right on every rank but rank 1, which keeps the gradients of its own samples.
 
-loses: ddp_gradients, ddp_tied_frozen, ddp_unused
+loses: ddp_gradients
 class: example
 """
 

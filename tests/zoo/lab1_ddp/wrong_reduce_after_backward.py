@@ -1,6 +1,7 @@
 """Buckets and means are right, but nothing travels before backward has ended.
 
 loses: ddp_overlap, ddp_scaling
+because: without overlap, nothing hides the communication
 class: example
 """
 

@@ -1,6 +1,6 @@
 """Pads and drops a whole round where the size divides.
 
-loses: sampler_partition, sampler_tail
+loses: sampler_partition
 """
 
 # ruff: noqa: F821

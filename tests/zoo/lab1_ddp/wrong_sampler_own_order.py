@@ -1,6 +1,6 @@
 """Every rank shuffles in an order of its own, so that shares overlap and samples are missed.
 
-loses: sampler_partition, sampler_tail, sampler_epoch
+loses: sampler_partition
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Rank 1 skips the all-reduce of the losses, for which the other ranks then wait: a deadlock.
 
 loses: train_steps, train_epochs, train_loss
+because: the function never returns
 status: train_steps TIMEOUT
 status: train_epochs TIMEOUT
 status: train_loss TIMEOUT

@@ -1,6 +1,6 @@
 """Sums the gradients over the ranks and forgets to divide.
 
-loses: ddp_gradients, ddp_tied_frozen, ddp_unused
+loses: ddp_gradients
 class: example
 """
 

@@ -1,0 +1,325 @@
+"""Criteria for tasks 1 and 2 of lab 1: the process group, and torch's DDP around a model.
+
+Grading has no GPU, or fewer than ranks, and one node. So the student's functions run a second time
+where torch says that there are GPUs and the environment says that there are two nodes; functions
+that would use them only note how they were called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as torch_ddp
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.places import environment, on_two_nodes
+from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
+
+PER_NODE, NODES = 3, 2  # of the virtual cluster
+GPUS = (0, PER_NODE - 1, PER_NODE, PER_NODE + 1)  # per node
+
+
+@contextmanager
+def _pretending(function: Any, instead: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Replaces attributes of modules, also where the student's code has imported them by name."""
+    originals = {getattr(module, name, None): new for (module, name), new in instead.items()}
+    names = getattr(function, "__globals__", {})
+    imported = {
+        name: originals[value]
+        for name, value in names.items()
+        if isinstance(value, Callable) and _is_hashable(value) and value in originals
+    }
+    with ExitStack() as stack:
+        for (module, name), new in instead.items():
+            stack.enter_context(mock.patch.object(module, name, new, create=True))
+        stack.enter_context(mock.patch.dict(names, imported))
+        yield
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _touches_hardware(error: Exception) -> bool:
+    """Whether code failed because it used a GPU, or a process group, that is not there."""
+    return any(word in str(error) for word in ("CUDA", "NVIDIA", "process group", "cuda"))
+
+
+# --- setup ---------------------------------------------------------------------------------------
+
+
+def draw_setup(draw: Draw) -> list[Values]:
+    """A private vector per rank."""
+    return [{"value": draw.private(r).normal(size=5)} for r in range(draw.world_size)]
+
+
+@on_two_nodes
+def observe_setup(setup_distributed: Any, inputs: Values, context: Context) -> Values:
+    """Sets up twice, then sums the private vectors over the resulting process group."""
+    places = _observe_places(setup_distributed, context)
+    if any(p["rank"] != p["given rank"] for p in places if "rank" in p):
+        return {"places": places}  # a real group of such ranks would never come together
+    setup_distributed()
+    group = dist.group.WORLD
+    rank, world_size, device = setup_distributed()
+    device = torch.device(device)
+    value = torch.from_numpy(inputs["value"]).to(device)
+    dist.all_reduce(value)
+    return {
+        "rank": integer(rank, "rank"),
+        "world_size": integer(world_size, "world_size"),
+        "device": device.type,
+        "backend": str(dist.get_backend()),
+        "sum": value.cpu().numpy(),
+        "same_group": dist.group.WORLD is group,
+        "places": places,
+    }
+
+
+class _Place:
+    """One place of the virtual cluster: the environment and GPUs, and what was called there."""
+
+    def __init__(self, rank: int, gpus: int) -> None:
+        self.environment = environment(rank, NODES * PER_NODE, PER_NODE)
+        self.gpus, self.joined, self.current = gpus, 0, -1
+        self.backend, self.rank, self.world_size = "", rank, NODES * PER_NODE
+
+    def init_process_group(
+        self,
+        backend: Any = None,
+        init_method: Any = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Notes the arguments; what is not given comes from the environment."""
+        self.joined += 1
+        self.backend = str(backend or "cpu:gloo,cuda:nccl")  # torch's default
+        self.rank = rank if rank >= 0 else self.rank
+        self.world_size = world_size if world_size >= 0 else self.world_size
+
+    def set_device(self, device: Any) -> None:
+        """Notes the index; `device` may be an int, a text or a torch.device."""
+        index = device if isinstance(device, int) else torch.device(device).index
+        self.current = -1 if index is None else index
+
+    def leave(self, *_: Any) -> None:
+        self.joined = 0
+
+    def instead(self) -> dict[tuple[Any, str], Any]:
+        """What stands for torch's functions here."""
+        return {
+            (dist, "init_process_group"): self.init_process_group,
+            (dist, "destroy_process_group"): self.leave,
+            (dist, "is_initialized"): lambda: self.joined > 0,
+            (dist, "is_nccl_available"): lambda: True,
+            (dist, "get_rank"): lambda *_: self.rank,
+            (dist, "get_world_size"): lambda *_: self.world_size,
+            (dist, "get_backend"): lambda *_: self.backend,
+            (dist, "barrier"): lambda *_, **__: None,
+            (torch.cuda, "is_available"): lambda: self.gpus > 0,
+            (torch.cuda, "device_count"): lambda: self.gpus,
+            (torch.cuda, "set_device"): self.set_device,
+            (torch.cuda, "current_device"): lambda: max(0, self.current),
+        }
+
+
+def _observe_places(setup_distributed: Any, context: Context) -> list[Values]:
+    """What the function does at this rank's share of the places of the virtual cluster."""
+    found = []
+    for rank in range(context.rank, NODES * PER_NODE, context.world_size):
+        for gpus in GPUS:
+            place = _Place(rank, gpus)
+            told: Values = {"given rank": rank, "gpus": gpus}
+            with (
+                mock.patch.dict(os.environ, place.environment),
+                _pretending(setup_distributed, place.instead()),
+            ):
+                try:
+                    setup_distributed()
+                    said = setup_distributed()
+                except Exception as error:
+                    if not _touches_hardware(error):
+                        raise
+                else:
+                    device = torch.device(said[2])
+                    told |= {
+                        "rank": integer(said[0], "rank"),
+                        "world_size": integer(said[1], "world_size"),
+                        "device": str(device),
+                        "backend": place.backend,
+                        "joined": place.joined,
+                        "current": place.current,
+                    }
+            found.append(told)
+    return found
+
+
+def _judge_place(place: Values) -> str | None:
+    """What is wrong at one place of the virtual cluster, or None."""
+    rank, gpus = place["given rank"], place["gpus"]
+    local = rank % PER_NODE
+    for what, expected in (("rank", rank), ("world_size", NODES * PER_NODE)):
+        if place.get(what) != expected:
+            return f"{what}: expected {expected}, got {place.get(what)}"
+    if place.get("joined") != 1:
+        return f"two calls joined {place.get('joined')} process groups"
+    expected = ("nccl", f"cuda:{local}") if gpus >= PER_NODE else ("gloo", "cpu")
+    backend, device = str(place.get("backend")), place.get("device")
+    if expected[0] not in backend or device != expected[1]:
+        return f"expected backend {expected[0]} on {expected[1]}, got {backend} on {device}"
+    if gpus >= PER_NODE and place.get("current") != local:
+        return f"cuda:{local} was not made the current CUDA device"
+    return None
+
+
+def judge_setup(case: Case) -> Iterator[Finding]:
+    """Right rank and world size, a device that fits the backend, and a group that communicates."""
+    total = np.sum([inputs["value"] for inputs in case.inputs], axis=0)
+    for rank, answer in enumerate(case.answers):
+        places = answer.get("places")
+        for place in places if isinstance(places, list) else []:
+            if "rank" in place and (problem := _judge_place(place)):
+                local = place["given rank"] % PER_NODE
+                yield Finding(
+                    f"on {NODES} nodes of {PER_NODE} ranks and {place['gpus']} GPUs each, rank "
+                    f"{place['given rank']} (LOCAL_RANK {local}): {problem}.",
+                    rank,
+                )
+                break
+        if "sum" not in answer and isinstance(places, list):
+            continue  # it was not run on these ranks, because of what the places show
+        for what, expected in (("rank", rank), ("world_size", case.world_size)):
+            if answer.get(what) != expected:
+                yield Finding(f"{what}: expected {expected}, got {answer.get(what)}.", rank)
+        pair = (answer.get("device"), answer.get("backend"))
+        if pair not in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
+            yield Finding(
+                f"device {pair[0]!r} with backend {pair[1]!r}: use nccl where each rank has a "
+                "GPU of its own, else gloo on the CPU.",
+                rank,
+            )
+        if answer.get("same_group") is not True:
+            yield Finding("the second call replaced the process group.", rank)
+        if wrong := differs(
+            rank, "sum over ranks", answer.get("sum"), total, rtol=1e-9, atol=1e-12
+        ):
+            yield wrong
+
+
+# --- wrap_model ----------------------------------------------------------------------------------
+
+WRAP_SIZES = (5, 7, 2)
+
+
+def draw_wrap(draw: Draw) -> list[Values]:
+    """Every rank starts with different parameters and has different data."""
+    return [
+        oracle.draw_parameters(draw.private(r), WRAP_SIZES)
+        | oracle.draw_batch(draw.private(r), 6, WRAP_SIZES)
+        for r in range(draw.world_size)
+    ]
+
+
+def observe_wrap(wrap_model: Any, inputs: Values, context: Context) -> Values:
+    """Parameters after wrapping, gradients after one backward."""
+    on_gpu = _wrap_on_a_gpu(wrap_model)
+    model = oracle.mlp(inputs)
+    wrapped = wrap_model(model, context.device)
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise TypeError(
+            "wrap_model: expected a torch.nn.parallel.DistributedDataParallel, "
+            f"got {type(wrapped).__name__}"
+        )
+    x, y = (torch.from_numpy(inputs[k]).to(context.device) for k in "xy")
+    oracle.mse(wrapped(x), y).backward()
+    answer: Values = {"on a GPU": on_gpu}
+    for i, p in enumerate(wrapped.parameters()):
+        answer[f"p{i}"] = p.detach().cpu().numpy()
+        answer[f"g{i}"] = oracle.grad_of(p)
+    return answer
+
+
+class _NotesMoves(nn.Linear):
+    """A model that stays on the CPU, and notes whether it was told to move."""
+
+    moved = False
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        self.moved = True
+        return self
+
+    cuda = to
+
+
+class _NotesWrapping(nn.Module):
+    """Stands for torch's DDP on a GPU."""
+
+    def __init__(self, module: Any, device_ids: Any = None, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.seen: Values = {"moved": module.moved, "device_ids": None}
+        if device_ids is not None:
+            self.seen["device_ids"] = [
+                i if isinstance(i, int) else torch.device(i).index for i in device_ids
+            ]
+
+
+def _wrap_on_a_gpu(wrap_model: Any) -> Values:
+    """How the function wraps a model for cuda:1; empty if that cannot be seen here."""
+    instead = {
+        (torch.nn.parallel, "DistributedDataParallel"): _NotesWrapping,
+        (torch_ddp, "DistributedDataParallel"): _NotesWrapping,
+    }
+    with _pretending(wrap_model, instead):
+        try:
+            wrapped = wrap_model(_NotesMoves(2, 1), torch.device("cuda", 1))
+        except Exception as error:
+            if not _touches_hardware(error):
+                raise
+            return {}
+    return wrapped.seen if isinstance(wrapped, _NotesWrapping) else {}
+
+
+def judge_wrap(case: Case) -> Iterator[Finding]:
+    """Parameters are rank 0's, gradients the mean over ranks."""
+    start = oracle.parameters_of(case.inputs[0])
+    local = [oracle.gradients(case.inputs[0], i["x"], i["y"]) for i in case.inputs]
+    for rank, answer in enumerate(case.answers):
+        seen = answer.get("on a GPU")
+        if isinstance(seen, dict) and seen.get("moved") is False:
+            yield Finding("on cuda:1 the model was wrapped before it was moved there.", rank)
+        elif isinstance(seen, dict) and seen and seen.get("device_ids") != [1]:
+            yield Finding(
+                f"on cuda:1, expected device_ids=[1], got {seen.get('device_ids')}.", rank
+            )
+        for i, expected in enumerate(start):
+            if wrong := oracle.differs(
+                rank,
+                f"parameter {i} after wrapping",
+                answer.get(f"p{i}"),
+                expected,
+                hint="DDP copies rank 0's parameters to every rank.",
+            ):
+                yield wrong
+                break
+            grad = oracle.mean([grads[i] for grads in local])
+            got = answer.get(f"g{i}")
+            hint = oracle.explain_gradient(got, grad, local[rank][i], case.world_size)
+            if wrong := oracle.differs(rank, f"gradient {i}", got, grad, hint=hint):
+                yield wrong
