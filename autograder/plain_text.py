@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Mark(NamedTuple):
@@ -42,6 +45,16 @@ def clean(text: object, limit: int = _MESSAGE_CHARS) -> str:
         c for c in plain if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs")
     )
     return plain if len(plain) <= limit else plain[:limit] + " […]"
+
+
+def first_line(text: object) -> str:
+    """The first line that is not empty, made safe; empty if there is none."""
+    return next(iter(clean(text).strip().splitlines()), "")
+
+
+def say(console: Console, line: str) -> None:
+    """Prints text on the terminal as it is, without markup and without cutting lines."""
+    console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def spreadsheet(text: str) -> str:

@@ -143,7 +143,7 @@ def _cores() -> Finding:
 def _shared_memory() -> Finding:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Finding("/dev/shm", "limited", "not there: shared-memory collectives are left out")
+        return Finding("/dev/shm", "limited", "not there: DataLoader's workers and NCCL need it")
     free = shutil.disk_usage(folder).free
     if free < MIN_SHM_BYTES:
         mend = "for a container: --shm-size=1g"

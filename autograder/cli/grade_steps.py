@@ -17,7 +17,7 @@ from autograder.course.course import Course
 from autograder.criteria import get_lab
 from autograder.gradebook import fill
 from autograder.gradebook.settled import find_settled
-from autograder.plain_text import clean
+from autograder.plain_text import clean, say
 from autograder.records.record import Record
 from autograder.regrading.changes import Regrading
 from autograder.report import similar, suspicious
@@ -75,8 +75,9 @@ class GradeCommand:
         self.console.print(rich_table(self.records))
         if self.left_out:
             names = ", ".join(clean(folder.name) for folder in self.left_out)
-            self._say(
-                f"not graded, {len(self.left_out)} folders without {self.lab.name}.ipynb: {names}"
+            say(
+                self.console,
+                f"not graded, {len(self.left_out)} folders without {self.lab.name}.ipynb: {names}",
             )
 
     def show_changes(self) -> None:
@@ -153,11 +154,14 @@ class GradeCommand:
         """Names the written files and the students with INFRA; returns the exit code."""
         if self.evidence:
             students = len({each.student for each in self.evidence})
-            self._say(f"{students} submissions with something to look at: see the report")
+            say(self.console, f"{students} submissions with something to look at: see the report")
         if self.pairs:
-            self._say(f"{len(self.pairs)} near-identical pairs, to be looked at: see the report")
+            say(
+                self.console,
+                f"{len(self.pairs)} near-identical pairs, to be looked at: see the report",
+            )
         for path in self.files:
-            self._say(f"  {path}")
+            say(self.console, f"  {path}")
         code = EXIT_OK
         for record in self.records:
             if record.infra:
@@ -165,6 +169,3 @@ class GradeCommand:
                 print(f"autograder: {said}", file=sys.stderr)
                 code = EXIT_FAILED
         return code
-
-    def _say(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from rich.markup import escape
 from autograder.cli.arguments import EXIT_FAILED, EXIT_OK
 from autograder.course.course import Course
 from autograder.criteria import lab_names
-from autograder.plain_text import clean
+from autograder.plain_text import clean, say
 
 
 def add_commands(commands: Any) -> None:
@@ -25,10 +25,6 @@ def add_commands(commands: Any) -> None:
     _add_status(commands)
     _add_publish(commands)
     _add_roster(commands)
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _add_replay(commands: Any) -> None:
@@ -51,7 +47,6 @@ def _add_replay(commands: Any) -> None:
 
 
 def _replay(options: argparse.Namespace, console: Console) -> int:
-    from autograder.plain_text import clean
     from autograder.records.grading import read_history
     from autograder.regrading.history import find_grading
     from autograder.regrading.replay import explain, replay, replay_table
@@ -72,7 +67,7 @@ def _replay(options: argparse.Namespace, console: Console) -> int:
         return EXIT_FAILED
     console.print(replay_table(result))
     for line in explain(result):
-        _say(console, line)
+        say(console, line)
     return EXIT_OK if result.agrees else EXIT_FAILED
 
 
@@ -173,9 +168,9 @@ def _publish(options: argparse.Namespace, console: Console) -> int:
     name = f"{'-'.join((*published.labs, options.to))}.{suffix}"
     path = options.out or course.build / "publish" / name
     save(path, published.made.data, force=options.force)
-    _say(console, f"{path}")
+    say(console, f"{path}")
     for line in published.explain():
-        _say(console, f"  {line}")
+        say(console, f"  {line}")
     return EXIT_OK if published.complete else EXIT_FAILED
 
 
@@ -201,9 +196,9 @@ def _roster(options: argparse.Namespace, console: Console) -> int:
     done = import_roster(Course.find(), read_roster(options.file, options.id), dry=options.dry_run)
     would = "would be " if options.dry_run else ""
     counts = f"{len(done.added)} {would}new, {len(done.changed)} {would}changed"
-    _say(console, f"{counts}, {len(done.same)} as before")
+    say(console, f"{counts}, {len(done.same)} as before")
     for student, news in done.changed.items():
-        _say(console, f"  {student}: {'; '.join(news)}")
+        say(console, f"  {student}: {'; '.join(news)}")
     if done.others:
-        _say(console, f"  in the gradebook, but not in the list: {', '.join(done.others)}")
+        say(console, f"  in the gradebook, but not in the list: {', '.join(done.others)}")
     return EXIT_OK

@@ -82,37 +82,34 @@ class Record:
         }
 
     @classmethod
-    def from_json(cls, value: object, where: str = "record") -> Record:
+    def from_json(cls, value: object) -> Record:
         """The record in JSON that `to_json` has made; unknown fields are ignored.
-
-        Args:
-            where: what the error calls the value.
 
         Raises:
             ValueError: a field is missing or wrong; the message names it.
         """
-        json = read_object(value, where)
-        each = enumerate(read_field(json, "criteria", list, where))
+        json = read_object(value, "record")
+        each = enumerate(read_field(json, "criteria", list, "record"))
         record = cls(
-            submission=_name(json, "submission", where),
-            student=_name(json, "student", where),
-            lab=_name(json, "lab", where),
-            world_size=read_field(json, "world_size", int, where),
-            seconds=read_field(json, "seconds", float, where),
-            sandboxed=read_field(json, "sandboxed", bool, where),
-            criteria=tuple(_verdict(item, f"{where}.criteria[{i}]") for i, item in each),
-            num_gpus=read_field({"num_gpus": 0} | json, "num_gpus", int, where),
+            submission=_name(json, "submission", "record"),
+            student=_name(json, "student", "record"),
+            lab=_name(json, "lab", "record"),
+            world_size=read_field(json, "world_size", int, "record"),
+            seconds=read_field(json, "seconds", float, "record"),
+            sandboxed=read_field(json, "sandboxed", bool, "record"),
+            criteria=tuple(_verdict(item, f"record.criteria[{i}]") for i, item in each),
+            num_gpus=read_field({"num_gpus": 0} | json, "num_gpus", int, "record"),
         )
         if not record.lab.isidentifier():  # it becomes a part of paths
-            raise ValueError(f"{where}.lab: expected a lab's name, got {reprlib.repr(record.lab)}")
+            raise ValueError(f"record.lab: expected a lab's name, got {reprlib.repr(record.lab)}")
         if len(record.by_name) != len(record.criteria):
-            raise ValueError(f"{where}.criteria: expected different names, got one of them twice")
+            raise ValueError("record.criteria: expected different names, got one of them twice")
         for name, total in (("score", record.score), ("max_score", record.max_score)):
             if total is None:
                 continue
-            given = read_field(json, name, float, where)
+            given = read_field(json, name, float, "record")
             if abs(given - total) > 1e-6:
-                raise ValueError(f"{where}.{name}: its criteria add up to {total:g}, got {given:g}")
+                raise ValueError(f"record.{name}: its criteria add up to {total:g}, got {given:g}")
         return record
 
 

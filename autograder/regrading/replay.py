@@ -20,13 +20,12 @@ from rich.text import Text
 from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Status, Verdict
-from autograder.plain_text import MARKS, clean
+from autograder.plain_text import MARKS, clean, first_line
 from autograder.records.grading import Grading
 from autograder.records.version import grader_version
+from autograder.regrading.changes import NOTHING
 from autograder.submission.attempt import run_once
 from autograder.submission.class_run import ClassRun
-
-NOTHING = "–"  # shown if a criterion does not exist
 
 
 @dataclass(frozen=True)
@@ -178,8 +177,8 @@ def explain(result: Replay) -> list[str]:
     for row in result.rows:
         if not row.agrees:
             lines += [
-                f"{row.name}, record: {_first(row.message_then) or row.then}",
-                f"{row.name}, replay: {_first(row.message_now) or row.now}",
+                f"{row.name}, record: {first_line(row.message_then) or row.then}",
+                f"{row.name}, replay: {first_line(row.message_now) or row.now}",
             ]
     different = sum(not row.agrees for row in result.rows)
     lines += result.remarks
@@ -188,8 +187,3 @@ def explain(result: Replay) -> list[str]:
     else:
         lines.append(f"all {len(result.rows)} criteria agree with the record")
     return lines
-
-
-def _first(message: str) -> str:
-    lines = clean(message).strip().splitlines()
-    return lines[0] if lines else ""

@@ -149,54 +149,50 @@ def _matrix(records: Sequence[Record]) -> str:
 
 
 def _left_out(folders: Mapping[Path, str]) -> str:
-    """The folders of the class that hold no submission; empty if there are none."""
-    if not folders:
-        return ""
-    body = "".join(
-        f"<tr><th scope=row>{_esc(folder.name)}</th><td>{_esc(why)}</td></tr>"
-        for folder, why in folders.items()
-    )
-    return (
-        "<section><h2>Not graded</h2><p class=sub>Folders of the class in which there is nothing "
-        "to grade. They have no score, here and in the gradebook.</p><div class=scroll>"
-        "<table class=findings><thead><tr><th scope=col>student</th><th scope=col>why</th></tr>"
-        f"</thead><tbody>{body}</tbody></table></div></section>"
+    return _listed(
+        "Not graded",
+        "Folders of the class in which there is nothing to grade. They have no score, here and in "
+        "the gradebook.",
+        ["student", "why"],
+        [(folder.name, why) for folder, why in folders.items()],
     )
 
 
 def _suspicious(rows: Sequence[Sequence[str]]) -> str:
-    """Evidence that a person should look at; empty if there is none."""
-    if not rows:
-        return ""
-    body = "".join(
-        f"<tr><th scope=row>{_esc(student)}</th><td>{_esc(where)}</td><td>{_esc(what)}</td></tr>"
-        for student, where, what in rows
-    )
-    return (
-        "<section><h2>Worth a look</h2><p class=sub>For a person to look at, no verdict: names "
-        "that the course's own solution of the task does without, and ranks that ended in checks."
-        "</p><div class=scroll><table class=findings><thead><tr><th scope=col>student</th>"
-        "<th scope=col>where</th><th scope=col>what</th></tr></thead>"
-        f"<tbody>{body}</tbody></table></div></section>"
+    return _listed(
+        "Worth a look",
+        "For a person to look at, no verdict: names that the course's own solution of the task "
+        "does without, and ranks that ended in checks.",
+        ["student", "where", "what"],
+        rows,
     )
 
 
 def _similar(rows: Sequence[Sequence[str]]) -> str:
-    """Near-identical submissions; empty if there are none."""
+    return _listed(
+        "Near-identical submissions",
+        "For a person to look at: names, comments, layout and the template are left out, and "
+        "short tasks have few right answers.",
+        ["student", "and", "in common", "cells that are the same"],
+        rows,
+    )
+
+
+def _listed(title: str, note: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A section with a table of text; empty if there are no rows."""
     if not rows:
         return ""
-    body = "".join(
-        f"<tr><th scope=row>{_esc(one)}</th><td>{_esc(other)}</td><td class=num>{_esc(share)}</td>"
-        f"<td>{_esc(cells)}</td></tr>"
-        for one, other, share, cells in rows
+    kinds = [" class=num" if name == "in common" else "" for name in heads[1:]]
+    head = f"<th scope=col>{heads[0]}</th>" + "".join(
+        f"<th scope=col{kind}>{name}</th>" for name, kind in zip(heads[1:], kinds, strict=True)
     )
+    body = ""
+    for first, *texts in rows:
+        cells = (f"<td{k}>{_esc(text)}</td>" for text, k in zip(texts, kinds, strict=True))
+        body += f"<tr><th scope=row>{_esc(first)}</th>{''.join(cells)}</tr>"
     return (
-        "<section><h2>Near-identical submissions</h2><p class=sub>For a person to look at: names, "
-        "comments, layout and the template are left out, and short tasks have few right answers."
-        "</p><div class=scroll><table class=findings><thead><tr><th scope=col>student</th>"
-        "<th scope=col>and</th><th scope=col class=num>in common</th>"
-        f"<th scope=col>cells that are the same</th></tr></thead><tbody>{body}</tbody></table>"
-        "</div></section>"
+        f"<section><h2>{title}</h2><p class=sub>{note}</p><div class=scroll><table class=findings>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from autograder.criteria.criterion import Status, Verdict
 from autograder.files import write_whole
-from autograder.plain_text import MARKS, clean, spreadsheet
+from autograder.plain_text import MARKS, clean, first_line, spreadsheet
 from autograder.records.record import Record
 
 _NOT_MISSED = frozenset({Status.PASS, Status.BLOCKED})
@@ -30,8 +30,7 @@ def reason(record: Record) -> str:
     if not missed:
         return ""
     first = missed[0]
-    lines = clean(first.message).strip().splitlines()
-    said = lines[0] if lines else MARKS[first.status].meaning
+    said = first_line(first.message) or MARKS[first.status].meaning
     if why_ungraded(record):
         return f"{first.status}: {said}"
     more = f" (+{len(missed) - 1} more)" if len(missed) > 1 else ""

@@ -22,6 +22,7 @@ from autograder.box.gpus import num_gpus
 from autograder.box.sandbox import Box, build_box, build_open
 from autograder.criteria.criterion import Criterion, Draw, Lab, Status, Verdict
 from autograder.criteria.gates import apply_gates
+from autograder.files import write_whole
 from autograder.records.grading import Grading
 from autograder.records.journal import Journal
 from autograder.records.record import Record
@@ -293,10 +294,7 @@ def _keep(output: Path, session: Session, executed: Path) -> None:
         if meta.get("kind") == "check" and meta["grade_id"] in session.verdicts:
             meta["verdict"] = session.verdicts[meta["grade_id"]].record()
     notebook.metadata.pop("papermill", None)
-    executed.parent.mkdir(parents=True, exist_ok=True)
-    partial = executed.with_name(f"{executed.stem}.{os.getpid()}.partial")
-    nbformat.write(notebook, partial)
-    partial.replace(executed)
+    write_whole(executed, f"{nbformat.writes(notebook)}\n".encode(), mode=0o644)
 
 
 def _not_run(criterion: Criterion) -> Verdict:

@@ -9,7 +9,6 @@ while the owner lives. The next grader removes the folders whose lock is free.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -19,10 +18,10 @@ from pathlib import Path
 
 from autograder.box.cgroup import remove_group
 from autograder.box.containers import remove_left
+from autograder.files import owned, taken_over
 
 MAX_PLACE_BYTES = 30  # the path of a unix socket has at most 107 bytes
 PREFIX = "md-"
-_OWNER = "owner"
 
 
 def place() -> Path:
@@ -36,15 +35,8 @@ def scratch_folder() -> Iterator[Path]:
     """A new folder for this process, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place()))
     try:
-        # Lock first, rename second: no other grader may find the file under its name and unlocked.
-        unnamed = folder / f"{_OWNER}.new"
-        lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            unnamed.rename(folder / _OWNER)
+        with owned(folder):
             yield folder
-        finally:
-            os.close(lock)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -56,13 +48,9 @@ def remove_abandoned() -> list[Path]:
         with suppress(OSError):  # its owner removed it, or we may not read it
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with taken_over(folder):
                 remove_group(folder.name)
                 remove_left(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 removed.append(folder)
-            finally:
-                os.close(lock)
     return removed

@@ -332,5 +332,5 @@ def test_cells_are_safe_and_numbers_plain():
     ]
     assert file_name("A+b/../C@x.org") == "a%2bb%2f..%2fc@x.org"
     grade = made_record("ada")
-    assert grade["score"] == 100
+    assert grade.score == 100
     assert Column(lab=LAB, name="x", max_score=0, out_of=10).cell(None, zero=True) == "0"

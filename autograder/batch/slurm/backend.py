@@ -13,10 +13,9 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from autograder.batch.slurm.on_node import run_task
+from autograder.batch.slurm.signals import handling
 from autograder.box.gpus import ALL, VISIBLE, divide, visible_gpus
 from autograder.course.slurm_options import SlurmOptions
 from autograder.criteria.limits import Limits
@@ -246,7 +246,9 @@ class LocalJobs:
         executor.update_parameters(
             timeout_min=self._time_s / 60 + 2, gpus_per_node=len(gpus), visible_gpus=gpus
         )
-        with _ctrl_c():
+        # submitit cancels with SIGINT. A grader in the background (nohup, cron) ignores SIGINT, and
+        # its jobs would inherit that.
+        with handling([signal.SIGINT], signal.SIG_DFL, instead_of=signal.SIG_IGN):
             job = executor.submit(run_task, str(task))
         self._jobs[job.job_id], self._share_of[job.job_id] = job, share
         return job.job_id
@@ -265,23 +267,6 @@ class LocalJobs:
         while time.monotonic() < ends_at and not all(job.done() for job in alive):
             time.sleep(0.1)
         return all(job.done() for job in alive)
-
-
-@contextlib.contextmanager
-def _ctrl_c() -> Iterator[None]:
-    """Makes processes that start in the body react to SIGINT, which submitit uses to cancel.
-
-    A grader in the background (nohup, cron) ignores SIGINT, and its jobs would inherit that.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before != signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def cancel_by_name(name: str) -> bool:

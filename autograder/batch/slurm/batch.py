@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +14,10 @@ from rich.console import Console
 
 from autograder.batch.slurm.backend import ENDED, QUEUED, RUNNING, Backend, Refused, Seen
 from autograder.batch.slurm.exchange_folder import BatchFolder, Result, Task
+from autograder.batch.slurm.signals import handling
 from autograder.course.course import Course, CourseError
 from autograder.course.slurm_options import TIME_MARGIN_S, SlurmOptions
-from autograder.plain_text import clean
+from autograder.plain_text import say
 from autograder.records.journal import Journal
 from autograder.records.record import Record
 from autograder.submission.attempt import not_graded
@@ -29,6 +28,7 @@ from autograder.submission.intake import sha256_of
 HARVEST_S = 0.2  # time between two looks at the results' folder
 LATE_S = 600.0  # a job that is this long over Slurm's time limit will not end by itself
 Done = Callable[[int, Record], None]
+_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 @dataclass
@@ -96,13 +96,13 @@ class JobBatch:
                 self._look()
                 time.sleep(min(HARVEST_S, self.options.poll_s) if self.work else 0)
         except BaseException:
-            with no_interrupt():  # a second Ctrl-C must not leave jobs behind
+            with handling(_ENDING, signal.SIG_IGN):  # a second Ctrl-C must not leave jobs behind
                 cancelled = self.backend.cancel()
                 self._harvest()
                 if cancelled:
                     self.folder.close()
                 else:  # the next grader tries again to cancel
-                    self._say(f"jobs may still be there: scancel --name={self.folder.name}")
+                    say(self.console, f"jobs may still be there: scancel --name={self.folder.name}")
             raise
         self.folder.close()
         if self.lost:
@@ -154,7 +154,7 @@ class JobBatch:
         entry |= {"try": work.tries, "time": time.time(), "message": f"job {job}: {reason}"}
         with contextlib.suppress(OSError):
             self.journal.append(entry | ({"state": "waiting"} if again else {}))
-        self._say(f"{student}: job {job}: {reason}; {then}")
+        say(self.console, f"{student}: job {job}: {reason}; {then}")
         work.job, work.phase, work.seen = "", "", None
         work.due_at = time.monotonic() + wait_s
         if not again:
@@ -173,15 +173,12 @@ class JobBatch:
             return
         self.failed_on[node] = failed | {work.index}
         if len(self.failed_on[node]) == 2:
-            self._say(f"jobs came to nothing on {node}: the next ones go to other nodes")
+            say(self.console, f"jobs came to nothing on {node}: the next ones go to other nodes")
 
     def _bad_nodes(self, due: Sequence[_Work]) -> set[str]:
         """The nodes that the jobs of these submissions must avoid."""
         again = {work.index for work in due}
         return {node for node, by in self.failed_on.items() if len(by) > 1 or by & again}
-
-    def _say(self, line: str) -> None:
-        self.console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
 
     def _give_up(self, work: _Work, reason: str) -> None:
         del self.work[work.index]
@@ -330,16 +327,3 @@ def file_result(course: Course, path: Path, result: Result, record: Record) -> N
     for entry in result.entries:
         journal.append(entry)
     journal.append_record(result.key, record)
-
-
-@contextmanager
-def no_interrupt() -> Iterator[None]:
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            before[number] = signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

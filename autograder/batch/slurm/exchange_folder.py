@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
-import os
 import secrets
 import shutil
 import time
@@ -27,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autograder.files import write_whole
+from autograder.files import owned, taken_over, write_whole
 from autograder.records.record import Record, read_field, read_object
 
 JOBS = "jobs"  # in the course's build folder
@@ -35,7 +33,6 @@ KEEP_LOGS_S = 7 * 24 * 3600
 COPIED = ("verdict", "infra")  # kinds of journal entries that the grader copies from a job
 _CLOSED = "closed"
 _KIND = "kind"
-_OWNER = "owner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +168,9 @@ def new_batch(build: Path, kind: str) -> Iterator[BatchFolder]:
     batch = BatchFolder(build / JOBS / secrets.token_hex(6))
     for name in ("tasks", "results", "submitit"):
         (batch.path / name).mkdir(parents=True, mode=0o700)
-    lock = os.open(batch.path / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Written last: graders that look for abandoned folders ignore a folder without this file.
+    with owned(batch.path):
         write_whole(batch.path / _KIND, kind.encode())
         yield batch
-    finally:
-        os.close(lock)
 
 
 def remove_old(build: Path) -> None:
@@ -196,15 +188,6 @@ def abandoned_batches(build: Path, kind: str) -> Iterator[BatchFolder]:
         if batch.closed:
             continue
         with contextlib.suppress(OSError):  # the folder has no kind yet, or was removed meanwhile
-            if (path / _KIND).read_text() != kind:
-                continue
-            lock = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                continue
-            try:
-                yield batch
-            finally:
-                os.close(lock)
+            if (path / _KIND).read_text() == kind:
+                with taken_over(path):
+                    yield batch

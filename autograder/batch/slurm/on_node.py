@@ -20,18 +20,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autograder.batch.slurm.exchange_folder import COPIED, Result, Task
+from autograder.batch.slurm.signals import handling
 from autograder.files import write_whole
 from autograder.submission.scratch import remove_abandoned, scratch_folder
+from minidist.processes.tree import describe_exit
 
 # Only the child imports torch and nbgrader: it may be killed, which frees its memory at once.
 
 STOP_WITHIN_S = 15.0  # box and kernel normally end much sooner
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _ANSWER, _EXECUTED = "answer.json", "executed.ipynb"
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -47,7 +48,9 @@ def run_task(path: str) -> None:
     task = Task.read(Path(path))
     began = time.monotonic()
     remove_abandoned()  # earlier jobs that were killed on this node could not clean up
-    with _told_to_end() as told, scratch_folder() as folder:
+    told: list[int] = []
+    # submitit's own handlers would requeue the job.
+    with handling(_ENDING, lambda which, _: told.append(which)), scratch_folder() as folder:
         failure = _grade_in_child(task, path, folder, told)
         if failure is None:
             raise SystemExit(128 + signal.SIGTERM)
@@ -68,21 +71,6 @@ def _node() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-@contextmanager
-def _told_to_end() -> Iterator[list[int]]:
-    """Records signals instead of ending; submitit's own handlers would requeue the job."""
-    told: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, lambda which, _: told.append(which))
-    try:
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _grade_in_child(task: Task, path: str, folder: Path, told: list[int]) -> str | None:
     """Runs the child; returns "" if it left an answer, else why not; None if the job must end."""
     ends_at = time.monotonic() + task.time_s
@@ -98,7 +86,7 @@ def _grade_in_child(task: Task, path: str, folder: Path, told: list[int]) -> str
                 if told or code in _STOPPED:  # Slurm sends a signal to all processes of a job
                     return None
                 there = (folder / _ANSWER).exists()
-                return "" if code == 0 and there else f"the grader ended with {_name(code)}"
+                return "" if code == 0 and there else f"the grader ended with {describe_exit(code)}"
     finally:
         _stop(child)
     if told:
@@ -117,13 +105,6 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
                 child.wait(timeout=STOP_WITHIN_S)
     if child.stdin is not None:
         child.stdin.close()
-
-
-def _name(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    names = {each.value: each.name for each in signal.Signals}
-    return f"signal {names.get(-code, -code)}"
 
 
 # --- the child ----------------------------------------------------------------------------------

@@ -15,9 +15,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -30,6 +27,7 @@ from autograder.batch.slurm.exchange_folder import (
     new_batch,
     remove_old,
 )
+from autograder.batch.slurm.signals import handling
 from autograder.course.course import Course, CourseError
 from autograder.course.slurm_options import SlurmOptions
 from autograder.records.journal import Journal
@@ -69,7 +67,9 @@ class JobRunner:
                     del todo[index]
         if not todo:
             return {}
-        with _interrupted_by_hangup(), new_batch(class_run.course.build, self.kind) as folder:
+        # A login node sends these when it ends our session or this process; nohup ignores SIGHUP.
+        ends = handling((signal.SIGHUP, signal.SIGTERM), _interrupt, instead_of=signal.SIG_DFL)
+        with ends, new_batch(class_run.course.build, self.kind) as folder:
             backend = self._backend(class_run, folder, jobs)
             JobBatch(
                 backend, class_run, folder, self.options, self.console, done, self.trusted
@@ -120,23 +120,5 @@ def _leave_job() -> None:
                 del os.environ[name]
 
 
-@contextmanager
-def _interrupted_by_hangup() -> Iterator[None]:
-    """Makes SIGHUP and SIGTERM act like Ctrl-C, so that no job stays behind.
-
-    A login node sends them when it ends our session or this process.
-    """
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGHUP, signal.SIGTERM):
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP; keep that
-                before[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -61,19 +61,10 @@ class EmulatedGroup(dist.ProcessGroup):
     def setGroupDesc(self, desc: str) -> None:
         self._group_desc = desc
 
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._group_name
-
-    @property
-    def group_desc(self) -> str:  # type: ignore[override]
-        return self._group_desc
-
-    def _set_group_name(self, name: str) -> None:  # type: ignore[override]
-        self._group_name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._group_desc = desc
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def getRank(self) -> int:
         return self._ranks.index(self._client.rank)
