@@ -305,10 +305,10 @@ check("wrap_model", wrap_model)
 # - `shuffle=True`: one permutation of `0 … n-1` which is the same on every rank and depends only on
 #   `seed` and `epoch`. Another epoch or another seed gives another order.
 # - `shuffle=False`: the order is `0, 1, …, n-1`.
-# - Each rank takes its share of that order, following the table. First shuffle all $n$ samples, then
-#   cut or pad: what `"drop"` loses must not be the same samples in every epoch.
-# - Which rank gets which sample is up to you, and so is what `"pad"` repeats, and how often. It must
-#   work even if there are fewer samples than ranks.
+# - Each rank takes its share of that order, following the table. First shuffle all $n$ samples,
+#   then cut or pad: what `"drop"` loses must not be the same samples in every epoch.
+# - Which rank gets which sample is up to you, and so is what `"pad"` repeats, and how often. It
+#   must work even if there are fewer samples than ranks.
 # - `set_epoch(epoch)`: the next iteration uses this epoch. It starts with epoch 0.
 # - PyTorch's global generator stays where it is: ranks use it for other things.
 #
@@ -492,8 +492,8 @@ def train_single(
 # - `loss_fn(prediction, target)` gives the mean over a batch. Call it once per batch, before the
 #   step of that batch, for the gradient and for the loss that you report.
 # - Return one `float` per epoch: the mean loss over all samples of **all** ranks, each sample with
-#   the same weight. Ranks have equally many batches, but not always equally many samples. Every rank
-#   returns the same list.
+#   the same weight. Ranks have equally many batches, but not always equally many samples. Every
+#   rank returns the same list.
 #
 # <details><summary>Hint 1: sampler and shuffle</summary>
 #
@@ -1332,8 +1332,8 @@ check("ddp_overlap", DDP)
 # %% [markdown]
 # The last check does the same on another cluster and with its own model: equal layers that take
 # unequal time, and a cap that holds two of them. If communication hides behind backward, the
-# efficiency is above 0.9. All-reduces after backward land near 0.6, one for each layer near 0.8, and
-# so does a hook that waits for the bucket before.
+# efficiency is above 0.9. All-reduces after backward land near 0.6, one for each layer near 0.8,
+# and so does a hook that waits for the bucket before.
 
 # %% check="ddp_scaling"
 check("ddp_scaling", DDP)

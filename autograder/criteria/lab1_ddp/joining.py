@@ -279,6 +279,12 @@ class _NotesWrapping(nn.Module):
                 i if isinstance(i, int) else torch.device(i).index for i in device_ids
             ]
 
+    def to(self, *_: Any, **__: Any) -> Any:
+        """Stays where it is: the model was to move before it was wrapped."""
+        return self
+
+    cuda = to
+
 
 def _wrap_on_a_gpu(wrap_model: Any) -> Values:
     """How the function wraps a model for cuda:1; empty if that cannot be seen here."""
