@@ -34,8 +34,9 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from minidist.datasets import EpochDataset, ShardedStream, listens, tell_epoch
 from minidist.seeding import derive_seed
 
 Tail = Literal["pad", "drop", "uneven"]
@@ -75,7 +76,7 @@ class DistributedSampler(Sampler[int]):
             raise ValueError(
                 f'DistributedSampler: tail must be "pad", "drop" or "uneven", got {tail!r}'
             )
-        self.num_samples = dataset if isinstance(dataset, int) else len(dataset)
+        self.num_samples = dataset if isinstance(dataset, int) else _length(dataset)
         self.rank = rank
         self.world_size = world_size
         self.shuffle = shuffle
@@ -127,6 +128,16 @@ class DistributedSampler(Sampler[int]):
         return len(range(self.rank, left, self.world_size))
 
 
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError:
+        raise ValueError(
+            f"DistributedSampler: {type(dataset).__name__} has no length, and an order of samples "
+            "needs one; make_loader shares out an IterableDataset as a stream"
+        ) from None
+
+
 def make_loader(
     dataset: Dataset[Any],
     batch_size: int,
@@ -145,7 +156,12 @@ def make_loader(
 ) -> DataLoader[Any]:
     """A loader of this rank's samples with sensible settings; call `set_epoch` before each epoch.
 
+    An `IterableDataset` is shared out as it comes (`minidist.datasets.ShardedStream`): it has no
+    order to shuffle and no length, and its tail is "drop" for training, else "uneven".
+
     Args:
+        dataset: `set_epoch` tells it the epoch, also in its workers, if it has a `set_epoch` or an
+            `epoch` (then `loader.dataset` is a `minidist.datasets.EpochDataset` around it).
         batch_size: samples per rank and batch.
         rank, world_size: of the data-parallel group, as for `DistributedSampler`.
         train: True shuffles, gives every rank the same number of batches, and leaves out a smaller
@@ -175,21 +191,36 @@ def make_loader(
             f"got prefetch_factor={prefetch_factor}, persistent_workers={persistent_workers}, "
             "num_workers=0"
         )
-    sampler = DistributedSampler(
-        dataset,  # type: ignore[arg-type]
-        rank=rank,
-        world_size=world_size,
-        shuffle=train,
-        seed=seed,
-        tail=tail or ("pad" if train else "uneven"),
-    )
+    if persistent_workers is None:
+        persistent_workers = num_workers > 0
+    sampler = None
+    if isinstance(dataset, IterableDataset):
+        dataset = ShardedStream(
+            dataset,
+            rank=rank,
+            world_size=world_size,
+            batch_size=batch_size,
+            seed=seed,
+            tail=tail or ("drop" if train else "uneven"),
+        )
+    else:
+        sampler = DistributedSampler(
+            dataset,  # type: ignore[arg-type]
+            rank=rank,
+            world_size=world_size,
+            shuffle=train,
+            seed=seed,
+            tail=tail or ("pad" if train else "uneven"),
+        )
+        if persistent_workers and listens(dataset):
+            dataset = EpochDataset(dataset)
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
-        persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
+        persistent_workers=persistent_workers,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         drop_last=train if drop_last is None else drop_last,
         collate_fn=collate_fn,
@@ -208,9 +239,14 @@ def set_epoch(loader: DataLoader[Any], epoch: int, num_consumed: int = 0) -> Non
     numbers as an uninterrupted run. (Exception: persistent workers keep their generators between
     epochs, so their numbers are exact only in the first epoch after the loader was made. If this
     matters, draw from `derive_seed(seed, epoch, index)` in the data set.)
+
+    The data set is told the epoch as well, also in workers that live on.
     """
-    sampler = loader.sampler
-    if not isinstance(sampler, DistributedSampler) or loader.generator is None:
+    stream = isinstance(loader.dataset, ShardedStream)
+    sampler: Any = loader.dataset if stream else loader.sampler
+    if not isinstance(sampler, DistributedSampler | ShardedStream) or loader.generator is None:
         raise ValueError(f"set_epoch: wants a loader of make_loader, got one with {sampler!r}")
     sampler.set_epoch(epoch, num_consumed)
+    if not stream:
+        tell_epoch(loader.dataset, epoch)
     loader.generator.manual_seed(derive_seed(sampler.seed, "loader", sampler.rank, epoch))
