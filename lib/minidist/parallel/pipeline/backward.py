@@ -13,6 +13,8 @@ whole path from output to input twice. Instead:
 3. W starts from the cuts, and walks from each cut only to its own weights. So B and W together do
    the arithmetic of one backward pass.
 
+A stage with re-entrant checkpoints (torch.utils.checkpoint) computes everything in B.
+
 >>> from torch import nn
 >>> layer = nn.Linear(3, 2, bias=False)
 >>> x = torch.ones(4, 3, requires_grad=True)
@@ -57,13 +59,20 @@ class SplitBackward:
         self._x, self._y = x, y
         self._gradient: Tensor | None = None
         self._cuts: list[_Cut] | None = None
+        self._is_over = False
 
     def input_gradient(self, gradient: Tensor | None) -> Tensor | None:
         """B: dL/dx from dL/dy (None for a loss). Parameters get no gradient."""
         self._gradient = gradient
         if self._x is None:
             return None
-        self._cuts = _find_cuts(self._x, self._y)
+        try:
+            self._cuts = _find_cuts(self._x, self._y)
+        except _WholeOnly:
+            _accumulate_all(None, self._y, gradient)
+            self._is_over = True
+            input_gradient, self._x.grad = self._x.grad, None
+            return torch.zeros_like(self._x) if input_gradient is None else input_gradient
         edges = [edge for cut in self._cuts or [] for edge in cut.edges]
         wanted: list[Any] = [self._x, *edges]
         input_gradient, *arrived = torch.autograd.grad(
@@ -79,6 +88,8 @@ class SplitBackward:
 
     def weight_gradients(self) -> None:
         """W: add dL/dw to `.grad` of every weight of the stage."""
+        if self._is_over:
+            return
         if self._cuts is None:
             _accumulate_all(self._x, self._y, self._gradient)
         else:
@@ -88,6 +99,10 @@ class SplitBackward:
                 if pairs:
                     edges, gradients = zip(*pairs, strict=True)
                     torch.autograd.backward(edges, gradients, inputs=cut.weights)
+
+
+class _WholeOnly(Exception):
+    """The graph has a re-entrant checkpoint, which torch runs only in one whole backward."""
 
 
 def _find_cuts(x: Tensor, y: Tensor) -> list[_Cut] | None:
@@ -111,6 +126,8 @@ def _find_cuts(x: Tensor, y: Tensor) -> list[_Cut] | None:
         if node in entered:
             continue
         entered.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise _WholeOnly
         todo.append((node, True))
         for child, output_nr in node.next_functions:
             if child is not None:
