@@ -110,6 +110,27 @@ def test_the_curve_does_not_depend_on_the_layout(world_size):
             assert evals == pytest.approx(expected[1], rel=1e-11)
 
 
+RECOMPUTED = {
+    1: [{}],
+    2: [{"pp": 2, "tied": True}, {"zero": 3}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}],
+    4: [{"tp": 2, "pp": 2, "sequence_parallel": True}, {"cp": 2, "zero": 3}, {"zero": 2}, {}],
+}
+
+
+@pytest.mark.parametrize("world_size", RECOMPUTED)
+def test_recomputation_changes_memory_only(world_size):
+    """With dropout: the second forward draws the masks of the first."""
+    configs = [
+        replace(CONFIG, dropout=0.2, steps=4, warmup=1, recompute=recompute, **layout)
+        for layout in RECOMPUTED[world_size]
+        for recompute in (False, True)
+    ]
+    results = run(train_all, world_size, configs, deadline_s=120)[0]
+    for once, twice in zip(results[::2], results[1::2], strict=True):
+        torch.testing.assert_close(twice[0], once[0], rtol=1e-11, atol=0)
+        assert twice[1] == pytest.approx(once[1], rel=1e-11)
+
+
 def test_half_precision_follows_single():
     full = train(replace(CONFIG, precision="fp32", width=24))
     layout = {"tp": 2, "zero": 1, "width": 24}

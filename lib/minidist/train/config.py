@@ -72,6 +72,7 @@ class TrainConfig:
     warmup: int | None = _option(None, "training", "steps until lr is reached; by default a tenth")
     weight_decay: float = _option(0.1, "training", "of AdamW")
     max_norm: float = _option(1.0, "training", "clip gradients to this norm")
+    recompute: bool = _option(False, "training", "compute blocks again in backward: less memory")
     precision: str = _option("fp32", "training", "of matrix products", tuple(PRECISIONS))
     seed: int = _option(0, "training", "of weights, order of samples, dropout")
 

@@ -26,6 +26,7 @@ from minidist.lr import lr_at
 from minidist.mesh import Mesh, make_mesh
 from minidist.model import GPT
 from minidist.parallel.hybrid import HybridTrainer
+from minidist.parallel.recompute import recompute
 from minidist.precision import GradScaler
 from minidist.sampler import make_loader, set_epoch
 from minidist.seeding import seed_all
@@ -153,7 +154,7 @@ def build_trainer(
     model = GPT(config.model).to(device, dtype)
     seed_dropout(config.seed, mesh)
     per_rank = config.global_batch // layout.dp
-    return HybridTrainer(
+    trainer = HybridTrainer(
         model,
         mesh,
         layout,
@@ -163,6 +164,10 @@ def build_trainer(
         lr=config.lr,
         weight_decay=config.weight_decay,
     )
+    for stage in trainer.stages if config.recompute else ():
+        for block in stage.blocks.values():
+            recompute(block)
+    return trainer
 
 
 def seed_dropout(seed: int, mesh: Mesh, step: int = 0) -> None:
