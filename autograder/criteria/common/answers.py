@@ -76,6 +76,21 @@ def described(value: Any) -> Any:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
+def described_scalar(value: Any) -> Any:
+    """`described`, for which a tensor or array without dimensions is a number, too."""
+    return described(value.item() if getattr(value, "ndim", None) == 0 else value)
+
+
 def described_numbers(values: Any) -> Any:
     """`described` for each item of a list or tuple; for anything else what it is."""
     return [described(v) for v in values] if isinstance(values, list | tuple) else described(values)
+
+
+def unit_hint(got: Any, expected: float) -> str:
+    """A sentence if `got` is `expected` in another unit, otherwise ""."""
+    for factor in (1e3, 1e6, 1e-3, 1e-6):
+        if expected and is_close(got, expected * factor, atol=0.0):
+            times = f"{max(factor, 1 / factor):,.0f}"
+            how = f"{times} times" if factor > 1 else f"one {times}th of"
+            return f" That is {how} the right value: look at the unit."
+    return ""
