@@ -26,7 +26,7 @@
 # - predict its time from latency and bandwidth, and say when a tree is faster (task 5);
 # - run DDP's gradients through your own all-reduce (task 6).
 #
-# Plan 60 to 90 minutes. Lecture 2 has the theory. Nothing here needs a GPU.
+# Plan 2 hours. Lecture 2 has the theory. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | all |
 # |---|---|---|---|---|---|---|---|
@@ -188,6 +188,7 @@ check("ring_chunks", chunk_bounds)
 # - A list of $2(N-1)$ pairs `(sent, received)` of chunk numbers, $0 … N-1$.
 # - In the first $N-1$ steps what is received will be *added*, in the other $N-1$ steps it will
 #   *replace* what is there. At the end every rank has every complete chunk.
+# - A rank begins the second half with the chunk whose sum the first half has left it.
 # - All ranks follow their lists at the same time: what rank $r$ sends in a step is what rank $r+1$
 #   receives in that step. Which chunk a rank begins with is up to you.
 #
@@ -341,7 +342,8 @@ check("ring_exchange", exchange)
 # - Contiguous tensors of any shape and size, also with fewer numbers than ranks, or none.
 # - Sends and receives only, to the next and from the previous rank. No rank sends more than
 #   $2\frac{N-1}{N}$ of the tensor, and no message is larger than one chunk.
-# - It keeps one chunk beside the tensor, not a second tensor.
+# - It keeps one chunk beside the tensor, not a second tensor. (A second chunk for a moment, as in
+#   `a + b`, is all right.)
 #
 # <details><summary>Hint 1: the loop</summary>
 #

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from lab_helper import assert_none_confuses, make_case, run_solution, sizes
 
 from autograder.criteria import get_lab
+from autograder.criteria.bonus_ring_all_reduce import plan, stand_ins
+from autograder.criteria.common.tensor_memory import TensorMemory
 from autograder.proof.verify import choose_covering
 from autograder.proof.zoo import load_zoo
 from autograder.referee.referee import draw_for
@@ -60,3 +63,48 @@ def test_draws_are_fresh_and_serve_every_world_size(criterion, world_size):
     assert len(first) == len(again) == world_size
     # A plan has nothing that could be drawn: it is asked for, for several world sizes, whole.
     assert (repr(first) != repr(again)) != criterion.name.startswith("ring_plan_")
+
+
+def _judged(name, ring_steps):
+    answers = [
+        {f"{n}/{r}": ring_steps(r, n) for n in plan.VIRTUAL_WORLDS for r in range(real, n, 4)}
+        for real in range(WORLD_SIZE)
+    ]
+    answers = [{k: [list(pair) for pair in steps] for k, steps in a.items()} for a in answers]
+    return LAB[name].findings(make_case(LAB, LAB[name], answers))
+
+
+@pytest.mark.parametrize(
+    ("ring_steps", "lost"),
+    [
+        (stand_ins.ring_steps, []),
+        (lambda r, n: [((r + s) % n, (r + s - 1) % n) for s in range(2 * (n - 1))], ["reduce"]),
+        (lambda r, n: [((r - s) % n, (r - s - 1) % n) for s in range(n - 1)] * 2, ["gather"]),
+        (lambda r, n: [((r - s) % n, (r - s - 1) % n) for s in range(2 * n - 3)], ["gather"]),
+        (lambda r, n: [(0, 0)] * (2 * (n - 1)), ["reduce"]),
+    ],
+    ids=["ours", "wrong way", "second half anew", "one step short", "one chunk"],
+)
+def test_a_fault_of_the_plan_costs_one_criterion(ring_steps, lost):
+    found = [half for half in ("reduce", "gather") if _judged(f"ring_plan_{half}", ring_steps)]
+    assert found == lost
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 12, 1001])
+def test_our_chunks_are_those_that_are_asked_for(numel):
+    assert (
+        plan._chunks_problem([list(pair) for pair in stand_ins.chunk_bounds(numel, 4)], numel, 4)
+        is None
+    )
+
+
+def test_new_tensors_are_counted_while_they_live():
+    old = torch.zeros(100)
+    with TensorMemory() as memory:
+        old.view(10, 10).add_(1)
+        assert memory.peak_bytes == 0
+        a = old + 1
+        del a
+        b = old * 2
+        b.view(-1).add_(1)
+    assert memory.peak_bytes == 400

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from functools import partial
 
-from autograder.criteria.bonus_ring_all_reduce import model, plan, traffic, values
+from autograder.criteria.bonus_ring_all_reduce import model, plan, stand_ins, traffic, values
 from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.criterion import Criterion, Lab
 
+_after_plan = {
+    "stand_ins": {
+        "chunk_bounds": stand_ins.chunk_bounds,
+        "ring_steps": stand_ins.ring_steps,
+        "exchange": stand_ins.exchange,
+    },
+    "relies_on": ("ring_chunks", "ring_plan_reduce", "ring_plan_gather", "ring_exchange"),
+}
+_after_all_reduce = {
+    "stand_ins": _after_plan["stand_ins"] | {"ring_all_reduce": stand_ins.ring_all_reduce},
+    "relies_on": (*_after_plan["relies_on"], "ring_sum", "ring_ops", "ring_small", "ring_bytes"),
+}
+_after_seconds = {
+    "stand_ins": {"ring_seconds": model.ring_s, "tree_seconds": model.tree_s},
+    "relies_on": ("ring_seconds",),
+}
 _plan = partial(Criterion, task="Task 2, who sends what", observe=plan.observe_steps, world="none")
 _values = partial(
-    Criterion, task="Task 4, the all-reduce", observe=values.observe, judge=values.judge
+    Criterion,
+    task="Task 4, the all-reduce",
+    observe=values.observe,
+    **_after_plan,
 )
 _traffic = partial(
     Criterion,
@@ -20,6 +39,7 @@ _traffic = partial(
     observe=traffic.observe,
     world="emulated",
     deadline_s=40.0,
+    **_after_plan,
 )
 _model = partial(Criterion, task="Task 5, seconds", draw=model.draw, world="none")
 
@@ -54,10 +74,12 @@ LAB = Lab(
             task="Task 3, the exchange", draw=values.draw_exchange,
             observe=values.observe_exchange, judge=values.judge_exchange,
         ),
-        _values(name="ring_sum", title="the sum over all ranks", points=12, draw=values.draw_sum),
-        _values(name="ring_ops", title="mean and maximum", points=6, draw=values.draw_ops),
+        _values(name="ring_sum", title="the sum over all ranks", points=12, draw=values.draw_sum,
+                judge=values.judge_sum),
+        _values(name="ring_ops", title="mean and maximum", points=6, draw=values.draw_ops,
+                judge=values.judge),
         _values(name="ring_small", title="fewer numbers than ranks", points=6,
-                draw=values.draw_small),
+                draw=values.draw_small, judge=values.judge),
         _traffic(name="ring_bytes", title="2 (N - 1) / N of the tensor leaves each rank",
                  points=10, judge=traffic.judge_bytes),
         _traffic(name="ring_neighbours", title="to the next rank only", points=6,
@@ -71,7 +93,7 @@ LAB = Lab(
             observe=model.observe_seconds, judge=model.judge_seconds,
         ),
         _model(
-            name="ring_choice", title="ring or tree", points=4,
+            name="ring_choice", title="ring or tree", points=4, **_after_seconds,
             observe=model.observe_choice, judge=model.judge_choice,
         ),
         _model(
@@ -81,6 +103,7 @@ LAB = Lab(
         Criterion(
             name="ring_hook", title="DDP's gradients through the ring", points=5,
             task="Task 6, DDP", world="emulated", plan=charge_plan, deadline_s=40.0,
+            **_after_all_reduce,
             draw=traffic.draw_hook, observe=traffic.observe_hook, judge=traffic.judge_hook,
         ),
     ),

@@ -8,22 +8,28 @@ from typing import Any
 
 import numpy as np
 
+from autograder.criteria.common.answers import returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
 CASES = 8
 
 
 def draw(source: Draw) -> list[Values]:
-    """Sizes, clusters and seconds; ring and tree differ by over 10 %, each is faster in half."""
+    """Sizes, clusters and seconds; ring and tree differ by over 10 %, each is faster in half.
+
+    Each size comes with both answers, so that no number of bytes decides.
+    """
     inputs = []
     for rank in range(source.world_size):
         rng = source.private(rank)
         cases: list[list[float]] = []
+        num_bytes = 0.0
         while len(cases) < CASES:
+            if len(cases) % 2 == 0:
+                num_bytes = float(round(10 ** rng.uniform(4, 6)))
             n = int(rng.integers(3, 200))
             latency_s = float(10 ** rng.uniform(-6, -4))
             bandwidth = float(10 ** rng.uniform(9, 11.5))
-            num_bytes = float(round(10 ** rng.uniform(2, 10)))
             ring, tree = (f(num_bytes, n, latency_s, bandwidth) for f in (ring_s, tree_s))
             wanted = ring < tree if len(cases) % 2 else tree < ring
             if wanted and abs(math.log(ring / tree)) > 0.1:
@@ -59,8 +65,8 @@ def observe_seconds(functions: Any, inputs: Values, context: Context) -> Values:
     ring, tree = functions
     arguments = [_arguments(case) for case in inputs["cases"]]
     return {
-        "ring": np.array([float(ring(*a)) for a in arguments]),
-        "tree": np.array([float(tree(*a)) for a in arguments]),
+        "ring": np.array([returned(ring(*a), "ring_seconds") for a in arguments]),
+        "tree": np.array([returned(tree(*a), "tree_seconds") for a in arguments]),
     }
 
 
@@ -110,7 +116,11 @@ def judge_choice(case: Case) -> Iterator[Finding]:
 def observe_bus(bus_bandwidth: Any, inputs: Values, context: Context) -> Values:
     """The bus bandwidth of every measurement."""
     pairs = zip(inputs["cases"], inputs["seconds"], strict=True)
-    return {"found": np.array([float(bus_bandwidth(int(c[0]), int(c[1]), s)) for c, s in pairs])}
+    return {
+        "found": np.array(
+            [returned(bus_bandwidth(int(c[0]), int(c[1]), s), "bus_bandwidth") for c, s in pairs]
+        )
+    }
 
 
 def judge_bus(case: Case) -> Iterator[Finding]:

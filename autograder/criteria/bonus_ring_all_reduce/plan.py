@@ -6,10 +6,12 @@ A plan is a function of rank and world size, so every real rank evaluates severa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from autograder.criteria.common.answers import item_of, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 VIRTUAL_WORLDS = (2, 3, 5, 8)
@@ -33,7 +35,10 @@ def observe_chunks(chunk_bounds: Any, inputs: Values, context: Context) -> Value
     """Begin and end of every chunk."""
     return {
         "bounds": [
-            [[integer(begin, "begin"), integer(end, "end")] for begin, end in chunk_bounds(*case)]
+            [
+                [integer(begin, "begin"), integer(end, "end")]
+                for begin, end in returned(chunk_bounds(*case), "chunk_bounds")
+            ]
             for case in inputs["cases"]
         ]
     }
@@ -43,15 +48,11 @@ def judge_chunks(case: Case) -> Iterator[Finding]:
     """Requires consecutive chunks that cover everything once and differ by at most one."""
     for rank, answer in enumerate(case.answers):
         for number, (numel, chunks) in enumerate(case.inputs[rank]["cases"]):
-            bounds = _item(answer.get("bounds"), number)
+            bounds = item_of(answer.get("bounds"), number)
             problem = _chunks_problem(bounds, numel, chunks)
             if problem:
                 yield Finding(f"chunk_bounds({numel}, {chunks}): {problem}", rank)
                 break
-
-
-def _item(values: Any, number: int) -> Any:
-    return values[number] if isinstance(values, list) and number < len(values) else None
 
 
 def _pairs(values: Any) -> list[tuple[int, int]] | None:
@@ -100,99 +101,133 @@ def observe_steps(ring_steps: Any, inputs: Values, context: Context) -> Values:
         for rank in range(context.rank, world_size, context.world_size):
             answer[f"{world_size}/{rank}"] = [
                 [integer(sent, "a chunk to send"), integer(received, "a chunk to receive")]
-                for sent, received in ring_steps(rank, world_size)
+                for sent, received in returned(ring_steps(rank, world_size), "ring_steps")
             ]
     return answer
 
 
-def _plan(case: Case, world_size: int) -> list[list[tuple[int, int]]] | Finding:
-    """The steps of each virtual rank if all steps fit together, otherwise a finding."""
-    plan = []
-    for rank in range(world_size):
+@dataclass(frozen=True)
+class _Half:
+    """N - 1 steps of all ranks of one virtual world: per rank its pairs (sent, received)."""
+
+    n: int
+    steps: list[list[tuple[int, int]]]
+
+    def walk(self) -> list[list[tuple[int, int]]]:
+        """The steps, relative to the chunk that a rank sends first."""
+        return [
+            [((sent - own[0][0]) % self.n, (got - own[0][0]) % self.n) for sent, got in own]
+            for own in self.steps
+        ]
+
+
+def _half(case: Case, n: int, first: bool) -> _Half | Finding:
+    """The steps of one half if they fit together, otherwise a finding."""
+    halves = []
+    for rank in range(n):
         real = rank % case.world_size
-        steps = _pairs(case.answers[real].get(f"{world_size}/{rank}"))
-        where = f"ring_steps({rank}, {world_size})"
-        if steps is None or len(steps) != 2 * (world_size - 1):
-            got = "no list of pairs" if steps is None else f"{len(steps)} steps"
-            return Finding(f"{where}: expected {2 * (world_size - 1)} steps, got {got}.", real)
-        if any(not 0 <= chunk < world_size for step in steps for chunk in step):
-            return Finding(f"{where}: chunks have the numbers 0 to {world_size - 1}.", real)
-        plan.append(steps)
-    for step in range(2 * (world_size - 1)):
-        for rank in range(world_size):
-            sent, received = plan[rank - 1][step][0], plan[rank][step][1]
+        steps = _pairs(case.answers[real].get(f"{n}/{rank}"))
+        where = f"ring_steps({rank}, {n})"
+        if steps is None:
+            return Finding(f"{where}: expected a list of pairs (sent, received).", real)
+        # Steps that are missing at the end, or too many, are a fault of the second half.
+        if len(steps) < n - 1 if first else len(steps) != 2 * (n - 1):
+            return Finding(f"{where}: expected {2 * (n - 1)} steps, got {len(steps)}.", real)
+        half = steps[: n - 1] if first else steps[n - 1 :]
+        if any(not 0 <= chunk < n for step in half for chunk in step):
+            return Finding(f"{where}: chunks have the numbers 0 to {n - 1}.", real)
+        halves.append(half)
+    for step in range(n - 1):
+        for rank in range(n):
+            sent, received = halves[rank - 1][step][0], halves[rank][step][1]
             if sent != received:
                 return Finding(
-                    f"{world_size} ranks, step {step}: rank {(rank - 1) % world_size} sends chunk "
-                    f"{sent} to rank {rank}, which expects chunk {received}.",
+                    f"{n} ranks, step {step if first else n - 1 + step}: rank {(rank - 1) % n} "
+                    f"sends chunk {sent} to rank {rank}, which expects chunk {received}.",
                     rank % case.world_size,
                 )
-    return plan
+    return _Half(n, halves)
 
 
-def judge_reduce(case: Case) -> list[Finding]:
+def _sums(half: _Half) -> list[list[int]] | Finding:
+    """Per rank the chunks whose sum it has after the first half, or why there are none.
+
+    The rank of the finding is a virtual one.
+    """
+    n = half.n
+    # held[r, c, k]: how often chunk c of rank r contains the numbers of rank k.
+    held = np.stack([np.tile(np.eye(n, dtype=int)[rank], (n, 1)) for rank in range(n)])
+    for step in range(n - 1):
+        sent = [held[rank, half.steps[rank][step][0]].copy() for rank in range(n)]
+        for rank in range(n):
+            held[rank, half.steps[rank][step][1]] += sent[rank - 1]
+    whole = [[c for c in range(n) if (held[rank, c] == 1).all()] for rank in range(n)]
+    for rank, chunks in enumerate(whole):
+        if not chunks:
+            found = f"the best chunk holds {int((held[rank] > 0).sum(axis=1).max())} ranks"
+            if (held[rank] > 1).any():
+                found = "some numbers were added twice"
+            return Finding(
+                f"{n} ranks, after {n - 1} steps: rank {rank} has no chunk with everybody's "
+                f"numbers in it, once each; {found}. Send on what you have just added to.",
+                rank,
+            )
+    if len({chunks[0] for chunks in whole}) < n:
+        return Finding(f"{n} ranks: two of them have the sum of the same chunk.")
+    return whole
+
+
+def judge_reduce(case: Case) -> Iterator[Finding]:
     """Requires that N - 1 adding steps give each rank the whole sum of a different chunk."""
-    findings: list[Finding] = []
     for n in VIRTUAL_WORLDS:
-        plan = _plan(case, n)
-        if isinstance(plan, Finding):
-            return [plan]
-        # held[r, c, k]: how often chunk c of rank r contains the numbers of rank k.
-        held = np.stack([np.tile(np.eye(n, dtype=int)[rank], (n, 1)) for rank in range(n)])
-        for step in range(n - 1):
-            sent = [held[rank, plan[rank][step][0]].copy() for rank in range(n)]
-            for rank in range(n):
-                held[rank, plan[rank][step][1]] += sent[rank - 1]
-        whole = [[c for c in range(n) if (held[rank, c] == 1).all()] for rank in range(n)]
-        for rank, chunks in enumerate(whole):
-            if not chunks:
-                found = f"the best chunk holds {int((held[rank] > 0).sum(axis=1).max())} ranks"
-                if (held[rank] > 1).any():
-                    found = "some numbers were added twice"
-                findings.append(
-                    Finding(
-                        f"{n} ranks, after {n - 1} steps: rank {rank} has no chunk with "
-                        f"everybody's numbers in it, once each; {found}. Send on what you have "
-                        "just added to.",
-                        rank % case.world_size,
-                    )
-                )
-                break
-        if findings:
-            break
-        if len({chunks[0] for chunks in whole}) < n:
-            findings.append(Finding(f"{n} ranks: two of them have the sum of the same chunk."))
-            break
-    return findings
+        half = _half(case, n, first=True)
+        found = half if isinstance(half, Finding) else _sums(half)
+        if isinstance(found, Finding):
+            rank = None if found.rank is None else found.rank % case.world_size
+            yield replace(found, rank=rank)
+            return
 
 
 def judge_gather(case: Case) -> Iterator[Finding]:
     """Requires that N - 1 more steps give all sums to all ranks.
 
-    The judge assumes that each rank already has the sum of the chunk that it sends first.
+    A rank begins with what the first half has left it. If that is no sum, `judge_reduce` has said
+    so. The second half is then judged as if each rank had the sum that it sends first; and not at
+    all if it repeats the steps of the first half, because then it repeats their mistake.
     """
     for n in VIRTUAL_WORLDS:
-        plan = _plan(case, n)
-        if isinstance(plan, Finding):
-            yield plan
+        half, before = _half(case, n, first=False), _half(case, n, first=True)
+        if isinstance(half, Finding):
+            yield half
             return
-        has = [{plan[rank][n - 1][0]} for rank in range(n)]
-        for step in range(n - 1, 2 * (n - 1)):
-            for rank in range(n):
-                if plan[rank][step][0] not in has[rank]:
-                    yield Finding(
-                        f"{n} ranks, step {step}: rank {rank} sends chunk {plan[rank][step][0]}, "
-                        "whose sum it does not have yet.",
-                        rank % case.world_size,
-                    )
-                    return
-            for rank in range(n):
-                has[rank].add(plan[rank][step][1])
-        for rank in range(n):
-            if len(has[rank]) < n:
-                missing = sorted(set(range(n)) - has[rank])
-                yield Finding(
-                    f"{n} ranks, at the end: rank {rank} lacks the sums of chunks {missing}.",
-                    rank % case.world_size,
-                )
+        left = before if isinstance(before, Finding) else _sums(before)
+        if isinstance(left, Finding):
+            if isinstance(before, _Half) and half.walk() == before.walk():
                 return
+            left = [[steps[0][0]] for steps in half.steps]
+        if problem := _gather_problem(half, [set(chunks) for chunks in left], case.world_size):
+            yield problem
+            return
+
+
+def _gather_problem(half: _Half, has: list[set[int]], world_size: int) -> Finding | None:
+    """What is wrong with handing round, if rank r begins with the sums of the chunks `has[r]`."""
+    n = half.n
+    for step in range(n - 1):
+        for rank, own in enumerate(half.steps):
+            if own[step][0] not in has[rank]:
+                return Finding(
+                    f"{n} ranks, step {n - 1 + step}: rank {rank} sends chunk {own[step][0]}, "
+                    f"whose sum it does not have yet. It has the sums of chunks "
+                    f"{sorted(has[rank])}.",
+                    rank % world_size,
+                )
+        for rank, own in enumerate(half.steps):
+            has[rank].add(own[step][1])
+    for rank, chunks in enumerate(has):
+        if missing := sorted(set(range(n)) - chunks):
+            return Finding(
+                f"{n} ranks, at the end: rank {rank} lacks the sums of chunks {missing}.",
+                rank % world_size,
+            )
+    return None

@@ -1,6 +1,6 @@
 """Divides by 3, the number of ranks on the student's own desk.
 
-loses: ring_ops, ring_hook
+loses: ring_ops
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,6 @@
 """Divides by N whenever something is added.
 
-loses: ring_ops, ring_hook
+loses: ring_ops
 """
 
 # ruff: noqa: F821

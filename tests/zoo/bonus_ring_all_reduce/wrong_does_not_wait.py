@@ -1,6 +1,6 @@
 """Never waits for what comes in.
 
-loses: ring_exchange, ring_sum, ring_ops, ring_small, ring_bytes, ring_hook
+loses: ring_exchange
 """
 
 # ruff: noqa: F821

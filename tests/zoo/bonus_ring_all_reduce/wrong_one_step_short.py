@@ -1,7 +1,6 @@
 """N - 2 steps in the second half: one chunk never arrives.
 
-loses: ring_plan_reduce, ring_plan_gather, ring_sum, ring_ops, ring_small, ring_bytes, ring_time,
-    ring_hook
+loses: ring_plan_gather
 """
 
 

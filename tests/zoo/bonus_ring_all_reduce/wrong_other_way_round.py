@@ -1,7 +1,6 @@
 """Sends to the left and receives from the right.
 
-loses: ring_exchange, ring_sum, ring_ops, ring_small, ring_bytes, ring_neighbours, ring_messages,
-    ring_time, ring_hook
+loses: ring_exchange
 """
 
 # ruff: noqa: F821

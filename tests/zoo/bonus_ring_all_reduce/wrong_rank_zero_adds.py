@@ -1,6 +1,7 @@
 """Everybody sends to rank 0, which adds up and sends the result to everybody.
 
 loses: ring_bytes, ring_neighbours, ring_messages, ring_time
+because: a star breaks all that makes a ring: whole tensors, to everybody, over one link
 """
 
 # ruff: noqa: F821

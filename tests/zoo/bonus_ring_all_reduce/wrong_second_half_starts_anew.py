@@ -1,6 +1,6 @@
 """Begins the second half with the chunk of its own number, whose sum it does not have.
 
-loses: ring_sum, ring_ops, ring_small, ring_bytes, ring_hook
+loses: ring_plan_gather
 """
 
 

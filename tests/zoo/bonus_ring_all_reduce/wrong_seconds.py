@@ -1,6 +1,6 @@
 """Forgets that a step of the ring carries one N-th only.
 
-loses: ring_seconds, ring_choice
+loses: ring_seconds
 """
 
 # ruff: noqa: F821

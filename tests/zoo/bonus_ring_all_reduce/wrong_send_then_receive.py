@@ -1,10 +1,7 @@
 """Sends first and receives then: everybody waits for the right neighbour.
 
-loses: ring_exchange, ring_sum, ring_ops, ring_small
+loses: ring_exchange
 status: ring_exchange TIMEOUT
-status: ring_sum TIMEOUT
-status: ring_ops TIMEOUT
-status: ring_small TIMEOUT
 class: example
 """
 

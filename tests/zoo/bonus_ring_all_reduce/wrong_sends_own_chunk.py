@@ -1,6 +1,6 @@
 """Sends its own chunk in every step of the first half.
 
-loses: ring_plan_reduce, ring_sum, ring_ops, ring_small, ring_bytes, ring_hook
+loses: ring_plan_reduce
 class: example
 """
 

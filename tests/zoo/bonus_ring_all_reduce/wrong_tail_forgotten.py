@@ -1,6 +1,6 @@
 """Chunks of numel // N: what is left over belongs to none.
 
-loses: ring_chunks, ring_sum, ring_ops, ring_small, ring_hook
+loses: ring_chunks
 class: example
 """
 

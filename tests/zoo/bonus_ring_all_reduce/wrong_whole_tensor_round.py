@@ -2,6 +2,7 @@
 
 loses: ring_bytes, ring_messages, ring_time
 class: example
+because: N times as much in each message is N times the bytes and N times the seconds
 """
 
 # ruff: noqa: F821

@@ -1,0 +1,31 @@
+"""One buffer for all that comes in, in both halves; begins two chunks before its own.
+
+loses: nothing
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task2_steps"
+def ring_steps(rank, world_size):
+    walk = [(rank - 2 - step) % world_size for step in range(2 * world_size - 1)]
+    return list(pairwise(walk))
+
+
+# %% replaces="task4_all_reduce"
+def ring_all_reduce(tensor, op="sum"):
+    n, flat = dist.get_world_size(), tensor.view(-1)
+    bounds = chunk_bounds(flat.numel(), n)
+    spare = torch.empty(max(e - b for b, e in bounds), dtype=flat.dtype, device=flat.device)
+    for step, (sent, received) in enumerate(ring_steps(dist.get_rank(), n)):
+        (a, b), (c, d) = bounds[sent], bounds[received]
+        exchange(flat[a:b], spare[: d - c])
+        if step >= n - 1:
+            flat[c:d] = spare[: d - c]
+        elif op == "max":
+            torch.max(flat[c:d], spare[: d - c], out=flat[c:d])
+        else:
+            flat[c:d] += spare[: d - c]
+    if op == "mean":
+        flat *= 1 / n
+    return tensor
