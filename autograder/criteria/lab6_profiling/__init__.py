@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.common.gpu_meter import draw_seeds
-from autograder.criteria.criterion import Criterion, Lab
+from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab6_profiling import (
     buckets,
     causes,
@@ -25,10 +25,28 @@ _LOADER = "Task 4, load data ahead"
 _BUCKETS = "Task 5, buckets that fit the network"
 _SCALING = "Task 6, how it scales"
 
-_after_covered = {"stand_ins": {"covered": spans.covered}, "relies_on": ("prof_utilisation",)}
+# What later functions may call, and the criteria that judge it.
+_UTILISATION = {"covered": spans.covered, "utilisation": shares.utilisation}
+_OVERLAP = _UTILISATION | {"overlap": shares.overlap}
+_after_utilisation = {"stand_ins": _UTILISATION, "relies_on": ("prof_utilisation",)}
+_after_overlap = {"stand_ins": _OVERLAP, "relies_on": ("prof_utilisation", "prof_overlap")}
+_after_shares = {
+    "stand_ins": _OVERLAP | {"breakdown": shares.breakdown},
+    "relies_on": ("prof_utilisation", "prof_overlap", "prof_breakdown"),
+}
+_after_plan = {
+    "stand_ins": {"plan_buckets": buckets.fill_buckets},
+    "relies_on": ("prof_bucket_plan",),
+}
 _share = partial(Criterion, task=_SHARES, world="none", deadline_s=20.0)
 _cause = partial(
-    Criterion, task=_CAUSES, world="none", observe=causes.observe, points=4, deadline_s=30.0
+    Criterion,
+    task=_CAUSES,
+    world="none",
+    observe=causes.observe,
+    points=4,
+    deadline_s=30.0,
+    **_after_shares,
 )
 _loader = partial(Criterion, task=_LOADER, world="none", deadline_s=40.0)
 _plan = partial(Criterion, task=_BUCKETS, world="none", deadline_s=30.0)
@@ -46,6 +64,14 @@ LAB = Lab(
     title="Profiling and performance",
     practice_world_size=2,
     grading_world_size=3,
+    gates=(
+        Gate(
+            "causes",
+            ("prof_finds_loader", "prof_finds_copies", "prof_finds_logging", "prof_finds_straggler",
+             "prof_finds_buckets"),
+            needed=3,
+        ),
+    ),
     withheld={
         "minidist.profile.trace": "spans of a trace",
         "minidist.profile.overlap": "shares of time",
@@ -76,12 +102,13 @@ LAB = Lab(
             judge=shares.judge_utilisation,
         ),
         _share(
-            name="prof_overlap", title="how much communication hides", points=5, **_after_covered,
+            name="prof_overlap", title="how much communication hides", points=5,
             draw=shares.draw_overlap, observe=shares.observe_share, judge=shares.judge_overlap,
+            **_after_utilisation,
         ),
         _share(
             name="prof_breakdown", title="every moment belongs to one part", points=5,
-            **_after_covered,
+            **_after_overlap,
             draw=shares.draw_breakdown, observe=shares.observe_breakdown,
             judge=shares.judge_breakdown,
         ),
@@ -106,11 +133,11 @@ LAB = Lab(
             **causes.functions("straggler"),
         ),
         _cause(
-            name="prof_finds_buckets", title="finds buckets that are too small",
+            name="prof_finds_buckets", title="tells small buckets from waiting for a rank",
             **causes.functions("buckets"),
         ),
         _cause(
-            name="prof_finds_nothing", title="leaves a healthy run alone",
+            name="prof_finds_nothing", title="leaves a healthy run alone, up to the limit",
             **causes.functions(causes.NONE),
         ),
         _loader(
@@ -141,6 +168,7 @@ LAB = Lab(
         ),
         _plan(
             name="prof_bucket_tune", title="the plan that suits a network", points=4,
+            **_after_plan,
             draw=buckets.draw_tuning, observe=buckets.observe_tuning, judge=buckets.judge_tuning,
         ),
         Criterion(

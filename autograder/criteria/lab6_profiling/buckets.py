@@ -12,9 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import as_number, is_close
+from autograder.criteria.common.answers import (
+    as_number,
+    described_scalar,
+    is_close,
+    item_of,
+    returned,
+    unit_hint,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
-from autograder.criteria.lab6_profiling.spans import nth
 
 SLACK = 1.04  # a step may take this many times as long as with the best equal caps
 MAX_MEASUREMENTS = 64
@@ -60,7 +66,8 @@ def best_plan(sizes: Sequence[float], measure: Callable[[Plan], float]) -> Plan:
 
 def read_plan(value: Any, what: str) -> Plan:
     """A student's plan as lists of ints."""
-    return [[integer(i, f"an index from {what}") for i in bucket] for bucket in value]
+    plan = returned(value, what)
+    return [[integer(i, f"an index from {what}") for i in bucket] for bucket in plan]
 
 
 # --- plan_buckets --------------------------------------------------------------------------------
@@ -93,7 +100,7 @@ def judge_plans(case: Case) -> Iterator[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             sizes, cap = drawn["sizes"], drawn["cap"]
-            wanted, got = fill_buckets(sizes, cap), nth(answer.get("plans"), number)
+            wanted, got = fill_buckets(sizes, cap), item_of(answer.get("plans"), number)
             if [sorted(b) for b in wanted] != _sorted_buckets(got):
                 yield Finding(
                     f"sizes {sizes}, cap {cap}: expected {wanted}, got {got!r}."
@@ -182,7 +189,7 @@ def draw_predictions(draw: Draw) -> list[Values]:
 def observe_predictions(predict_step: Any, inputs: Values, context: Context) -> Values:
     """Predicted seconds for every case."""
     seconds = [
-        float(
+        described_scalar(
             predict_step(
                 [list(b) for b in case["plan"]],
                 list(case["sizes"]),
@@ -200,7 +207,7 @@ def judge_predictions(case: Case) -> Iterator[Finding]:
     """The predicted seconds equal those of `step_seconds`."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
-            got = nth(answer.get("seconds"), number)
+            got = item_of(answer.get("seconds"), number)
             wanted = _seconds(drawn, drawn["plan"])
             if not is_close(got, wanted):
                 yield Finding(
@@ -226,6 +233,8 @@ def _explain_prediction(got: Any, drawn: Values) -> str:
         return " That is without overlap: a bucket travels while backward goes on."
     if is_close(got, max(compute, *alone)):
         return " The network carries one bucket at a time."
+    if hint := unit_hint(got, _seconds(drawn, drawn["plan"])):
+        return hint
     value = as_number(got)
     if value is not None and value < compute:
         return " A step is never shorter than its computation."
@@ -279,8 +288,8 @@ def judge_tuning(case: Case) -> Iterator[Finding]:
     """The plan is about as good as the best equal caps, which are at least 90 % efficient."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, network in enumerate(inputs["cases"]):
-            got = nth(answer.get("plans"), number)
-            if problem := _tuning_problem(got, nth(answer.get("counts"), number), network):
+            got = item_of(answer.get("plans"), number)
+            if problem := _tuning_problem(got, item_of(answer.get("counts"), number), network):
                 yield Finding(problem, rank)
                 break
 

@@ -1,174 +1,192 @@
-"""Criteria for finding what slows a run down: traces of several ranks with one planted cause.
+"""Criteria for finding what slows a run down: each asks for one line of the lab's table.
 
-Names, magnitudes, the number of ranks and steps, and the rank that causes the loss are drawn. In
-every trace much work is hidden behind computation (loading ahead, logging, copies, collectives).
-The hidden work costs no time, although it is longer than the planted loss. Losses that are not
-planted stay below 5 % of a step, and planted losses are above 20 %; the limit in the lab's rule is
-10 %. A planted slow loader or copy affects one rank in the second trace and all ranks in the other
-traces. The third trace has a second, smaller planted loss, except for "buckets" and "none".
+A run is made from a table: seconds of each part, per step and rank, which are drawn. So a criterion
+can ask for its own cause alone. Its runs are wrong for whoever takes another aggregate for this
+cause (a mean for the most, one rank for all), and other causes are so small and so equal on all
+ranks that another aggregate for them changes nothing. What has to do with all causes (the warm-up
+step, sums over steps, the limit, what hides behind computation) is asked for by "none" alone.
+
+A run must be called by the cause, or must not be called by it; what else a run is called that must
+not be called so is judged elsewhere. Choices that pass: any way to add up, a largest loss among
+equal ones, one window over all steps that count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from autograder.criteria.common.answers import item_of, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.criteria.lab6_profiling.spans import Span, draw_name, nth, pack, unpack
+from autograder.criteria.lab6_profiling.runs import Run
+from autograder.criteria.lab6_profiling.shares import breakdown
+from autograder.criteria.lab6_profiling.spans import KINDS, Span, pack, unpack
 
 CAUSES = ("loader", "copies", "logging", "straggler", "buckets")
-_WAITS = (("logging", "host"), ("loader", "loader"), ("copies", "copy"))
 NONE = "none"
-TRACES = 3
-_HINTS = {
-    "loader": "the device stands still until its batch has come, on some rank",
-    "copies": "the device stands still while its batch is copied, on some rank",
-    "logging": "on one rank the device stands still while the host writes a log; all others wait "
-    "for that rank in the next all-reduce",
-    "straggler": "one rank computes longer than the others, and they wait for it",
-    "buckets": "on every rank, the last one to arrive as well, communication goes on long after "
-    "the computation; the buckets are many and small",
-    NONE: "whatever happens beside computation costs nothing, and steps[0] is a warm-up step",
+NAMES = (*CAUSES, NONE)
+LIMIT = 0.1
+_PART = {"loader": "loader", "copies": "copy", "logging": "host", "buckets": "communication"}
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+def _planted(rng: np.random.Generator, cause: str, ranks: Any, rivals: float = 0.0) -> Run:
+    """A run that loses 22 to 28 % with `cause` on some of its ranks, in every step alike.
+
+    Args:
+        ranks: makes the list of guilty ranks from the number of ranks.
+        rivals: the first rank's exposed share of loading or copies, whichever is not the cause.
+    """
+    run = Run.quiet(rng)
+    guilty = ranks(run.num_ranks)
+    run.add("compute" if cause == "straggler" else _PART[cause], rng.uniform(0.22, 0.28), guilty)
+    if rivals:
+        run.add("copy" if cause == "loader" else "loader", rivals, [0])
+    return run
+
+
+def _some(rng: np.random.Generator, cause: str) -> Iterator[tuple[bool, Run, str]]:
+    """Slow on all ranks, on the first, a middle and the last one."""
+    run = _planted(rng, cause, lambda n: list(range(n)))
+    run.across = _PART[cause]
+    yield True, run, "every rank loses the same, and what is exposed goes on into the next step"
+    for ranks in (lambda n: [0], lambda n: [n // 2], lambda n: [n - 1]):
+        yield True, _planted(rng, cause, ranks), "one rank alone loses it"
+
+
+def _copies(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
+    """As `_some`; and with loading, once as the smaller and once as the larger loss."""
+    yield from _some(rng, "copies")
+    why = "two losses are above the limit; the larger one is the answer"
+    yield True, _planted(rng, "copies", lambda n: list(range(n)), rivals=0.14), why
+    yield False, _planted(rng, "loader", lambda n: list(range(n)), rivals=0.14), why
+
+
+def _logging(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
+    """One rank logs in some steps only, so that no step stands for the run."""
+    for place, steps in enumerate(([1], [5], [2, 4], [1, 3, 5])):
+        run = Run.quiet(rng, steps=5)
+        guilty = (0, run.num_ranks - 1, run.num_ranks // 2, 0)[place]
+        share = float(rng.uniform(0.24, 0.3))
+        seconds = share / (1 - share) * 5 / len(steps)
+        for step in steps:
+            run.add("host", seconds, [guilty], [step])
+            run.lengths[step] += seconds
+        yield True, run, f"one rank logs, in {len(steps)} of the 5 steps that count"
+
+
+def _straggler(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
+    """One rank computes longer, or all but one do."""
+    for ranks in (lambda n: [0], lambda n: [n // 2], lambda n: [n - 1]):
+        yield True, _planted(rng, "straggler", ranks), "one rank computes longer than all others"
+    for fast in (1, -1):
+        ranks = partial(_all_but, which=fast)
+        yield True, _planted(rng, "straggler", ranks), "all ranks but one compute longer"
+
+
+def _all_but(num_ranks: int, which: int) -> list[int]:
+    return [r for r in range(num_ranks) if r != which % num_ranks]
+
+
+def _buckets(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
+    """A slow network that all ranks see; and ranks that only wait for another one."""
+    for last in (0, 1, -1):
+        run = _planted(rng, "buckets", lambda n: list(range(n)))
+        run.hide("communication", 0.95)
+        run.add("communication", rng.uniform(0.05, 0.15), _all_but(run.num_ranks, last))
+        yield True, run, "communication is exposed on every rank, the last one to arrive as well"
+    for guilty, longer in ((0, "copy"), (1, "compute"), (-1, "loader")):
+        run = Run.quiet(rng)
+        others = [part for part in ("host", "loader", "copy") if part != longer][:2]
+        waited = 0.0
+        for part, share in ((longer, float(rng.uniform(0.14, 0.16))), *((o, 0.09) for o in others)):
+            run.add(part, share, [guilty % run.num_ranks])
+            waited += share
+        run.add("communication", waited, _all_but(run.num_ranks, guilty))
+        yield False, run, "all ranks but one wait for that one; the network is not slow"
+
+
+def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
+    """What costs nothing or too little, and a run just above the limit."""
+    run = Run.quiet(rng)
+    run.lengths[0] += 25
+    for part, seconds in (("loader", 15), ("compute", 4), ("host", 3), ("copy", 2)):
+        run.add(part, seconds, [int(rng.integers(run.num_ranks))], [0])
+    run.add("communication", 2, None, [0])
+    yield True, run, "the losses are in steps[0], the warm-up"
+
+    run = Run.quiet(rng, small=0.0)
+    for part in ("loader", "copy", "host", "compute"):
+        run.add(part, rng.uniform(0.091, 0.097), [int(rng.integers(run.num_ranks))])
+    run.add("communication", rng.uniform(0.091, 0.097))
+    yield True, run, "every loss is just below the limit of 10 %"
+
+    run = Run.quiet(rng, small=0.0)
+    run.lengths[0] *= 2
+    run.add(str(rng.choice(["loader", "copy", "host"])), rng.uniform(0.103, 0.109))
+    yield False, run, "one loss is just above 10 % of the steps without the first"
+
+    run = Run.quiet(rng, steps=6)
+    part = str(rng.choice(["loader", "copy", "host"]))
+    run.add(part, 0.36, [int(rng.integers(run.num_ranks))], [3])
+    yield True, run, "one step has a large loss, and the sum over the steps is small"
+
+    run = Run.quiet(rng, steps=6)
+    for step in (2, 4):
+        run.shorten(step, 0.2)
+        run.add(part, 0.09, [0], [step])
+    yield True, run, "two short steps lose much of their time, which is little of all"
+
+    run = Run.quiet(rng, small=0.0)
+    for part in ("loader", "copy", "host", "communication"):
+        run.add(part, rng.uniform(0.06, 0.07))
+    yield True, run, "each rank loses a little; losses of different ranks do not add up"
+
+    run = Run.quiet(rng)
+    for part in ("loader", "copy", "host", "communication"):
+        run.hide(part, rng.uniform(0.7, 0.9))
+    yield True, run, "loading, copies, logging and collectives run beside computation"
+
+    run = Run.quiet(rng, steps="ranks")
+    for rank in range(run.num_ranks):
+        for shift, part in enumerate(("loader", "copy", "host", "compute")):
+            who = [(rank + shift) % run.num_ranks]
+            run.add(part, 0.2 if run.num_ranks > 3 else 0.17, who, [rank + 2])
+    yield True, run, "in each step another rank is slow, and over all steps none is"
+
+
+_RUNS = {
+    "loader": partial(_some, cause="loader"),
+    "copies": _copies,
+    "logging": _logging,
+    "straggler": _straggler,
+    "buckets": _buckets,
+    NONE: _none,
 }
 
 
 def draw_cause(draw: Draw, cause: str) -> list[Values]:
-    """`TRACES` runs with this cause for each rank."""
+    """The runs of this cause, for each rank its own."""
     inputs = []
     for rank in range(draw.world_size):
-        rng, values = draw.private(rank), Values(steps=[])
-        for number in range(TRACES):
-            second = None
-            if number == 2 and cause not in (NONE, "buckets"):
-                second = str(rng.choice([c for c in ("loader", "copies", "logging") if c != cause]))
-            spans, steps = _draw_run(rng, cause, number == 1, second)
+        rng = draw.private(rank)
+        values = Values(steps=[], _is=[], _why=[])
+        for number, (is_cause, run, why) in enumerate(_RUNS[cause](rng)):
+            spans, steps = run.build(rng)
             values["steps"].append(steps)
+            values["_is"].append(is_cause)
+            values["_why"].append(why)
             values |= pack([spans[i] for i in rng.permutation(len(spans))], str(number))
         inputs.append(values)
     return inputs
 
 
-def _draw_run(
-    rng: np.random.Generator, cause: str, on_one_rank: bool, second: str | None
-) -> tuple[list[Span], list[tuple[float, float]]]:
-    """Spans of all ranks, and the window of each step; the first step is a warm-up.
-
-    Args:
-        on_one_rank: a loader or copy is slow on one rank, not on all; logs are written in odd
-            steps, not in even steps.
-        second: a second loss, smaller than the first, on one rank.
-    """
-    num_ranks, num_steps = int(rng.integers(3, 6)), 2 * int(rng.integers(1, 3)) + 1
-    busy = float(rng.uniform(0.02, 0.4))
-    share = float(rng.uniform(0.22, 0.3))
-    extra = busy * share / (1 - share)
-    to_blame = int(rng.integers(num_ranks))
-    now, spans, steps = float(rng.uniform(0, 20)), [], []
-    for step in range(num_steps):
-        small = rng.uniform(0.005, 0.03, (3, num_ranks)) * busy
-        lost: dict[str, np.ndarray] = {what: small[i] for i, (what, _) in enumerate(_WAITS)}
-        factor = 1 + rng.uniform(0, 0.01, num_ranks)
-        if cause in ("loader", "copies"):
-            who = np.arange(num_ranks) == to_blame if on_one_rank else np.ones(num_ranks)
-            lost[cause] = lost[cause] + extra * rng.uniform(0.95, 1.05, num_ranks) * who
-        elif cause == "logging":
-            # Without a second loss, logging occurs in every other step and takes twice as long, so
-            # that a single step does not represent the run.
-            times = 1 if second else 2 * (step % 2 == on_one_rank)
-            lost[cause][to_blame] += extra * times
-        elif cause == "straggler":
-            factor[to_blame] += extra / (0.9 * busy)
-        elif cause == NONE and step == 0:  # warm-up: workers start, libraries choose algorithms
-            lost["loader"][to_blame] += 20 * busy
-            factor[(to_blame + 1) % num_ranks] += 4
-        if second is not None:
-            lost[second][(to_blame + 1) % num_ranks] += 0.6 * extra
-        tail = extra if cause == "buckets" else 0.0
-        end = _draw_step(rng, spans, now, busy, lost, factor, tail, cause)
-        steps.append((now, end))
-        now = end
-    return spans, steps
-
-
-def _draw_step(
-    rng: np.random.Generator,
-    spans: list[Span],
-    begin: float,
-    busy: float,
-    lost: dict[str, np.ndarray],
-    factor: np.ndarray,
-    tail: float,
-    cause: str,
-) -> float:
-    """Adds one step of all ranks: waits, forward, backward with collectives, optimizer.
-
-    Returns:
-        The end of the step.
-    """
-    backward: list[tuple[float, float]] = []
-    for rank, slower in enumerate(factor.tolist()):
-        now = begin
-        for what, kind in _WAITS:
-            length = float(lost[what][rank])
-            spans.append(Span(rank, kind, draw_name(rng), now, now + length))
-            now += length
-        middle, end = now + 0.3 * busy * slower, now + 0.9 * busy * slower
-        backward.append((middle, end))
-        _compute(rng, spans, rank, now, end)
-        # Work hidden behind computation: much of each kind, but little of the planted kind.
-        for what, kind in _WAITS:
-            part = rng.uniform(0.05, 0.15) if what == cause else rng.uniform(0.7, 0.9)
-            length = float(part) * (end - now)
-            start = float(rng.uniform(now, end - length))
-            spans.append(Span(rank, kind, draw_name(rng), start, start + length))
-    done = _collectives(rng, spans, backward, busy, tail)
-    end = done + 0.1 * busy
-    for rank in range(len(factor)):
-        _compute(rng, spans, rank, done, end)
-    return end
-
-
-def _compute(rng: np.random.Generator, spans: list[Span], rank: int, a: float, b: float) -> None:
-    """Computation without a gap: kernels of one stream, and a kernel of a second stream."""
-    cuts = [a, *np.sort(rng.uniform(a, b, 3)).tolist(), b]
-    for one, two in pairwise(cuts):
-        spans.append(Span(rank, "compute", draw_name(rng), one, two))
-    spans.append(Span(rank, "compute", draw_name(rng), (3 * a + b) / 4, (a + b) / 2))
-
-
-def _collectives(
-    rng: np.random.Generator,
-    spans: list[Span],
-    backward: list[tuple[float, float]],
-    busy: float,
-    tail: float,
-) -> float:
-    """Adds the all-reduces of one step.
-
-    A span begins at the rank's call, or when its previous all-reduce ends if that is later. It ends
-    for all ranks at the same time.
-
-    Returns:
-        The end of the last all-reduce.
-    """
-    length = 0.6 * busy
-    count = int(rng.integers(35, 55) if tail else rng.integers(12, 40))
-    # With a tail the network is always busy, and the last bucket ends `tail` after backward.
-    each = (length + tail - length / count) / count if tail else 0.4 * length / count
-    name, free = draw_name(rng), [0.0] * len(backward)
-    end = 0.0
-    for number in range(count):
-        issued = [a + (number + 1) / count * (b - a) for a, b in backward]
-        starts = [max(free[rank], at) for rank, at in enumerate(issued)]
-        end = max(end, *issued) + each
-        for rank, start in enumerate(starts):
-            spans.append(Span(rank, "communication", name, start, end))
-            free[rank] = end
-    return end
+# --- observe and judge ---------------------------------------------------------------------------
 
 
 def observe(find_bottleneck: Any, inputs: Values, context: Context) -> Values:
@@ -177,25 +195,48 @@ def observe(find_bottleneck: Any, inputs: Values, context: Context) -> Values:
     for number, steps in enumerate(inputs["steps"]):
         windows = [(float(a), float(b)) for a, b in steps]
         answer = find_bottleneck(unpack(inputs, str(number)), windows)
-        if not isinstance(answer, str):
-            raise TypeError(f"find_bottleneck: expected one of the names, got {answer!r}")
-        said.append(answer[:50])
+        said.append(str(returned(answer, "find_bottleneck"))[:50])
     return {"said": said}
 
 
+def losses(spans: list[Span], steps: list[tuple[float, float]]) -> dict[str, float]:
+    """The five losses of the lab's table as shares of the steps, the first step left out."""
+    rows: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for rank in sorted({s.rank for s in spans}):
+        own = [s for s in spans if s.rank == rank]
+        parts = [breakdown(own, start, end) for start, end in steps[1:]]
+        for kind in KINDS:
+            rows[kind].append(sum(part[kind] for part in parts))
+    total = steps[-1][1] - steps[1][0]
+    return {
+        "loader": max(rows["loader"]) / total,
+        "copies": max(rows["copy"]) / total,
+        "logging": max(rows["host"]) / total,
+        "straggler": (max(rows["compute"]) - min(rows["compute"])) / total,
+        "buckets": min(rows["communication"]) / total,
+    }
+
+
 def judge_cause(case: Case, cause: str) -> Iterator[Finding]:
-    """The function names the cause for every trace."""
+    """Runs with this cause are called by it, and no others."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
-        for number in range(len(inputs["steps"])):
-            got = nth(answer.get("said"), number)
-            if got != cause:
-                ranks = 1 + int(inputs[f"{number}/rank"].max())
-                yield Finding(
-                    f"a run of {ranks} ranks and {len(inputs['steps'][number])} steps: expected "
-                    f"{cause!r}, got {got!r}. In that trace {_HINTS[cause]}.",
-                    rank,
-                )
-                break
+        for number, steps in enumerate(inputs["steps"]):
+            got = item_of(answer.get("said"), number)
+            is_cause = inputs["_is"][number]
+            if (got == cause) == is_cause and isinstance(got, str):
+                continue
+            found = losses(unpack(inputs, str(number)), [(a, b) for a, b in steps])
+            table = ", ".join(f"{name} {share:.1%}" for name, share in found.items())
+            right = max(found, key=lambda name: found[name])
+            right = right if found[right] > LIMIT else NONE
+            names = "" if got in NAMES else f" The answer is one of {', '.join(NAMES)}."
+            yield Finding(
+                f"a run of {1 + int(inputs[f'{number}/rank'].max())} ranks and {len(steps)} steps: "
+                f"expected {right!r}, got {got!r}.{names} By the table its losses are {table} of "
+                f"the time: {inputs['_why'][number]}.",
+                rank,
+            )
+            break
 
 
 def functions(cause: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import emulated, oracle
-from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.common.charged import find_ahead, find_disorder, reaches_all
 from autograder.criteria.common.emulated import even_cluster, is_compute
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.buckets import best_plan, fill_buckets, step_seconds
@@ -197,24 +197,35 @@ def observe_steps(buckets_class: Any, inputs: Values, context: Context) -> Value
     return {"done": True}
 
 
-def _last_all_reduces(case: Case, rank: int) -> list[Collective] | Finding:
-    """The all-reduces of the last step, in the order of their calls, or what is wrong."""
+def _all_reduces(case: Case, rank: int, step: int) -> list[Collective] | Finding:
+    """The all-reduces of one step, in the order of their calls, or what is wrong.
+
+    They are issued from the step's backward on, and before the next step goes forward.
+    """
     events = case.trace.events[rank]
-    backward = [i for i, e in enumerate(events) if is_compute(e, "backward", STEPS - 1)]
+    if problem := find_ahead(events, rank) or find_disorder(events, rank):
+        return problem
+    backward = [i for i, e in enumerate(events) if is_compute(e, "backward", step)]
     if len(backward) != LAYERS:
-        return Finding(f"backward ran {len(backward)} of {LAYERS} layers in the last step.", rank)
-    if ahead := find_ahead(events, rank):
-        return ahead
+        return Finding(f"backward ran {len(backward)} of {LAYERS} layers in step {step}.", rank)
+    following = [i for i, e in enumerate(events) if is_compute(e, "forward", step + 1)]
     by_key = {c.key: c for c in case.trace.collectives if reaches_all(c, case.world_size)}
-    issued = [by_key.get(e.key) for e in events[backward[0] :] if e.kind == "issue"]
+    part = events[backward[0] : following[0] if following else None]
+    issued = [by_key.get(e.key) for e in part if e.kind == "issue"]
     return [c for c in issued if c and c.kind == "all_reduce" and "float" in c.dtype]
 
 
-def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
-    """This rank's own gradients of the last step, in float64, with the factors it received."""
+def _local_gradients(case: Case, rank: int) -> list[list[np.ndarray]]:
+    """For each step this rank's own gradients, in float64, with the factors that it received."""
     model = _charged_model(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
-    _train(model, case.inputs[rank], lambda: None, torch.float64)
-    return [oracle.grad_of(p) for p in model.parameters()]
+    found: list[list[np.ndarray]] = []
+    _train(
+        model,
+        case.inputs[rank],
+        lambda: found.append([oracle.grad_of(p) for p in model.parameters()]),
+        torch.float64,
+    )
+    return found
 
 
 def _carries(payload: Any, gradients: list[np.ndarray], world_size: int) -> bool:
@@ -230,47 +241,47 @@ def _carries(payload: Any, gradients: list[np.ndarray], world_size: int) -> bool
     )
 
 
-def _check_buckets(case: Case) -> Iterator[Finding]:
-    """Findings unless each bucket has one all-reduce of its gradients, in the plan's order."""
-    plan, sizes = case.inputs[0]["plan"], case.inputs[0]["sizes"]
-    wanted = [sum(sizes[i] for i in bucket) for bucket in plan]
+def judge_sends(case: Case) -> Iterator[Finding]:
+    """In every step each bucket has one all-reduce of its gradients, in the plan's order."""
     for rank in range(case.world_size):
-        found = _last_all_reduces(case, rank)
-        if isinstance(found, Finding):
-            yield found
-            continue
-        got = [c.nbytes for c in found]
-        if got != wanted:
-            same = sorted(got) == sorted(wanted)
-            yield Finding(
-                f"expected {len(wanted)} all-reduces of {wanted} bytes, one per bucket, got "
-                f"{len(got)} of {got}."
-                + (" The plan's order is the order on the wire." if same else ""),
-                rank,
-            )
-            continue
         local = _local_gradients(case, rank)
-        for number, (bucket, collective) in enumerate(zip(plan, found, strict=True)):
-            payload = collective.payloads.get(rank)
-            if payload is None or not _carries(
-                payload, [local[i] for i in bucket], case.world_size
-            ):
-                yield Finding(
-                    f"all-reduce {number} of the last step does not carry the gradients of bucket "
-                    f"{number}: was it started before they were there?",
-                    rank,
-                )
+        for step in range(STEPS):
+            if problem := _sends_problem(case, rank, step, local[step]):
+                yield problem
                 break
 
 
-def judge_sends(case: Case) -> Iterator[Finding]:
-    """The buckets of the plan travel in its order, with one all-reduce each."""
-    return _check_buckets(case)
+def _sends_problem(case: Case, rank: int, step: int, local: list[np.ndarray]) -> Finding | None:
+    plan, sizes = case.inputs[0]["plan"], case.inputs[0]["sizes"]
+    wanted = [sum(sizes[i] for i in bucket) for bucket in plan]
+    found = _all_reduces(case, rank, step)
+    if isinstance(found, Finding):
+        return found
+    got = [c.nbytes for c in found]
+    if got != wanted:
+        order = " The plan's order is the order on the wire." * (sorted(got) == sorted(wanted))
+        return Finding(
+            f"step {step}: expected {len(wanted)} all-reduces of {wanted} bytes, one per bucket, "
+            f"got {len(got)} of {got}.{order}",
+            rank,
+        )
+    for number, (bucket, collective) in enumerate(zip(plan, found, strict=True)):
+        payload = collective.payloads.get(rank)
+        if payload is None or not _carries(payload, [local[i] for i in bucket], case.world_size):
+            return Finding(
+                f"all-reduce {number} of step {step} does not carry the gradients of bucket "
+                f"{number}: was it started before they were there?",
+                rank,
+            )
+    return None
 
 
 def judge_efficiency(case: Case) -> list[Finding]:
-    """At least 90 % of the steps' virtual time is computation, and all gradients travel."""
-    findings = _missing_gradients(case)
+    """At least 90 % of the steps' virtual time is computation.
+
+    In every step all gradients travel, and nothing waits while backward goes on.
+    """
+    findings = _missing_gradients(case) or _waits_in_backward(case)
     if findings:
         return findings
     values = case.inputs[0]
@@ -298,21 +309,36 @@ def judge_efficiency(case: Case) -> list[Finding]:
 
 
 def _missing_gradients(case: Case) -> list[Finding]:
-    """A finding on the first gradient of the last step that was in no all-reduce, if any."""
+    """A finding on the first gradient that was in no all-reduce of its step, if any."""
     for rank in range(case.world_size):
-        found = _last_all_reduces(case, rank)
-        if isinstance(found, Finding):
-            return [found]
-        sent = [
-            np.sort(np.asarray(c.payloads[rank], dtype=np.float64).ravel())
-            for c in found
-            if rank in c.payloads
-        ]
-        for layer, gradient in enumerate(_local_gradients(case, rank)):
-            if not any(_holds(payload, gradient, case.world_size) for payload in sent):
+        for step, gradients in enumerate(_local_gradients(case, rank)):
+            found = _all_reduces(case, rank, step)
+            if isinstance(found, Finding):
+                return [found]
+            sent = [
+                np.sort(np.asarray(c.payloads[rank], dtype=np.float64).ravel())
+                for c in found
+                if rank in c.payloads
+            ]
+            for layer, gradient in enumerate(gradients):
+                if not any(_holds(payload, gradient, case.world_size) for payload in sent):
+                    why = f"the gradient of layer {layer} was in no all-reduce of step {step}."
+                    return [Finding(why, rank)]
+    return []
+
+
+def _waits_in_backward(case: Case) -> list[Finding]:
+    """A finding if a rank waited for a collective and went on with backward, in any step."""
+    for rank, events in enumerate(case.trace.events):
+        for step in range(STEPS):
+            backward = [i for i, e in enumerate(events) if is_compute(e, "backward", step)]
+            part = events[backward[0] : backward[-1]]
+            if any(e.kind == "wait" for e in part):
                 return [
                     Finding(
-                        f"the gradient of layer {layer} was in no all-reduce of the last step.",
+                        f"step {step}: an all-reduce was waited for while backward still had "
+                        "layers to go. Nothing waits before finish(): the network has a queue of "
+                        "its own.",
                         rank,
                     )
                 ]

@@ -13,13 +13,19 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from autograder.criteria.common.answers import as_number, is_close
+from autograder.criteria.common.answers import (
+    as_number,
+    described_numbers,
+    is_close,
+    item_of,
+    returned,
+    unit_hint,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.criteria.lab6_profiling.spans import is_same, nth
+from autograder.criteria.lab6_profiling.spans import is_same
 
 PATIENCE_S = 6.0  # the longest wait for a student's thread; a correct thread needs milliseconds
 MANY = 200_000  # batches of the source whose loop breaks off early
@@ -79,8 +85,8 @@ def observe_wait(loader_wait: Any, inputs: Values, context: Context) -> Values:
     for number in range(3):
         load, work = (inputs[f"{k}/{number}"].tolist() for k in ("load", "work"))
         slow = SlowLoader(load, work)
-        wait_s, step_s = loader_wait(slow, slow.step, slow.synchronize, clock=slow.clock)
-        means.append([float(wait_s), float(step_s)])
+        found = loader_wait(slow, slow.step, slow.synchronize, clock=slow.clock)
+        means.append(described_numbers(returned(found, "loader_wait")))
         seen.append(slow.seen)
     return {"means": means, "seen": seen}
 
@@ -90,26 +96,29 @@ def judge_wait(case: Case) -> Iterator[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number in range(3):
             load, work = inputs[f"load/{number}"], inputs[f"work/{number}"] + LAUNCH_S
-            if nth(answer.get("seen"), number) != list(range(len(load))):
+            if item_of(answer.get("seen"), number) != list(range(len(load))):
                 yield Finding("step(batch) is called once for each batch.", rank)
                 break
-            got = nth(answer.get("means"), number)
-            wait, step = (nth(got, i) for i in (0, 1))
-            if not is_close(wait, load[1:].mean()):
-                first = is_close(wait, load.mean())
-                hint = "The first batch pays for the start of the workers: leave it out." * first
+            got = item_of(answer.get("means"), number)
+            wait, step = (item_of(got, i) for i in (0, 1))
+            wait_s, step_s = float(load[1:].mean()), float(work[1:].mean())
+            if not is_close(wait, wait_s):
+                hint = unit_hint(wait, wait_s).lstrip() or _WAIT_HINT
+                if is_close(wait, float(load.mean())):
+                    hint = "The first batch pays for the start of the workers: leave it out."
                 yield Finding(
-                    f"{len(load)} batches: expected {load[1:].mean() * 1e3:.4f} ms of waiting per "
-                    f"batch, got {_milliseconds(wait)}. {hint or _WAIT_HINT}",
+                    f"{len(load)} batches: expected {wait_s * 1e3:.4f} ms of waiting per batch, "
+                    f"got {_milliseconds(wait)}. {hint}",
                     rank,
                 )
                 break
-            if not is_close(step, work[1:].mean()):
-                queued = is_close(step, LAUNCH_S)
-                hint = " That is what it takes to queue a step: synchronize() first." * queued
+            if not is_close(step, step_s):
+                hint = unit_hint(step, step_s)
+                if is_close(step, LAUNCH_S):
+                    hint = " That is what it takes to queue a step: synchronize() first."
                 yield Finding(
-                    f"{len(load)} batches: expected {work[1:].mean() * 1e3:.4f} ms of work per "
-                    f"batch, got {_milliseconds(step)}.{hint}",
+                    f"{len(load)} batches: expected {step_s * 1e3:.4f} ms of work per batch, got "
+                    f"{_milliseconds(step)}.{hint}",
                     rank,
                 )
                 break
@@ -127,11 +136,12 @@ def _milliseconds(value: Any) -> str:
 
 
 def draw_ahead(draw: Draw) -> list[Values]:
-    """Two depths per rank: how many batches to load ahead."""
-    return [
-        {"depths": [int(d) for d in draw.private(rank).choice(np.arange(1, 7), 2, replace=False)]}
-        for rank in range(draw.world_size)
-    ]
+    """A small and a large depth per rank, so that no queue of a fixed length serves both."""
+    inputs = []
+    for rank in range(draw.world_size):
+        rng = draw.private(rank)
+        inputs.append({"depths": [int(rng.integers(1, 3)), int(rng.integers(5, 8))]})
+    return inputs
 
 
 def observe_ahead(prefetch: Any, inputs: Values, context: Context) -> Values:
@@ -166,7 +176,7 @@ def judge_ahead(case: Case) -> Iterator[Finding]:
     """While the loop uses a batch, `depth` batches are loaded ahead, and at most two more."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, depth in enumerate(inputs["depths"]):
-            row = nth(answer.get("counts"), number)
+            row = item_of(answer.get("counts"), number)
             numbers = [n for n in row if as_number(n) is not None] if isinstance(row, list) else []
             if len(numbers) < 3 or min(numbers) < depth:
                 got = min(numbers, default=None)
@@ -277,10 +287,12 @@ def draw_settings(draw: Draw) -> list[Values]:
     inputs = []
     for rank in range(draw.world_size):
         rng, cases = draw.private(rank), []
-        for number in range(6):
+        for number in range(8):
             step_s = float(rng.uniform(0.01, 0.2))
-            workers, part = int(rng.integers(1, 7)), float(rng.uniform(0.1, 0.9))
-            if number > 3:  # load_s is an exact multiple of step_s, without rounding
+            # Rounded to the next whole number, one of them would be too few and one too many.
+            part = float(rng.uniform(0.1, 0.4) if number == 0 else rng.uniform(0.6, 0.9))
+            workers = int(rng.integers(1, 7))
+            if number in (4, 5):  # load_s is an exact multiple of step_s, without rounding
                 step_s, part = 2.0 ** -int(rng.integers(2, 7)), 0.0
             ranks = int(rng.integers(2, 9))
             # The cores that remain after an equal division among the ranks belong to no rank.
@@ -289,6 +301,8 @@ def draw_settings(draw: Draw) -> list[Values]:
                 workers, cores = workers + 4, ranks * int(rng.integers(1, 4)) + ranks - 1
             if number == 3:
                 cores = int(rng.integers(1, ranks))
+            if number == 7:  # one worker is far more than enough
+                workers, part = 1, 0.95
             cases.append(
                 {
                     "load_s": (workers - part) * step_s,
@@ -307,7 +321,8 @@ def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> 
     found = []
     for case in inputs["cases"]:
         numbers = {key: case[key] for key in ("load_s", "step_s", "cores", "ranks_per_node")}
-        settings = dict(loader_settings(**numbers, device=torch.device(case["device"])))
+        settings = loader_settings(**numbers, device=torch.device(case["device"]))
+        settings = dict(returned(settings, "loader_settings"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this machine may have fewer cores
             loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, **settings)
@@ -326,7 +341,7 @@ def judge_settings(case: Case) -> Iterator[Finding]:
     """The workers that a step needs, up to the rank's share of cores; pinned memory for a GPU."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
-            got = nth(answer.get("found"), number)
+            got = item_of(answer.get("found"), number)
             problem = _settings_problem(got if isinstance(got, dict) else {}, drawn)
             if problem:
                 what = ", ".join(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autograder.criteria.common.answers import as_number
+from autograder.criteria.common.answers import as_number, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.spans import KINDS, Span, active_seconds, draw_name, is_same
 
@@ -55,7 +55,7 @@ def observe_record(profile_steps: Any, inputs: Values, context: Context) -> Valu
         if left:
             time.sleep(0.05)
     kept = []
-    for event in events:
+    for event in returned(events, "profile_steps"):
         name, category = str(event.get("name")), str(event.get("cat"))
         wanted = name == "step" or name.startswith(inputs["label"]) or name == "aten::mm"
         if event.get("ph") == "X" and category in ("user_annotation", "cpu_op") and wanted:
@@ -245,7 +245,7 @@ def observe_spans(to_spans: Any, inputs: Values, context: Context) -> Values:
     for number, events in enumerate(inputs["traces"]):
         spans = [
             Span(int(s.rank), str(s.kind), str(s.name), float(s.start), float(s.end))
-            for s in to_spans(events, inputs["rank"])
+            for s in returned(to_spans(events, inputs["rank"]), "to_spans")
         ]
         answer[f"{number}/kinds"] = [s.kind for s in spans]
         answer[f"{number}/names"] = [s.name[:200] for s in spans]

@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import as_number, is_close
+from autograder.criteria.common.answers import (
+    as_number,
+    described_numbers,
+    described_scalar,
+    is_close,
+    item_of,
+    returned,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
-from autograder.criteria.lab6_profiling.spans import is_same, nth
+from autograder.criteria.lab6_profiling.spans import is_same
 
 MODES = ("weak", "strong")
 
@@ -51,8 +58,8 @@ def observe_scaling(scaling: Any, inputs: Values, context: Context) -> Values:
     rows = []
     for case in inputs["cases"]:
         times = dict(zip(case["sizes"], case["seconds"], strict=True))
-        found = scaling(times, case["mode"])
-        rows.append([[int(n), float(found[n][0]), float(found[n][1])] for n in sorted(found)])
+        found = returned(scaling(times, case["mode"]), "scaling")
+        rows.append([[int(n), *described_numbers(found[n])] for n in sorted(found)])
     return {"rows": rows}
 
 
@@ -60,7 +67,7 @@ def judge_scaling(case: Case) -> Iterator[Finding]:
     """Efficiency is relative to the smallest number of ranks; speed-up = ranks × efficiency."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
-            problem = _scaling_problem(nth(answer.get("rows"), number), drawn)
+            problem = _scaling_problem(item_of(answer.get("rows"), number), drawn)
             if problem:
                 yield Finding(problem, rank)
                 break
@@ -176,7 +183,10 @@ def observe_overhead(communication_overhead: Any, inputs: Values, context: Conte
         rounds=inputs["rounds"],
         clock=machine.clock,
     )
-    return {"share": float(share), "counts": [machine.counts[True], machine.counts[False]]}
+    return {
+        "share": described_scalar(share),
+        "counts": [machine.counts[True], machine.counts[False]],
+    }
 
 
 def judge_overhead(case: Case) -> Iterator[Finding]:

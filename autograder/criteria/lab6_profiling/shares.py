@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from autograder.criteria.common.answers import as_number, is_close
+from autograder.criteria.common.answers import (
+    as_number,
+    described_scalar,
+    is_close,
+    item_of,
+    returned,
+    unit_hint,
+)
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab6_profiling.spans import (
     KINDS,
     Span,
     active_seconds,
     draw_name,
-    nth,
     pack,
     seconds_of,
     unpack,
@@ -65,6 +71,10 @@ def draw_utilisation(draw: Draw) -> list[Values]:
         spans.append(Span(0, "compute", draw_name(rng), -0.1 * end, 0.1 * end))
         spans.append(Span(0, "compute", draw_name(rng), 0.05 * end, 0.08 * end))
         spans.append(Span(0, "compute", draw_name(rng), 0.9 * end, 1.2 * end))
+        if number == 0:  # from before the window until after it
+            spans = [Span(0, "compute", draw_name(rng), -0.1 * end, 1.1 * end)]
+        if number == 1:  # only outside of the window
+            spans = _row(rng, "compute", -0.3 * end, 0.0, 3) + _row(rng, "compute", end, 2 * end, 2)
         for kind in KINDS[1:]:
             spans += _row(rng, kind, 0, end, 3)
         shift = float(rng.uniform(0, 50))
@@ -74,7 +84,7 @@ def draw_utilisation(draw: Draw) -> list[Values]:
 
 
 def draw_overlap(draw: Draw) -> list[Values]:
-    """Communication that is hidden fully, partly or not at all; in one case the window has none."""
+    """Communication that is hidden fully, partly or not at all; or none, here or anywhere."""
 
     def make(rng: np.random.Generator, number: int) -> tuple[list[Span], float, float]:
         end = float(rng.uniform(0.05, 5.0))
@@ -82,7 +92,11 @@ def draw_overlap(draw: Draw) -> list[Values]:
         spans += _row(rng, "compute", -0.2 * end, 0.7 * end, 3)  # a second stream
         if number == CASES - 1:  # one long computation hides all communication
             spans = [Span(0, "compute", draw_name(rng), 0.0, end)]
-        if number != 1:
+        if number == 2:  # nothing computes in the window, so nothing hides
+            spans = _row(rng, "compute", -0.2 * end, 0.0, 3)
+        if number == 0:  # no communication in the whole trace
+            pass
+        elif number != 1:
             spans += _row(rng, "communication", 0.1 * end, 1.3 * end, 6)
             spans += _row(rng, "communication", 0.1 * end, 0.8 * end, 2)  # a second group of ranks
         else:
@@ -105,6 +119,8 @@ def draw_breakdown(draw: Draw) -> list[Values]:
         for place, kind in enumerate(KINDS):
             spans.append(Span(0, kind, draw_name(rng), -0.2 * end, 0.01 * (place + 1) * end))
             spans.append(Span(0, kind, draw_name(rng), 1.1 * end, 1.2 * end))
+        if number == 0:  # some kinds do not occur at all, and their parts are 0
+            spans = [s for s in spans if s.kind in ("compute", "loader")]
         shift = float(rng.uniform(0, 50))
         return _moved(spans, shift), shift, shift + end
 
@@ -140,25 +156,48 @@ def observe_share(function: Any, inputs: Values, context: Context) -> Values:
     """The function's number for every trace."""
     return {
         "shares": [
-            float(function(unpack(inputs, str(number)), start, end))
+            described_scalar(function(unpack(inputs, str(number)), start, end))
             for number, (start, end) in enumerate(inputs["windows"])
         ]
     }
 
 
-def observe_breakdown(breakdown: Any, inputs: Values, context: Context) -> Values:
+def observe_breakdown(function: Any, inputs: Values, context: Context) -> Values:
     """The seconds of each part, for every window."""
     parts = []
     for number, (start, end) in enumerate(inputs["windows"]):
-        found = breakdown(unpack(inputs, str(number)), start, end)
-        parts.append({str(key): float(value) for key, value in found.items()})
+        found = returned(function(unpack(inputs, str(number)), start, end), "breakdown")
+        parts.append({str(key): described_scalar(value) for key, value in found.items()})
     return {"parts": parts}
 
 
 def observe_export(chrome_trace: Any, inputs: Values, context: Context) -> Values:
     """The exported trace, as a JSON file would hold it."""
-    trace = json.loads(json.dumps(chrome_trace(unpack(inputs, "0"))))
+    trace = json.loads(json.dumps(returned(chrome_trace(unpack(inputs, "0")), "chrome_trace")))
     return {"trace": trace}
+
+
+# --- what is right: for judges, and in place of a student's function -----------------------------
+
+
+def utilisation(spans: Sequence[Span], start: float, end: float) -> float:
+    """The share of the window in which something computes."""
+    return seconds_of(active_seconds(spans, start, end), "compute") / (end - start)
+
+
+def overlap(spans: Sequence[Span], start: float, end: float) -> float:
+    """The share of communication that has computation beside it; 1.0 without communication."""
+    found = active_seconds(spans, start, end)
+    all_s = seconds_of(found, "communication")
+    return seconds_of(found, "communication", "compute") / all_s if all_s else 1.0
+
+
+def breakdown(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
+    """Seconds of the window by the first kind that runs, or "idle"."""
+    parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    for kinds, seconds in active_seconds(spans, start, end).items():
+        parts[next((k for k in KINDS if k in kinds), "idle")] += seconds
+    return parts
 
 
 # --- judge ---------------------------------------------------------------------------------------
@@ -166,9 +205,6 @@ def observe_export(chrome_trace: Any, inputs: Values, context: Context) -> Value
 
 def judge_utilisation(case: Case) -> Iterator[Finding]:
     """The share of the window in which something computes."""
-
-    def expected(spans: list[Span], start: float, end: float) -> float:
-        return seconds_of(active_seconds(spans, start, end), "compute") / (end - start)
 
     def explain(got: float, spans: list[Span], start: float, end: float) -> str:
         compute = [s for s in spans if s.kind == "compute"]
@@ -183,16 +219,11 @@ def judge_utilisation(case: Case) -> Iterator[Finding]:
             return "Only computation counts: a device that waits for data is not used."
         return ""
 
-    return _judge_shares(case, "utilisation", expected, explain)
+    return _judge_shares(case, "utilisation", utilisation, explain)
 
 
 def judge_overlap(case: Case) -> Iterator[Finding]:
     """The share of communication time that overlaps computation; 1 without communication."""
-
-    def expected(spans: list[Span], start: float, end: float) -> float:
-        found = active_seconds(spans, start, end)
-        all_s = seconds_of(found, "communication")
-        return seconds_of(found, "communication", "compute") / all_s if all_s else 1.0
 
     def explain(got: float, spans: list[Span], start: float, end: float) -> str:
         found = active_seconds(spans, start, end)
@@ -208,7 +239,7 @@ def judge_overlap(case: Case) -> Iterator[Finding]:
             return "That is the share of the computation; divide by all communication."
         return ""
 
-    return _judge_shares(case, "overlap", expected, explain)
+    return _judge_shares(case, "overlap", overlap, explain)
 
 
 def _judge_shares(
@@ -216,7 +247,7 @@ def _judge_shares(
 ) -> Iterator[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (start, end) in enumerate(inputs["windows"]):
-            spans, got = unpack(inputs, str(number)), nth(answer.get("shares"), number)
+            spans, got = unpack(inputs, str(number)), item_of(answer.get("shares"), number)
             wanted = expected(spans, start, end)
             if not is_close(got, wanted):
                 value = as_number(got)
@@ -233,10 +264,8 @@ def judge_breakdown(case: Case) -> Iterator[Finding]:
     """Each moment of the window belongs to exactly one part, the first that applies."""
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, (start, end) in enumerate(inputs["windows"]):
-            got = nth(answer.get("parts"), number)
-            wanted: dict[str, float] = {part: 0.0 for part in PARTS}
-            for kinds, seconds in active_seconds(unpack(inputs, str(number)), start, end).items():
-                wanted[next((k for k in KINDS if k in kinds), "idle")] += seconds
+            got = item_of(answer.get("parts"), number)
+            wanted = breakdown(unpack(inputs, str(number)), start, end)
             if problem := _breakdown_problem(got, wanted, end - start):
                 yield Finding(problem, rank)
                 break
@@ -256,6 +285,7 @@ def _breakdown_problem(got: Any, wanted: dict[str, float], window_s: float) -> s
                 if is_close(total, window_s)
                 else f"The parts add up to {total:.6g} s, the window has {window_s:.6g} s."
             )
+            hint = unit_hint(got[part], wanted[part]).lstrip() or hint
             return f"{part}: expected {wanted[part]:.6g} s, got {got[part]!r}. {hint}"
     return None
 

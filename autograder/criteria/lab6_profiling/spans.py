@@ -53,7 +53,8 @@ def unpack(values: Values, prefix: str) -> list[Span]:
 
 def draw_name(rng: np.random.Generator) -> str:
     """A name that says nothing about its kind."""
-    return f"{rng.choice(_WORDS)}_{int(rng.integers(1 << 20)):05x}"
+    number = int(rng.integers(1 << 24))
+    return f"{_WORDS[number % len(_WORDS)]}_{number:06x}"
 
 
 def active_seconds(spans: Sequence[Span], start: float, end: float) -> dict[frozenset[str], float]:
@@ -76,13 +77,8 @@ def seconds_of(found: dict[frozenset[str], float], *kinds: str) -> float:
 
 def covered(spans: Sequence[Span], kinds: Iterable[str], start: float, end: float) -> float:
     """Seconds of the window in which a span of one of `kinds` runs: the lab's own helper."""
-    wanted = set(kinds)
+    wanted = {kinds} if isinstance(kinds, str) else set(kinds)
     return math.fsum(v for k, v in active_seconds(spans, start, end).items() if k & wanted)
-
-
-def nth(values: Any, number: int) -> Any:
-    """`values[number]`, or None where there is none."""
-    return values[number] if isinstance(values, list) and number < len(values) else None
 
 
 def is_same(got: Any, wanted: Any) -> bool:

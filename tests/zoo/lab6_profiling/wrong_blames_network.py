@@ -1,6 +1,6 @@
 """Takes any rank that stands in an all-reduce for long as proof of a slow network.
 
-loses: prof_finds_loader, prof_finds_copies, prof_finds_logging, prof_finds_straggler
+loses: prof_finds_buckets
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,6 @@
 """The breakdown is of the whole trace, whatever the window.
 
-loses: prof_breakdown, prof_finds_nothing
+loses: prof_breakdown
 """
 
 # ruff: noqa: F821

@@ -1,8 +1,6 @@
-"""Fills the buckets in the order of the parameters. The first bucket is complete last, so every
-plan made of such buckets sends everything after backward, and the tuner has nothing good to
-choose from.
+"""Fills the buckets in the order of the parameters.
 
-loses: prof_bucket_plan, prof_bucket_tune
+loses: prof_bucket_plan
 """
 
 

@@ -1,6 +1,7 @@
 """Loads all batches before the first one is used.
 
 loses: prof_prefetch, prof_prefetch_ends
+because: what is loaded whole is neither limited nor comes before an error
 """
 
 

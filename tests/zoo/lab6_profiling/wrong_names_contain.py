@@ -1,6 +1,7 @@
 """Finds the words anywhere in a name, not at its beginning; a loader only among annotations.
 
 loses: prof_spans_cpu, prof_spans_gpu
+because: it is wrong about names of both kinds of traces
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Takes a slow loader or copy for one only where every rank has it.
 
 loses: prof_finds_loader, prof_finds_copies
+because: the same mistake stands in two lines of the table
 """
 
 # ruff: noqa: F821

@@ -1,8 +1,7 @@
 """Adds up each kind for itself, so that what hides behind computation counts as lost; and finds
 the bottleneck from that. Loading ahead, logging beside and copies in the background look guilty.
 
-loses: prof_breakdown, prof_finds_loader, prof_finds_copies, prof_finds_logging,
-    prof_finds_straggler, prof_finds_nothing
+loses: prof_breakdown
 class: example
 """
 

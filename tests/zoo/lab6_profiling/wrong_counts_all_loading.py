@@ -1,0 +1,29 @@
+"""Loading that hides behind computation counts as lost.
+
+loses: prof_finds_nothing
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task3_bottleneck"
+def find_bottleneck(spans, steps):
+    measured = steps[1:]
+    seconds = {}
+    for r in sorted({s.rank for s in spans}):
+        own = [s for s in spans if s.rank == r]
+        rows = [breakdown(own, start, end) for start, end in measured]
+        for part in rows[0]:
+            seconds.setdefault(part, []).append(sum(row[part] for row in rows))
+    losses = {
+        "loader": max(
+            sum(covered([s for s in spans if s.rank == r], {"loader"}, *step) for step in measured)
+            for r in {s.rank for s in spans}
+        ),
+        "copies": max(seconds["copy"]),
+        "logging": max(seconds["host"]),
+        "straggler": max(seconds["compute"]) - min(seconds["compute"]),
+        "buckets": min(seconds["communication"]),
+    }
+    worst = max(losses, key=losses.get)
+    return worst if losses[worst] > 0.1 * sum(end - start for start, end in measured) else "none"

@@ -1,0 +1,20 @@
+"""Rounds to the nearest number of workers.
+
+loses: prof_loader_settings
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task4_settings"
+def loader_settings(
+    load_s: float, step_s: float, cores: int, ranks_per_node: int, device: torch.device
+) -> dict:
+    """Keyword arguments for a DataLoader that keeps up, if the cores allow it."""
+    workers = min(max(1, round(load_s / step_s)), cores // ranks_per_node)
+    return {
+        "num_workers": workers,
+        "pin_memory": device.type == "cuda",
+        "persistent_workers": workers > 0,
+        "prefetch_factor": 2 if workers > 0 else None,
+    }
