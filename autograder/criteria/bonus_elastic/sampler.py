@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from autograder.criteria.common.answers import plain
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 
 Batches = list[list[list[int]]]  # per batch and rank: the indices, then the batch's size
@@ -147,6 +148,7 @@ def _per_epoch(values: Values) -> int:
     return -(-values["num_samples"] // values["batch"])
 
 
+@on_two_nodes
 def observe_epoch(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """Two epochs on a fixed number of ranks."""
     samplers = [_fresh(sampler_class, inputs) for _ in range(inputs["ranks"])]
@@ -217,6 +219,7 @@ def draw_order(draw: Draw) -> list[Values]:
     return [dict(values) for _ in range(draw.world_size)]
 
 
+@on_two_nodes
 def observe_order(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """Two epochs in each of three runs, and whether a run changed the global generators.
 
@@ -297,6 +300,7 @@ def draw_resize(draw: Draw) -> list[Values]:
     return [dict(values) for _ in range(draw.world_size)]
 
 
+@on_two_nodes
 def observe_resize(sampler_class: Any, inputs: Values, context: Context) -> Values:
     """The batches of one rank, and of changing ranks that pass the state on through a file."""
     whole = _fresh(sampler_class, inputs)

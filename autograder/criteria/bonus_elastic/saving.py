@@ -1,20 +1,19 @@
 """Criteria for task 3 of bonus_elastic: one writer, whole files, and a step that all ranks have.
 
 Every rank works in its own folder, as on nodes whose disks or caches differ, so a criterion can
-show different files to the ranks. A death is real: a separate process saves under a limit on the
-size of its files, and the kernel kills this process in the middle of a write.
+show different files to the ranks. Deaths are real: separate processes save, and are killed at every
+call that changes a file, and in the middle of a write.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,13 +24,14 @@ import torch.distributed as dist
 
 from autograder.criteria.common.answers import item_of, plain
 from autograder.criteria.common.checkpoint_files import is_state_of, rising_steps, state_of
+from autograder.criteria.common.deaths import deaths, run_to_its_end
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, integer
 from minidist.errors import LaunchError
 from minidist.launch import run
 
-WRITE_LIMIT_BYTES = 100_000
 LARGE_NUMEL = 60_000  # 240 kB of float32
-SAVE_DEADLINE_S = 60.0
+SAVE_DEADLINE_S = 120.0
 HOLD_S = 2.0  # the writer is delayed at most this long, to see which ranks do not wait for it
 
 
@@ -52,109 +52,138 @@ def _own_folder() -> Iterator[Path]:
 
 # --- elastic_atomic ------------------------------------------------------------------------------
 
+# (is the step there already?, keep)
+SAVES = ((False, 3), (True, 3), (False, 1))
+
 
 def draw_atomic(draw: Draw) -> list[Values]:
-    """Two steps and a large tensor, for rank 0."""
+    """Three steps and a large tensor, for rank 0."""
     rng = draw.shared()
     weight = rng.integers(-8000, 8000, LARGE_NUMEL).astype(np.float32)
-    inputs: Values = {"steps": rising_steps(rng, 2), "weight": weight}
+    inputs: Values = {"steps": rising_steps(rng, 3), "weight": weight}
     return [inputs] + [{} for _ in range(draw.world_size - 1)]
 
 
 def observe_atomic(save_together: Any, inputs: Values, context: Context) -> Values:
-    """The files that are left after a death in the save of a new step, and of an old step again."""
+    """What is left after deaths everywhere in a save: of a new step, an old one, with keep=1."""
     if context.rank != 0:
         return {}
-    one, two = inputs["steps"]
+    one = inputs["steps"][0]
     with _own_folder() as folder:
-        ended = [_save_alone(save_together, folder, inputs, one, number=1, dies=False)]
-        file = folder / name_of(one)
-        answer: Values = {"first": _names_in(folder)}
-        before = file.read_bytes() if file.is_file() else b""
-        for number, step in ((2, two), (3, one)):
-            ended.append(_save_alone(save_together, folder, inputs, step, number, dies=True))
-            answer[f"kept{number}"] = file.is_file() and file.read_bytes() == before
-            answer[f"new{number}"] = (folder / name_of(two)).exists()
-        ended.append(_save_alone(save_together, folder, inputs, two, number=4, dies=False))
-        return answer | {"last": _names_in(folder), "ended": ended}
+        before = folder / "before"
+        _alone(_save, save_together, str(before), one, _state(inputs, one, False))
+        answer: Values = {"first": _names_in(before)}
+        if answer["first"] != [name_of(one)]:
+            return answer
+        (answer["left"],) = _alone(_die, save_together, str(folder), inputs)
+        return answer
 
 
-def _save_alone(
-    save_together: Any, folder: Path, inputs: Values, step: int, number: int, *, dies: bool
-) -> str:
-    """Saves in a separate job of one rank; returns "saved", or "killed" if the limit killed it."""
-    state = state_of(inputs | {"weight": inputs["weight"] + number}, step)
+def _state(inputs: Values, step: int, later: bool) -> Values:
+    """The state of a step; a step that is saved again has another one."""
+    return state_of(inputs | {"weight": inputs["weight"] + later}, step)
+
+
+def _alone(function: Any, save_together: Any, *args: Any) -> list[Any]:
+    """Runs `function(save_together, …)` in a separate job of one rank; returns its result."""
     try:
-        run(_job, 1, save_together, str(folder), step, state, dies, deadline_s=SAVE_DEADLINE_S)
+        return run(function, 1, save_together, *args, deadline_s=SAVE_DEADLINE_S)
     except LaunchError as error:
         text = str(error)
         if "NotImplementedError" in text:
             raise NotImplementedError from None
-        if "SIGXFSZ" in text:
-            return "killed"
         last = text.strip().splitlines()[-1]
         raise RuntimeError(f"save_together in a job of one rank: {last}") from None
-    return "saved"
 
 
-def _job(save_together: Any, folder: str, step: int, state: Any, dies: bool) -> None:
-    dist.init_process_group("gloo")
-    if dies:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (WRITE_LIMIT_BYTES, hard))
-    tempfile.tempdir = str(Path(folder, "on-another-disk"))  # does not exist: no file can go there
-    save_together(folder, step, state, keep=3)
+def _save(save_together: Any, folder: str, step: int, state: Any, keep: int = 3) -> None:
+    """Saves in a group of one rank; `tempfile` has no place to put files."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tempfile.tempdir = str(Path(folder, "on-another-disk"))
+    save_together(folder, step, state, keep=keep)
+
+
+def _die(save_together: Any, folder: str, inputs: Values) -> list[list[Values]]:
+    """Per save of SAVES and death in it: when it came, what it left, and what came after."""
+    before, full, place = (Path(folder, name) for name in ("before", "full", "now"))
+    one, two, three = inputs["steps"]
+    for step in (one, two):  # undisturbed, to see how large a whole file is
+        state = _state(inputs, step, True)
+        run_to_its_end(partial(_save, save_together, str(full), step, state))
+    whole = {p.name: {p.stat().st_size} for p in full.iterdir()}
+    whole.setdefault(name_of(one), set()).add((before / name_of(one)).stat().st_size)
+
+    def afresh() -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(before, place)
+
+    left: list[list[Values]] = []
+    for again, keep in SAVES:
+        step = one if again else two
+        state, last = _state(inputs, step, True), _state(inputs, three, False)
+
+        def save(step: int = step, state: Any = state, keep: int = keep) -> None:
+            _save(save_together, str(place), step, state, keep)
+
+        left.append([])
+        for death in deaths(save, afresh):
+            sizes = {p.name: p.stat().st_size for p in place.glob("step-*.pt")}
+            parts = sorted(name for name, size in sizes.items() if size not in whole.get(name, ()))
+            seen: Values = {"when": death.when, "names": sorted(sizes), "parts": parts}
+            for then, that in ((step, state), (three, last)):
+                run_to_its_end(partial(_save, save_together, str(place), then, that, keep))
+            seen["later"] = sorted(p.name for p in place.glob("step-*.pt"))
+            left[-1].append(seen)
+    return left
 
 
 def judge_atomic(case: Case) -> list[Finding]:
-    """A file with a step's name is complete, or there is no file with this name."""
+    """At any time a step's name has a whole file, if any, and the newest whole file stays."""
     given, answer = case.inputs[0], plain(case.answers[0])
-    one, two = (name_of(step) for step in given["steps"])
-    if answer.get("first") != [one]:
+    one, two, three = given["steps"]
+    if answer.get("first") != [name_of(one)]:
         return [
             Finding(
-                f"after save_together of step {given['steps'][0]}: expected {[one]} and nothing "
+                f"after save_together of step {one}: expected {[name_of(one)]} and nothing "
                 f"else, got {answer.get('first')}.",
                 0,
             )
         ]
-    if answer.get("ended") != ["saved", "killed", "killed", "saved"]:
-        return [
-            Finding(
-                "a process that may write 100 kB into a file should have been killed while it "
-                f"saved 240 kB, twice; what happened: {answer.get('ended')}.",
-                0,
-            )
-        ]
-    findings: list[Finding] = []
-    if answer.get("new2") is not False or answer.get("new3") is not False:
-        findings.append(
-            Finding(
-                f"the process was killed in the middle of a save, and {two} is there, cut off. "
-                "Write under another name, and os.replace when all of it is there.",
-                0,
-            )
+    for number, (again, keep) in enumerate(SAVES):
+        step = one if again else two
+        right = [name_of(s) for s in sorted({one, step, three})][-keep:]
+        seen = item_of(answer.get("left"), number)
+        if not isinstance(seen, list) or not seen:
+            return [Finding(f"no file was written while step {step} was saved.", 0)]
+        for left in seen:
+            if problem := _left_behind(left if isinstance(left, dict) else {}, given, step, right):
+                what = f"step {step}{' once more' * again}, keep={keep}"
+                return [Finding(f"a process died while it saved {what}, {problem}", 0)]
+    return []
+
+
+def _left_behind(left: Values, given: Values, step: int, right: list[str]) -> str:
+    """What is wrong after one death, and when it came; "" if nothing is."""
+    when, names, parts = left.get("when"), left.get("names"), left.get("parts")
+    if not when or not isinstance(names, list) or not isinstance(parts, list):
+        return "or was to die: it did not end in time."
+    if parts:
+        return (
+            f"{when}: {parts[0]} is there, and is not what was saved under that name. Write to a "
+            "name of another form in the same folder, and os.replace when all of it is there."
         )
-    if answer.get("kept2") is not True or answer.get("kept3") is not True:
-        findings.append(
-            Finding(
-                f"{one} was whole before; after a death in the middle of another save it is "
-                "damaged or gone. After a restart a step is saved anew: the old file has to stay "
-                "until the new one is complete.",
-                0,
-            )
+    old = name_of(given["steps"][0])
+    if old not in names and (name_of(step) not in names or len(right) > 1):
+        return (
+            f"{when}: now {old} is gone. What is there has to stay until the new file has its name."
         )
-    if not findings and (not isinstance(answer.get("last"), list) or two not in answer["last"]):
-        findings.append(
-            Finding(
-                f"after the deaths a save should succeed, but there is no {two}: what a death "
-                "leaves behind must not get in the way.",
-                0,
-            )
+    if left.get("later") != right:
+        return (
+            f"{when}: when step {step} and then step {given['steps'][2]} are saved by new "
+            f"processes, there should be {right}, there is {left.get('later')}. What a death "
+            "leaves behind must not get in the way, nor count as a checkpoint."
         )
-    return findings
+    return ""
 
 
 # --- elastic_writer ------------------------------------------------------------------------------
@@ -170,6 +199,7 @@ def draw_writer(draw: Draw) -> list[Values]:
     ]
 
 
+@on_two_nodes
 def observe_writer(save_together: Any, inputs: Values, context: Context) -> Values:
     """Which ranks write, and whether the file is there when `save_together` returns."""
     one, two = inputs["steps"]
@@ -251,6 +281,7 @@ def draw_keep(draw: Draw) -> list[Values]:
     return [dict(values) for _ in range(draw.world_size)]
 
 
+@on_two_nodes
 def observe_keep(save_together: Any, inputs: Values, context: Context) -> Values:
     """The names in the folder after every save but the first two.
 
@@ -341,6 +372,7 @@ def _for_ranks(
     ]
 
 
+@on_two_nodes
 def observe_loads(functions: Any, inputs: Values, context: Context) -> Values:
     """What every rank loads from its own folder."""
     save_together, load_together = functions

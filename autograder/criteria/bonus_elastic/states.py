@@ -11,6 +11,7 @@ import torch
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 SLACK_BYTES = 64
@@ -54,6 +55,7 @@ def _shards(whole: np.ndarray, num_ranks: int) -> list[torch.Tensor]:
     return [torch.from_numpy(padded[r * size : (r + 1) * size].copy()) for r in range(num_ranks)]
 
 
+@on_two_nodes
 def observe_reshard(reshard: Any, inputs: Values, context: Context) -> Values:
     """The vectors of every new rank, and how many bytes their storage has."""
     answer: Values = {"bytes": [], "unchanged": [], "same": []}
@@ -186,6 +188,7 @@ def draw_adam(draw: Draw) -> list[Values]:
     return inputs
 
 
+@on_two_nodes
 def observe_adam(reshard: Any, inputs: Values, context: Context) -> Values:
     """Sharded AdamW; after some steps its state is resharded to a different number of ranks."""
     before, after = inputs["ranks"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autograder.criteria.common.answers import item_of, plain
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 STEPS = 6
@@ -47,6 +48,7 @@ def draw_stop(draw: Draw) -> list[Values]:
     return [{"told": [run[rank] for run in runs], "_runs": runs} for rank in range(size)]
 
 
+@on_two_nodes
 def observe_stop(preemption_class: Any, inputs: Values, context: Context) -> Values:
     """What `requested` says after each step."""
     answers = []
