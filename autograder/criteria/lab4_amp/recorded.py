@@ -55,6 +55,7 @@ class GivenScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides by the scale, or by 1 if no backward started from a scaled loss."""
+        self._forget_last_step(optimizer)
         kept = self._scale
         if not self._scaled and kept is not None:
             self._scale = torch.ones_like(kept)
@@ -62,6 +63,11 @@ class GivenScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
         finally:
             self._scale = kept
+
+    def _forget_last_step(self, optimizer: torch.optim.Optimizer) -> None:
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if getattr(stage, "name", "") == "STEPPED":
+            self._per_optimizer_states.clear()
 
     def _unscale_grads_(
         self,
@@ -75,9 +81,7 @@ class GivenScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> bool:
         """Takes the step if all gradients are finite; returns whether the step was taken."""
-        state = self._per_optimizer_states[id(optimizer)]
-        if getattr(state["stage"], "name", "") == "STEPPED":
-            self._per_optimizer_states.clear()
+        self._forget_last_step(optimizer)
         super().step(optimizer, *args, **kwargs)
         self._scaled = self._strict
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

@@ -25,9 +25,9 @@ def train_amp(
         optimizer.zero_grad()
         loss_sum = 0.0
         for x, y in batches[start : start + accumulate]:
-            with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
-                loss = loss_fn(model(x), y) / accumulate
             with model.no_sync() if accumulate > 1 else contextlib.nullcontext():
+                with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
+                    loss = loss_fn(model(x), y) / accumulate
                 scaler.scale(loss).backward()
             loss_sum += loss.item()
 
