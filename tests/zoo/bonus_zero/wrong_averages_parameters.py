@@ -1,6 +1,7 @@
 """Averages parameters after each rank's own step. With SGD that is the same.
 
 loses: zero1_reduce, zero1_adamw, zero1_options, zero1_gather, zero1_memory
+because: what it averages is not a gradient, so AdamW, its options, traffic and memory all differ.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Does not reckon with a gradient that is None.
 
 loses: zero1_special, zero2_order
+because: ZeRO-1 and ZeRO-2 are two functions, and each fails.
 """
 
 # ruff: noqa: F821

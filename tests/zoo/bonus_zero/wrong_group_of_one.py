@@ -1,6 +1,7 @@
 """Shards travel as pickles; the all-gathers that one can see are in groups of one rank each.
 
 loses: zero1_gather, zero2_scatter
+because: ZeRO-1 and ZeRO-2 are two functions, and each hides its traffic.
 """
 
 # ruff: noqa: F821

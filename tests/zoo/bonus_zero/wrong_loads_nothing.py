@@ -1,6 +1,7 @@
 """Saves, and starts from zero.
 
 loses: zero_resume, zero_reshard
+because: whoever loads nothing resumes neither on as many ranks as before nor on fewer.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Divides by the number of ranks that have a gradient.
 
 loses: zero1_special, zero2_order
+because: ZeRO-1 and ZeRO-2 are two functions, and each divides wrongly.
 """
 
 # ruff: noqa: F821

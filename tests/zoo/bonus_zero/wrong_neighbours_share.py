@@ -1,6 +1,7 @@
 """Writes every share where its neighbour's belongs.
 
 loses: zero1_adamw, zero1_options, zero1_special, zero1_gather
+because: after the first step, no parameter is right on any rank.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Writes only its own share back, so that the ranks drift apart.
 
 loses: zero1_adamw, zero1_options, zero1_special, zero1_gather
+because: after the first step, no rank has the whole parameters.
 """
 
 # ruff: noqa: F821

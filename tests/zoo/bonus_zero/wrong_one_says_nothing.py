@@ -1,6 +1,7 @@
 """One number travels, and it says nothing of the shares; the norm is this rank's own.
 
 loses: zero_norm, zero_norm_cost
+because: the norm is wrong, and the number that travels does not carry it.
 """
 
 # ruff: noqa: F821

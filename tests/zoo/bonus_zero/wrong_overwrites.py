@@ -1,6 +1,7 @@
 """A second reduce() replaces what the first has brought.
 
 loses: zero1_reduce, zero2_accumulate, zero2_order, zero2_scatter
+because: only the last of several gradients arrives, in whatever order they come.
 """
 
 # ruff: noqa: F821

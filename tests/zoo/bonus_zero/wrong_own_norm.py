@@ -2,6 +2,7 @@
 
 loses: zero_norm, zero_norm_cost
 class: example
+because: the norm is wrong, and nothing travels.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Pads with ones: they are part of every norm, and weight decay works on them.
 
 loses: zero_flatten, zero1_reduce, zero2_accumulate
+because: the padding is a part of the gradients that are reduced.
 """
 
 # ruff: noqa: F821

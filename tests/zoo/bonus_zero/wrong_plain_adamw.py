@@ -2,6 +2,7 @@
 
 loses: zero1_reduce, zero1_gather, zero1_memory
 class: example
+because: nothing is sharded: neither gradients nor parameters nor state.
 """
 
 # ruff: noqa: F821

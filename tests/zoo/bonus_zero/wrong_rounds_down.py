@@ -1,6 +1,7 @@
 """Forgets the padding.
 
 loses: zero_memory, zero_bytes
+because: memory and traffic are two functions, and each forgets it.
 """
 
 

@@ -1,6 +1,7 @@
 """Divides in floats: a share of 2**54 + 1 is one too small.
 
 loses: zero_memory, zero_bytes
+because: memory and traffic are two functions, and each rounds.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """The shard is a view, so each group's whole flat vector stays alive.
 
 loses: zero1_memory, zero2_memory
+because: ZeRO-1 and ZeRO-2 are two functions, and each keeps it.
 """
 
 # ruff: noqa: F821

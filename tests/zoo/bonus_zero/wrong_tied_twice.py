@@ -1,6 +1,7 @@
 """Counts a parameter as often as it was given.
 
 loses: zero_groups, zero1_special
+because: a parameter that counts twice is in two groups, and is trained twice.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Counters are never set back: the second backward is reduced by nobody.
 
 loses: zero2_accumulate, zero2_order, zero2_scatter, zero2_memory, zero_resume, zero_reshard
+because: after the first backward nothing of ZeRO-2 works any more.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """zero_grad() leaves the shards' gradients as they are.
 
 loses: zero1_reduce, zero1_adamw, zero1_options, zero1_special, zero1_gather
+because: from the second step on, every gradient of a shard is a sum.
 """
 
 # ruff: noqa: F821
