@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minidist.launch import run
+from minidist.parallel.data import BucketedDDP
 from minidist.parallel.fsdp import no_sync, shard_model
 from minidist.parallel.zero import ShardedOptimizer, Zero2Optimizer, Zero3
 from minidist.parallel.zero.elementwise import why_not_elementwise, why_not_per_parameter
@@ -436,3 +437,30 @@ def test_nested_no_sync(world_size):
                 torch.testing.assert_close(
                     value, net.state_dict()[name], msg=lambda m, at=(kind, name): f"{at}: {m}"
                 )
+
+
+# --------------------------------------------------------------------------------------- buckets
+
+
+def bucket_sizes():
+    """Bytes of the parameters in each bucket, with the same limit in all of them."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 40)).double()
+    options = {"bucket_bytes": 400}
+    ddp = BucketedDDP(net, first_bucket_bytes=400, **options)
+    found = [[bucket.parameters for bucket in ddp.buckets]]
+    for kind in (ShardedOptimizer, Zero2Optimizer):
+        optimizer = kind(net.parameters(), torch.optim.SGD, lr=0.1, **options)
+        found.append([bucket.params for bucket in optimizer.buckets])
+    dist.destroy_process_group()
+    return [[[p.nbytes for p in bucket] for bucket in buckets] for buckets in found]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_bucket_bytes_means_at_most_everywhere(world_size):
+    for found in run(bucket_sizes, world_size):
+        for buckets in found:
+            assert all(sum(bucket) <= 400 or len(bucket) == 1 for bucket in buckets)
+            assert sum(map(len, buckets)) == 10
+            assert any(len(bucket) > 1 for bucket in buckets)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minidist.collectives import ring_all_reduce
+from minidist.collectives.buckets import cut_into_buckets
 from minidist.errors import LaunchError, MinidistError, MismatchError
 from minidist.launch import run
 from minidist.parallel.data import (
@@ -26,7 +27,6 @@ from minidist.parallel.data import (
     DDPOptions,
     OverlappedDDP,
     SyncBatchNorm,
-    assign_buckets,
     average_gradients,
     average_gradients_flat,
     broadcast_state,
@@ -910,7 +910,7 @@ def test_overlap_on_the_emulated_cluster_is_as_good_as_possible():
 def test_buckets_hold_each_parameter_once_and_keep_to_the_limit(sizes, cap, first):
     dtypes = {"f": torch.float32, "d": torch.float64, "h": torch.float16}
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtypes[kind])) for n, kind in sizes]
-    buckets = assign_buckets(parameters, cap, first)
+    buckets = cut_into_buckets(parameters, cap, first)
     assert sorted(i for bucket in buckets for i in bucket) == list(range(len(sizes)))
     for bucket in buckets:
         assert bucket == sorted(bucket)

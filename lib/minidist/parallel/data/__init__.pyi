@@ -1,5 +1,5 @@
 from .bucketed import BucketedDDP
-from .buckets import Bucket, assign_buckets
+from .buckets import FlatBucket
 from .clipping import clip_grad_norm, clip_grad_norm_native
 from .flat import average_gradients_flat
 from .join import join
@@ -11,14 +11,13 @@ from .replicas import broadcast_state, check_same_model
 from .sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm
 
 __all__ = [
-    "Bucket",
     "BucketedDDP",
     "DDPOptions",
     "DataParallel",
+    "FlatBucket",
     "OverlappedDDP",
     "SyncBatchNorm",
     "Traffic",
-    "assign_buckets",
     "average_gradients",
     "average_gradients_flat",
     "broadcast_state",

@@ -50,9 +50,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from minidist.collectives.buckets import cut_into_buckets
 from minidist.collectives.replicas import broadcast_tensors, global_rank
 from minidist.errors import MinidistError, named_rank
-from minidist.parallel.data.buckets import Bucket, Work, assign_buckets
+from minidist.parallel.data.buckets import FlatBucket, Work
 from minidist.parallel.data.graph import accumulates, has_python_function, will_accumulate
 from minidist.parallel.data.replicas import (
     broadcast_state,
@@ -162,8 +163,8 @@ class BucketedDDP(nn.Module):
     def _make_buckets(self, order: list[nn.Parameter]) -> None:
         self._order = order
         self._buckets = [
-            Bucket([order[i] for i in indices])
-            for indices in assign_buckets(order, *self._bucket_bytes)
+            FlatBucket([order[i] for i in indices])
+            for indices in cut_into_buckets(order, *self._bucket_bytes)
         ]
         self._place = {
             parameter: (bucket, position)
@@ -173,7 +174,7 @@ class BucketedDDP(nn.Module):
         self._num_launched = 0
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
+    def buckets(self) -> tuple[FlatBucket, ...]:
         """The buckets in their order of launch."""
         return tuple(self._buckets)
 

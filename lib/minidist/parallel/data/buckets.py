@@ -1,15 +1,11 @@
 """Buckets: gradients that travel together, as views of one flat tensor.
 
->>> weights = [nn.Parameter(torch.zeros(100)) for _ in range(5)]          # 400 bytes each
->>> assign_buckets(weights, bucket_bytes=1000, first_bucket_bytes=400)    # in order of launch
-[[0], [1, 2], [3, 4]]
->>> bucket = Bucket([weights[1], weights[2]])
+>>> weights = [nn.Parameter(torch.zeros(100)) for _ in range(2)]
+>>> bucket = FlatBucket(weights)
 >>> bucket.flat.shape, [slot.shape for slot in bucket.slots]
 (torch.Size([200]), [torch.Size([100]), torch.Size([100])])
 
-The bucket size is a trade-off: large buckets pay the latency less often, small buckets start
-earlier. The first bucket is small, because nothing overlaps until it starts. Li et al. (arXiv
-2006.15704), 3.2.3.
+Which parameters share a bucket is decided by `cut_into_buckets` (minidist.collectives.buckets).
 """
 
 from __future__ import annotations
@@ -27,33 +23,7 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-def assign_buckets(
-    parameters: Sequence[nn.Parameter], bucket_bytes: int, first_bucket_bytes: int
-) -> list[list[int]]:
-    """Group parameters, given in the order in which their gradients come.
-
-    A bucket has one dtype and one device, and holds at most `bucket_bytes` unless a single
-    parameter is larger. The result depends only on the arguments, so all ranks get the same result.
-
-    Returns:
-        Indices into `parameters`, bucket by bucket, in the order in which buckets become complete.
-    """
-    done: list[list[int]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    num_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for index, parameter in enumerate(parameters):
-        kind = (parameter.dtype, parameter.device)
-        size = parameter.numel() * parameter.element_size()
-        limit = bucket_bytes if done else min(first_bucket_bytes, bucket_bytes)
-        if kind in open_buckets and num_bytes[kind] + size > limit:
-            done.append(open_buckets.pop(kind))
-        num_bytes[kind] = size + (num_bytes[kind] if kind in open_buckets else 0)
-        open_buckets.setdefault(kind, []).append(index)
-    done.extend(open_buckets.values())
-    return sorted(done, key=lambda bucket: bucket[-1])
-
-
-class Bucket:
+class FlatBucket:
     """Parameters whose gradients are reduced in one message.
 
     Attributes:

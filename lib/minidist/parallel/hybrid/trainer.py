@@ -73,7 +73,8 @@ class HybridTrainer(HybridState):
         num_micro_batches: number of micro-batches in one step; a step's batch has
             micro_batch * num_micro_batches sequences per dp rank.
         compute_dtype: bfloat16 or float16 for mixed precision. None means the parameters' dtype.
-        bucket_bytes: gradients (and with ZeRO-1 and -2 parameters) travel in buckets of this size.
+        bucket_bytes: gradients (and with ZeRO-1 and -2 parameters) travel in buckets of at most
+            this size; a larger one travels alone.
         adamw: lr, betas, eps, weight_decay of torch.optim.AdamW.
 
     Dropout: seed the default generator after making the model and before this call. The seed must

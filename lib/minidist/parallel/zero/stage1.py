@@ -33,14 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minidist.collectives.buckets import cut_into_buckets
 from minidist.collectives.replicas import broadcast_tensors, check_same_tensors, raise_on_all
-from minidist.device import by_dtype_and_device
 from minidist.errors import named_rank
-from minidist.parallel.zero.buckets import (
-    Bucket,
-    cut_into_buckets,
-    elements_of,
-)
+from minidist.parallel.zero.buckets import ShardedBucket, elements_of
 from minidist.parallel.zero.elementwise import why_not_per_parameter
 from minidist.parallel.zero.exchange import GradientBucket, Pending, gather_rows, group_or_world
 from minidist.parallel.zero.partition import Layout, Piece, by_parameter
@@ -71,7 +67,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             False if something else averages them (DDP).
         master_dtype: for parameters of a different dtype (torch.bfloat16), update copies of this
             dtype (torch.float32), and round the results to the parameters.
-        bucket_bytes: parameters are sent in buckets of about this size.
+        bucket_bytes: parameters are sent in buckets of at most this size; a larger parameter is
+            sent alone.
         **kwargs: arguments of `optimizer_class`.
 
     Raises:
@@ -107,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.average_gradients = average_gradients
         self.master_dtype = master_dtype
         self.bucket_bytes = bucket_bytes
-        self.buckets: list[Bucket] = []
+        self.buckets: list[ShardedBucket] = []
         self._loads = [0] * self.world_size
         self._averaged = False
         self._handed_over = False
@@ -161,20 +158,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
         """Cut a group's parameters into buckets, and each bucket into rows."""
-        # A bucket has parameters of similar size, at least one per rank, so its rows have similar
-        # length.
-        for alike in by_dtype_and_device(sorted(params, key=lambda p: -p.numel())):
-            for some in cut_into_buckets(alike, self.bucket_bytes, at_least=self.world_size):
-                yield some, by_parameter([p.numel() for p in some], self.world_size, self._loads)
+        # A bucket has parameters of similar size, so its rows have similar length.
+        ordered = sorted(params, key=lambda p: -p.numel())
+        for indices in cut_into_buckets(ordered, self.bucket_bytes):
+            some = [ordered[i] for i in indices]
+            yield some, by_parameter([p.numel() for p in some], self.world_size, self._loads)
 
-    def _make_bucket(self, params: list[Tensor], layout: Layout) -> Bucket:
+    def _make_bucket(self, params: list[Tensor], layout: Layout) -> ShardedBucket:
         first = params[0]
         pieces = [self._piece_of(params[p.index], p) for p in layout.rows[self.rank]]
         owned = pieces
         if self._needs_master(first):
             owned = [piece.detach().to(self.master_dtype) for piece in pieces]
         wire = GradientBucket(layout, self.group, first.device, first.dtype, first.dtype)
-        return Bucket(params, layout, pieces, owned, wire)
+        return ShardedBucket(params, layout, pieces, owned, wire)
 
     def _piece_of(self, param: Tensor, piece: Piece) -> Tensor:
         return param
@@ -311,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gather_parameters(self) -> None:
         """Send what this rank owns and receive the other parameters, two buckets at a time."""
-        started: tuple[Bucket, Pending] | None = None
+        started: tuple[ShardedBucket, Pending] | None = None
         for bucket in self.buckets:
             first = bucket.params[0]
             row = first.new_empty(bucket.layout.sizes[self.rank])
@@ -328,7 +325,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if started is not None:
             self._unpack(*started)
 
-    def _unpack(self, bucket: Bucket, pending: Pending) -> None:
+    def _unpack(self, bucket: ShardedBucket, pending: Pending) -> None:
         rows = pending.wait().split(list(bucket.layout.sizes))
         for row, pieces in zip(rows, bucket.layout.rows, strict=True):
             for piece in pieces:

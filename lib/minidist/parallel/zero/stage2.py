@@ -36,14 +36,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minidist.collectives.buckets import cut_into_buckets
 from minidist.collectives.replicas import raise_on_all
-from minidist.device import by_dtype_and_device
 from minidist.errors import named_rank
-from minidist.parallel.zero.buckets import (
-    Bucket,
-    cut_into_buckets,
-    elements_of,
-)
+from minidist.parallel.zero.buckets import ShardedBucket, elements_of
 from minidist.parallel.zero.elementwise import why_not_elementwise
 from minidist.parallel.zero.exchange import GradientBucket
 from minidist.parallel.zero.partition import Layout, Piece, by_element
@@ -118,14 +114,15 @@ class Zero2Optimizer(ShardedOptimizer):
 
     def _partition(self, params: list[Tensor]) -> Iterator[tuple[list[Tensor], Layout]]:
         # Backward reaches the last parameters first, so their buckets come first.
-        for alike in by_dtype_and_device(reversed(params)):
-            for some in cut_into_buckets(alike, self.bucket_bytes):
-                yield some, by_element([p.numel() for p in some], self.world_size)
+        ordered = params[::-1]
+        for indices in cut_into_buckets(ordered, self.bucket_bytes):
+            some = [ordered[i] for i in indices]
+            yield some, by_element([p.numel() for p in some], self.world_size)
 
     def _piece_of(self, param: Tensor, piece: Piece) -> Tensor:
         return elements_of(param.detach(), piece)
 
-    def _make_bucket(self, params: list[Tensor], layout: Layout) -> Bucket:
+    def _make_bucket(self, params: list[Tensor], layout: Layout) -> ShardedBucket:
         bucket = super()._make_bucket(params, layout)
         first = params[0]
         wire_dtype = self.reduce_dtype or first.dtype
@@ -204,7 +201,7 @@ class Zero2Optimizer(ShardedOptimizer):
                 self._keep(bucket)
         self._missing, self._next = {}, 0
 
-    def _keep(self, bucket: Bucket) -> None:
+    def _keep(self, bucket: ShardedBucket) -> None:
         row, present = bucket.gradients.finish()
         rows = bucket.layout.rows[self.rank]
         for piece, mine, has_gradient in zip(rows, bucket.pieces, present, strict=True):
