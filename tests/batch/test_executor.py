@@ -383,6 +383,27 @@ def test_what_is_not_a_result_is_said_to_be_none(tmp_path, text):
         Result.read(path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": "../../journal"}, "result.key: expected letters and digits"),
+        ({"record": made_record("ada").to_json() | {"lab": "../.."}}, "record.lab: expected a lab"),
+        ({"entries": ["x"]}, r"result.entries\[0\]: expected an object"),
+        ({"entries": [{"kind": "submission", "key": "0"}]}, r"got 'submission'"),
+        ({"entries": [{"kind": "verdict", "key": "1"}]}, r"expected .* of 0, got 'verdict'"),
+        ({"seconds": float("nan")}, "result.seconds: expected a number"),
+    ],
+)
+def test_a_result_can_harm_no_other_submission(tmp_path, changes, message):
+    """A job is outside the box, but on a machine that runs submissions."""
+    path = tmp_path / "0001.1.json"
+    Result(key="0", host="n1", seconds=1.0, record=made_record("ada")).write(path)
+    assert Result.read(path).record == made_record("ada")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=message):
+        Result.read(path)
+
+
 # --- the local executor --------------------------------------------------------------------------
 
 
@@ -433,7 +454,7 @@ def task(course: Course, folder: BatchFolder, **changes) -> Path:
         sha256=sha256,
         key=ClassRun(course, LAB, 3, True).key_of(sha256),
         trusted=True,
-        time_s=60,
+        time_s=300,
         result=str(folder.result_path(0, 1)),
     )
     where = folder.task_path(0, 1)
