@@ -97,10 +97,10 @@ def test_every_draw_says_the_same_of_a_bottleneck(entry):
     names: dict = {"statistics": statistics, "KINDS": prof_spans.KINDS}
     names |= {"covered": prof_spans.covered, "overlap": shares.overlap}
     names |= {"breakdown": shares.breakdown, "Span": prof_spans.Span}
-    source = entry.replaced.get("task3_bottleneck")
-    if source is None:
-        source = next(c.source for c in entry.notebook.cells if c.id == "task3_bottleneck")
-    exec(source, names)
+    solved = {cell.id: cell.source for cell in entry.notebook.cells}
+    own = {"task2_shares", "task3_bottleneck"} & {*entry.replaced, "task3_bottleneck"}
+    for name in sorted(own):  # its helpers may stand in the earlier cell
+        exec(solved[name], names)
     for criterion in (c for c in get_lab(LAB).criteria if c.name.startswith("prof_finds_")):
         for seed in range(SEEDS):
             (inputs,) = criterion.draw(_draw(criterion.name, 1, str(seed)))
