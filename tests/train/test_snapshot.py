@@ -109,7 +109,7 @@ STATES: dict[str, Any] = {
     "a record array": np.zeros(2, dtype=[("a", "i4")]),
     "optimizer": torch.optim.AdamW([torch.ones(2, requires_grad=True)]).state_dict(),
     "batch norm": nn.BatchNorm1d(3).state_dict(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STATES)
