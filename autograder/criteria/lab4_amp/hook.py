@@ -111,8 +111,8 @@ def _call(
 ) -> torch.futures.Future[torch.Tensor]:
     calls.append(1)
     future = hook(state, bucket)
-    if isinstance(future, torch.futures.Future):
-        return future
+    if isinstance(future, torch._C.Future):  # then() gives one that is no torch.futures.Future
+        return future  # type: ignore[return-value]
     raise TypeError(f"the hook returned {described(future)}; it has to return a torch Future")
 
 
