@@ -87,7 +87,7 @@ def _after(
     """
     module = load_file(path)  # a new job: it has the files, but no memory
     steps = inputs["steps"]
-    old = {p.name: p.read_bytes() for p in before.iterdir()}
+    old = {p.name: p.read_bytes() for p in before.iterdir() if p.is_file()}
     parts = []
     for step in steps_in(place):
         file = place / name_of(step)

@@ -23,7 +23,7 @@ from autograder.criteria.lab5_multinode.nodes import (
     Job,
     kill_trees,
     nodes,
-    steps_by_zero,
+    steps_saved,
     wait,
 )
 from minidist.processes.fork_server import Child
@@ -37,7 +37,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         job = Job(path, inputs, Path(name))
         job.write_data(0, shared=True)
         answer = {f"whole/{k}": v for k, v in _run(job, "").items()}
-        saves = steps_by_zero(job.saves())
+        saves = steps_saved(job.saves())
         answer["saves"] = saves
         if len(saves) < 2:
             return answer
@@ -51,6 +51,7 @@ def observe_lost(path: Any, inputs: Values, context: Context) -> Values:
         with nodes(job, torchrun=False) as processes:
             _wait_for_stop(job, processes, second)
             kill_trees([processes[0].pid])
+            (job.checkpoints / "go").touch()  # another rank may have saved, against the rule
             answer["ends"].append(_end_of(processes[1]))
         # Only now, because no process of the first run is alive: damage its last checkpoint.
         stop.unlink()
@@ -102,7 +103,7 @@ def _wait_for_stop(job: Job, processes: Sequence[Child], step: int) -> None:
 
 _DIED = (
     (0, "node 1 died in the middle of a step"),
-    (1, "node 0 died while it saved a checkpoint"),
+    (1, "node 0 died while a checkpoint was saved"),
 )
 
 
@@ -116,8 +117,8 @@ def judge_lost(case: Case) -> list[Finding]:
     if not isinstance(saves, list) or len(saves) < 2 or not all(type(s) is int for s in saves):
         return [
             Finding(
-                f"--every={given['job']['every']} --steps={given['job']['steps']}: rank 0 called "
-                f"save_checkpoint for the steps {saves}; two at least are needed to resume.",
+                f"--every={given['job']['every']} --steps={given['job']['steps']}: save_checkpoint "
+                f"was called for the steps {saves}; two at least are needed to resume.",
                 0,
             )
         ]

@@ -44,12 +44,13 @@ def save_checkpoint(folder, step, state, keep=3):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"saved-{step}-by-{rank}").touch()
     path = folder / f"stand-in-{step}.pt"
-    if rank == "0":
-        torch.save(state, path)
-        if (folder / f"stop-{step}").exists():
-            (folder / "stopped").touch()
-            while not (folder / "go").exists():
-                time.sleep(0.02)
+    unfinished = folder / f"unfinished-{rank}"
+    torch.save(state, unfinished)
+    unfinished.replace(path)
+    if (folder / f"stop-{step}").exists():
+        (folder / "stopped").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.02)
     return path
 
 def load_newest(folder):
@@ -166,10 +167,11 @@ class Job:
             return {k: saved[k] for k in saved.files if k in wanted}
 
 
-def steps_by_zero(marks: Iterable[str]) -> list[int]:
-    """The steps for which rank 0 called save_checkpoint, from the marks that its calls left."""
-    words = (mark.split("-") for mark in marks)
-    return sorted({int(w[1]) for w in words if len(w) == 4 and w[3] == "0" and w[1].isdigit()})
+def steps_saved(marks: Iterable[str], rank: int | None = None) -> list[int]:
+    """The steps for which a rank, or any, called save_checkpoint, from the marks of its calls."""
+    words = [mark.split("-") for mark in marks]
+    calls = [(int(w[1]), w[3]) for w in words if len(w) == 4 and w[1].isdigit()]
+    return sorted({step for step, by in calls if rank is None or by == str(rank)})
 
 
 def first_traceback(text: str) -> str:

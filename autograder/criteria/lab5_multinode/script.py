@@ -21,7 +21,7 @@ from autograder.criteria.lab5_multinode.nodes import (
     PER_NODE,
     Job,
     nodes,
-    steps_by_zero,
+    steps_saved,
     wait,
 )
 
@@ -33,7 +33,7 @@ def draw(source: Draw) -> list[Values]:
     rng = source.shared()
     sizes = (int(rng.integers(3, 7)), int(rng.integers(4, 9)), 1)
     every = int(rng.integers(2, 5))
-    batch = NODES * PER_NODE * int(rng.integers(1, 4))
+    batch = NODES * PER_NODE * int(rng.integers(2, 4))  # each rank has more than one row
     steps = 3 * every + int(rng.integers(1, every))
     inputs = oracle.draw_parameters(rng, sizes) | oracle.draw_batch(rng, steps * batch, sizes)
     inputs["job"] = {
@@ -96,7 +96,7 @@ def judge_script(case: Case) -> list[Finding]:
     job, saved = given["job"], answer.get("saved")
     steps = [*range(job["every"], job["steps"] + 1, job["every"])]
     marks = [str(mark) for mark in saved] if isinstance(saved, list) else []
-    by_zero = steps_by_zero(marks)
+    by_zero = steps_saved(marks, 0)
     if by_zero != steps:
         findings.append(
             Finding(

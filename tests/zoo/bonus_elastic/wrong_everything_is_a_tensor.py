@@ -1,7 +1,7 @@
 """Fails where an entry of the state is a plain number.
 
 loses: elastic_reshard, elastic_own
-because: what is not a tensor becomes one, so a part has neither the right type nor its size.
+because: the function raises, so there are neither parts nor their sizes.
 """
 
 # ruff: noqa: F821
