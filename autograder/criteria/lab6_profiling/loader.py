@@ -338,7 +338,10 @@ def observe_settings(loader_settings: Any, inputs: Values, context: Context) -> 
 
 
 def judge_settings(case: Case) -> Iterator[Finding]:
-    """The workers that a step needs, up to the rank's share of cores; pinned memory for a GPU."""
+    """The workers that a step needs, up to the rank's share of cores; pinned memory for a GPU.
+
+    What a DataLoader makes of the settings counts: an entry that is left to its default may be so.
+    """
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         for number, drawn in enumerate(inputs["cases"]):
             got = item_of(answer.get("found"), number)

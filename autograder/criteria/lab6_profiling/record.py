@@ -184,6 +184,8 @@ def _cpu_events(record: _Recorder, rng: np.random.Generator) -> None:
         loader = f"enumerate(DataLoader)#_{draw_name(rng)}.__next__"
         record.add(loader, "user_annotation", 1, a, b)
         record.add("aten::stack", "cpu_op", 1, a + 20, b - 30)  # collate: inside the loader
+        record.add("aten::empty", "cpu_op", 1, a, a + 10)  # begins or ends with the loader
+        record.add("aten::cat", "cpu_op", 1, b - 20, b)
         record.add("aten::" + draw_name(rng), "cpu_op", 2, a + 50, a + 90)  # on a different thread
     record.each("aten::", "cpu_op", 1, 1000, 3000, 5)
     record.each("aten::", "cpu_op", 2, 1500, 3500, 3)

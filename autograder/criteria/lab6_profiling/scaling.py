@@ -92,18 +92,21 @@ def _scaling_problem(rows: Any, drawn: Values) -> str | None:
                 return (
                     f'"{mode}", {base} ranks: {times[base]:.4f} s, {size} ranks: '
                     f"{times[size]:.4f} s: expected {what} {wanted:.4f}, got {value!r}."
-                    f"{_explain(value, mode, base, size, times)}"
+                    f"{_explain(value, what, mode, base, size, times)}"
                 )
     return None
 
 
-def _explain(value: Any, mode: str, base: int, size: int, times: dict[int, float]) -> str:
-    weak = times[base] / times[size]
+def _explain(
+    value: Any, what: str, mode: str, base: int, size: int, times: dict[int, float]
+) -> str:
+    """What the value is, if it is a known wrong one."""
+    weak = times[base] / times[size] * (size if what == "speed-up" else 1)
     strong = weak * base / size
-    other = strong if mode == "weak" else weak
-    if is_close(value, other) or is_close(value, size * other):
+    right, other = (weak, strong) if mode == "weak" else (strong, weak)
+    if size != base and is_close(value, other):
         return f' That is the figure of "{MODES[mode == "weak"]}" scaling.'
-    if base > 1 and (is_close(value, strong / base) or is_close(value, weak / base * size)):
+    if base > 1 and is_close(value, right / base):
         return f" Not one rank but {base} are the base here."
     return ""
 
