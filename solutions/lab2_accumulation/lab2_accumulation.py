@@ -26,12 +26,16 @@
 # - compute the effective batch size, and the learning rate that goes with it (task 6);
 # - show that $k$ = 1, 2, 4, 8 give the same learning curve (task 7).
 #
-# Plan 60 to 120 minutes. Tasks 2 and 3 are half of it. You need to know
+# Plan 2 to 3 hours. Tasks 2 and 3 are half of it. You need to know
 # `DistributedDataParallel`, as in lab 1. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | all |
 # |---|---|---|---|---|---|---|---|---|
 # | points | 19 | 25 | 23 | 10 | 12 | 5 | 6 | 100 |
+#
+# In all tasks, a micro-batch goes forward and backward before the next but one begins: never hold
+# more than two micro-batches' activations, and never put micro-batches together into a large one.
+# Accumulation is for batches that do not fit. Some checks measure it.
 #
 # Every cell runs on two ranks. A cell with `check("…", …)` tests your work with practice data. Your
 # final grade comes from the same tests with other data, other numbers of micro-batches and **3**
@@ -280,10 +284,12 @@ check("accum_memory", accumulate_gradients)
 # **Write `train_epoch(model, batches, loss_fn, optimizer, *, accumulation_steps, …)`.** Still one
 # device.
 #
-# - `batches` has a length and yields `(x, y)`, like a `DataLoader`. All batches are equally large.
+# - `batches` has a length and yields `(x, y)`, like a `DataLoader`. All batches are equally large,
+#   and there is at least one.
 # - Every `accumulation_steps` consecutive batches make one optimizer step with the gradient of
-#   their mean loss. What is left at the end makes a step too, as the mean of the batches that are
-#   there. If nothing is left, there is no further step.
+#   their mean loss. Each batch goes forward and backward by itself. What is left at the end makes a
+#   step too, as the mean of the batches that are there. If nothing is left, there is no further
+#   step.
 # - Old gradients never enter: not those of the step before, and not what somebody has left in
 #   `p.grad` before the epoch.
 # - `max_norm`: if it is given, the norm over all parameters of the accumulated gradient is at most
@@ -446,7 +452,7 @@ check("accum_schedule", train_epoch)
 # - Go through the micro-batches in their order, each forward and backward once. Forward and
 #   backward of all but the last are inside `no_sync()`.
 # - Return the mean loss over all samples of *all* ranks, a `float`, the same on every rank.
-# - Gradients travel once per call, and so does the loss.
+# - Gradients travel once per call, and so does the loss. Everything has arrived when you return.
 #
 # <details><summary>Hint 1: now with, now without</summary>
 #
@@ -627,7 +633,8 @@ check("accum_ddp_time", accumulate_ddp)
 #   count.
 # - Afterwards every `p.grad` is the gradient of the mean over all counted tokens of all ranks.
 #   Return that mean, the same on every rank.
-# - As in task 3, gradients travel once. Do not step.
+# - As in task 3, gradients travel once, and each micro-batch goes forward and backward by itself.
+#   Do not step.
 #
 # <details><summary>Hint 1: what you need to know first</summary>
 #
@@ -734,7 +741,7 @@ check("accum_token_traffic", accumulate_tokens)
 #
 # - One optimizer step from $k$ equal micro-batches per rank, as in task 3.
 # - Forward and loss run under `torch.autocast` in `dtype` (fp16 or bf16), on the device of the
-#   data. Backward does not belong there.
+#   data. Backward does not belong there: autocast must be off again when you call it.
 # - `scaler` is a `torch.amp.GradScaler`. For bf16 it is a disabled one: its methods then do
 #   nothing, so you need no second branch.
 # - `max_norm`: if it is given, it limits the norm of the true, unscaled gradient.

@@ -41,7 +41,7 @@ class _Kind:
     tol: float | None = None
     near: float = 0.0
     swapped: bool = False
-    zeros: int | None = None  # a parameter whose gradient is zero
+    zeros: tuple[int, ...] = ()  # parameters whose gradient is zero
 
 
 def _kinds() -> list[_Kind]:
@@ -74,11 +74,12 @@ def _kinds() -> list[_Kind]:
             missing=tuple(("last", i) for i in range(len(SHAPES))),
         ),
         _Kind(
-            "rank 0 has no gradient of one parameter, the last rank none of another one",
+            "each rank has no gradient of one parameter, and not of the same, and zeros elsewhere",
             False,
-            missing=(("first", 0), ("last", 2)),
+            missing=(("first", 0), ("middle", 1), ("last", 2)),
+            zeros=(0, 1, 2),
         ),
-        _Kind("one parameter's gradient is zero on all ranks", True, zeros=2),
+        _Kind("one parameter's gradient is zero on all ranks", True, zeros=(2,)),
     ]
     for number, (who, said) in enumerate(ON.items()):
         for parameter in range(len(SHAPES)):
@@ -102,7 +103,7 @@ def _kinds() -> list[_Kind]:
                 f"parameter {number} has no gradient on {said}, and zeros on the others",
                 False,
                 missing=((who, number),),
-                zeros=number,
+                zeros=(number,),
             )
         )
     return kinds
@@ -117,8 +118,8 @@ def draw(source: Draw) -> list[Values]:
     inputs: list[Values] = [{"tol": tolerances, "_order": order} for _ in range(world_size)]
     for number, kind in enumerate(kinds[i] for i in order):
         base = [rng.normal(kind.near, 1.0, size=shape) for shape in SHAPES]
-        if kind.zeros is not None:
-            base[kind.zeros] *= 0.0
+        for i in kind.zeros:
+            base[i] *= 0.0
         for rank in range(world_size):
             for i, grad in enumerate(_gradients_of(kind, base, rank, world_size)):
                 if grad is not None:

@@ -108,7 +108,9 @@ def judge_weights(case: Case) -> Iterator[Finding]:
             output = model(x).detach().numpy()
             if wrong := oracle.differs(rank, "ddp(x)", answer.get("output"), output):
                 yield wrong
-            if wrong := oracle.differs(
+            if _is_rounded(answer.get("frozen"), case.inputs[0]["frozen"]):
+                yield Finding("a float64 parameter was rounded to float32 on its way.", rank)
+            elif wrong := oracle.differs(
                 rank,
                 "a frozen parameter after wrapping",
                 answer.get("frozen"),
@@ -247,7 +249,9 @@ def _shares(
     rows = []
     for rank in got:
         row = weights.weights_of(columns, [g for steps in rank for g in steps]) if rank else None
-        rows.append(mean if row is None or np.allclose(row, mean, rtol=1e-3) else row)
+        if row is None or np.allclose(row, mean, rtol=1e-3):
+            row = mean
+        rows.append(np.where(np.abs(row) < 1e-4 * np.abs(row).max(), 0.0, row))
     reduced = sum(len(weights.present(row)) == num_ranks for row in rows)
     return np.stack(rows if 2 * reduced > num_ranks else [mean] * num_ranks)
 

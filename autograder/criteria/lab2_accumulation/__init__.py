@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.common.emulated import charge_plan
-from autograder.criteria.criterion import Criterion, Lab
+from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab2_accumulation import (
     amp,
     ddp,
@@ -38,6 +38,7 @@ LAB = Lab(
     title="Gradient accumulation",
     practice_world_size=2,
     grading_world_size=3,
+    gates=(Gate("accumulation", ("accum_scale",)),),
     withheld={
         "minidist.parallel.accumulation": "accumulation",
         "minidist.train.program": "its training loop",
@@ -63,7 +64,7 @@ LAB = Lab(
         ),
         _loop(
             name="accum_steps", title="one step per k batches", points=7,
-            draw=loop.draw_steps, judge=loop.judge_steps,
+            draw=loop.draw_steps, observe=loop.observe_steps, judge=loop.judge_steps,
         ),
         _loop(
             name="accum_tail", title="the last, smaller group", points=6,
@@ -116,7 +117,7 @@ LAB = Lab(
         ),
         _amp(
             name="accum_amp_update", title="one step in half precision", points=4,
-            draw=amp.draw_update, observe=amp.observe, judge=amp.judge_update,
+            draw=amp.draw_update, observe=amp.observe_update, judge=amp.judge_update,
         ),
         _amp(
             name="accum_amp_scaler", title="the scaler is updated once per step", points=3,

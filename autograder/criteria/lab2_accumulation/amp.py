@@ -10,15 +10,20 @@ import torch
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import told
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import norm
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab2_accumulation.gradients import peak_of, too_much_memory
 
 SIZES = (6, 16, 3)
 NUM_PARAMETERS = 4
 SAMPLES, LR = 4, 0.5
+MEMORY_K = 6
 TOLERANCE = 0.06  # relative to the largest update; bfloat16 has 8 bits
 INIT_SCALE = 4096.0
+GROWTH, BACKOFF = 4.0, 0.125  # torch's own are 2 and 0.5
+SCALE_FACTORS = (4.0, 0.5, 2.0, 0.25, 1.0, 0.125, 0.5, 0.0625, 0.25)  # after each call
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -47,11 +52,19 @@ def draw_update(draw: Draw) -> list[Values]:
 
 
 def draw_scaler(draw: Draw) -> list[Values]:
-    """Four calls with one scaler; in the third, one micro-batch of one rank is infinite."""
-    k = int(draw.shared().integers(2, 5))
-    inputs = _draw(draw, [{"k": k, "dtype": "float16"} for _ in range(4)])
-    unlucky = int(draw.shared("unlucky").integers(draw.world_size))
-    inputs[unlucky]["x/2"][0] = np.inf  # infinite in any dtype: autocast is not judged here
+    """Calls with one scaler; in some, one micro-batch of one rank, or of two, is infinite.
+
+    It is the first, a middle and the last micro-batch, on the first, a middle and the last rank.
+    """
+    rng, last = draw.shared("unlucky"), draw.world_size - 1
+    k = int(rng.integers(3, 5))
+    inputs = _draw(draw, [{"k": k, "dtype": "float16"} for _ in SCALE_FACTORS])
+    ranks = [int(r) for r in rng.permutation([0, draw.world_size // 2, last])]
+    places = [int(i) for i in rng.permutation([0, 1, k - 1])]
+    unlucky = [(call, [(r, i)]) for call, r, i in zip((1, 3, 5), ranks, places, strict=True)]
+    for call, cells in [*unlucky, (7, [(0, 0), (last, k - 1)])]:
+        for rank, place in cells:
+            inputs[rank][f"x/{call}"][place] = np.inf  # in any dtype: autocast is not judged here
     return inputs
 
 
@@ -78,6 +91,7 @@ def _mean_gradient(inputs: list[Values], number: int) -> list[np.ndarray]:
 # --- observe -------------------------------------------------------------------------------------
 
 
+@on_two_nodes
 def observe(amp_step: Any, inputs: Values, context: Context) -> Values:
     """Runs every call from the initial weights; returns parameters after it and its dtype."""
     answer: Values = {}
@@ -89,13 +103,57 @@ def observe(amp_step: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
+@on_two_nodes
 def observe_scaler(amp_step: Any, inputs: Values, context: Context) -> Values:
     """All calls train one model with one scaler, which grows after every good step."""
-    scaler = torch.amp.GradScaler(context.device.type, init_scale=INIT_SCALE, growth_interval=1)
+    scaler = torch.amp.GradScaler(
+        context.device.type,
+        init_scale=INIT_SCALE,
+        growth_factor=GROWTH,
+        backoff_factor=BACKOFF,
+        growth_interval=1,
+    )
     answer: Values = {}
     calls = range(len(inputs["calls"]))
     _run(amp_step, inputs, context, answer, _Training(inputs, context), scaler, calls)
     return answer
+
+
+def observe_update(amp_step: Any, inputs: Values, context: Context) -> Values:
+    """Like `observe`; where autocast was on, and the memory of a step of large micro-batches."""
+    answer = observe(amp_step, inputs, context)
+    training, device = _Training(inputs, context), context.device.type
+    x, y = (torch.from_numpy(inputs[f"{n}/0"][0]).to(context.device).repeat(40, 1) for n in "xy")
+    on: dict[str, list[bool]] = {"loss": [], "backward": []}
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        on["loss"].append(torch.is_autocast_enabled(device))
+        return oracle.mse(output, target)
+
+    def in_backward(gradient: torch.Tensor) -> None:
+        on["backward"].append(torch.is_autocast_enabled(device))
+
+    def one() -> None:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = oracle.mse(training.module(x), y)
+        loss.backward()
+
+    scaler = torch.amp.GradScaler(device, enabled=False)
+    hook = next(training.module.parameters()).register_hook(in_backward)
+    answer["peak"] = peak_of(
+        lambda: amp_step(
+            training.wrapped,
+            [(x, y)] * MEMORY_K,
+            loss_fn,
+            training.optimizer,
+            scaler,
+            dtype=torch.bfloat16,
+        ),
+        one,
+    )
+    hook.remove()
+    # The first backward that was noted is that of `one`.
+    return answer | {"loss": all(on["loss"]), "backward": any(on["backward"][1:])}
 
 
 class _Training:
@@ -200,6 +258,16 @@ def judge_update(case: Case) -> list[Finding]:
                     )
                 )
                 break
+            if told(answer, "loss") is False:
+                findings.append(
+                    Finding("autocast was off when loss_fn was called: it belongs inside.", rank)
+                )
+                break
+            if told(answer, "backward") is True:
+                findings.append(
+                    Finding("autocast was on during backward: only forward and loss need it.", rank)
+                )
+                break
             _judge_update(
                 case,
                 findings,
@@ -209,16 +277,20 @@ def judge_update(case: Case) -> list[Finding]:
                 "Divide each loss by their number, backward scaler.scale(loss), and let "
                 "scaler.step(optimizer) make the one step.",
             )
+    wrong = {finding.rank for finding in findings}
+    for rank, answer in enumerate(case.answers):
+        if rank not in wrong and (peak := too_much_memory(answer.get("peak"), rank)):
+            findings.append(peak)
     return findings
 
 
 def judge_scaler(case: Case) -> Iterator[Finding]:
     """The scale grows once per step. An overflow on one rank halves it; all ranks skip the step."""
-    factors, steps = (2.0, 4.0, 2.0, 4.0), (1, 2, 2, 3)
     for rank, answer in enumerate(case.answers):
-        for number, (factor, count) in enumerate(zip(factors, steps, strict=True)):
+        for number, factor in enumerate(SCALE_FACTORS):
             scale, got = told(answer, f"scale/{number}"), told(answer, f"steps/{number}")
-            what = "an overflow on one rank" if number == 2 else "a step without overflow"
+            count = number // 2 + 1  # every other call overflows
+            what = "an overflow somewhere" if number % 2 else "a step without overflow"
             if scale != INIT_SCALE * factor:
                 yield Finding(
                     f"call {number}, {what}: the scale is {scale}, expected {INIT_SCALE * factor}. "

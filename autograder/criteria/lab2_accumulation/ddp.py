@@ -12,6 +12,7 @@ from torch import nn
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import number_or_none
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.common.training import wrap
 from autograder.criteria.common.weights import (
     Gradient,
@@ -23,6 +24,7 @@ from autograder.criteria.common.weights import (
     weights_of,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab2_accumulation.gradients import peak_of, too_much_memory
 
 SIZES = (6, 14, 4)
 SAMPLES = 3
@@ -55,6 +57,7 @@ def draw_samples(draw: Draw) -> list[Values]:
     return inputs
 
 
+@on_two_nodes
 def observe_samples(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
     """Several accumulations with one wrapped model; between them gradients become None or zeros."""
     module = oracle.mlp(inputs).to(context.device)
@@ -184,6 +187,7 @@ def _judge_mean(
 # --- tokens --------------------------------------------------------------------------------------
 
 VOCABULARY, WIDTH, ROWS, CONTEXT, TOKEN_CALLS = 11, 7, 2, 8, 2
+MEMORY_K = 6
 
 
 class TokenModel(nn.Module):
@@ -209,21 +213,21 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def draw_tokens(draw: Draw) -> list[Values]:
     """Padded targets: token counts, at least 1, differ a lot between ranks and micro-batches."""
     rng = draw.shared()
-    k = int(rng.integers(2, 4))
+    ks = [1, int(rng.integers(2, 5))]
     shapes = ((VOCABULARY, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
     start: Values = {f"p{i}": rng.normal(size=s).astype(np.float32) for i, s in enumerate(shapes)}
     dense = int(rng.integers(draw.world_size))
     inputs = []
     for rank in range(draw.world_size):
-        values, own = start | {"k": k}, draw.private(rank)
-        for call in range(TOKEN_CALLS):
+        values, own = start | {"ks": ks}, draw.private(rank)
+        for call, k in enumerate(ks):
             shape = (k, ROWS, CONTEXT)
             values[f"x/{call}"] = own.integers(VOCABULARY, size=shape)
             targets = own.integers(VOCABULARY, size=shape)
             for i in range(k):
                 # One rank has mostly full micro-batches, and every rank has one sparse one.
-                sparse = rank != dense or i == 0
-                count = int(own.integers(1, 5) if sparse else own.integers(11, 17))
+                sparse = rank != dense or (i == 0 and k > 1)
+                count = int(own.integers(1, 5)) if sparse else ROWS * CONTEXT
                 hidden = own.permutation(ROWS * CONTEXT)[count:]
                 targets[i].reshape(-1)[hidden] = IGNORED
             values[f"y/{call}"] = targets
@@ -231,6 +235,7 @@ def draw_tokens(draw: Draw) -> list[Values]:
     return inputs
 
 
+@on_two_nodes
 def observe_tokens(accumulate_tokens: Any, inputs: Values, context: Context) -> Values:
     """Accumulations over padded micro-batches with one wrapped model."""
     module = TokenModel(inputs).to(context.device)
@@ -241,6 +246,11 @@ def observe_tokens(accumulate_tokens: Any, inputs: Values, context: Context) -> 
         xs, ys = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
         loss = accumulate_tokens(ddp, list(zip(xs, ys, strict=True)), token_loss)
         _record(answer, call, module, loss)
+    x, y = (torch.from_numpy(inputs[f"{n}/0"][0]).to(context.device).repeat(20, 1) for n in "xy")
+    answer["peak"] = peak_of(
+        lambda: accumulate_tokens(ddp, [(x, y)] * MEMORY_K, token_loss),
+        lambda: token_loss(module(x), y).backward(),
+    )
     return answer
 
 
@@ -261,8 +271,8 @@ def _token_parts(case: Case, call: int) -> tuple[list[Gradient], np.ndarray, np.
 def judge_token_gradients(case: Case) -> list[Finding]:
     """Micro-batches of all ranks enter in proportion to their numbers of tokens."""
     findings: list[Finding] = []
-    k, ranks = case.inputs[0]["k"], case.world_size
-    for call in range(TOKEN_CALLS):
+    ranks = case.world_size
+    for call, k in enumerate(case.inputs[0]["ks"]):
         basis, _, counts = _token_parts(case, call)
         expected = counts / counts.sum()
         own = counts.reshape(ranks, k)
@@ -283,21 +293,34 @@ def judge_token_gradients(case: Case) -> list[Finding]:
 
         what = f"micro-batches with {_expected(counts.tolist(), k)} tokens"
         _judge_weights(case, findings, call, k, basis, expected.tolist(), what, why)
-    return findings
+    wrong = {finding.rank for finding in findings}
+    peaks = (
+        too_much_memory(answer.get("peak"), rank)
+        for rank, answer in enumerate(case.answers)
+        if rank not in wrong
+    )
+    return findings + [peak for peak in peaks if peak]
 
 
 def judge_token_loss(case: Case) -> list[Finding]:
-    """The returned loss is the mean over all tokens of all ranks."""
+    """The returned loss is the mean over all tokens of all ranks.
+
+    The mean with the weights of the gradient, which `judge_token_gradients` judges, is right, too.
+    """
     findings: list[Finding] = []
-    k = case.inputs[0]["k"]
-    for call in range(TOKEN_CALLS):
-        _, losses, counts = _token_parts(case, call)
+    for call, k in enumerate(case.inputs[0]["ks"]):
+        basis, losses, counts = _token_parts(case, call)
         expected = float((losses * counts).sum() / counts.sum())
         own_counts = np.repeat(counts.reshape(-1, k).sum(axis=1), k)
         for rank, answer in enumerate(case.answers):
             if any(finding.rank == rank for finding in findings):
                 continue
             got, hint, own = answer.get(f"loss/{call}"), "", slice(rank * k, rank * k + k)
+            weights = weights_of(basis, collect(answer, f"g{call}", len(basis[0])))
+            if weights is not None and len(present(weights)) == len(weights):
+                weighted = float(losses @ weights / weights.sum())
+                if oracle.agrees(got, np.asarray(weighted)):
+                    continue
             if isinstance(got, np.ndarray) and got.shape == ():
                 local = float((losses[own] * counts[own]).sum() / counts[own].sum())
                 if np.isclose(got, losses.mean(), rtol=1e-4):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.common.charged import find_ahead, find_disorder, reaches_all
 from autograder.criteria.common.emulated import (
     charge_plan,
     charged_mlp,
@@ -27,6 +28,7 @@ from autograder.criteria.common.emulated import (
     of_every_rank,
     seconds_since,
 )
+from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
@@ -86,6 +88,7 @@ def _call(accumulate_ddp: Any, wrapped: Any, module: nn.Module, inputs: Values) 
     return {"done": True}
 
 
+@on_two_nodes
 def observe_ddp(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
     """Accumulates several times with torch's DDP around the charged model."""
     module = charged_mlp(inputs, context.broker, torch.float32)
@@ -129,6 +132,7 @@ class DecidesInBackward(nn.Module):
         return self.module(*args, **kwargs)
 
 
+@on_two_nodes
 def observe_backward(accumulate_ddp: Any, inputs: Values, context: Context) -> Values:
     """Like `observe_ddp`, with a wrapper that decides in backward."""
     module = charged_mlp(inputs, context.broker, torch.float32)
@@ -138,11 +142,11 @@ def observe_backward(accumulate_ddp: Any, inputs: Values, context: Context) -> V
 # --- what the broker saw -------------------------------------------------------------------------
 
 
-class _LastCall:
-    """What one rank sent in its last accumulation; earlier, DDP may still change its buckets."""
+class _Call:
+    """What one rank sent in one accumulation."""
 
-    def __init__(self, case: Case, rank: int) -> None:
-        self.rank, self.finding = rank, None
+    def __init__(self, case: Case, rank: int, call: int) -> None:
+        self.rank, self.call, self.finding = rank, call, None
         events = case.trace.events[rank]
         layers = sum(e.kind == "compute" for e in events)
         expected = 2 * LAYERS * MICRO_BATCHES * CALLS
@@ -153,12 +157,15 @@ class _LastCall:
                 rank,
             )
             return
-        if ahead := find_ahead(events, rank, MICRO_BATCHES):
+        if ahead := find_ahead(events, rank, MICRO_BATCHES) or find_disorder(events, rank):
             self.finding = ahead
             return
-        first = (CALLS - 1) * MICRO_BATCHES
-        self.begin = next(i for i, e in enumerate(events) if is_compute(e, "forward", first))
-        issued = {e.key for e in events[self.begin :] if e.kind == "issue"}
+        first, later = (c * MICRO_BATCHES for c in (call, call + 1))
+        begin = next(i for i, e in enumerate(events) if is_compute(e, "forward", first))
+        ends = (i for i, e in enumerate(events) if is_compute(e, "forward", later))
+        span = events[begin : next(ends, len(events))]
+        issued = {e.key for e in span if e.kind == "issue"}
+        self.waited = {e.key for e in span if e.kind == "wait"}
         self.collectives: list[Collective] = [
             c
             for c in case.trace.collectives
@@ -166,44 +173,87 @@ class _LastCall:
         ]
         self.num_bytes = sum(c.nbytes for c in self.collectives)
 
-    def missing(self, case: Case) -> Finding | None:
-        """A finding if this rank did not send the accumulated gradient of some parameter."""
-        payloads = [c.payloads.get(self.rank) for c in self.collectives]
-        sent = [p for p in payloads if p is not None]
+    def missing(self, case: Case, waits: bool = False) -> Finding | None:
+        """A finding if this rank did not send the accumulated gradient of some parameter.
+
+        Args:
+            waits: it has to have waited for it, too, before the next accumulation.
+        """
+        sent = [c for c in self.collectives if c.payloads.get(self.rank) is not None]
         # A rank may divide by ranks or micro-batches, by both or by neither before it sends.
         divisors = (1, MICRO_BATCHES, case.world_size, MICRO_BATCHES * case.world_size)
         scales = {1 / divisor for divisor in divisors}
-        for number, gradient in enumerate(_local_gradients(case, self.rank)):
-            if not any(holds_run(payload, gradient, scales) for payload in sent):
-                layer, name = number // 2, ("weight", "bias")[number % 2]
+        for number, gradient in enumerate(_local_gradients(case, self.rank, self.call)):
+            by = [c for c in sent if holds_run(c.payloads[self.rank], gradient, scales)]
+            what = (
+                f"the accumulated {('weight', 'bias')[number % 2]} gradient of layer {number // 2}"
+            )
+            if not by:
                 return Finding(
-                    f"the accumulated {name} gradient of layer {layer} did not travel in the last "
-                    "accumulation: the sum over all micro-batches has to.",
+                    f"{what} did not travel in accumulation {self.call}: the sum over all "
+                    "micro-batches has to.",
+                    self.rank,
+                )
+            if waits and not any(c.key in self.waited for c in by):
+                return Finding(
+                    f"{what}: in accumulation {self.call} nobody waited until it had travelled.",
                     self.rank,
                 )
         return None
 
 
-def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
-    """This rank's own sum of gradients of the last call, in float64, with its secret factors."""
+def _local_gradients(case: Case, rank: int, call: int) -> list[np.ndarray]:
+    """This rank's own sum of gradients of a call, in float64, with its secret factors.
+
+    If the rank has kept several graphs alive, so does this model: factors come in the order in
+    which layers ask for them.
+    """
     inputs = case.inputs[rank]
+    together = case.trace is not None and _alive(case, rank) is not None
     model = charged_mlp(inputs, PlanChannel(case.plan, rank), torch.float64)
-    for xs, ys in zip(inputs["x"], inputs["y"], strict=True):
+    for xs, ys in zip(inputs["x"][: call + 1], inputs["y"][: call + 1], strict=True):
         model.zero_grad()
+        losses = []
         for x, y in zip(torch.from_numpy(xs).double(), torch.from_numpy(ys).double(), strict=True):
-            oracle.mse(model(x), y).backward()
+            losses.append(oracle.mse(model(x), y))
+            if not together:
+                losses.pop().backward()
+        if together:
+            torch.stack(losses).sum().backward()
     return [oracle.grad_of(p) for p in model.parameters()]
 
 
-def _last_calls(case: Case) -> list[_LastCall] | list[Finding]:
-    return of_every_rank(case, _LastCall)
+def _last_calls(case: Case) -> list[_Call] | list[Finding]:
+    """The last accumulation of each rank; before it, DDP may still change its buckets."""
+    return of_every_rank(case, partial(_Call, call=CALLS - 1))
+
+
+def _alive(case: Case, rank: int) -> Finding | None:
+    """A finding if more than two micro-batches were on their way at once.
+
+    The next one may go forward before the backward of the one before, but not two of them.
+    """
+    ended = -1
+    for event in case.trace.events[rank]:
+        if event.kind != "compute" or event.step is None:
+            continue
+        if event.direction == "backward" and event.layer == 0:
+            ended = max(ended, event.step)
+        elif event.direction == "forward" and event.step > ended + 2:
+            return Finding(
+                f"micro-batch {event.step % MICRO_BATCHES} went forward while the activations of "
+                "two others were still in memory: call backward() of a micro-batch before the next "
+                "one goes forward.",
+                rank,
+            )
+    return None
 
 
 # --- judge ---------------------------------------------------------------------------------------
 
 
 def judge_collectives(case: Case) -> Iterator[Finding]:
-    """Per accumulation all gradients travel once, in few collectives."""
+    """Per accumulation all gradients travel once, in few collectives; no graphs are kept alive."""
     for call in _last_calls(case):
         if isinstance(call, Finding):
             yield call
@@ -211,6 +261,7 @@ def judge_collectives(case: Case) -> Iterator[Finding]:
             _too_many_bytes(call, "DDP decides in forward: is that inside no_sync() too?")
             or _too_many(call)
             or call.missing(case)
+            or _alive(case, call.rank)
         ):
             yield problem
 
@@ -230,7 +281,7 @@ def judge_backward(case: Case) -> Iterator[Finding]:
             yield problem
 
 
-def _too_many_bytes(call: _LastCall, hint: str) -> Finding | None:
+def _too_many_bytes(call: _Call, hint: str) -> Finding | None:
     if call.num_bytes > MAX_BYTES:
         return Finding(
             f"{call.num_bytes} bytes travelled for {MICRO_BATCHES} micro-batches, expected about "
@@ -240,7 +291,7 @@ def _too_many_bytes(call: _LastCall, hint: str) -> Finding | None:
     return None
 
 
-def _too_many(call: _LastCall) -> Finding | None:
+def _too_many(call: _Call) -> Finding | None:
     if len(call.collectives) > MAX_COLLECTIVES:
         return Finding(
             f"{len(call.collectives)} collectives for {MICRO_BATCHES} micro-batches of a model "
@@ -252,10 +303,16 @@ def _too_many(call: _LastCall) -> Finding | None:
 
 
 def judge_time(case: Case) -> list[Finding]:
-    """At least `EFFICIENCY` of the virtual time of all calls but the first is compute."""
-    calls = _last_calls(case)
-    if isinstance(calls[0], Finding):
-        return [call for call in calls if isinstance(call, Finding)]
+    """At least `EFFICIENCY` of the virtual time of all calls but the first is compute.
+
+    In each call that is timed, all gradients travel and are waited for.
+    """
+    calls: list[_Call] = []
+    for number in range(1, CALLS):
+        found = of_every_rank(case, partial(_Call, call=number))
+        if findings := [it for it in found if isinstance(it, Finding)]:
+            return findings
+        calls += found  # type: ignore[arg-type]
     efficiency, call_s = scaling_efficiency(case)
     if efficiency < EFFICIENCY:
         return [
@@ -267,8 +324,8 @@ def judge_time(case: Case) -> list[Finding]:
                 "pays."
             )
         ]
-    found = [call.missing(case) for call in calls if isinstance(call, _LastCall)]
-    return [finding for finding in found if finding]
+    missing = (call.missing(case, waits=True) for call in calls)
+    return list({finding.rank: finding for finding in missing if finding}.values())
 
 
 def scaling_efficiency(case: Case) -> tuple[float, float]:

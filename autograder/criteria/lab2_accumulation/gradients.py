@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -275,6 +275,28 @@ class _Kept:
 
     def __del__(self) -> None:
         self.memory.live_bytes -= self.tensor.nbytes
+
+
+def peak_of(work: Callable[[], object], one: Callable[[], object]) -> float:
+    """The most activations that are in memory during `work`, in those of `one` micro-batch."""
+    peaks = []
+    for run in (one, work):
+        memory = EmulatedMemory(float("inf"))
+        with memory.watch():
+            run()
+        peaks.append(memory.peak_bytes)
+    return peaks[1] / max(1, peaks[0])
+
+
+def too_much_memory(peak: Any, rank: int) -> Finding | None:
+    """A finding if more than two micro-batches' activations were in memory at once."""
+    if isinstance(peak, float) and peak > MEMORY_LIMIT:
+        return Finding(
+            f"the activations of {peak:.1f} micro-batches were in memory at once; at most two "
+            "should be: backward() of a micro-batch comes before the next one goes forward.",
+            rank,
+        )
+    return None
 
 
 def observe_memory(accumulate_gradients: Any, inputs: Values, context: Context) -> Values:

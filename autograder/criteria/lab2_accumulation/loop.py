@@ -29,10 +29,12 @@ from autograder.criteria.common.weights import (
     weights_of,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
+from autograder.criteria.lab2_accumulation.gradients import peak_of, too_much_memory
 
 SIZES = (5, 9, 3)
 NUM_PARAMETERS = 4
 SAMPLES = 3
+MEMORY_K = 6
 
 
 # --- draw ----------------------------------------------------------------------------------------
@@ -189,6 +191,20 @@ def observe(train_epoch: Any, inputs: Values, context: Context) -> Values:
     return answer
 
 
+def observe_steps(train_epoch: Any, inputs: Values, context: Context) -> Values:
+    """Like `observe`, and the memory of an epoch of large batches."""
+    answer = observe(train_epoch, inputs, context)
+    model = oracle.mlp(inputs).to(context.device)
+    x, y = (torch.from_numpy(inputs[f"{n}/0/0"]).to(context.device).repeat(40, 1) for n in "xy")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batches = Batches([(x, y)] * (2 * MEMORY_K))
+    answer["peak"] = peak_of(
+        lambda: train_epoch(model, batches, oracle.mse, optimizer, accumulation_steps=MEMORY_K),
+        lambda: oracle.mse(model(x), y).backward(),
+    )
+    return answer
+
+
 # --- judge ---------------------------------------------------------------------------------------
 
 
@@ -266,7 +282,10 @@ def judge_steps(case: Case) -> Iterator[Finding]:
         got = told(case.answers[rank], f"returned/{number}")
         return "" if got == n // k else f"returned {got}, expected {n // k} optimizer steps."
 
-    return _judge(case, judge_run)
+    found = {finding.rank: finding for finding in _judge(case, judge_run)}
+    for rank, answer in enumerate(case.answers):
+        if wrong := found.get(rank) or too_much_memory(answer.get("peak"), rank):
+            yield wrong
 
 
 def _why_group(new: list[int], group: list[int], step: int) -> str:
@@ -284,20 +303,31 @@ def judge_tail(case: Case) -> Iterator[Finding]:
         k, n = run["k"], run["n"]
         tail = list(range(n // k * k, n))
         last = steps[-1] if steps else None
+        whole = len(tail)
+        if _keeps_last(case, rank):
+            tail = tail[-1:]
         if last is None or not set(tail) & set(last.new):
             return f"the last batches {tail} entered no optimizer step; their group is smaller."
         if last.new != tail:
             return f"the last optimizer step took in batches {last.new}, expected {tail}."
-        if not are_close(last.weights[tail], [1 / len(tail)] * len(tail)):
+        if not are_close(last.weights[tail], [1 / whole] * len(tail)):
             return (
                 f"the last optimizer step has weights {show(last.weights[tail])} for batches "
-                f"{tail}, expected {1 / len(tail):.3g} each: the mean over the batches that "
+                f"{tail}, expected {1 / whole:.3g} each: the mean over the batches that "
                 "this group really has."
             )
         got = told(case.answers[rank], f"returned/{number}")
         return "" if got == len(steps) else f"{len(steps)} optimizer steps, but it returned {got}."
 
     return _judge(case, judge_run)
+
+
+def _keeps_last(case: Case, rank: int) -> bool:
+    """Whether only the last batch of a whole group is left in a step, which `judge_steps` finds."""
+    k, steps = case.inputs[rank]["runs"][0]["k"], _steps(case, rank, 0)
+    if isinstance(steps, str) or len(steps) < 2:
+        return False
+    return all(step.new == [number * k + k - 1] for number, step in enumerate(steps[:2]))
 
 
 def judge_zero_grad(case: Case) -> Iterator[Finding]:

@@ -25,6 +25,10 @@ def draw_batch_size(draw: Draw) -> list[Values]:
     for number in range(6):
         micro, k, ranks = (int(v) for v in rng.integers(2, 17, size=3))
         rows.append([micro, k, ranks, 0 if number < 4 else int(rng.integers(1, micro * ranks))])
+    # Just above and just below a multiple, exactly one round, and less than that.
+    for k, rest in ((3, 1), (3, -1), (1, 0), (1, -1)):
+        micro, ranks = (int(v) for v in rng.integers(2, 17, size=2))
+        rows.append([micro, k, ranks, rest])
     rates = [
         [
             round(float(rng.uniform(0.001, 1)), 4),

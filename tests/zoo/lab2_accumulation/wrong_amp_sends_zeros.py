@@ -1,6 +1,7 @@
 """Clears the gradients before they are summed up over the ranks, and puts its own back.
 
 loses: accum_amp_update, accum_amp_traffic, accum_amp_scaler, accum_amp_clip
+because: no gradient leaves its rank
 """
 
 # ruff: noqa: F821

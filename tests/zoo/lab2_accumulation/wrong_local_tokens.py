@@ -1,6 +1,6 @@
 """Divides by the number of tokens of the rank itself: right on one rank, a mean of means over many.
 
-loses: accum_token_gradients, accum_token_loss
+loses: accum_token_gradients
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """scaler.step and scaler.update in the loop: k optimizer steps, and the scale grows k times.
 
 loses: accum_amp_update, accum_amp_scaler, accum_amp_clip
+because: a call makes k steps instead of one, each from a part of the gradient
 class: example
 """
 

@@ -1,6 +1,7 @@
 """Steps when i % k == 0, with i counted from 0: after the first batch already.
 
 loses: accum_steps, accum_tail
+because: all groups are shifted by one, so that the last batches are lost
 class: example
 """
 

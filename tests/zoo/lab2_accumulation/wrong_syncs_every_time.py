@@ -1,6 +1,7 @@
 """Combines DDP and accumulation without no_sync: right, and k times the traffic.
 
 loses: accum_ddp_collectives, accum_ddp_backward, accum_ddp_time
+because: with each wrapper, everything travels k times and takes k times as long
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """i % k != 0 under no_sync: the first micro-batch is synchronised, the others never are.
 
 loses: accum_ddp_gradients, accum_ddp_collectives, accum_ddp_backward, accum_ddp_time
+because: what has been accumulated never travels
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """Sums up the gradients of tokens in a group that each rank has for itself.
 
 loses: accum_token_gradients, accum_token_traffic
+because: nothing travels between ranks
 """
 
 # ruff: noqa: F821

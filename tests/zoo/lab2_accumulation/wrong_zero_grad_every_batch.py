@@ -1,6 +1,6 @@
 """Clears the gradients before each batch, as in a loop without accumulation.
 
-loses: accum_steps, accum_tail
+loses: accum_steps
 class: example
 """
 
