@@ -88,10 +88,10 @@ def check(name: str, subject: Any = None) -> None:
         with (
             _harmless_cuda_calls(),
             _world(criterion, asked.fields["case"], channels) as (device, broker),
-            _standing_in(subject, criterion.stand_ins if asked.fields["stand_ins"] else {}),
+            _standing_in(subject, criterion.stand_ins if asked.fields["stand_ins"] else {}) as used,
         ):
             context = Context(channels.rank, channels.world_size, device, broker)
-            values = criterion.observe(subject, inputs, context)
+            values = criterion.observe(used, inputs, context)
         answer = Message("answer", {"criterion": name, "status": "ok"})
         answer.fields["values"], answer.arrays = split(values)
     except HardwareMissingError as error:
@@ -105,14 +105,40 @@ def check(name: str, subject: Any = None) -> None:
         _show(verdict.fields)
 
 
-def _standing_in(subject: Any, stand_ins: Mapping[str, Any]) -> Any:
-    """Replaces functions of the notebook that `subject` was written in, while a check runs."""
+@contextmanager
+def _standing_in(subject: Any, stand_ins: Mapping[str, Any]) -> Iterator[Any]:
+    """Replaces functions of the notebook that `subject` was written in, while a check runs.
+
+    Yields the subject; where it is a tuple of functions, ours are in the place of those of the
+    same names.
+    """
     if not stand_ins:
-        return nullcontext()
-    names = getattr(inspect.unwrap(subject), "__globals__", None)
-    return mock.patch.dict(
-        vars(sys.modules[subject.__module__]) if names is None else names, stand_ins
-    )
+        yield subject
+        return
+    first = subject[0] if isinstance(subject, tuple) else subject
+    names = getattr(inspect.unwrap(first), "__globals__", None)
+    names = vars(sys.modules[first.__module__]) if names is None else names
+    if isinstance(subject, tuple):
+        subject = tuple(stand_ins.get(getattr(f, "__name__", ""), f) for f in subject)
+    theirs = {id(names[name]): ours for name, ours in stand_ins.items() if name in names}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(names, stand_ins))
+        for function in _functions_in(names):
+            # A default was bound when the function was defined.
+            if defaults := function.__defaults__:
+                new = tuple(theirs.get(id(value), value) for value in defaults)
+                stack.enter_context(mock.patch.object(function, "__defaults__", new))
+        yield subject
+
+
+def _functions_in(names: Mapping[str, Any]) -> list[Any]:
+    """The functions of a namespace that were defined in it, and those of its classes."""
+    found = []
+    for value in list(names.values()):
+        for each in vars(value).values() if isinstance(value, type) else [value]:
+            if inspect.isfunction(each) and each.__globals__ is names:
+                found.append(each)
+    return found
 
 
 def _tell(channels: _Channels, answer: Message, deadline_s: float) -> Message:

@@ -28,8 +28,8 @@
 # - save and load a sharded model without a deadlock (task 6);
 # - measure throughput and scaling (task 7), and pick the cheapest strategy that fits (task 8).
 #
-# Plan 90 to 120 minutes; task 3 is half of it. You should have done lab 1. Nothing here needs a
-# GPU; if you have one, it is worth 3 extra points.
+# Plan five to seven hours: three for task 3, about half an hour for each of the others. You should
+# have done lab 1. Nothing here needs a GPU; if you have one, it is worth 3 extra points.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all |
 # |---|---|---|---|---|---|---|---|---|---|
@@ -152,11 +152,11 @@ rank, world_size, device = setup()
 # %% [markdown]
 # ## Task 1 · How much memory?
 #
-# **Why.** Adam in fp32 keeps four numbers per parameter: the parameter, its gradient, and two
-# running means. That is 16 bytes. Mixed precision does not make it less: 2 for a 16-bit parameter,
-# 2 for its gradient, and 12 for the optimizer, which keeps an fp32 copy beside its two means. (You
-# may have read of 12 bytes in all, or of a 70-billion-parameter model whose optimizer takes 280 GB.
-# The first forgets the parameter and its gradient, the second the fp32 copy and one of the means.)
+# **Why.** Training with Adam in fp32 keeps four numbers per parameter: the parameter, its gradient,
+# and the optimizer's two running means. That is 4 + 4 + 8 = 16 bytes. Mixed precision does not make
+# it less: 2 for a 16-bit parameter, 2 for its gradient, and 12 for the optimizer, which keeps an
+# fp32 copy of the parameter beside its two means. Smaller numbers that you may have read leave
+# something out: 12 bytes per parameter in all is the optimizer alone.
 #
 # ZeRO spreads that over the ranks in three stages.
 #
@@ -171,15 +171,17 @@ rank, world_size, device = setup()
 #
 # - It returns a tuple of three `int`s: the bytes of parameters, gradients and optimizer state that
 #   one rank holds. With `mixed=False` a parameter costs 4, 4 and 8 bytes, else 2, 2 and 12.
-# - A rank's shard has $\lceil$ `num_params` $/ N \rceil$ entries: if $N$ does not divide the number
-#   of parameters, the last shards are filled up with zeros.
+# - Where the table says *whole*, all `num_params` count. Where it says *sharded*,
+#   $\lceil$ `num_params` $/ N \rceil$ count, with $N$ = `world_size`, on every rank alike: if $N$
+#   does not divide the number of parameters, the last shards are filled up with zeros.
+# - Whole numbers only: the number of bytes is exact, however large the model is.
 # - Another strategy than the four is a `ValueError`.
 #
 # <details><summary>Hint</summary>
 #
 # First the number of entries: `whole` or `shard`. Then three products. `-(-a // b)` divides and
-# rounds up, in whole numbers. (`math.ceil(a / b)` goes through a float, and goes wrong beyond
-# $2^{53}$.)
+# rounds up, in whole numbers. (`math.ceil(a / b)` goes through a float, and is wrong where $a$ is
+# beyond $2^{53}$.)
 # </details>
 
 
@@ -245,16 +247,16 @@ check("fsdp_memory_formula", bytes_per_rank)
 #
 # - `params` is an iterable of parameters: ordinary ones, `DTensor`s, or both. `optimizer` is an
 #   optimizer that holds some or all of them.
-# - Return a tuple of three `int`s: how many bytes this rank holds of the parameters, of their
-#   gradients, and of the optimizer's state (every tensor in it, small ones too).
+# - Return a tuple of three `int`s: how many bytes this rank holds of the parameters, of the
+#   gradients of all of them, and of the optimizer's state (every tensor in it, small ones too).
+#   `optimizer.state` maps each parameter to a dict. What is no tensor in there does not count.
 # - Of a `DTensor`, count the local part: also in gradients and in the optimizer's state.
 # - A gradient that is `None` counts 0. A parameter that comes twice counts once.
 #
 # <details><summary>Hint</summary>
 #
 # Write a function of one tensor first: `if isinstance(t, DTensor): t = t.to_local()`, then
-# `t.numel() * t.element_size()`. `optimizer.state` maps each parameter to a dict, and some values
-# in that dict may be no tensors.
+# `t.numel() * t.element_size()`.
 # </details>
 
 
@@ -354,14 +356,19 @@ check("fsdp_memory_measured", local_bytes)
 # - **Forward.** `fsdp(x)` returns what `model(x)` would have, with the shards' values of now.
 # - **Gradients.** When `backward()` returns, each shard's `.grad` is its part of the *mean* over
 #   ranks. A second backward before `zero_grad()` adds to it.
-# - **Memory.** A unit is freed after its forward pass, and again after its backward pass, with
-#   its whole gradients. At most two or three units are whole at a time.
+# - **Memory.** A unit is freed after its forward pass, and again after its backward pass. Its whole
+#   gradients go, too, once they are reduced: `p.grad` of the model's own parameters is `None` when
+#   `backward()` returns. At most two or three units are whole at a time. That holds for passes
+#   under `torch.no_grad()` as well.
 # - **Units.** One all-gather per unit and pass, one reduce-scatter per unit, none for all of
-#   them at once, and no all-reduce.
+#   them at once, and no all-reduce. An all-gather is waited for before its unit computes, a
+#   reduce-scatter before `backward()` returns.
 # - **Prefetch.** Before a unit computes, start the all-gather of the next one (`async_op=True`);
 #   before its backward, that of the one before it.
 #
-# The first three can be had first; then memory; then prefetch. Each has its own check.
+# The first three can be had first; then memory; then prefetch. Each has its own check. `Unit` below
+# is a place for what belongs to one unit; if you want to do without, delete it. Only `FSDP` is
+# checked: its constructor, `local_parameters()` and `fsdp(x)`.
 #
 # <details><summary>Hint 1: how to cut</summary>
 #
@@ -676,8 +683,9 @@ check("fsdp_prefetch_backward", FSDP)
 #
 # **Write `shard_model(model, units, mesh, **options)`.**
 #
-# - It shards every module of `units` on its own, then what is left, in place; and returns the
-#   model. `options` hold for all of them, and parameters are freed after forward.
+# - It shards every module of `units` on its own over `mesh`, and at last the model itself, for the
+#   parameters that are in no unit; in place. It returns the model.
+# - `options` hold for the units and for the model itself. Units are freed after forward.
 #
 # <details><summary>Hint</summary>
 #
@@ -814,15 +822,16 @@ check("fsdp_budget", train_large)
 #
 # **Write `save_checkpoint(model, optimizer, path)` and `load_checkpoint(model, optimizer, path)`.**
 #
-# - `model` is sharded with `fully_shard`, `optimizer` is an optimizer over its parameters. All
-#   ranks call both functions, after the same number of steps.
+# - `model` is sharded with `fully_shard`, `optimizer` is an optimizer over its parameters, in one
+#   group or several. All ranks call both functions, after the same number of steps.
 # - `save_checkpoint` writes one file, on rank 0 only. It holds a dict with `"model"` and
 #   `"optimizer"`. `"model"` maps the names of the unsharded model's `state_dict()` to whole,
-#   ordinary CPU tensors. How `"optimizer"` looks is up to you. `torch.load(path)` can read all of
-#   it, so no `DTensor` is in there.
+#   ordinary CPU tensors. How `"optimizer"` looks is up to you, but all ranks' state is in it.
+#   `torch.load(path)` can read all of it, so no `DTensor` is in there.
+# - Saving changes nothing: training goes on as if there had been none.
 # - `load_checkpoint` puts both back into a freshly made and sharded model and its fresh optimizer.
-#   Training then goes on as if it had never stopped. The file is there on rank 0 only: the others
-#   have another disk.
+#   Training then goes on as if it had never stopped, with the learning rates that the groups had.
+#   The file is there on rank 0 only: the others have another disk.
 #
 # <details><summary>Hint 1: saving</summary>
 #
@@ -1049,8 +1058,9 @@ def choose_strategy(
 
 # %% [markdown]
 # Three strategies side by side, on four ranks of the emulated cluster: the bytes that a rank sends
-# by your formula, and the virtual time of a step, of which 9 ms are compute. Expected: on this
-# slow network ZeRO-3 takes longest. What it buys is memory, not time.
+# by your formula, and the virtual time of the second step, of which 9 ms are compute. (Before the
+# first, DDP also sends the weights from rank 0 to all others.) Expected: on this slow network
+# ZeRO-3 takes longest. What it buys is memory, not time.
 
 # %% demo="see_strategies" tags=["active-ipynb"]
 # %%rank 0
@@ -1061,7 +1071,7 @@ def choose_strategy(
 # costs = emulate.ChargePlan((0.5e-3,) * LAYERS, (1e-3,) * LAYERS, b"practice")
 #
 #
-# def run_strategy(name):
+# def run_strategy(name, num_steps):
 #     torch.manual_seed(0)
 #     layers = [emulate.Charged(nn.Linear(WIDTH, WIDTH), i) for i in range(LAYERS)]
 #     model = nn.Sequential(*layers)
@@ -1072,7 +1082,9 @@ def choose_strategy(
 #         for module in [*layers, model]:
 #             fully_shard(module, mesh=mesh, reshard_after_forward=name == "zero3")
 #         wrapped = model
-#     wrapped(torch.randn(2, WIDTH)).square().mean().backward()
+#     for _ in range(num_steps):
+#         wrapped(torch.randn(2, WIDTH)).square().mean().backward()
+#         wrapped.zero_grad()
 #
 #
 # with demo("task 8"):
@@ -1086,9 +1098,12 @@ def choose_strategy(
 #         memory_bandwidth_bytes_per_s=1e11,
 #     )
 #     for name in ("ddp", "zero2", "zero3"):
-#         _, timeline = emulate.run(run_strategy, 4, cluster, name, plan=costs)
 #         sent = traffic_per_rank(LAYERS * (WIDTH + 1) * WIDTH, 4, name)
-#         took = timeline.makespan_s * 1e3
+#         one, two = (
+#             emulate.run(run_strategy, 4, cluster, name, num_steps, plan=costs)[1].makespan_s
+#             for num_steps in (1, 2)
+#         )
+#         took = (two - one) * 1e3
 #         print(f"{name}: {sent / 1e3:5.0f} kB, {took:5.1f} ms, scaling efficiency {9 / took:.2f}")
 
 # %% check="fsdp_choice"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.common import memory_limit as limit
+from autograder.criteria.common.emulated import mark_steps
 from autograder.criteria.common.gpu_meter import draw_seeds
-from autograder.criteria.criterion import Criterion, Lab
-from autograder.criteria.lab3_fsdp import emulated, gpu, memory, planning, saving, scratch
+from autograder.criteria.common.own_node import on_own_node
+from autograder.criteria.criterion import Criterion, Gate, Lab
+from autograder.criteria.lab3_fsdp import emulated, gpu, memory, ours, planning, saving, scratch
 
 _FORMULA = "Task 1, how much memory?"
 _MEASURE = "Task 2, measure it"
@@ -18,7 +20,14 @@ _SAVE = "Task 6, save and load"
 _SPEED = "Task 7, throughput and scaling"
 _CHOICE = "Task 8, which strategy?"
 
-_scratch = partial(Criterion, task=_SCRATCH)
+# What a student wrote in an earlier task may be called in a later one: which criteria judge it.
+_task3 = ("fsdp_shards", "fsdp_forward", "fsdp_gradients", "fsdp_accumulate", "fsdp_limit")
+_after_sharding = {
+    "stand_ins": {"FSDP": ours.FSDP, "shard_model": ours.shard_model, "policies": ours.policies},
+    "relies_on": (*_task3, "fsdp_units", "fsdp_fully_shard", "fsdp_precision", "fsdp_policies"),
+}
+
+_scratch = partial(Criterion, task=_SCRATCH, world="emulated", plan=mark_steps, deadline_s=40.0)
 _limited = partial(Criterion, world="none", draw=limit.draw, deadline_s=limit.DEADLINE_S)
 _emulated = partial(
     Criterion, world="emulated", draw=emulated.draw, plan=emulated.plan, deadline_s=40.0
@@ -32,6 +41,7 @@ LAB = Lab(
     title="Sharded training",
     practice_world_size=2,
     grading_world_size=3,
+    gates=(Gate("sharding", ("fsdp_shards",)),),
     withheld={
         "minidist.parallel.fsdp.native": "fully_shard",
         "minidist.parallel.fsdp.state": "checkpoints",
@@ -55,21 +65,21 @@ LAB = Lab(
         ),
         _scratch(
             name="fsdp_shards", title="each rank keeps 1/N", points=7, draw=scratch.draw_mlp,
-            observe=scratch.observe_shards, judge=scratch.judge_shards,
+            observe=on_own_node(scratch.observe_shards), judge=scratch.judge_shards,
         ),
         _scratch(
             name="fsdp_forward", title="the output is the whole model's", points=6,
-            draw=scratch.draw_forward, observe=scratch.observe_forward,
+            draw=scratch.draw_forward, observe=on_own_node(scratch.observe_forward),
             judge=scratch.judge_forward,
         ),
         _scratch(
             name="fsdp_gradients", title="shards get the mean over ranks", points=8,
-            draw=scratch.draw_forward, observe=scratch.observe_gradients,
+            draw=scratch.draw_forward, observe=on_own_node(scratch.observe_gradients),
             judge=scratch.judge_gradients,
         ),
         _scratch(
             name="fsdp_accumulate", title="a second backward adds", points=4,
-            draw=scratch.draw_mlp, observe=scratch.observe_accumulate,
+            draw=scratch.draw_mlp, observe=on_own_node(scratch.observe_accumulate),
             judge=scratch.judge_accumulate,
         ),
         _limited(
@@ -103,25 +113,27 @@ LAB = Lab(
         ),
         _limited(
             name="fsdp_budget", title="trains what does not fit whole", task=_LARGE, points=8,
-            observe=limit.observe_function, judge=limit.judge_function,
+            **_after_sharding, observe=limit.observe_function, judge=limit.judge_function,
         ),
         _saving(
             name="fsdp_save", title="whole tensors, written by rank 0", points=6,
-            world="emulated", observe=saving.observe_save, judge=saving.judge_save,
+            world="emulated", observe=on_own_node(saving.observe_save), judge=saving.judge_save,
         ),
         _saving(
             name="fsdp_resume", title="goes on as if it had never stopped", points=5,
-            observe=saving.observe_resume, judge=saving.judge_resume,
+            stand_ins={"save_checkpoint": saving.save_by_hand}, relies_on=("fsdp_save",),
+            observe=on_own_node(saving.observe_resume), judge=saving.judge_resume,
         ),
         Criterion(
             name="fsdp_throughput", title="samples per second of all ranks", task=_SPEED, points=4,
-            draw=planning.draw_throughput, observe=planning.observe_throughput,
+            draw=planning.draw_throughput, observe=on_own_node(planning.observe_throughput),
             judge=planning.judge_throughput,
         ),
         Criterion(
             name="fsdp_choice", title="traffic, and the least sharding that fits", task=_CHOICE,
             points=4, world="none", draw=planning.draw_choice, observe=planning.observe_choice,
-            judge=planning.judge_choice,
+            judge=planning.judge_choice, stand_ins={"bytes_per_rank": memory.bytes_per_rank},
+            relies_on=("fsdp_memory_formula",),
         ),
         Criterion(
             name="fsdp_gpu_memory", title="the peak of a GPU is the shards' and a few units'",

@@ -3,37 +3,49 @@
 Each unit is a charged layer, so the broker knows when each unit computes. The broker also carries
 everything that travels. The values in an all-gather show which unit it brings. The referee computes
 the gradients with the factors that the broker handed out, and compares them to what a
-reduce-scatter carries. Ranks report only what `fully_shard` does on them: the bytes and dtypes of
-the parameters that it leaves, and whether its options reach every unit.
+reduce-scatter carries. All parameters change between two steps, so each step has to gather what is
+in the shards now. Every step is looked at: its layers in their order, and each unit's all-gather
+waited for before the unit computes. Ranks report only what `fully_shard` does on them: the bytes
+and dtypes of the parameters that it leaves, and whether its options reach every unit.
+
+A submission may choose the dtype-preserving way in which values travel (an all-gather, or an
+all-to-all of shards), how it cuts and pads a unit, and when it waits for a reduce-scatter, as long
+as it waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from autograder.criteria.common import oracle
-from autograder.criteria.common.charged import find_ahead, reaches_all
+from autograder.criteria.common import answers, oracle
+from autograder.criteria.common.answers import returned
 from autograder.criteria.common.emulated import (
     charge_plan,
     charged_mlp,
     even_cluster,
-    of_every_rank,
 )
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
+from autograder.criteria.lab3_fsdp.steps import (
+    FACTOR,
+    LAYERS,
+    STEPS,
+    UNIT_NUMEL,
+    WIDTH,
+    Step,
+    every_step,
+)
 from minidist.emulate.clusters import Cluster
 from minidist.emulate.plan import ChargePlan, PlanChannel
 from minidist.emulate.simulate import simulate
-from minidist.emulate.trace import Collective
 
-LAYERS, WIDTH, BATCH, STEPS = 6, 84, 3, 2  # 2, 3, 4, 6 and 7 divide the 84 rows
+BATCH = 3
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3
-UNIT_NUMEL = WIDTH * WIDTH + WIDTH
 GATHER_TO_FORWARD = 0.5  # time of a unit's all-gather / time of its forward
 # Targets. No prefetch gives 0.71 in both directions, blocking all-gathers 0.75, prefetch about 1.
 # Waiting at once for each reduce-scatter is allowed and gives 0.83 in backward.
@@ -43,7 +55,6 @@ MAX_PASSES = 2.6  # times that a step may gather all parameters, with padding
 SMALL_NUMEL = UNIT_NUMEL // 16  # for a loss, a norm or a flag; a rank's part of a unit has more
 LATENCY_S = 1e-6
 TOP = 300  # number of largest entries that identify a gradient
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def grading_cluster(world_size: int) -> Cluster:
@@ -60,6 +71,7 @@ def draw(source: Draw) -> list[Values]:
     """The same weights on all ranks, each value once; different data per rank and step."""
     sizes = [WIDTH] * (LAYERS + 1)
     start = parts.draw_mlp(source.shared(), sizes, scale=0.2)
+    start["left_over"] = int(source.shared("left over").integers(LAYERS))
     inputs = []
     for rank in range(source.world_size):
         rng, values = source.private(rank), dict(start)
@@ -75,24 +87,30 @@ def plan(source: Draw) -> ChargePlan:
     return charge_plan(source, (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS)
 
 
-def _steps(model: Any, inputs: Values, dtype: torch.dtype, before: Any) -> None:
+def _steps(
+    model: Any, inputs: Values, dtype: torch.dtype, params: Sequence[torch.Tensor]
+) -> Iterator[int]:
+    """Runs each step, and stops after it; before the next one, `params` change."""
     for step in range(STEPS):
         x, y = (torch.from_numpy(inputs[f"{name}/{step}"]).to(dtype) for name in "xy")
-        before()
-        oracle.mse(model(x).to(dtype), y).backward()
+        with parts.naming_faults():
+            oracle.mse(returned(model(x), "the model").to(dtype), y).backward()
+        yield step
+        with torch.no_grad():
+            for p in params:
+                p.mul_(FACTOR)
+                p.grad = None
 
 
 def observe_class(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """Forward and backward passes with the student's class, without an update of the shards."""
+    """Forward and backward passes with the student's class; its shards change between them.
+
+    Whole gradients that stay are let go here: that they stay is judged elsewhere.
+    """
     model = charged_mlp(inputs, context.broker, torch.float32)
     fsdp = fsdp_class(model, list(model))
-    shards = parts.local_parameters(fsdp)
-
-    def forget_gradients() -> None:
-        for p in shards:
-            p.grad = None
-
-    _steps(fsdp, inputs, torch.float32, forget_gradients)
+    for _ in _steps(fsdp, inputs, torch.float32, parts.local_parameters(fsdp)):
+        parts.forget_whole_gradients(model, fsdp)
     return {"done": True}
 
 
@@ -105,7 +123,7 @@ def observe_precision(shard_model: Any, inputs: Values, context: Context) -> Val
     """Like `observe_native`, with parameters that are gathered in bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     asked: list[int] = []  # numel of each parameter that torch passed to the function below
     options = {"mp_policy": policy, "shard_placement_fn": lambda p: asked.append(p.numel())}
     answer = _observe_native(shard_model, inputs, context, options)
@@ -115,123 +133,44 @@ def observe_precision(shard_model: Any, inputs: Values, context: Context) -> Val
 def _observe_native(
     shard_model: Any, inputs: Values, context: Context, options: dict[str, Any]
 ) -> Values:
+    from torch.distributed.tensor import DTensor
+
     mesh = parts.make_mesh("cpu")
     model = charged_mlp(inputs, context.broker, torch.float32)
-    sharded = shard_model(model, list(model), mesh, **options)
+    for linear in parts.linears(model):  # one that is not sharded fits behind one in bf16
+        linear.register_forward_pre_hook(lambda it, args: args[0].to(it.weight.dtype))
+    units = [layer for i, layer in enumerate(model) if i != inputs["left_over"]]
+    sharded = shard_model(model, units, mesh, **options)
+    if options and sharded is None:
+        sharded = model  # the return is judged without options
     if not isinstance(sharded, nn.Module):
         raise TypeError(f"shard_model: expected the model, got {type(sharded).__name__}")
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.0)
-    _steps(sharded, inputs, torch.float32, optimizer.zero_grad)
+    params = list(sharded.parameters())
+    cut = {name: p for name, p in sharded.named_parameters() if isinstance(p, DTensor)}
+    for _ in _steps(sharded, inputs, torch.float32, params):
+        pass
     return {
-        "bytes": parts.resident_bytes(sharded.parameters(), set()),
-        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in sharded.parameters()}),
+        "whole": [name for name, _ in sharded.named_parameters() if name not in cut],
+        "elsewhere": [
+            name
+            for name, p in cut.items()
+            if p.device_mesh.mesh_dim_names != mesh.mesh_dim_names  # type: ignore[attr-defined]
+        ],
+        "sharded": sum(p.numel() for p in cut.values()),
+        "bytes": parts.resident_bytes(params, set()),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in params}),
     }
 
 
-# --- what the broker saw -------------------------------------------------------------------------
-
-
-class _LastStep:
-    """The last step of one rank: its computes, all-gathers and reductions, in their order."""
-
-    def __init__(self, case: Case, rank: int) -> None:
-        self.rank, self.finding = rank, None
-        events = case.trace.events[rank]
-        computes = [i for i, e in enumerate(events) if e.kind == "compute"]
-        if len(computes) != 2 * LAYERS * STEPS:
-            self.finding = Finding(
-                f"{len(computes)} forward and backward passes of layers, expected "
-                f"{2 * LAYERS * STEPS}.",
-                rank,
-            )
-            return
-        if ahead := find_ahead(events, rank):
-            self.finding = ahead
-            return
-        last = computes[-2 * LAYERS :]
-        self.forward, self.backward = last[:LAYERS], last[LAYERS:]
-        begin = computes[-2 * LAYERS - 1]  # the last backward compute of the step before
-        issued = {e.key: i for i, e in enumerate(events) if e.kind == "issue"}
-        mine = [
-            (issued[c.key], c)
-            for c in case.trace.collectives
-            if c.key in issued
-            and c.numel > 0
-            and c.dtype in _FLOATS
-            and reaches_all(c, case.world_size)
-        ]
-        self.gathers = [(i, c) for i, c in mine if i > begin and c.kind == "all_gather"]
-        self.reductions = [c for i, c in mine if i > self.backward[0] and c.kind != "all_gather"]
-        values, order = parts.lookup([], _as_sent(case.inputs[0], self.gathers))
-        self.units = [
-            set().union(*(_units_in(c, r, values, order) for r in c.payloads))
-            for _, c in self.gathers
-        ]
-
-    def not_gathered(self) -> Finding | None:
-        """A finding if some unit was not gathered before its forward."""
-        for unit in range(LAYERS):
-            here = [
-                i for (i, _), units in zip(self.gathers, self.units, strict=True) if unit in units
-            ]
-            if not here or min(here) > self.forward[unit]:
-                return Finding(
-                    f"unit {unit} was not in any all-gather before its forward pass, in step "
-                    f"{STEPS - 1}: shards have to be gathered anew in every step.",
-                    self.rank,
-                )
-        return None
-
-    def not_gathered_again(self) -> Finding | None:
-        """A finding if some unit stayed whole between forward and backward.
-
-        The last unit may stay whole, because its backward comes first.
-        """
-        for unit in range(LAYERS - 1):
-            late = [
-                i
-                for (i, _), units in zip(self.gathers, self.units, strict=True)
-                if unit in units and i > self.forward[unit]
-            ]
-            if not late:
-                return Finding(
-                    f"unit {unit} was not gathered again for backward: it was not freed after "
-                    "forward (reshard_after_forward).",
-                    self.rank,
-                )
-        return None
-
-
-def _as_sent(inputs: Values, gathers: list[tuple[int, Collective]]) -> list[np.ndarray]:
-    """The model's parameters, rounded to bf16 if an all-gather carried bf16."""
-    params = oracle.parameters_of(inputs)
-    if any(c.dtype == "bfloat16" for _, c in gathers):
-        params = [torch.from_numpy(p).bfloat16().float().numpy() for p in params]
-    return params
-
-
-def _units_in(c: Collective, rank: int, values: np.ndarray, order: np.ndarray) -> set[int]:
-    """The units whose parameters this rank sent, without stray matches."""
-    sent = c.payloads.get(rank)
-    if sent is None:
-        return set()
-    flat = np.asarray(sent, dtype=np.float64).ravel()
-    places = parts.find(values, order, flat[flat != 0])
-    units, counts = np.unique(places[places >= 0] // UNIT_NUMEL, return_counts=True)
-    # A value rounded to bf16 may occur in several units: keep the most frequent units.
-    return {int(u) for u, n in zip(units, counts, strict=True) if n >= 0.5 * counts.max()}
-
-
-def _last_steps(case: Case) -> list[_LastStep] | list[Finding]:
-    return of_every_rank(case, _LastStep)
-
-
-def _local_gradients(case: Case, rank: int) -> list[np.ndarray]:
-    """This rank's own gradients of the last step, per unit, in float64, with its secret factors."""
+def _local_gradients(case: Case, rank: int) -> list[list[np.ndarray]]:
+    """This rank's own gradients per step and unit, in float64, with its secret factors."""
     model = charged_mlp(case.inputs[rank], PlanChannel(case.plan, rank), torch.float64)
-    _steps(model, case.inputs[rank], torch.float64, model.zero_grad)
-    grads = [oracle.grad_of(p).ravel() for p in model.parameters()]
-    return [np.concatenate(grads[2 * i : 2 * i + 2]) for i in range(LAYERS)]
+    params = list(model.parameters())
+    found = []
+    for _ in _steps(model, case.inputs[rank], torch.float64, params):
+        grads = [oracle.grad_of(p).ravel().copy() for p in params]
+        found.append([np.concatenate(grads[2 * i : 2 * i + 2]) for i in range(LAYERS)])
+    return found
 
 
 def _carries(sent: np.ndarray, gradient: np.ndarray) -> bool:
@@ -252,16 +191,19 @@ def _carries(sent: np.ndarray, gradient: np.ndarray) -> bool:
 
 def judge_units(case: Case) -> Iterator[Finding]:
     """Each unit has its own all-gathers and its own reduce-scatter, with the right gradients."""
-    for step in _last_steps(case):
+    gradients = [_local_gradients(case, rank) for rank in range(case.world_size)]
+    for step in every_step(case):
         if isinstance(step, Finding):
             yield step
         elif problem := (
-            _giant_gather(step, case) or step.not_gathered() or _wrong_reduction(step, case)
+            _giant_gather(step, case)
+            or step.not_gathered()
+            or _wrong_reduction(step, gradients[step.rank][step.number])
         ):
             yield problem
 
 
-def _giant_gather(step: _LastStep, case: Case) -> Finding | None:
+def _giant_gather(step: Step, case: Case) -> Finding | None:
     for _, c in step.gathers:
         units = c.numel * case.world_size / UNIT_NUMEL
         if units > MAX_UNITS:
@@ -280,7 +222,7 @@ def _giant_gather(step: _LastStep, case: Case) -> Finding | None:
     return None
 
 
-def _wrong_reduction(step: _LastStep, case: Case) -> Finding | None:
+def _wrong_reduction(step: Step, gradients: list[np.ndarray]) -> Finding | None:
     scatters = [c for c in step.reductions if c.kind in ("reduce_scatter", "all_to_all")]
     for c in step.reductions:
         if c.kind in ("all_reduce", "reduce", "broadcast") and c.numel > SMALL_NUMEL:
@@ -301,13 +243,19 @@ def _wrong_reduction(step: _LastStep, case: Case) -> Finding | None:
                 "units, expected one unit each: the whole gradient would lie in memory.",
                 step.rank,
             )
-    for unit, gradient in enumerate(_local_gradients(case, step.rank)):
+    for unit, gradient in enumerate(gradients):
         if not any(_carries(values, gradient) for values in sent):
             return Finding(
                 f"this rank's gradients of unit {unit} were in no reduce-scatter of step "
-                f"{STEPS - 1}.",
+                f"{step.number}.",
                 step.rank,
             )
+    if step.unfinished:
+        return Finding(
+            f"a {step.unfinished[0].kind} of step {step.number} was not waited for before the "
+            "next step: when backward() returns, every gradient has to be there.",
+            step.rank,
+        )
     return None
 
 
@@ -330,19 +278,17 @@ def judge_prefetch_backward(case: Case) -> list[Finding]:
 
 
 def _judge_prefetch(case: Case, direction: str, hint: str) -> list[Finding]:
-    steps = _last_steps(case)
-    findings = [s if isinstance(s, Finding) else s.not_gathered() for s in steps]
+    steps = list(every_step(case))
+    # That a gather brings the values of now is judged elsewhere.
+    findings = [s if isinstance(s, Finding) else s.not_gathered(old=True) for s in steps]
     if any(findings):
         return [finding for finding in findings if finding]
     timeline = simulate(case.trace, grading_cluster(case.world_size))
-    for step in steps:
-        assert isinstance(step, _LastStep)
-        if direction == "backward" and not any(c.numel > SMALL_NUMEL for c in step.reductions):
-            return [Finding("no gradients were reduced in backward.", step.rank)]
+    # The last step is timed: in the first one, a class may still learn the order of its units.
     efficiency = min(
         _efficiency(timeline.event_times[step.rank], getattr(step, direction), direction)
         for step in steps
-        if isinstance(step, _LastStep)
+        if isinstance(step, Step) and step.number == STEPS - 1
     )
     if efficiency >= EFFICIENCY[direction]:
         return []
@@ -361,11 +307,18 @@ def _efficiency(times: Any, computes: list[int], direction: str) -> float:
 
 
 def judge_native(case: Case) -> list[Finding]:
-    """Like `judge_units`; units are freed after forward, and a rank keeps 1/N of the parameters."""
+    """Like `judge_units`; units are freed after forward, and a rank keeps 1/N of the parameters.
+
+    One layer, drawn anew, is in no unit, so it is left over for the root. The root, and the last
+    unit, may stay whole, because their backward comes first.
+    """
+    if badly := list(_not_cut(case)):
+        return badly
     findings = list(judge_units(case))
     if not findings and case.world_size > 1:
-        steps = [step for step in _last_steps(case) if isinstance(step, _LastStep)]
-        findings = [problem for step in steps if (problem := step.not_gathered_again())]
+        freed = [i for i in range(LAYERS - 1) if i != case.inputs[0]["left_over"]]
+        steps = [step for step in every_step(case) if isinstance(step, Step)]
+        findings = [problem for step in steps if (problem := step.not_gathered_again(freed))]
     params = oracle.parameters_of(case.inputs[0])
     bound = parts.shard_bound([p.shape for p in params], case.world_size)
     for rank, answer in enumerate(case.answers):
@@ -382,14 +335,33 @@ def judge_native(case: Case) -> list[Finding]:
     return findings
 
 
+def _not_cut(case: Case) -> Iterator[Finding]:
+    for rank, answer in enumerate(case.answers):
+        whole, elsewhere = answers.told(answer, "whole"), answers.told(answer, "elsewhere")
+        if whole != []:
+            yield Finding(
+                f"these parameters are no DTensors: {whole}. Layer {case.inputs[0]['left_over']} "
+                "is in none of the units: what they leave over belongs to the model itself, which "
+                "is sharded last.",
+                rank,
+            )
+        elif elsewhere != []:
+            yield Finding(f"these parameters are sharded over another mesh: {elsewhere}.", rank)
+
+
 def judge_precision(case: Case) -> list[Finding]:
     """Parameters travel in bf16, gradients in fp32, and the shards are fp32."""
     findings: list[Finding] = []
     for rank, answer in enumerate(case.answers):
-        dtypes = answer.get("dtypes")
-        if not isinstance(answer.get("asked"), int) or answer["asked"] < LAYERS * UNIT_NUMEL:
+        dtypes, asked = answer.get("dtypes"), answer.get("asked")
+        # Whether all is sharded that should be is judged elsewhere.
+        if not isinstance(asked, int) or asked < max(UNIT_NUMEL, answer.get("sharded", 0)):
             findings.append(
-                Finding("shard_placement_fn, one of the options, did not reach every unit.", rank)
+                Finding(
+                    "shard_placement_fn, one of the options, did not reach every call of "
+                    "fully_shard: units and the model itself get all of them.",
+                    rank,
+                )
             )
         if not isinstance(dtypes, list) or dtypes != ["float32"]:
             findings.append(
@@ -401,7 +373,7 @@ def judge_precision(case: Case) -> list[Finding]:
             )
     if findings or case.world_size == 1:
         return findings
-    for step in _last_steps(case):
+    for step in every_step(case):
         if isinstance(step, Finding):
             findings.append(step)
             continue

@@ -16,7 +16,7 @@ from autograder.criteria.common.memory_limit import build
 from autograder.criteria.criterion import Case, Context, Finding, Values
 
 WIDTH, BLOCKS, SAMPLES, STEPS, LR = 1536, 24, 4, 3, 1e-4
-PARAMETER_BYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
+PARAMETER_BYTES = BLOCKS * (WIDTH + 2) * WIDTH * 4
 COPIES = 4  # parameters, gradients and AdamW's two states
 # Allowed beyond the shards, as a fraction of the parameters: two or three gathered units, one unit
 # that is reduced, and the activations. Code that keeps all units gathered needs 1; code that shards

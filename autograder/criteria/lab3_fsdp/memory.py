@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autograder.criteria.common.answers import returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -26,6 +27,13 @@ def state_bytes(num_params: int, num_ranks: int, strategy: str, mixed: bool) -> 
         (shard if stage >= first else num_params) * each
         for first, each in zip(sharded_from, per_param, strict=True)
     ]
+
+
+def bytes_per_rank(
+    num_params: int, world_size: int, strategy: str, mixed: bool = False
+) -> tuple[int, ...]:
+    """The lab's `bytes_per_rank`, for the check of a later task."""
+    return tuple(state_bytes(num_params, world_size, strategy, mixed))
 
 
 def plain(value: Any) -> Any:
@@ -63,13 +71,15 @@ def draw_formula(draw: Draw) -> list[Values]:
 def observe_formula(bytes_per_rank: Any, inputs: Values, context: Context) -> Values:
     """The three numbers for each row, and the result for an unknown strategy."""
     told = [
-        _triple(bytes_per_rank(n, ranks, strategy, mixed=mixed))
+        _triple(returned(bytes_per_rank(n, ranks, strategy, mixed=mixed), "bytes_per_rank"))
         for n, ranks, strategy, mixed in inputs["rows"]
     ]
     try:
         unknown = _triple(bytes_per_rank(100, 4, "zero4"))
-    except ValueError:
-        unknown = "ValueError"
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        unknown = type(error).__name__
     return {"told": told, "unknown": unknown}
 
 
@@ -142,6 +152,8 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
                 fully_shard(module, mesh=mesh)
         params = list(model.parameters())
         trained = [p for p in params if p.requires_grad]
+        if name == "partly":
+            trained = list(model[1].parameters())
         if name == "momentum":
             optimizer: Any = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         else:
@@ -149,6 +161,8 @@ def _measured_cases(widths: list[int], mesh: Any, device: torch.device) -> Any:
         if name != "before":
             model(torch.ones(2, a, device=device, dtype=dtype)).square().mean().backward()
             optimizer.step()
+        if name == "momentum":  # an optimizer may keep more than tensors
+            optimizer.state[params[0]] |= {"count": 1, "last": None}
         # One parameter is given twice, as with tied weights.
         yield name, [*params, params[0]] if name == "whole" else params, optimizer
 
@@ -158,7 +172,7 @@ def observe_measured(local_bytes: Any, inputs: Values, context: Context) -> Valu
     mesh = parts.make_mesh(context.device.type)
     told = {}
     for name, params, optimizer in _measured_cases(inputs["widths"], mesh, context.device):
-        told[name] = _triple(local_bytes(iter(params), optimizer))
+        told[name] = _triple(returned(local_bytes(iter(params), optimizer), "local_bytes"))
     return {"told": told}
 
 
@@ -178,6 +192,7 @@ def _expected_bytes(widths: list[int], name: str, world_size: int, rank: int) ->
         "momentum": [total, total, total],
         "half": [total // 2, total // 2, total],
         "frozen": [total, second, 2 * second],
+        "partly": [total, total, 2 * second],
     }
     return table[name]
 
@@ -188,7 +203,8 @@ _MEASURED = {
     "sharded": "a model behind fully_shard",
     "uneven": "a model behind fully_shard, with rows that the ranks do not divide",
     "half": "a model in bf16",
-    "momentum": "SGD with momentum",
+    "momentum": "SGD with momentum, whose state also holds an int and a None",
+    "partly": "a model of which the optimizer holds one layer; all have gradients",
     "frozen": "a model with a frozen layer (its gradients are None)",
 }
 

@@ -7,7 +7,8 @@ entry belongs to. So a submission may cut its parameters as it likes: no layout 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -77,6 +78,28 @@ def local_parameters(fsdp: Any) -> list[torch.Tensor]:
     if not params:
         raise ValueError("local_parameters: expected this rank's shards, got an empty list")
     return params
+
+
+@contextmanager
+def naming_faults() -> Iterator[None]:
+    """Says what it means if torch finds no memory behind a parameter; the student's line stays."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "storage of size 0" in str(error):
+            error.args = (
+                "a unit computed while its memory was freed: each unit is gathered before its "
+                "forward, and again before its backward.",
+            )
+        raise
+
+
+def forget_whole_gradients(model: nn.Module, fsdp: Any) -> None:
+    """Lets go of gradients that are no shard's: `fsdp_shards` judges whether any stay."""
+    shards = {id(p) for p in local_parameters(fsdp)}
+    for p in model.parameters():
+        if id(p) not in shards:
+            p.grad = None
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from autograder.criteria.common.answers import is_close, item_of, returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp.memory import STRATEGIES, plain, state_bytes
 
@@ -37,10 +38,11 @@ class QueueingDevice:
 
 
 def draw_throughput(draw: Draw) -> list[Values]:
-    """Slow first steps; a random slowest rank in each case; batches of different sizes."""
+    """Slow first steps; another slowest rank in each case; batches of different sizes."""
     rng = draw.shared()
     settings = [[int(rng.integers(2, 5)), int(rng.integers(3, 9))] for _ in range(2)] + [[0, 4]]
-    slowest = [int(r) for r in rng.integers(draw.world_size, size=3)]
+    order = rng.permutation(draw.world_size)  # on three ranks, each is the slowest once
+    slowest = [int(order[case % draw.world_size]) for case in range(3)]
     efficiency = [
         [float(rng.uniform(50, 500)), float(rng.uniform(300, 4000)), int(rng.integers(2, 65))]
         for _ in range(3)
@@ -65,20 +67,26 @@ def observe_throughput(subject: Any, inputs: Values, context: Context) -> Values
     for number, (warmup, repeats) in enumerate(inputs["settings"]):
         machine = QueueingDevice(inputs["work"][number])
         told.append(
-            float(
-                throughput(
-                    machine.step,
-                    inputs["samples"][number],
-                    machine.synchronize,
-                    context.device,
-                    warmup=warmup,
-                    repeats=repeats,
-                    clock=machine.clock,
+            plain(
+                returned(
+                    throughput(
+                        machine.step,
+                        inputs["samples"][number],
+                        machine.synchronize,
+                        context.device,
+                        warmup=warmup,
+                        repeats=repeats,
+                        clock=machine.clock,
+                    ),
+                    "throughput",
                 )
             )
         )
         calls.append(machine.calls)
-    shares = [float(scaling_efficiency(*row)) for row in inputs["efficiency"]]
+    shares = [
+        plain(returned(scaling_efficiency(*row), "scaling_efficiency"))
+        for row in inputs["efficiency"]
+    ]
     return {"told": told, "calls": calls, "shares": shares}
 
 
@@ -95,78 +103,78 @@ def _throughput_problem(case: Case, rank: int, answer: Values) -> str:
         seconds = [repeats * LAUNCH_S + sum(i["work"][number][warmup:]) for i in case.inputs]
         samples = [i["samples"][number] * repeats for i in case.inputs]
         expected = sum(samples) / max(seconds)
-        got, calls = _entry(answer, "told", number), _entry(answer, "calls", number)
+        got, calls = item_of(answer.get("told"), number), item_of(answer.get("calls"), number)
         what = f"throughput with warmup={warmup}, repeats={repeats}"
         if calls != warmup + repeats:
             return f"{what}: step() was called {calls} times, expected {warmup + repeats}."
-        if not isinstance(got, float) or not abs(got - expected) <= 1e-5 * expected:
-            own = samples[rank] / seconds[rank]
-            rates = sum(s / t for s, t in zip(samples, seconds, strict=True))
-            whole = [
-                LAUNCH_S * len(i["work"][number]) + sum(i["work"][number]) for i in case.inputs
-            ]
-            hint = "Is the queue empty at both looks at the clock?"
-            for value, reason in (
-                (own, "That is this rank's own throughput."),
-                (samples[rank] / max(seconds), "Those are this rank's samples only."),
-                (rates, "That is the sum of the ranks' own rates; all wait for the slowest."),
-                (
-                    samples[rank] * case.world_size / max(seconds),
-                    "Ranks may have other numbers of samples than this one: add them up.",
-                ),
-                (sum(samples) / max(whole), "The warm-up steps were timed as well."),
-                (
-                    sum(samples) / (repeats * LAUNCH_S),
-                    "That is how fast steps are queued: synchronize() before the second look.",
-                ),
-            ):
-                if isinstance(got, float) and abs(got - value) <= 1e-5 * value:
-                    hint = reason
-                    break
-            shown = f"{got:.3f}" if isinstance(got, float) else repr(got)
-            return f"{what}: expected {expected:.3f} samples/s, got {shown}. {hint}"
+        if not isinstance(got, float):
+            return f"{what}: expected a float, got {got!r}."
+        if is_close(got, expected, rtol=1e-5):
+            continue
+        whole = [LAUNCH_S * len(i["work"][number]) + sum(i["work"][number]) for i in case.inputs]
+        rates = sum(s / t for s, t in zip(samples, seconds, strict=True))
+        known = (
+            (samples[rank] / seconds[rank], "That is this rank's own throughput."),
+            (samples[rank] / max(seconds), "Those are this rank's samples only."),
+            (rates, "That is the sum of the ranks' own rates; all wait for the slowest."),
+            (
+                samples[rank] * case.world_size / max(seconds),
+                "Ranks may have other numbers of samples than this one: add them up.",
+            ),
+            (sum(samples) / max(whole), "The warm-up steps were timed as well."),
+            (sum(samples) / seconds[rank], "Those are this rank's seconds, not the slowest's."),
+            (sum(samples) / min(seconds), "Those are the seconds of the fastest rank."),
+            (expected / repeats, "Those are the samples of one step only."),
+            (expected / 1000, "That is per millisecond."),
+            (1 / expected, "That is seconds per sample."),
+            (
+                sum(samples) / (repeats * LAUNCH_S),
+                "That is how fast steps are queued: synchronize() before the second look.",
+            ),
+        )
+        hint = next((why for value, why in known if is_close(got, value, rtol=1e-5)), "")
+        return f"{what}: expected {expected:.3f} samples/s, got {got:.3f}. {hint}".rstrip()
     return ""
 
 
 def _efficiency_problem(case: Case, answer: Values) -> str:
     for number, (alone, together, ranks) in enumerate(case.inputs[0]["efficiency"]):
-        got, expected = _entry(answer, "shares", number), together / (ranks * alone)
-        if not isinstance(got, float) or not abs(got - expected) <= 1e-6 * expected:
+        got, expected = item_of(answer.get("shares"), number), together / (ranks * alone)
+        if not is_close(got, expected):
             call = f"scaling_efficiency({alone:.1f}, {together:.1f}, {ranks})"
             return f"{call}: expected {expected:.4f}, got {got}."
     return ""
-
-
-def _entry(answer: Values, key: str, number: int) -> Any:
-    values = answer.get(key)
-    return values[number] if isinstance(values, list) and number < len(values) else None
 
 
 # --- traffic and choice --------------------------------------------------------------------------
 
 
 def draw_choice(draw: Draw) -> list[Values]:
-    """Budgets just enough for each strategy, exact for zero1, and one byte too small for zero3."""
+    """For each strategy, a budget that is exactly enough, and one that is a byte too small.
+
+    No number of ranks divides the number of parameters, and no number has 4 bytes, the default,
+    but in the call without that argument.
+    """
     rng = draw.shared()
-    rows, traffic = [], []
-    for strategy in (*STRATEGIES, None):
-        mixed, ranks = bool(rng.integers(2)), int(rng.integers(4, 30))
-        n = int(rng.integers(10**6, 10**9))
-        if strategy is None:
-            budget = sum(state_bytes(n, ranks, "zero3", mixed)) - 1
-        else:
-            budget = sum(state_bytes(n, ranks, strategy, mixed)) + int(rng.integers(3))
-        rows.append([n, ranks, budget, mixed, strategy or "offload"])
-    for mixed in (False, True):
-        n, ranks = int(rng.integers(10**6, 10**9)), int(rng.integers(4, 30))
-        rows.append([n, ranks, sum(state_bytes(n, ranks, "zero1", mixed)), mixed, "zero1"])
-    rows = [rows[i] for i in rng.permutation(len(rows))]
+
+    def sizes() -> tuple[int, int]:
+        ranks = int(rng.integers(4, 30))
+        return int(rng.integers(10**5, 10**7)) * ranks + int(rng.integers(1, ranks)), ranks
+
+    rows = []
     for strategy in STRATEGIES:
-        size = int(rng.choice([2, 4]))
-        traffic.append([int(rng.integers(10**5, 10**8)), int(rng.integers(2, 60)), strategy, size])
-    secret = [row[-1] for row in rows]
-    values = {"rows": [row[:-1] for row in rows], "traffic": traffic}
-    assert len(secret) == len(rows)
+        for mixed in (False, True):
+            for short in (0, 1):
+                n, ranks = sizes()
+                rows.append([n, ranks, sum(state_bytes(n, ranks, strategy, mixed)) - short, mixed])
+    traffic: list[list[Any]] = [
+        [*sizes(), strategy, size] for strategy in STRATEGIES for size in (2, 8)
+    ]
+    traffic.append([*sizes(), "zero3", None])
+    values = {
+        "rows": [rows[i] for i in rng.permutation(len(rows))],
+        "traffic": [traffic[i] for i in rng.permutation(len(traffic))],
+    }
     return [values for _ in range(draw.world_size)]
 
 
@@ -175,11 +183,16 @@ def observe_choice(subject: Any, inputs: Values, context: Context) -> Values:
     traffic_per_rank, choose_strategy = subject
     return {
         "chosen": [
-            plain(choose_strategy(n, ranks, budget, mixed=mixed))
+            plain(returned(choose_strategy(n, ranks, budget, mixed=mixed), "choose_strategy"))
             for n, ranks, budget, mixed in inputs["rows"]
         ],
         "traffic": [
-            plain(traffic_per_rank(n, ranks, strategy, size))
+            plain(
+                returned(
+                    traffic_per_rank(n, ranks, strategy, *([] if size is None else [size])),
+                    "traffic_per_rank",
+                )
+            )
             for n, ranks, strategy, size in inputs["traffic"]
         ],
     }
@@ -196,14 +209,17 @@ def judge_choice(case: Case) -> Iterator[Finding]:
 def _traffic_problem(case: Case, answer: Values) -> str:
     for number, (n, ranks, strategy, size) in enumerate(case.inputs[0]["traffic"]):
         passes = 3 if strategy == "zero3" else 2
-        expected = passes * (ranks - 1) / ranks * n * size
-        got = _entry(answer, "traffic", number)
-        if not isinstance(got, int | float) or not abs(got - expected) <= 1e-6 * expected:
-            return (
-                f"traffic_per_rank({n}, {ranks}, {strategy!r}, {size}): expected {expected:.6g}, "
-                f"got {got}. Count the passes: each all-gather and each reduce-scatter is one, an "
-                "all-reduce is two."
-            )
+        once = (ranks - 1) / ranks * n * (size or 4)
+        got = item_of(answer.get("traffic"), number)
+        if is_close(got, passes * once):
+            continue
+        hint = ""
+        if is_close(got, once) or is_close(got, 2 * once) or is_close(got, 3 * once):
+            hint = " Each all-gather and each reduce-scatter is one pass, an all-reduce is two."
+        elif is_close(got, passes * once / (size or 4) * 4):
+            hint = " A number does not always have 4 bytes."
+        call = f"traffic_per_rank({n}, {ranks}, {strategy!r}{'' if size is None else f', {size}'})"
+        return f"{call}: expected {passes * once:.6g}, got {got}.{hint}"
     return ""
 
 
@@ -211,10 +227,11 @@ def _choice_problem(case: Case, answer: Values) -> str:
     for number, (n, ranks, budget, mixed) in enumerate(case.inputs[0]["rows"]):
         totals = {s: sum(state_bytes(n, ranks, s, mixed)) for s in STRATEGIES}
         expected = next((s for s, total in totals.items() if total <= budget), "offload")
-        got = _entry(answer, "chosen", number)
+        got = item_of(answer.get("chosen"), number)
         if got != expected:
             return (
                 f"choose_strategy({n}, {ranks}, {budget}, mixed={mixed}): expected {expected!r}, "
                 f"got {got!r}. The four need {', '.join(map(str, totals.values()))} bytes."
+                f""
             )
     return ""

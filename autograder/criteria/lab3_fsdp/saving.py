@@ -26,6 +26,7 @@ BATCH, LR = 4, 0.02
 # a gradient that should be 0 into a large step.
 EPS = 1e-3
 BEFORE, AFTER = 3, 2
+DECAYS = 0.3  # weight decay
 DECAY = 0.8  # factor of the learning rate after each step
 
 
@@ -134,7 +135,18 @@ def _sharded(values: Values, device: torch.device) -> tuple[nn.Module, torch.opt
     model.register_buffer("seen", torch.full((3,), values["p0"][0, 0].item(), device=device))
     for module in [*parts.linears(model), model]:
         fully_shard(module, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+    return model, _optimizer(model)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with two groups, as usual: biases have no weight decay, and another learning rate."""
+    named = list(model.named_parameters())
+    weights, biases = ([p for n, p in named if n.endswith(kind)] for kind in ("weight", "bias"))
+    groups = [
+        {"params": weights, "weight_decay": DECAYS},
+        {"params": biases, "weight_decay": 0.0, "lr": 2 * LR},
+    ]
+    return torch.optim.AdamW(groups, lr=LR, eps=EPS)
 
 
 def _train(
@@ -146,8 +158,13 @@ def _train(
         oracle.mse(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] *= DECAY
+        _lower_rates(optimizer)
         model.seen += 1.0  # type: ignore[operator]  # as BatchNorm's buffers change
+
+
+def _lower_rates(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= DECAY
 
 
 def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Values:
@@ -165,18 +182,32 @@ def observe_save(save_checkpoint: Any, inputs: Values, context: Context) -> Valu
 
 
 def _content(path: Path) -> Values:
-    """The names, kinds and values under "model" in the file, and whether it has "optimizer"."""
+    """What the file holds: names, kinds and values under "model", numbers under "optimizer"."""
     state = torch.load(path, map_location="cpu")
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict):
-        return {"names": None}
+        return {"names": None, "is": type(state).__name__}
     answer: Values = {"names": [str(name) for name in model]}
-    answer["plain"] = all(type(v) in (torch.Tensor, nn.Parameter) for v in model.values())
+    answer["kinds"] = sorted({type(v).__name__ for v in [*model.values(), *_tensors_in(state)]})
     answer["has_optimizer"] = "optimizer" in state
-    if answer["plain"]:
+    if set(answer["kinds"]) <= _PLAIN:
         for i, value in enumerate(model.values()):
             answer[f"m{i}"] = value.detach().float().numpy()
+        flat = [t.detach().double().ravel() for t in _tensors_in(state.get("optimizer"))]
+        answer["optimizer"] = torch.cat([torch.zeros(0).double(), *flat]).numpy()
     return answer
+
+
+_PLAIN = {"Tensor", "Parameter"}
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in dicts and lists, however deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
 
 
 def judge_save(case: Case) -> list[Finding]:
@@ -196,19 +227,47 @@ def judge_save(case: Case) -> list[Finding]:
         return findings
     answer, names = case.answers[0], _names()
     told = answer.get("names")
+    if told is None:
+        return [Finding(f'the file holds a {answer.get("is")}, expected a dict with "model".', 0)]
     if not isinstance(told, list) or sorted(map(str, told)) != sorted(names):
         return [Finding(f'"model": expected the names {names}, got {told}.', 0)]
-    if answer.get("plain") is not True:
-        return [Finding('"model": expected ordinary tensors; is a DTensor among them?', 0)]
+    kinds = answer.get("kinds")
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= _PLAIN:
+        return [Finding(f"the file holds {kinds}, expected ordinary tensors only.", 0)]
     if answer.get("has_optimizer") is not True:
         return [Finding('the file has no "optimizer".', 0)]
-    for name, value in zip(names, _oracle(case, BEFORE), strict=True):
+    model, moments = _oracle(case, BEFORE)
+    for name, value in zip(names, model, strict=True):
         got = answer.get(f"m{told.index(name)}")
-        hint = "Is this one rank's shard only? A full state dict is gathered."
+        hint, rows = "", len(got) if isinstance(got, np.ndarray) and got.ndim else 0
+        if 0 < rows < len(value) and oracle.agrees(got, value[:rows]):
+            hint = "Those are the rows of one rank only. A full state dict is gathered."
         if wrong := oracle.differs(0, f"{name} in the file", got, value, hint=hint):
-            findings.append(wrong)
-            break
-    return findings
+            return [wrong]
+    for name, value in moments.items():
+        missing = _num_missing(answer.get("optimizer"), value)
+        if missing:
+            return [
+                Finding(
+                    f'"optimizer": {missing} of {value.size} numbers of the {name} are nowhere in '
+                    "it. Ranks gather the optimizer's state, too: rank 0 has only its own part.",
+                    0,
+                )
+            ]
+    return []
+
+
+def _num_missing(saved: Any, wanted: np.ndarray) -> int:
+    """How many of the numbers `wanted` are in no tensor that was saved, in any order."""
+    if not isinstance(saved, np.ndarray) or saved.dtype.kind != "f":
+        return wanted.size
+    found = np.sort(saved.astype(np.float64).ravel())
+    if not len(found):
+        return wanted.size
+    place = np.searchsorted(found, wanted.ravel())
+    near = [found[np.clip(place + shift, 0, len(found) - 1)] for shift in (-1, 0)]
+    off = np.min([np.abs(n - wanted.ravel()) for n in near], axis=0)
+    return int((off > oracle.RTOL["float32"] * np.abs(wanted).max()).sum())
 
 
 def observe_resume(subject: Any, inputs: Values, context: Context) -> Values:
@@ -245,7 +304,7 @@ def _whole(model: nn.Module) -> list[np.ndarray]:
 def judge_resume(case: Case) -> list[Finding]:
     """After loading and after more steps, the weights equal those of a run without a stop."""
     findings: list[Finding] = []
-    expected = [_oracle(case, BEFORE + step) for step in range(AFTER + 1)]
+    expected = [_oracle(case, BEFORE + step)[0] for step in range(AFTER + 1)]
     for rank, answer in enumerate(case.answers):
         for i, (name, value) in enumerate(zip(_names(), expected[-1], strict=True)):
             what = f"{name} of the run that goes on after save_checkpoint"
@@ -282,16 +341,42 @@ def _names() -> list[str]:
     return [*(f"{i}.{kind}" for i in layers for kind in ("weight", "bias")), "seen"]
 
 
-def _oracle(case: Case, num_steps: int) -> list[np.ndarray]:
-    """AdamW in one process on all ranks' data, float64."""
+def _oracle(case: Case, num_steps: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """AdamW in one process on all ranks' data, float64: the model's values and AdamW's state."""
     model = oracle.mlp(case.inputs[0], torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+    optimizer = _optimizer(model)
     joined = {n: np.concatenate([i[n] for i in case.inputs]).astype(np.float64) for n in "xy"}
     x, y = (torch.from_numpy(joined[name]) for name in "xy")
     for _ in range(num_steps):
         optimizer.zero_grad()
         oracle.mse(model(x), y).backward()
         optimizer.step()
-        optimizer.param_groups[0]["lr"] *= DECAY
+        _lower_rates(optimizer)
     seen = np.full(3, case.inputs[0]["p0"][0, 0].item() + num_steps)
-    return [*(p.detach().numpy() for p in model.parameters()), seen]
+    state = [optimizer.state[p] for p in model.parameters()]
+    moments = {
+        f"moments {key!r}": np.concatenate([each[key].numpy().ravel() for each in state])
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    return [*(p.detach().numpy() for p in model.parameters()), seen], moments
+
+
+def save_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+    """Our `save_checkpoint`, with which `load_checkpoint` is judged alone: torch's names."""
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    whole = {name: _gathered(value) for name, value in model.state_dict().items()}
+    state = {
+        names[p]: {key: _gathered(value) for key, value in kept.items()}
+        for p, kept in optimizer.state.items()
+    }
+    groups = [
+        group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    if dist.get_rank() == 0:
+        torch.save({"model": whole, "optimizer": {"state": state, "param_groups": groups}}, path)
+
+
+def _gathered(value: Any) -> Any:
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,8 @@
-"""Criteria for FSDP from scratch, on a real process group: what a rank keeps, and the values."""
+"""Criteria for FSDP from scratch: what a rank keeps, and the values.
+
+They run on the emulated cluster: there, what has not been waited for has not arrived, and if ranks
+begin different collectives, an error says at once which.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import returned
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 from autograder.criteria.lab3_fsdp import parts
 
@@ -51,7 +56,7 @@ def _tokens(rng: np.random.Generator) -> np.ndarray:
 
 
 def _token_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits = model(tokens[:, :-1])
+    logits = returned(model(tokens[:, :-1]), "the model")
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -79,7 +84,8 @@ def observe_shards(fsdp_class: Any, inputs: Values, context: Context) -> Values:
     answer: Values = {f"s{i}": parts.array_of(p) for i, p in enumerate(shards)}
     optimizer = torch.optim.AdamW(shards, lr=1e-3)
     x, y = (torch.from_numpy(inputs[f"{name}/0"]).to(context.device) for name in "xy")
-    oracle.mse(fsdp(x), y).backward()
+    with parts.naming_faults():
+        oracle.mse(returned(fsdp(x), "fsdp(x)"), y).backward()
     optimizer.step()
     everything = [*shards, *model.parameters()]
     seen: set[int] = set()
@@ -168,8 +174,9 @@ def observe_forward(fsdp_class: Any, inputs: Values, context: Context) -> Values
     answer: Values = {}
     for i in range(2):
         tokens = torch.from_numpy(inputs[f"t{i}"]).to(context.device)
-        with torch.no_grad():
-            answer[f"o{i}"] = fsdp(tokens[:, :-1]).detach().cpu().numpy()
+        with torch.no_grad(), parts.naming_faults():
+            output = returned(fsdp(tokens[:, :-1]), "fsdp(x)")
+            answer[f"o{i}"] = output.detach().cpu().numpy()
             for p in parts.local_parameters(fsdp):
                 p.mul_(inputs["factor"])
     return answer
@@ -212,7 +219,8 @@ def observe_gradients(fsdp_class: Any, inputs: Values, context: Context) -> Valu
     """One backward pass of the transformer."""
     gpt = _gpt(inputs).to(context.device)
     fsdp = fsdp_class(gpt, _gpt_units(gpt))
-    _token_loss(fsdp, torch.from_numpy(inputs["t0"]).to(context.device)).backward()
+    with parts.naming_faults():
+        _token_loss(fsdp, torch.from_numpy(inputs["t0"]).to(context.device)).backward()
     return _record(fsdp)
 
 
@@ -227,7 +235,10 @@ def judge_gradients(case: Case) -> list[Finding]:
 
 
 def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Values:
-    """Gradients of each batch alone, and of both batches without zero_grad() between them."""
+    """Gradients of each batch alone, and of both batches without zero_grad() between them.
+
+    Whole gradients that stay are let go here: `fsdp_shards` judges that they stay.
+    """
     model = oracle.mlp(inputs).to(context.device)
     fsdp = fsdp_class(model, parts.linears(model))
     optimizer = torch.optim.SGD(parts.local_parameters(fsdp), lr=0.1)
@@ -236,7 +247,9 @@ def observe_accumulate(fsdp_class: Any, inputs: Values, context: Context) -> Val
         optimizer.zero_grad()
         for call in calls:
             x, y = (torch.from_numpy(inputs[f"{n}/{call}"]).to(context.device) for n in "xy")
-            oracle.mse(fsdp(x), y).backward()
+            with parts.naming_faults():
+                oracle.mse(returned(fsdp(x), "fsdp(x)"), y).backward()
+            parts.forget_whole_gradients(model, fsdp)
         grads = [p.grad for p in parts.local_parameters(fsdp)]
         answer |= {f"{name}/{i}": parts.array_of(g) for i, g in enumerate(grads) if g is not None}
     return answer

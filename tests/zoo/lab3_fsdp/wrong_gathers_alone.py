@@ -2,6 +2,7 @@
 alone, in no time: what it seems to prefetch never travelled.
 
 loses: fsdp_units, fsdp_prefetch_forward, fsdp_prefetch_backward
+because: no unit travels in a step, so none can be early.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,6 @@
 """Gathers the state under `if rank == 0`: waits for ranks that never come.
 
-loses: fsdp_save, fsdp_resume
+loses: fsdp_save
 class: example
 """
 

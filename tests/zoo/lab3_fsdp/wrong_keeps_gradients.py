@@ -1,6 +1,7 @@
 """The whole gradients stay after they are reduced, and are added to.
 
-loses: fsdp_shards, fsdp_accumulate, fsdp_limit, fsdp_units
+loses: fsdp_shards, fsdp_limit
+because: what stays between steps is there during them, too, and the budget has no room for it.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,7 @@
 """The shard is a view of a whole copy, which it keeps alive.
 
 loses: fsdp_shards, fsdp_limit
+because: what stays between steps is there during them, too, and the budget has no room for it.
 """
 
 # ruff: noqa: F821

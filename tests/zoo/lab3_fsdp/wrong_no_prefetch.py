@@ -2,6 +2,7 @@
 
 loses: fsdp_prefetch_forward, fsdp_prefetch_backward
 class: example
+because: forward and backward are each asked for, and there is neither.
 """
 
 # ruff: noqa: F821

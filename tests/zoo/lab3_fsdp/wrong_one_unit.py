@@ -2,6 +2,7 @@
 
 loses: fsdp_units, fsdp_limit
 class: example
+because: a unit that is the whole model is what both forbid.
 """
 
 # ruff: noqa: F821

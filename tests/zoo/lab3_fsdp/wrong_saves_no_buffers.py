@@ -1,6 +1,7 @@
 """Parameters and moments only: a BatchNorm forgets its means, and the learning rate starts over.
 
 loses: fsdp_save, fsdp_resume
+because: saving forgets the buffers, and so does loading: two functions.
 """
 
 # ruff: noqa: F821

@@ -1,6 +1,6 @@
 """Rank 0 saves its own shards as if they were all.
 
-loses: fsdp_save, fsdp_resume
+loses: fsdp_save
 """
 
 # ruff: noqa: F821

@@ -1,0 +1,173 @@
+"""What the broker saw of a sharded training: each step's computes, all-gathers and reductions.
+
+The values in an all-gather show which unit it brings. All parameters change between two steps, so
+each step has to gather what is in the shards now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from autograder.criteria.common import oracle
+from autograder.criteria.common.charged import reaches_all
+from autograder.criteria.common.emulated import of_every_rank
+from autograder.criteria.criterion import Case, Finding, Values
+from autograder.criteria.lab3_fsdp import parts
+from minidist.emulate.trace import Collective, Event
+
+LAYERS, WIDTH, STEPS = 6, 84, 2  # 2, 3, 4, 6 and 7 divide the 84 rows
+UNIT_NUMEL = WIDTH * WIDTH + WIDTH
+FACTOR = 0.5  # by which every parameter changes between two steps: exact in every float
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+class Step:
+    """One step of one rank: its computes, all-gathers and reductions, in their order."""
+
+    def __init__(self, case: Case, rank: int, number: int, mine: list[tuple[int, Collective]]):
+        self.rank, self.number = rank, number
+        events = case.trace.events[rank]
+        computes = [i for i, e in enumerate(events) if e.kind == "compute"]
+        here = computes[2 * LAYERS * number : 2 * LAYERS * (number + 1)]
+        self.forward, self.backward = here[:LAYERS], here[LAYERS:]
+        begin = computes[2 * LAYERS * number - 1] if number else -1
+        later = computes[2 * LAYERS * (number + 1) :]  # the steps that follow
+        end = later[0] if later else len(events)
+        self.waited = {e.key: i for i, e in reversed(list(enumerate(events))) if e.kind == "wait"}
+        self.gathers = [(i, c) for i, c in mine if begin < i < here[-1] and c.kind == "all_gather"]
+        self.reductions = [
+            c for i, c in mine if self.backward[0] < i < end and c.kind != "all_gather"
+        ]
+        self.unfinished = [c for c in self.reductions if self.waited.get(c.key, end) >= end]
+        # By the values of now; and by those of any step, whether or not these are of now.
+        self.units = self._units_by([number], case)
+        self.units_of_any_step = self._units_by(range(number + 1), case)
+
+    def _units_by(self, steps: Iterable[int], case: Case) -> list[set[int]]:
+        """The units in each all-gather, found by the values that they had in one of `steps`."""
+        sent = [v for step in steps for v in _as_sent(case.inputs[0], self.gathers, step)]
+        values, order = parts.lookup([], sent)
+        return [
+            set().union(*(_units_in(c, r, values, order) for r in c.payloads))
+            for _, c in self.gathers
+        ]
+
+    def _gathers_of(self, unit: int, old: bool = False) -> list[tuple[int, int]]:
+        """(issued, waited for) of each all-gather that brings `unit`; never waited for: a billion.
+
+        These are places in the rank's events.
+        """
+        return [
+            (i, self.waited.get(c.key, 10**9))
+            for (i, c), units in zip(
+                self.gathers, self.units_of_any_step if old else self.units, strict=True
+            )
+            if unit in units
+        ]
+
+    def not_gathered(self, old: bool = False) -> Finding | None:
+        """A finding if some unit was not gathered, and waited for, before its forward.
+
+        Args:
+            old: it may have had the values of an earlier step.
+        """
+        for unit in range(LAYERS):
+            found = [g for g in self._gathers_of(unit, old) if g[0] < self.forward[unit]]
+            if not found:
+                return Finding(
+                    f"unit {unit} was not in any all-gather before its forward pass, in step "
+                    f"{self.number}: shards have to be gathered anew in every step, with the "
+                    "values that they have then.",
+                    self.rank,
+                )
+            if min(waited for _, waited in found) > self.forward[unit]:
+                return Finding(
+                    f"unit {unit} computed before its all-gather was waited for, in step "
+                    f"{self.number}: until then, anything may lie in its parameters.",
+                    self.rank,
+                )
+        return None
+
+    def not_gathered_again(self, units: Iterable[int]) -> Finding | None:
+        """A finding if one of `units` stayed whole between forward and backward."""
+        for unit in units:
+            if not any(issued > self.forward[unit] for issued, _ in self._gathers_of(unit)):
+                return Finding(
+                    f"unit {unit} was not gathered again for backward: it was not freed after "
+                    "forward (reshard_after_forward).",
+                    self.rank,
+                )
+        return None
+
+
+class _Rank:
+    """All steps of one rank."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.rank = rank
+        events = case.trace.events[rank]
+        self.finding = _wrong_order(events, rank)
+        if self.finding:
+            return
+        issued = {e.key: i for i, e in enumerate(events) if e.kind == "issue"}
+        mine = [
+            (issued[c.key], c)
+            for c in case.trace.collectives
+            if c.key in issued
+            and c.numel > 0
+            and c.dtype in _FLOATS
+            and reaches_all(c, case.world_size)
+        ]
+        self.steps = [Step(case, rank, number, mine) for number in range(STEPS)]
+
+
+def _wrong_order(events: Sequence[Event], rank: int) -> Finding | None:
+    """A finding unless each step went forward through all layers, and then backward."""
+    computes = [(e.direction, e.layer) for e in events if e.kind == "compute"]
+    step = [("forward", i) for i in range(LAYERS)]
+    step += [("backward", i) for i in reversed(range(LAYERS))]
+    if len(computes) != len(step) * STEPS:
+        return Finding(
+            f"{len(computes)} forward and backward passes of layers, expected {len(step) * STEPS}.",
+            rank,
+        )
+    if computes != step * STEPS:
+        return Finding(
+            "layers did not compute in the order of a step: forward from the first to the last, "
+            "then backward from the last to the first, then the next step.",
+            rank,
+        )
+    return None
+
+
+def _as_sent(inputs: Values, gathers: list[tuple[int, Collective]], step: int) -> list[np.ndarray]:
+    """The model's parameters in a step, rounded to bf16 if an all-gather carried bf16."""
+    params = [p * np.float32(FACTOR**step) for p in oracle.parameters_of(inputs)]
+    if any(c.dtype == "bfloat16" for _, c in gathers):
+        params = [torch.from_numpy(p).bfloat16().float().numpy() for p in params]
+    return params
+
+
+def _units_in(c: Collective, rank: int, values: np.ndarray, order: np.ndarray) -> set[int]:
+    """The units whose parameters this rank sent, without stray matches."""
+    sent = c.payloads.get(rank)
+    if sent is None:
+        return set()
+    flat = np.asarray(sent, dtype=np.float64).ravel()
+    places = parts.find(values, order, flat[flat != 0])
+    numbers = places[places >= 0] // UNIT_NUMEL % LAYERS
+    units, counts = np.unique(numbers, return_counts=True)
+    # A value rounded to bf16 may occur in several units: keep the most frequent units.
+    return {int(u) for u, n in zip(units, counts, strict=True) if n >= 0.5 * counts.max()}
+
+
+def every_step(case: Case) -> Iterator[Step | Finding]:
+    """All steps of all ranks; if the order of a rank's layers is wrong, findings only."""
+    for found in of_every_rank(case, _Rank):
+        if isinstance(found, Finding):
+            yield found
+        else:
+            yield from found.steps

@@ -1,0 +1,27 @@
+"""Counts the gradients of the optimizer's parameters only.
+
+loses: fsdp_memory_measured
+"""
+
+# ruff: noqa: F821
+
+
+# %% replaces="task2_measure"
+def local_bytes(
+    params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state in this rank's memory."""
+
+    def count(tensor: torch.Tensor) -> int:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.numel() * local.element_size()
+
+    once = list(dict.fromkeys(params))
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return (
+        sum(count(p) for p in once),
+        sum(
+            count(p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None
+        ),
+        sum(count(value) for value in states if isinstance(value, torch.Tensor)),
+    )
