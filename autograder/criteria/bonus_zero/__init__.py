@@ -12,10 +12,14 @@ _flat = partial(Criterion, task="Task 1, one vector", world="none", draw=flat.dr
 _norm = partial(
     Criterion, task="Task 3, the norm of what nobody has", draw=norm.draw, observe=norm.observe
 )
-_zero1 = partial(Criterion, task="Task 4, ZeRO-1")
-_zero2 = partial(Criterion, task="Task 5, ZeRO-2")
+_after_flat = {
+    "stand_ins": flat.STAND_INS,
+    "relies_on": ("zero_flatten", "zero_unflatten", "zero_groups"),
+}
+_zero1 = partial(Criterion, task="Task 4, ZeRO-1", **_after_flat)
+_zero2 = partial(Criterion, task="Task 5, ZeRO-2", **_after_flat)
 _limited = {"world": "none", "draw": limit.draw, "deadline_s": limit.DEADLINE_S}
-_saving = partial(Criterion, task="Task 6, save a share")
+_saving = partial(Criterion, task="Task 6, save a share", **_after_flat)
 _planning = partial(
     Criterion, task="Task 7, what it costs", draw=planning.draw_planning, world="none"
 )

@@ -151,15 +151,17 @@ def judge_mean(case: Case) -> Iterator[Finding]:
 def _explain(got: Any, expected: np.ndarray, world_size: int) -> str:
     if not isinstance(got, np.ndarray) or got.shape != expected.shape:
         return ""
-    if np.isinf(got).any() and not np.isinf(got).all():
-        return (
-            "The sum over the ranks overflowed, the mean would not have. Divide before the "
-            "all-reduce."
-        )
+    finite = np.isfinite(got)
+    got, expected = got[finite], expected[finite]
     if world_size > 1 and np.allclose(got, expected * world_size, rtol=0.02):
         return f"That is {world_size} times the mean."
     if world_size != 2 and np.allclose(got, expected * world_size / 2, rtol=0.02):
         return "That is the sum divided by 2: is the number of ranks written into the code?"
+    if not finite.all() and np.allclose(got, expected, rtol=0.02):
+        return (
+            "Where it is finite it is right: the sum over the ranks overflowed, the mean would not "
+            "have. Divide before the all-reduce."
+        )
     return ""
 
 

@@ -1,7 +1,6 @@
 """Pads with ones: they are part of every norm, and weight decay works on them.
 
-loses: zero_flatten, zero1_reduce, zero2_accumulate
-because: the padding is a part of the gradients that are reduced.
+loses: zero_flatten
 """
 
 # ruff: noqa: F821

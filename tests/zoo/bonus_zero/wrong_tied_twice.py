@@ -1,7 +1,6 @@
 """Counts a parameter as often as it was given.
 
-loses: zero_groups, zero1_special
-because: a parameter that counts twice is in two groups, and is trained twice.
+loses: zero_groups
 """
 
 # ruff: noqa: F821
