@@ -380,7 +380,7 @@ def observe_hook(hook: Any, inputs: Values, context: Context) -> Values:
 
     def checked(state: Any, bucket: Any) -> Any:
         future = hook(state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # the base of what torch itself returns
             raise TypeError(
                 f"all_reduce_hook: expected a torch.futures.Future, got {type(future).__name__}"
             )
