@@ -32,7 +32,7 @@ def draw_grows(draw: Draw) -> list[Values]:
     """
     rng = draw.shared("steps")
     good, bad = [False], [True]
-    growth, backoff = rng.permutation([1.5, 3.0, 4.0]), rng.permutation([0.25, 0.75, 0.125])
+    growth, backoff = rng.permutation([1.5, 3.0, 4.0]), (float(rng.choice([0.25, 0.125])), 0.75)
     runs = []
     for number, exponent in enumerate((int(rng.integers(1, 4)), int(rng.integers(17, 20)))):
         interval = int(rng.integers(3, 6))
