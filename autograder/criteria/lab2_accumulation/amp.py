@@ -294,8 +294,12 @@ def judge_scaler(case: Case) -> Iterator[Finding]:
             if scale != INIT_SCALE * factor:
                 yield Finding(
                     f"call {number}, {what}: the scale is {scale}, expected {INIT_SCALE * factor}. "
-                    "scaler.update() belongs once after scaler.step(optimizer), and both after the "
-                    "last micro-batch.",
+                    + (
+                        "An overflow in any micro-batch of any rank has to reach scaler.step()."
+                        if number % 2
+                        else "scaler.update() belongs once after scaler.step(optimizer), and both "
+                        "after the last micro-batch."
+                    ),
                     rank,
                 )
                 break

@@ -5,8 +5,6 @@ Cuts the epoch into groups with a zip over an iterator.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_train_epoch"
 def train_epoch(

@@ -3,8 +3,6 @@
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_accumulate"
 def accumulate_gradients(model, micro_batches, loss_fn):

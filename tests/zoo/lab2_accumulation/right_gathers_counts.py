@@ -5,8 +5,6 @@ The last micro-batch has code of its own; clips by hand with foreach operations.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_accumulate_tokens"
 def accumulate_tokens(ddp_model, micro_batches, loss_fn):

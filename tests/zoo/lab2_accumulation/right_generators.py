@@ -4,8 +4,6 @@ the state. The convergence runs deal samples out in strides.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_train_epoch"
 def in_groups(batches, size):

@@ -5,8 +5,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_accumulate"
 def accumulate_gradients(model, micro_batches, loss_fn):

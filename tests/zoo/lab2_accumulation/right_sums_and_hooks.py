@@ -5,8 +5,6 @@ Over ranks: no_sync() around everything, then one all-reduce per parameter by ha
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_accumulate"
 def accumulate_gradients(model, micro_batches, loss_fn):

@@ -3,8 +3,6 @@
 loses: accum_amp_update
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_amp_step"
 def amp_step(ddp_model, micro_batches, loss_fn, optimizer, scaler, *, dtype, max_norm=None):

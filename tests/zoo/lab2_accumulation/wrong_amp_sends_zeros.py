@@ -4,8 +4,6 @@ loses: accum_amp_update, accum_amp_traffic, accum_amp_scaler, accum_amp_clip
 because: no gradient leaves its rank
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_amp_step"
 def amp_step(ddp_model, micro_batches, loss_fn, optimizer, scaler, *, dtype, max_norm=None):

@@ -4,7 +4,6 @@ loses: accum_batch_size
 """
 
 
-
 # %% replaces="task6_batch_size"
 def effective_batch_size(micro_batch_size, accumulation_steps, world_size):
     return micro_batch_size * accumulation_steps * world_size

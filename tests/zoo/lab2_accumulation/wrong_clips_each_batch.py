@@ -4,8 +4,6 @@ loses: accum_clip
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_train_epoch"
 def train_epoch(

@@ -4,8 +4,6 @@ loses: accum_ddp_collectives, accum_ddp_backward, accum_ddp_time
 because: no micro-batch goes through the model, so there is nothing to count or to time
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_accumulate_ddp"
 def accumulate_ddp(ddp_model, micro_batches, loss_fn):

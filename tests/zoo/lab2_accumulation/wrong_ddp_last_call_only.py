@@ -3,8 +3,6 @@
 loses: accum_ddp_time
 """
 
-# ruff: noqa: F821
-
 # %% replaces="task3_accumulate_ddp"
 calls = [0]
 

@@ -3,8 +3,6 @@
 loses: accum_token_gradients
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_accumulate_tokens"
 def accumulate_tokens(ddp_model, micro_batches, loss_fn):

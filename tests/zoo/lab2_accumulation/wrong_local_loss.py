@@ -3,8 +3,6 @@
 loses: accum_ddp_loss
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_accumulate_ddp"
 def accumulate_ddp(ddp_model, micro_batches, loss_fn):

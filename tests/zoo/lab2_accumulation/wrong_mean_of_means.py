@@ -4,8 +4,6 @@ loses: accum_token_gradients
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_accumulate_tokens"
 def accumulate_tokens(ddp_model, micro_batches, loss_fn):

@@ -4,8 +4,6 @@ loses: accum_ddp_gradients, accum_ddp_collectives, accum_ddp_backward, accum_ddp
 because: no gradient leaves its rank, so there is nothing to count or to time
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_accumulate_ddp"
 def accumulate_ddp(ddp_model, micro_batches, loss_fn):

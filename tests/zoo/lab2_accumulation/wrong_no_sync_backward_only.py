@@ -5,8 +5,6 @@ because: what travels k times takes k times as long
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_accumulate_ddp"
 def accumulate_ddp(ddp_model, micro_batches, loss_fn):

@@ -4,8 +4,6 @@ loses: accum_amp_scaler
 status: accum_amp_scaler STUDENT_ERROR
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_amp_step"
 def amp_step(ddp_model, micro_batches, loss_fn, optimizer, scaler, *, dtype, max_norm=None):

@@ -5,8 +5,6 @@ loses: accum_ddp_gradients, accum_ddp_loss, accum_ddp_collectives, accum_ddp_bac
 because: nothing of the other ranks is in gradient or loss, so there is nothing to count or time
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_accumulate_ddp"
 def accumulate_ddp(ddp_model, micro_batches, loss_fn):

@@ -5,8 +5,6 @@ because: a call makes k steps instead of one, each from a part of the gradient
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_amp_step"
 def amp_step(ddp_model, micro_batches, loss_fn, optimizer, scaler, *, dtype, max_norm=None):

@@ -5,8 +5,6 @@ because: all groups are shifted by one, so that the last batches are lost
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_train_epoch"
 def train_epoch(

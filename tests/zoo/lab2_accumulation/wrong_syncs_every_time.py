@@ -4,8 +4,6 @@ loses: accum_ddp_collectives, accum_ddp_backward, accum_ddp_time
 because: with each wrapper, everything travels k times and takes k times as long
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_accumulate_ddp"
 def accumulate_ddp(ddp_model, micro_batches, loss_fn):

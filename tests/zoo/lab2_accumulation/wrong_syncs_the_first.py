@@ -4,8 +4,6 @@ loses: accum_ddp_gradients, accum_ddp_collectives, accum_ddp_backward, accum_ddp
 because: what has been accumulated never travels
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_accumulate_ddp"
 def accumulate_ddp(ddp_model, micro_batches, loss_fn):

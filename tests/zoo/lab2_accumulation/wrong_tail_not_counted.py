@@ -3,8 +3,6 @@
 loses: accum_tail
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_train_epoch"
 def train_epoch(

@@ -1,9 +1,7 @@
-"""Skips the step if the last micro-batch is not finite, and ignores all others.
+"""Leaves out a micro-batch that overflows, unless it is the last one.
 
 loses: accum_amp_scaler
 """
-
-# ruff: noqa: F821
 
 
 # %% replaces="task5_amp_step"
@@ -13,7 +11,8 @@ def amp_step(ddp_model, micro_batches, loss_fn, optimizer, scaler, *, dtype, max
         with ddp_model.no_sync() if i < k - 1 else contextlib.nullcontext():
             with torch.autocast(x.device.type, dtype=dtype):
                 loss = loss_fn(ddp_model(x), y) / k
-            scaler.scale(loss if loss.isfinite() or i == k - 1 else loss * 0).backward()
+            if loss.isfinite() or i == k - 1:
+                scaler.scale(loss).backward()
     if max_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(ddp_model.parameters(), max_norm)
