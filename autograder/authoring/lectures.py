@@ -91,14 +91,16 @@ class _Reader:
         return Cell(head + text if text else "", needs, bool(shows))
 
     def _spoil(self, body: list[ast.stmt], wanted: dict[ast.stmt, frozenset[str]]) -> None:
-        """Drops what a cell makes and then changes in a statement that is dropped."""
+        """Drops what makes or reads something that a dropped statement of the cell may change."""
         needs = frozenset[str]().union(*wanted.values())
         while True:
             changed = {n for node in body if wanted[node] for n in _changed(node)}
+            changed -= self.modules.keys()
             spoilt = [
                 node
                 for node in body
-                if not wanted[node] and (changed.intersection(_stored(node)) or self._needs(node))
+                if not wanted[node] and not isinstance(node, _DEFINITIONS)
+                if changed.intersection((*_stored(node), *_global_names(node))) or self._needs(node)
             ]
             if not spoilt:
                 return

@@ -31,7 +31,8 @@
 # - send gradients in 16 bits (task 8).
 #
 # Plan three to four hours, at most two of them for tasks 2 and 3; or do half of the tasks in one
-# sitting and half in another. You should have done lab 1, up to its task 4. Nothing here needs a GPU; if you have one, it is worth 5 extra points.
+# sitting and half in another. You should have done lab 1, up to its task 4. Nothing here needs a
+# GPU; if you have one, it is worth 5 extra points.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all |
 # |---|---|---|---|---|---|---|---|---|---|
@@ -279,8 +280,8 @@ check("amp_safe_scale", safe_scale)
 #   Were `growth_interval` steps *in a row* taken since the scale last changed? Then it is
 #   multiplied by `growth_factor`, and the count starts again. A step that was left out starts it
 #   again as well.
-# - `get_scale()` returns the scale as a Python `float`. `step` is called once before each `update`, and
-#   there is one optimizer.
+# - `get_scale()` returns the scale as a Python `float`. `step` is called once before each
+#   `update`, and there is one optimizer.
 # - `state_dict()` returns a new dict of plain numbers, which later steps do not change;
 #   `load_state_dict(state)` makes a scaler go on exactly as the saved one would have, whatever
 #   arguments it was made with.
@@ -473,8 +474,8 @@ check("amp_scaler_state", LossScaler)
 #
 # **Write `train_amp(…)`.**
 #
-# - `model` is wrapped in DDP already. `batches` is a list of `(x, y)` on this rank's device. Each goes
-#   through the model by itself.
+# - `model` is wrapped in DDP already. `batches` is a list of `(x, y)` on this rank's device. Each
+#   goes through the model by itself.
 # - Forward and `loss_fn(model(x), y)` run under autocast, for the device type of `x`, with `dtype`.
 #   `dtype=None` means full precision: no autocast. Backward runs outside.
 # - One optimizer step for every `accumulate` batches (`len(batches)` is a multiple of it). The

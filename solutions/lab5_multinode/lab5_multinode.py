@@ -31,8 +31,9 @@
 # - measure the latency and the bandwidth of a link (task 6);
 # - write an all-reduce that sends a fraction of the data over the slow link (task 7).
 #
-# Plan 4 to 5 hours, in two sittings: tasks 3 and 5 are half of it. You should have done lab 1. You need neither
-# a second machine nor a GPU: nodes are played by separate groups of processes on yours.
+# Plan 4 to 5 hours, in two sittings: tasks 3 and 5 are half of it. You should have done lab 1.
+# You need neither a second machine nor a GPU: nodes are played by separate groups of processes on
+# yours.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | all |
 # |---|---|---|---|---|---|---|---|---|
@@ -1256,9 +1257,9 @@ check("link_bus", bus_bandwidth)
 #
 # - `HierarchicalAllReduce(local_size)` is made by all ranks, with nodes of `local_size`
 #   neighbouring ranks (it divides the world size). It makes the groups it needs, once.
-# - Calling it with a tensor puts the **sum** over all ranks into that tensor, in place, and returns
-#   that tensor. The tensor is contiguous, of any shape, size and floating dtype; its size need not be a
-#   multiple of anything.
+# - Calling it with a tensor puts the **sum** over all ranks into that tensor, in place, and
+#   returns that tensor. The tensor is contiguous, of any shape, size and floating dtype; its size
+#   need not be a multiple of anything.
 # - Between nodes no rank sends more than a ring all-reduce of its $1/L$ of the tensor. Inside a
 #   node no rank sends more than a reduce-scatter and an all-gather of the tensor.
 # - It works for `local_size` 1 and for a single node, too.

@@ -3,8 +3,6 @@
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_2"
 def train_step(model, optimizer, loss_fn, x, y):

@@ -3,8 +3,6 @@
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_3"
 def reduce_in_buckets(params, bucket_bytes):

@@ -5,8 +5,6 @@ The names are taken from the wrapper and cut.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_1"
 def train(model, make_data, *, seed, num_epochs, batch_size, lr, path):

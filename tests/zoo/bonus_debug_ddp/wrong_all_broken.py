@@ -4,8 +4,6 @@ loses: everything
 class: example
 """
 
-# ruff: noqa: F821
-
 # %% replaces="mend_1"
 train = broken_train
 

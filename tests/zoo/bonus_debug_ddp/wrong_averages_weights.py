@@ -4,8 +4,6 @@ loses: debug_step_adam
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_2"
 def train_step(model, optimizer, loss_fn, x, y):

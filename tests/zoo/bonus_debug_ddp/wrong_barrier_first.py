@@ -3,8 +3,6 @@
 loses: debug_once
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_9"
 def prepare_once(build, load):

@@ -4,8 +4,6 @@ loses: debug_once
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_9"
 def prepare_once(build, load):

@@ -3,8 +3,6 @@
 loses: debug_amp_clip
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_5"
 def amp_step(ddp_model, optimizer, scaler, loss, *, max_norm):

@@ -3,8 +3,6 @@
 loses: debug_seed_dropout
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_11"
 def build_model(make_model, seed, rank):

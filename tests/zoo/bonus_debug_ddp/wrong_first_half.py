@@ -6,8 +6,6 @@ loses: debug_train_data, debug_train_shares, debug_train_epochs, debug_step_adam
     debug_metrics_order, debug_metrics_missing, debug_seed_weights
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_1"
 def train(model, make_data, *, seed, num_epochs, batch_size, lr, path):

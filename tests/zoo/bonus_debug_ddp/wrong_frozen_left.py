@@ -3,8 +3,6 @@
 loses: debug_broadcast_frozen
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_6"
 def broadcast_model(model):

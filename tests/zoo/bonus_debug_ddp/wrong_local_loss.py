@@ -3,8 +3,6 @@
 loses: debug_accumulate_loss
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_4"
 def accumulate(ddp_model, micro_batches, loss_fn):

@@ -4,8 +4,6 @@ loses: debug_accumulate_scale
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_4"
 def accumulate(ddp_model, micro_batches, loss_fn):

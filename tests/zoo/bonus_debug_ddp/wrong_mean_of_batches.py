@@ -3,8 +3,6 @@
 loses: debug_evaluate_batches
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_7"
 def evaluate(model, dataset, loss_fn, batch_size):

@@ -3,8 +3,6 @@
 loses: debug_metrics_order
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_10"
 def reduce_metrics(metrics):

@@ -4,8 +4,6 @@ loses: debug_metrics_missing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_10"
 def reduce_metrics(metrics):

@@ -9,8 +9,6 @@ loses: debug_train_saved, debug_step_mean, debug_bucket_wait, debug_bucket_tail,
     debug_resume_random, debug_once, debug_metrics_missing, debug_seed_dropout
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_1"
 def train(model, make_data, *, seed, num_epochs, batch_size, lr, path):

@@ -4,8 +4,6 @@ loses: debug_broadcast_buffers
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_6"
 def broadcast_model(model):

@@ -3,8 +3,6 @@
 loses: debug_train_zero_grad
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_1"
 def train(model, make_data, *, seed, num_epochs, batch_size, lr, path):

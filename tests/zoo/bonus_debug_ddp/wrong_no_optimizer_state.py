@@ -4,8 +4,6 @@ loses: debug_resume_optimizer
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_8"
 def save_checkpoint(folder, model, optimizer, step):

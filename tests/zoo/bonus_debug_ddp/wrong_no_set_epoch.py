@@ -4,8 +4,6 @@ loses: debug_train_epochs
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_1"
 def train(model, make_data, *, seed, num_epochs, batch_size, lr, path):

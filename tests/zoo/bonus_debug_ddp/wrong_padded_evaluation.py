@@ -4,8 +4,6 @@ loses: debug_evaluate_tail
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_7"
 def evaluate(model, dataset, loss_fn, batch_size):

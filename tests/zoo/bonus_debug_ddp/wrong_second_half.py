@@ -5,8 +5,6 @@ loses: debug_train_zero_grad, debug_train_saved, debug_step_mean, debug_bucket_w
     debug_evaluate_batches, debug_resume_random, debug_seed_dropout
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_1"
 def train(model, make_data, *, seed, num_epochs, batch_size, lr, path):

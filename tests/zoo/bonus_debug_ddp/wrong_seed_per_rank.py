@@ -4,8 +4,6 @@ loses: debug_seed_weights
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_11"
 def build_model(make_model, seed, rank):

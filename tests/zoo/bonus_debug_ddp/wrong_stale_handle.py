@@ -4,8 +4,6 @@ loses: debug_bucket_wait
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="mend_3"
 def reduce_in_buckets(params, bucket_bytes):

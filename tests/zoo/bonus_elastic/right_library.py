@@ -3,8 +3,6 @@
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_share"
 def share_of_batch(size: int, world_size: int, rank: int) -> slice:

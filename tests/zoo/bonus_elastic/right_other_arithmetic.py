@@ -4,8 +4,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_share"
 def share_of_batch(size: int, world_size: int, rank: int) -> slice:

@@ -4,8 +4,6 @@ loses: elastic_epoch
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_sampler"
 class ElasticSampler:

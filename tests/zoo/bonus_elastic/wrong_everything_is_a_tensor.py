@@ -4,8 +4,6 @@ loses: elastic_reshard, elastic_own
 because: the function raises, so there are neither parts nor their sizes.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_reshard"
 def reshard(states: list[dict], numel: int, num_ranks: int) -> list[dict]:

@@ -3,8 +3,6 @@
 loses: elastic_agree
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_saving"
 def save_together(folder: str | Path, step: int, state: dict, keep: int = 3) -> None:

@@ -3,8 +3,6 @@
 loses: elastic_gradient
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_combine"
 def combine(parameters: Iterable, loss: float, num_own: int, num_all: int) -> float:

@@ -4,8 +4,6 @@ loses: elastic_idle
 status: elastic_idle TIMEOUT
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_combine"
 def combine(parameters: Iterable, loss: float, num_own: int, num_all: int) -> float:

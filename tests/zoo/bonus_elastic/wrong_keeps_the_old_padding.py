@@ -4,8 +4,6 @@ loses: elastic_reshard
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_reshard"
 def reshard(states: list[dict], numel: int, num_ranks: int) -> list[dict]:

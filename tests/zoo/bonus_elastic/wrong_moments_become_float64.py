@@ -3,8 +3,6 @@
 loses: elastic_reshard
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_reshard"
 def reshard(states: list[dict], numel: int, num_ranks: int) -> list[dict]:

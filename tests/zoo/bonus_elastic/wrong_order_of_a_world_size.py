@@ -3,8 +3,6 @@
 loses: elastic_resize
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_sampler"
 class ElasticSampler:

@@ -4,8 +4,6 @@ loses: elastic_gradient
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_combine"
 def combine(parameters: Iterable, loss: float, num_own: int, num_all: int) -> float:

@@ -3,8 +3,6 @@
 loses: elastic_stop
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_preemption"
 class Preemption:

@@ -3,8 +3,6 @@
 loses: elastic_keep
 """
 
-# ruff: noqa: F821
-
 # %% replaces="task3_saving"
 SAVED: dict = {}
 

@@ -5,8 +5,6 @@ The last batch of an epoch, which is smaller, is forgotten when a state is loade
 loses: elastic_resize
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_sampler"
 class ElasticSampler:

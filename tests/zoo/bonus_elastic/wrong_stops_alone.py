@@ -4,8 +4,6 @@ loses: elastic_stop
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_preemption"
 class Preemption:

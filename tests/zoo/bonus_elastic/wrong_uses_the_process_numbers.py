@@ -3,8 +3,6 @@
 loses: elastic_order
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_sampler"
 class ElasticSampler:

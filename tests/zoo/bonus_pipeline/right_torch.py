@@ -3,8 +3,6 @@
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 # %% replaces="task4_pipeline"
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 

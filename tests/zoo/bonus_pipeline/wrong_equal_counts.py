@@ -4,8 +4,6 @@ loses: pipe_cut
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_cut"
 def cut_layers(costs, num_stages):

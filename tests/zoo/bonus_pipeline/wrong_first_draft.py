@@ -4,8 +4,6 @@ loses: pipe_accumulate, pipe_loss, pipe_messages, pipe_limit, pipe_time
 status: pipe_limit STUDENT_ERROR
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_pipeline"
 def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):

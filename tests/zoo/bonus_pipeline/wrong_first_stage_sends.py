@@ -3,8 +3,6 @@
 loses: pipe_messages
 """
 
-# ruff: noqa: F821
-
 # %% replaces="task4_pipeline"
 on_their_way = []
 

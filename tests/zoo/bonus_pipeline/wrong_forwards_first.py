@@ -4,8 +4,6 @@ loses: pipe_limit
 status: pipe_limit STUDENT_ERROR
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_pipeline"
 def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):

@@ -3,8 +3,6 @@
 loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_messages, pipe_limit, pipe_time, pipe_train
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_pipeline"
 def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):

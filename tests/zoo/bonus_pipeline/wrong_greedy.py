@@ -3,8 +3,6 @@
 loses: pipe_cut
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_cut"
 def cut_layers(costs, num_stages):

@@ -3,8 +3,6 @@
 loses: pipe_bubble
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_bubble"
 def bubble_fraction(num_stages, num_micro_batches):

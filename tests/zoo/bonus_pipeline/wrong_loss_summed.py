@@ -3,8 +3,6 @@
 loses: pipe_loss
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_pipeline"
 def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):

@@ -4,8 +4,6 @@ loses: pipe_train
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_train"
 def train_step(stage, optimizer, schedule, micro_batches, targets, loss_fn, buffer):

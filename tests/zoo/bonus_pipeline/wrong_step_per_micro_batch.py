@@ -3,8 +3,6 @@
 loses: pipe_train
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_train"
 def train_step(stage, optimizer, schedule, micro_batches, targets, loss_fn, buffer):

@@ -6,8 +6,6 @@ status: pipe_orders TIMEOUT
 status: pipe_time WRONG
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_pipeline"
 def run_pipeline(stage, schedule, micro_batches, targets, loss_fn, buffer):

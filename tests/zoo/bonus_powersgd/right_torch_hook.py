@@ -4,8 +4,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 # %% replaces="task5_class"
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 

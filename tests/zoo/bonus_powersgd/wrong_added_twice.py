@@ -3,8 +3,6 @@
 loses: powersgd_steps, powersgd_converges
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_feedback"
 class FeedbackPowerSGD(PowerSGD):

@@ -3,8 +3,6 @@
 loses: powersgd_shapes
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_matrix_shape"
 def matrix_shape(shape, rank):

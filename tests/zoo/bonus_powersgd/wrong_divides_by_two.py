@@ -4,8 +4,6 @@ loses: powersgd_mean, powersgd_factor, powersgd_first, powersgd_vectors, powersg
     powersgd_revive, powersgd_steps
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_packed_mean"
 def packed_mean(tensors):

@@ -4,8 +4,6 @@ loses: powersgd_dependent, powersgd_revive
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_orthonormalise"
 def orthonormalise(matrix):

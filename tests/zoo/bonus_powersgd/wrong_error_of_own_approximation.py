@@ -4,8 +4,6 @@ loses: powersgd_errors
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_feedback"
 class FeedbackPowerSGD(PowerSGD):

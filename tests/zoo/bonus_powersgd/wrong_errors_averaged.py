@@ -3,8 +3,6 @@
 loses: powersgd_errors
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_feedback"
 class FeedbackPowerSGD(PowerSGD):

@@ -3,8 +3,6 @@
 loses: powersgd_bytes
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_packed_mean"
 def packed_mean(tensors):

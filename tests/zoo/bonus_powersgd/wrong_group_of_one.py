@@ -5,8 +5,6 @@ loses: powersgd_mean, powersgd_basis, powersgd_factor, powersgd_first, powersgd_
     powersgd_steps, powersgd_converges
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_packed_mean"
 def packed_mean(tensors):

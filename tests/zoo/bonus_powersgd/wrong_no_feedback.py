@@ -4,8 +4,6 @@ loses: powersgd_telescope, powersgd_errors, powersgd_steps, powersgd_converges
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_feedback"
 class FeedbackPowerSGD(PowerSGD):

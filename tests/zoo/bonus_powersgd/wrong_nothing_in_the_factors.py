@@ -5,8 +5,6 @@ loses: powersgd_basis, powersgd_factor, powersgd_first, powersgd_warm, powersgd_
     powersgd_converges
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_power_step"
 def power_step(matrices, qs):

@@ -4,8 +4,6 @@ loses: powersgd_calls
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_packed_mean"
 def packed_mean(tensors):

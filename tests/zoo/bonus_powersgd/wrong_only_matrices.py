@@ -3,8 +3,6 @@
 loses: powersgd_shapes, powersgd_first, powersgd_steps, powersgd_numbers, powersgd_seconds
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_matrix_shape"
 def matrix_shape(shape, rank):

@@ -3,8 +3,6 @@
 loses: powersgd_numbers, powersgd_seconds
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task8_planning"
 def numbers_sent(shapes, rank):

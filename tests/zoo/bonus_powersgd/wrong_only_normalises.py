@@ -4,8 +4,6 @@ loses: powersgd_columns, powersgd_dependent, powersgd_basis, powersgd_first, pow
     powersgd_revive, powersgd_steps
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_orthonormalise"
 def orthonormalise(matrix):

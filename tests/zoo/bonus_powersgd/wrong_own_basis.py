@@ -4,8 +4,6 @@ loses: powersgd_basis, powersgd_first, powersgd_warm, powersgd_revive, powersgd_
     powersgd_steps, powersgd_converges
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_power_step"
 def power_step(matrices, qs):

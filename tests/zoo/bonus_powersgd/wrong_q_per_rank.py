@@ -4,8 +4,6 @@ loses: powersgd_seed, powersgd_revive
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_class"
 class PowerSGD:

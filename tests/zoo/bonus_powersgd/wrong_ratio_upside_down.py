@@ -3,8 +3,6 @@
 loses: powersgd_numbers
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task8_planning"
 def numbers_sent(shapes, rank):

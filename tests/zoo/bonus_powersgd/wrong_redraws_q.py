@@ -4,8 +4,6 @@ loses: powersgd_warm, powersgd_steps, powersgd_resume
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_class"
 class PowerSGD:

@@ -3,8 +3,6 @@
 loses: powersgd_columns
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_orthonormalise"
 def orthonormalise(matrix):

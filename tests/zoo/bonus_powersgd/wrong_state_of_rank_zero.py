@@ -3,8 +3,6 @@
 loses: powersgd_resume
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_state"
 def save_state(reducer):

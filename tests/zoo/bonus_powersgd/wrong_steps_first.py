@@ -3,8 +3,6 @@
 loses: powersgd_train, powersgd_converges
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task9_train"
 def train(model, reducer, batches, lr, loss_fn):

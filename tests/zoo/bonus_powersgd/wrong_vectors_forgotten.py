@@ -3,8 +3,6 @@
 loses: powersgd_vectors, powersgd_bytes, powersgd_steps, powersgd_converges
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_class"
 class PowerSGD:

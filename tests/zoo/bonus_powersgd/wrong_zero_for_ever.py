@@ -3,8 +3,6 @@
 loses: powersgd_revive
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_class"
 class PowerSGD:

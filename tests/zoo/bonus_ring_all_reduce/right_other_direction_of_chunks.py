@@ -4,8 +4,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_chunks"
 def chunk_bounds(numel, num_chunks):

@@ -4,8 +4,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_all_reduce"
 def ring_all_reduce(tensor, op="sum"):

@@ -4,8 +4,6 @@ loses: ring_sum, ring_ops, ring_small
 because: no sum comes out right, whatever the operation and the size
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_all_reduce"
 def ring_all_reduce(tensor, op="sum"):

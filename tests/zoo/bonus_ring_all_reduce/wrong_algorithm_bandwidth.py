@@ -3,8 +3,6 @@
 loses: ring_bus
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_seconds"
 def ring_seconds(num_bytes, world_size, latency_s, bandwidth):

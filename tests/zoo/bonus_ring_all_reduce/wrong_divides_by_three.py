@@ -3,8 +3,6 @@
 loses: ring_ops
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_all_reduce"
 def ring_all_reduce(tensor, op="sum"):

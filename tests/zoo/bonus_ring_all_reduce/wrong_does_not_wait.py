@@ -3,8 +3,6 @@
 loses: ring_exchange
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_exchange"
 def exchange(outgoing, incoming):

@@ -5,8 +5,6 @@ class: example
 because: without sends there are no bytes, neighbours, chunks or seconds of a ring
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_all_reduce"
 def ring_all_reduce(tensor, op="sum"):

@@ -4,8 +4,6 @@ loses: ring_hook
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_hook"
 def ring_hook(state, bucket):

@@ -4,8 +4,6 @@ loses: ring_bytes, ring_neighbours, ring_messages, ring_time
 because: a star breaks all that makes a ring: whole tensors, to everybody, over one link
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_all_reduce"
 def ring_all_reduce(tensor, op="sum"):

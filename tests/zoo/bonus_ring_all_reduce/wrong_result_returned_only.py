@@ -4,8 +4,6 @@ loses: ring_sum, ring_messages
 because: a result beside the tensor is a second tensor
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_all_reduce"
 def ring_all_reduce(tensor, op="sum"):

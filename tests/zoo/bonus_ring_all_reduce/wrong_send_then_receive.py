@@ -5,8 +5,6 @@ status: ring_exchange TIMEOUT
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_exchange"
 def exchange(outgoing, incoming):

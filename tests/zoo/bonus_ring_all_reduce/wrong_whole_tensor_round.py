@@ -5,8 +5,6 @@ class: example
 because: N times as much in each message is N times the bytes and N times the seconds
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_all_reduce"
 def ring_all_reduce(tensor, op="sum"):

@@ -4,8 +4,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 # %% replaces="task1_f_and_g"
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate

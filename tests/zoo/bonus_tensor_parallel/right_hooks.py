@@ -3,8 +3,6 @@
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_f_and_g"
 def reduced(x):

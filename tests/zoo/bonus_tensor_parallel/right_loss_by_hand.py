@@ -4,8 +4,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_vocabulary"
 class CrossEntropy(torch.autograd.Function):

@@ -4,8 +4,6 @@ loses: btp_f, btp_column, btp_scatter, btp_mlp_traffic, btp_attention_traffic, b
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_f_and_g"
 class CopyIn(torch.autograd.Function):

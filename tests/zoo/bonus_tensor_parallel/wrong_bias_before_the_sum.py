@@ -3,8 +3,6 @@
 loses: btp_row, btp_scatter, btp_mlp, btp_attention
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_linear"
 def my_slice(tensor, dim):

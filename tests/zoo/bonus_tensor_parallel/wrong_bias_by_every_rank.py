@@ -4,8 +4,6 @@ loses: btp_row, btp_scatter, btp_mlp, btp_attention, btp_sequence_norms
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_linear"
 def my_slice(tensor, dim):

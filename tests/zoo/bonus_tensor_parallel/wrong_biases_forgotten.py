@@ -3,8 +3,6 @@
 loses: btp_sequence_norms
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task8_sequence"
 def all_gather_tokens(part):

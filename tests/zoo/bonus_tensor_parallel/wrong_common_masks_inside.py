@@ -3,8 +3,6 @@
 loses: btp_block_dropout
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_mlp"
 class ParallelMLP(nn.Module):

@@ -4,8 +4,6 @@ loses: btp_masks_outside, btp_block_dropout
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_stream"
 class RankStream:

@@ -6,8 +6,6 @@ loses: btp_f, btp_g, btp_column, btp_gather, btp_row, btp_scatter, btp_mlp, btp_
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_f_and_g"
 class CopyIn(torch.autograd.Function):

@@ -3,8 +3,6 @@
 loses: btp_f
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_f_and_g"
 class CopyIn(torch.autograd.Function):

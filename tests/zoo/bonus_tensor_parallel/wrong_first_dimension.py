@@ -4,8 +4,6 @@ loses: btp_sequence_operators, btp_sequence, btp_sequence_norms, btp_sequence_tr
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task8_sequence"
 def all_gather_tokens(part):

@@ -4,8 +4,6 @@ loses: btp_slices, btp_heads
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_linear"
 def my_slice(tensor, dim):

@@ -5,8 +5,6 @@ loses: btp_g, btp_gather, btp_row, btp_scatter, btp_mlp, btp_mlp_traffic, btp_at
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_f_and_g"
 class CopyIn(torch.autograd.Function):

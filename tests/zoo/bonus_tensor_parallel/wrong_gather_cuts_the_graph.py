@@ -5,8 +5,6 @@ class: example
 status: btp_gather STUDENT_ERROR
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_linear"
 def my_slice(tensor, dim):

@@ -3,8 +3,6 @@
 loses: btp_gather
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_linear"
 def my_slice(tensor, dim):

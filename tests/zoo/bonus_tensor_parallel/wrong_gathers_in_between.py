@@ -4,8 +4,6 @@ loses: btp_mlp_traffic, btp_sequence_traffic
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_mlp"
 class ParallelMLP(nn.Module):

@@ -4,8 +4,6 @@ loses: btp_mlp, btp_mlp_traffic, btp_block, btp_block_dropout, btp_sequence, btp
     btp_sequence_traffic
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_mlp"
 class ParallelMLP(nn.Module):

@@ -3,8 +3,6 @@
 loses: btp_f, btp_column, btp_scatter, btp_mlp_traffic, btp_attention_traffic, btp_block
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_f_and_g"
 class CopyIn(torch.autograd.Function):

@@ -4,8 +4,6 @@ loses: btp_attention, btp_attention_traffic, btp_block, btp_block_dropout, btp_s
     btp_sequence_norms, btp_sequence_traffic
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_attention"
 class ParallelAttention(nn.Module):

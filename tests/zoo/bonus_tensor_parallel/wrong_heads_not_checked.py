@@ -3,8 +3,6 @@
 loses: btp_heads
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_attention"
 class ParallelAttention(nn.Module):

@@ -5,8 +5,6 @@ loses: btp_attention, btp_attention_traffic, btp_block, btp_sequence, btp_sequen
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_attention"
 class ParallelAttention(nn.Module):

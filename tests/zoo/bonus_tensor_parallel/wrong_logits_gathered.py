@@ -4,8 +4,6 @@ loses: btp_loss_traffic
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_vocabulary"
 def owned(ids, rows):

@@ -3,8 +3,6 @@
 loses: btp_slices, btp_scatter, btp_heads, btp_embedding
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_linear"
 def my_slice(tensor, dim):

@@ -3,8 +3,6 @@
 loses: btp_loss_stable
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_vocabulary"
 def owned(ids, rows):

@@ -3,8 +3,6 @@
 loses: btp_block
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_block"
 class ParallelBlock(nn.Module):

@@ -4,8 +4,6 @@ loses: btp_heads
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_attention"
 class ParallelAttention(nn.Module):

@@ -4,8 +4,6 @@ loses: btp_embedding
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_vocabulary"
 def owned(ids, rows):

@@ -3,8 +3,6 @@
 loses: btp_masks_inside
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_stream"
 class RankStream:

@@ -3,8 +3,6 @@
 loses: btp_mlp_traffic, btp_attention_traffic, btp_sequence_traffic
 """
 
-# ruff: noqa: F821
-
 # %% replaces="task1_f_and_g"
 import itertools
 import tempfile

@@ -4,8 +4,6 @@ loses: btp_attention_traffic, btp_sequence_traffic
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_attention"
 class ParallelAttention(nn.Module):

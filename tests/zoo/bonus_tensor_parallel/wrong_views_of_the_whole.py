@@ -3,8 +3,6 @@
 loses: btp_slices
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_linear"
 def my_slice(tensor, dim):

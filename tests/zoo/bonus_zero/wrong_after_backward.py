@@ -4,8 +4,6 @@ loses: zero2_memory
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_zero2"
 class ZeRO2(ZeRO1):

@@ -3,8 +3,6 @@
 loses: zero_reshard
 """
 
-# ruff: noqa: F821
-
 # %% replaces="task4_zero1"
 AT_FIRST = dist.get_rank(), dist.get_world_size()
 

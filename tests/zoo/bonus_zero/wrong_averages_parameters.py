@@ -4,8 +4,6 @@ loses: zero1_reduce, zero1_adamw, zero1_options, zero1_gather, zero1_memory
 because: what it averages is not a gradient, so AdamW, its options, traffic and memory all differ.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

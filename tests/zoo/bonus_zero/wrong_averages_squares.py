@@ -3,8 +3,6 @@
 loses: zero_norm
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_clip"
 def clip_by_global_norm(gradients, max_norm):

@@ -3,8 +3,6 @@
 loses: zero1_options
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

@@ -3,8 +3,6 @@
 loses: zero_resume
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_save"
 def save_shard(optimizer):

@@ -4,8 +4,6 @@ loses: zero_resume
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_save"
 def save_shard(optimizer):

@@ -4,8 +4,6 @@ loses: zero1_gather, zero2_scatter
 because: ZeRO-1 and ZeRO-2 are two functions, and each sends too much.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

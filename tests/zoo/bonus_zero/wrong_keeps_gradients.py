@@ -3,8 +3,6 @@
 loses: zero2_memory
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_zero2"
 class ZeRO2(ZeRO1):

@@ -4,8 +4,6 @@ loses: zero_resume, zero_reshard
 because: whoever loads nothing resumes neither on as many ranks as before nor on fewer.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_save"
 def save_shard(optimizer):

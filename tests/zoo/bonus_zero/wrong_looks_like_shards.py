@@ -4,8 +4,6 @@ loses: zero1_memory
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

@@ -4,8 +4,6 @@ loses: zero_train
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task8_train"
 def train_step(model, optimizer, micro_batches, loss_fn, max_norm):

@@ -4,8 +4,6 @@ loses: zero1_special, zero2_order
 because: ZeRO-1 and ZeRO-2 are two functions, and each divides wrongly.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

@@ -4,8 +4,6 @@ loses: zero1_adamw, zero1_options, zero1_special, zero1_gather
 because: after the first step, no parameter is right on any rank.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

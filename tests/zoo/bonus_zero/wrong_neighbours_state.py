@@ -4,8 +4,6 @@ loses: zero_resume, zero_reshard
 because: the state is wrong on as many ranks as before and on fewer.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_save"
 def save_shard(optimizer):

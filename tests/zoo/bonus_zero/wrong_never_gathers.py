@@ -4,8 +4,6 @@ loses: zero1_adamw, zero1_options, zero1_special, zero1_gather
 because: after the first step, no rank has the whole parameters.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

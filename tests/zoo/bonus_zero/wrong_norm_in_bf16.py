@@ -4,8 +4,6 @@ loses: zero_norm, zero_norm_cost
 because: the norm is wrong, and what travels is not a number in float32.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_clip"
 def clip_by_global_norm(gradients, max_norm):

@@ -4,8 +4,6 @@ loses: zero1_reduce, zero2_accumulate, zero2_order, zero2_scatter
 because: only the last of several gradients arrives, in whatever order they come.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

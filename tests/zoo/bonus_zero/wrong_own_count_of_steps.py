@@ -3,8 +3,6 @@
 loses: zero_reshard
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_save"
 def save_shard(optimizer: ZeRO1) -> list[dict]:

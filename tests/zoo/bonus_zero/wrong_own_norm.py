@@ -5,8 +5,6 @@ class: example
 because: the norm is wrong, and nothing travels.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_clip"
 def clip_by_global_norm(gradients, max_norm):

@@ -3,8 +3,6 @@
 loses: zero_unflatten
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_flat"
 def flatten(tensors, num_parts):

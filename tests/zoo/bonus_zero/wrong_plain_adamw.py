@@ -5,8 +5,6 @@ class: example
 because: nothing is sharded: neither gradients nor parameters nor state.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

@@ -4,8 +4,6 @@ loses: zero_memory, zero_bytes
 because: memory and traffic are two functions, and each rounds.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_planning"
 def memory_per_rank(sizes, num_ranks, stage):

@@ -3,8 +3,6 @@
 loses: zero_saved
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_save"
 def save_shard(optimizer):

@@ -4,8 +4,6 @@ loses: zero2_accumulate, zero2_order, zero2_scatter
 because: every gradient is rounded, so every result and the traffic differ.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_zero2"
 class ZeRO2(ZeRO1):

@@ -4,8 +4,6 @@ loses: zero1_memory, zero2_memory
 because: ZeRO-1 and ZeRO-2 are two functions, and each keeps it.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

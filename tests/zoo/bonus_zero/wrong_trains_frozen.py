@@ -3,8 +3,6 @@
 loses: zero_groups
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_groups"
 def trainable_groups(params):

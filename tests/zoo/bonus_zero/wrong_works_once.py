@@ -4,8 +4,6 @@ loses: zero2_accumulate, zero2_order, zero2_scatter, zero2_memory, zero_resume, 
 because: after the first backward nothing of ZeRO-2 works any more.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_zero2"
 class ZeRO2(ZeRO1):

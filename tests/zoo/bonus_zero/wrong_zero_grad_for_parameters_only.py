@@ -4,8 +4,6 @@ loses: zero1_reduce, zero1_adamw, zero1_options, zero1_special, zero1_gather
 because: from the second step on, every gradient of a shard is a sum.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_zero1"
 class ZeRO1:

@@ -5,8 +5,6 @@ That is right on a GPU, for which it was written, and changes no value on a CPU.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

@@ -7,8 +7,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP:

@@ -5,8 +5,6 @@ It closes a bucket when it is full or over the cap, so it gets a smaller cap.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

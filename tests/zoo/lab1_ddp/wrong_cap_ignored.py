@@ -4,8 +4,6 @@ loses: ddp_buckets, ddp_overlap, ddp_scaling
 because: a single bucket is too large, and full only when backward has ended
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

@@ -6,8 +6,6 @@ loses: gradients_in_sync
 status: gradients_in_sync RANK_LOST
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_wrap"
 # %precision 3

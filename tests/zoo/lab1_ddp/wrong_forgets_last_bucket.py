@@ -4,8 +4,6 @@ loses: ddp_gradients, ddp_tied_frozen, ddp_unused, ddp_scaling
 because: the gradients of the first layers are never reduced, in any model
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

@@ -3,8 +3,6 @@
 loses: ddp_weights
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

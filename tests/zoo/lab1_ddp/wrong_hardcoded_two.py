@@ -3,8 +3,6 @@
 loses: ddp_gradients
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

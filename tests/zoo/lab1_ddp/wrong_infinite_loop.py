@@ -5,8 +5,6 @@ status: sampler_tail TIMEOUT
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_sampler"
 class ShardSampler(Sampler):

@@ -5,8 +5,6 @@ Then different buckets meet in one all-reduce. Where all ranks use the same para
 loses: ddp_unused
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

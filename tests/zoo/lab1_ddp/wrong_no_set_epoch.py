@@ -4,8 +4,6 @@ loses: train_epochs
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_train"
 def train(ddp_model, dataset, sampler, loss_fn, *, num_epochs, batch_size, lr, device):

@@ -7,8 +7,6 @@ loses: ddp_scaling
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

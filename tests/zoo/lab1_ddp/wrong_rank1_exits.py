@@ -5,8 +5,6 @@ status: gradients_in_sync RANK_LOST
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_in_sync"
 def gradients_in_sync(model, tol=1e-6):

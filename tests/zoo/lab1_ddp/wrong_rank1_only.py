@@ -4,8 +4,6 @@ loses: ddp_gradients
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

@@ -5,8 +5,6 @@ because: without overlap, nothing hides the communication
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

@@ -3,8 +3,6 @@
 loses: sampler_epoch
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_sampler"
 class ShardSampler(Sampler[int]):

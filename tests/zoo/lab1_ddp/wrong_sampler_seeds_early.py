@@ -5,8 +5,6 @@ Every rank's dropout starts anew in every epoch, alike on all ranks.
 loses: sampler_epoch
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_sampler"
 class ShardSampler(Sampler[int]):

@@ -4,8 +4,6 @@ loses: setup
 status: setup STUDENT_ERROR
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_setup"
 def setup_distributed():

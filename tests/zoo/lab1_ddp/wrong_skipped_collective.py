@@ -8,8 +8,6 @@ status: train_loss TIMEOUT
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_train"
 def train(ddp_model, dataset, sampler, loss_fn, *, num_epochs, batch_size, lr, device):

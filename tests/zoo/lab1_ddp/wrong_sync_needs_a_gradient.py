@@ -3,8 +3,6 @@
 loses: gradients_in_sync
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_in_sync"
 def gradients_in_sync(model: nn.Module, tol: float = 1e-6) -> bool:

@@ -3,8 +3,6 @@
 loses: train_steps
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_train"
 def train(ddp_model, dataset, sampler, loss_fn, *, num_epochs, batch_size, lr, device):

@@ -6,8 +6,6 @@ reduced on every rank, so nothing hangs.
 loses: ddp_unused
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

@@ -6,8 +6,6 @@ still holds what the last step left in it.
 loses: ddp_unused
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_ddp"
 class DDP(nn.Module):

@@ -3,8 +3,6 @@
 loses: wrap_model
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_wrap"
 def wrap_model(model, device):

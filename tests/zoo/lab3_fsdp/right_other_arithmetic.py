@@ -3,8 +3,6 @@
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_formula"
 def bytes_per_rank(num_params, world_size, strategy, mixed=False):

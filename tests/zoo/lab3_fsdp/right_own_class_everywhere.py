@@ -4,8 +4,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_large"
 def train_large(make_model, batches, lr):

@@ -4,8 +4,6 @@ loses: fsdp_prefetch_forward, fsdp_prefetch_backward
 because: forward and backward are each asked for, and neither overlaps.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

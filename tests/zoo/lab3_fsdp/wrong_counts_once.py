@@ -4,8 +4,6 @@ loses: fsdp_accumulate, fsdp_limit, fsdp_units
 because: from the second step on nothing is reduced and nothing freed.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

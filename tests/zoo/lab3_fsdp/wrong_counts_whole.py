@@ -4,8 +4,6 @@ loses: fsdp_memory_measured
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_measure"
 def local_bytes(

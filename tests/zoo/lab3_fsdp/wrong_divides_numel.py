@@ -3,8 +3,6 @@
 loses: fsdp_memory_measured
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_measure"
 def local_bytes(

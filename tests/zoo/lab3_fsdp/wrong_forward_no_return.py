@@ -5,8 +5,6 @@ loses: fsdp_shards, fsdp_forward, fsdp_gradients, fsdp_accumulate, fsdp_limit, f
 because: without an output there is no loss and no backward.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

@@ -5,8 +5,6 @@ loses: fsdp_units, fsdp_prefetch_forward, fsdp_prefetch_backward
 because: no unit travels in a step, so none can be early.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

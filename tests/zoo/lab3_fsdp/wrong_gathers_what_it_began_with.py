@@ -4,8 +4,6 @@ loses: fsdp_forward, fsdp_units
 because: what travels are old values, and both are about what travels and comes out.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

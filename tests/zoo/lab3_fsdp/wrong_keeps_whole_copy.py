@@ -4,8 +4,6 @@ loses: fsdp_shards, fsdp_limit
 because: what stays between steps is there during them, too, and the budget has no room for it.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

@@ -4,8 +4,6 @@ loses: fsdp_budget
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_large"
 def train_large(

@@ -3,8 +3,6 @@
 loses: fsdp_budget
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_large"
 def train_large(

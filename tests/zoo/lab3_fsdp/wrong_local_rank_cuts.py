@@ -4,8 +4,6 @@ loses: fsdp_shards, fsdp_forward, fsdp_gradients, fsdp_limit
 because: every rank keeps the first part, so the others are gone for good.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

@@ -3,8 +3,6 @@
 loses: fsdp_throughput
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_throughput"
 def throughput(

@@ -4,8 +4,6 @@ loses: fsdp_limit
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

@@ -4,8 +4,6 @@ loses: fsdp_gradients, fsdp_accumulate, fsdp_units
 because: what has not arrived is in no gradient.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

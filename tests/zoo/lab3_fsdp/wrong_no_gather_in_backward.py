@@ -5,8 +5,6 @@ loses: fsdp_shards, fsdp_gradients, fsdp_accumulate, fsdp_limit, fsdp_units,
 because: there is no backward at all: it reads memory that has been freed.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

@@ -5,8 +5,6 @@ class: example
 because: forward and backward are each asked for, and there is neither.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

@@ -4,8 +4,6 @@ loses: fsdp_shards, fsdp_limit, fsdp_units, fsdp_prefetch_forward, fsdp_prefetch
 because: what is never freed is gathered once and never again.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

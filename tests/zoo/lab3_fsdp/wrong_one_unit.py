@@ -5,8 +5,6 @@ class: example
 because: a unit that is the whole model is what both forbid.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

@@ -3,8 +3,6 @@
 loses: fsdp_accumulate
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

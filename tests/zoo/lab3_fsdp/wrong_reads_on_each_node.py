@@ -3,8 +3,6 @@
 loses: fsdp_resume
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_checkpoint"
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:

@@ -4,8 +4,6 @@ loses: fsdp_gradients, fsdp_units
 because: its gradients are no means, and there is no reduce-scatter.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_fsdp"
 class Unit:

@@ -3,8 +3,6 @@
 loses: fsdp_fully_shard
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_fully_shard"
 def policies(device_type: str, mixed: bool, offload: bool) -> dict[str, object]:

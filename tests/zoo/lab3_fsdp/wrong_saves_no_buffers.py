@@ -4,8 +4,6 @@ loses: fsdp_save, fsdp_resume
 because: saving forgets the buffers, and so does loading: two functions.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_checkpoint"
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:

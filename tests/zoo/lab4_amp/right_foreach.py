@@ -4,8 +4,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_formats"
 def lost_share(values, dtype, scale=1.0):

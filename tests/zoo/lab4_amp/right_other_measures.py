@@ -3,8 +3,6 @@
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_memory"
 def memory_report(model, optimizer, compute_loss):

@@ -3,8 +3,6 @@
 loses: amp_memory
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_memory"
 def memory_report(

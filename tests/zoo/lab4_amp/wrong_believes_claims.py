@@ -8,8 +8,6 @@ class: example
 because: there are four faults in it, one for each.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_formats"
 def lost_share(values, dtype, scale=1.0):

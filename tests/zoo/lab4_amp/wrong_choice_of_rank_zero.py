@@ -3,8 +3,6 @@
 loses: amp_choice
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_choice"
 def choose_precision(

@@ -4,8 +4,6 @@ loses: amp_safe_scale, amp_timing, amp_choice
 because: three functions have this fault.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_formats"
 def lost_share(values, dtype, scale=1.0):

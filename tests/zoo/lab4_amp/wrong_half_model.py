@@ -6,8 +6,6 @@ status: amp_loop_fp16 STUDENT_ERROR
 because: a model in fp16 cannot be trained with these learning rates at all.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_loop"
 def train_amp(

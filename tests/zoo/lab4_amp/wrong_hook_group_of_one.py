@@ -4,8 +4,6 @@ loses: amp_hook_mean, amp_hook_bytes
 because: nothing is reduced, and nothing travels.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task8_hook"
 def make_compress_hook(dtype):

@@ -6,8 +6,6 @@ status: amp_hook_bytes STUDENT_ERROR
 because: DDP goes on with a Future only, so no backward ends.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task8_hook"
 def make_compress_hook(dtype: torch.dtype) -> Callable:

@@ -3,8 +3,6 @@
 loses: amp_hook_bytes
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task8_hook"
 def make_compress_hook(dtype):

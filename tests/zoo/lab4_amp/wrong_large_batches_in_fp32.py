@@ -4,8 +4,6 @@ loses: amp_gpu_speed, amp_gpu_memory
 because: in full precision, neither time nor memory is saved.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_loop"
 def train_amp(

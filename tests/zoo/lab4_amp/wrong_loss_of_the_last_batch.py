@@ -3,8 +3,6 @@
 loses: amp_loop_accumulates
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_loop"
 def train_amp(

@@ -4,8 +4,6 @@ loses: amp_masters
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_masters"
 class MasterWeights:

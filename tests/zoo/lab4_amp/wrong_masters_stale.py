@@ -3,8 +3,6 @@
 loses: amp_masters
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_masters"
 class MasterWeights:

@@ -3,8 +3,6 @@
 loses: amp_timing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_speed"
 def time_step(

@@ -4,8 +4,6 @@ loses: amp_loop_update, amp_loop_skips
 because: without the scaler nothing is left out, and no scale is updated.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_loop"
 def train_amp(

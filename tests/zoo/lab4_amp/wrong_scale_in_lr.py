@@ -6,8 +6,6 @@ loses: amp_loop_clip, amp_loop_skips
 because: gradients that stay scaled are clipped at the wrong norm, and nobody looks for inf.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_loop"
 def train_amp(

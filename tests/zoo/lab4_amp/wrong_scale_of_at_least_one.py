@@ -3,8 +3,6 @@
 loses: amp_scaler_grows
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_scaler"
 class LossScaler:

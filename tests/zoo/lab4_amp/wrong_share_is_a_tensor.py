@@ -3,8 +3,6 @@
 loses: amp_lost_share
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_formats"
 def lost_share(values: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> float:

@@ -4,8 +4,6 @@ loses: amp_scaler_agrees
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_scaler"
 class LossScaler:

@@ -4,8 +4,6 @@ loses: amp_loop_accumulates
 status: amp_loop_accumulates STUDENT_ERROR
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_loop"
 def train_amp(

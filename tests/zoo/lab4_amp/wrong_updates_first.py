@@ -4,8 +4,6 @@ loses: amp_loop_update
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_loop"
 def train_amp(

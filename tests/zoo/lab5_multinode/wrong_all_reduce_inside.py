@@ -3,8 +3,6 @@
 loses: hier_local_bytes
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_hierarchy"
 class HierarchicalAllReduce:

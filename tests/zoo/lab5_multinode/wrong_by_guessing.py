@@ -9,8 +9,6 @@ because: one slip in nearly every task; gradients that are never averaged give e
     of its own, which no checkpoint of rank 0 can bring back.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_command"
 def node_command(

@@ -3,8 +3,6 @@
 loses: resume_sampler
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_resume"
 def collect_state(training: Training) -> dict:

@@ -5,8 +5,6 @@ class: example
 because: a flat ring sends the whole tensor over every link, inside nodes and between them.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_hierarchy"
 class HierarchicalAllReduce:

@@ -3,8 +3,6 @@
 loses: hier_hook
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_hook"
 def all_reduce_hook(

@@ -10,8 +10,6 @@ loses: node_places, node_command, node_interface, ckpt_damage, ckpt_keep, resume
 because: one slip in most tasks, each of which loses its own criterion.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_places"
 def locate(rank, local_sizes):

@@ -3,8 +3,6 @@
 loses: link_measure
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_link"
 def measure_link(

@@ -3,8 +3,6 @@
 loses: node_nccl
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_network"
 def network_env(interfaces: dict[str, list[str]], peer: str) -> dict[str, str]:

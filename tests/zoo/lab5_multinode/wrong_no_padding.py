@@ -3,8 +3,6 @@
 loses: hier_values
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_hierarchy"
 class HierarchicalAllReduce:

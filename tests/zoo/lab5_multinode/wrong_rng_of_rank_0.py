@@ -4,8 +4,6 @@ loses: resume_rng
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_resume"
 def collect_state(training: Training) -> dict:

@@ -4,8 +4,6 @@ loses: hier_values, hier_slow_bytes, hier_local_bytes
 because: what travels is empty, so neither sum nor traffic is there.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_hierarchy"
 class HierarchicalAllReduce:

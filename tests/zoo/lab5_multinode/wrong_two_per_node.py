@@ -6,8 +6,6 @@ loses: node_script, node_lost, hier_slow_bytes, hier_local_bytes
 because: three slips: who writes, which losses are kept, and the size of a node.
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task7_hierarchy"
 class HierarchicalAllReduce:

@@ -4,8 +4,6 @@ gradients inside the flat tensors and shows them as views.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_buckets"
 class GradientBuckets(nn.Module):

@@ -4,8 +4,6 @@ filled by bisection; overhead over an all-gather.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_export"
 def chrome_trace(spans):

@@ -4,8 +4,6 @@ finds the best cap on a geometric grid and then near it.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_wait"
 def loader_wait(loader, step, synchronize, clock=time.perf_counter):

@@ -4,8 +4,6 @@ but the first as one window.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_bottleneck"
 def find_bottleneck(spans, steps):

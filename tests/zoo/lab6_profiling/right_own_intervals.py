@@ -4,8 +4,6 @@ factory.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_shares"
 def merged(pairs):

@@ -3,8 +3,6 @@
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_shares"
 def covered(start, end, spans, *kinds):

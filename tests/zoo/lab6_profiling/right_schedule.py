@@ -4,8 +4,6 @@ keeps only the outermost operators; adds up every step's losses.
 loses: nothing
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_profile"
 def profile_steps(step, warmup, num_steps):

@@ -5,8 +5,6 @@ loses: nothing
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_buckets"
 class GradientBuckets:

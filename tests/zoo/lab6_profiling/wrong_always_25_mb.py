@@ -4,8 +4,6 @@ loses: prof_bucket_tune
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_tune"
 def tune_plan(sizes, measure):

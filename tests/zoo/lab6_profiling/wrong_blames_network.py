@@ -3,8 +3,6 @@
 loses: prof_finds_buckets
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_bottleneck"
 def find_bottleneck(spans, steps):

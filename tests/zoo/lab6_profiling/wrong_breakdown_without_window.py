@@ -3,8 +3,6 @@
 loses: prof_breakdown
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_shares"
 def covered(spans: list[Span], kinds: Iterable[str], start: float, end: float) -> float:

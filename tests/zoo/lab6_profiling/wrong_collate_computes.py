@@ -3,8 +3,6 @@
 loses: prof_spans_cpu
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_spans"
 def to_spans(events, rank):

@@ -3,8 +3,6 @@
 loses: prof_bucket_sends
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_buckets"
 class GradientBuckets:

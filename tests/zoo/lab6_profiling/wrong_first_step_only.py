@@ -4,8 +4,6 @@ loses: prof_bucket_mean, prof_bucket_sends, prof_efficiency
 because: from the second step on nothing travels, so there is no mean, no bucket and no overlap
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_buckets"
 class GradientBuckets:

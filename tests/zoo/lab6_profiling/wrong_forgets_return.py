@@ -3,8 +3,6 @@
 loses: prof_bucket_predict
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_predict"
 def predict_step(

@@ -4,8 +4,6 @@ loses: prof_bucket_sends, prof_efficiency
 because: a latency for each gradient is what the plan was to avoid
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_buckets"
 class GradientBuckets:

@@ -3,8 +3,6 @@
 loses: prof_bucket_tune
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_tune"
 def tune_plan(sizes: list[int], measure: Callable[[list[list[int]]], float]) -> list[list[int]]:

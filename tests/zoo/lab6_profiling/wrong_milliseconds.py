@@ -4,8 +4,6 @@ loses: prof_spans_cpu, prof_spans_gpu
 because: no time of any trace is right
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_spans"
 def to_spans(events, rank):

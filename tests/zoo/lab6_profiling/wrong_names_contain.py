@@ -4,8 +4,6 @@ loses: prof_spans_cpu, prof_spans_gpu
 because: it is wrong about names of both kinds of traces
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_spans"
 def to_spans(events: list[dict], rank: int) -> list[Span]:

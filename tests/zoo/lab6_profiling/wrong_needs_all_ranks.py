@@ -4,8 +4,6 @@ loses: prof_finds_loader, prof_finds_copies
 because: the same mistake stands in two lines of the table
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_bottleneck"
 def find_bottleneck(spans, steps):

@@ -3,8 +3,6 @@
 loses: prof_record
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_profile"
 def profile_steps(step, warmup, num_steps):

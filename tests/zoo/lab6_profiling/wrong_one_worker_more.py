@@ -3,8 +3,6 @@
 loses: prof_loader_settings
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_settings"
 def loader_settings(

@@ -3,8 +3,6 @@
 loses: prof_overhead
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_overhead"
 def communication_overhead(

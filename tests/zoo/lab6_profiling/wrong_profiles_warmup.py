@@ -5,8 +5,6 @@ loses: prof_record
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task1_profile"
 def profile_steps(step, warmup, num_steps):

@@ -3,8 +3,6 @@
 loses: prof_prefetch
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_prefetch"
 def prefetch(batches, depth):

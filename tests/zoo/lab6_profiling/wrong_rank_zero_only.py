@@ -6,8 +6,6 @@ class: example
 because: every cause may sit on a rank that it does not look at
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task3_bottleneck"
 def find_bottleneck(spans, steps):

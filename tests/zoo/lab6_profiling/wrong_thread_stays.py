@@ -3,8 +3,6 @@
 loses: prof_prefetch_ends
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_prefetch"
 def prefetch(batches, depth):

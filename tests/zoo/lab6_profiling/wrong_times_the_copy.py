@@ -4,8 +4,6 @@ everything but loading.
 loses: prof_loader_wait
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_wait"
 def loader_wait(loader, step, synchronize, clock=time.perf_counter):

@@ -3,8 +3,6 @@
 loses: prof_loader_wait
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task4_wait"
 def loader_wait(loader, step, synchronize, clock=time.perf_counter):

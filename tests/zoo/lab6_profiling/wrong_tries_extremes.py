@@ -3,8 +3,6 @@
 loses: prof_bucket_tune
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_tune"
 def tune_plan(sizes, measure):

@@ -4,8 +4,6 @@ meanwhile.
 loses: prof_overhead
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task6_overhead"
 def communication_overhead(

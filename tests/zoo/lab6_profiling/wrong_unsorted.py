@@ -3,8 +3,6 @@
 loses: prof_utilisation
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task2_shares"
 def covered(spans, kinds, start, end):

@@ -3,8 +3,6 @@
 loses: prof_efficiency
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_buckets"
 class GradientBuckets:

@@ -4,8 +4,6 @@ loses: prof_efficiency
 class: example
 """
 
-# ruff: noqa: F821
-
 
 # %% replaces="task5_buckets"
 class GradientBuckets:
