@@ -100,8 +100,11 @@ def check(name: str, subject: Any = None) -> None:
         said = describe_error(error)[:4000]
         told = {"criterion": name, "status": "error", "message": said}
         _tell(channels, Message("answer", told), criterion.deadline_s)
-        if said.startswith(NOT_WRITTEN):  # "Run all" goes on to the tasks that are written
-            print(f"○ {name}  0/{criterion.points:g}  {criterion.title}: not started")
+        if said.startswith(NOT_WRITTEN):
+            # No error, so that "Run all" goes on to the tasks that are written. `nbgrader validate`
+            # takes a cell with text on stderr for failed.
+            title = f"○ {name}  0/{criterion.points:g}  {criterion.title}"
+            print(f"{title}: not started, {said}", file=sys.stderr)
             return
         raise
     verdict = _tell(channels, answer, criterion.deadline_s)
