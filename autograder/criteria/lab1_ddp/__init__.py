@@ -114,8 +114,6 @@ LAB = Lab(
         _scratch(
             name="ddp_unused", title="parameters that some ranks do not use", points=4,
             draw=scratch.draw_unused, observe=scratch.observe_unused, judge=scratch.judge_unused,
-            # An emulated group tells what each rank called where their calls do not match.
-            world="emulated", fault_hint=scratch.ORDER_HINT,
         ),
         _emulated(
             name="ddp_buckets", title="no bucket larger than asked for", points=5,

@@ -56,11 +56,11 @@ STEP_S = sum(FORWARD_S) + sum(BACKWARD_S)
 EFFICIENCY = 0.9
 AFTER_BACKWARD = 0.63  # efficiency of reducing after backward on the grading cluster
 
-# The network of `ddp_buckets`, from the first layer to the last: one whose weight is larger than a
-# bucket; three, of which no two fit; four in float64, of which two fit, but three if each number is
-# taken for 4 bytes; and a small one. What each weight takes of a bucket:
+# The network of `ddp_buckets`, from the first layer to the last, is all in float64, so that a DDP
+# that cannot hold two dtypes apart loses nothing here. Its first weight is larger than a bucket; of
+# the next three no two fit, unless each number is taken for 4 bytes; of the others two fit. What
+# each weight takes of a bucket:
 SHARES = (1.5, 0.6, 0.6, 0.6, 0.4, 0.4, 0.4, 0.4)
-FLOAT64 = (4, 5, 6, 7)  # numbers of the layers
 NARROW, LAST = 24, 10
 
 
@@ -88,11 +88,8 @@ class _Layer(nn.Module):
 
 def _model(inputs: Values, channel: Any, *, exact: bool = False) -> nn.Sequential:
     """The charged network of `inputs`; if `exact`, all of it is in float64."""
-    layers = []
-    for number in range(inputs["layers"]):
-        double = exact or number in inputs["float64"]
-        dtype = torch.float64 if double else torch.float32
-        layers.append(_Layer(inputs[f"w{number}"], inputs.get(f"b{number}"), dtype))
+    dtype = torch.float64 if exact else getattr(torch, inputs["dtype"])
+    layers = [_Layer(inputs[f"w{i}"], inputs.get(f"b{i}"), dtype) for i in range(inputs["layers"])]
     return charge(layers, channel)
 
 
@@ -117,7 +114,9 @@ def _draw(draw: Draw, widths: Sequence[int], bias: bool, more: Values) -> list[V
 
 def draw_steps(draw: Draw) -> list[Values]:
     """Equal layers, and buckets that hold two of them."""
-    return _draw(draw, [WIDTH] * (LAYERS + 1), False, {"cap_mb": SCALING_CAP_MB, "float64": []})
+    return _draw(
+        draw, [WIDTH] * (LAYERS + 1), False, {"cap_mb": SCALING_CAP_MB, "dtype": "float32"}
+    )
 
 
 def plan_steps(draw: Draw) -> ChargePlan:
@@ -126,13 +125,12 @@ def plan_steps(draw: Draw) -> ChargePlan:
 
 
 def draw_buckets(draw: Draw) -> list[Values]:
-    """Layers of unequal size and two dtypes, made for a bucket size that is drawn."""
+    """Layers of unequal size, in float64, made for a bucket size that is drawn."""
     cap = round(float(draw.shared("cap").uniform(0.08, 0.16)), 3)
     widths = [NARROW]
-    for number, share in enumerate(SHARES):
-        size = share * cap * 1e6 / (8 if number in FLOAT64 else 4)
-        widths.append(round(size / widths[-1]))
-    return _draw(draw, [*widths, LAST], True, {"cap_mb": cap, "float64": list(FLOAT64)})
+    for share in SHARES:
+        widths.append(round(share * cap * 1e6 / 8 / widths[-1]))
+    return _draw(draw, [*widths, LAST], True, {"cap_mb": cap, "dtype": "float64"})
 
 
 def plan_buckets(draw: Draw) -> ChargePlan:

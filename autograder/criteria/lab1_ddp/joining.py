@@ -8,8 +8,7 @@ that would use them only note how they were called.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -22,35 +21,11 @@ from torch.nn.parallel import distributed as torch_ddp
 
 from autograder.criteria.common import oracle
 from autograder.criteria.common.places import environment, on_two_nodes
+from autograder.criteria.common.pretending import pretending
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs, integer
 
 PER_NODE, NODES = 3, 2  # of the virtual cluster
 GPUS = (0, PER_NODE - 1, PER_NODE, PER_NODE + 1)  # per node
-
-
-@contextmanager
-def _pretending(function: Any, instead: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Replaces attributes of modules, also where the student's code has imported them by name."""
-    originals = {getattr(module, name, None): new for (module, name), new in instead.items()}
-    names = getattr(function, "__globals__", {})
-    imported = {
-        name: originals[value]
-        for name, value in names.items()
-        if isinstance(value, Callable) and _is_hashable(value) and value in originals
-    }
-    with ExitStack() as stack:
-        for (module, name), new in instead.items():
-            stack.enter_context(mock.patch.object(module, name, new, create=True))
-        stack.enter_context(mock.patch.dict(names, imported))
-        yield
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _touches_hardware(error: Exception) -> bool:
@@ -148,7 +123,7 @@ def _observe_places(setup_distributed: Any, context: Context) -> list[Values]:
             told: Values = {"given rank": rank, "gpus": gpus}
             with (
                 mock.patch.dict(os.environ, place.environment),
-                _pretending(setup_distributed, place.instead()),
+                pretending(setup_distributed, place.instead()),
             ):
                 try:
                     setup_distributed()
@@ -292,7 +267,7 @@ def _wrap_on_a_gpu(wrap_model: Any) -> Values:
         (torch.nn.parallel, "DistributedDataParallel"): _NotesWrapping,
         (torch_ddp, "DistributedDataParallel"): _NotesWrapping,
     }
-    with _pretending(wrap_model, instead):
+    with pretending(wrap_model, instead):
         try:
             wrapped = wrap_model(_NotesMoves(2, 1), torch.device("cuda", 1))
         except Exception as error:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle, weights
+from autograder.criteria.common.matched import matched_collectives
 from autograder.criteria.common.places import on_two_nodes
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, differs
 
@@ -22,12 +23,6 @@ SIZES = (6, 9, 5, 3)
 BATCH = 5
 SMALL_CAP_MB = 0.0002  # about 200 bytes: several buckets, some with one parameter
 BRANCH_CAP_MB = 0.00004  # about 40 bytes: one bucket per branch, all of the same size
-
-
-ORDER_HINT = (
-    "Here ranks use different branches, so their buckets fill in different orders, and some not at "
-    "all; all ranks have to launch the same ones in the same order"
-)
 
 
 def _tensors(inputs: Values, context: Context, *names: str) -> list[torch.Tensor]:
@@ -406,15 +401,16 @@ def draw_unused(draw: Draw) -> list[Values]:
 def observe_unused(ddp_class: Any, inputs: Values, context: Context) -> Values:
     """Gradients of steps that use different branches each time; None is recorded as zeros."""
     module = Branches(inputs).to(context.device)
-    ddp = ddp_class(module, bucket_cap_mb=BRANCH_CAP_MB)
     x, y = _tensors(inputs, context, "x", "y")
     answer: Values = {}
-    for step, use in enumerate(inputs["uses"]):
-        module.zero_grad(set_to_none=step != 3)  # zeros, not None, before step 3
-        oracle.mse(ddp(x, use), y).backward()
-        ddp.finish_gradient_synchronization()
-        for i, p in enumerate(module.parameters()):
-            answer[f"g{step}/{i}"] = oracle.grad_of(p).copy()
+    with matched_collectives(ddp_class.__init__, context):
+        ddp = ddp_class(module, bucket_cap_mb=BRANCH_CAP_MB)
+        for step, use in enumerate(inputs["uses"]):
+            module.zero_grad(set_to_none=step != 3)  # zeros, not None, before step 3
+            oracle.mse(ddp(x, use), y).backward()
+            ddp.finish_gradient_synchronization()
+            for i, p in enumerate(module.parameters()):
+                answer[f"g{step}/{i}"] = oracle.grad_of(p).copy()
     return answer
 
 

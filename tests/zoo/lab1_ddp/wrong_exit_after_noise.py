@@ -2,7 +2,8 @@
 
 What the cell had defined must be there again on fresh ranks, and nothing of it stops the grader.
 
-loses: gradients_in_sync
+loses: gradients_in_sync, ddp_scaling
+because: two faults: rank 1 exits, and each parameter has an all-reduce of its own
 status: gradients_in_sync RANK_LOST
 """
 

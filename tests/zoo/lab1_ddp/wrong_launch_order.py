@@ -15,7 +15,7 @@ class DDP(nn.Module):
             dist.broadcast(tensor.detach(), src=0)
         self.buckets, group = [], []
         for param in reversed([p for p in module.parameters() if p.requires_grad]):
-            full = sum(p.nbytes for p in group) >= bucket_cap_mb * 10**6
+            full = sum(p.nbytes for p in [*group, param]) > bucket_cap_mb * 10**6
             if group and (full or param.dtype != group[0].dtype):
                 self.add_bucket(group)
                 group = []
