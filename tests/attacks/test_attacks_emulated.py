@@ -42,7 +42,7 @@ def handed_out():
     plan = emulated.plan_steps(draw)
     gradients = []
     for rank in range(N):
-        model = emulated._model(inputs[rank], PlanChannel(plan, rank))
+        model = emulated._model(inputs[rank], PlanChannel(plan, rank), [])
         steps = []
         for step in range(STEPS):
             x, y = (torch.from_numpy(inputs[rank][f"{name}/{step}"]) for name in "xy")
@@ -85,7 +85,7 @@ def _run(handed_out, program: Program) -> Case:
                 }
                 counts[group] = counts.get(group, 0) + 1
                 session.handle(rank, issue, payload.view(np.uint8))
-    return Case(N, inputs, [{"done": True}] * N, session.trace(), plan)
+    return Case(N, inputs, [{"done": 1}] * N, session.trace(), plan)
 
 
 def _forward() -> Iterator[Action]:

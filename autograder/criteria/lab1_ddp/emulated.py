@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autograder.criteria.common import oracle
+from autograder.criteria.common.answers import told
 from autograder.criteria.common.charged import find_ahead, find_disorder, reaches_all
 from autograder.criteria.common.emulated import (
     charge,
@@ -56,11 +57,11 @@ STEP_S = sum(FORWARD_S) + sum(BACKWARD_S)
 EFFICIENCY = 0.9
 AFTER_BACKWARD = 0.63  # efficiency of reducing after backward on the grading cluster
 
-# The network of `ddp_buckets`, from the first layer to the last, is all in float64, so that a DDP
-# that cannot hold two dtypes apart loses nothing here. Its first weight is larger than a bucket; of
-# the next three no two fit, unless each number is taken for 4 bytes; of the others two fit. What
-# each weight takes of a bucket:
-SHARES = (1.5, 0.6, 0.6, 0.6, 0.4, 0.4, 0.4, 0.4)
+# The network of `ddp_buckets`, from the first layer to the last: one whose weight is larger than a
+# bucket; three, of which no two fit; four of which all fit, or two where they are in float64. What
+# each weight takes of a bucket in float32:
+SHARES = (1.5, 0.6, 0.6, 0.6, 0.2, 0.2, 0.2, 0.2)
+MIXED = (4, 5, 6, 7)  # layers that are in float64 in a second run
 NARROW, LAST = 24, 10
 
 
@@ -86,10 +87,12 @@ class _Layer(nn.Module):
         return torch.tanh(nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias))
 
 
-def _model(inputs: Values, channel: Any, *, exact: bool = False) -> nn.Sequential:
-    """The charged network of `inputs`; if `exact`, all of it is in float64."""
-    dtype = torch.float64 if exact else getattr(torch, inputs["dtype"])
-    layers = [_Layer(inputs[f"w{i}"], inputs.get(f"b{i}"), dtype) for i in range(inputs["layers"])]
+def _model(inputs: Values, channel: Any, doubles: Sequence[int]) -> nn.Sequential:
+    """The charged network of `inputs`, with some layers in float64."""
+    layers = []
+    for number in range(inputs["layers"]):
+        dtype = torch.float64 if number in doubles else torch.float32
+        layers.append(_Layer(inputs[f"w{number}"], inputs.get(f"b{number}"), dtype))
     return charge(layers, channel)
 
 
@@ -114,9 +117,7 @@ def _draw(draw: Draw, widths: Sequence[int], bias: bool, more: Values) -> list[V
 
 def draw_steps(draw: Draw) -> list[Values]:
     """Equal layers, and buckets that hold two of them."""
-    return _draw(
-        draw, [WIDTH] * (LAYERS + 1), False, {"cap_mb": SCALING_CAP_MB, "dtype": "float32"}
-    )
+    return _draw(draw, [WIDTH] * (LAYERS + 1), False, {"cap_mb": SCALING_CAP_MB, "runs": [[]]})
 
 
 def plan_steps(draw: Draw) -> ChargePlan:
@@ -125,12 +126,12 @@ def plan_steps(draw: Draw) -> ChargePlan:
 
 
 def draw_buckets(draw: Draw) -> list[Values]:
-    """Layers of unequal size, in float64, made for a bucket size that is drawn."""
+    """Layers of unequal size, made for a bucket size that is drawn; a second run has two dtypes."""
     cap = round(float(draw.shared("cap").uniform(0.08, 0.16)), 3)
     widths = [NARROW]
     for share in SHARES:
-        widths.append(round(share * cap * 1e6 / 8 / widths[-1]))
-    return _draw(draw, [*widths, LAST], True, {"cap_mb": cap, "dtype": "float64"})
+        widths.append(round(share * cap * 1e6 / 4 / widths[-1]))
+    return _draw(draw, [*widths, LAST], True, {"cap_mb": cap, "runs": [[], list(MIXED)]})
 
 
 def plan_buckets(draw: Draw) -> ChargePlan:
@@ -140,15 +141,23 @@ def plan_buckets(draw: Draw) -> ChargePlan:
 
 @on_two_nodes
 def observe(ddp_class: Any, inputs: Values, context: Context) -> Values:
-    """Trains for a few steps with the bucket size of the case."""
-    module = _model(inputs, context.broker)
-    ddp = ddp_class(module, bucket_cap_mb=inputs["cap_mb"])
-    for step in range(STEPS):
-        x, y = (torch.from_numpy(inputs[f"{k}/{step}"]) for k in "xy")
-        module.zero_grad()
-        oracle.mse(ddp(x), y).backward()
-        ddp.finish_gradient_synchronization()
-    return {"done": True}
+    """Trains each network for a few steps with the bucket size of the case."""
+    done = 0
+    for doubles in inputs["runs"]:
+        module = _model(inputs, context.broker, doubles)
+        try:
+            ddp = ddp_class(module, bucket_cap_mb=inputs["cap_mb"])
+            for step in range(STEPS):
+                x, y = (torch.from_numpy(inputs[f"{k}/{step}"]) for k in "xy")
+                module.zero_grad()
+                oracle.mse(ddp(x), y).backward()
+                ddp.finish_gradient_synchronization()
+        except Exception:
+            if not done:
+                raise
+            break  # a DDP that cannot hold two dtypes apart: `judge_tied` finds that
+        done += 1
+    return {"done": done}
 
 
 # --- what the broker saw -------------------------------------------------------------------------
@@ -220,9 +229,10 @@ class _Step:
 def _local_gradients(case: Case, rank: int) -> list[list[np.ndarray]]:
     """For each step this rank's own gradients, in float64, with the rank's secret factors."""
     inputs = case.inputs[rank]
-    model = _model(inputs, PlanChannel(case.plan, rank), exact=True)
+    model = _model(inputs, PlanChannel(case.plan, rank), range(inputs["layers"]))
     steps = []
-    for step in range(STEPS):
+    for number in range(STEPS * len(inputs["runs"])):
+        step = number % STEPS
         x, y = (torch.from_numpy(inputs[f"{k}/{step}"]).double() for k in "xy")
         model.zero_grad()
         oracle.mse(model(x), y).backward()
@@ -230,16 +240,23 @@ def _local_gradients(case: Case, rank: int) -> list[list[np.ndarray]]:
     return steps
 
 
-def _steps(case: Case, first: int) -> list[_Step] | list[Finding]:
-    """Every rank's steps from `first` on; only findings if a rank did not compute all layers."""
-    layers, findings = case.inputs[0]["layers"], []
+def _runs(case: Case) -> int:
+    """How many networks were trained to their end; the first one always counts."""
+    done = [told(answer, "done") for answer in case.answers]
+    return max(1, min((n for n in done if isinstance(n, int)), default=1))
+
+
+def _steps(case: Case, numbers: Sequence[int]) -> list[_Step] | list[Finding]:
+    """Every rank's steps of these numbers; only findings if a rank did not compute all layers."""
+    findings, end = [], STEPS * _runs(case)
+    expected = 2 * case.inputs[0]["layers"] * end
     for rank, events in enumerate(case.trace.events):
-        charged = [e for e in events if e.kind == "compute"]
-        if len(charged) != 2 * layers * STEPS:
+        charged = [e for e in events if e.kind == "compute" and (e.step or 0) < end]
+        if len(charged) != expected:
             findings.append(
                 Finding(
-                    f"{len(charged)} layers went forward or backward, expected "
-                    f"{2 * layers * STEPS}: calling the wrapper runs the module once.",
+                    f"{len(charged)} layers went forward or backward, expected {expected}: calling "
+                    "the wrapper runs the module once.",
                     rank,
                 )
             )
@@ -251,13 +268,13 @@ def _steps(case: Case, first: int) -> list[_Step] | list[Finding]:
         _Step(case, rank, step, gradients[step])
         for rank in range(case.world_size)
         for gradients in [_local_gradients(case, rank)]
-        for step in range(first, STEPS)
+        for step in numbers
     ]
 
 
 def _last_steps(case: Case) -> list[_Step] | list[Finding]:
-    """The last step of every rank: torch's own DDP still changes its buckets after the first."""
-    return _steps(case, STEPS - 1)
+    """The last step of each network: torch's own DDP still changes its buckets after the first."""
+    return _steps(case, [(run + 1) * STEPS - 1 for run in range(_runs(case))])
 
 
 # --- judge ---------------------------------------------------------------------------------------
@@ -280,7 +297,8 @@ def judge_buckets(case: Case) -> Iterator[Finding]:
         buckets: dict[str, list[int]] = {}
         for number, (_, collective) in step.carried.items():
             buckets.setdefault(collective.key, []).append(number)
-        parameters = list(_model(step.inputs, None).parameters())
+        doubles = step.inputs["runs"][step.step // STEPS]
+        parameters = list(_model(step.inputs, None, doubles).parameters())
         for numbers in buckets.values():
             size = sum(parameters[number].nbytes for number in numbers)
             if len(numbers) > 1 and size > cap * MEGABYTE:
@@ -293,7 +311,7 @@ def judge_buckets(case: Case) -> Iterator[Finding]:
                 break
         numel = sum(c.numel for _, c in step.collectives)
         expected = sum(p.numel() for p in parameters)
-        if numel > 1.5 * expected:
+        if not doubles and numel > 1.5 * expected:
             yield Finding(
                 f"{numel} numbers were all-reduced for {expected} numbers of gradients: is each "
                 "reduced once?",
@@ -326,7 +344,7 @@ def judge_scaling(case: Case) -> Iterator[Finding]:
 
     The first step is not timed; in each of the others, all gradients travel and are waited for.
     """
-    steps = _steps(case, 1)
+    steps = _steps(case, range(1, STEPS))
     problems = [it if isinstance(it, Finding) else it.missing() for it in steps]
     found = {it.rank: it for it in reversed(problems) if it is not None}
     if found:
