@@ -8,7 +8,6 @@ from autograder.criteria.bonus_powersgd import (
     columns,
     feedback,
     model,
-    ours,
     power,
     start,
     traffic,
@@ -16,19 +15,6 @@ from autograder.criteria.bonus_powersgd import (
 )
 from autograder.criteria.common.emulated import mark_steps
 from autograder.criteria.criterion import Criterion, Lab
-
-# What a student wrote in an earlier task may be called in a later one: which criteria judge it.
-_after_mean = {
-    "stand_ins": {"orthonormalise": ours.orthonormalise, "packed_mean": ours.packed_mean},
-    "relies_on": ("powersgd_columns", "powersgd_dependent", "powersgd_mean"),
-}
-_after_step = {
-    "stand_ins": _after_mean["stand_ins"]
-    | {"power_step": ours.power_step, "matrix_shape": ours.matrix_shape},
-    "relies_on": (
-        *_after_mean["relies_on"], "powersgd_basis", "powersgd_factor", "powersgd_shapes",
-    ),
-}  # fmt: skip
 
 _columns = partial(
     Criterion,
@@ -42,11 +28,8 @@ _power = partial(
     task="Task 3, one step of the power iteration",
     draw=power.draw_steps,
     observe=power.observe,
-    **_after_mean,
 )
-_model = partial(
-    Criterion, task="Task 5, a whole model", observe=model.observe_steps, **_after_step
-)
+_model = partial(Criterion, task="Task 5, a whole model", observe=model.observe_steps)
 _traffic = partial(
     Criterion,
     task="Task 5, a whole model",
@@ -55,11 +38,8 @@ _traffic = partial(
     observe=traffic.observe,
     world="emulated",
     deadline_s=40.0,
-    **_after_step,
 )
-_feedback = partial(
-    Criterion, task="Task 6, error feedback", observe=feedback.observe, **_after_step
-)
+_feedback = partial(Criterion, task="Task 6, error feedback", observe=feedback.observe)
 _planning = partial(
     Criterion, task="Task 8, bytes and seconds", draw=training.draw_planning, world="none"
 )
@@ -98,7 +78,7 @@ LAB = Lab(
         Criterion(
             name="powersgd_seed", title="the same start on all ranks", points=5,
             task="Task 5, a whole model", draw=start.draw_seed, observe=start.observe_seed,
-            judge=start.judge_seed, **_after_step,
+            judge=start.judge_seed,
         ),
         _model(name="powersgd_first", title="one step of a model", points=7,
                draw=model.draw_first, judge=model.judge_first),
@@ -121,21 +101,16 @@ LAB = Lab(
         Criterion(
             name="powersgd_resume", title="a checkpoint has all of it", points=4,
             task="Task 7, a checkpoint", draw=feedback.draw_resume,
-            observe=feedback.observe_resume, judge=feedback.judge_resume, **_after_step,
+            observe=feedback.observe_resume, judge=feedback.judge_resume,
         ),
         _planning(name="powersgd_numbers", title="numbers sent, and the ratio", points=3,
-                  stand_ins={"matrix_shape": ours.matrix_shape}, relies_on=("powersgd_shapes",),
                   observe=training.observe_numbers, judge=training.judge_numbers),
         _planning(name="powersgd_seconds", title="seconds saved", points=3,
-                  stand_ins={"matrix_shape": ours.matrix_shape, "numbers_sent": ours.numbers_sent},
-                  relies_on=("powersgd_shapes", "powersgd_numbers"),
                   observe=training.observe_seconds, judge=training.judge_seconds),
         _train(name="powersgd_train", title="the loop", points=2, draw=training.draw_train,
                observe=training.observe_train, judge=training.judge_train),
         _train(name="powersgd_converges", title="rank 1 reaches the loss", points=2,
                draw=training.draw_converges, observe=training.observe_converges,
-               judge=training.judge_converges, deadline_s=60.0,
-               stand_ins=_after_step["stand_ins"] | {"train": training.train_plainly},
-               relies_on=(*_after_step["relies_on"], "powersgd_train")),
+               judge=training.judge_converges, deadline_s=60.0),
     ),
 )  # fmt: skip

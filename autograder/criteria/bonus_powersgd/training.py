@@ -133,22 +133,6 @@ def judge_seconds(case: Case) -> Iterator[Finding]:
 SIZES, BATCH, STEPS, LR = (7, 9, 3), 5, 4, 0.3
 
 
-def train_plainly(model: Any, reducer: Any, batches: Any, lr: float, loss_fn: Any) -> list[float]:
-    """The lab's `train`, with updates by hand: with it, a reducer is judged alone."""
-    losses = []
-    for x, y in batches:
-        model.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        reducer.reduce_gradients()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad, alpha=lr)
-        losses.append(float(loss))
-    return losses
-
-
 def draw_train(draw: Draw) -> list[Values]:
     """The same weights, private batches."""
     start = oracle.draw_parameters(draw.shared(), SIZES)

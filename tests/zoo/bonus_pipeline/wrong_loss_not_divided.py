@@ -2,7 +2,6 @@
 
 loses: pipe_scale, pipe_uneven, pipe_loss
 class: example
-because: the loss, its gradients and those of uneven micro-batches are all M times too large.
 """
 
 

@@ -1,7 +1,6 @@
 """Compresses every matrix, also where nothing is saved.
 
 loses: powersgd_vectors, powersgd_errors
-because: what must not be compressed has no exact mean, and an error.
 """
 
 

@@ -1,6 +1,7 @@
 """Q stays what this rank's own matrix gives.
 
-loses: powersgd_factor
+loses: powersgd_factor, powersgd_first, powersgd_warm, powersgd_revive, powersgd_telescope,
+    powersgd_steps, powersgd_converges
 """
 
 

@@ -1,7 +1,6 @@
 """Every rank has everybody's tensors from files and computes all sums alone: nothing is sent.
 
-loses: btp_mlp_traffic, btp_attention_traffic
-because: nothing is sent in either half of the layer.
+loses: btp_mlp_traffic, btp_attention_traffic, btp_sequence_traffic
 """
 
 # %% replaces="task1_f_and_g"
