@@ -42,7 +42,7 @@ VARIED = (
     "wrong_hardcoded_two",
     "right_own_flattening",
     "wrong_loss_local",
-    "right_per_parameter",
+    "right_tensor_hooks",
     "wrong_no_set_epoch",
     "right_futures",
     "wrong_no_buffers",

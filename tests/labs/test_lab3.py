@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 
 from autograder.criteria import get_lab
 from autograder.criteria.common import memory_limit
-from autograder.criteria.criterion import Context
+from autograder.criteria.criterion import Case, Context
 from autograder.criteria.lab3_fsdp import gpu, memory, parts
 from autograder.referee.referee import draw_for
 
@@ -78,6 +81,57 @@ def test_the_formula_has_the_numbers_of_the_zero_paper():
         for strategy in memory.STRATEGIES
     ]
     assert totals == pytest.approx([120, 31.4, 16.6, 1.9], rel=0.02)
+
+
+# --- every draw kills ----------------------------------------------------------------------------
+
+
+def choose(num_params, num_ranks, budget, mixed=False, *, fits=operator.le, up=True):
+    """`choose_strategy`, with a place for two slips."""
+    for strategy in memory.STRATEGIES:
+        padded = num_params if up else num_params // num_ranks * num_ranks
+        if fits(sum(memory.state_bytes(padded, num_ranks, strategy, mixed)), budget):
+            return strategy
+    return "offload"
+
+
+def traffic(num_params, num_ranks, strategy, itemsize=4, *, passes=3, fixed=False):
+    """`traffic_per_rank`, with a place for two slips."""
+    factor = passes if strategy == "zero3" else 2
+    return factor * (num_ranks - 1) / num_ranks * num_params * (4 if fixed else itemsize)
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_right"),
+    [
+        ((traffic, choose), True),
+        ((traffic, partial(choose, fits=operator.lt)), False),
+        ((traffic, partial(choose, up=False)), False),
+        ((partial(traffic, fixed=True), choose), False),
+        ((partial(traffic, passes=2), choose), False),
+    ],
+)
+def test_every_draw_of_a_choice_gives_the_same_verdict(subject, is_right):
+    criterion = LAB["fsdp_choice"]
+    for seed in range(100):
+        inputs = criterion.draw(draw_for(b"test", NAME, criterion.name, str(seed), 3))
+        answers = [
+            criterion.observe(subject, each, Context(rank, 3, torch.device("cpu")))
+            for rank, each in enumerate(inputs)
+        ]
+        case = Case(3, inputs, answers)
+        assert (criterion.findings(case) == []) is is_right, f"seed {seed}"
+
+
+def test_every_rank_is_the_slowest_once():
+    criterion = LAB["fsdp_throughput"]
+    for seed in range(100):
+        inputs = criterion.draw(draw_for(b"test", NAME, criterion.name, str(seed), 3))
+        # The seconds of the timed steps: the slowest rank's steps take 2 ms longer.
+        slowest = [
+            max(range(3), key=lambda rank: min(inputs[rank]["work"][case])) for case in range(3)
+        ]
+        assert sorted(slowest) == [0, 1, 2], f"seed {seed}"
 
 
 # --- the memory limit ----------------------------------------------------------------------------

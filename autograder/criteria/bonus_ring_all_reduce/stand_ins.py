@@ -28,14 +28,14 @@ def ring_steps(rank: int, world_size: int) -> list[tuple[int, int]]:
 
 def exchange(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
     """A send to the next rank and a receive from the one before, started together."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if world_size == 1:
+    if (num_ranks := dist.get_world_size()) > 1:
+        ahead, behind = ((dist.get_rank() + way) % num_ranks for way in (1, -1))
+        sent = dist.P2POp(dist.isend, outgoing, ahead)
+        received = dist.P2POp(dist.irecv, incoming, behind)
+        for work in dist.batch_isend_irecv([received, sent]):
+            work.wait()
+    else:
         incoming.copy_(outgoing)
-        return
-    pairs = ((dist.irecv, incoming, rank - 1), (dist.isend, outgoing, rank + 1))
-    ops = [dist.P2POp(start, tensor, peer % world_size) for start, tensor, peer in pairs]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
 
 
 def ring_all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

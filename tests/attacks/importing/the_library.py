@@ -8,11 +8,9 @@ ci: yes
 import importlib
 
 for name in (
-    "minidist.parallel",
-    "minidist.parallel.data",
+    *(f"minidist.parallel.data.{part}" for part in ("bucketed", "buckets", "naive", "overlapped")),
     "minidist.sampler",
-    "minidist.train",
-    "minidist.parallel.fsdp",
+    "minidist.train.program",
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
@@ -20,7 +18,7 @@ for name in (
 
 
 # %% replaces="task7_ddp"
-from minidist.parallel.data import DDP
+from minidist.parallel.data import BucketedDDP as DDP
 
 
 # %% replaces="task3_sampler"

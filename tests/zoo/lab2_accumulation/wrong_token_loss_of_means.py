@@ -3,7 +3,6 @@
 loses: accum_token_loss
 """
 
-# ruff: noqa: F821
 
 
 # %% replaces="task4_accumulate_tokens"

@@ -1,0 +1,63 @@
+"""Where an earlier task is wrong, a later check runs with ours, wherever theirs is called."""
+
+import sys
+import types
+
+import pytest
+
+from autograder.inside.probe import _standing_in
+
+NOTEBOOK = """
+def double(x):
+    return x + 1  # wrong
+
+
+def twice(x, by=double):
+    return by(by(x))
+
+
+def quadruple(x):
+    return double(double(x))
+
+
+class Doubler:
+    def __init__(self, by=double):
+        self.by = by
+
+    def run(self, x):
+        return self.by(x) + double(x)
+"""
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    module = types.ModuleType("a_notebook")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(NOTEBOOK, vars(module))
+    return module
+
+
+def right(x):
+    return 2 * x
+
+
+def test_a_function_a_default_and_a_method_call_ours(notebook):
+    with _standing_in(notebook.quadruple, {"double": right}) as subject:
+        assert subject(5) == 20
+        assert notebook.twice(5) == 20
+        assert notebook.Doubler().run(5) == 20
+    assert notebook.quadruple(5) == notebook.twice(5) == 7
+    assert notebook.Doubler().run(5) == 12
+
+
+def test_in_a_tuple_ours_has_the_place_of_theirs(notebook):
+    with _standing_in((notebook.Doubler, notebook.double), {"double": right}) as subject:
+        assert subject[0] is notebook.Doubler
+        assert subject[1] is right
+        assert subject[0]().run(5) == 20
+
+
+def test_without_stand_ins_nothing_changes(notebook):
+    with _standing_in(notebook.quadruple, {}) as subject:
+        assert subject is notebook.quadruple
+        assert subject(5) == 7
