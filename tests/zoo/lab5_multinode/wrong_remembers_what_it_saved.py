@@ -1,6 +1,7 @@
 """Keeps a list of what this process has saved: after a restart the older ones stay for ever.
 
-loses: ckpt_keep
+loses: ckpt_atomic, ckpt_keep
+because: a process that goes on after a death has saved nothing yet, so the old ones stay then, too.
 """
 
 

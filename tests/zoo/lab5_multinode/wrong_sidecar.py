@@ -1,6 +1,7 @@
 """The checksum is in a file of its own: a checkpoint that is copied without it is lost.
 
-loses: ckpt_roundtrip
+loses: ckpt_atomic, ckpt_roundtrip
+because: between the two files, a death leaves a checkpoint without its checksum.
 """
 
 
