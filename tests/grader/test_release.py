@@ -206,7 +206,7 @@ def test_while_a_lab_is_open_only_its_own_lecture_and_a_few_steps_wait():
     for lab, lectures in weeks.items():
         for name, (hidden, count) in lectures.items():
             assert hidden < 0.6 * count
-            assert name[:2] == own[lab] or hidden < 6, f"{lab}: {name}: {hidden} of {count}"
+            assert name[:2] == own[lab] or hidden < 8, f"{lab}: {name}: {hidden} of {count}"
 
 
 @pytest.mark.slow
