@@ -119,7 +119,7 @@ def make_class(lab: str, num: int, varied: Sequence[str] = VARIED) -> list[Hande
         notebook = copy.deepcopy(entries[name].notebook)
         first = next(c for c in notebook.cells if c.metadata.get("nbgrader", {}).get("solution"))
         first.source += f"\n# submission {number}"
-        score = entries[name].expected_score(points)
+        score = entries[name].expected_score(points, get_lab(lab).gates)
         handed.append(Handed(f"student{number:04d}", to_bytes(notebook), score))
     return handed
 

@@ -35,6 +35,7 @@ from nbformat import NotebookNode
 from autograder.authoring.notebooks import COURSE_ROOT, build_notebook, release_notebook, to_bytes
 from autograder.authoring.percent import BuildError, read_cells
 from autograder.criteria import get_lab
+from autograder.criteria.criterion import Gate
 
 MAX_COMBINED = 8  # parts of one submission, so that all its failing checks fit into its time
 
@@ -65,11 +66,13 @@ class ZooEntry:
     base: str = "reference"
     parts: tuple[ZooEntry, ...] = ()
 
-    def expected_score(self, points: dict[str, float]) -> float:
-        """The score that the entry must get, given the points of every criterion."""
+    def expected_score(self, points: dict[str, float], gates: Sequence[Gate] = ()) -> float:
+        """The score that the entry must get, given the points of every criterion and the gates."""
         if self.loses == "everything":
             return 0.0
-        return sum(value for name, value in points.items() if name not in self.loses)
+        closed = [g for g in gates if len(set(g.criteria) - set(self.loses)) < g.needed]
+        total = sum(value for name, value in points.items() if name not in self.loses)
+        return min([total, *(gate.at_most for gate in closed)])
 
 
 def load_zoo(lab: str, *, root: Path = COURSE_ROOT) -> list[ZooEntry]:

@@ -53,7 +53,8 @@ class Record:
     @property
     def score(self) -> float | None:
         """Points of all criteria; None if the grader failed."""
-        return None if self.infra else sum(c.points for c in self.criteria)
+        total = sum(c.points for c in self.criteria)
+        return None if self.infra else round(total, 6)  # no 48.95000000000001 in a table
 
     @property
     def max_score(self) -> float:

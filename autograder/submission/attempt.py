@@ -20,8 +20,8 @@ from papermill.exceptions import PapermillExecutionError
 from autograder.box.cgroup import make_group
 from autograder.box.gpus import num_gpus
 from autograder.box.sandbox import Box, build_box, build_open
+from autograder.course.gates import apply_gates
 from autograder.criteria.criterion import Criterion, Draw, Lab, Status, Verdict
-from autograder.criteria.gates import apply_gates
 from autograder.files import write_whole
 from autograder.records.grading import Grading
 from autograder.records.journal import Journal

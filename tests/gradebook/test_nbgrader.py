@@ -57,15 +57,18 @@ def test_autograde_gives_the_referees_scores(course):
         )
     )
     points = {criterion.name: criterion.points for criterion in get_lab(LAB).criteria}
-    expected = {e.name: e.expected_score(points) for e in load_zoo(LAB) if e.name in STUDENTS}
-    assert scores == expected
+    gates = get_lab(LAB).gates
+    expected = {
+        e.name: e.expected_score(points, gates) for e in load_zoo(LAB) if e.name in STUDENTS
+    }
+    assert scores == pytest.approx(expected)
     for student in STUDENTS:
         page = course.root / "build" / "nbgrader" / "feedback" / student / LAB / f"{LAB}.html"
         most = 100.0 + REFLECT_POINTS * 3
         assert f"(Score: {float(expected[student])} / {most})" in page.read_text(encoding="utf-8")
     # The same submissions, graded by our own command: nothing is run again, the scores agree.
     records = course.grade(str(submitted), "--no-gradebook")
-    assert {name: record["score"] for name, record in records.items()} == expected
+    assert {name: r["score"] for name, r in records.items()} == pytest.approx(expected)
 
 
 def answer(path, name, text):

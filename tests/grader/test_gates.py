@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autograder.course.course_toml import OptionsError, read_options
+from autograder.course.gates import apply_gates
 from autograder.criteria import get_lab, lab_names
 from autograder.criteria.criterion import Status, Verdict
-from autograder.criteria.gates import apply_gates
 
 MAIN = [name for name in lab_names() if name.startswith("lab")]
 

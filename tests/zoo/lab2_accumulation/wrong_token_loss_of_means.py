@@ -4,7 +4,6 @@ loses: accum_token_loss
 """
 
 
-
 # %% replaces="task4_accumulate_tokens"
 def accumulate_tokens(ddp_model, micro_batches, loss_fn):
     counts = [int((targets != IGNORED).sum()) for _, targets in micro_batches]

@@ -1,8 +1,8 @@
 """On the emulated cluster it gathers each unit once, keeps a copy, and then gathers with itself
 alone, in no time: what it seems to prefetch never travelled.
 
-loses: fsdp_units, fsdp_prefetch_forward, fsdp_prefetch_backward
-because: no unit travels in a step, so none can be early.
+loses: fsdp_forward, fsdp_units, fsdp_prefetch_forward, fsdp_prefetch_backward
+because: no unit travels in a step, so none has the values of now, and none can be early.
 """
 
 

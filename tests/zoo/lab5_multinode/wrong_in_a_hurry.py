@@ -6,9 +6,10 @@ a script that forgets the schedule; no warm-up; bytes for bits; the sum in a new
 never divides.
 
 loses: node_places, node_command, node_interface, ckpt_atomic, ckpt_damage, ckpt_keep,
-    resume_training, resume_rng, resume_sampler, node_lost, link_measure, link_bus, hier_values, hier_hook
-because: one slip in most tasks, each of which loses its own criterion; one checkpoint too many stays
-    after a death, too.
+    resume_training, resume_rng, resume_sampler, node_lost, link_measure, link_bus, hier_values,
+    hier_hook
+because: one slip in most tasks, each of which loses its own criterion; one checkpoint too many
+    stays after a death, too.
 """
 
 

@@ -27,15 +27,18 @@ def apply_gates(lab: Lab, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     gate = min(closed, key=lambda gate: gate.at_most, default=None)
     if gate is None or total <= gate.at_most:
         return tuple(plain)
-    share = gate.at_most / total
+    cents = [math.floor(100 * verdict.points * gate.at_most / total) for verdict in plain]
+    rest = round(100 * gate.at_most) - sum(cents)  # of rounding down; one to each of the first
+    for place, verdict in enumerate(plain):
+        if rest and verdict.points:
+            cents[place], rest = cents[place] + 1, rest - 1
 
-    def reduced(verdict: Verdict) -> Verdict:
-        if verdict.criterion in gate.criteria and verdict.criterion not in passed:
-            return replace(verdict, message=f"{gate.rule}.\n{verdict.message}")
-        # Rounded down, so that the sum does not exceed what the gate allows.
-        return replace(verdict, points=math.floor(verdict.points * share * 100) / 100)
+    def reduced(verdict: Verdict, hundredths: int) -> Verdict:
+        missed = verdict.criterion in gate.criteria and verdict.criterion not in passed
+        message = f"{gate.rule}.\n{verdict.message}" if missed else verdict.message
+        return replace(verdict, points=hundredths / 100, message=message)
 
-    return tuple(map(reduced, plain))
+    return tuple(map(reduced, plain, cents))
 
 
 def _without_rule(lab: Lab, verdict: Verdict) -> Verdict:
