@@ -45,28 +45,50 @@ def lecture(tmp_path, *sources, outputs=()):
     ("sources", "kept"),
     [
         # an import loses its withheld names only, and what they lead to waits
-        (["from minidist.precision import FORMATS, GradScaler\nx = 1", "GradScaler()", "FORMATS"],
-         ["from minidist.precision import FORMATS\nx = 1", "", "FORMATS"]),
-        (["import minidist.elastic as e", "def f():\n    return e.share_of_batch", "f()", "1"],
-         ["", "", "", "1"]),
-        (["from minidist import precision", "precision.GradScaler()", "precision.FORMATS"],
-         ["from minidist import precision", "", "precision.FORMATS"]),
+        (
+            [
+                "from minidist.precision import FORMATS, GradScaler\nx = 1",
+                "GradScaler()",
+                "FORMATS",
+            ],
+            ["from minidist.precision import FORMATS\nx = 1", "", "FORMATS"],
+        ),
+        (
+            ["import minidist.elastic as e", "def f():\n    return e.share_of_batch", "f()", "1"],
+            ["", "", "", "1"],
+        ),
+        (
+            ["from minidist import precision", "precision.GradScaler()", "precision.FORMATS"],
+            ["from minidist import precision", "", "precision.FORMATS"],
+        ),
         # a local name of a function is not the notebook's
-        (["from minidist.elastic import Preemption as p", "def f(p):\n    return p", "f(1)"],
-         ["", "def f(p):\n    return p", "f(1)"]),
+        (
+            ["from minidist.elastic import Preemption as p", "def f(p):\n    return p", "f(1)"],
+            ["", "def f(p):\n    return p", "f(1)"],
+        ),
         # a name that is made anew is free again
         (["from minidist.elastic import Preemption as p", "p = 1", "p"], ["", "p = 1", "p"]),
         # a script that a cell writes, and the command that runs it
-        (["%%writefile job.py\nimport minidist.elastic\n", "!python job.py", "!ls"],
-         ["", "", "!ls"]),
+        (
+            ["%%writefile job.py\nimport minidist.elastic\n", "!python job.py", "!ls"],
+            ["", "", "!ls"],
+        ),
         # what a dropped statement changes waits, too; what it only shows stays
-        (["from minidist.elastic import train", "a = {}\nb = 2\na['x'] = train()\ndisplay(b)",
-          "a", "b"],
-         ["", "b = 2", "", "b"]),
-        (["%%rank 0\nfrom minidist.elastic import Preemption\nimport math", "%%rank 0\nmath.pi"],
-         ["%%rank 0\nimport math", "%%rank 0\nmath.pi"]),
+        (
+            [
+                "from minidist.elastic import train",
+                "a = {}\nb = 2\na['x'] = train()\ndisplay(b)",
+                "a",
+                "b",
+            ],
+            ["", "b = 2", "", "b"],
+        ),
+        (
+            ["%%rank 0\nfrom minidist.elastic import Preemption\nimport math", "%%rank 0\nmath.pi"],
+            ["%%rank 0\nimport math", "%%rank 0\nmath.pi"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_stays_of_a_cell(tmp_path, sources, kept):
     cells = plan_lecture(lecture(tmp_path, *sources), LIBRARY, MISSING)
     assert [cell.source for cell in cells] == kept

@@ -194,6 +194,7 @@ def test_masters_follow_parameters_that_are_changed_from_outside():
     assert optimizer.masters[1].unique().tolist() == [2 - 2.0**-12]
     assert torch.equal(optimizer.masters[2], kept - 2.0**-12)
     for _ in range(3):  # small updates still add up
+        optimizer.zero_grad()
         for p in net.parameters():
             p.grad = torch.full_like(p, 2.0**-12)
         optimizer.step()
@@ -207,11 +208,6 @@ def test_masters_refuse_what_they_do_not_know():
     net[0].weight.requires_grad_(True)
     net(batch(0, 0)[0].bfloat16()).sum().backward()
     with pytest.raises(ValueError, match=r"\(8, 4\).* were unfrozen"):
-        optimizer.step()
-    net = make(torch.bfloat16)
-    optimizer = MasterWeights(net.parameters(), sgd)
-    net.to("meta")
-    with pytest.raises(ValueError, match=r"moved .from cpu to meta"):
         optimizer.step()
 
 

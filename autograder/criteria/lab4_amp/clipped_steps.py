@@ -60,18 +60,27 @@ def _clip_finding(case: Case, name: str, rank: int, base: Base) -> Finding | Non
         ends = np.cumsum([p.size for p in oracle.parameters_of(case.inputs[0])])[:-1]
         why = "Unscale, then clip to max_norm, then step."
         for expected, reason in (
-            (_clipped(whole, limit / settings["scale"]), "That is what comes out when gradients "
-             "are clipped while they are still scaled: call scaler.unscale_(optimizer) first."),
+            (
+                _clipped(whole, limit / settings["scale"]),
+                "That is what comes out when gradients "
+                "are clipped while they are still scaled: call scaler.unscale_(optimizer) first.",
+            ),
             (whole, "That is what comes out without any clipping."),
-            (_in_turn(each, limit), "Each batch was clipped, and the step was not: clip once, "
-             "after the last backward."),
-            (_clipped(_in_turn(each, limit), limit), "The gradient was clipped after each batch. "
-             "Clip once, after the last backward."),
-            (np.concatenate([_clipped(p, limit) for p in np.split(whole, ends)]), "Each parameter "
-             "was clipped by itself; the norm is that of all gradients together."),
+            (
+                _in_turn(each, limit),
+                "Each batch was clipped, and the step was not: clip once, after the last backward.",
+            ),
+            (
+                _clipped(_in_turn(each, limit), limit),
+                "The gradient was clipped after each batch. Clip once, after the last backward.",
+            ),
+            (
+                np.concatenate([_clipped(p, limit) for p in np.split(whole, ends)]),
+                "Each parameter was clipped by itself; the norm is that of all gradients together.",
+            ),
             (np.clip(whole, -limit, limit), "Each entry was clipped; the norm is meant."),
             (whole * (limit / np.linalg.norm(whole)), "A smaller norm stays as it is."),
-        ):  # fmt: skip
+        ):
             if near(step.update, expected):
                 why = reason
                 break
@@ -128,10 +137,14 @@ def _skip_finding(case: Case, name: str, rank: int) -> Finding | None:
         if not step.taken:
             return Finding(
                 f"{what} was left out, though its own gradients are finite{before and ';'}"
-                + (f" no step was taken{before}. Its gradients must not reach the next step: "
-                   "zero_grad() before every step." if before else "."),
+                + (
+                    f" no step was taken{before}. Its gradients must not reach the next step: "
+                    "zero_grad() before every step."
+                    if before
+                    else "."
+                ),
                 rank,
-            )  # fmt: skip
+            )
         right = replay.expected_update(case, name, step, Base(local), rank)
         if replay.factor_between(step.update, right) is None:
             return replay.update_finding(

@@ -48,11 +48,14 @@ def _explain_fp16(case: Case, step: Step, right: np.ndarray, rank: int) -> str:
         )
     for expected, reason in (
         (right * scale, "That is still multiplied by the scale: let the scaler take the step."),
-        (local, "That is this rank's own gradient, not the mean over the ranks: call the model "
-         "that is wrapped in DDP."),
+        (
+            local,
+            "That is this rank's own gradient, not the mean over the ranks: call the model "
+            "that is wrapped in DDP.",
+        ),
         (right * case.world_size, "That is the sum over the ranks. DDP's gradients are means."),
         (right / case.world_size, "That is the mean over ranks divided by their number once more."),
-    ):  # fmt: skip
+    ):
         if near(step.update, expected, HALF_RTOL):
             return reason
     return ""
@@ -190,10 +193,13 @@ def _accumulation_finding(case: Case, rank: int, steps: list[Step]) -> Iterator[
             (k * right, "That is the sum over the batches, not their mean."),
             (right / k, f"That is the mean divided by {k} once more."),
             (last, "That is the gradient of the last batch alone."),
-            (last / k, f"That is the last batch's gradient, divided by {k}: clear gradients once "
-             "per step."),
+            (
+                last / k,
+                f"That is the last batch's gradient, divided by {k}: clear gradients once "
+                "per step.",
+            ),
             (own, "That is this rank's own gradient: DDP must reduce in the last backward."),
-        ):  # fmt: skip
+        ):
             if near(step.update, expected):
                 why = reason
                 break
