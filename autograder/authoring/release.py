@@ -124,13 +124,12 @@ def week_by_week(course: Course, labs: Sequence[str]) -> dict[str, dict[str, tup
         lab -> lecture -> how many of its code cells wait for that lab, and how many it has.
     """
     library = course.root / "lib" / "minidist"
-    return {
-        lab: {
-            path.stem: _count(plan_lecture(path, library, find_withheld(library, [lab])))
-            for path in lectures_of(course)
-        }
-        for lab in labs
-    }
+    weeks = {}
+    for lab in labs:
+        missing = find_withheld(library, [lab])
+        lectures = {path: plan_lecture(path, library, missing) for path in lectures_of(course)}
+        weeks[lab] = {path.stem: _count(cells) for path, cells in lectures.items()}
+    return weeks
 
 
 def _count(cells: Sequence[Cell]) -> tuple[int, int]:

@@ -389,6 +389,7 @@ def follows_from(
     criterion: Criterion, verdict: Verdict, earlier: Mapping[str, Verdict]
 ) -> list[str]:
     """The lost criteria that judge what a lost criterion relies on."""
-    if verdict.status in (Status.PASS, Status.BLOCKED, Status.INFRA):
+    not_lost = (Status.PASS, Status.BLOCKED, Status.INFRA)
+    if verdict.status in not_lost:
         return []
-    return [n for n in criterion.relies_on if n in earlier and earlier[n].points == 0.0]
+    return [n for n in criterion.relies_on if n in earlier and earlier[n].status not in not_lost]
