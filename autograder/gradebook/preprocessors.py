@@ -83,11 +83,11 @@ class GradeWithReferee(_Bridge):
         return nb, resources
 
 
-class SaveExtraPoints(_Bridge):
-    """Saves the scores of criteria with extra points, after nbgrader's SaveAutoGrades.
+class SavePoints(_Bridge):
+    """Saves the points of every criterion as the record has them, after nbgrader's SaveAutoGrades.
 
-    The maximum score of their cells is 0, so nbgrader itself always finds 0 of 0. A BLOCKED
-    criterion gets no score, so nbgrader lists its cell for a person to grade.
+    nbgrader itself knows all or nothing per cell: 0 of 0 for extra points, all points where a gate
+    gives fewer. A BLOCKED criterion gets no score, so nbgrader lists its cell for a person to grade.
     """
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
@@ -96,8 +96,6 @@ class SaveExtraPoints(_Bridge):
         names = resources["nbgrader"]
         with Gradebook(names["db_url"]) as book:
             for verdict in record.criteria:
-                if not verdict.extra:
-                    continue
                 grade: Any = book.find_grade(
                     verdict.criterion, names["notebook"], names["assignment"], names["student"]
                 )

@@ -30,7 +30,7 @@ from autograder.criteria.lab4_amp import gpu
 from autograder.criteria.lab6_profiling import gpu as prof_gpu
 from autograder.gradebook.database import Cell, Grade
 from autograder.gradebook.lms_files import Column, gradescope_result
-from autograder.gradebook.preprocessors import SaveExtraPoints, verdict_output
+from autograder.gradebook.preprocessors import SavePoints, verdict_output
 from autograder.proof.zoo import load_zoo
 from autograder.referee.referee import Referee, draw_for
 from autograder.report.terminal import reason, rich_table
@@ -189,7 +189,7 @@ def test_a_class_without_a_gpu_through_nbgrader(tmp_path):
     extra = Verdict("amp_gpu_speed", Status.PASS, 3.0, 3.0, "why", extra=True)
     record = replace(made_record("s", lab="lab4_amp"), criteria=(extra,))
     resources = {"nbgrader": names, "minidist_record": record}
-    assert SaveExtraPoints().preprocess(notebook, resources)[0] is notebook
+    assert SavePoints().preprocess(notebook, resources)[0] is notebook
     assert grade("amp_gpu_speed") == (3, 0, False, 3)
 
 

@@ -283,7 +283,8 @@ def test_weights_and_biases_are_balanced():
         assert {each["Stage2"] for each in shares} == {total // world_size}
     shares = run(state_numels, 3)
     assert max(each["Stage1"] for each in shares) <= 3 * (32 * 32 + 32)  # of 8 layers
-    assert max(each["Stage2"] for each in shares) == total // 3
+    # Every tensor is a bucket here, cut into thirds that are rounded up.
+    assert max(each["Stage2"] for each in shares) == 8 * (-(-32 * 32 // 3) + -(-32 // 3))
 
 
 @settings(derandomize=True, max_examples=150, deadline=None)
