@@ -87,7 +87,7 @@ class SavePoints(_Bridge):
     """Saves the points of every criterion as the record has them, after nbgrader's SaveAutoGrades.
 
     nbgrader itself knows all or nothing per cell: 0 of 0 for extra points, all points where a gate
-    gives fewer. A BLOCKED criterion gets no score, so nbgrader lists its cell for a person to grade.
+    gives fewer. A BLOCKED criterion gets no score, so nbgrader lists its cell for a person.
     """
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):

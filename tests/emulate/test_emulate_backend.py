@@ -8,37 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from charged_net import DEPTH, WIDTH, Net, grading_cluster, plan_for
 
-from minidist.emulate import Charged, ChargePlan, Cluster, Link, PlanChannel, clusters, simulate
+from minidist.emulate import Charged, ChargePlan, PlanChannel, clusters, simulate
 from minidist.emulate.teach import run, run_traced
 from minidist.errors import LaunchError
-
-DEPTH, WIDTH = 8, 24
-
-
-def plan_for(layers=DEPTH, forward_s=0.010, backward_s=0.020, secret=b"0123456789abcdef"):
-    return ChargePlan((forward_s,) * layers, (backward_s,) * layers, secret)
-
-
-def grading_cluster(
-    num_ranks: int, parameter_bytes: int, compute_s: float, share: float = 0.43
-) -> Cluster:
-    """All gradients in one ring all-reduce take `share` of a step's compute; 3 devices or more."""
-    n = max(num_ranks, 2)
-    link = Link(
-        bandwidth_bytes_per_s=2 * (n - 1) / n * parameter_bytes / (share * compute_s),
-        latency_s=0.0,
-    )
-    return Cluster(
-        name="grading",
-        nodes=1,
-        devices_per_node=num_ranks,
-        intra_node=link,
-        inter_node=link,
-        peak_flops_per_s=1e12,
-        memory_bandwidth_bytes_per_s=1e12,
-    )
-
 
 # ------------------------------------------------------------------ collectives
 
@@ -292,28 +266,6 @@ def test_the_broker_keeps_payloads_when_asked():
 
 
 # -------------------------------------------------------------------------- DDP
-
-
-class Net(torch.nn.Module):
-    """Charged linear layers; `side` is used in odd steps only (for find_unused_parameters)."""
-
-    def __init__(self, channel=None, side=False, dtype=torch.float32):
-        super().__init__()
-        generator = torch.Generator().manual_seed(7)
-        self.layers = torch.nn.ModuleList(
-            Charged(torch.nn.Linear(WIDTH, WIDTH), i, channel) for i in range(DEPTH)
-        )
-        self.side = torch.nn.Linear(WIDTH, WIDTH) if side else None
-        for parameter in self.parameters():
-            torch.nn.init.normal_(parameter, std=WIDTH**-0.5, generator=generator)
-        self.to(dtype)
-
-    def forward(self, x, step=0):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        if self.side is not None and step % 2:
-            x = x + self.side(x)
-        return x
 
 
 def batch(rank, step, dtype=torch.float32):

@@ -20,6 +20,7 @@ from course import ROOT, TestCourse, statuses
 from lab_helper import make_case
 from made_records import made_record
 from nbgrader.api import Gradebook
+from referee_client import answer, ask, dial
 
 import autograder.inside.probe as probe
 from autograder.criteria import get_lab, lab_names
@@ -102,8 +103,6 @@ def referee(tmp_path):
 
 
 def _told(referee, criterion, *statuses_):
-    from test_referee import answer, ask, dial
-
     referee.open(criterion)
     for rank, status in enumerate(statuses_):
         sock, _ = dial(referee, rank)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+import charged_net
 import pytest
 import torch
 import torch.distributed as dist
@@ -861,10 +862,8 @@ def test_the_native_way(world_size):
 
 
 def emulated(how, cap_bytes):
-    from test_emulate_backend import Net as Layers
-
     rank = dist.get_rank()
-    model = Layers()
+    model = charged_net.Net()
     if how == "stock":
         ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_bytes / 2**20)
     else:
@@ -877,22 +876,21 @@ def emulated(how, cap_bytes):
 
 
 def test_overlap_on_the_emulated_cluster_is_as_good_as_possible():
-    from test_emulate_backend import DEPTH, WIDTH, grading_cluster, plan_for
-
     from minidist.emulate import simulate
     from minidist.emulate.teach import run_traced
 
-    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
-    plan = plan_for()
+    depth, width = charged_net.DEPTH, charged_net.WIDTH
+    layer_bytes = 4 * (width * width + width)
+    plan = charged_net.plan_for()
     compute_s = sum(plan.forward_s) + sum(plan.backward_s)
-    cluster = grading_cluster(3, DEPTH * layer_bytes, compute_s)
+    cluster = charged_net.grading_cluster(3, depth * layer_bytes, compute_s)
     efficiency = {}
     for how in ("stock", "copies", "views"):
         _, trace = run_traced(emulated, 3, how, layer_bytes, plan=plan)
         assert trace.faults == []
         efficiency[how] = min(step.efficiency for step in simulate(trace, cluster).steps[1:])
     # Everything is hidden but the bucket of the first layer, which nothing can hide.
-    best = compute_s / (compute_s + 0.43 * compute_s / DEPTH)
+    best = compute_s / (compute_s + 0.43 * compute_s / depth)
     for how in ("copies", "views"):
         assert efficiency[how] >= 0.99 * best
         assert efficiency[how] >= efficiency["stock"] - 1e-9
