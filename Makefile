@@ -84,12 +84,12 @@ nightly: $(VENV)/.installed-dev ## what takes long: 50 kills in a class of 200, 
 	@$(BIN)/python benchmarks --quick
 	@$(BIN)/python benchmarks/stock_graders.py --only hooks/ast_transformer
 
-claims: $(VENV)/.installed ## run every lecture and list what it claims, with verdict and source
+claims: $(VENV)/.installed ## run every lecture and list what it claims: verdict, kind, sources
 	@mkdir -p build/claims build/lectures; rm -f build/claims/*.jsonl
 	@for file in notebooks/[0-9]*.ipynb; do name="$$(basename "$$file" .ipynb)"; echo "running $$name"; \
 	  MINIDIST_CLAIMS="$(CURDIR)/build/claims/$$name.jsonl" MINIDIST_LECTURE="$$name" \
 	  $(BIN)/python -m papermill --no-progress-bar --log-level ERROR --cwd build/lectures "$$file" "build/lectures/$$name.ipynb"; done
-	@$(BIN)/python -m minidist.claims build/claims/*.jsonl notebooks/claims.csv
+	@$(BIN)/python -m minidist.claims build/claims/*.jsonl notebooks/claims.csv notebooks/[0-9]*.py
 
 bench: $(VENV)/.installed-dev ## time ours beside its peers, paired and interleaved (BENCH_ARGS=--quick)
 	@$(BIN)/python benchmarks $(BENCH_ARGS)

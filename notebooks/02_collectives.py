@@ -302,6 +302,7 @@ display(
         [float(world_size)] * 2,
         rtol=1e-6,
         status="corrected",
+        refutes="a common summary",
         said=1.0,
         why="it is called the inverse, but it adds N equal copies: it is the dual",
     ),
@@ -344,6 +345,7 @@ display(
         naive_log.num_bytes_sent() * world_size // D,
         world_size * (world_size - 1),
         status="corrected",
+        refutes="a lab sheet",
         said=3,
         why="a lab sheet says 3 D per GPU on 4 GPUs, 3 D in total; it is 3 D from each: 12 D",
     ),
@@ -429,7 +431,7 @@ display(
         ring_log.num_bytes_sent() / D,
         2 * (N - 1) / N,
         rtol=1e-12,
-        source="Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)",
+        authority="Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)",
     ),
     claim(
         "on 4 ranks that is 1.5 D",
@@ -437,6 +439,7 @@ display(
         1.5,
         rtol=1e-12,
         status="corrected",
+        refutes="a lab sheet",
         said=2.0,
         why="2 D is the limit for many ranks; on 4 ranks it is a quarter less",
     ),
@@ -473,6 +476,7 @@ display(
         1.75,
         rtol=1e-12,
         status="corrected",
+        refutes="a calculator's comment",
         said=7 / 8,
         why="a calculator's comment says (N-1)/N is near 1; an all-reduce goes around twice",
     ),
@@ -669,6 +673,7 @@ for mb, gbit, n, algorithm, said, right in cases:
             right,
             rtol=1e-3,
             status="corrected",
+            refutes="a common calculator",
             said=said,
             why="bits taken for bytes (factor 8), and 1024 MB for a GB (2.4 %)",
         )
@@ -679,6 +684,7 @@ claim(
     0.1,
     rtol=1e-9,
     status="corrected",
+    refutes="a common calculator",
     said=100 / 1024,
     why="GB is 10^9 bytes wherever bandwidths are; GiB is 2^30",
 )
@@ -851,6 +857,7 @@ display(
         1.125,
         rtol=1e-9,
         status="corrected",
+        refutes="a common lesson",
         said=2.0,
         why="log N would double from 8 to 64; the bytes of a ring level off at two buffers",
     ),
@@ -1023,22 +1030,22 @@ display(
         H200_GIB[8] / H200_GIB[4],
         1.0,
         rtol=0.01,
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
     claim(
         "while the algorithm bandwidth falls by 1/7",
         algorithm[8] / algorithm[4],
         6 / 7,
         rtol=0.01,
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
     claim(
         "three collectives read alike: the slowest is within 2 % of the fastest",
         min(by_kind.values()) / max(by_kind.values()),
         (">", 0.98),
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
-    claim("16 GiB on 8 A100 take 0.128 s", a_100_s, 0.128, rtol=0.001, source=ML_ENGINEERING),
+    claim("16 GiB on 8 A100 take 0.128 s", a_100_s, 0.128, rtol=0.001, authority=ML_ENGINEERING),
 )
 
 # %% [markdown]
@@ -1133,7 +1140,17 @@ rows_of_links = [  # statement, GB/s or ratio, right, said, why
 ]
 for text, value, right, said, why in rows_of_links:
     display(
-        claim(text, value, right, rtol=0.01, status="corrected", said=said, why=why, source=SHEETS)
+        claim(
+            text,
+            value,
+            right,
+            rtol=0.01,
+            status="corrected",
+            refutes="a common lesson",
+            said=said,
+            why=why,
+            authority=SHEETS,
+        )
     )
 
 # %%
@@ -1144,7 +1161,7 @@ display(
         [nvlink[2].bidirectional_bytes_per_s / GB, nvlink[4].bidirectional_bytes_per_s / GB],
         [300, 900],
         rtol=1e-9,
-        source=SHEETS,
+        authority=SHEETS,
     ),
     claim(
         "InfiniBand NDR: 400 Gbit/s are 50 GB/s each way",
@@ -1157,7 +1174,7 @@ display(
         "64 is no product's limit",
         "8 to 72",
         status="cited",
-        source="NVIDIA product pages",
+        authority="NVIDIA product pages",
     ),
     claim(
         "one hop over NVLink in NCCL's model (ring, Simple protocol), microseconds",
@@ -1165,9 +1182,10 @@ display(
         3.4,
         rtol=1e-3,
         status="corrected",
+        refutes="a common lesson",
         said=1.0,
         why="1 is the hardware alone; a step also synchronises GPUs (0.5 with the LL protocol)",
-        source="NVIDIA/nccl, src/graph/tuning.cc",
+        authority="NVIDIA/nccl, src/graph/tuning.cc",
     ),
     claim(
         "the same over InfiniBand",
@@ -1175,9 +1193,10 @@ display(
         9.6,
         rtol=1e-3,
         status="corrected",
+        refutes="a common lesson",
         said=1.0,
         why="1 is wire and adapters; GPU and proxy thread come on top (2.7 with LL)",
-        source="NVIDIA/nccl, src/graph/tuning.cc",
+        authority="NVIDIA/nccl, src/graph/tuning.cc",
     ),
 )
 
@@ -1201,7 +1220,7 @@ claim(
     12 * 25.0,
     nvlink[3].bandwidth_bytes_per_s / GB,
     rtol=1e-9,
-    source=SHEETS,
+    authority=SHEETS,
 )
 
 # %% [markdown]
@@ -1449,27 +1468,27 @@ display(
         "from 512 MiB on, the alpha-beta ring is within 5 % of the measurements",
         max(abs(r - 1) for r in ratio[14:]),
         ("<", 0.05),
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
     claim(
         "around 1 MiB it predicts about half of the measured time",
         min(ratio),
         0.54,
         rtol=0.02,
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
     claim(
         "NCCL's own model promises small messages in a quarter to a third of that time",
         max(of_nccl[:5]),
         ("<", 0.35),
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
     claim(
         "a fitted line is off by 15 % on average",
         published.mean_rel_error,
         0.155,
         rtol=0.02,
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
 )
 
@@ -1499,21 +1518,23 @@ display(
         by_kind["all-reduce"] / (nvlink[4].bandwidth_bytes_per_s / GB),
         0.816,
         rtol=0.001,
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
     claim(
         "H200 with reduction in the switch: bus bandwidth above the wire",
         h200 / 450,
         (">", 1.05),
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
-    claim("its algorithm bandwidth is not", h200 / 1.75 / 450, ("<", 1.0), source=ML_ENGINEERING),
+    claim(
+        "its algorithm bandwidth is not", h200 / 1.75 / 450, ("<", 1.0), authority=ML_ENGINEERING
+    ),
     claim(
         "four B200 nodes: 95 % of eight ports of 50 GB/s",
         381.8 / (8 * 50),
         0.95,
         rtol=0.01,
-        source=ML_ENGINEERING,
+        authority=ML_ENGINEERING,
     ),
 )
 
@@ -1575,7 +1596,7 @@ claim(
     "by NCCL's model, forcing the tree on 8 A100 makes 1 GiB slower, by 2 / 1.75 at least",
     pinned["tree"] / pinned["ring"],
     (">=", 2 / 1.75),
-    source="NVIDIA/nccl, src/graph/tuning.cc",
+    authority="NVIDIA/nccl, src/graph/tuning.cc",
 )
 
 # %% [markdown]
@@ -1697,7 +1718,7 @@ display(
         "NCCL's default timeout in torch",
         "10 minutes",
         status="cited",
-        source="PyTorch documentation, torch.distributed.init_process_group",
+        authority="PyTorch documentation, torch.distributed.init_process_group",
     ),
 )
 
@@ -1782,6 +1803,7 @@ claim(
     "raises" if "different dtypes" in text else text,
     "raises",
     status="corrected",
+    refutes="a common listing",
     said="works",
     why="torch.tensor([rank]) is int64, torch.zeros(1) is float32",
 )

@@ -244,7 +244,7 @@ display(
         "a global batch of 256 on 4 GPUs: samples per GPU",
         len(torch.arange(256).chunk(4)[0]),
         64,
-        source="some call these 64 micro-batches; they are local batches",
+        authority="some call these 64 micro-batches; they are local batches",
     ),
 )
 
@@ -310,7 +310,7 @@ display(
         3 * parameter_bytes,
         status="corrected",
         said=0,
-        source="a common drawing in which GPU 0 scatters gradients to the others",
+        refutes="a common drawing in which GPU 0 scatters gradients to the others",
         why="every GPU runs backward; parameter gradients flow to GPU 0 and parameters from it",
     ),
     claim("a batch of 16 on 2 devices: samples per device", seen, [8, 8]),
@@ -436,7 +436,7 @@ display(
         ("<", 1.2),
         status="corrected",
         said=1.75,
-        source="a common figure: DDP is 1.5 to 2 times as fast",
+        refutes="a common figure: DDP is 1.5 to 2 times as fast",
         why="no general figure: it depends on model, network and the number of GPUs",
     ),
     claim("... and at 1 Gbit/s", gain(0.125e9), (">", 2.2)),
@@ -467,14 +467,14 @@ display(
         [ddp_rate[n] / dp_rate[n] for n in (2, 4, 8)],
         [1.3, 1.5, 2.1],
         rtol=0.03,
-        source=table,
+        authority=table,
     ),
     claim(
         "scaling efficiency on 8 GPUs: DDP, DP",
         [efficiency(r, 8) for r in (ddp_rate, dp_rate)],
         [0.9375, 0.4375],
         rtol=1e-9,
-        source=table,
+        authority=table,
     ),
     claim(
         "4 GPUs, communication exposed for 10 % of the step: speed-up",
@@ -483,7 +483,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=4.0,
-        source="a common text",
+        refutes="a common text",
         why="4 times would need all communication hidden; the same text gives it 10 %",
     ),
 )
@@ -845,7 +845,7 @@ display(
         True,
         status="corrected",
         said=False,
-        source="a common advice: larger buckets of 50 or 100 MB suit large models",
+        refutes="a common advice: larger buckets of 50 or 100 MB suit large models",
         why="a large bucket exposes its own transfer at the end; the curve is U-shaped",
     ),
     claim(
@@ -855,14 +855,14 @@ display(
         "torch's bucket_cap_mb by default, MiB (the first bucket is 1 MiB)",
         25,
         status="cited",
-        source="documentation of torch.nn.parallel.DistributedDataParallel",
+        authority="documentation of torch.nn.parallel.DistributedDataParallel",
     ),
     claim(
         "parameters of a benchmark transformer (6 layers, width 512), million",
         benchmark / 1e6,
         70.6,
         rtol=0.002,
-        source="a common listing",
+        authority="a common listing",
     ),
     claim(
         "its gradients in fp32 fill this many buckets of 25 MiB, at least",
@@ -1072,7 +1072,7 @@ display(
         False,
         status="corrected",
         said=True,
-        source="a common explanation",
+        refutes="a common explanation",
         why="each process shuffles on its own: different orders that overlap",
     ),
     claim(
@@ -1150,9 +1150,6 @@ display(
         "seeded again with the rank: the masks are the same",
         torch.equal(views[0][2], views[1][2]),
         False,
-        status="corrected",
-        said=True,
-        source="a common recipe: seed + rank from the start",
         why="first one seed for the initialisation, then one per rank; seed + rank before it "
         "starts every rank elsewhere, which only a broadcast repairs",
     ),
@@ -1615,7 +1612,7 @@ display(
         4,
         status="corrected",
         said=3,
-        source="a common exercise",
+        refutes="a common exercise",
         why="every rank also draws a random data set of its own",
     ),
     claim(

@@ -232,7 +232,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=1.0,
-        source="a common explanation: the gradients of two batches add up to that of the union",
+        refutes="a common explanation: the gradients of two batches add up to that of the union",
         why="true for sums; for means the union has the mean of the two",
     ),
 )
@@ -353,7 +353,7 @@ display(
         4,
         status="corrected",
         said=loops["i % 4 == 0"][0],
-        source="a common listing with `if i % 4 != 0: no_sync`",
+        refutes="a common listing with `if i % 4 != 0: no_sync`",
         why="0 % 4 is 0: it steps after one micro-batch, then after 5 and 9",
     ),
     claim(
@@ -368,7 +368,7 @@ display(
         0,
         status="corrected",
         said=100,
-        source="a common listing",
+        refutes="a common listing",
         why="i = 3 mod 4 and i = 0 mod 100 never hold together",
     ),
     claim(
@@ -683,7 +683,7 @@ display(
         scale_lr(0.001, batch_size=128, base_batch_size=32),
         0.004,
         rtol=1e-12,
-        source="arXiv 1706.02677",
+        authority="arXiv 1706.02677",
     ),
     claim(
         "... and under the square-root rule (often with Adam)",
@@ -724,7 +724,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=popular[0],
-        source=source,
+        refutes=source,
         why="with a rate of 0 the first epoch does not train",
     ),
     claim(
@@ -734,7 +734,7 @@ display(
         rtol=1e-12,
         status="corrected",
         said=popular[-1],
-        source=source,
+        refutes=source,
         why="epoch runs from 0 to 4, so it ends at 4/5; then the rate jumps",
     ),
     claim(
@@ -786,13 +786,13 @@ display(
         scale_lr(0.1, batch_size=8192, base_batch_size=256),
         3.2,
         rtol=1e-12,
-        source="arXiv 1706.02677",
+        authority="arXiv 1706.02677",
     ),
     claim(
         "... warm-up epochs, GPUs, scaling efficiency (%)",
         [5, 256, 90],
         status="cited",
-        source="Goyal et al., arXiv 1706.02677",
+        authority="Goyal et al., arXiv 1706.02677",
     ),
 )
 
@@ -1038,7 +1038,7 @@ display(
         rtol=1e-12,
         status="corrected",
         said="2 to 10",
-        source="a common text",
+        refutes="a common text",
         why="n m / (r (n + m)) per matrix: it depends on rank and shapes",
     ),
     claim(
@@ -1536,7 +1536,7 @@ display(
         2 * math.sin(math.pi / 18) / (2 * math.sin(math.pi / 2)),
         0.1736,
         rtol=1e-3,
-        source="arXiv 1910.05124",
+        authority="arXiv 1910.05124",
     ),
 )
 

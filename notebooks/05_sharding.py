@@ -147,7 +147,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=280,
-        source=LAB_SHEET,
+        refutes=LAB_SHEET,
         why="the moments are kept in fp32: 560 GB; the fp32 master copy is 280 GB more",
     ),
     claim(
@@ -157,7 +157,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=2240,
-        source=LAB_SHEET,
+        refutes=LAB_SHEET,
         why="16 bytes per parameter and copy, not 8",
     ),
     claim(
@@ -167,7 +167,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=12,
-        source="many slides",
+        refutes="many slides",
         why="12 is the optimizer's part",
     ),
     claim(
@@ -206,7 +206,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=[35, 35, 70],
-        source=LAB_SHEET,
+        refutes=LAB_SHEET,
         why="the optimizer's part is 840 GB / 4",
     ),
     claim(
@@ -216,7 +216,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=560,
-        source=LAB_SHEET,
+        refutes=LAB_SHEET,
         why="280 GB on each of four",
     ),
     claim("sharding over 4 divides the model states by", adam.total / quarter.total, 4, rtol=1e-9),
@@ -225,7 +225,7 @@ display(
         computed,
         [gb for row in table1.values() for gb in row],
         rtol=0.01,
-        source=f"{ZERO}, table 1",
+        authority=f"{ZERO}, table 1",
     ),
     claim(
         "model states that fill 80 GB without any sharding: billion parameters",
@@ -234,7 +234,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=10,
-        source="a lab sheet that says FSDP is for models above 10B",
+        refutes="a lab sheet that says FSDP is for models above 10B",
         why="memory decides, not a round number; and activations come on top",
     ),
 )
@@ -481,7 +481,7 @@ display(
             counted[how].total / formula[how].total,
             1.0,
             rtol=0.05,
-            source=f"{ZERO}, table 1",
+            authority=f"{ZERO}, table 1",
         )
         for how in HOWS
     ),
@@ -648,14 +648,14 @@ display(
         [bytes_sent((how, 1)) for how in ("ZeRO-1", "ZeRO-2")],
         [2.0, 2.0],
         rtol=0.05,
-        source=f"{ZERO}, section 7",
+        authority=f"{ZERO}, section 7",
     ),
     claim(
         "ZeRO-3: 3 passes, less what stays whole (the root and the last block)",
         bytes_sent(("ZeRO-3", 1)),
         3 - (root + unit) / psi,
         rtol=0.02,
-        source=f"{ZERO}, section 7: 3 passes",
+        authority=f"{ZERO}, section 7: 3 passes",
     ),
     claim(
         "FSDP2: 3 passes, less the root, which stays whole",
@@ -691,9 +691,6 @@ display(
         bytes_sent(("ZeRO-2", 4)),
         5.0,
         rtol=0.02,
-        status="corrected",
-        said=2.0,
-        source="a table that recommends ZeRO-2 to a model that barely fits",
         why="sharded gradients must be reduced for every micro-batch; try ZeRO-1 first",
     ),
     claim(
@@ -785,7 +782,7 @@ display(
         "speed-up from fetching ahead in backward, GPT of 175B, %",
         18,
         status="cited",
-        source="Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 5.2",
+        authority="Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 5.2",
     ),
 )
 
@@ -860,7 +857,7 @@ display(
         "cross-host traffic per GPU of hybrid sharding, in units of full sharding's, W >> G = 8",
         round(2 / (3 * 8), 4),
         status="cited",
-        source="arXiv 2304.11277, section 3.2.2: 2M(W-1)/(GW) against 3M(W-1)/W",
+        authority="arXiv 2304.11277, section 3.2.2: 2M(W-1)/(GW) against 3M(W-1)/W",
     ),
 )
 
@@ -975,7 +972,7 @@ display(
         "timed out, not called",
         status="corrected",
         said="saved, not called",
-        source="a listing of FSDP checkpoints",
+        refutes="a listing of FSDP checkpoints",
         why="gathering is a collective: all ranks call it, only the writing is for rank 0",
     ),
     claim("the same outside the `if`", mended, f"{num_params} elements, 0 elements"),
@@ -1039,7 +1036,7 @@ display(
         lambda got: got[-1] == "runs" and "runs" not in got[:3],
         status="corrected",
         said="runs",
-        source="a common FSDP listing",
+        refutes="a common FSDP listing",
         why="the policy is called by FSDP and needs functools.partial; the others take objects",
     ),
     claim(
@@ -1102,7 +1099,7 @@ display(
         "parameters trained on one V100 with ZeRO-Offload, billion",
         13,
         status="cited",
-        source="Ren et al., ZeRO-Offload, arXiv 2101.06840",
+        authority="Ren et al., ZeRO-Offload, arXiv 2101.06840",
     ),
 )
 
@@ -1155,7 +1152,7 @@ display(
         whole_block / sbh,
         cost.activation_bytes_per_layer(**fused) / sbh,
         rtol=0.02,
-        source="counted as in arXiv 2205.05198, table 2",
+        authority="counted as in arXiv 2205.05198, table 2",
     ),
     claim(
         "with checkpointing it keeps its input: bytes / s b h",
@@ -1245,7 +1242,7 @@ display(
         1,
         status="corrected",
         said=4,
-        source="a common memory estimator that keeps √L layers",
+        refutes="a common memory estimator that keeps √L layers",
         why="a block keeps 16 times its input, so the group in use should be short",
     ),
     claim("FLOPs with every block recomputed / without", overhead[0], 4 / 3, rtol=0.05),
@@ -1260,7 +1257,7 @@ display(
         "measured overhead of full recomputation in time, one layer of 22B, %",
         39,
         status="cited",
-        source="arXiv 2205.05198, table 4; selective: 7 %",
+        authority="arXiv 2205.05198, table 4; selective: 7 %",
     ),
     claim(
         "GPT-3, activations of one sequence, GB",
@@ -1269,7 +1266,7 @@ display(
         rtol=0.001,
         status="corrected",
         said=19.3,
-        source="a common memory estimator",
+        refutes="a common memory estimator",
         why="it counts 8 s b h per block; scores, MLP, norms and dropout masks make 34 + 80",
     ),
     claim(
@@ -1279,7 +1276,7 @@ display(
         rtol=0.001,
         status="corrected",
         said=1.97,
-        source="a common memory estimator",
+        refutes="a common memory estimator",
         why="each of the 96 blocks keeps its input; √96 of them would have to recompute groups",
     ),
 )
@@ -1305,7 +1302,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=1400,
-        source="the same estimator",
+        refutes="the same estimator",
         why="12 bytes with the fp32 master copy, not 8",
     ),
     claim(
@@ -1315,7 +1312,7 @@ display(
         rtol=0.001,
         status="corrected",
         said=2119,
-        source="the same estimator",
+        refutes="the same estimator",
         why="350 + 350 + 2100 + 275",
     ),
     claim("A100s of 80 GB that this fills", int(total // cost.A100.memory_bytes), 38),

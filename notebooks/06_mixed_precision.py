@@ -224,7 +224,7 @@ display(
         rtol=0.001,
         status="corrected",
         said=6e-5,
-        source=common,
+        refutes=common,
         why="below 6e-5 numbers are subnormal: fewer digits, not zero",
     ),
     claim(
@@ -234,7 +234,7 @@ display(
         rtol=0.001,
         status="corrected",
         said=0.0,
-        source=common,
+        refutes=common,
         why="it is even a normal number; the rounding error is 0.02 %",
     ),
     claim(
@@ -932,7 +932,7 @@ display(
         atol=1e-9,
         status="corrected",
         said=50,
-        source="a common summary",
+        refutes="a common summary",
         why="fp32 Adam: 4 + 4 + 8 = 16 bytes; mixed: 2 + 2 + 12 = 16; activations shrink",
     ),
     claim(
@@ -964,7 +964,7 @@ plot_stacked(
 peaks = {name: cost.A100.peak(name) / 1e12 for name in ("fp32", "tf32", "fp16", "bf16")}
 sheet = "NVIDIA data sheet, dense"
 display(
-    claim("A100 in fp16, TFLOP/s", peaks["fp16"], 312.0, rtol=1e-9, source=sheet),
+    claim("A100 in fp16, TFLOP/s", peaks["fp16"], 312.0, rtol=1e-9, authority=sheet),
     claim(
         "A100 in fp32, TFLOP/s",
         peaks["fp32"],
@@ -972,7 +972,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=156,
-        source=common,
+        refutes=common,
         why="156 is TF32 on tensor cores; plain fp32 is 19.5",
     ),
     claim(
@@ -982,7 +982,7 @@ display(
         rtol=1e-3,
         status="corrected",
         said=2,
-        source=common,
+        refutes=common,
         why="2 is against TF32",
     ),
 )
@@ -1055,7 +1055,7 @@ display(
         rtol=0.01,
         status="corrected",
         said=[2.0, 2.0, 2.0],
-        source="a common summary",
+        refutes="a common summary",
         why="no single factor: it depends on the share of matrix "
         "products and on what it is compared with",
     ),
@@ -1117,16 +1117,13 @@ display(
         "torch.cuda.amp.GradScaler warns that it is deprecated",
         any("deprecated" in str(w.message) for w in caught),
         True,
-        status="corrected",
-        said=False,
-        source="most listings",
         why="use torch.amp.GradScaler('cuda')",
     ),
     claim(
         "published: fp8 and bf16 trainings of a 175-billion-parameter GPT, same quality",
         "matched",
         status="cited",
-        source="Micikevicius et al., arXiv 2209.05433",
+        authority="Micikevicius et al., arXiv 2209.05433",
     ),
 )
 

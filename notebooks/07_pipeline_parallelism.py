@@ -191,7 +191,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=50,
-        source=printed,
+        refutes=printed,
         why="all 12 layers run one after the other, on whichever GPU they are",
     ),
     claim(
@@ -201,7 +201,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=100,
-        source=printed,
+        refutes=printed,
         why="twice 130 ms",
     ),
     claim(
@@ -211,7 +211,7 @@ display(
         rtol=1e-9,
         status="corrected",
         said=40,
-        source=printed,
+        refutes=printed,
         why="240 ms of work on 3 x 260 ms; one of three GPUs at a time cannot exceed 33.3 %",
     ),
     claim(
@@ -220,7 +220,7 @@ display(
         True,
         status="corrected",
         said=False,
-        source="a common drawing of naive model parallelism",
+        refutes="a common drawing of naive model parallelism",
         why="gradients flow from the last stage to the first",
     ),
 )
@@ -249,6 +249,7 @@ display(
         [1.0, 1.0],
         rtol=1e-12,
         status="corrected",
+        refutes="a common summary",
         said="scales to 2 to 4 GPUs",
         why="one GPU works at a time at any p; transfers make it slower than one GPU",
     ),
@@ -286,7 +287,7 @@ display(
         2,
         status="corrected",
         said=0,
-        source="a common drawing of GPipe",
+        refutes="a common drawing of GPipe",
         why="backward enters at the last stage, where the loss is, and comes back from there",
     ),
     claim(
@@ -301,7 +302,7 @@ display(
         12,
         status="corrected",
         said=3,
-        source="a common drawing that deals them out, 3 to a stage",
+        refutes="a common drawing that deals them out, 3 to a stage",
         why="every micro-batch passes every stage; dealing them out is data parallelism",
     ),
 )
@@ -336,7 +337,7 @@ display(
         rtol=1e-12,
         status="corrected",
         said=0.5,
-        source=slides,
+        refutes=slides,
         why="0.5 is idle time / ideal time; of the step it is 2/6",
     ),
     claim(
@@ -344,7 +345,7 @@ display(
         (ours.makespan_s - worked_s) / worked_s,
         cost.bubble_ratio(num_stages=3, num_microbatches=4),
         rtol=1e-12,
-        source="arXiv 2104.04473, section 2.2",
+        authority="arXiv 2104.04473, section 2.2",
     ),
     claim(
         "the two differ by the factor (m + p - 1) / m",
@@ -377,7 +378,7 @@ for m, measured, said in zip(counts, efficiency, (25.0, 62.5, 81.25, 90.625), st
             rtol=1e-12,
             status="corrected",
             said=said,
-            source="a common listing",
+            refutes="a common listing",
             why="1 - (p - 1)/m is no efficiency; m / (m + p - 1) is",
         )
     )
@@ -454,21 +455,22 @@ display(
         needed,
         [9 * (p - 1) for p in (2, 4, 8, 64, 128)],
         status="corrected",
+        refutes="a common table",
         said="8 to 64 devices",
-        source="arXiv 2104.04473",
+        authority="arXiv 2104.04473",
         why="any number of stages reaches 90 % if m grows with it",
     ),
     claim(
         "stages of the pipeline that ran 1 trillion parameters on 3,072 A100",
         64,
         status="cited",
-        source="Narayanan et al., arXiv 2104.04473, table 1",
+        authority="Narayanan et al., arXiv 2104.04473, table 1",
     ),
     claim(
         "with m = 4 p the bubble is below a fifth of the step, at every p up to 64",
         [cost.bubble_fraction(num_stages=p, num_microbatches=4 * p) for p in range(2, 65)],
         ("<", 0.2),
-        source="GPipe, arXiv 1811.06965, calls it negligible from there",
+        authority="GPipe, arXiv 1811.06965, calls it negligible from there",
     ),
 )
 
@@ -1015,7 +1017,7 @@ display(
         rtol=1e-12,
         status="corrected",
         said="smaller than GPipe's",
-        source="a common slide that calls it PipeDream",
+        refutes="a common slide that calls it PipeDream",
         why="it is GPipe; PipeDream has no flush but keeps several versions of the weights",
     ),
     claim(
@@ -1177,7 +1179,7 @@ display(
         "with stashing: largest difference of any weight from the formula, all ranks",
         max(e for e, _, _ in found[True]),
         ("<", 1e-9),
-        source="arXiv 1806.03377, section 3.3",
+        authority="arXiv 1806.03377, section 3.3",
     ),
     claim(
         "without stashing: the first rank's weights are elsewhere", found[False][0][0], (">", 1e-4)
@@ -1234,7 +1236,7 @@ display(
         limits,
         formula,
         rtol=1e-6,
-        source="arXiv 1910.05124",
+        authority="arXiv 1910.05124",
     ),
     claim(
         "8 stages: the first stage's limit, as a share of that without delay",
@@ -1279,7 +1281,7 @@ display(
         (idle[1].makespan_s - 192) / (idle[0].makespan_s - 192),
         0.5,
         rtol=1e-9,
-        source="arXiv 2104.04473, section 2.2",
+        authority="arXiv 2104.04473, section 2.2",
     ),
     claim(
         "bubble of the step with v = 2, p = 4, m = 8",
@@ -1297,7 +1299,7 @@ display(
         [peak_activations(interleaved(4, 8, v))[0] for v in (1, 2, 3)],
         [4.0, 4 + 3 / 2, 4 + 3 / 3],
         rtol=1e-12,
-        source="arXiv 2205.05198: p (1 + (p-1)/(p v))",
+        authority="arXiv 2205.05198: p (1 + (p-1)/(p v))",
     ),
 )
 
@@ -1448,7 +1450,7 @@ for m, *times, in_1f1b, _, in_zb in PUBLISHED:
                 simulated[name][-1],
                 stated,
                 atol=5.1e-5,
-                source=paper,
+                authority=paper,
             )
         )
 
@@ -1490,15 +1492,15 @@ display(
         [s / row[6] for s, row in zip(simulated["interleaved"], PUBLISHED, strict=True)],
         [1.0] * 3,
         rtol=0.05,
-        source=paper,
+        authority=paper,
     ),
     claim(
         "samples per second and GPU, 1F1B and ZB-1p (memory as ZB-H1), m = 24",
         [11.8, 12.9],
         status="cited",
-        source=paper,
+        authority=paper,
     ),
-    claim("the bubble rates predict that gain", predicted, 12.9 / 11.8, rtol=0.03, source=paper),
+    claim("the bubble rates predict that gain", predicted, 12.9 / 11.8, rtol=0.03, authority=paper),
     claim(
         "closed form of ZB-H1 without messages, m = 64",
         cost.bubble_fraction(
@@ -1614,7 +1616,7 @@ display(
         False,
         status="corrected",
         said=True,
-        source="common listings",
+        refutes="common listings",
         why="it was removed; use torch.distributed.pipelining",
     ),
 )

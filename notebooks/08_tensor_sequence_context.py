@@ -284,7 +284,7 @@ display(
         lambda got: got.startswith("RuntimeError"),
         status="corrected",
         said="a gradient",
-        source="common listings of ColumnParallelLinear",
+        refutes="common listings of ColumnParallelLinear",
         why="the output of dist.all_gather does not require a gradient",
     ),
     claim("f and g: relative error of the input's gradient", wrong_by["f and g"], ("<", 1e-12)),
@@ -343,7 +343,7 @@ display(
         1,
         status="corrected",
         said=2,
-        source="a common listing that gathers in between",
+        refutes="a common listing that gathers in between",
         why="the row-parallel layer wants the split output; gathered, it has the wrong width",
     ),
     claim("column then row: result against the whole MLP", mlp_error, ("<", 1e-12)),
@@ -407,14 +407,14 @@ display(
         atol=1e-12,
         status="corrected",
         said=[0.0, 0.0],
-        source="a common listing with the bias on rank 0",
+        refutes="a common listing with the bias on rank 0",
         why="the other ranks lack it: from here on the replicas differ",
     ),
     claim(
         "added by each rank after the sum: error",
         max(errors["each rank, after the sum"]),
         ("<", 1e-12),
-        source=MEGATRON,
+        authority=MEGATRON,
     ),
 )
 
@@ -459,18 +459,15 @@ display(
         2,
         status="corrected",
         said=4,
-        source="a common listing: a gather after each column split",
+        refutes="a common listing: a gather after each column split",
         why="column then row needs no gather: one all-reduce after attention, one after the MLP",
     ),
-    claim("... and backward", logs["tensor"][1].get("all_reduce", 0), 2, source=MEGATRON),
+    claim("... and backward", logs["tensor"][1].get("all_reduce", 0), 2, authority=MEGATRON),
     claim(
         "what that listing sends / what Megatron sends, in units of (t-1)/t b s h",
         (3 * gpt.width + gpt.mlp_width + 2 * 2 * gpt.width) / (2 * 2 * gpt.width),
         2.75,
         rtol=1e-9,
-        status="corrected",
-        said=1.0,
-        source="the same listing",
         why="gathering 3h and 4h and reducing h twice: 3 + 4 + 2 + 2 against 2 + 2",
     ),
     claim(
@@ -610,7 +607,7 @@ display(
         "GPT of 8.3 billion parameters: efficiency of 8-way tensor parallelism, %",
         77,
         status="cited",
-        source=f"{MEGATRON}, figure 5 (weak scaling from 1 to 8 V100)",
+        authority=f"{MEGATRON}, figure 5 (weak scaling from 1 to 8 V100)",
     ),
 )
 
@@ -678,7 +675,7 @@ display(
         "sequence-parallel block forward: all-gathers and reduce-scatters",
         [counts[0].get("all_gather", 0), counts[0].get("reduce_scatter", 0)],
         [2, 2],
-        source=KORTHIKANTI,
+        authority=KORTHIKANTI,
     ),
     claim(
         "... backward: all-gathers, reduce-scatters, small all-reduces",
@@ -796,7 +793,7 @@ display(
         list(shares.values())[1:],
         [66.84, 49.42, 16.18, 7.64],
         rtol=0.01,
-        source=f"{KORTHIKANTI}, figure 7",
+        authority=f"{KORTHIKANTI}, figure 7",
     ),
     claim(
         "tensor + sequence divides activations by the number of ranks",
@@ -813,7 +810,7 @@ display(
         "sequence parallelism, time of one layer of 22B, % faster",
         3,
         status="cited",
-        source=f"{KORTHIKANTI}, table 4: 19.6 ms to 19.0 ms",
+        authority=f"{KORTHIKANTI}, table 4: 19.6 ms to 19.0 ms",
     ),
 )
 
@@ -986,7 +983,7 @@ display(
         "ring and Ulysses, both orders: outputs and gradients against one rank",
         list(attention_error.values()),
         ("<", 1e-10),
-        source="arXiv 2310.01889, 2309.14509",
+        authority="arXiv 2310.01889, 2309.14509",
     ),
     claim(
         "share of the time that 4 ranks work in the contiguous order",
@@ -1114,7 +1111,7 @@ display(
         hide_tokens,
         1040,
         rtol=0.01,
-        source="Liu et al., arXiv 2310.01889: c >= F/B",
+        authority="Liu et al., arXiv 2310.01889: c >= F/B",
     ),
 )
 

@@ -89,7 +89,7 @@ display(
         "unexpected and planned interruptions of Llama 3's training in 54 days",
         466,
         status="cited",
-        source="The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4",
+        authority="The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4",
     ),
     claim(
         "hours between interruptions of that job",
@@ -461,7 +461,7 @@ display(
         "torch's timeout of NCCL collectives, minutes (gloo: 30)",
         10,
         status="cited",
-        source="PyTorch, documentation of init_process_group",
+        authority="PyTorch, documentation of init_process_group",
     ),
 )
 
@@ -611,7 +611,7 @@ display(
         young / 60,
         18.3,
         rtol=0.01,
-        source="Young, A first order approximation to the optimum checkpoint interval, 1974",
+        authority="Young, A first order approximation to the optimum checkpoint interval, 1974",
     ),
     claim("best interval found by trying 40 / Young's", best / young, 1.0, rtol=0.15),
     claim(

@@ -5,20 +5,28 @@
 ...       rtol=1e-9)  # doctest: +ELLIPSIS
 ✓ a ring all-reduce of B bytes on n ranks sends 2(n-1)/n B per rank: 1500
 
-The three kinds:
+Its status:
 
 - **verified**: measured or computed here, and equal to the expected value;
-- **corrected**: a source states a wrong value; `said=` is that value and `why=` says why the value
-  is wrong. The measured value must equal `expected` and must NOT equal `said`;
-- **cited**: a published figure that is not measured here; `source=` names the publication.
+- **corrected**: somebody states a wrong value; `refutes=` names who, `said=` is that value and
+  `why=` says why the value is wrong. The measured value must equal `expected` and NOT `said`;
+- **cited**: a published figure that is not measured here; `authority=` names the publication.
+
+`authority=` is the publication that states the right value, `refutes=` the text that states a wrong
+one: a reader must be able to tell them apart.
 
 `expected` is a number, an array, a bool, a string, a pair like `(">=", 0.9)`, or a function of the
 measured value that returns a bool. Floats need `rtol=` (or `atol=`, or `exact=True`). NaN never
-passes. `expected` and `measured` must not be the same object, because such a claim checks nothing.
+passes. `expected` and `measured` must not be the same object, because such a claim checks nothing;
+nor may the claim stay true when the measured value is moved by twice its tolerance.
+
+Its kind (`minidist.evidence`) is measured, derived or arithmetic. Arithmetic cannot fail: it is
+listed and not counted. The kind is read from the source of the lecture; `kind=` can only weaken it.
 
 A false claim raises `ClaimError`. `claims.registry` keeps every claim, true or false. If the
 environment variable MINIDIST_CLAIMS names a file, each claim is also appended to this file as one
-JSON line. `python -m minidist.claims FILE.jsonl` prints the table and fails if a claim is false.
+JSON line. `python -m minidist.claims FILE.jsonl LECTURE.py` prints the table, with the kinds that
+the sources of the lectures give, and fails if a claim is false.
 """
 
 from __future__ import annotations
@@ -32,10 +40,11 @@ import numbers
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from minidist import evidence
 from minidist.errors import MinidistError
 
 STATUSES = ("verified", "corrected", "cited")
@@ -62,11 +71,18 @@ class Claim:
     tolerance: str
     status: str
     passed: bool
-    source: str = ""
+    authority: str = ""
+    refutes: str = ""
     said: str = ""
     why: str = ""
+    kind: str = ""
     where: str = ""
     rank: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is true, and could have been false: neither cited nor arithmetic."""
+        return self.passed and self.status != "cited" and self.kind in ("measured", "derived")
 
     def __str__(self) -> str:
         mark = {"cited": "§"}.get(self.status, "✓") if self.passed else "✗"
@@ -76,9 +92,11 @@ class Claim:
         if self.status != "cited" and not exact:
             line += f" (expected {' '.join(filter(None, (self.expected, self.tolerance)))})"
         if self.status == "corrected":
-            line += f"; a source says {self.said}: {self.why}"
-        if self.source:
-            line += f" [{self.source}]"
+            line += f"; {self.refutes} says {self.said}: {self.why}"
+        elif self.why:
+            line += f": {self.why}"
+        if self.authority:
+            line += f" [{self.authority}]"
         return line
 
     __repr__ = __str__
@@ -105,10 +123,12 @@ def claim(
     rtol: float | None = None,
     atol: float | None = None,
     exact: bool = False,
-    source: str = "",
+    authority: str = "",
     status: str = "verified",
+    refutes: str = "",
     said: Any = None,
     why: str = "",
+    kind: str = "",
 ) -> Claim:
     """Check a statement, record it and return it (a notebook shows it as one line).
 
@@ -120,19 +140,27 @@ def claim(
             wherever floats are compared for equality.
         exact: compare floats exactly. Strings, and integers without rtol and atol, are always
             compared exactly.
-        source: citation; needed for `cited`, optional otherwise.
+        authority: the publication that states the right value; needed for `cited`.
         status: verified, corrected or cited.
-        said, why: for `corrected`: the wrong value, and why it is wrong.
+        refutes, said, why: for `corrected`: who states the wrong value, that value, and why it is
+            wrong. `why` may explain any claim.
+        kind: weakens what the source of the lecture shows: "derived" or "arithmetic".
 
     Raises:
         ClaimError: the claim is false; the message has the statement, the expected value, the
             tolerance and the measured value.
-        ValueError: the claim is not well formed.
+        ValueError: the claim is not well formed, or it cannot fail.
     """
-    _check_form(text, measured, expected, rtol, atol, exact, source, status, said, why)
+    _check_form(text, measured, expected, rtol, atol, exact)
+    _check_words(text, expected, authority, status, refutes, said, why, kind)
     passed, expected_text = _compare(measured, expected, rtol, atol, status)
     if status == "corrected" and passed and _looks_equal(measured, said, rtol, atol):
         passed, expected_text = False, f"{expected_text}, and not the corrected {_show(said)}"
+    if passed and status != "cited" and not _can_fail(measured, expected, rtol, atol):
+        raise ValueError(
+            f"claim {text!r} cannot fail: it stays true for all values near {_show(measured)} "
+            "that are twice the tolerance away"
+        )
     comparison = isinstance(expected, tuple) or callable(expected) or status == "cited"
     result = Claim(
         text=text,
@@ -141,9 +169,11 @@ def claim(
         tolerance="" if comparison else _tolerance(rtol, atol, exact, measured),
         status=status,
         passed=passed,
-        source=source,
+        authority=authority,
+        refutes=refutes,
         said="" if said is None else _show(said),
         why=why,
+        kind=kind,
         where=_where(),
         rank=int(os.environ.get("RANK", "0")),
     )
@@ -157,14 +187,28 @@ def claim(
 
 
 def table(claims: Iterable[Claim] | None = None) -> str:
-    """All claims as text: verdict, statement, value, source, and a count at the end."""
+    """All claims as text: verdict, kind, statement, value, sources, and the counts at the end."""
     rows = list(registry if claims is None else claims)
     lines = [
-        f"{row.status if row.passed else 'FALSE':<10}{row.where:<28}{str(row)[2:]}" for row in rows
+        f"{row.status if row.passed else 'FALSE':<10}"
+        f"{'' if row.status == 'cited' else row.kind or 'unknown':<11}"
+        f"{row.where:<28}{str(row)[2:]}"
+        for row in rows
     ]
-    counts = [f"{sum(r.passed and r.status == s for r in rows)} {s}" for s in STATUSES]
-    failed = sum(not row.passed for row in rows)
-    return "\n".join([*lines, f"{len(rows)} claims: {', '.join(counts)}, {failed} false"])
+    made = [row for row in rows if row.status != "cited"]
+    count = {kind: sum(r.passed and r.kind == kind for r in made) for kind in evidence.KINDS}
+    unknown = sum(r.passed and r.kind not in evidence.KINDS for r in made)
+    left_out = [f"{count['arithmetic']} arithmetic", f"{len(rows) - len(made)} cited"]
+    left_out += [f"{unknown} of unknown kind"] if unknown else []
+    return "\n".join(
+        [
+            *lines,
+            f"{sum(row.counts for row in rows)} claims: {count['measured']} measured, "
+            f"{count['derived']} derived; not counted: {', '.join(left_out)}; "
+            f"{sum(r.counts and r.status == 'corrected' for r in rows)} correct a source, "
+            f"{sum(not row.passed for row in rows)} false",
+        ]
+    )
 
 
 def load(path: str | Path) -> list[Claim]:
@@ -193,6 +237,24 @@ def load(path: str | Path) -> list[Claim]:
     return list(merged.values())
 
 
+def with_kinds(claims: Iterable[Claim], lectures: Iterable[str | Path]) -> list[Claim]:
+    """The claims with the kinds that the sources of the lectures (.py) give them.
+
+    A claim of another place keeps its kind."""
+    found = {
+        Path(path).stem: evidence.read(Path(path).read_text("utf-8"), where=str(path))
+        for path in lectures
+    }
+    return [
+        replace(row, kind=evidence.kind_of(row.text, found.get(_lecture_of(row), [])) or row.kind)
+        for row in claims
+    ]
+
+
+def _lecture_of(row: Claim) -> str:
+    return row.where.split(" [")[0].split(":")[0]
+
+
 def _from_document(row: dict[str, str]) -> Claim:
     """A claim from a row of notebooks/claims.csv. The tests check the computation of the row."""
     unit = f" {row['unit']}" if row["unit"] else ""
@@ -203,14 +265,48 @@ def _from_document(row: dict[str, str]) -> Claim:
         tolerance="exactly",
         status=row["verdict"],
         passed=True,
-        source=row["source"],
+        authority=row["authority"],
+        refutes="the document" if row["verdict"] == "corrected" else "",
         said=f"{row['stated']}{unit}",
         why=row["why"],
+        kind=evidence.kind_of_expression(row["check"]) if row["check"] else "arithmetic",
         where=f"document {row['document']}, line {row['line']}",
     )
 
 
 # -------------------------------------------------------------------------------------------- form
+
+
+def _check_words(
+    text: str,
+    expected: Any,
+    authority: str,
+    status: str,
+    refutes: str,
+    said: Any,
+    why: str,
+    kind: str,
+) -> None:
+    if status not in STATUSES:
+        raise ValueError(f"claim {text!r}: status is one of {STATUSES}, got {status!r}")
+    if kind not in ("", "derived", "arithmetic"):
+        raise ValueError(
+            f"claim {text!r}: kind= weakens a claim to 'derived' or 'arithmetic', got {kind!r}"
+        )
+    if status == "cited":
+        if not authority:
+            raise ValueError(f"claim {text!r}: a cited figure needs authority=, whose it is")
+        if expected is not None:
+            raise ValueError(f"claim {text!r}: nothing is expected of a cited figure")
+    elif expected is None:
+        raise ValueError(f"claim {text!r}: expected is missing")
+    if status == "corrected":
+        if said is None or not why or not refutes:
+            raise ValueError(
+                f"claim {text!r}: a correction needs refutes=, who is wrong, said= and why="
+            )
+    elif said is not None or refutes:
+        raise ValueError(f"claim {text!r}: said= and refutes= are for status='corrected'")
 
 
 def _check_form(
@@ -220,25 +316,9 @@ def _check_form(
     rtol: float | None,
     atol: float | None,
     exact: bool,
-    source: str,
-    status: str,
-    said: Any,
-    why: str,
 ) -> None:
     if not text.strip():
         raise ValueError("a claim needs a text")
-    if status not in STATUSES:
-        raise ValueError(f"claim {text!r}: status is one of {STATUSES}, got {status!r}")
-    if status == "cited":
-        if not source:
-            raise ValueError(f"claim {text!r}: a cited figure needs source=, whose it is")
-        if expected is not None:
-            raise ValueError(f"claim {text!r}: nothing is expected of a cited figure")
-        return
-    if expected is None:
-        raise ValueError(f"claim {text!r}: expected is missing")
-    if (said is None or not why) and status == "corrected":
-        raise ValueError(f"claim {text!r}: a correction needs said= and why=")
     if _same_object(measured, expected):
         raise ValueError(
             f"claim {text!r}: measured and expected are the same object; compute one another way"
@@ -250,7 +330,9 @@ def _check_form(
         raise ValueError(f"claim {text!r}: rtol {rtol} allows anything; a tolerance is below 1")
     if exact and (rtol is not None or atol is not None):
         raise ValueError(f"claim {text!r}: exact excludes rtol and atol")
-    if callable(expected) or _is_comparison(expected) or isinstance(expected, str | bool):
+    if expected is None or callable(expected) or _is_comparison(expected):
+        return
+    if isinstance(expected, str | bool):
         return
     integers = all(isinstance(v, numbers.Integral) for v in (*_flat(measured), *_flat(expected)))
     if rtol is None and atol is None and not exact and not integers:
@@ -303,6 +385,61 @@ def _compare(
         holds = bool(values) and all(_ordered(operator, float(v), float(bound)) for v in values)
         return holds, f"{operator} {_show(bound)}"
     return _looks_equal(measured, expected, rtol, atol), _show(expected)
+
+
+def _can_fail(measured: Any, expected: Any, rtol: float | None, atol: float | None) -> bool:
+    """Whether a true claim turns false when its measured value is moved.
+
+    Each number is moved by twice its tolerance, or past its bound; where a function judges, by
+    more and more. Of a list, each of the first 64 numbers is moved alone."""
+    measured = _plain(measured)
+    if callable(expected):
+        return any(
+            not _holds(expected, moved)
+            for factor in (0.01, 0.5, 10.0, 1e6)
+            for moved in _moved(measured, lambda value, f=factor: f * (abs(value) or 1.0))
+        )
+
+    def step(value: float) -> float:
+        if _is_comparison(expected):
+            return abs(value - float(expected[1])) * 2 + 1e-6 * (abs(value) or 1.0)
+        return 2 * ((atol or 0.0) + (rtol or 0.0) * abs(value)) or 1e-6 * (abs(value) or 1.0)
+
+    found = list(_moved(measured, step))
+    return bool(found) and any(
+        not _compare(moved, expected, rtol, atol, "verified")[0] for moved in found
+    )
+
+
+def _holds(condition: Callable[[Any], Any], value: Any) -> bool:
+    try:
+        return _plain(condition(value)) is True
+    except Exception:  # a value of a form that the condition does not know is not accepted
+        return False
+
+
+def _moved(value: Any, step: Callable[[float], float]) -> Iterable[Any]:
+    """The value with one number, word or truth value changed at a time."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, str):
+        yield from ("", f"{value}?", value[::-1])
+    elif isinstance(value, numbers.Integral):
+        by = max(1, math.ceil(step(float(value))))
+        yield from (int(value) + by, int(value) - by)
+    elif isinstance(value, numbers.Real):
+        number = float(value)
+        if math.isinf(number):
+            yield from (0.0, -number)
+        else:
+            yield from (number + step(number), number - step(number))
+    elif isinstance(value, Sequence):
+        for i in range(min(len(value), 64)):
+            for moved in _moved(_plain(value[i]), step):
+                yield [*value[:i], moved, *value[i + 1 :]]
+        yield list(value)[:-1]
+    else:
+        yield None
 
 
 def _ordered(operator: str, value: float, bound: float) -> bool:
@@ -407,16 +544,23 @@ def _record(result: Claim) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table of .jsonl and .csv files. Returns the exit status.
+    """Print the table of .jsonl and .csv files; .py files are the lectures that made the claims.
 
-    0 if all claims are true, 1 if a claim is false or there is no claim, 2 for the usage text.
+    Returns the exit status: 0 if all claims are true and their kinds known, 1 if not, or if there
+    is no claim, 2 for the usage text.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: python -m minidist.claims FILE ...   (.jsonl or .csv)", file=sys.stderr)
+        print(
+            "usage: python -m minidist.claims FILE ...   (.jsonl or .csv, and lectures as .py)",
+            file=sys.stderr,
+        )
         return 2
-    claims = [row for path in arguments for row in load(path)]
+    lectures = [path for path in arguments if Path(path).suffix == ".py"]
+    claims = [row for path in arguments if path not in lectures for row in load(path)]
+    claims = with_kinds(claims, lectures)
     print(table(claims))
-    return 0 if claims and all(row.passed for row in claims) else 1
+    known = all(row.kind or row.status == "cited" for row in claims) or not lectures
+    return 0 if claims and known and all(row.passed for row in claims) else 1
 
 
 if __name__ == "__main__":

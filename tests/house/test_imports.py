@@ -50,7 +50,7 @@ LIB_FLOORS = [
     {"mesh"},
     {"launch", "device", "kernel", "claims"},
     {"processes"},
-    {"errors", "cost"},
+    {"errors", "cost", "evidence"},
 ]
 # Inside parallel/: siblings stay apart, except these.
 PARALLEL_MAY_IMPORT = {"fsdp": {"zero"}, "hybrid": {"*"}}

@@ -41,7 +41,7 @@ TRUE = {
     "scalar tensor": lambda: claim("x", torch.tensor(2.0), 2.0, rtol=1e-6),
     "infinity": lambda: claim("x", float("inf"), float("1e999"), exact=True),
     "correction": lambda: claim(
-        "x", 16.0, 16, rtol=1e-9, status="corrected", said=12, why="no master copy"
+        "x", 16.0, 16, rtol=1e-9, status="corrected", refutes="y", said=12, why="no master copy"
     ),
 }
 
@@ -70,7 +70,7 @@ FALSE = {
     "shorter": lambda: claim("x", [1.0], [1.0, 1.0], rtol=0.1),
     "string for number": lambda: claim("x", "1", 1, exact=True),
     "correction repeats the error": lambda: claim(
-        "x", 12.0, 12.5, rtol=0.1, status="corrected", said=12, why="?"
+        "x", 12.0, 12.5, rtol=0.1, status="corrected", refutes="y", said=12, why="?"
     ),
 }
 
@@ -96,12 +96,24 @@ MALFORMED = {
     "negative tolerance": (lambda: claim("x", 1.0, 2.0, rtol=-0.1), "not negative"),
     "exact and not": (lambda: claim("x", 1.0, 2.0, rtol=0.1, exact=True), "excludes"),
     "unknown status": (lambda: claim("x", 1, 1, status="true"), "status"),
-    "citation without source": (lambda: claim("x", 1, status="cited"), "needs source="),
+    "citation of nobody": (lambda: claim("x", 1, status="cited"), "needs authority="),
     "citation with expectation": (
-        lambda: claim("x", 1, 1, status="cited", source="y"),
+        lambda: claim("x", 1, 1, status="cited", authority="y"),
         "nothing is expected",
     ),
     "correction of nothing": (lambda: claim("x", 1, 1, status="corrected"), "said= and why="),
+    "correction of nobody": (
+        lambda: claim("x", 1, 1, status="corrected", said=2, why="z"),
+        "needs refutes=, who is wrong",
+    ),
+    "said without a correction": (lambda: claim("x", 1, 1, said=2), "are for status='corrected'"),
+    "refuted without a correction": (
+        lambda: claim("x", 1, 1, refutes="y"),
+        "are for status='corrected'",
+    ),
+    "more than it is": (lambda: claim("x", 1, 1, kind="measured"), "weakens a claim"),
+    "a condition that holds for all": (lambda: claim("x", 2.0, lambda v: True), "cannot fail"),
+    "no value at all": (lambda: claim("x", [], [], exact=True), "cannot fail"),
 }
 
 
@@ -142,17 +154,18 @@ def test_one_line_as_text_and_html():
         16,
         rtol=1e-3,
         status="corrected",
+        refutes="a table",
         said=12,
         why="12 is the optimiser's part",
-        source="arXiv 1910.02054",
+        authority="arXiv 1910.02054",
     )
     text = str(result)
     assert text.startswith("✓ model states of <Adam>: 16 (expected 16 ± 0.1 %)")
-    assert "a source says 12" in text
+    assert "; a table says 12: 12 is the" in text
     assert "[arXiv 1910.02054]" in text
     assert "\n" not in text
     assert "&lt;Adam&gt;" in result._repr_html_()
-    cited = claim("GPT-3 saw 300 billion tokens", 300e9, status="cited", source="2005.14165")
+    cited = claim("GPT-3 saw 300 billion tokens", 300e9, status="cited", authority="2005.14165")
     assert str(cited) == "§ GPT-3 saw 300 billion tokens: 3e+11 [2005.14165]"
 
 
@@ -178,12 +191,15 @@ def test_lines_of_json_and_the_table(tmp_path, monkeypatch: pytest.MonkeyPatch):
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         claim("both ranks say it", 2, 2)
-    claim("published", 34, status="cited", source="arXiv 2104.04473")
-    claim("mended", 16, 16, status="corrected", said=12, why="…")
+    claim("published", 34, status="cited", authority="arXiv 2104.04473")
+    claim("mended", 16, 16, status="corrected", refutes="y", said=12, why="…")
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 4
     loaded = claims.load(path)
     assert [c.text for c in loaded] == ["both ranks say it", "published", "mended"]
-    assert claims.table(loaded).endswith("3 claims: 1 verified, 1 corrected, 1 cited, 0 false")
+    assert claims.table(loaded).endswith(
+        "\n0 claims: 0 measured, 0 derived; not counted: 0 arithmetic, 1 cited, "
+        "2 of unknown kind; 0 correct a source, 0 false"
+    )
 
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(

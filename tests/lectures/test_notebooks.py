@@ -73,6 +73,8 @@ def test_lecture(path, tmp_path, monkeypatch):
     assert len(widgets) >= MIN_WIDGETS
     assert len({claim.text for claim in made}) >= MIN_CLAIMS
     assert [str(claim) for claim in made if not claim.passed] == []
+    made = claims.with_kinds(made, [path.with_suffix(".py")])
+    assert [str(claim) for claim in made if claim.status != "cited" and not claim.kind] == []
     errors = [o for o in outputs if o.get("output_type") == "error"]
     assert errors == []
 
