@@ -28,12 +28,13 @@ from autograder.authoring.lectures import Cell, plan_lecture, run_once, write_fo
 from autograder.authoring.notebooks import edited_by_hand
 from autograder.course.course import Course, CourseError
 from autograder.course.course_toml import NAME
-from autograder.criteria import get_lab
+from autograder.criteria import OURS, get_lab
 
 MARK = ".released-by-autograder"
 _COPIED = ("pyproject.toml", "environment.yml", "LICENSE", "nbgrader_config.py")
 _TARGETS = ("help", "lab", "clean", "install")  # targets of the Makefile that students get
 _IGNORE = shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints")
+_IGNORE_ANSWERS = shutil.ignore_patterns("__pycache__", "*.pyc", f"{OURS}.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def write_release(
     executed = {path: execute(path, library, course.root / "build" / "lectures") for path in cut}
     _make_room(folder)
 
-    shutil.copytree(course.root / "autograder", folder / "autograder", ignore=_IGNORE)
+    shutil.copytree(course.root / "autograder", folder / "autograder", ignore=_IGNORE_ANSWERS)
     shutil.copytree(library, folder / "lib" / "minidist", ignore=_IGNORE)
     for name in missing:
         _remove_module(folder / "lib", name)

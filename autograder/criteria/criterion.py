@@ -112,10 +112,10 @@ class Criterion:
         plan: makes the compute charges of the emulated cluster from the draw.
         between_ranks: the criterion is about what ranks exchange, so a single rank always passes.
         fault_hint: is added to the message if the collectives of the emulated ranks do not match.
-        stand_ins: name in the notebook -> ours, for functions of earlier tasks that the subject
-            calls. If the criterion is lost, and one of `relies_on` is lost, too, the check runs
-            again with these in place of the student's, and that run counts: one fault costs one
-            criterion.
+        stand_ins: functions of earlier tasks that the subject calls, as the notebook names them.
+            If the criterion is lost, and one of `relies_on` is lost, too, the check runs again
+            with those of the same names in the lab's `ours.py`, and that run counts: one fault
+            costs one criterion. Students have no `ours.py`; the referee sends it for such a run.
         relies_on: the criteria that judge what `stand_ins` replaces.
         needs: the hardware: nothing, a CUDA device, or a CUDA device for each rank of the node. If
             the hardware is missing, the criterion is BLOCKED. If it is there, the points are extra,
@@ -134,7 +134,7 @@ class Criterion:
     plan: Callable[[Draw], ChargePlan] | None = None
     between_ranks: bool = False
     fault_hint: str = ""
-    stand_ins: Mapping[str, Any] = field(default_factory=dict)
+    stand_ins: tuple[str, ...] = ()
     relies_on: tuple[str, ...] = ()
     needs: Needs = "nothing"
 

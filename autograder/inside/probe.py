@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def check(name: str, subject: Any = None) -> None:
         with (
             _harmless_cuda_calls(),
             _world(criterion, asked.fields["case"], channels) as (device, broker),
-            _standing_in(subject, criterion.stand_ins if asked.fields["stand_ins"] else {}) as used,
+            _standing_in(subject, _ours(criterion.stand_ins, asked.fields["ours"])) as used,
         ):
             context = Context(channels.rank, channels.world_size, device, broker)
             values = criterion.observe(used, inputs, context)
@@ -112,6 +113,15 @@ def check(name: str, subject: Any = None) -> None:
         _show(verdict.fields)
 
 
+def _ours(names: tuple[str, ...], source: str) -> dict[str, Any]:
+    """The functions of `names` in a source text that the referee sent; none without a text."""
+    if not source:
+        return {}
+    module = types.ModuleType("ours")
+    exec(compile(source, "ours.py", "exec"), vars(module))
+    return {name: getattr(module, name) for name in names}
+
+
 @contextmanager
 def _standing_in(subject: Any, stand_ins: Mapping[str, Any]) -> Iterator[Any]:
     """Replaces functions of the notebook that `subject` was written in, while a check runs.
@@ -128,13 +138,20 @@ def _standing_in(subject: Any, stand_ins: Mapping[str, Any]) -> Iterator[Any]:
     if isinstance(subject, tuple):
         subject = tuple(stand_ins.get(getattr(f, "__name__", ""), f) for f in subject)
     theirs = {id(names[name]): ours for name, ours in stand_ins.items() if name in names}
+
+    def replaced(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(theirs.get(id(value), value) for value in values)
+
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(names, stand_ins))
+        # Defaults and bases were bound when the function or class was defined.
         for function in _functions_in(names):
-            # A default was bound when the function was defined.
             if defaults := function.__defaults__:
-                new = tuple(theirs.get(id(value), value) for value in defaults)
-                stack.enter_context(mock.patch.object(function, "__defaults__", new))
+                stack.enter_context(mock.patch.object(function, "__defaults__", replaced(defaults)))
+        for cls in [value for value in names.values() if isinstance(value, type)]:
+            if (bases := replaced(cls.__bases__)) != cls.__bases__:
+                stack.callback(setattr, cls, "__bases__", cls.__bases__)
+                cls.__bases__ = bases
+        stack.enter_context(mock.patch.dict(names, stand_ins))
         yield subject
 
 

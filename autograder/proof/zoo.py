@@ -5,6 +5,7 @@ tests/zoo/LAB/NAME.py is a percent script:
     '''Sums the gradients instead of averaging them.
 
     loses: ddp_gradients, ddp_unused
+    because: the mean is the idea of both
     status: ddp_unused TIMEOUT
     '''
 
@@ -17,6 +18,7 @@ reference. The docstring has these lines:
 - `loses:` lists criteria; also possible: `nothing`, `everything`.
 - `base: starter` (optional) takes the other solution cells from the untouched lab.
 - `class: example` (optional) puts the submission into the class that `make grade` shows.
+- `because:` says why one fault costs several criteria; where it does, the line must be there.
 - `status:` (optional) names the exact status of a lost criterion; without it any loss will do.
 """
 
@@ -252,6 +254,11 @@ def _expectations(
         raise BuildError(f"{py}: no such criteria: {unknown}; the lab has {sorted(criteria)}")
     if loses != "everything" and (extra := sorted(set(statuses) - loses)):
         raise BuildError(f"{py}: status: lines for criteria that are not in loses: {extra}")
+    if loses != "everything" and len(loses) > 1 and not _line(docstring, "because"):
+        raise BuildError(
+            f"{py}: loses {len(loses)} criteria. One fault costs one criterion (see "
+            "`Criterion.stand_ins`), or a line 'because: ...' says why not"
+        )
     return loses, statuses
 
 

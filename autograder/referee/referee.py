@@ -84,7 +84,7 @@ class OpenCheck:
     criterion: Criterion
     inputs: list[Values]
     plan: ChargePlan | None
-    stand_ins: bool = False  # whether ranks are to use ours for functions of earlier tasks
+    ours: str = ""  # source of functions that take the place of the student's
     asked: set[int] = field(default_factory=set)
     answers: dict[int, Values] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -128,11 +128,11 @@ class Referee:
 
     # --- the grader's side -----------------------------------------------------------------------
 
-    def open(self, criterion: Criterion, *, stand_ins: bool = False) -> None:
+    def open(self, criterion: Criterion, *, ours: str = "") -> None:
         """Draws inputs; from now on ranks may ask for and answer this criterion.
 
         Args:
-            stand_ins: ranks use the criterion's stand-ins for functions of earlier tasks.
+            ours: source text; ranks use its functions for the criterion's `stand_ins`.
         """
         draw = self._draw(criterion)
         plan = criterion.plan(draw) if criterion.plan else None
@@ -141,7 +141,7 @@ class Referee:
         if criterion.world == "emulated":
             self.broker.begin(plan)
         with self._changed:
-            self._open = OpenCheck(self._cases, criterion, inputs, plan, stand_ins)
+            self._open = OpenCheck(self._cases, criterion, inputs, plan, ours)
             self._cases += 1
 
     def close(
@@ -326,7 +326,7 @@ class Referee:
             opened.asked.add(rank)
             handed_out = {k: v for k, v in opened.inputs[rank].items() if not k.startswith("_")}
             fields, arrays = split(handed_out)
-            told = {"case": opened.case, "stand_ins": opened.stand_ins, "values": fields}
+            told = {"case": opened.case, "ours": opened.ours, "values": fields}
             return Message("inputs", told, arrays)
 
     def _answer(self, rank: int, name: object, message: Message) -> Message:

@@ -28,6 +28,7 @@ from nbformat.v4 import new_output
 from papermill.engines import Engine, papermill_engines
 
 from autograder.box.guard import Guard, Wall
+from autograder.criteria import read_ours
 from autograder.criteria.criterion import Criterion, Lab, Status, Verdict
 from autograder.referee.referee import Referee
 from autograder.submission.outputs import Tidier
@@ -236,7 +237,7 @@ class _Run:
         if self.outcome["kind"] in BROKEN and not await self._fresh_ranks():
             self.ends_at = 0.0
             return verdict
-        self.session.referee.open(criterion, stand_ins=True)
+        self.session.referee.open(criterion, ours=read_ours(self.session.lab.name))
         await self._again(cell.source, cell.execution_count or 0, criterion.deadline_s)
         second = self._own_numbers(self._close())
         ours, found = ", ".join(criterion.stand_ins), ", ".join(causes)

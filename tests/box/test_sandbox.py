@@ -24,7 +24,7 @@ import minidist
 from autograder.box import sandbox
 from autograder.box.guard import Guard
 from autograder.box.sandbox import SANDBOXES, Box, Limits, build_box, build_open, probe_support
-from autograder.criteria import limits
+from autograder.criteria import OURS, limits
 from autograder.criteria.limits import MIB
 
 PROJECT = Path(autograder.__file__).parent.parent
@@ -85,6 +85,8 @@ for path in {
                 "/root/.ssh",
                 os.path.expanduser("~/.ssh"),
                 *([] if PROJECT.is_relative_to("/home") else ["/home"]),
+                *map(str, PROJECT.glob(f"autograder/criteria/*/{OURS}.py")),
+                *map(str, PROJECT.glob(f"autograder/criteria/*/__pycache__/{OURS}.*")),
                 str(PROJECT / "tests/zoo"),
                 str(PROJECT / "tests"),
                 str(PROJECT / "solutions"),

@@ -22,7 +22,7 @@ from course import ROOT
 from autograder.authoring import release
 from autograder.authoring.release import MARK, _course_options, find_missing, week_by_week
 from autograder.course.course import Course, CourseError
-from autograder.criteria import get_lab, lab_names
+from autograder.criteria import OURS, get_lab, lab_names
 
 RUN = 12  # tokens in a row that count as an answer
 LABS = [name for name in lab_names() if (ROOT / "labs" / name / f"{name}.ipynb").is_file()]
@@ -142,6 +142,7 @@ def test_it_holds_what_students_need_and_no_more(released):
     assert {"labs", "notebooks", "lib", "autograder", "Makefile", "README.md", ".git"} <= names
     assert not names & {"solutions", "tests", "benchmarks", "old.py"}
     assert not list(released.folder.rglob("zoo/*"))
+    assert not list((released.folder / "autograder").rglob(f"{OURS}.py"))
     assert not list(released.folder.rglob("__pycache__"))
     for lab in LABS:
         for name in get_lab(lab).withheld:

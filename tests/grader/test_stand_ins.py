@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from autograder.inside.probe import _standing_in
+from autograder.criteria import get_lab, lab_names, read_ours
+from autograder.inside.probe import _ours, _standing_in
 
 NOTEBOOK = """
 def double(x):
@@ -26,6 +27,11 @@ class Doubler:
 
     def run(self, x):
         return self.by(x) + double(x)
+
+
+class Quadrupler(Doubler):
+    def run(self, x):
+        return 2 * super().run(x)
 """
 
 
@@ -55,6 +61,24 @@ def test_in_a_tuple_ours_has_the_place_of_theirs(notebook):
         assert subject[0] is notebook.Doubler
         assert subject[1] is right
         assert subject[0]().run(5) == 20
+
+
+def test_a_subclass_inherits_from_ours(notebook):
+    class Ours:
+        def run(self, x):
+            return 2 * x
+
+    with _standing_in(notebook.Quadrupler, {"Doubler": Ours}) as subject:
+        assert subject().run(5) == 20
+    assert notebook.Quadrupler.__bases__ == (notebook.Doubler,)
+
+
+def test_ours_comes_as_text_and_only_when_the_referee_sends_it():
+    for lab in map(get_lab, lab_names()):
+        names = tuple({name for criterion in lab.criteria for name in criterion.stand_ins})
+        if names:
+            assert set(_ours(names, read_ours(lab.name))) == set(names)
+        assert _ours(names, "") == {}
 
 
 def test_without_stand_ins_nothing_changes(notebook):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from autograder.criteria.bonus_powersgd import (
     columns,
@@ -16,6 +17,21 @@ from autograder.criteria.bonus_powersgd import (
 from autograder.criteria.common.emulated import mark_steps
 from autograder.criteria.criterion import Criterion, Lab
 
+# What a student wrote in an earlier task may be called in a later one: which criteria judge it.
+_after_mean: dict[str, Any] = {
+    "stand_ins": ("orthonormalise", "packed_mean"),
+    "relies_on": ("powersgd_columns", "powersgd_dependent", "powersgd_mean"),
+}
+_after_step: dict[str, Any] = {
+    "stand_ins": (*_after_mean["stand_ins"], "power_step", "matrix_shape"),
+    "relies_on": (
+        *_after_mean["relies_on"],
+        "powersgd_basis",
+        "powersgd_factor",
+        "powersgd_shapes",
+    ),
+}
+
 _columns = partial(
     Criterion,
     task="Task 1, orthonormal columns",
@@ -28,8 +44,11 @@ _power = partial(
     task="Task 3, one step of the power iteration",
     draw=power.draw_steps,
     observe=power.observe,
+    **_after_mean,
 )
-_model = partial(Criterion, task="Task 5, a whole model", observe=model.observe_steps)
+_model = partial(
+    Criterion, task="Task 5, a whole model", observe=model.observe_steps, **_after_step
+)
 _traffic = partial(
     Criterion,
     task="Task 5, a whole model",
@@ -38,8 +57,11 @@ _traffic = partial(
     observe=traffic.observe,
     world="emulated",
     deadline_s=40.0,
+    **_after_step,
 )
-_feedback = partial(Criterion, task="Task 6, error feedback", observe=feedback.observe)
+_feedback = partial(
+    Criterion, task="Task 6, error feedback", observe=feedback.observe, **_after_step
+)
 _planning = partial(
     Criterion, task="Task 8, bytes and seconds", draw=training.draw_planning, world="none"
 )
@@ -78,7 +100,7 @@ LAB = Lab(
         Criterion(
             name="powersgd_seed", title="the same start on all ranks", points=5,
             task="Task 5, a whole model", draw=start.draw_seed, observe=start.observe_seed,
-            judge=start.judge_seed,
+            judge=start.judge_seed, **_after_step,
         ),
         _model(name="powersgd_first", title="one step of a model", points=7,
                draw=model.draw_first, judge=model.judge_first),
@@ -101,16 +123,21 @@ LAB = Lab(
         Criterion(
             name="powersgd_resume", title="a checkpoint has all of it", points=4,
             task="Task 7, a checkpoint", draw=feedback.draw_resume,
-            observe=feedback.observe_resume, judge=feedback.judge_resume,
+            observe=feedback.observe_resume, judge=feedback.judge_resume, **_after_step,
         ),
         _planning(name="powersgd_numbers", title="numbers sent, and the ratio", points=3,
+                  stand_ins=("matrix_shape",), relies_on=("powersgd_shapes",),
                   observe=training.observe_numbers, judge=training.judge_numbers),
         _planning(name="powersgd_seconds", title="seconds saved", points=3,
+                  stand_ins=("matrix_shape", "numbers_sent"),
+                  relies_on=("powersgd_shapes", "powersgd_numbers"),
                   observe=training.observe_seconds, judge=training.judge_seconds),
         _train(name="powersgd_train", title="the loop", points=2, draw=training.draw_train,
                observe=training.observe_train, judge=training.judge_train),
         _train(name="powersgd_converges", title="rank 1 reaches the loss", points=2,
                draw=training.draw_converges, observe=training.observe_converges,
-               judge=training.judge_converges, deadline_s=60.0),
+               judge=training.judge_converges, deadline_s=60.0,
+               stand_ins=(*_after_step["stand_ins"], "train"),
+               relies_on=(*_after_step["relies_on"], "powersgd_train")),
     ),
 )  # fmt: skip

@@ -38,6 +38,11 @@ def draw(source: Draw) -> list[Values]:
     return [dict(values) for _ in range(n)]
 
 
+def draw_scatter(source: Draw) -> list[Values]:
+    """The inputs of `draw`, with a bias of zero in the row layer: `judge_row` checks the bias."""
+    return [values | {"row.b": 0 * values["row.b"]} for values in draw(source)]
+
+
 # --- which part is held --------------------------------------------------------------------------
 
 
@@ -190,8 +195,11 @@ def _judge(case: Case, kind: str, *, whole: bool) -> Iterator[Finding]:
         if not whole and kind == "row":
             x = _cut(x, rank, n)
         hint = _explain_bias(case.answers[rank].get("y"), y, bias, n) if kind == "row" else ""
+        names = [f"{kind}.w", f"{kind}.b"]
+        if whole and kind == "row":
+            names.pop()  # judge_row checks the bias
         wrong = wrong_answer(case, "y", rank, "output", y, hint) or wrong_part(
-            case, rank, right, (f"{kind}.w", f"{kind}.b")
+            case, rank, right, names
         )
         # With or without a gather, f makes the input's gradient, which judge_column checks.
         if not wrong and not (whole and kind == "column"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from autograder.criteria.bonus_zero import flat, limit, norm, planning, saving, traffic, values
 from autograder.criteria.common.emulated import charge_plan, mark_steps
@@ -12,8 +13,8 @@ _flat = partial(Criterion, task="Task 1, one vector", world="none", draw=flat.dr
 _norm = partial(
     Criterion, task="Task 3, the norm of what nobody has", draw=norm.draw, observe=norm.observe
 )
-_after_flat = {
-    "stand_ins": flat.STAND_INS,
+_after_flat: dict[str, Any] = {
+    "stand_ins": ("flatten", "unflatten", "trainable_groups"),
     "relies_on": ("zero_flatten", "zero_unflatten", "zero_groups"),
 }
 _zero1 = partial(Criterion, task="Task 4, ZeRO-1", **_after_flat)

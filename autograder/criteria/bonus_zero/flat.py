@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -254,37 +254,3 @@ def judge_groups(case: Case) -> Iterator[Finding]:
         else:
             if answer.get("unchanged") is not True:
                 yield Finding("a dict that came in was changed.", rank)
-
-
-# --- stand-ins ---------------------------------------------------------------------------------
-
-
-def flatten(tensors: Sequence[torch.Tensor], num_parts: int) -> torch.Tensor:
-    """Ours, for criteria of later tasks: see `Criterion.stand_ins`."""
-    vector = torch.hstack([t.detach().flatten() for t in tensors]).clone()
-    rest = vector.numel() % num_parts
-    return torch.nn.functional.pad(vector, (0, num_parts - rest)) if rest else vector
-
-
-@torch.no_grad()
-def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Ours, for criteria of later tasks."""
-    place = 0
-    for tensor in tensors:
-        tensor.copy_(flat[place : place + tensor.numel()].reshape(tensor.shape))
-        place += tensor.numel()
-
-
-def trainable_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Ours, for criteria of later tasks."""
-    given, earlier, groups = list(params), set(), []
-    for group in given if isinstance(given[0], dict) else [{"params": given}]:
-        members = group["params"]
-        members = [members] if isinstance(members, torch.Tensor) else list(members)
-        once = {id(p): p for p in members if p.requires_grad and id(p) not in earlier}
-        earlier |= set(once)
-        groups += [{**group, "params": list(once.values())}] if once else []
-    return groups
-
-
-STAND_INS = {"flatten": flatten, "unflatten": unflatten, "trainable_groups": trainable_groups}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from autograder.criteria.common import memory_limit as limit
 from autograder.criteria.common.emulated import mark_steps
 from autograder.criteria.common.gpu_meter import draw_seeds
 from autograder.criteria.common.own_node import on_own_node
 from autograder.criteria.criterion import Criterion, Gate, Lab
-from autograder.criteria.lab3_fsdp import emulated, gpu, memory, ours, planning, saving, scratch
+from autograder.criteria.lab3_fsdp import emulated, gpu, memory, planning, saving, scratch
 
 _FORMULA = "Task 1, how much memory?"
 _MEASURE = "Task 2, measure it"
@@ -22,8 +23,8 @@ _CHOICE = "Task 8, which strategy?"
 
 # What a student wrote in an earlier task may be called in a later one: which criteria judge it.
 _task3 = ("fsdp_shards", "fsdp_forward", "fsdp_gradients", "fsdp_accumulate", "fsdp_limit")
-_after_sharding = {
-    "stand_ins": {"FSDP": ours.FSDP, "shard_model": ours.shard_model, "policies": ours.policies},
+_after_sharding: dict[str, Any] = {
+    "stand_ins": ("FSDP", "shard_model", "policies"),
     "relies_on": (*_task3, "fsdp_units", "fsdp_fully_shard", "fsdp_precision", "fsdp_policies"),
 }
 
@@ -121,7 +122,7 @@ LAB = Lab(
         ),
         _saving(
             name="fsdp_resume", title="goes on as if it had never stopped", points=5,
-            stand_ins={"save_checkpoint": saving.save_by_hand}, relies_on=("fsdp_save",),
+            stand_ins=("save_checkpoint",), relies_on=("fsdp_save",),
             observe=on_own_node(saving.observe_resume), judge=saving.judge_resume,
         ),
         Criterion(
@@ -132,7 +133,7 @@ LAB = Lab(
         Criterion(
             name="fsdp_choice", title="traffic, and the least sharding that fits", task=_CHOICE,
             points=4, world="none", draw=planning.draw_choice, observe=planning.observe_choice,
-            judge=planning.judge_choice, stand_ins={"bytes_per_rank": memory.bytes_per_rank},
+            judge=planning.judge_choice, stand_ins=("bytes_per_rank",),
             relies_on=("fsdp_memory_formula",),
         ),
         Criterion(

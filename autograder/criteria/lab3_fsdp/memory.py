@@ -29,13 +29,6 @@ def state_bytes(num_params: int, num_ranks: int, strategy: str, mixed: bool) -> 
     ]
 
 
-def bytes_per_rank(
-    num_params: int, world_size: int, strategy: str, mixed: bool = False
-) -> tuple[int, ...]:
-    """The lab's `bytes_per_rank`, for the check of a later task."""
-    return tuple(state_bytes(num_params, world_size, strategy, mixed))
-
-
 def plain(value: Any) -> Any:
     """A number or text that JSON can hold; anything else, and very large integers, as text."""
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):

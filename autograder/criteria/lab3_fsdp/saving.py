@@ -359,24 +359,3 @@ def _oracle(case: Case, num_steps: int) -> tuple[list[np.ndarray], dict[str, np.
         for key in ("exp_avg", "exp_avg_sq")
     }
     return [*(p.detach().numpy() for p in model.parameters()), seen], moments
-
-
-def save_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
-    """Our `save_checkpoint`, with which `load_checkpoint` is judged alone: torch's names."""
-    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
-    whole = {name: _gathered(value) for name, value in model.state_dict().items()}
-    state = {
-        names[p]: {key: _gathered(value) for key, value in kept.items()}
-        for p, kept in optimizer.state.items()
-    }
-    groups = [
-        group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
-    ]
-    if dist.get_rank() == 0:
-        torch.save({"model": whole, "optimizer": {"state": state, "param_groups": groups}}, path)
-
-
-def _gathered(value: Any) -> Any:
-    if hasattr(value, "full_tensor"):
-        value = value.full_tensor()
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

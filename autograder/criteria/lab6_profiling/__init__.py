@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from autograder.criteria.common.gpu_meter import draw_seeds
 from autograder.criteria.criterion import Criterion, Gate, Lab
@@ -15,7 +16,6 @@ from autograder.criteria.lab6_profiling import (
     record,
     scaling,
     shares,
-    spans,
 )
 
 _RECORD = "Task 1, record a run"
@@ -26,16 +26,19 @@ _BUCKETS = "Task 5, buckets that fit the network"
 _SCALING = "Task 6, how it scales"
 
 # What later functions may call, and the criteria that judge it.
-_UTILISATION = {"covered": spans.covered, "utilisation": shares.utilisation}
-_OVERLAP = _UTILISATION | {"overlap": shares.overlap}
-_after_utilisation = {"stand_ins": _UTILISATION, "relies_on": ("prof_utilisation",)}
-_after_overlap = {"stand_ins": _OVERLAP, "relies_on": ("prof_utilisation", "prof_overlap")}
-_after_shares = {
-    "stand_ins": _OVERLAP | {"breakdown": shares.breakdown},
+_UTILISATION = ("covered", "utilisation")
+_OVERLAP = (*_UTILISATION, "overlap")
+_after_utilisation: dict[str, Any] = {"stand_ins": _UTILISATION, "relies_on": ("prof_utilisation",)}
+_after_overlap: dict[str, Any] = {
+    "stand_ins": _OVERLAP,
+    "relies_on": ("prof_utilisation", "prof_overlap"),
+}
+_after_shares: dict[str, Any] = {
+    "stand_ins": (*_OVERLAP, "breakdown"),
     "relies_on": ("prof_utilisation", "prof_overlap", "prof_breakdown"),
 }
-_after_plan = {
-    "stand_ins": {"plan_buckets": buckets.fill_buckets},
+_after_plan: dict[str, Any] = {
+    "stand_ins": ("plan_buckets",),
     "relies_on": ("prof_bucket_plan",),
 }
 _share = partial(Criterion, task=_SHARES, world="none", deadline_s=20.0)

@@ -4,6 +4,7 @@ loses: debug_train_data, debug_train_shares, debug_train_epochs, debug_step_adam
     debug_bucket_tail, debug_accumulate_scale, debug_amp_order,
     debug_broadcast_buffers, debug_evaluate_tail, debug_resume_optimizer, debug_once,
     debug_metrics_order, debug_metrics_missing, debug_seed_weights
+because: it leaves as many bugs as it mends, each of a criterion of its own
 """
 
 

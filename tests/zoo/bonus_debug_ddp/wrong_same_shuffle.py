@@ -1,6 +1,7 @@
 """Gives all loaders one seed, so that all ranks see the same samples at the same time.
 
 loses: debug_train_shares, debug_train_epochs
+because: no sampler deals samples out, so shares overlap and there is no epoch to set
 """
 
 

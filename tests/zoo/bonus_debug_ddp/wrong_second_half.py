@@ -3,6 +3,7 @@
 loses: debug_train_zero_grad, debug_train_saved, debug_step_mean, debug_bucket_wait,
     debug_accumulate_loss, debug_amp_clip, debug_broadcast_frozen,
     debug_evaluate_batches, debug_resume_random, debug_seed_dropout
+because: it leaves as many bugs as it mends, each of a criterion of its own
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: pipe_accumulate, pipe_loss, pipe_messages, pipe_limit, pipe_time
 status: pipe_limit STUDENT_ERROR
+because: it has five faults at once, as first drafts do, and a check for each.
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: pipe_scale, pipe_uneven, pipe_loss
 class: example
+because: the loss, its gradients and those of uneven micro-batches are all M times too large.
 """
 
 

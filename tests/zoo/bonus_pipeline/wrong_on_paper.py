@@ -2,6 +2,7 @@
 
 loses: pipe_cut, pipe_gpipe, pipe_1f1b, pipe_kept, pipe_bubble, pipe_choice, pipe_bytes
 class: example
+because: seven functions, each with a fault of its own.
 """
 
 

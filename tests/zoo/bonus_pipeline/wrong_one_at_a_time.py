@@ -1,6 +1,7 @@
 """One micro-batch at a time, in both schedules.
 
 loses: pipe_gpipe, pipe_1f1b
+because: it is the wrong list in both functions.
 """
 
 

@@ -2,6 +2,7 @@
 
 loses: pipe_gradients, pipe_orders, pipe_tokens, pipe_scale, pipe_uneven, pipe_messages, pipe_limit,
     pipe_train
+because: it has two faults at once, and where zeros go back no gradient is right.
 """
 
 

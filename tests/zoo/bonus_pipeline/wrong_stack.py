@@ -1,6 +1,8 @@
 """Takes what was kept last: right under GPipe, where all ranks do, and wrong under 1F1B.
 
 loses: pipe_orders, pipe_messages, pipe_limit
+because: under 1F1B, what goes forward and back belongs to other micro-batches, in every check
+    that runs it.
 """
 
 

@@ -4,6 +4,7 @@ loses: pipe_orders, pipe_time
 class: example
 status: pipe_orders TIMEOUT
 status: pipe_time WRONG
+because: what hangs in one order waits in every other one.
 """
 
 

@@ -1,6 +1,7 @@
 """Adds the error to the gradient, and once more to the sum.
 
 loses: powersgd_steps, powersgd_converges
+because: no single step shows it: it takes several, or a training.
 """
 
 

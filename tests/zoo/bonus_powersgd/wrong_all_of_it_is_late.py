@@ -2,6 +2,7 @@
 
 loses: powersgd_telescope, powersgd_errors, powersgd_steps,
     powersgd_converges, powersgd_resume
+because: nothing is ever applied, so everything that feedback is for is missing.
 """
 
 

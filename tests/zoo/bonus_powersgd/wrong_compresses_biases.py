@@ -1,6 +1,8 @@
 """Sees a vector as a matrix of one column, and sends more than it has.
 
 loses: powersgd_vectors, powersgd_bytes, powersgd_errors
+because: what must not be compressed has no exact mean, an error, and more bytes than it has
+    numbers.
 """
 
 

@@ -1,6 +1,7 @@
 """Compresses every matrix, also where nothing is saved.
 
 loses: powersgd_vectors, powersgd_errors
+because: what must not be compressed has no exact mean, and an error.
 """
 
 

@@ -1,7 +1,6 @@
 """Divides the sum by two, which was right at home.
 
-loses: powersgd_mean, powersgd_factor, powersgd_first, powersgd_vectors, powersgd_warm,
-    powersgd_revive, powersgd_steps
+loses: powersgd_mean
 """
 
 

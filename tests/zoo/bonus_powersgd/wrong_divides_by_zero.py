@@ -1,6 +1,6 @@
 """Plain Gram-Schmidt: a column of zeros becomes NaN.
 
-loses: powersgd_dependent, powersgd_revive
+loses: powersgd_dependent
 class: example
 """
 

@@ -1,6 +1,7 @@
 """Computes the error from the gradient alone: what was left before is dropped.
 
 loses: powersgd_telescope, powersgd_steps, powersgd_converges
+because: the sum of what is applied and late is wrong, and so is every step after the first.
 """
 
 

@@ -1,6 +1,7 @@
 """Multiplies the error by the number of ranks, because the mean will divide it.
 
 loses: powersgd_telescope, powersgd_errors, powersgd_steps, powersgd_converges
+because: the sum of what is applied and late is wrong, and so is every step after the first.
 """
 
 

@@ -1,6 +1,6 @@
 """Forgets zero_grad: every step has the gradients of all steps before.
 
-loses: powersgd_train, powersgd_converges
+loses: powersgd_train
 """
 
 

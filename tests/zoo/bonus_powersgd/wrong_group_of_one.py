@@ -1,8 +1,6 @@
 """Takes the mean in a group that each rank has for itself.
 
-loses: powersgd_mean, powersgd_basis, powersgd_factor, powersgd_first, powersgd_vectors,
-    powersgd_warm, powersgd_revive, powersgd_calls, powersgd_bytes, powersgd_telescope,
-    powersgd_steps, powersgd_converges
+loses: powersgd_mean
 """
 
 

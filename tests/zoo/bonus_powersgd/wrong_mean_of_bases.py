@@ -1,6 +1,6 @@
 """Orthonormalises P on every rank, then takes the mean of these.
 
-loses: powersgd_basis, powersgd_first, powersgd_warm, powersgd_revive, powersgd_steps
+loses: powersgd_basis
 class: example
 """
 

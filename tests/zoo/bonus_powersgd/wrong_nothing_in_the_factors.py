@@ -1,8 +1,7 @@
 """P and Q have their shapes, and nothing in them: nothing but the vectors ever travels.
 
-loses: powersgd_basis, powersgd_factor, powersgd_first, powersgd_warm, powersgd_revive,
-    powersgd_calls, powersgd_bytes, powersgd_telescope, powersgd_errors, powersgd_steps,
-    powersgd_converges
+loses: powersgd_basis, powersgd_factor
+because: P and Q are both wrong.
 """
 
 

@@ -1,6 +1,6 @@
 """Leaves tensors of three and more dimensions alone.
 
-loses: powersgd_shapes, powersgd_first, powersgd_steps, powersgd_numbers, powersgd_seconds
+loses: powersgd_shapes
 """
 
 

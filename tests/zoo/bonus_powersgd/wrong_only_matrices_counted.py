@@ -1,6 +1,6 @@
 """Counts the thin matrices and forgets what travels as it is.
 
-loses: powersgd_numbers, powersgd_seconds
+loses: powersgd_numbers
 """
 
 

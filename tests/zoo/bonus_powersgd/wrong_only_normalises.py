@@ -1,7 +1,7 @@
 """Gives every column length 1 and leaves the angles as they are.
 
-loses: powersgd_columns, powersgd_dependent, powersgd_basis, powersgd_first, powersgd_warm,
-    powersgd_revive, powersgd_steps
+loses: powersgd_columns, powersgd_dependent
+because: columns that are not made orthogonal are wrong whether they depend on each other or not.
 """
 
 

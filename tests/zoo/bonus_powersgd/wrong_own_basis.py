@@ -1,7 +1,6 @@
 """P never travels: each rank projects on its own.
 
-loses: powersgd_basis, powersgd_first, powersgd_warm, powersgd_revive, powersgd_telescope,
-    powersgd_steps, powersgd_converges
+loses: powersgd_basis
 """
 
 

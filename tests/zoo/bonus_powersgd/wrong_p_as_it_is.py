@@ -1,7 +1,6 @@
 """Forgets to orthonormalise P.
 
-loses: powersgd_basis, powersgd_first, powersgd_warm, powersgd_revive, powersgd_telescope,
-    powersgd_steps, powersgd_resume, powersgd_converges
+loses: powersgd_basis
 """
 
 

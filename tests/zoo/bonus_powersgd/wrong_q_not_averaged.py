@@ -1,7 +1,6 @@
 """Q stays what this rank's own matrix gives.
 
-loses: powersgd_factor, powersgd_first, powersgd_warm, powersgd_revive, powersgd_telescope,
-    powersgd_steps, powersgd_converges
+loses: powersgd_factor
 """
 
 

@@ -1,6 +1,8 @@
 """Starts every step from the Q of the first one.
 
 loses: powersgd_warm, powersgd_steps
+because: powersgd_steps holds all of it against one process, so what is wrong in one step is wrong
+    there.
 """
 
 

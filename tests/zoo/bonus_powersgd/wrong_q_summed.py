@@ -1,7 +1,6 @@
 """The mean of P, but the sum of Q.
 
-loses: powersgd_factor, powersgd_first, powersgd_warm, powersgd_revive, powersgd_steps,
-    powersgd_converges
+loses: powersgd_factor
 """
 
 

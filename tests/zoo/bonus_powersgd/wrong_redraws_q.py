@@ -2,6 +2,8 @@
 
 loses: powersgd_warm, powersgd_steps, powersgd_resume
 class: example
+because: no step begins where the one before ended, with or without a checkpoint. The check of
+    five steps holds all of it against one process.
 """
 
 

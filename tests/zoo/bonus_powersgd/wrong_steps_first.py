@@ -1,6 +1,6 @@
 """Updates with this rank's own gradient, then reduces.
 
-loses: powersgd_train, powersgd_converges
+loses: powersgd_train
 """
 
 

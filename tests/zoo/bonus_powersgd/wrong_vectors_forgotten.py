@@ -1,6 +1,7 @@
 """Reduces matrices only: biases keep this rank's own gradient.
 
 loses: powersgd_vectors, powersgd_bytes, powersgd_steps, powersgd_converges
+because: what does not travel is missing among the bytes, the means, and in a training.
 """
 
 

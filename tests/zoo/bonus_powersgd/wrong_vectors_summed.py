@@ -1,6 +1,8 @@
 """What is not compressed is summed, not averaged.
 
 loses: powersgd_vectors, powersgd_steps
+because: powersgd_steps holds all of it against one process, so what is wrong in one step is wrong
+    there.
 """
 
 

@@ -1,6 +1,6 @@
 """f does nothing backward either: outputs right, gradients below it shares.
 
-loses: btp_f, btp_column, btp_scatter, btp_mlp_traffic, btp_attention_traffic, btp_block
+loses: btp_f
 class: example
 """
 

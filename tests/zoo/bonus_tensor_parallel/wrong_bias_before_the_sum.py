@@ -1,6 +1,6 @@
 """Rank 0 adds the bias before the sum: right outputs, and a gradient on rank 0 only.
 
-loses: btp_row, btp_scatter, btp_mlp, btp_attention
+loses: btp_row
 """
 
 

@@ -1,6 +1,6 @@
 """Every rank adds the bias to its summand: it counts N times.
 
-loses: btp_row, btp_scatter, btp_mlp, btp_attention, btp_sequence_norms
+loses: btp_row
 class: example
 """
 

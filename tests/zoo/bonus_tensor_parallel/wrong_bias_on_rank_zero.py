@@ -1,6 +1,6 @@
 """Rank 0 adds the bias after the sum: the ranks go apart.
 
-loses: btp_row, btp_scatter, btp_mlp, btp_attention, btp_block_dropout, btp_sequence_norms
+loses: btp_row
 """
 
 

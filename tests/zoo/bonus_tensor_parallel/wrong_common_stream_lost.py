@@ -1,6 +1,6 @@
 """Does not put the common generator back: masks outside differ from here on.
 
-loses: btp_masks_outside, btp_block_dropout
+loses: btp_masks_outside
 class: example
 """
 

@@ -1,9 +1,8 @@
 """f where g belongs, and g where f belongs.
 
-loses: btp_f, btp_g, btp_column, btp_gather, btp_row, btp_scatter, btp_mlp, btp_mlp_traffic,
-    btp_attention, btp_attention_traffic, btp_block, btp_block_dropout, btp_embedding, btp_loss,
-    btp_loss_gradient, btp_loss_stable, btp_loss_traffic
+loses: btp_f, btp_g
 class: example
+because: two operators, and both are wrong.
 """
 
 

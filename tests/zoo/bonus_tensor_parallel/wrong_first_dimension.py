@@ -1,6 +1,6 @@
 """Gathers and cuts along the first dimension, the batch.
 
-loses: btp_sequence_operators, btp_sequence, btp_sequence_norms, btp_sequence_traffic
+loses: btp_sequence_operators
 class: example
 """
 

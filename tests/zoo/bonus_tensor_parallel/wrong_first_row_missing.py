@@ -1,6 +1,6 @@
 """Takes the first token of every part for somebody else's.
 
-loses: btp_embedding, btp_loss, btp_loss_gradient, btp_loss_stable, btp_loss_traffic
+loses: btp_embedding
 """
 
 

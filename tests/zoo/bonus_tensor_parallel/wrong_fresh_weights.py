@@ -1,6 +1,6 @@
 """Small layers with an initialisation of their own, of a fan-in of their own.
 
-loses: btp_slices, btp_heads
+loses: btp_slices
 class: example
 """
 

@@ -1,7 +1,6 @@
 """g all-reduces backward, too, as a collective does that is its own conjugate.
 
-loses: btp_g, btp_gather, btp_row, btp_scatter, btp_mlp, btp_mlp_traffic, btp_attention,
-    btp_attention_traffic, btp_block, btp_embedding, btp_loss_gradient
+loses: btp_g
 class: example
 """
 

@@ -1,6 +1,6 @@
 """Backward, gather_in keeps its own tokens of its own gradient.
 
-loses: btp_sequence_operators, btp_sequence, btp_sequence_norms, btp_sequence_traffic
+loses: btp_sequence_operators
 """
 
 

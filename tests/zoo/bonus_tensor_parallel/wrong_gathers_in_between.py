@@ -1,6 +1,6 @@
 """Gathers the hidden features and splits them again.
 
-loses: btp_mlp_traffic, btp_sequence_traffic
+loses: btp_mlp_traffic
 class: example
 """
 

@@ -1,7 +1,8 @@
 """No activation between the layers, and GELU on what comes out.
 
-loses: btp_mlp, btp_mlp_traffic, btp_block, btp_block_dropout, btp_sequence, btp_sequence_norms,
-    btp_sequence_traffic
+loses: btp_mlp, btp_mlp_traffic
+because: the check of what travels wants the right summands in it, as a proof that they were
+    computed.
 """
 
 

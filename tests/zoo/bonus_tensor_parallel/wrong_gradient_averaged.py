@@ -1,6 +1,6 @@
 """f takes the mean over ranks, as for data parallelism.
 
-loses: btp_f, btp_column, btp_scatter, btp_mlp_traffic, btp_attention_traffic, btp_block
+loses: btp_f
 """
 
 

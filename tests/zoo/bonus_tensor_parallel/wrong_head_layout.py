@@ -1,7 +1,8 @@
 """Reads the features of a head with a stride, as if heads were interleaved.
 
-loses: btp_attention, btp_attention_traffic, btp_block, btp_block_dropout, btp_sequence,
-    btp_sequence_norms, btp_sequence_traffic
+loses: btp_attention, btp_attention_traffic
+because: the check of what travels wants the right summands in it, as a proof that they were
+    computed.
 """
 
 

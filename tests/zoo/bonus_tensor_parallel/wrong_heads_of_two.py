@@ -1,8 +1,9 @@
 """Half of the heads, which was right at home.
 
-loses: btp_attention, btp_attention_traffic, btp_block, btp_sequence, btp_sequence_norms,
-    btp_sequence_traffic
+loses: btp_attention, btp_attention_traffic
 class: example
+because: the check of what travels wants the right summands in it, as a proof that they were
+    computed.
 """
 
 

@@ -1,6 +1,6 @@
 """The MLP forgets f. Its own gradients are right, those below it are not.
 
-loses: btp_mlp_traffic, btp_block
+loses: btp_mlp_traffic
 class: example
 """
 

@@ -1,6 +1,6 @@
 """Takes the slice of rank + 1.
 
-loses: btp_slices, btp_scatter, btp_heads, btp_embedding
+loses: btp_slices
 """
 
 

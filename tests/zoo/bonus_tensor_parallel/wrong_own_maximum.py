@@ -2,6 +2,7 @@
 
 loses: btp_loss, btp_loss_gradient, btp_loss_stable, btp_loss_traffic
 class: example
+because: one function gives the loss, and what it sends is only right if the loss is.
 """
 
 

@@ -1,6 +1,6 @@
 """The stream does not depend on the rank.
 
-loses: btp_masks_inside, btp_block_dropout
+loses: btp_masks_inside
 """
 
 

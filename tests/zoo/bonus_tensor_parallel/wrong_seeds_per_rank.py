@@ -1,6 +1,6 @@
 """Seeds torch itself with a number of the rank.
 
-loses: btp_masks_outside, btp_block_dropout
+loses: btp_masks_outside
 """
 
 

@@ -1,6 +1,7 @@
 """Every rank has everybody's tensors from files and computes all sums alone: nothing is sent.
 
-loses: btp_mlp_traffic, btp_attention_traffic, btp_sequence_traffic
+loses: btp_mlp_traffic, btp_attention_traffic
+because: nothing is sent in either half of the layer.
 """
 
 # %% replaces="task1_f_and_g"

@@ -1,6 +1,7 @@
 """Every rank adds a logit for every target, its own or not.
 
 loses: btp_loss, btp_loss_gradient, btp_loss_stable, btp_loss_traffic
+because: one function gives the loss, and what it sends is only right if the loss is.
 """
 
 

@@ -1,6 +1,6 @@
 """Queries, keys and values each enter the parallel region on their own.
 
-loses: btp_attention_traffic, btp_sequence_traffic
+loses: btp_attention_traffic
 class: example
 """
 

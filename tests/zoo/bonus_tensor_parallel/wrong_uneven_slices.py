@@ -1,6 +1,6 @@
 """Splits what does not divide, too.
 
-loses: btp_slices, btp_embedding
+loses: btp_slices
 """
 
 
