@@ -44,12 +44,12 @@ from autograder.box.bubblewrap import Mounts
 from autograder.box.containers import Container, ContainerMounts
 from autograder.box.environment import environment, limit_command
 from autograder.box.syscalls import can_filter, filter_command, start_command, write_filter
-from autograder.criteria import OURS, lab_names
 from autograder.criteria.limits import Limits
 
 _PACKAGE = Path(__file__).parents[1]
 # The parts of this package that a box shows, because they run beside student code. All other parts
 # are trusted and absent.
+_OURS = "criteria/*/ours.py"  # see `Criterion.stand_ins`
 _SHOWN = frozenset({"__init__", "py", "inside", "criteria"})
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
 # In nbgrader's older versions, the exchange folder, with everybody's submissions, is below /usr.
@@ -341,7 +341,7 @@ def _trusted_names() -> set[tuple[str, ...]]:
     # Includes compiled files of modules that no longer exist.
     children = (*_PACKAGE.iterdir(), *_PACKAGE.glob("__pycache__/*"))
     stems = {child.name.partition(".")[0] for child in children}
-    ours = {("criteria", lab, OURS) for lab in lab_names()}
+    ours = {path.relative_to(_PACKAGE).with_suffix("").parts for path in _PACKAGE.glob(_OURS)}
     return {(stem,) for stem in stems - _SHOWN - {"__pycache__", ""}} | ours
 
 
