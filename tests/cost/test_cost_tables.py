@@ -242,10 +242,10 @@ def test_nccl_constants_are_those_of_the_table():
         for algorithm in cost.nccl.ALGORITHMS:
             published = tuple(float(row[f"{algorithm}_{p}"]) for p in cost.nccl.PROTOCOLS)
             if row["item"] == "baseLat_us":
-                assert cost.nccl.BASE_LATENCY_US[algorithm] == published
+                assert cost.nccl.VERSIONS["2.7.5"].base_latency_us[algorithm] == published
             else:
                 kind = row["item"].removeprefix("hwLat_").removesuffix("_us")
-                assert cost.nccl.HOP_LATENCY_US[kind][algorithm] == published
+                assert cost.nccl.VERSIONS["2.7.5"].hop_latency_us[kind][algorithm] == published
 
 
 def test_bus_factors():

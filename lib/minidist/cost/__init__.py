@@ -5,7 +5,9 @@
     nccl         NCCL's own tuning model              memory       bytes per GPU, ZeRO, activations
     training     days, GPU hours, money, MFU          pipeline     bubbles and utilisation
     parallelism  dp x pp x cp x tp, checked           step         predicted time of a step
-    scaling      Amdahl's law, bottlenecks            recommend    the fastest plan that fits
+    block        one block on one GPU                 exposed      traffic that is not hidden
+    software     what an implementation hides         recommend    the fastest plan that fits
+    scaling      Amdahl's law, bottlenecks
 
 >>> import minidist.cost as cost
 >>> plans = cost.recommend(model=cost.LLAMA2_7B, node=cost.DGX_A100, num_gpus=6, global_batch=48)

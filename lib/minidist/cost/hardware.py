@@ -25,7 +25,7 @@ latencies: NCCL's tuning model (src/graph/tuning.cc, ring, Simple protocol).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 GB = 1e9
 GIB = 2.0**30
@@ -48,9 +48,16 @@ class GPU:
             "tf32" (tensor cores), "fp32" (plain cores), "fp8". Only dtypes that the chip supports.
         memory_bytes: size of the device memory (a data sheet's GB is 10^9 bytes).
         memory_bandwidth_bytes_per_s: bandwidth of the device memory.
-        matmul_efficiency: the share of peak that the matrix products of a transformer layer reach.
-            For A100 and H100 it is fitted to published training runs (see `minidist.cost.step`);
-            the remaining GPUs have the value of A100 or H100.
+        matmul_efficiency: the share of peak that large matrix products of a training run reach,
+            clocks and power included.
+        half_rows, half_head: rows of a product, and width of an attention head, at which a product
+            reaches half of its speed.
+        attention_efficiency: FLOPs of the whole square of scores per second of FlashAttention, as
+            a share of peak, for a wide head.
+        memory_efficiency: share of the memory's bandwidth that kernels reach.
+            These constants are fitted, one set per generation, to the calibration rows in
+            `minidist/plan/published`. GPUs of which no run is there have the set of the H100.
+        measured: whether the constants come from runs on this generation.
         source: where the figures come from.
     """
 
@@ -59,7 +66,16 @@ class GPU:
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
     matmul_efficiency: float = 0.7
+    half_rows: float = 0.0
+    half_head: float = 0.0
+    attention_efficiency: float = 0.5
+    memory_efficiency: float = 0.8
+    measured: bool = False
     source: str = _SHEETS
+
+    @property
+    def attainable_memory_bandwidth(self) -> float:
+        return self.memory_bandwidth_bytes_per_s * self.memory_efficiency
 
     def peak(self, dtype: str = "bf16") -> float:
         """Dense peak in FLOP/s.
@@ -124,13 +140,21 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A machine: `intra_node` joins its GPUs; each GPU has a `network` port to other nodes."""
+    """A machine: `intra_node` joins its GPUs; each GPU has a `network` port to other nodes.
+
+    Attributes:
+        host_link_bytes_per_s: one GPU's way to host memory, one direction, attainable.
+        host_memory_bytes_per_s: one GPU's share of the host memory's bandwidth. Both matter only
+            for an offloaded optimiser, and are round figures of a machine with 8 GPUs.
+    """
 
     name: str
     gpu: GPU
     num_gpus: int
     intra_node: Link
     network: Link
+    host_link_bytes_per_s: float = 25e9
+    host_memory_bytes_per_s: float = 40e9
 
     def link_for(self, *, num_ranks: int, stride: int = 1) -> Link:
         """The link that limits a ring of `num_ranks` ranks that are `stride` ranks apart.
@@ -174,12 +198,24 @@ A100_40GB = GPU(
     peak_flops_per_s={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
     memory_bytes=40 * GB,
     memory_bandwidth_bytes_per_s=1.555e12,
+    matmul_efficiency=0.8033,
+    half_rows=333.6,
+    half_head=25.79,
+    attention_efficiency=0.7247,
+    measured=True,
+    memory_efficiency=0.902,
 )
 A100 = GPU(
     name="A100 SXM 80 GB",
     peak_flops_per_s={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
     memory_bytes=80 * GB,
     memory_bandwidth_bytes_per_s=2.0e12,  # the data sheet says 2,039 GB/s
+    matmul_efficiency=0.8033,
+    half_rows=333.6,
+    half_head=25.79,
+    attention_efficiency=0.7247,
+    measured=True,
+    memory_efficiency=0.902,
 )
 H100 = GPU(
     name="H100 SXM 80 GB",
@@ -192,16 +228,26 @@ H100 = GPU(
     },
     memory_bytes=80 * GB,
     memory_bandwidth_bytes_per_s=3.35e12,
-    matmul_efficiency=0.5,
+    matmul_efficiency=0.6535,
+    half_rows=651.1,
+    half_head=40.35,
+    attention_efficiency=0.4332,
+    memory_efficiency=0.8501,
+    measured=True,
 )
-H200 = GPU(
+# No training run on these is among the calibration rows, so they have the constants of the H100. Of
+# B200 and MI300X the share of peak that the best matrix product reaches was measured
+# (stas00/ml-engineering: 1,745 of 2,250 TFLOP/s; 758 of 1,307; H100 794.5 of 989), and theirs is
+# the H100's share in this proportion.
+H200 = replace(
+    H100,
     name="H200 SXM 141 GB",
-    peak_flops_per_s=dict(H100.peak_flops_per_s),
     memory_bytes=141 * GB,
     memory_bandwidth_bytes_per_s=4.8e12,
-    matmul_efficiency=0.5,
+    measured=False,
 )
-B200 = GPU(
+B200 = replace(
+    H100,
     name="B200 SXM 180 GB",
     peak_flops_per_s={
         "bf16": 2250e12,
@@ -212,9 +258,26 @@ B200 = GPU(
     },
     memory_bytes=180 * GB,
     memory_bandwidth_bytes_per_s=8.0e12,
-    matmul_efficiency=0.5,
+    matmul_efficiency=H100.matmul_efficiency * (1745 / 2250) / (794.5 / 989),
+    measured=False,
 )
-GPUS = {gpu.name: gpu for gpu in (V100, A100_40GB, A100, H100, H200, B200)}
+MI300X = replace(
+    H100,
+    name="MI300X 192 GB",
+    peak_flops_per_s={
+        "bf16": 1307e12,
+        "fp16": 1307e12,
+        "tf32": 653.7e12,
+        "fp32": 163.4e12,
+        "fp8": 2615e12,
+    },
+    memory_bytes=192 * GB,
+    memory_bandwidth_bytes_per_s=5.3e12,
+    matmul_efficiency=H100.matmul_efficiency * (758 / 1307) / (794.5 / 989),
+    measured=False,
+    source="AMD Instinct MI300X data sheet",
+)
+GPUS = {gpu.name: gpu for gpu in (V100, A100_40GB, A100, H100, H200, B200, MI300X)}
 
 
 def find_gpu(name: str, memory_bytes: float) -> GPU | None:
@@ -254,6 +317,15 @@ NVLINK2 = _nvlink(2, 6, 25.0, 0.8)
 NVLINK3 = _nvlink(3, 12, 25.0, 0.78)  # 234.9 of 300 GB/s measured, 8 x A100, 16 GiB
 NVLINK4 = _nvlink(4, 18, 25.0, 0.82)  # 367.6 of 450 GB/s measured, 8 x H200, ring
 NVLINK5 = _nvlink(5, 18, 50.0, 0.82)  # no ring measurement; the fraction of NVLink 4
+
+# Seven links to the seven other GPUs, 64 GB/s each way; no ring measurement.
+INFINITY_FABRIC = Link(
+    name="Infinity Fabric",
+    bandwidth_bytes_per_s=7 * 64e9,
+    latency_s=_NVLINK_HOP_S,
+    attainable_fraction=0.75,
+    source="AMD Instinct MI300X data sheet",
+)
 
 # Transfers per second of one lane, in 10^9. In 3.0 to 5.0, 128 of 130 bits are data.
 _PCIE_GT_PER_S = {3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
@@ -298,7 +370,7 @@ LINKS = {
     link.name: link
     for link in (
         *(pcie(generation=g) for g in (3, 4, 5, 6)),
-        *(NVLINK2, NVLINK3, NVLINK4, NVLINK5),
+        *(NVLINK2, NVLINK3, NVLINK4, NVLINK5, INFINITY_FABRIC),
         *(INFINIBAND_HDR, INFINIBAND_NDR, ETHERNET_10, ETHERNET_25, ETHERNET_100),
     )
 }
@@ -307,6 +379,10 @@ LINKS = {
 
 DGX_A100 = Node(name="DGX A100", gpu=A100, num_gpus=8, intra_node=NVLINK3, network=INFINIBAND_HDR)
 DGX_H100 = Node(name="DGX H100", gpu=H100, num_gpus=8, intra_node=NVLINK4, network=INFINIBAND_NDR)
+DGX_B200 = Node(name="DGX B200", gpu=B200, num_gpus=8, intra_node=NVLINK5, network=INFINIBAND_NDR)
+MI300X_NODE = Node(
+    name="8 x MI300X", gpu=MI300X, num_gpus=8, intra_node=INFINITY_FABRIC, network=INFINIBAND_NDR
+)
 DGX_H200 = Node(name="DGX H200", gpu=H200, num_gpus=8, intra_node=NVLINK4, network=INFINIBAND_NDR)
 PCIE_A100 = Node(
     name="4 x A100 on PCIe",
@@ -315,4 +391,6 @@ PCIE_A100 = Node(
     intra_node=pcie(generation=4),
     network=network(gigabits_per_s=25, name="Ethernet, a quarter of 100", latency_s=50e-6),
 )
-NODES = {node.name: node for node in (DGX_A100, DGX_H100, DGX_H200, PCIE_A100)}
+NODES = {
+    node.name: node for node in (DGX_A100, DGX_H100, DGX_H200, DGX_B200, MI300X_NODE, PCIE_A100)
+}

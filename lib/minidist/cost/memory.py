@@ -27,6 +27,7 @@ Example: GPT-3's model states, then the activations of one sequence on one GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -147,7 +148,14 @@ def activation_bytes_per_layer(
         return 2 * sbh
     ratio = model.mlp_width / model.width
     whole = 8 + (2 if dropout else 0)
-    cut = 4 + 4 * model.kv_width / model.width + (8 if model.gated_mlp else 4) * ratio
+    if model.num_experts:  # the visited experts' inner tensors, and the tokens sent and received
+        dense = model.dense_layers / model.num_layers
+        visited = model.experts_per_token + model.shared_experts
+        ratio = dense * ratio + (1 - dense) * visited * model.expert_width / model.width
+        routed = (1 - dense) * 4 * model.experts_per_token
+    else:
+        routed = 0.0
+    cut = 4 + 4 * model.kv_width / model.width + (8 if model.gated_mlp else 4) * ratio + routed
     scores = (5 if dropout else 2) * model.num_heads * model.context / model.width
     if recompute == "selective" or fused_attention:
         scores = 0
@@ -201,13 +209,22 @@ class Memory:
 
 def parameters_per_gpu(*, model: Transformer, parallelism: ParallelismConfig) -> float:
     """Parameters per GPU on the fullest stage: its blocks and one table (without a pipeline the
-    whole model), divided by tp. Norms are small and are counted as if divided, too."""
+    whole model), divided by tp, its routed experts also by ep. Norms are small and are counted as
+    if divided, too."""
     p = parallelism
+    elsewhere = model.routed_weights * (1 - 1 / p.ep)
     if p.pp == 1:
-        return model.num_parameters / p.tp
+        return (model.num_parameters - model.num_layers * elsewhere) / p.tp
     layers = -(-model.num_layers // p.pp)
     table = model.vocab_size * model.width
-    return (layers * model.block_parameters + table) / p.tp
+    return (layers * (model.block_parameters - elsewhere) + table) / p.tp
+
+
+def shard_parameters(*, model: Transformer, parallelism: ParallelismConfig) -> float:
+    """Parameters of which one GPU has the optimiser state with ZeRO: an equal share of what its
+    stage holds. ep ranks hold different experts, so the share does not depend on ep."""
+    whole = dataclasses.replace(parallelism, ep=1)
+    return parameters_per_gpu(model=model, parallelism=whole) / parallelism.shard_ranks
 
 
 def memory_per_gpu(
@@ -221,12 +238,14 @@ def memory_per_gpu(
     fused_attention: bool = False,
     dropout: bool = False,
     framework_bytes: float = 2e9,
+    offload: bool = False,
 ) -> Memory:
     """Bytes on the fullest GPU of a plan.
 
     Args:
         micro_batch: sequences per micro-batch and data-parallel rank.
         framework_bytes: CUDA context, NCCL buffers, allocator slack. 2 GB is a rough figure.
+        offload: the optimiser's states are in host memory.
 
     >>> from minidist.cost.transformer import GPT3_175B
     >>> plan = ParallelismConfig(dp=2, pp=4, tp=8)  # 64 GPUs: the model states alone are too much
@@ -235,7 +254,7 @@ def memory_per_gpu(
     """
     p = parallelism
     held = parameters_per_gpu(model=model, parallelism=p)
-    mine = states.per_rank(zero_stage=p.zero_stage, num_ranks=p.shard_ranks)
+    shard = shard_parameters(model=model, parallelism=p)
     layer_bytes = functools.partial(
         activation_bytes_per_layer,
         model=model,
@@ -263,11 +282,12 @@ def memory_per_gpu(
     again = layer_bytes(recompute="none") if recompute == "full" else 0.0
     gathered = 0.0
     if p.zero_stage == 3:  # the block in use, the next block (prefetched), and one gradient
-        gathered = model.block_parameters / p.tp * (2 * states.parameter + states.gradient)
+        block = (model.block_parameters - model.routed_weights * (1 - 1 / p.ep)) / p.tp
+        gathered = block * (2 * states.parameter + states.gradient)
     return Memory(
-        parameters=held * mine.parameter,
-        gradients=held * mine.gradient,
-        optimizer=held * mine.optimizer,
+        parameters=states.parameter * (shard if p.zero_stage >= 3 else held),
+        gradients=states.gradient * (shard if p.zero_stage >= 2 else held),
+        optimizer=0.0 if offload else states.optimizer * (shard if p.zero_stage else held),
         activations=activations,
         working=again + gathered + framework_bytes,
     )

@@ -3,36 +3,89 @@
 For every algorithm (ring, tree) and protocol, NCCL adds a base latency, a latency per hop and
 bytes / bandwidth. Then NCCL takes the fastest combination. The protocols:
 
-- **LL** sends 4 bytes of data with 4 bytes of flag: lowest latency, a quarter of the bandwidth;
+- **LL** sends 4 bytes of data with 4 bytes of flag: lowest latency, half of the bandwidth (old
+  versions of the model count a quarter);
 - **LL128** sends 120 of 128 bytes as data: low latency, 92 % of the bandwidth, where NVLink allows;
 - **Simple** sends large chunks with a fence: highest latency, all of the bandwidth.
 
-Constants: NVIDIA/nccl, src/graph/tuning.cc (2.1x), microseconds. For `Simple` on trees the latency
-per hop is large (28 us on NVLink) and the base latency is 0, so NCCL never uses `Simple` for small
-buffers on trees.
+The constants (NVIDIA/nccl, src/graph/tuning.cc, microseconds) change with the version: `VERSIONS`
+has those of 2.7.5, with which many published measurements were made, and of 2.28.7. The old version
+charges `Simple` on trees 28 us per hop on NVLink and nothing as base, so it never uses `Simple` for
+small buffers on trees; the new one charges 4 us. Not in here: NVLS and CollNet, corrections by
+size, limits per channel.
 
 Example: 8 GPUs on NVLink switch from LL to LL128 to Simple as the buffer grows.
 
 >>> [choose(num_bytes=b, gpus_per_node=8, num_nodes=1, bus_bytes_per_s=235e9).protocol
-...  for b in (2**10, 2**20, 2**30)]
+...  for b in (2**10, 2**22, 2**30)]
 ['LL', 'LL128', 'Simple']
+>>> [VERSIONS[v].hop_latency_us["NET"]["ring"][-1] for v in ("2.7.5", "2.28.7")]
+[9.6, 14.0]
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 ALGORITHMS = ("ring", "tree")
-# algorithm -> one figure per protocol, in microseconds
-BASE_LATENCY_US = {"tree": (4.4, 4.4, 0.0), "ring": (3.6, 10.0, 8.4)}
-HOP_LATENCY_US = {
-    "NVLINK": {"tree": (0.52, 1.2, 28.0), "ring": (0.47, 1.9, 3.4)},
-    "PCI": {"tree": (1.0, 1.9, 28.0), "ring": (1.0, 2.5, 5.7)},
-    "NET": {"tree": (5.0, 8.5, 50.0), "ring": (2.7, 4.0, 9.6)},
+_PerProtocol = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """The constants of one version of NCCL, one figure per protocol.
+
+    Attributes:
+        base_latency_us: by algorithm, in microseconds.
+        hop_latency_us: by link (NVLINK, PCI, NET) and algorithm, in microseconds.
+        bandwidth_share: of the bus bandwidth.
+    """
+
+    version: str
+    base_latency_us: dict[str, _PerProtocol] = field(hash=False)
+    hop_latency_us: dict[str, dict[str, _PerProtocol]] = field(hash=False)
+    bandwidth_share: _PerProtocol
+
+
+VERSIONS = {
+    constants.version: constants
+    for constants in (
+        Constants(
+            version="2.7.5",
+            base_latency_us={"tree": (4.4, 4.4, 0.0), "ring": (3.6, 10.0, 8.4)},
+            hop_latency_us={
+                "NVLINK": {"tree": (0.52, 1.2, 28.0), "ring": (0.47, 1.9, 3.4)},
+                "PCI": {"tree": (1.0, 1.9, 28.0), "ring": (1.0, 2.5, 5.7)},
+                "NET": {"tree": (5.0, 8.5, 50.0), "ring": (2.7, 4.0, 9.6)},
+            },
+            bandwidth_share=(1 / 4, 0.92, 1.0),
+        ),
+        Constants(
+            version="2.28.7",
+            base_latency_us={"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)},
+            hop_latency_us={
+                "NVLINK": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)},
+                "PCI": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
+                "NET": {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)},
+            },
+            bandwidth_share=(1 / 2, 0.92, 1.0),
+        ),
+    )
 }
-_BANDWIDTH_SHARE = {"LL": 1 / 4, "LL128": 0.92, "Simple": 1.0}
+TODAY = "2.28.7"
+
+
+def constants_of(version: str) -> Constants:
+    """The constants of a version.
+
+    Raises:
+        ValueError: the constants of this version are not here.
+    """
+    if version not in VERSIONS:
+        raise ValueError(f"nccl: constants are known of {', '.join(VERSIONS)}, got {version!r}")
+    return VERSIONS[version]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +105,7 @@ def latency_seconds(
     num_nodes: int,
     kind: str = "all_reduce",
     intra: str = "NVLINK",
+    version: str = TODAY,
 ) -> float:
     """The part of the predicted time that does not depend on the number of bytes.
 
@@ -61,8 +115,10 @@ def latency_seconds(
     per node.
     """
     index = PROTOCOLS.index(protocol)
-    hop, net = HOP_LATENCY_US[intra][algorithm][index], HOP_LATENCY_US["NET"][algorithm][index]
-    base = BASE_LATENCY_US[algorithm][index]
+    constants = constants_of(version)
+    hop = constants.hop_latency_us[intra][algorithm][index]
+    net = constants.hop_latency_us["NET"][algorithm][index]
+    base = constants.base_latency_us[algorithm][index]
     if algorithm == "tree":
         if kind != "all_reduce":
             raise ValueError(f"NCCL's trees do all_reduce only, not {kind!r}")
@@ -84,6 +140,7 @@ def predict(
     protocol: str,
     kind: str = "all_reduce",
     intra: str = "NVLINK",
+    version: str = TODAY,
 ) -> float:
     """Seconds of a collective that NCCL predicts: latency + bytes / algorithm bandwidth.
 
@@ -94,7 +151,7 @@ def predict(
     n = gpus_per_node * num_nodes
     if n == 1:
         return 0.0
-    bus = bus_bytes_per_s * _BANDWIDTH_SHARE[protocol]
+    bus = bus_bytes_per_s * constants_of(version).bandwidth_share[PROTOCOLS.index(protocol)]
     steps = (2 if kind == "all_reduce" else 1) * (n - 1)
     bandwidth = bus * n / steps if algorithm == "ring" else bus / 2
     latency_s = latency_seconds(
@@ -104,6 +161,7 @@ def predict(
         num_nodes=num_nodes,
         kind=kind,
         intra=intra,
+        version=version,
     )
     return latency_s + num_bytes / bandwidth
 
@@ -116,6 +174,7 @@ def choose(
     bus_bytes_per_s: float,
     kind: str = "all_reduce",
     intra: str = "NVLINK",
+    version: str = TODAY,
 ) -> Choice:
     """The algorithm and protocol with the shortest predicted time."""
     choices = [
@@ -131,6 +190,7 @@ def choose(
                 protocol=protocol,
                 kind=kind,
                 intra=intra,
+                version=version,
             ),
         )
         for algorithm in (ALGORITHMS if kind == "all_reduce" else ("ring",))

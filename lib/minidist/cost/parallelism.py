@@ -28,6 +28,8 @@ class ParallelismConfig:
         sequence_parallel: shard along the sequence the activations that tensor parallelism does not
             shard (arXiv 2205.05198).
         virtual_stages: chunks of layers per pipeline rank (interleaved 1F1B, arXiv 2104.04473).
+        ep: expert-parallel ranks. They are drawn from the dp * cp ranks: ep of these share the
+            experts of a block, so ep does not change the number of GPUs.
     """
 
     dp: int = 1
@@ -37,9 +39,10 @@ class ParallelismConfig:
     zero_stage: int = 0
     sequence_parallel: bool = False
     virtual_stages: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "cp", "tp", "virtual_stages"):
+        for name in ("dp", "pp", "cp", "tp", "virtual_stages", "ep"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(
@@ -55,6 +58,11 @@ class ParallelismConfig:
             )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("ParallelismConfig: sequence_parallel needs tp > 1, got tp 1")
+        if self.dp * self.cp % self.ep:
+            raise ValueError(
+                f"ParallelismConfig: dp {self.dp} x cp {self.cp} = {self.dp * self.cp} ranks do "
+                f"not divide into groups of ep {self.ep}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -87,6 +95,7 @@ class ParallelismConfig:
         extra = [f"ZeRO-{self.zero_stage}"] if self.zero_stage else []
         extra += ["sequence parallel"] if self.sequence_parallel else []
         extra += [f"{self.virtual_stages} chunks per stage"] if self.virtual_stages > 1 else []
+        extra += [f"ep {self.ep}"] if self.ep > 1 else []
         return " x ".join(parts) + (", " + ", ".join(extra) if extra else "")
 
     # ----------------------------------------------------------------------------------- checks
@@ -151,6 +160,10 @@ class ParallelismConfig:
         )
         if self.sequence_parallel:
             divides("context", model.context, "tp x cp", self.tp * self.cp)
+        if self.ep > 1 and not model.num_experts:
+            found.append(f"ep {self.ep}: the model has no experts")
+        elif model.num_experts:
+            divides("experts", model.num_experts, "ep", self.ep)
         if gpus_per_node is not None and self.tp > gpus_per_node:
             found.append(f"tp {self.tp} does not stay inside a node of {gpus_per_node} GPUs")
         elif gpus_per_node is not None and gpus_per_node % self.tp:

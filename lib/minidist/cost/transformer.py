@@ -33,6 +33,12 @@ class Transformer:
         learned_positions: True for a table of context x width (GPT), False without one (rotary).
         bias, norm_bias: whether the linear layers and the norms have a bias (LayerNorm has a bias,
             RMSNorm has none).
+        num_experts, experts_per_token, expert_width, shared_experts: routed experts of one block,
+            how many of them a token visits, their inner width, and experts that every token visits.
+            0 experts is a dense model.
+        dense_layers: blocks of such a model that have the dense MLP instead.
+        attention_entries: entries of a block's attention matrices, where they are not 2h^2 and
+            2h times the width of the keys (multi-head latent attention).
     """
 
     vocab_size: int
@@ -47,6 +53,12 @@ class Transformer:
     bias: bool = True
     norm_bias: bool = True
     learned_positions: bool = True
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    attention_entries: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "width", "num_layers", "num_heads"):
@@ -59,6 +71,13 @@ class Transformer:
                 f"Transformer: width {self.width} is not divisible by {self.num_heads} heads "
                 f"(remainder {self.width % self.num_heads})"
             )
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"Transformer: a token visits 1 to {self.num_experts} experts, got "
+                f"{self.experts_per_token}"
+            )
+        if self.num_experts and self.expert_width < 1:
+            raise ValueError(f"Transformer: expert_width must be >= 1, got {self.expert_width}")
 
     @classmethod
     def from_config(cls, config: Any) -> Transformer:
@@ -78,20 +97,52 @@ class Transformer:
         return self.width * (self.num_kv_heads or self.num_heads) / self.num_heads
 
     @property
+    def head_width(self) -> float:
+        """Width of one head, h / a."""
+        return self.width / self.num_heads
+
+    @property
+    def attention_weights(self) -> int:
+        """Entries of one block's attention matrices: 4 h^2 for a GPT."""
+        if self.attention_entries is not None:
+            return self.attention_entries
+        return round(2 * self.width * self.width + 2 * self.width * self.kv_width)
+
+    def _mlp_weights(self, width: float) -> float:
+        return (3 if self.gated_mlp else 2) * self.width * width
+
+    @property
+    def routed_weights(self) -> float:
+        """Entries of one block's routed experts, averaged over all blocks; 0 in a dense model."""
+        share = 1 - self.dense_layers / self.num_layers
+        return share * self.num_experts * self._mlp_weights(self.expert_width)
+
+    @property
     def block_weights(self) -> int:
-        """Number of entries of the weight matrices of one block: 12 h^2 for a GPT."""
-        h, mlp_matrices = self.width, 3 if self.gated_mlp else 2
-        return round(2 * h * h + 2 * h * self.kv_width + mlp_matrices * h * self.mlp_width)
+        """Entries of a block's weight matrices that a token meets: 12 h^2 for a GPT. With experts,
+        the mean over the blocks: shared experts, the chosen experts and the router."""
+        if not self.num_experts:
+            return round(self.attention_weights + self._mlp_weights(self.mlp_width))
+        dense = self.dense_layers / self.num_layers
+        visited = self.experts_per_token + self.shared_experts
+        expert = visited * self._mlp_weights(self.expert_width) + self.width * self.num_experts
+        mlp = dense * self._mlp_weights(self.mlp_width) + (1 - dense) * expert
+        return round(self.attention_weights + mlp)
 
     @property
     def block_parameters(self) -> int:
-        """Weights, biases and the two norms of one block: 12 h^2 + 13 h for a GPT."""
+        """Weights, biases and the two norms of one block: 12 h^2 + 13 h for a GPT. With experts,
+        the mean over the blocks."""
         h = self.width
         norms = 2 * h * (2 if self.norm_bias else 1)
+        weights = self.block_weights + self.routed_weights
+        if self.num_experts:  # block_weights has the visited experts, routed_weights has them all
+            visited = self.experts_per_token * self._mlp_weights(self.expert_width)
+            weights -= visited * (1 - self.dense_layers / self.num_layers)
         if not self.bias:
-            return self.block_weights + norms
+            return round(weights + norms)
         mlp_biases = self.mlp_width * (2 if self.gated_mlp else 1) + h
-        return round(self.block_weights + norms + 2 * h + 2 * self.kv_width + mlp_biases)
+        return round(weights + norms + 2 * h + 2 * self.kv_width + mlp_biases)
 
     @property
     def embedding_parameters(self) -> int:
@@ -105,6 +156,14 @@ class Transformer:
         (arXiv 2104.04473, equation 2, which leaves out the 2h of the last norm)."""
         final_norm = self.width * (2 if self.norm_bias else 1)
         return self.num_layers * self.block_parameters + self.embedding_parameters + final_norm
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets; all of them in a dense model."""
+        unvisited = self.num_experts - self.experts_per_token
+        share = 1 - self.dense_layers / self.num_layers
+        idle = self.num_layers * share * unvisited * self._mlp_weights(self.expert_width)
+        return round(self.num_parameters - idle)
 
     # ------------------------------------------------------------------------------------ FLOPs
 

@@ -1,0 +1,134 @@
+"""Fit the constants of `minidist.cost` to the calibration rows: `python -m minidist.plan.calibrate`
+
+A pattern search over one set per GPU generation and per software. It minimises the mean over the
+tables of the mean absolute logarithm of predicted / published seconds, so a table with many rows
+does not outvote the others. Test rows are never read. It prints the constants, in a minute or two;
+nobody writes them anywhere but a person.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+from minidist.cost.hardware import GPUS
+from minidist.cost.software import SOFTWARE
+from minidist.plan.runs import Run, load_runs, predict_run, published_seconds
+
+# What is fitted: (owner, field): smallest and largest value that make sense.
+_GPU_RANGES = {
+    "matmul_efficiency": (0.3, 1.0),
+    "half_rows": (0.0, 2000.0),
+    "half_head": (0.0, 200.0),
+    "attention_efficiency": (0.1, 1.5),
+    "memory_efficiency": (0.3, 1.0),
+}
+_SOFTWARE_RANGES = {
+    "launch_s": (0.05e-3, 3e-3),
+    "traffic": (0.2, 4.0),
+    "overlap": (0.0, 1.0),
+    "attention": (0.5, 3.0),
+    "gather_ports": (0.1, 8.0),
+    "bucket_bytes": (5e6, 1e12),
+    "shard_bucket_bytes": (2e5, 1e12),
+    "step_s": (0.0, 0.3),
+    "straggler": (0.0, 0.05),
+}
+# Rows of this software say nothing about these.
+_FIXED = {
+    "megatron-2021": {"overlap", "bucket_bytes", "shard_bucket_bytes", "gather_ports", "attention"},
+    "deepspeed-2021": {
+        "launch_s",
+        "traffic",
+        "bucket_bytes",
+        "shard_bucket_bytes",
+        "step_s",
+        "straggler",
+        "attention",
+    },
+    "fsdp": {"gather_ports", "bucket_bytes", "shard_bucket_bytes", "attention"},
+    "nanotron": {"gather_ports"},
+}
+_GENERATIONS = {"A100": ("A100 SXM 80 GB", "A100 SXM 40 GB"), "H100": ("H100 SXM 80 GB",)}
+_MOST = 0.5  # a run that is off by more, such as a measured outlier, counts no more than this
+
+Values = dict[tuple[str, str], float]
+
+
+def start_values() -> tuple[Values, dict[tuple[str, str], tuple[float, float]]]:
+    """The constants as they are, and their ranges."""
+    values: Values = {}
+    ranges = {}
+    for generation, names in _GENERATIONS.items():
+        for field, limits in _GPU_RANGES.items():
+            values[generation, field] = getattr(GPUS[names[0]], field)
+            ranges[generation, field] = limits
+    for name, fixed in _FIXED.items():
+        for field, limits in _SOFTWARE_RANGES.items():
+            if field not in fixed:
+                values[name, field] = getattr(SOFTWARE[name], field)
+                ranges[name, field] = limits
+    return values, ranges
+
+
+def loss(runs: Iterable[Run], values: Values) -> float:
+    """Mean over the tables of the mean absolute logarithm of predicted / published seconds."""
+    changes: dict[str, dict[str, float]] = defaultdict(dict)
+    for (owner, field), value in values.items():
+        changes[owner][field] = value
+    gpus = {
+        name: dataclasses.replace(GPUS[name], **changes[generation])  # type: ignore[arg-type]
+        for generation, names in _GENERATIONS.items()
+        for name in names
+    }
+    softwares = {
+        name: dataclasses.replace(software, **changes.get(name, {}))  # type: ignore[arg-type]
+        for name, software in SOFTWARE.items()
+    }
+    errors: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        node = dataclasses.replace(run.node, gpu=gpus[run.node.gpu.name])
+        step = predict_run(dataclasses.replace(run, node=node), software=softwares[run.software])
+        error = abs(math.log(step.total_s / published_seconds(run)))
+        errors[run.table].append(min(error, _MOST))
+    return sum(sum(e) / len(e) for e in errors.values()) / len(errors)
+
+
+def fit(runs: list[Run], *, rounds: int = 14) -> tuple[Values, float]:
+    """The constants with the smallest loss that the search finds, and that loss."""
+    values, ranges = start_values()
+    widths = {key: 0.3 for key in values}
+    best = loss(runs, values)
+    for _ in range(rounds):
+        for key, (low, high) in ranges.items():
+            floor = low or high / 100  # so that a value can grow from 0
+            for factor in (1 + widths[key], 1 / (1 + widths[key])):
+                value = min(high, max(low, max(values[key], floor) * factor))
+                if values[key] <= floor and factor < 1:
+                    value = low
+                tried = values | {key: value}
+                now = loss(runs, tried)
+                if now < best - 1e-6:
+                    values, best = tried, now
+                    break
+            else:
+                widths[key] *= 0.5
+    return values, best
+
+
+def main() -> None:
+    runs = [run for run in load_runs() if run.split == "calibration"]
+    # A third of vTrain's single node is enough to fit, and takes a third of the time.
+    many = [run for run in runs if run.table == "vtrain_one_node"]
+    few = [run for run in runs if run.table != "vtrain_one_node"] + many[::3]
+    print(f"loss before: {loss(runs, start_values()[0]):.4f}")
+    values, _ = fit(few)
+    for (owner, field), value in values.items():
+        print(f"{owner:16} {field:22} {value:.4g}")
+    print(f"loss after: {loss(runs, values):.4f}")
+
+
+if __name__ == "__main__":
+    main()
