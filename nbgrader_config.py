@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from autograder.gradebook.database import put_alembic_on_path
+from autograder.gradebook.full_marks import offer_reflection_points
 
 c = get_config()  # type: ignore[name-defined]  # noqa: F821
 
@@ -11,6 +12,7 @@ made = root / "build" / "nbgrader"
 made.mkdir(parents=True, exist_ok=True)
 
 put_alembic_on_path()
+offer_reflection_points()
 
 c.CourseDirectory.course_id = "minidist"
 c.CourseDirectory.root = str(root)
@@ -31,6 +33,23 @@ c.HTMLExporter.filters = {
 
 # Students get notebooks only: the sources beside them in solutions/ hold the answers.
 c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedback", "*.py"]
+
+# nbgrader's own list; reflections come on top of the full marks.
+c.GenerateAssignment.preprocessors = [
+    "nbgrader.preprocessors.IncludeHeaderFooter",
+    "nbgrader.preprocessors.InstantiateTests",
+    "nbgrader.preprocessors.LockCells",
+    "nbgrader.preprocessors.ClearSolutions",
+    "nbgrader.preprocessors.ClearOutput",
+    "nbgrader.preprocessors.CheckCellMetadata",
+    "nbgrader.preprocessors.ComputeChecksums",
+    "nbgrader.preprocessors.SaveCells",
+    "autograder.gradebook.preprocessors.KeepFullMarks",
+    "nbgrader.preprocessors.ClearHiddenTests",
+    "nbgrader.preprocessors.ClearMarkScheme",
+    "nbgrader.preprocessors.ComputeChecksums",
+    "nbgrader.preprocessors.CheckCellMetadata",
+]
 
 # nbgrader's own list, after our intake: a copied or damaged cell must not stop the class.
 c.Autograde.sanitize_preprocessors = [
@@ -53,6 +72,15 @@ c.Autograde.autograde_preprocessors = [
     "autograder.gradebook.preprocessors.SavePoints",
     "nbgrader.preprocessors.AssignLatePenalties",
     "nbgrader.preprocessors.CheckCellMetadata",
+]
+
+# Due dates and late penalties are in course.toml, [calendar].
+c.AssignLatePenalties.plugin_class = "autograder.gradebook.late.CoursePolicy"
+
+c.GenerateFeedback.preprocessors = [
+    "nbgrader.preprocessors.GetGrades",
+    "autograder.gradebook.preprocessors.TellStudents",
+    "nbconvert.preprocessors.CSSHTMLHeaderPreprocessor",
 ]
 
 # 'nbgrader validate' runs a notebook on the kernel that it names, as a student does.

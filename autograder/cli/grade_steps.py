@@ -15,15 +15,16 @@ from autograder.batch.grade_class import Runner, default_jobs, grade_class
 from autograder.cli.arguments import EXIT_FAILED, EXIT_OK
 from autograder.course.course import Course
 from autograder.criteria import get_lab
-from autograder.gradebook import fill
+from autograder.gradebook import fill, not_graded
+from autograder.gradebook.late import Late, late_students
 from autograder.gradebook.settled import find_settled
-from autograder.plain_text import clean, say
+from autograder.plain_text import clean, first_line, say
 from autograder.records.record import Record
 from autograder.regrading.changes import Regrading
 from autograder.report import similar, suspicious
 from autograder.report.authored import read_class
-from autograder.report.page import write_html
-from autograder.report.terminal import rich_table, write_csv
+from autograder.report.pages import LabReport, write_pages
+from autograder.report.terminal import rich_table
 from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Found
@@ -53,6 +54,7 @@ class GradeCommand:
         self.records: list[Record] = []
         self.pairs: list[similar.Pair] = []
         self.evidence: list[suspicious.Evidence] = []
+        self.late: list[Late] = []
         self.files: list[Path] = []
 
     def choose_runner(self) -> None:
@@ -85,17 +87,24 @@ class GradeCommand:
         self.regrading.show(self.records, self.console)
 
     def write_report(self) -> None:
-        """Writes an HTML page, with similar pairs and evidence, and a CSV table of the class."""
-        page, table = self.course.build / "report.html", self.course.build / "grades.csv"
-        whole = self.regrading.whole_class
-        shown = whole(self.records) if self.options.student else self.records
+        """Writes HTML pages and tables, with similar pairs and evidence: see `report.pages`."""
+        example = self.bundled
+        shown = self.records if example else self.regrading.whole_class(self.records)
         if not self.options.example:  # all submissions of the example are variants of one solution
             self._look_for_copies(shown)
-        write_html(
-            shown, page, similar.rows(self.pairs), suspicious.rows(self.evidence), self.left_out
+        scored = {record.student for record in self.records if not record.infra}
+        before = {} if example else not_graded.read(self.course, self.lab.name)
+        left_out = {name: why for name, why in before.items() if name not in scored}
+        left_out |= {folder.name: why for folder, why in self.left_out.items()}
+        report = LabReport(
+            lab=self.lab.name,
+            records=shown,
+            similar=similar.rows(self.pairs),
+            suspicious=suspicious.rows(self.evidence),
+            left_out=left_out,
+            is_example=example,
         )
-        write_csv(shown, table)
-        self.files += [page, table]
+        self.files += write_pages(self.course, self.regrading.history, report)
 
     def _look_for_copies(self, records: list[Record]) -> None:
         """Looks for near-identical submissions and evidence.
@@ -141,13 +150,24 @@ class GradeCommand:
             if not record.infra
         ]
         usual = self.class_run.world_size == self.lab.grading_world_size
-        if self.options.no_gradebook or not usual or not graded:
+        if self.options.no_gradebook or not usual:
+            return
+        not_graded.note(
+            self.course,
+            self.lab.name,
+            graded=[record.student for _, record in graded],
+            failed={r.student: first_line(r.infra.message) for r in self.records if r.infra},
+            nothing={folder.name: why for folder, why in self.left_out.items()},
+        )
+        if not graded:
             return
         with self.console.status("nbgrader: gradebook and feedback"):
             submissions, records = [s for s, _ in graded], [r for _, r in graded]
             before = self.regrading.before
             settled = find_settled(self.course, self.lab.name, submissions, records, before)
             feedback = fill.fill_gradebook(submissions, records, self.class_run, settled)
+            students = [submission.student for submission in submissions]
+            self.late = late_students(self.course, self.lab.name, students)
         self.files += [feedback, self.course.build / "nbgrader" / "gradebook.db"]
 
     def say_what_is_left(self) -> int:
@@ -160,6 +180,8 @@ class GradeCommand:
                 self.console,
                 f"{len(self.pairs)} near-identical pairs, to be looked at: see the report",
             )
+        for late in self.late:
+            say(self.console, f"late: {late.student}, {late.words}")
         for path in self.files:
             say(self.console, f"  {path}")
         code = EXIT_OK

@@ -1,4 +1,4 @@
-"""Subcommands besides grading: replay, status, publish and roster."""
+"""Subcommands besides grading: replay, status, publish, roster and extend."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def add_commands(commands: Any) -> None:
     _add_status(commands)
     _add_publish(commands)
     _add_roster(commands)
+    _add_extend(commands)
 
 
 def _add_replay(commands: Any) -> None:
@@ -133,6 +134,9 @@ def _add_publish(commands: Any) -> None:
         help="the lab's column there (default: the roster's, else the lab's name)",
     )
     publish.add_argument("--out-of", type=float, metavar="N", help="full marks there")
+    publish.add_argument(
+        "--cap", action="store_true", help="nobody gets more than full marks (Moodle wants that)"
+    )
     publish.add_argument("--zero", action="store_true", help="0 for who has not handed in")
     publish.add_argument("--out", type=Path, metavar="FILE", help="default: in build/publish")
     publish.add_argument("--force", action="store_true", help="replace a file that is there")
@@ -162,16 +166,20 @@ def _publish(options: argparse.Namespace, console: Console) -> int:
             columns=dict(options.column),
             out_of=options.out_of,
             zero=options.zero,
+            cap=options.cap,
         ),
     )
     suffix = "zip" if options.to == "gradescope" else "csv"
     name = f"{'-'.join((*published.labs, options.to))}.{suffix}"
     path = options.out or course.build / "publish" / name
-    save(path, published.made.data, force=options.force)
-    say(console, f"{path}")
+    if published.num_grades:
+        save(path, published.made.data, force=options.force)
+        say(console, f"{path}")
+    else:
+        say(console, "nobody in it would have a grade, so nothing was written:")
     for line in published.explain():
         say(console, f"  {line}")
-    return EXIT_OK if published.complete else EXIT_FAILED
+    return EXIT_OK if published.complete and published.num_grades else EXIT_FAILED
 
 
 def _add_roster(commands: Any) -> None:
@@ -201,4 +209,43 @@ def _roster(options: argparse.Namespace, console: Console) -> int:
         say(console, f"  {student}: {'; '.join(news)}")
     if done.others:
         say(console, f"  in the gradebook, but not in the list: {', '.join(done.others)}")
+    return EXIT_OK
+
+
+def _add_extend(commands: Any) -> None:
+    extend = commands.add_parser(
+        "extend",
+        help="give a student more time for a lab, or list who has more",
+        description="Moves one student's due date, before or after the student hands in. A late "
+        "penalty in the gradebook is changed at once; feedback pages follow when the class is "
+        "graded again. Due dates and penalties are in course.toml, [calendar].",
+    )
+    extend.add_argument("student", nargs="?", metavar="STUDENT")
+    extend.add_argument("lab", nargs="?", metavar="LAB", choices=lab_names())
+    extend.add_argument(
+        "date",
+        nargs="?",
+        metavar="DATE",
+        help="2026-10-30 (the end of that day), or a time such as 2026-10-30T12:00:00+01:00",
+    )
+    extend.add_argument("--new", action="store_true", help="the gradebook need not know STUDENT")
+    extend.set_defaults(run=_extend)
+
+
+def _extend(options: argparse.Namespace, console: Console) -> int:
+    from autograder.course.calendar import read_date, say_time
+    from autograder.gradebook.late import extend, read_extensions
+
+    course = Course.find()
+    zone = course.calendar.zone
+    if options.student is None:
+        for lab, of in read_extensions(course).items():
+            for student, until in of.items():
+                say(console, f"{lab}: {student} until {say_time(until, zone)}")
+        return EXIT_OK
+    if options.date is None:
+        raise ValueError("expected STUDENT LAB DATE")
+    until = read_date(options.date, zone, "DATE", ends_day=True)
+    student = extend(course, options.student, options.lab, until, new=options.new)
+    say(console, f"{options.lab}: {student} has time until {say_time(until, zone)}")
     return EXIT_OK

@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from autograder.course.calendar import Calendar
 from autograder.course.course_toml import Options, OptionsError, read_options
 from autograder.course.slurm_options import SlurmOptions
 from autograder.criteria import get_lab
@@ -103,6 +104,15 @@ class Course:
             CourseError: `course.toml` is invalid.
         """
         return self._options.slurm
+
+    @property
+    def calendar(self) -> Calendar:
+        """When labs are handed out and due, as `course.toml` says.
+
+        Raises:
+            CourseError: `course.toml` is invalid.
+        """
+        return self._options.calendar
 
     @cached_property
     def _options(self) -> Options:

@@ -11,6 +11,9 @@
     [gates.lab1_ddp]         what a lab gives at most to whoever misses its idea; 100 is no gate
     averaging = 60           all names: `gates` in the lab's criteria
 
+    [calendar.lab1_ddp]      when it is handed out and due, and what handing in late costs
+    due = 2026-10-26         all keys: autograder/course/calendar.py
+
     [slurm]                  for `grade --executor slurm`; see autograder/course/slurm_options.py
     partition = "gpu"
 
@@ -28,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autograder.course.calendar import Calendar, read_calendar
 from autograder.course.slurm_options import SlurmOptions, read_slurm
 from autograder.course.values import OptionsError, whole_number
 from autograder.criteria import get_lab, lab_names
@@ -35,7 +39,7 @@ from autograder.criteria.criterion import Lab
 from autograder.criteria.limits import Limits
 
 NAME = "course.toml"
-_SECTIONS = ("points", "limits", "gates", "slurm")
+_SECTIONS = ("points", "limits", "gates", "calendar", "slurm")
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,14 @@ class Options:
         limits: lab -> name of a limit -> value.
         gates: lab -> idea -> points at most without it.
         slurm: options for Slurm jobs.
+        calendar: when labs are handed out and due.
     """
 
     points: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     gates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    calendar: Calendar = field(default_factory=Calendar)
 
     def apply(self, lab: Lab) -> Lab:
         """The lab with the course's points, limits and gates."""
@@ -87,13 +93,16 @@ def read_options(root: Path) -> Options:
         raise OptionsError(f"{path}: cannot be read: {error}") from None
     if unknown := sorted(set(found) - set(_SECTIONS)):
         raise OptionsError(
-            f"{path}: expected tables [points.LAB], [limits.LAB], [gates.LAB], [slurm]; "
-            f"got {unknown[0]!r}"
+            f"{path}: expected tables [points.LAB], [limits.LAB], [gates.LAB], "
+            f"[calendar.LAB], [slurm]; got {unknown[0]!r}"
         )
     points: dict[str, dict[str, float]] = {}
     limits: dict[str, dict[str, int]] = {}
     gates: dict[str, dict[str, float]] = {}
     slurm = read_slurm(_table(found.pop("slurm", {}), f"{path}: slurm"), f"{path}: [slurm]")
+    calendar = read_calendar(
+        _table(found.pop("calendar", {}), f"{path}: calendar"), lab_names(), f"{path}: [calendar]"
+    )
     for section in found:
         for name, table in _table(found[section], f"{path}: {section}").items():
             where = f"{path}: [{section}.{name}]"
@@ -112,7 +121,7 @@ def read_options(root: Path) -> Options:
                 gates[name] = _points(entries, ideas, "gate", where)
             else:
                 limits[name] = _limits(entries, where)
-    return Options(points, limits, gates, slurm)
+    return Options(points, limits, gates, slurm, calendar)
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:

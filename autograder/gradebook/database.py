@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from nbgrader.api import Gradebook, MissingEntry
-from nbgrader.utils import parse_utc
 from sqlalchemy.exc import DatabaseError
 
 from autograder.course.course import Course, CourseError
+from autograder.course.times import MAX_CHARS, as_utc, parse_time
 from autograder.files import write_whole
+from autograder.gradebook.full_marks import max_score
 
 TIMESTAMP = "timestamp.txt"  # nbgrader's file beside a notebook, with the time of submission
-_MAX_TIME_CHARS = 100
 
 
 def gradebook_path(course: Course) -> Path:
@@ -91,6 +91,7 @@ class Grade:
         score: points of all cells, including points given by a person, minus the late penalty; at
             least 0.
         penalty: points that were subtracted for handing in late.
+        max_score: full marks; reflections and extra points come on top, see `full_marks`.
     """
 
     student: str
@@ -119,19 +120,20 @@ def handed_in_at(notebook: Path) -> str:
     """The time in `timestamp.txt` beside a notebook, in nbgrader's form; empty if there is none.
 
     Raises:
-        ValueError: the file holds no time, or cannot be read.
+        ValueError: the file holds no time that has one meaning (`times.parse_time`), or cannot be
+            read.
     """
     path = notebook.with_name(TIMESTAMP)
     if not path.is_file() or path.is_symlink():
         return ""
     try:
         with path.open("rb") as file:
-            text = file.read(_MAX_TIME_CHARS + 1).decode("utf-8")
-        if len(text) > _MAX_TIME_CHARS:
-            raise ValueError(f"over {_MAX_TIME_CHARS} characters")
-        return f"{parse_utc(text.strip()).isoformat(' ')} UTC" if text.strip() else ""
-    except Exception as error:  # untrusted text, for which dateutil raises many kinds of errors
-        raise ValueError(f"{path}: expected a time, got {error}") from None
+            text = file.read(4 * MAX_CHARS).decode("utf-8-sig", errors="replace")
+        return as_utc(parse_time(text)) if text.strip() else ""
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def seconds_late(book: Gradebook, lab: str) -> dict[str, float]:
@@ -197,7 +199,7 @@ def read_grades(book: Gradebook, lab: str) -> list[Grade]:
                 email=str(student.email or ""),
                 lms_id=str(student.lms_user_id or ""),
                 submitted=submission is not None,
-                max_score=float(assignment.max_score),
+                max_score=max_score(assignment),
                 **about,
             )
         )

@@ -12,7 +12,9 @@ from pathlib import Path
 import nbformat
 
 from autograder.course.course import Course, CourseError
+from autograder.files import write_whole
 from autograder.gradebook.database import TIMESTAMP, handed_in_at, note_lateness
+from autograder.gradebook.late import keep_calendar
 from autograder.gradebook.preprocessors import refused
 from autograder.gradebook.roster import may_be_id
 from autograder.records.record import Record
@@ -61,6 +63,7 @@ def fill_gradebook(
     for submission, record in zip(submissions, records, strict=True):
         target = made / "submitted" / submission.student / lab / f"{lab}.ipynb"
         if submission.path.resolve() == target.resolve():
+            _rewrite_time(target)
             if what := _unreadable(target):  # we must not change the submitted file itself
                 ours.remove(submission.student)
                 print(
@@ -73,7 +76,9 @@ def fill_gradebook(
         intake = class_run.read(submission.path)
         # nbgrader would stop for the whole class at a file that it cannot read.
         if intake.notebook is None or not _is_readable(submission.path):
-            stand_in = intake.notebook or refused(class_run.master, intake.invalid or "")
+            stand_in = intake.notebook or refused(
+                class_run.master, intake.invalid or "", submission.path
+            )
             nbformat.write(stand_in, target)
             if known_record(Submission(submission.student, target), class_run) is None:
                 key = class_run.key_of(sha256_of(target))
@@ -94,7 +99,9 @@ def fill_gradebook(
     _nbgrader(course, "generate_assignment", lab, "--force", elsewhere)
     trusted = f"--GradeWithReferee.trusted={not class_run.sandboxed}"
     failed: CourseError | None = None
-    if new := ours - set(settled):
+    new = ours - set(settled)
+    keep_calendar(course, lab, new)
+    if new:
         try:
             _nbgrader(course, "autograde", lab, "--force", only(new), trusted)
         except CourseError as error:  # for one student; nbgrader goes on with the others
@@ -117,11 +124,22 @@ def _copy_time(path: Path, target: Path) -> None:
         text = handed_in_at(path)
     except ValueError as error:
         text = ""
-        print(f"autograder: {error}: taken as if it was not there", file=sys.stderr)
+        print(f"autograder: {error}; the submission counts as in time", file=sys.stderr)
     if not text:
         copy.unlink(missing_ok=True)
     elif not copy.is_file() or copy.read_bytes() != text.encode():
         copy.write_bytes(text.encode())
+
+
+def _rewrite_time(notebook: Path) -> None:
+    """Writes a time that we can read in the one form that nbgrader reads as we do."""
+    path = notebook.with_name(TIMESTAMP)
+    try:
+        text = handed_in_at(notebook)
+    except ValueError:
+        return  # told by `_unreadable`
+    if text and path.read_bytes() != text.encode():
+        write_whole(path, text.encode())
 
 
 def _is_readable(path: Path) -> bool:

@@ -36,19 +36,25 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One lab: its column in the LMS, and the full marks in that column."""
+    """One lab: its column in the LMS, and the full marks in that column.
+
+    Attributes:
+        cap: no grade is above full marks; otherwise reflections and extra points may lift it there.
+    """
 
     lab: str
     name: str
     max_score: float
     out_of: float | None = None
+    cap: bool = False
 
     def cell(self, grade: Grade | None, zero: bool) -> str:
         """The grade in this column; empty, or "0" with `zero`, if there is no submission."""
         if grade is None or not grade.submitted:
             return "0" if zero else ""
         scale = self.out_of / self.max_score if self.out_of and self.max_score else 1.0
-        return number(grade.score * scale)
+        score = min(grade.score, self.max_score) if self.cap else grade.score
+        return number(score * scale)
 
     @property
     def points(self) -> float:
@@ -144,7 +150,7 @@ def write_moodle(lines: Sequence[Line], columns: Sequence[Column], *, zero: bool
             if float(cell) > 100:
                 made.warnings.append(
                     f"{person.id}: Moodle stops at a grade above 100 ({cell}): "
-                    "say --out-of 100, or allow it in Moodle (unlimitedgrades)"
+                    "say --cap, or allow it in Moodle (unlimitedgrades)"
                 )
     made.data = _csv(rows)
     return made

@@ -4,8 +4,11 @@ nbgrader takes a cell's grade from its outputs: an error is zero, no output is f
 submission's own outputs in a check's cell are dropped, and the referee's verdict is the only output
 there.
 
+    generate:  KeepFullMarks    the lab's full marks and due date, after nbgrader's SaveCells
     sanitize:  ReadWithIntake   the same intake as `autograder grade`, before nbgrader looks at it
     autograde: GradeWithReferee box + kernel + papermill + referee, or the journal's record of it
+               SavePoints       the points of every criterion, after nbgrader's SaveAutoGrades
+    feedback:  TellStudents     what a person has not graded yet is called that
 """
 
 from __future__ import annotations
@@ -24,10 +27,16 @@ from nbgrader.coursedir import CourseDirectory
 from nbgrader.preprocessors import NbGraderPreprocessor
 from traitlets import Bool
 
+from autograder.authoring.notebooks import REFLECT_POINTS
 from autograder.box.sandbox import probe_support
 from autograder.course.course import Course, CourseError
+from autograder.course.times import parse_time
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Status, Verdict
+from autograder.gradebook.database import TIMESTAMP, handed_in_at
+from autograder.gradebook.full_marks import leave_reflections_out
+from autograder.gradebook.late import set_due_date
+from autograder.plain_text import clean
 from autograder.proof.bundled import is_bundled
 from autograder.records.record import Record
 from autograder.report.safe_html import shorten
@@ -36,6 +45,9 @@ from autograder.submission.choose_box import choose_sandbox
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.intake import read_submission, sha256_of
+
+NOT_YET = "Not graded yet: a person will read this. Until then it counts as nothing, not as wrong."
+SHOWN_BYTES = 20_000  # of a file that is no notebook
 
 
 class _Bridge(NbGraderPreprocessor):
@@ -47,14 +59,45 @@ class _Bridge(NbGraderPreprocessor):
         return Submission(names["student"], Path(path) / f"{names['notebook']}.ipynb")
 
 
+class KeepFullMarks(_Bridge):
+    """Runs after nbgrader's SaveCells, which takes reflections for a part of the full marks."""
+
+    def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
+        """Puts the lab's full marks and due date into the gradebook."""
+        names = resources["nbgrader"]
+        with Gradebook(names["db_url"]) as book:
+            leave_reflections_out(book, names["assignment"])
+            set_due_date(book, Course.find(), names["assignment"])
+        return nb, resources
+
+
 class ReadWithIntake(_Bridge):
     """Runs first of nbgrader's sanitizers."""
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
         """The submission with the master's locked cells; if it is invalid, the untouched master."""
+        submission = self.submission(resources)
+        self._correct_time(submission, resources["nbgrader"])
         master = Course.find().master(resources["nbgrader"]["assignment"])
-        intake = read_submission(self.submission(resources).path, master)
-        return intake.notebook or refused(master, intake.invalid or ""), resources
+        intake = read_submission(submission.path, master)
+        if intake.notebook is None:
+            return refused(master, intake.invalid or "", submission.path), resources
+        return intake.notebook, resources
+
+    def _correct_time(self, submission: Submission, names: dict[str, Any]) -> None:
+        """Takes the time of submission as we read it: nbgrader takes -0800 for 800 seconds."""
+        try:
+            text = handed_in_at(submission.path)
+        except ValueError as error:
+            self.log.error(f"{error}; the submission counts as in time")
+            text = ""
+        path = submission.path.with_name(TIMESTAMP)
+        if path.is_file() and path.read_bytes().strip():
+            time = parse_time(text).replace(tzinfo=None) if text else None
+            with Gradebook(names["db_url"]) as book:
+                handed_in: Any = book.find_submission(names["assignment"], submission.student)
+                handed_in.timestamp = time
+                book.db.commit()
 
 
 class GradeWithReferee(_Bridge):
@@ -79,6 +122,7 @@ class GradeWithReferee(_Bridge):
             nb.cells = nbformat.read(executed, as_version=4).cells
         shorten(nb)
         show_verdicts(nb, record)
+        _restore_points(nb, class_run.master)
         resources["minidist_record"] = record
         return nb, resources
 
@@ -101,9 +145,47 @@ class SavePoints(_Bridge):
                 )
                 blocked = verdict.status == Status.BLOCKED
                 grade.auto_score = None if blocked else verdict.points
-                grade.needs_manual_grade = blocked or grade.manual_score is not None
+                # A person has to look at what could not be read: formgrader must not call it done.
+                refused = verdict.status == Status.INVALID and grade.manual_score is None
+                grade.needs_manual_grade = blocked or refused or grade.manual_score is not None
             book.db.commit()
         return nb, resources
+
+
+class TellStudents(_Bridge):
+    """Runs after nbgrader's GetGrades, which shows what nobody has graded yet as 0 points."""
+
+    def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
+        """Names what waits for a person, and gives each reflection its points."""
+        names = resources["nbgrader"]
+        where = (names["notebook"], names["assignment"], names["student"])
+        with Gradebook(names["db_url"]) as book:
+            for cell in nb.cells:
+                about = cell.metadata.get("nbgrader", {})
+                if cell.cell_type != "markdown" or not about.get("grade"):
+                    continue
+                about["points"] = REFLECT_POINTS
+                grade: Any = book.find_grade(about["grade_id"], *where)
+                if grade.needs_manual_grade and grade.manual_score is None:
+                    said = about.get("comment")
+                    about["comment"] = f"{NOT_YET}\n\n{said}" if said else NOT_YET
+        return nb, resources
+
+
+def _restore_points(nb: NotebookNode, master: NotebookNode) -> None:
+    """Gives reflections the points that students were told, where the gradebook has 0.
+
+    nbgrader tells an answer from an untouched cell by a checksum that includes the points.
+    """
+    points = {
+        cell.metadata.nbgrader.grade_id: cell.metadata.nbgrader.points
+        for cell in master.cells
+        if cell.cell_type == "markdown" and cell.metadata.get("nbgrader", {}).get("grade")
+    }
+    for cell in nb.cells:
+        about = cell.metadata.get("nbgrader", {})
+        if cell.cell_type == "markdown" and about.get("grade_id") in points:
+            about["points"] = points[about["grade_id"]]
 
 
 def show_verdicts(nb: NotebookNode, record: Record) -> None:
@@ -142,9 +224,22 @@ def verdict_output(verdict: Verdict, title: str, sandboxed: bool) -> NotebookNod
     )
 
 
-def refused(master: NotebookNode, reason: str) -> NotebookNode:
-    """The untouched lab with the reason on top, used in place of a notebook that is invalid."""
+def refused(master: NotebookNode, reason: str, path: Path) -> NotebookNode:
+    """The untouched lab, below the reason and the start of what was handed in.
+
+    Used in place of a notebook that is invalid, so that a person sees what there is to grade.
+    """
     text = f"**This submission could not be graded.** {html.escape(reason)}"
+    shown = [nbformat.v4.new_markdown_cell(text, id="refused")]
+    try:
+        with path.open("rb") as file:
+            handed_in = file.read(SHOWN_BYTES + 1)
+    except OSError:
+        handed_in = b""  # the reason says so
+    if handed_in:
+        more = "\n[…]" if len(handed_in) > SHOWN_BYTES else ""
+        start = clean(handed_in[:SHOWN_BYTES].decode("utf-8", errors="replace"), SHOWN_BYTES)
+        shown.append(nbformat.v4.new_raw_cell(f"{path.name}:\n{start}{more}", id="handed-in"))
     master = copy.deepcopy(master)
-    master.cells.insert(0, nbformat.v4.new_markdown_cell(text, id="refused"))
+    master.cells[:0] = shown
     return master

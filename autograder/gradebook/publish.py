@@ -17,6 +17,7 @@ from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
 from autograder.criteria.criterion import Status
 from autograder.files import write_whole
+from autograder.gradebook import not_graded
 from autograder.gradebook.database import Grade, graded_labs, open_gradebook, read_grades
 from autograder.gradebook.lms_files import (
     Column,
@@ -45,6 +46,7 @@ class Options:
         columns: lab -> name of its column in the LMS; needed if the roster does not show it.
         out_of: full marks in the LMS; default: the lab's own.
         zero: students without a submission get 0 instead of no grade.
+        cap: no grade is above full marks.
     """
 
     labs: tuple[str, ...] = ()
@@ -52,6 +54,7 @@ class Options:
     columns: Mapping[str, str]
     out_of: float | None = None
     zero: bool = False
+    cap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class Published:
         unknown: students with a grade who are not in the roster.
         missing: lab -> students without a submission.
         by_hand: lab -> students with cells that a person still has to grade.
+        failed: lab -> students whose last submission our grader could not grade.
+        num_grades: number of students who have a grade in the file.
         new_columns: columns that are not in the roster, so the LMS will create them.
     """
 
@@ -70,13 +75,19 @@ class Published:
     unknown: tuple[str, ...]
     missing: Mapping[str, Sequence[str]]
     by_hand: Mapping[str, Sequence[str]]
+    failed: Mapping[str, Sequence[str]]
+    num_grades: int
     new_columns: tuple[str, ...] = ()
 
     def explain(self) -> list[str]:
         """What an instructor has to know, one line for each fact."""
-        made, said = self.made, [f"{len(set(self.made.written))} students are in it"]
+        made, number = self.made, len(set(self.made.written))
+        said = [f"{number} students are in it, {self.num_grades or 'none'} of them with a grade"]
+        if number == self.num_grades:
+            said = [f"{number} students are in it"]
         for lab in self.labs:
             for what, who in (
+                ("THE GRADER FAILED, so grade them again", self.failed[lab]),
                 ("no submission", self.missing[lab]),
                 ("still to be graded by a person", self.by_hand[lab]),
             ):
@@ -93,9 +104,9 @@ class Published:
 
     @property
     def complete(self) -> bool:
-        """Whether everybody who has a grade is in the file."""
+        """Whether everybody who has handed in is in the file with a grade."""
         graded_but_out = [why for why in self.made.left_out.values() if why != "no submission"]
-        return not self.unknown and not graded_but_out
+        return not self.unknown and not graded_but_out and not any(self.failed.values())
 
 
 def publish(course: Course, system: str, options: Options) -> Published:
@@ -121,11 +132,21 @@ def publish(course: Course, system: str, options: Options) -> Published:
         made, new = _gradescope(course, lines, columns[0]), ()
     else:
         made = _WRITERS[system](lines, columns, zero=options.zero)
+    failed = {lab: _failed(course, lab) for lab in labs}
+    written = set(made.written)
     return Published(
         made=made,
         labs=labs,
         unknown=tuple(unknown),
-        missing={lab: _missing(lab, all_, lines) for lab, all_ in grades.items()},
+        missing={
+            lab: [name for name in _missing(lab, all_, lines) if name not in failed[lab]]
+            for lab, all_ in grades.items()
+        },
+        failed=failed,
+        num_grades=sum(
+            line.person.id in written and any(grade.submitted for grade in line.grades.values())
+            for line in lines
+        ),
         by_hand={lab: [g.student for g in all_ if g.needs_person] for lab, all_ in grades.items()},
         new_columns=new if options.roster and system != "csv" else (),
     )
@@ -191,6 +212,12 @@ def _missing(lab: str, grades: Sequence[Grade], lines: Sequence[Line]) -> list[s
     return sorted(missing)
 
 
+def _failed(course: Course, lab: str) -> list[str]:
+    """Students whose last submission our grader could not grade; an earlier grade may be there."""
+    left = not_graded.read(course, lab)
+    return [name for name, why in left.items() if why.startswith(not_graded.FAILED)]
+
+
 def _person(grade: Grade) -> Person:
     return Person(
         line=0,
@@ -217,9 +244,8 @@ def _columns(
         if known is None:
             new.append(wanted[-1] if lab in options.columns else lab)
         points = all_[0].max_score if all_ else 0.0
-        columns.append(
-            Column(lab=lab, name=known or new[-1], max_score=points, out_of=options.out_of)
-        )
+        name, scale = known or new[-1], {"out_of": options.out_of, "cap": options.cap}
+        columns.append(Column(lab=lab, name=name, max_score=points, **scale))
     for plain in {_plain(column.name) for column in columns}:
         same = [column for column in columns if _plain(column.name) == plain]
         names = {column.name for column in same}

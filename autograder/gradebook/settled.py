@@ -21,6 +21,7 @@ from autograder.gradebook.database import (
     open_gradebook,
     seconds_late,
 )
+from autograder.gradebook.late import keep_calendar
 from autograder.records.grading import Grading
 from autograder.records.record import Record
 from autograder.submission.find import Submission
@@ -47,6 +48,7 @@ def find_settled(
     settled = set()
     solutions = (course.root / "solutions" / lab).glob("*.ipynb")
     config = [course.root / "nbgrader_config.py", *solutions]
+    keep_calendar(course, lab)
     noted = noted_lateness(course, lab)
     with open_gradebook(course) as book:
         late = seconds_late(book, lab)

@@ -14,7 +14,7 @@ from rich.text import Text
 from autograder.plain_text import MARKS, clean
 from autograder.records.grading import Grading, latest, read_history
 from autograder.records.record import Record
-from autograder.regrading.history import last_class
+from autograder.report.pages import class_of
 from autograder.submission.class_run import ClassRun
 
 NOTHING = "–"  # the criterion was not there
@@ -48,10 +48,14 @@ class Regrading:
         return self.class_run.before
 
     @cached_property
+    def history(self) -> list[Grading]:
+        """Every finished grading; read this only after the class was graded."""
+        return read_history(self.class_run.course)
+
+    @property
     def now(self) -> Mapping[str, Grading]:
-        """Student -> the last grading; read this only after the class was graded."""
-        run = self.class_run
-        return latest(read_history(run.course), run.lab_name, run.world_size)
+        """Student -> the last grading."""
+        return latest(self.history, self.class_run.lab_name, self.class_run.world_size)
 
     def show(self, records: Sequence[Record], console: Console) -> None:
         """Prints whose verdicts have changed, if any record differs from the one before."""
@@ -67,10 +71,9 @@ class Regrading:
         console.print(summary(changes, len(again)), markup=False, highlight=False)
 
     def whole_class(self, records: Sequence[Record]) -> list[Record]:
-        """The last record of every student of the class; `records` replace older ones."""
+        """The last record of everybody graded in the lab; `records` replace older ones."""
         run = self.class_run
-        students = last_class(run.course, run.lab_name, run.world_size)
-        by_student = {name: g.record for name, g in self.now.items() if name in students}
+        by_student = class_of(run.course, self.history, run.lab_name, run.world_size)
         by_student |= {record.student: record for record in records}
         return [by_student[name] for name in sorted(by_student)]
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from autograder.course.course import Course
 from autograder.records.grading import Grading
-from autograder.records.journal import Journal
 from autograder.submission.find import Submission
 
 MIN_PREFIX = 6  # shortest accepted beginning of a record's key, in characters
@@ -38,19 +36,6 @@ def find_grading(history: Sequence[Grading], name: str, lab: str | None = None) 
         f"the journal has no record of {name!r}{where} (a student's name, or the first "
         f"{MIN_PREFIX} characters or more of a record's key); it has: {known or 'nobody'}"
     )
-
-
-def last_class(course: Course, lab: str, world_size: int) -> set[str]:
-    """The students of the lab's last full batch.
-
-    Batches that only regraded some students (`grade --student`) do not count.
-    """
-    students: set[str] = set()
-    for entry in Journal(course.journal_path).iter_entries():
-        where = (entry.get("lab"), entry.get("world_size"))
-        if entry.get("kind") == "batch" and where == (lab, world_size) and not entry.get("again"):
-            students = {str(name) for name in entry.get("students", ())}
-    return students
 
 
 # --- grade --student ----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import html
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autograder.criteria.criterion import Status, Verdict
@@ -27,6 +28,29 @@ from autograder.report.terminal import (
 )
 
 
+@dataclass(frozen=True)
+class Part:
+    """What the page says about one lab.
+
+    Args:
+        similar: rows of `similar.rows`.
+        suspicious: rows of `suspicious.rows`.
+        left_out: student or folder of the class without a grade -> why.
+        link: the lab's own page, if that says more.
+    """
+
+    records: Sequence[Record]
+    similar: Sequence[Sequence[str]] = ()
+    suspicious: Sequence[Sequence[str]] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    link: str = ""
+
+    @property
+    def title(self) -> str:
+        """The lab's name."""
+        return ", ".join(sorted({clean(r.lab) for r in self.records})) or "no submissions"
+
+
 def write_html(
     records: Sequence[Record],
     path: Path,
@@ -34,19 +58,35 @@ def write_html(
     suspicious: Sequence[Sequence[str]] = (),
     left_out: Mapping[Path, str] | None = None,
 ) -> None:
-    """Writes one page without scripts or external assets: summary, matrix, messages per student.
+    """Writes the page of one lab; the arguments are those of `Part`."""
+    named = {folder.name: why for folder, why in (left_out or {}).items()}
+    write_page([Part(records, similar, suspicious, named)], path)
 
-    Args:
-        similar: rows of `similar.rows`.
-        suspicious: rows of `suspicious.rows`.
-        left_out: folder of the class without a submission -> why.
-    """
-    labs = ", ".join(sorted({clean(r.lab) for r in records})) or "no submissions"
+
+def write_page(parts: Sequence[Part], path: Path) -> None:
+    """Writes one page without scripts or external assets: summary, matrix, messages per student."""
+    body, number = [], 0
+    if len(parts) > 1:
+        body.append(_overview(parts))
+    for part in parts:
+        body += _part(part, number)
+        number += len(part.records)
+    style = Path(__file__).with_suffix(".css").read_text("utf-8")
+    title = ", ".join(part.title for part in parts)
+    page = _PAGE.format(title=_esc(title), style=style, body="\n".join(body))
+    write_whole(path, page.encode())
+
+
+def _part(part: Part, first: int) -> list[str]:
+    """The sections of one lab; `first` is the number of its first student on the page."""
+    records = part.records
     ranks = ", ".join(sorted({str(r.world_size) for r in records}))
+    more = f" · <a href={_esc(part.link)}>more on its own page</a>" if part.link else ""
     warning = unsandboxed(records)
-    parts = [
-        f"<header><h1>{_esc(labs)}</h1>",
-        f"<p class=sub>{len(records)} submissions, graded on {_esc(ranks)} ranks</p></header>",
+    return [
+        f"<header><h1>{_esc(part.title)}</h1>",
+        f"<p class=sub>{len(records)} submissions, graded on {_esc(ranks)} ranks{more}</p>",
+        "</header>",
         f"<p class=warning role=note>{_esc(warning)}</p>" if warning else "",
         _tiles(records),
         "<div class=cards>",
@@ -54,22 +94,39 @@ def write_html(
         _most_missed(records),
         _slowest(records),
         "</div>",
-        _matrix(records),
-        _left_out(left_out or {}),
-        _suspicious(suspicious),
-        _similar(similar),
+        _matrix(records, first),
+        _left_out(part.left_out),
+        _suspicious(part.suspicious),
+        _similar(part.similar),
         "<section><h2>What went wrong, student by student</h2>",
-        *(_details(record, number) for number, record in enumerate(records)),
+        *(_details(record, number) for number, record in enumerate(records, first)),
         "</section>",
     ]
-    style = Path(__file__).with_suffix(".css").read_text("utf-8")
-    page = _PAGE.format(title=_esc(labs), style=style, body="\n".join(parts))
-    write_whole(path, page.encode(), mode=0o644)
+
+
+def _overview(parts: Sequence[Part]) -> str:
+    """Every student's score in every lab."""
+    scores: dict[str, dict[str, str]] = {}
+    for part in parts:
+        for record in part.records:
+            scores.setdefault(record.student, {})[part.title] = score_of(record)
+    titles = [part.title for part in parts]
+    head = "".join(f"<th scope=col class=num>{_esc(title)}</th>" for title in titles)
+    rows = "".join(
+        f"<tr><th scope=row>{_esc(name)}</th>"
+        + "".join(f"<td class=num>{_esc(of.get(title, ''))}</td>" for title in titles)
+        + "</tr>"
+        for name, of in sorted(scores.items())
+    )
+    return (
+        "<section><h2>All labs</h2><div class=scroll><table class=findings><thead><tr>"
+        f"<th scope=col>student</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        "</section>"
+    )
 
 
 def _tiles(records: Sequence[Record]) -> str:
-    graded = [r for r in records if not why_ungraded(r)]
-    shares = [100 * share_of(r) for r in graded]
+    shares = [100 * share_of(r) for r in records if r.score is not None]
     tiles = [("submissions", str(len(records)))]
     if shares:
         tiles += [("mean", f"{statistics.mean(shares):.0f} %")]
@@ -85,7 +142,7 @@ def _tiles(records: Sequence[Record]) -> str:
 def _distribution(records: Sequence[Record]) -> str:
     bins = [0] * 11
     for record in records:
-        if not why_ungraded(record):
+        if record.score is not None:
             bins[min(10, int(10 * share_of(record) + 1e-9))] += 1
     names = [f"{10 * i}–{10 * i + 9} %" for i in range(10)] + ["100 %"]
     rows = [(name, str(number), number) for name, number in zip(names, bins, strict=True)]
@@ -121,11 +178,11 @@ def _bars(
     return f"<section class=card><h2>{title}</h2><table class=bars>{head}{body}</table></section>"
 
 
-def _matrix(records: Sequence[Record]) -> str:
+def _matrix(records: Sequence[Record], first: int) -> str:
     names = criteria_of(records)
     head = "".join(f"<th scope=col class=turned><span>{_esc(name)}</span></th>" for name in names)
     rows = []
-    for number, record in enumerate(records):
+    for number, record in enumerate(records, first):
         cells = "".join(_mark_cell(record, name) for name in names)
         flag = "" if was_boxed(record) else " <b class=flag>UNSANDBOXED</b>"
         rows.append(
@@ -148,13 +205,12 @@ def _matrix(records: Sequence[Record]) -> str:
     )
 
 
-def _left_out(folders: Mapping[Path, str]) -> str:
+def _left_out(names: Mapping[str, str]) -> str:
     return _listed(
         "Not graded",
-        "Folders of the class in which there is nothing to grade. They have no score, here and in "
-        "the gradebook.",
+        "Who is in the class and has no score, here and in the gradebook.",
         ["student", "why"],
-        [(folder.name, why) for folder, why in folders.items()],
+        list(names.items()),
     )
 
 

@@ -91,7 +91,7 @@ def write_csv(records: Sequence[Record], path: Path) -> None:
         row += ["" if c is None or record.infra else c.points for c in found]
         row += ["" if c is None else c.status for c in found]
         writer.writerow(row)
-    write_whole(path, text.getvalue().encode(), mode=0o644)
+    write_whole(path, text.getvalue().encode())
 
 
 # --- helpers ----------------------------------------------------------------------------------

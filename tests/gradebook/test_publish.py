@@ -80,7 +80,7 @@ def test_canvas_gets_its_columns_and_points_and_nobody_is_lost_unseen(course, ro
     done = of(course, "canvas", roster, columns={LAB: "Lab one"})
     head, points, *people = rows(done.made.data)
     assert head == [*HEAD, "Lab one (77)"]  # with Canvas's id: no second assignment there
-    assert points == ["    Points Possible", "", "", "", "", "102"]
+    assert points == ["    Points Possible", "", "", "", "", "100"]
     assert people == [
         ['\'=HYPERLINK("x"), Ada', "101", "s1", "ada", "A", "101.25"],  # with a person's points
         ["Ng, Kim", "102", "s2", "KIM", "A", "86"],  # 96 less the late penalty
@@ -176,8 +176,10 @@ def test_moodle_gets_no_line_that_would_stop_it_or_hit_somebody_else(course, tmp
     ]
     assert done.made.left_out == {"lea": "no submission"}
     assert "above 100 (101.25)" in done.made.warnings[0]
-    done = of(course, "moodle", out_of=100)
-    assert [row[4] for row in rows(done.made.data)[1:]] == ["99.26", "0", "84.31"]
+    done = of(course, "moodle", out_of=100)  # full marks are 100 anyway: nothing is scaled
+    assert [row[4] for row in rows(done.made.data)[1:]] == ["101.25", "0", "86"]
+    done = of(course, "moodle", cap=True)
+    assert [row[4] for row in rows(done.made.data)[1:]] == ["100", "0", "86"]
     assert done.made.warnings == []
     path = tmp_path / "moodle.csv"
     header = "First name,Last name,ID number,Email address,Username,Assignment: lab1_ddp (Real)\n"

@@ -14,9 +14,11 @@ from autograder.course.course import Course
 from autograder.criteria import get_lab
 from autograder.criteria.criterion import Status, Verdict
 from autograder.gradebook.database import open_gradebook
+from autograder.gradebook.full_marks import leave_reflections_out
 from autograder.records.journal import Journal
 from autograder.records.record import Record
 from autograder.records.version import grader_version
+from autograder.submission.attempt import grade
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.intake import read_submission
@@ -125,6 +127,7 @@ def take_in(course: Course, record: Record, by_person: float | None = None) -> N
         points = {c.criterion: (c.max_points, "code") for c in record.criteria}
         for name, (most, kind) in (points | {"reflect_1": (2, "markdown")}).items():
             book.update_or_create_grade_cell(name, lab, lab, max_score=most, cell_type=kind)
+        leave_reflections_out(book, lab)
         book.update_or_create_student(student)
         book.update_or_create_submission(lab, student)
         for verdict in record.criteria:
@@ -156,6 +159,9 @@ class stub_grading:
         self.again.append(class_run.again)
         for index, submission in todo.items():
             self.asked.append(submission.student)
+            if class_run.read(submission.path).notebook is None:
+                done(index, grade(submission, class_run))  # nothing of it is run
+                continue
             record = made_record(
                 submission.student,
                 self.lost.get(submission.student),

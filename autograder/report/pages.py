@@ -1,0 +1,84 @@
+"""The files of a report: a page and a table per lab, and one of each over all labs.
+
+    build/reports/LAB.html, LAB.csv   every student who was ever graded in the lab
+    build/report.html, grades.csv     all labs
+
+Grading late notebooks, or another lab, so adds to a report and takes nobody out of it. The bundled
+example is no class: it gets the pages over all labs only while nobody else was graded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autograder.course.course import Course
+from autograder.criteria import get_lab, lab_names
+from autograder.records.grading import Grading, latest
+from autograder.records.record import Record
+from autograder.report.page import Part, write_page
+from autograder.report.terminal import write_csv
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabReport:
+    """What the pages say about the lab that was graded now.
+
+    Attributes:
+        records: the records of this grading.
+        similar, suspicious: rows of `similar.rows` and `suspicious.rows`.
+        left_out: student or folder without a grade -> why.
+    """
+
+    lab: str
+    records: Sequence[Record]
+    similar: Sequence[Sequence[str]] = ()
+    suspicious: Sequence[Sequence[str]] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    is_example: bool = False
+
+
+def is_example(course: Course, record: Record) -> bool:
+    """Whether a record is of the bundled class."""
+    return Path(record.submission).is_relative_to(course.build / "class")
+
+
+def class_of(
+    course: Course, history: Sequence[Grading], lab: str, world_size: int | None = None
+) -> dict[str, Record]:
+    """Student -> last record, of everybody who was ever graded in the lab; without the example."""
+    wanted = world_size or get_lab(lab).grading_world_size
+    records = {name: g.record for name, g in latest(history, lab, wanted).items()}
+    return {name: record for name, record in records.items() if not is_example(course, record)}
+
+
+def write_pages(course: Course, history: Sequence[Grading], report: LabReport) -> list[Path]:
+    """Writes the pages and tables; returns the paths of those of the lab and over all labs.
+
+    Args:
+        history: every finished grading, this one included.
+    """
+    pages = course.build / "reports"
+    name = f"{report.lab}.example" if report.is_example else report.lab
+    page, table = pages / f"{name}.html", pages / f"{name}.csv"
+    part = Part(report.records, report.similar, report.suspicious, report.left_out)
+    write_page([part], page)
+    write_csv(report.records, table)
+    others = {
+        lab: records
+        for lab in lab_names()
+        if lab != report.lab and (records := class_of(course, history, lab))
+    }
+    own = class_of(course, history, report.lab)
+    if report.is_example and (own or others):
+        return [page, table]
+    parts = [Part(_sorted(records), link=f"reports/{lab}.html") for lab, records in others.items()]
+    write_page([part, *parts], course.build / "report.html")
+    everything = [*report.records, *(record for each in parts for record in each.records)]
+    write_csv(everything, course.build / "grades.csv")
+    return [page, table, course.build / "report.html", course.build / "grades.csv"]
+
+
+def _sorted(records: Mapping[str, Record]) -> list[Record]:
+    return [records[name] for name in sorted(records)]
