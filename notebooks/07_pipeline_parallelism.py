@@ -105,11 +105,6 @@ def draw_all(timelines: dict, width_s: float | None = None):
     for ax, (title, timeline) in zip(axes, timelines.items(), strict=True):
         plot_pipeline(timeline, title=title, ax=ax)
         ax.set_xlabel("")
-    longest = max(timelines.values(), key=lambda t: len({s.action.kind for s in t.spans[0]}))
-    keep = list(timelines.values()).index(longest)
-    for index, legend in enumerate(list(figure.legends)):
-        if index != keep:
-            legend.remove()  # one legend is enough: that of the schedule with the most kinds
     axes[-1].set_xlim(0, width_s or max(t.makespan_s for t in timelines.values()))
     axes[-1].set_xlabel("time (one forward of one micro-batch on one stage = 1)")
     return figure

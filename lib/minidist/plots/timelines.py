@@ -31,12 +31,15 @@ def unit_of(seconds: float) -> tuple[float, str]:
     return next(((scale, name) for scale, name in _UNITS if seconds >= scale), _UNITS[-1])
 
 
+_MESSAGES = "communication"
 # Kind -> offset and height inside a rank's row.
 _LANES = {
     "compute": (0.06, 0.42),
     "loader": (0.06, 0.42),  # the loop waits for its batch and computes nothing
     "copy": (0.48, 0.12),
     "communication": (0.6, 0.28),
+    "all-gather": (0.6, 0.28),
+    "reduce-scatter": (0.6, 0.28),
 }
 
 
@@ -92,7 +95,7 @@ def plot_timeline(
                 inside = [(at - start_s) / scale for at in starts if start_s <= at <= end_s]
                 ax.vlines(inside, row + 0.02, row + 0.92, color=FAINT, linewidth=1.2)
         _finish(ax, list(rows), (end_s - start_s) / scale, unit, title)
-        _legend(figure, [*(kind for kind in _LANES if kind in shown), "idle"])
+        _legend(figure, [*shown, "idle"])
     return figure
 
 
@@ -106,9 +109,25 @@ def _is_profile(timeline: object) -> TypeIs[Profile]:
 
 
 def _emulated_rows(timeline: Timeline) -> dict[int, list[tuple[str, float, float]]]:
-    """Rank -> (kind, start, end) of each of its intervals."""
+    """Rank -> (kind, start, end) of each of its intervals.
+
+    All-gathers and reduce-scatters that meet, as in sharded training, have kinds of their own."""
+    halves = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+
+    def half_of(name: str) -> str:
+        return next((kind for start, kind in halves.items() if name.startswith(start)), "")
+
+    names = {each.name for row in timeline.intervals for each in row if each.kind == _MESSAGES}
+    meet = set(halves.values()) <= {half_of(name) for name in names}
     return {
-        rank: [(each.kind, each.start_s, each.end_s) for each in intervals]
+        rank: [
+            (
+                (half_of(each.name) if meet and each.kind == _MESSAGES else "") or each.kind,
+                each.start_s,
+                each.end_s,
+            )
+            for each in intervals
+        ]
         for rank, intervals in enumerate(timeline.intervals)
     }
 
@@ -185,7 +204,9 @@ def _finish(ax: Axes, ranks: Sequence[int], width: float, unit: str, title: str)
 
 
 def _legend(figure: Figure, kinds: list[str]) -> None:
-    if figure.legends:  # several timelines in one figure share one legend
-        return
+    for legend in list(figure.legends):  # several timelines in one figure share one legend
+        kinds = [*kinds, *(text.get_text() for text in legend.get_texts())]
+        legend.remove()
+    kinds = [kind for kind in COLOURS if kind in kinds]  # in one order, "idle" last
     handles = [square(COLOURS[kind], kind) for kind in kinds]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(kinds), frameon=False)
