@@ -81,7 +81,7 @@ from .pipeline import (
     naive_model_parallel,
     pipeline_utilization,
 )
-from .recommend import NothingFitsError, Plan, divisors, parallelisms, recommend
+from .recommend import NothingFitsError, Plan, recommend
 from .scaling import (
     Bottleneck,
     amdahl_speedup,
@@ -95,6 +95,7 @@ from .scaling import (
     throughput_efficiency,
     weak_scaling_efficiency,
 )
+from .search import divisors, parallelisms
 from .software import (
     DEEPSPEED_2021,
     FSDP,
@@ -123,12 +124,15 @@ from .training import (
     utilization,
 )
 from .transformer import (
+    DEEPSEEK_V3,
     GPT3_175B,
     LLAMA2_7B,
     LLAMA2_13B,
     LLAMA2_70B,
     LLAMA3_8B,
     LLAMA3_70B,
+    LLAMA3_405B,
+    MIXTRAL_8X7B,
     Transformer,
     megatron_gpt,
     megatron_iteration_flops,
@@ -140,6 +144,7 @@ __all__ = [
     "ALL_REDUCE_ALGORITHMS",
     "B200",
     "DAY_S",
+    "DEEPSEEK_V3",
     "DEEPSPEED_2021",
     "DGX_A100",
     "DGX_B200",
@@ -168,11 +173,13 @@ __all__ = [
     "LLAMA2_70B",
     "LLAMA3_8B",
     "LLAMA3_70B",
+    "LLAMA3_405B",
     "MEGATRON",
     "MEGATRON_2021",
     "MI300X",
     "MI300X_NODE",
     "MIXED_ADAM",
+    "MIXTRAL_8X7B",
     "NANOTRON",
     "NODES",
     "NVLINK2",

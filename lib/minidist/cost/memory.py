@@ -266,8 +266,9 @@ def memory_per_gpu(
         dropout=dropout,
     )
     per_layer = layer_bytes(recompute=recompute)
+    stage_layers = -(-model.num_layers // p.pp)
     layers = in_flight_layers(
-        num_layers=model.num_layers,
+        num_layers=stage_layers * p.pp,
         pp=p.pp,
         num_microbatches=num_microbatches,
         virtual_stages=p.virtual_stages,
@@ -277,7 +278,7 @@ def memory_per_gpu(
     if p.pp == 1:
         activations = layers * per_layer + logits
     else:  # the first stage holds the most micro-batches, the last stage holds the logits
-        activations = max(layers * per_layer, model.num_layers / p.pp * per_layer + logits)
+        activations = max(layers * per_layer, stage_layers * per_layer + logits)
     # During backward one block at a time has all its activations.
     again = layer_bytes(recompute="none") if recompute == "full" else 0.0
     gathered = 0.0

@@ -137,8 +137,14 @@ class ParallelismConfig:
         global_batch: int | None = None,
         micro_batch: int = 1,
         gpus_per_node: int | None = None,
+        even_stages: bool = True,
     ) -> list[str]:
-        """The sizes that do not divide or fit, in words; empty if the configuration can run."""
+        """The sizes that do not divide or fit, in words; empty if the configuration can run.
+
+        Args:
+            even_stages: False allows layers that do not divide by the stages, as some software
+                does; every stage and chunk needs one, or the table, or the head.
+        """
         found = []
         kv_heads = model.num_kv_heads or model.num_heads
 
@@ -151,7 +157,14 @@ class ParallelismConfig:
             found.append(f"key-value heads {kv_heads} and tp {self.tp}: neither divides the other")
         divides("width", model.width, "tp", self.tp)
         stages = self.pp * self.virtual_stages
-        divides("layers", model.num_layers, "pp x chunks" if stages != self.pp else "pp", stages)
+        if even_stages:
+            stage_word = "pp x chunks" if stages != self.pp else "pp"
+            divides("layers", model.num_layers, stage_word, stages)
+        elif stages > model.num_layers + 2:
+            found.append(
+                f"layers {model.num_layers} + the table + the head = {model.num_layers + 2} are "
+                f"fewer than pp x chunks {stages}"
+            )
         divides(
             "context",
             model.context,

@@ -1,9 +1,9 @@
 """Choose how to divide a job over GPUs: the plans that divide and fit, fastest first.
 
 1. Enumerate dp x pp x cp x tp = N over the divisors of N, tp inside a node, the ZeRO stages (only 0
-   and 1 with a pipeline), the kinds of recomputation, several micro-batches. Any N works: 6, 7 and
-   100 GPUs as well as 64. If no plan divides the batch (1,024 on 100 GPUs), use the nearest
-   multiple of N as batch.
+   and 1 with a pipeline), chunks of layers per stage, expert-parallel groups, the kinds of
+   recomputation, several micro-batches (`minidist.cost.search`). Any N works: 6, 7 and 100 GPUs as
+   well as 64. If no plan divides the batch (1,024 on 100 GPUs), use the nearest multiple of N.
 2. Drop plans that do not divide (heads by tp, layers by pp, batch by dp), and remember why.
 3. Drop plans that do not fit into the GPU's memory (`minidist.cost.memory`).
 4. Predict the step time of the remaining plans (`minidist.cost.step`) and sort. Among plans within
@@ -23,17 +23,17 @@ model states: 13.0 B parameters x 16 bytes = 208 GB; one GPU has 80 GB
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from minidist.cost.hardware import Node
-from minidist.cost.memory import MIXED_ADAM, Memory, StateBytes, memory_per_gpu
+from minidist.cost.memory import MIXED_ADAM, Memory, StateBytes
 from minidist.cost.parallelism import ParallelismConfig
-from minidist.cost.step import StepTime, predict_step
+from minidist.cost.search import RECOMPUTE_ORDER, Candidate, Found, Job, search
+from minidist.cost.software import Software
+from minidist.cost.step import StepTime
 from minidist.cost.transformer import Transformer
 
-_RECOMPUTE_ORDER = ("none", "selective", "full")
+_EXPLAINED = 200  # plans for which reasons are written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,50 +61,6 @@ class NothingFitsError(ValueError):
     """No plan divides and fits. The message has the nearest plan, or why no plan divides."""
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending.
-
-    >>> divisors(100)
-    [1, 2, 4, 5, 10, 20, 25, 50, 100]
-    """
-    if number < 1:
-        raise ValueError(f"divisors of a number >= 1, got {number}")
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def parallelisms(
-    *, num_gpus: int, gpus_per_node: int, max_cp: int = 1
-) -> Iterator[ParallelismConfig]:
-    """Every dp x pp x cp x tp with product num_gpus, and every ZeRO stage that is possible.
-
-    tp fits into a node and, if the job is larger than a node, divides the node. ZeRO needs
-    dp * cp > 1; with a pipeline only stages 0 and 1 are tried.
-
-    >>> {c.world_size for c in parallelisms(num_gpus=7, gpus_per_node=8)}
-    {7}
-    """
-    # In a job larger than a node, tp must divide the node, so that no tp group spans two nodes.
-    for tp in divisors(num_gpus):
-        if tp > gpus_per_node or (num_gpus > gpus_per_node and gpus_per_node % tp):
-            continue
-        for pp in divisors(num_gpus // tp):
-            for cp in divisors(num_gpus // (tp * pp)):
-                if cp > max_cp:
-                    continue
-                dp = num_gpus // (tp * pp * cp)
-                stages = (0, 1, 2, 3) if pp == 1 else (0, 1)
-                for zero_stage in stages if dp * cp > 1 else (0,):
-                    yield ParallelismConfig(
-                        dp=dp,
-                        pp=pp,
-                        cp=cp,
-                        tp=tp,
-                        zero_stage=zero_stage,
-                        sequence_parallel=tp > 1,
-                    )
-
-
 def recommend(
     *,
     model: Transformer,
@@ -116,7 +72,8 @@ def recommend(
     fused_attention: bool = True,
     max_cp: int = 1,
     reserve: float = 0.05,
-    launch_s: float = 0.9e-3,
+    launch_s: float | None = None,
+    software: Software | None = None,
     limit: int = 5,
 ) -> list[Plan]:
     """The fastest plans, best first, each with its reasons.
@@ -127,6 +84,7 @@ def recommend(
             batch, the plans use the nearest multiple of `num_gpus`; their reasons say so.
         reserve: share of the memory that stays free for fragmentation.
         max_cp: largest context-parallel degree to try (long sequences).
+        launch_s, software: as in `predict_step`.
         limit: how many plans to return.
 
     Raises:
@@ -138,104 +96,66 @@ def recommend(
             "recommend: needs num_gpus >= 1, global_batch >= 1, 0 <= reserve < 1, got "
             f"{num_gpus}, {global_batch}, {reserve}"
         )
-    budget = node.gpu.memory_bytes * (1 - reserve)
-    options = _Options(model, node, num_gpus, states, micro_batches, fused_attention, max_cp)
-    plans, refused, nearest = _search(options, global_batch, budget, launch_s)
-    if not plans and nearest is None:  # no plan divides: try a different batch
-        # The nearest multiple of num_gpus; halves are rounded up; at least one sequence per GPU.
-        multiple = max(1, (2 * global_batch + num_gpus) // (2 * num_gpus)) * num_gpus
-        plans, _, nearest = _search(options, multiple, budget, launch_s)
-    if not plans:
-        raise NothingFitsError(_why_nothing(num_gpus, budget, nearest, refused))
-    ranked = _rank(plans)[:limit]
-    return [_explained(plan, ranked[0], options, global_batch) for plan in ranked]
+    job = Job(
+        model=model,
+        node=node,
+        num_gpus=num_gpus,
+        global_batch=global_batch,
+        states=states,
+        micro_batches=micro_batches,
+        fused_attention=fused_attention,
+        max_cp=max_cp,
+        reserve=reserve,
+        launch_s=launch_s,
+        software=software,
+    )
+    found = search(job)
+    if not found.fitting and found.smallest is None:  # no plan divides: try a different batch
+        job = replace(job, global_batch=nearest_batch(num_gpus, global_batch))
+        found = search(job)
+    if not found.fitting:
+        raise NothingFitsError(why_nothing(job, found))
+    return ranked_plans(job, found, global_batch)[:limit]
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The settings that all plans share."""
+def ranked_plans(job: Job, found: Found, global_batch: int) -> list[Plan]:
+    """The layouts that fit as plans, best first, each with its reasons.
 
-    model: Transformer
-    node: Node
-    num_gpus: int
-    states: StateBytes
-    micro_batches: tuple[int, ...]
-    fused_attention: bool
-    max_cp: int
+    Args:
+        global_batch: the batch that was asked for; `job` may have the nearest one that divides.
+    """
+    ranked = _rank([_plan(job, candidate) for candidate in found.fitting])[:_EXPLAINED]
+    return [_explained(plan, ranked[0], job, global_batch) for plan in ranked]
 
 
-def _search(
-    options: _Options, global_batch: int, budget: float, launch_s: float
-) -> tuple[list[Plan], Counter[str], tuple[float, str] | None]:
-    """Plans that divide and fit, reasons why plans do not divide, and the smallest plan that
-    divides but does not fit (bytes and text)."""
-    model, node, states = options.model, options.node, options.states
-    num_gpus, max_cp = options.num_gpus, options.max_cp
-    fused_attention = options.fused_attention
-    plans: list[Plan] = []
-    refused: Counter[str] = Counter()
-    nearest: tuple[float, str] | None = None
-    for p in parallelisms(num_gpus=num_gpus, gpus_per_node=node.num_gpus, max_cp=max_cp):
-        for micro_batch in options.micro_batches:
-            found = p.problems(model=model, global_batch=global_batch, micro_batch=micro_batch)
-            if found:
-                refused.update(found[:1])
-                continue
-            m = p.num_microbatches(global_batch=global_batch, micro_batch=micro_batch)
-            for recompute in _RECOMPUTE_ORDER:
-                if recompute == "selective" and fused_attention:
-                    continue  # the fused kernel recomputes the scores anyway
-                memory = memory_per_gpu(
-                    model=model,
-                    parallelism=p,
-                    micro_batch=micro_batch,
-                    num_microbatches=m,
-                    states=states,
-                    recompute=recompute,
-                    fused_attention=fused_attention,
-                )
-                if memory.total > budget:
-                    if nearest is None or memory.total < nearest[0]:
-                        nearest = memory.total, f"{p}, micro-batch {micro_batch}, {recompute}"
-                    continue
-                step = predict_step(
-                    model=model,
-                    parallelism=p,
-                    node=node,
-                    global_batch=global_batch,
-                    micro_batch=micro_batch,
-                    states=states,
-                    recompute=recompute,
-                    fused_attention=fused_attention,
-                    dropout=False,
-                    launch_s=launch_s,
-                )
-                plans.append(
-                    Plan(
-                        parallelism=p,
-                        global_batch=global_batch,
-                        micro_batch=micro_batch,
-                        num_microbatches=m,
-                        recompute=recompute,
-                        memory=memory,
-                        step=step,
-                    )
-                )
-                break  # this plan fits, and more recomputation would only cost time
-    return plans, refused, nearest
+def nearest_batch(num_gpus: int, global_batch: int) -> int:
+    """The nearest multiple of num_gpus; halves are rounded up; at least one sequence per GPU."""
+    return max(1, (2 * global_batch + num_gpus) // (2 * num_gpus)) * num_gpus
 
 
-def _why_nothing(
-    num_gpus: int, budget: float, nearest: tuple[float, str] | None, refused: Counter[str]
-) -> str:
-    if nearest is not None:
-        size, plan = nearest
+def _plan(job: Job, candidate: Candidate) -> Plan:
+    return Plan(
+        parallelism=candidate.parallelism,
+        global_batch=job.global_batch,
+        micro_batch=candidate.micro_batch,
+        num_microbatches=candidate.num_microbatches,
+        recompute=candidate.recompute,
+        memory=candidate.memory,
+        step=candidate.step,
+    )
+
+
+def why_nothing(job: Job, found: Found) -> str:
+    """Why a search found no layout: the one with the least memory, or what does not divide."""
+    if (nearest := found.smallest) is not None:
         return (
-            f"recommend: nothing fits {num_gpus} GPUs with {budget / 1e9:.0f} GB each; nearest is "
-            f"{plan} with {size / 1e9:.0f} GB. More GPUs, offload, or a smaller model"
+            f"recommend: nothing fits {job.num_gpus} GPUs with {job.budget / 1e9:.0f} GB each; "
+            f"nearest is {nearest.parallelism}, micro-batch {nearest.micro_batch}, "
+            f"{nearest.recompute} with {nearest.memory.total / 1e9:.0f} GB. More GPUs, offload, or "
+            "a smaller model"
         )
-    reasons = "; ".join(reason for reason, _ in refused.most_common(3))
-    return f"recommend: no plan of {num_gpus} GPUs divides: {reasons}"
+    reasons = "; ".join(reason for reason, _ in found.refused.most_common(3))
+    return f"recommend: no plan of {job.num_gpus} GPUs divides: {reasons}"
 
 
 def _rank(plans: list[Plan]) -> list[Plan]:
@@ -243,8 +163,8 @@ def _rank(plans: list[Plan]) -> list[Plan]:
 
     def simplicity(plan: Plan) -> tuple[int, int, int, float]:
         p = plan.parallelism
-        axes = sum(size > 1 for size in (p.pp, p.cp, p.tp))
-        return axes, p.zero_stage, _RECOMPUTE_ORDER.index(plan.recompute), plan.step.total_s
+        axes = sum(size > 1 for size in (p.pp, p.cp, p.tp, p.ep))
+        return axes, p.zero_stage, RECOMPUTE_ORDER.index(plan.recompute), plan.step.total_s
 
     plans = sorted(plans, key=lambda plan: plan.step.total_s)
     limit_s = plans[0].step.total_s * 1.02
@@ -252,8 +172,20 @@ def _rank(plans: list[Plan]) -> list[Plan]:
     return sorted(near, key=simplicity) + plans[len(near) :]
 
 
-def _explained(plan: Plan, best: Plan, options: _Options, global_batch: int) -> Plan:
-    model, node, states = options.model, options.node, options.states
+def _bubble(plan: Plan) -> str:
+    p, m, v = plan.parallelism.pp, plan.num_microbatches, plan.parallelism.virtual_stages
+    if v == 1:
+        return (
+            f"bubble (p-1)/(m+p-1) = {p - 1}/{m + p - 1} = {(p - 1) / (m + p - 1):.0%} of the step"
+        )
+    share = (p - 1) / (v * m + p - 1)
+    return (
+        f"in {v} chunks; bubble (p-1)/(v m+p-1) = {p - 1}/{v * m + p - 1} = {share:.0%} of the step"
+    )
+
+
+def _explained(plan: Plan, best: Plan, job: Job, global_batch: int) -> Plan:
+    model, node, states = job.model, job.node, job.states
     p, memory, step = plan.parallelism, plan.memory, plan.step
     n, gpu = model.num_parameters, node.gpu
     reasons = [
@@ -263,8 +195,8 @@ def _explained(plan: Plan, best: Plan, options: _Options, global_batch: int) -> 
     if plan.global_batch != global_batch:
         reasons.append(
             f"batch {plan.global_batch:,} instead of {global_batch:,}, which no plan of "
-            f"{options.num_gpus} GPUs divides; {plan.global_batch:,} = {options.num_gpus} x "
-            f"{plan.global_batch // options.num_gpus}"
+            f"{job.num_gpus} GPUs divides; {plan.global_batch:,} = {job.num_gpus} x "
+            f"{plan.global_batch // job.num_gpus}"
         )
     if p.tp > 1:
         reasons.append(
@@ -274,9 +206,8 @@ def _explained(plan: Plan, best: Plan, options: _Options, global_batch: int) -> 
         )
     if p.pp > 1:
         reasons.append(
-            f"pp {p.pp}: {model.num_layers} layers / {p.pp} = {model.num_layers // p.pp} "
-            f"per stage; bubble (p-1)/(m+p-1) = {p.pp - 1}/{plan.num_microbatches + p.pp - 1} = "
-            f"{(p.pp - 1) / (plan.num_microbatches + p.pp - 1):.0%} of the step"
+            f"pp {p.pp}: {model.num_layers} layers / {p.pp} = {model.num_layers / p.pp:.3g} "
+            f"per stage; {_bubble(plan)}"
         )
     if p.cp > 1:
         reasons.append(f"cp {p.cp}: {model.context} tokens / {p.cp} = {model.context // p.cp} each")

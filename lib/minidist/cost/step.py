@@ -127,8 +127,10 @@ def predict_step(
     """
     p = parallelism
     m = p.num_microbatches(global_batch=global_batch, micro_batch=micro_batch)
-    found = p.problems(model=model, global_batch=global_batch, micro_batch=micro_batch)
-    if found and even_stages:
+    found = p.problems(
+        model=model, global_batch=global_batch, micro_batch=micro_batch, even_stages=even_stages
+    )
+    if found:
         raise ValueError(f"{p}: " + "; ".join(found))
     software = software or usual_software(p.zero_stage)
     if launch_s is not None:

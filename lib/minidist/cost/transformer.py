@@ -37,6 +37,7 @@ class Transformer:
             how many of them a token visits, their inner width, and experts that every token visits.
             0 experts is a dense model.
         dense_layers: blocks of such a model that have the dense MLP instead.
+        attention_width: heads times the width of a head, where that is not h.
         attention_entries: entries of a block's attention matrices, where they are not 2h^2 and
             2h times the width of the keys (multi-head latent attention).
     """
@@ -58,6 +59,7 @@ class Transformer:
     expert_width: int = 0
     shared_experts: int = 0
     dense_layers: int = 0
+    attention_width: int | None = None
     attention_entries: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +68,7 @@ class Transformer:
                 raise ValueError(
                     f"Transformer: {name} must be at least 1, got {getattr(self, name)}"
                 )
-        if self.width % self.num_heads:
+        if self.attention_width is None and self.width % self.num_heads:
             raise ValueError(
                 f"Transformer: width {self.width} is not divisible by {self.num_heads} heads "
                 f"(remainder {self.width % self.num_heads})"
@@ -92,21 +94,26 @@ class Transformer:
         return round(self.mlp_ratio * self.width)
 
     @property
+    def query_width(self) -> int:
+        """Heads times the width of a head: h in most models."""
+        return self.attention_width or self.width
+
+    @property
     def kv_width(self) -> float:
         """Width of the keys, and of the values: h, or less with grouped-query attention."""
-        return self.width * (self.num_kv_heads or self.num_heads) / self.num_heads
+        return self.query_width * (self.num_kv_heads or self.num_heads) / self.num_heads
 
     @property
     def head_width(self) -> float:
         """Width of one head, h / a."""
-        return self.width / self.num_heads
+        return self.query_width / self.num_heads
 
     @property
     def attention_weights(self) -> int:
         """Entries of one block's attention matrices: 4 h^2 for a GPT."""
         if self.attention_entries is not None:
             return self.attention_entries
-        return round(2 * self.width * self.width + 2 * self.width * self.kv_width)
+        return round(2 * self.width * self.query_width + 2 * self.width * self.kv_width)
 
     def _mlp_weights(self, width: float) -> float:
         return (3 if self.gated_mlp else 2) * self.width * width
@@ -173,7 +180,7 @@ class Transformer:
         It is usual to count the full square of scores, although a causal kernel computes only half
         of the square. `causal=True` counts this half.
         """
-        return 4 * self.num_layers * self.context * self.width * (0.5 if causal else 1.0)
+        return 4 * self.num_layers * self.context * self.query_width * (0.5 if causal else 1.0)
 
     def forward_flops_per_token(self, *, causal: bool = False, head: bool = True) -> float:
         """2 FLOPs per weight of a matrix product, plus attention. Table look-ups cost no FLOPs. The
@@ -282,6 +289,64 @@ LLAMA3_8B = Transformer(
     bias=False,
     norm_bias=False,
     learned_positions=False,
+)
+LLAMA3_405B = Transformer(
+    vocab_size=128256,
+    context=8192,
+    width=16384,
+    num_layers=126,
+    num_heads=128,
+    num_kv_heads=8,
+    mlp_ratio=53248 / 16384,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
+)
+# 8 experts, 2 per token (arXiv 2401.04088).
+MIXTRAL_8X7B = Transformer(
+    vocab_size=32000,
+    context=4096,
+    width=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    mlp_ratio=14336 / 4096,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
+    num_experts=8,
+    experts_per_token=2,
+    expert_width=14336,
+)
+# 256 routed experts and a shared one, 8 per token, three dense blocks; latent attention with ranks
+# 1,536 and 512, heads of 128 + 64 and 128 (arXiv 2412.19437).
+DEEPSEEK_V3 = Transformer(
+    vocab_size=129280,
+    context=4096,
+    width=7168,
+    num_layers=61,
+    num_heads=128,
+    mlp_ratio=18432 / 7168,
+    gated_mlp=True,
+    tied=False,
+    bias=False,
+    norm_bias=False,
+    learned_positions=False,
+    num_experts=256,
+    experts_per_token=8,
+    expert_width=2048,
+    shared_experts=1,
+    dense_layers=3,
+    attention_width=128 * (192 + 128) // 2,
+    attention_entries=7168 * 1536
+    + 1536 * 128 * 192
+    + 7168 * (512 + 64)
+    + 512 * 128 * (128 + 128)
+    + 128 * 128 * 7168,
 )
 LLAMA3_70B = Transformer(
     vocab_size=128256,
