@@ -18,6 +18,7 @@ SOAK_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
 BOOK_ARGS ?=
+REPORT_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED_FROM := pyproject.toml $(wildcard lib/minidist/kernel/kernelspecs/*/kernel.json)
 
@@ -33,7 +34,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 IN_PART := $(addprefix tests/,$(PART))
 
-.PHONY: help grade lab check test test-all test-rest flake verify soak nightly claims bench gpu book build lint clean install
+.PHONY: help grade lab check test test-all test-rest flake verify soak nightly claims planner-report bench gpu book build lint clean install
 
 help: ## list the commands
 	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
@@ -90,6 +91,9 @@ claims: $(VENV)/.installed ## run every lecture and list what it claims: verdict
 	  MINIDIST_CLAIMS="$(CURDIR)/build/claims/$$name.jsonl" MINIDIST_LECTURE="$$name" \
 	  $(BIN)/python -m papermill --no-progress-bar --log-level ERROR --cwd build/lectures "$$file" "build/lectures/$$name.ipynb"; done
 	@$(BIN)/python -m minidist.claims build/claims/*.jsonl notebooks/claims.csv notebooks/[0-9]*.py
+
+planner-report: $(VENV)/.installed ## every published run: what the planner predicts, and how far off it is (REPORT_ARGS=--short)
+	@$(BIN)/python -m minidist report $(REPORT_ARGS)
 
 bench: $(VENV)/.installed-dev ## time ours beside its peers, paired and interleaved (BENCH_ARGS=--quick)
 	@$(BIN)/python benchmarks $(BENCH_ARGS)

@@ -39,8 +39,8 @@ GRADER_FLOORS = [
     {"plain_text", "files"},
 ]
 LIB_FLOORS = [
-    {"widgets"},
-    {"plots", "peers"},
+    {"widgets", "__main__"},
+    {"plots", "peers", "plan"},
     {"train"},
     {"elastic"},
     {"parallel", "checkpoint", "lr", "metrics", "profile"},

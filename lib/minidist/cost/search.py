@@ -123,7 +123,7 @@ class Found:
 
     Attributes:
         fitting: layouts that fit the memory.
-        too_large: the fastest layout that does not fit.
+        too_large: the fastest layout that needs at most twice the memory that there is.
         smallest: of the layouts that do not fit, the one with the least memory.
         forbidden: the fastest fitting layout that `Job.allowed` leaves out.
         refused: why layouts do not divide, counted.
@@ -255,7 +255,7 @@ def search(job: Job) -> Found:
                 break
             if not allowed:
                 continue
-            if _faster(candidate, found.too_large):
+            if candidate.memory.total <= 2 * budget and _faster(candidate, found.too_large):
                 found.too_large = candidate
             smallest = found.smallest
             if smallest is None or candidate.memory.total < smallest.memory.total:
