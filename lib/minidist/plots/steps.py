@@ -23,8 +23,9 @@ def plot_step(
 ) -> Figure:
     """What every rank holds before step number `step` (from 0), and what this step sends.
 
-    Each chunk shows how many ranks' contributions it contains; a chunk with the contributions of
-    all ranks is complete. If `step` is the number of steps, the figure shows the final state.
+    A chunk has its number, as the arrows do, and is filled up to the share of ranks whose
+    contributions it contains; one with the contributions of all ranks is complete. If `step` is the
+    number of steps, the figure shows the final state.
     """
     inner = ax is not None
     held = holdings(schedule, step)
@@ -42,7 +43,9 @@ def plot_step(
         for rank, (x, y) in places.items():
             ax.text(x, y + 0.24, f"rank {rank}", ha="center", va="bottom", fontsize=9, color=INK)
             for chunk in range(num_chunks):
-                _draw_chunk(ax, x - 0.45 + chunk * size, y - 0.2, size, held[rank][chunk], n)
+                _draw_chunk(
+                    ax, x - 0.45 + chunk * size, y - 0.2, size, chunk, len(held[rank][chunk]) / n
+                )
         if step < len(schedule.steps):
             for transfer in schedule.steps[step]:
                 _draw_transfer(ax, transfer, places[transfer.src], places[transfer.dst])
@@ -143,19 +146,15 @@ def _draw_transfer(
     )
 
 
-def _draw_chunk(ax: Axes, x: float, y: float, size: float, who: frozenset[int], n: int) -> None:
-    share = len(who) / n
-    full = len(who) == n
+def _draw_chunk(ax: Axes, x: float, y: float, size: float, chunk: int, share: float) -> None:
+    full = share == 1
+    colour = PALETTE[0] if full else PALETTE[4]
     ax.add_patch(Rectangle((x, y), size * 0.94, 0.4, facecolor="white", edgecolor=FAINT, lw=0.8))
-    ax.add_patch(
-        Rectangle(
-            (x, y), size * 0.94, 0.4 * share, facecolor=PALETTE[0] if full else PALETTE[4], lw=0
-        )
-    )
+    ax.add_patch(Rectangle((x, y), size * 0.94, 0.4 * share, facecolor=colour, lw=0))
     ax.text(
         x + size * 0.47,
         y + 0.2,
-        f"{len(who)}",
+        str(chunk),
         ha="center",
         va="center",
         fontsize=8,
