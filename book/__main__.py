@@ -1,10 +1,11 @@
-"""`python book`: runs every lecture and writes the course as a static site.
+"""`python book`: runs the lectures, and writes the course as a static site with Sphinx.
 
-    notebooks/*.ipynb   run by papermill, then a page each, with figures and claims
+    notebooks/*.ipynb   run by papermill once per version, then a page each, with figures and claims
     labs/*/*.ipynb      a page each, as students get them; not run
-    book/*.md           the front page and the teaching notes
+    book/*.md           front page, guides and teaching notes
+    lib/minidist        a page per package, from the docstrings of its public names
 
-The pages need no server and load nothing from elsewhere: formulas are MathML, pictures are inside.
+The pages need no server and load nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -13,37 +14,27 @@ import argparse
 import sys
 from pathlib import Path
 
-from render import BookError, write_book
+from sources import ROOT, SPHINX, write_sources
+from sphinx.cmd.build import build_main
 
-from autograder.authoring.lectures import run_lecture
-
-ROOT = Path(__file__).resolve().parent.parent
+from autograder.authoring.lectures import run_once
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python book", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "book", help="folder")
-    parser.add_argument(
-        "--executed", type=Path, help="take lectures that were run before from this folder"
-    )
+    parser.add_argument("--as-is", action="store_true", help="do not run lectures")
     args = parser.parse_args(argv)
-    lectures = {}
-    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
-        before = args.executed / path.name if args.executed else None
-        if before is not None and before.is_file():
-            lectures[path.stem] = before
-        else:
-            print(f"running {path.stem}", flush=True)
-            lectures[path.stem] = run_lecture(path, ROOT / "build" / "lectures")
-    labs = {path.stem: path for path in sorted((ROOT / "labs").glob("*/*.ipynb"))}
-    try:
-        pages = write_book(args.out, ROOT / "book", lectures, labs)
-    except BookError as error:
-        print(f"book: {error}", file=sys.stderr)
-        return 1
-    print(f"{len(pages)} pages, all links checked: {args.out / 'index.html'}")
-    return 0
+    library, ran = ROOT / "lib" / "minidist", ROOT / "build" / "lectures"
+    source = args.out.with_name(f"{args.out.name}-source")
+    write_sources(
+        source, (lambda path: path) if args.as_is else (lambda path: run_once(path, library, ran))
+    )
+    code = build_main([*SPHINX, str(source), str(args.out)])
+    if code == 0:
+        print(args.out / "index.html")
+    return code
 
 
 if __name__ == "__main__":

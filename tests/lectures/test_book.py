@@ -1,48 +1,104 @@
-"""The static site: every page of the course can be written, and nothing in it leads nowhere."""
+"""The static site: every page can be written, is read without help, and leads nowhere wrong."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
-import render
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from sources import SPHINX, write_sources
 
 ROOT = Path(__file__).resolve().parents[2]
-
+MAX_PAGE_BYTES = 3_000_000
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPj/HwADAgH/"
-FOLDED = "<details>\n\n*why*\n\n</details>"
 
 
-def notebook(*cells, path):
-    path.write_text(nbformat.writes(new_notebook(cells=list(cells))), encoding="utf-8")
-    return path
+def build(root: Path, out: Path, api: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Builds the site of a repository, without running its lectures."""
+    write_sources(out.with_name("source"), lambda path: path, api=api, root=root)
+    return subprocess.run(
+        [sys.executable, "-m", "sphinx", *SPHINX, out.with_name("source"), out],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
-def texts(folder, index):
-    folder.mkdir()
-    for name in ("page.html", "style.css"):
-        (folder / name).write_text((ROOT / "book" / name).read_text("utf-8"), "utf-8")
-    (folder / "index.md").write_text(index, "utf-8")
-    (folder / "teaching.md").write_text("# Teaching\n", "utf-8")
-    return folder
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A repository with one lecture and one lab."""
+    root = tmp_path / "course"
+    shutil.copytree(ROOT / "book", root / "book")
+    (root / "README.md").write_text(
+        "# C\n\n## The course\n\n| Lecture |\n|---|\n| [One](notebooks/01_x.ipynb) |\n\nMore.\n"
+    )
+    widget = {
+        "image/png": PNG,
+        "application/vnd.jupyter.widget-view+json": {"model_id": "7"},
+        "text/plain": "Explorer",
+    }
+    cells = [
+        new_markdown_cell("# A lecture\n\n## A part\n\n$$\\frac{a}{b_0}$$\n"),
+        new_code_cell("quick = True", metadata={"tags": ["parameters"]}),
+        new_code_cell("%%rank 0\nimport math"),
+        new_code_cell("explore()", outputs=[new_output("display_data", widget)]),
+        new_code_cell(
+            "claim()", outputs=[new_output("display_data", {"text/html": "<p>✓ twice two: 4</p>"})]
+        ),
+        new_markdown_cell("To [the lab](../labs/lab1_x/lab1_x.ipynb)."),
+    ]
+    (root / "notebooks").mkdir()
+    about = {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
+    nbformat.write(new_notebook(cells=cells, metadata=about), root / "notebooks" / "01_x.ipynb")
+    for name in ("lab1_x", "bonus_x"):
+        (root / "labs" / name).mkdir(parents=True)
+        lab = new_notebook(cells=[new_markdown_cell("# A lab\n")])
+        nbformat.write(lab, root / "labs" / name / f"{name}.ipynb")
+    index = root / "book" / "index.md"
+    index.write_text(re.sub(r"\[[^\]]*\]\(labs/[^)]*\)", "a bonus", index.read_text("utf-8")))
+    return root
 
 
-@pytest.mark.slow
-def test_the_whole_course_can_be_written(tmp_path):
-    lectures = {p.stem: p for p in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
-    labs = {p.stem: p for p in sorted((ROOT / "labs").glob("*/*.ipynb"))}
-    pages = render.write_book(tmp_path / "site", ROOT / "book", lectures, labs)
-    assert len(pages) == len(lectures) + len(labs) + 2
-    for page in pages:
-        text = page.read_text("utf-8")
-        assert "<script" not in text
-        assert re.search("<h1", text)
-    lab = (tmp_path / "site" / "lab1_ddp.html").read_text("utf-8")
-    assert "aria-current" in lab
-    assert "<math" in lab
+def test_figures_claims_and_widgets_are_in_the_page(small, tmp_path):
+    done = build(small, tmp_path / "site", api=("cost",))
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "notebooks" / "01_x.html").read_text("utf-8")
+    assert 'src="../_images/' in page
+    assert "✓ twice two: 4" in page
+    assert "<mfrac>" in page
+    assert "<msub>" in page
+    assert "quick = True" not in re.sub("<[^>]*>", "", page)
+    assert "model_id" not in page
+    assert 'href="../labs/lab1_x/lab1_x.html"' in page
+    assert 'href="notebooks/01_x.html"' in (tmp_path / "site" / "index.html").read_text("utf-8")
+    reference = (tmp_path / "site" / "reference" / "cost.html").read_text("utf-8")
+    assert "all_reduce_seconds" in reference
+    assert "viewcode-link" in reference
+
+
+def test_what_leads_nowhere_is_named(small, tmp_path):
+    index = small / "book" / "index.md"
+    index.write_text(index.read_text("utf-8") + "\n[x](02_y.ipynb)\n[x](#nothing)\n", "utf-8")
+    done = build(small, tmp_path / "site", api=())
+    assert done.returncode != 0
+    assert "02_y.ipynb" in done.stderr
+    assert "nothing" in done.stderr
+
+
+def test_a_formula_that_cannot_be_read_is_named(small, tmp_path):
+    (small / "book" / "index.md").write_text("# Start\n\n$\\nonsense{a}$\n", "utf-8")
+    done = build(small, tmp_path / "site", api=())
+    assert done.returncode != 0
+    assert "cannot be read: \\nonsense" in done.stderr
 
 
 def test_every_lecture_and_lab_is_on_the_course_map():
@@ -51,42 +107,104 @@ def test_every_lecture_and_lab_is_on_the_course_map():
         assert f"({path.relative_to(ROOT)})" in readme
 
 
-def test_figures_claims_and_widgets_are_in_the_page(tmp_path):
-    widget = {"image/png": PNG, render.WIDGET: {"model_id": "7"}, "text/plain": "Explorer"}
-    html = {"text/html": "<div>✓ twice two: 4</div>", "text/plain": "✓"}
-    path = notebook(
-        new_markdown_cell(f"# A lecture\n\n## A part\n\n$$\\frac{{a}}{{b}}$$\n\n{FOLDED}"),
-        new_code_cell("quick = True", metadata={"tags": ["parameters"]}),
-        new_code_cell("%%rank 0\nimport math", outputs=[]),
-        new_code_cell("explore()", outputs=[new_output("display_data", widget)]),
-        new_code_cell("claim()", outputs=[new_output("display_data", html)]),
-        path=tmp_path / "01_x.ipynb",
+# --- the whole course -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site") / "book"
+    subprocess.run(
+        [sys.executable, ROOT / "book", "--as-is", "--out", out], check=True, timeout=1000
     )
-    folder = texts(tmp_path / "texts", "# Start\n\n[there](../notebooks/01_x.ipynb#a-part)\n")
-    render.write_book(tmp_path / "site", folder, {"01_x": path}, {})
-    page = (tmp_path / "site" / "01_x.html").read_text("utf-8")
-    assert f"data:image/png;base64,{PNG}" in page.replace("\n", "")
-    assert "✓ twice two: 4" in page
-    assert "<mfrac>" in page
-    assert "<em>why</em>" in page
-    assert "quick = True" not in re.sub("<[^>]*>", "", page)
-    assert "model_id" not in page
-    assert 'alt="Explorer"' in page
-    assert re.search('<p class="controls">Explorer', page), "nothing says where the controls stand"
-    assert re.search(r'%%rank 0</span>\s*<span class="k[nw]?">import</span>', page), "no colours"
-    assert 'href="01_x.html#a-part"' in (tmp_path / "site" / "index.html").read_text("utf-8")
+    return out
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[x](02_y.ipynb)", "index.html: 02_y.html"),
-        ("[x](#nothing)", "no such heading"),
-        ('<img src="https://example.org/a.png">', "loads https://example.org/a.png from elsewhere"),
-        ("$\\nonsense{a}$", "cannot be read: \\nonsense"),
-    ],
-)
-def test_what_leads_nowhere_is_named(tmp_path, text, message):
-    folder = texts(tmp_path / "texts", f"# Start\n\n{text}\n")
-    with pytest.raises(render.BookError, match=re.escape(message)):
-        render.write_book(tmp_path / "site", folder, {}, {})
+class _Links(HTMLParser):
+    """What a page leads to, and what it loads."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.leads_to: list[str] = []
+        self.loads: list[str] = []
+        self.feed(page.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "a":
+            self.leads_to.append(given.get("href") or "")
+        else:
+            self.loads += [given.get(key) or "" for key in ("src", "href")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_pages_are_complete_and_need_no_network(site):
+    pages = [page for page in site.rglob("*.html") if "_modules" not in page.parts]
+    lectures = list((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    labs = list((ROOT / "labs").glob("*/*.ipynb"))
+    for path in (*lectures, *labs):
+        assert (site / path.relative_to(ROOT)).with_suffix(".html").is_file()
+    for page in pages:
+        assert page.stat().st_size <= MAX_PAGE_BYTES, page
+        links = _Links(page)
+        for target in links.loads:
+            assert not urlsplit(target).netloc, f"{page.name} loads {target}"
+        for target in (*links.leads_to, *links.loads):
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc or not parts.path:
+                continue
+            assert (page.parent / unquote(parts.path)).exists(), f"{page.name}: {target}"
+    assert "<math" in (site / "labs" / "lab1_ddp" / "lab1_ddp.html").read_text("utf-8")
+
+
+@pytest.fixture
+def browser() -> Iterator[object]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_pages_read_well_with_a_reader_and_on_a_phone(site, browser, theme):
+    from axe_playwright_python.sync_playwright import Axe
+
+    context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme=theme)
+    page = context.new_page()
+    problems = []
+    for name in ("index", "instructors", "notebooks/02_collectives", "labs/lab1_ddp/lab1_ddp"):
+        page.goto((site / f"{name}.html").as_uri())
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= 390, f"{name} is {width} pixels wide"
+        found = Axe().run(page).response["violations"]
+        problems += [
+            (name, each["id"], each["nodes"][0]["html"][:200], len(each["nodes"]))
+            for each in found
+            if each["impact"] in ("serious", "critical")
+        ]
+    assert problems == []
+
+
+@pytest.mark.slow
+def test_search_finds_a_word_of_a_lecture(site, browser):
+    import http.server
+    import threading
+    from functools import partial
+
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{server.server_port}/search.html?q=halving")
+        page.wait_for_selector("#search-results a", timeout=30_000)
+        assert "Collectives" in page.inner_text("#search-results")
+    finally:
+        server.shutdown()
+        server.server_close()

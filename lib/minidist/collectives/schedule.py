@@ -249,7 +249,7 @@ def simulate(
         values: `values[rank][chunk]`, of any type that `reduce` can combine.
         reduce: `reduce(own, received)`.
 
-    Example: which ranks have contributed to which chunk::
+    Example, which ranks have contributed to which chunk:
 
     >>> from minidist.collectives.algorithms import ring_reduce_scatter_steps
     >>> simulate(ring_reduce_scatter_steps(3), [["a"] * 3, ["b"] * 3, ["c"] * 3])
