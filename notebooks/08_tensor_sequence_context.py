@@ -452,7 +452,6 @@ print(logs)
 # %%
 # %%rank 0
 display(
-    claim("heads per rank: 8 on 2 ranks", config.num_heads // 2, 4),
     claim(
         "tensor-parallel block: collectives forward",
         logs["tensor"][0].get("all_reduce", 0),
@@ -468,6 +467,7 @@ display(
         (3 * gpt.width + gpt.mlp_width + 2 * 2 * gpt.width) / (2 * 2 * gpt.width),
         2.75,
         rtol=1e-9,
+        kind="arithmetic",  # the width cancels
         why="gathering 3h and 4h and reducing h twice: 3 + 4 + 2 + 2 against 2 + 2",
     ),
     claim(
@@ -1082,6 +1082,8 @@ plot_lines(
 # %%
 # %%rank 0
 hide_tokens = cost.A100.peak() / nvlink.bandwidth_bytes_per_s
+# A rank has two chunks: 4 pairs of chunks per step of the ring, less what the mask leaves out.
+share = {n: causal_work(n, "zigzag")[0] / (4 * n) for n in (4, 64)}
 display(
     claim(
         "context-parallel GPT, parameters after training against one rank", cp_drift, ("<", 1e-9)
@@ -1111,7 +1113,19 @@ display(
         hide_tokens,
         1040,
         rtol=0.01,
-        authority="Liu et al., arXiv 2310.01889: c >= F/B",
+        authority="Liu et al., arXiv 2310.01889: c >= F/B, without a mask",
+    ),
+    claim(
+        "causal attention in the zig-zag order: share of a block of scores that is left per step",
+        share[64],
+        0.5,
+        rtol=0.02,
+    ),
+    claim(
+        "... so a ring hides from twice as many tokens per rank on, in F/B",
+        1 / share[64],
+        2.0,
+        rtol=0.02,
     ),
 )
 
@@ -1119,7 +1133,9 @@ display(
 # Ulysses sends less, and less with every rank. But its all-to-alls stand in the way of attention,
 # and the heads must divide (with grouped queries, the few key-value heads). The ring sends more
 # and hides it: while a block of c × c scores is computed (4 c² d FLOPs), the next keys and values
-# (4 c d bytes) arrive. That works from c = F/B tokens per rank on.
+# (4 c d bytes) arrive. Without a mask that works from c = F/B tokens per rank on. With a causal
+# mask and the zig-zag order half of each block is masked away, and the bytes are the same: from
+# **2F/B** on, about 2,080 tokens per rank for an A100 at its peak.
 #
 # Which axis goes where? The messages of tensor parallelism are on the critical path in every layer:
 # **innermost**, on NVLink. A ring that hides may cross nodes. Data parallelism sends once per step:

@@ -1,8 +1,8 @@
 """What a claim of a lecture rests on, read from the lecture's source: no cell is run.
 
 - **measured**: the value comes from something that ran: ranks, torch, a program, a clock.
-- **derived**: it comes from a model, such as `minidist.cost` or `minidist.emulate`, or from a
-  function that the lecture defines.
+- **derived**: it comes from a model, such as `minidist.emulate` or what is more than a formula in
+  `minidist.cost`, or from a loop in a function that the lecture defines.
 - **arithmetic**: only literals and facts of tables, such as a GPU's memory, and products and
   quotients of them. Such a claim cannot fail, so it is shown and not counted.
 
@@ -14,6 +14,7 @@ a value that comes from a run and still says nothing about it.
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,12 +54,16 @@ _MODULES = {
     "subprocess": _MEASURED,
     "time": _MEASURED,
 }
-# Functions of minidist.cost that look up, multiply or divide: literals in, arithmetic out.
-_PRODUCTS = {
-    *("cost_dollars", "cost_saving", "gpu_hours", "training_flops", "training_seconds"),
-    *("training_seconds_from_flops", "tokens_per_step", "throughput_efficiency"),
-    *("strong_scaling_efficiency", "weak_scaling_efficiency", "gbit_per_s", "pcie"),
-    *("state_bytes", "ParallelismConfig", "Wire"),
+# Functions of minidist.cost that look up a fact, or are a line of multiplying, dividing and adding:
+# literals in, arithmetic out.
+_FORMULAS = {
+    *("amdahl_speedup", "bottleneck", "bubble_fraction", "bubble_ratio", "bus_bandwidth"),
+    *("bus_factor", "cost_dollars", "cost_saving", "gbit_per_s", "gpu_hours", "karp_flatt"),
+    *("pcie", "peak_tokens_per_s", "pipeline_utilization", "seconds_from_bus_bandwidth"),
+    *("speedup_with_communication", "state_bytes", "strong_scaling_efficiency"),
+    *("throughput_efficiency", "tokens_per_step", "training_flops", "training_seconds"),
+    *("training_seconds_from_flops", "utilization", "weak_scaling_efficiency"),
+    *("ParallelismConfig", "Wire"),
 }
 _ASKS_FILES = {"exists", "glob", "iterdir", "read_bytes", "read_text", "stat"}  # a run wrote them
 _SHOWS = {"claim", "display", "explore", "print"}
@@ -99,7 +104,7 @@ def read(source: str, *, where: str = "lecture") -> list[Evidence]:
             raise ValueError(
                 f"{where}, line {one.line}: a kind is one of {KINDS}, got {one.weakened!r}"
             )
-        if one.weakened and KINDS.index(one.weakened) >= KINDS.index(one.kind):
+        if one.weakened and KINDS.index(one.weakened) > KINDS.index(one.kind):
             raise ValueError(
                 f"{where}, line {one.line}: the claim calls itself {one.weakened}, "
                 f"but what its expression reads makes it {one.kind} at most"
@@ -118,7 +123,7 @@ def kind_of_expression(expression: str) -> str:
     reader = _Reader()
     tree = ast.parse(expression, mode="eval").body
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id not in ("math", "struct"):
+        if isinstance(node, ast.Name) and node.id not in ("math", "struct", *dir(builtins)):
             reader.modules[node.id] = f"minidist.cost.{node.id}"
     return KINDS[reader.kind(tree)]
 
@@ -303,7 +308,8 @@ class _Reader:
         if isinstance(function, ast.Name):
             known = self.names.get(function.id)
             if isinstance(known, _Function):
-                return max(_DERIVED, self._used(known, arguments))
+                loops = any(isinstance(n, ast.For | ast.While) for n in ast.walk(known.node))
+                return max(_DERIVED if loops else _ARITHMETIC, self._used(known, arguments))
             if known is not None:
                 return known
         if isinstance(function, ast.Attribute) and function.attr in _ASKS_FILES:
@@ -377,7 +383,7 @@ def _of_module(dotted: str) -> int:
     if dotted.startswith("minidist.cost."):
         name = dotted.split(".")[2]
         is_table = name.isupper() and not name.startswith(("GPT", "LLAMA"))
-        if is_table or dotted.rpartition(".")[2] in _PRODUCTS:
+        if is_table or dotted.rpartition(".")[2] in _FORMULAS:
             return _ARITHMETIC
     while dotted:
         if dotted in _MODULES:
