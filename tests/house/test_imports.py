@@ -39,8 +39,9 @@ GRADER_FLOORS = [
     {"plain_text", "files"},
 ]
 LIB_FLOORS = [
-    {"widgets", "__main__"},
-    {"plots", "peers", "plan"},
+    {"__main__"},
+    {"widgets", "plan"},
+    {"plots", "peers"},
     {"train"},
     {"elastic"},
     {"parallel", "checkpoint", "lr", "metrics", "profile"},

@@ -55,8 +55,8 @@ def data_parallel_seconds(
 
     bandwidth = link.bandwidth_bytes_per_s
     if p.zero_stage >= 2 and num_nodes > 1:
-        ports = software.gather_ports * node.network.attainable.bandwidth_bytes_per_s
-        bandwidth = min(bandwidth, ports)
+        ports = software.gather_ports / (1 + num_nodes / software.gather_half_nodes)
+        bandwidth = min(bandwidth, ports * node.network.attainable.bandwidth_bytes_per_s)
 
     def ring_s(num_bytes: float, collectives: float) -> float:  # an all-gather, a reduce-scatter
         return collectives * ring_latency_s + (n - 1) / n * num_bytes / bandwidth

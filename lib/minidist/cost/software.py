@@ -11,6 +11,7 @@ True
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 
@@ -29,6 +30,8 @@ class Software:
             gradient and parameter traffic can hide; 0 means a reduction after backward.
         gather_ports: how many network ports of a node ZeRO-2 and ZeRO-3 keep busy while they gather
             and scatter shards. A node of 8 GPUs has 8.
+        gather_half_nodes: number of nodes over which these ports move half as much: rings of many
+            nodes carry small shards and wait for their slowest link.
         bucket_bytes, shard_bucket_bytes: gradients per all-reduce, and per reduce-scatter of
             ZeRO-1. Each bucket pays the latency of the ring.
         step_s: time per step outside of forward and backward: norms, logging, the loader.
@@ -42,6 +45,7 @@ class Software:
     overlap: float
     attention: float = 1.0
     gather_ports: float = 8.0
+    gather_half_nodes: float = math.inf
     bucket_bytes: float = 25e6
     shard_bucket_bytes: float = 25e6
     step_s: float = 0.0
@@ -69,10 +73,11 @@ FSDP = Software(
     name="fsdp",
     launch_s=0.0006,
     traffic=1.505,
-    overlap=0.6888,
+    overlap=0.6362,
     gather_ports=8.0,
+    gather_half_nodes=13.72,
     step_s=0.04066,
-    straggler=0.002401,
+    straggler=0.002124,
 )
 NANOTRON = Software(
     name="nanotron",
@@ -82,7 +87,7 @@ NANOTRON = Software(
     bucket_bytes=3.189e07,
     shard_bucket_bytes=5.876e06,
     step_s=0.04946,
-    straggler=0.0005858,
+    straggler=0.0005646,
     attention=1.521,
 )
 # Three of today for which no calibration rows are there. Their constants are not fitted: FSDP2 is

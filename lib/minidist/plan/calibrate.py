@@ -31,6 +31,7 @@ _SOFTWARE_RANGES = {
     "overlap": (0.0, 1.0),
     "attention": (0.5, 3.0),
     "gather_ports": (0.1, 8.0),
+    "gather_half_nodes": (2.0, 1e4),
     "bucket_bytes": (5e6, 1e12),
     "shard_bucket_bytes": (2e5, 1e12),
     "step_s": (0.0, 0.3),
@@ -38,8 +39,16 @@ _SOFTWARE_RANGES = {
 }
 # Rows of this software say nothing about these.
 _FIXED = {
-    "megatron-2021": {"overlap", "bucket_bytes", "shard_bucket_bytes", "gather_ports", "attention"},
+    "megatron-2021": {
+        "overlap",
+        "bucket_bytes",
+        "shard_bucket_bytes",
+        "gather_ports",
+        "gather_half_nodes",
+        "attention",
+    },
     "deepspeed-2021": {
+        "gather_half_nodes",
         "launch_s",
         "traffic",
         "bucket_bytes",
@@ -49,7 +58,7 @@ _FIXED = {
         "attention",
     },
     "fsdp": {"gather_ports", "bucket_bytes", "shard_bucket_bytes", "attention"},
-    "nanotron": {"gather_ports"},
+    "nanotron": {"gather_ports", "gather_half_nodes"},
 }
 _GENERATIONS = {"A100": ("A100 SXM 80 GB", "A100 SXM 40 GB"), "H100": ("H100 SXM 80 GB",)}
 _MOST = 0.5  # a run that is off by more, such as a measured outlier, counts no more than this

@@ -9,6 +9,8 @@ from minidist.cost.hardware import GB
 from minidist.cost.search import Candidate, Job, search
 from minidist.cost.step import PARTS
 from minidist.plan.answer import Option
+from minidist.plan.errors import error_bar
+from minidist.plots import new_figure
 
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "working")
 
@@ -16,8 +18,6 @@ _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "working
 def scaling(job: Job) -> list[tuple[int, float, float]]:
     """(GPUs, tokens per second, error bar) of the fastest layout on a quarter to four times the
     GPUs, with the same batch; sizes on which nothing fits are left out."""
-    from minidist.plan.errors import error_bar
-
     points = []
     for factor in (1 / 4, 1 / 2, 1, 2, 4):
         gpus = job.num_gpus * factor
@@ -37,11 +37,8 @@ def save(job: Job, options: Sequence[Option], file: str) -> None:
     Raises:
         ValueError: a format that matplotlib does not know.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, axes = new_figure(width=13, height=4.2)
+    axes.remove()
     memory, step, curve = figure.subplots(1, 3)
     names = [_short(option.candidate) for option in options]
     _stack(

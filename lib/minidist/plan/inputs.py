@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable
@@ -57,7 +58,7 @@ def amount(text: str, what: str) -> float:
     match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)([kKMBGT]?)", text.strip())
     factor = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
     value = float(match[1].replace("_", "")) * factor[match[2]] if match else 0.0
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise InputError(
             f"{what}: expected a number above 0 such as 4194304, 4M or 15T, got {text!r}"
         )
@@ -87,9 +88,7 @@ def model_of(name: str) -> Transformer:
     except ValueError as error:
         raise InputError(f"--model: {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise InputError(
-            f"--model: {path} is not an object with sizes, but {type(config).__name__}"
-        )
+        raise InputError(f"--model: {path} holds no object with sizes: {type(config).__name__}")
     return from_hugging_face(config.get("text_config", config), where=str(path))
 
 

@@ -73,6 +73,33 @@ def worst(records: list[dict], count: int = 10) -> list[dict]:
     return sorted(test, key=lambda record: -abs(record["error"]))[:count]
 
 
+def sweeps(split: str = "test") -> list[dict]:
+    """Where layouts of one job were measured side by side: what the layout that the model would
+    choose costs, relative to the best one that was measured."""
+    jobs: dict[tuple, list[Run]] = defaultdict(list)
+    for run in load_runs("vtrain_clusters", "vtrain_one_node", "megatron_2021"):
+        if run.split == split and run.table != "megatron_table_1":
+            key = (run.table, run.model, run.parallelism.world_size, run.batch)
+            jobs[key].append(run)
+    records = []
+    for (table, model, gpus, batch), runs in jobs.items():
+        if len(runs) < 2:
+            continue
+        chosen = min(runs, key=lambda run: published_seconds(run) * (1 + error_of(run)))
+        best = min(runs, key=published_seconds)
+        records.append(
+            {
+                "table": table,
+                "job": f"{model.num_parameters / 1e9:.3g}B on {gpus} GPUs, batch {batch}",
+                "layouts": len(runs),
+                "chosen": label(chosen),
+                "best": label(best),
+                "costs_more": published_seconds(chosen) / published_seconds(best) - 1,
+            }
+        )
+    return records
+
+
 def _print_rows(console: Console, title: str, records: list[dict]) -> None:
     console.print(f"\n{title}")
     for r in records:
@@ -92,7 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
     records = rows()
     tables = summary(records)
     if options.json:
-        print(json.dumps({"rows": records, "tables": tables, "worst": worst(records)}, indent=1))
+        whole = {"rows": records, "tables": tables, "worst": worst(records), "sweeps": sweeps()}
+        print(json.dumps(whole, indent=1))
         return
     console = Console()
     if not options.short:
@@ -111,6 +139,11 @@ def main(arguments: list[str] | None = None) -> None:
     vtrain = [r["error"] for r in records if r["split"] == "test" and r["table"][:6] == "vtrain"]
     errors = [abs(e) for e in vtrain]
     console.print(f"vTrain together: mean {mean(errors):.1%}, median {median(errors):.1%}")
+    costs = sorted((sweep["costs_more"] for sweep in sweeps()), reverse=True)
+    console.print(
+        f"Of {len(costs)} published sweeps the chosen layout is the best or within 3 % of it in "
+        f"{sum(cost <= 0.03 for cost in costs)}; mean {mean(costs):.1%}, most {costs[0]:.1%}"
+    )
     _print_rows(console, "The ten worst test rows", worst(records))
 
 

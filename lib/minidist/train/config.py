@@ -3,8 +3,8 @@
 >>> config = parse_args(["--tp", "2", "--steps", "10", "--precision", "bf16"])
 >>> config.tp, config.steps, config.precision, config.global_batch
 (2, 10, 'bf16', 16)
->>> config.layout(world_size=4)
-ParallelismConfig(dp=2, pp=1, cp=1, tp=2, zero_stage=0, sequence_parallel=False, virtual_stages=1)
+>>> print(config.layout(world_size=4))
+dp 2 x pp 1 x cp 1 x tp 2
 >>> config.layout(world_size=5)
 Traceback (most recent call last):
     ...
