@@ -46,13 +46,10 @@ grade: $(VENV)/.installed ## grade the bundled example class of lab 1 (LAB=..., 
 	@$(BIN)/python -m autograder grade --example --lab $(LAB) $(if $(JOBS),--jobs $(JOBS))
 
 lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab there (LAB_ARGS=--no-browser)
-	@for file in labs/*/* notebooks/*.ipynb; do \
-	  copy="work/$${file#labs/}"; \
-	  if [ ! -e "$$copy" ]; then mkdir -p "$$(dirname "$$copy")"; cp "$$file" "$$copy"; echo "new   $$copy"; \
-	  elif ! cmp -s "$$file" "$$copy"; then echo "kept  $$copy (delete it to get $$file afresh)"; fi; \
-	done
-	@args="$(LAB_ARGS)"; [ "$$(id -u)" != 0 ] || args="--allow-root $$args"; \
-	  cd work && exec "$(CURDIR)/$(BIN)/jupyter" lab $$args
+	@$(BIN)/python -m autograder.authoring.desk
+	@args="$(LAB_ARGS)"; [ "$$(id -u)" != 0 ] || args="--allow-root $$args"; cd work; \
+	  export JUPYTER_CONFIG_PATH="$(CURDIR)/autograder/authoring/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}"; \
+	  exec "$(CURDIR)/$(BIN)/jupyter" lab --LabApp.default_url="/lab/tree/Course.md?factory=Markdown%20Preview" $$args
 
 test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 10 minutes (PART=kernel)
 	@$(BIN)/python -m autograder.authoring --check

@@ -17,20 +17,23 @@ import ast
 import json
 import re
 import shutil
+import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import nbformat
 
 from autograder.authoring.lectures import Cell, plan_lecture, run_once, write_for_students
 from autograder.authoring.notebooks import edited_by_hand
+from autograder.authoring.placing import MARK as MARK
+from autograder.authoring.placing import earlier_files, put_in_place
+from autograder.course.calendar import say_time
 from autograder.course.course import Course, CourseError
 from autograder.course.course_toml import NAME
 from autograder.criteria import OURS, get_lab
 
-MARK = ".released-by-autograder"
 _COPIED = ("pyproject.toml", "environment.yml", "LICENSE", "nbgrader_config.py")
 _TARGETS = ("help", "lab", "clean", "install")  # targets of the Makefile that students get
 _IGNORE = shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints")
@@ -61,17 +64,35 @@ def write_release(
 ) -> Release:
     """Writes the students' repository; replaces what an earlier release wrote there.
 
+    It is written beside the folder first, so that a failure leaves an earlier release whole.
+
     Args:
-        folder: a new or empty folder, or the folder of an earlier release. Its `.git`, `work`,
-            `.venv` and `build` are kept.
+        folder: a new or empty folder, or the folder of an earlier release. Only files that this
+            release had written are replaced or removed; all others are kept.
         labs: labs to hand out.
         over: labs whose deadline is over; students may see their solutions.
         execute: runs a lecture whose outputs take the place of withheld code.
 
     Raises:
-        CourseError: the folder holds something else, or a notebook was edited since it was built.
-            In both cases nothing is written.
+        CourseError: the folder holds something else, a file that is not ours is where one of ours
+            would be, or a notebook was edited since it was built. Then nothing is written.
     """
+    earlier = earlier_files(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.resolve().parent, prefix=".release-") as draft:
+        made = _write(course, Path(draft), labs, over, execute)
+        put_in_place(Path(draft), folder, earlier)
+    return replace(made, folder=folder)
+
+
+def _write(
+    course: Course,
+    folder: Path,
+    labs: Sequence[str],
+    over: Sequence[str],
+    execute: Callable[[Path, Path, Path], Path],
+) -> Release:
+    """Writes a release into an empty folder."""
     handed_out = list(dict.fromkeys([*labs, *over]))
     masters = [_master(course, lab) for lab in handed_out]
     library = course.root / "lib" / "minidist"
@@ -79,7 +100,6 @@ def write_release(
     lectures = {path: plan_lecture(path, library, missing) for path in lectures_of(course)}
     cut = {path: cells for path, cells in lectures.items() if any(c.needs for c in cells)}
     executed = {path: execute(path, library, course.root / "build" / "lectures") for path in cut}
-    _make_room(folder)
 
     shutil.copytree(course.root / "autograder", folder / "autograder", ignore=_IGNORE_ANSWERS)
     shutil.copytree(library, folder / "lib" / "minidist", ignore=_IGNORE)
@@ -104,7 +124,12 @@ def write_release(
             _course_options((course.root / NAME).read_text("utf-8")), "utf-8"
         )
     (folder / "Makefile").write_text(_makefile((course.root / "Makefile").read_text("utf-8")))
-    (folder / "README.md").write_text(_readme(handed_out, missing, counts), "utf-8")
+    due = {
+        lab: say_time(at, course.calendar.zone)
+        for lab in handed_out
+        if (at := course.calendar.of(lab).due) is not None
+    }
+    (folder / "README.md").write_text(_readme(handed_out, missing, counts, due), "utf-8")
     return Release(
         folder=folder,
         labs=tuple(handed_out),
@@ -148,21 +173,6 @@ def _master(course: Course, lab: str) -> Path:
             "`make build`, or change its solution"
         )
     return master
-
-
-def _make_room(folder: Path) -> None:
-    if not folder.exists():
-        folder.mkdir(parents=True)
-    elif not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARK).is_file()):
-        raise CourseError(f"{folder} is not empty, and no earlier release: name another folder")
-    for child in folder.iterdir():
-        if child.name in (".git", "work", ".venv", "build"):
-            continue
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child)
-        else:
-            child.unlink()
-    (folder / MARK).write_text("Written by `autograder release`; changes here are replaced.\n")
 
 
 def _copy(file: Path, folder: Path) -> None:
@@ -265,8 +275,11 @@ def _readme(
     labs: Sequence[str],
     missing: Mapping[str, Sequence[str]],
     lectures: Mapping[str, tuple[int, int]],
+    due: Mapping[str, str],
 ) -> str:
-    rows = "\n".join(f"| `labs/{lab}/{lab}.ipynb` | {get_lab(lab).title} |" for lab in labs)
+    rows = "\n".join(
+        f"| `labs/{lab}/{lab}.ipynb` | {get_lab(lab).title} | {due.get(lab, '')} |" for lab in labs
+    )
     lines = [
         "# Training over many GPUs: labs",
         "",
@@ -276,8 +289,8 @@ def _readme(
         "",
         "You need Linux, or WSL 2 on Windows, and Python 3.11 or newer. You need no GPU.",
         "",
-        "| Notebook | Lab |",
-        "|---|---|",
+        "| Notebook | Lab | Due |",
+        "|---|---|---|",
         rows,
         "",
         "Every cell of a notebook runs on several ranks. A cell with `check(…)` tests your work on",

@@ -13,6 +13,7 @@ from autograder.batch import pool
 from autograder.cli.arguments import positive, writable
 from autograder.course.course import Course
 from autograder.criteria import lab_names
+from autograder.plain_text import clean, say
 from autograder.records.grading import read_history
 from autograder.regrading.history import choose, handed_in_before
 from autograder.submission.find import Found, find_submissions
@@ -64,7 +65,10 @@ def add_command(commands: Any) -> None:
 def _grade(options: argparse.Namespace, console: Console) -> int:
     course = Course.find()
     course.key()
+    course.make_private()
     found = _submissions(options, course)
+    for line in found.explain():
+        say(console, clean(line))
     if options.executor == "pool":
         pool.begin(options.lab)  # the fork server imports torch while this process imports, too
     from autograder.cli.grade_steps import GradeCommand
@@ -92,4 +96,6 @@ def _submissions(options: argparse.Namespace, course: Course) -> Found:
         shutil.rmtree(folder, ignore_errors=True)  # may be from an older version
         write_class(options.lab, folder, only_example=True)
         found.submissions.extend(find_submissions([folder], options.lab).submissions)
-    return Found(choose(found.submissions, options.student), {}) if options.student else found
+    if options.student:
+        return Found(choose(found.submissions, options.student), {}, found.notes)
+    return found

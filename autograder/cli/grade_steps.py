@@ -15,6 +15,7 @@ from autograder.batch.grade_class import Runner, default_jobs, grade_class
 from autograder.cli.arguments import EXIT_FAILED, EXIT_OK
 from autograder.course.course import Course
 from autograder.criteria import get_lab
+from autograder.files import write_whole
 from autograder.gradebook import fill, not_graded
 from autograder.gradebook.late import Late, late_students
 from autograder.gradebook.settled import find_settled
@@ -139,7 +140,10 @@ class GradeCommand:
         if path == Path("-"):
             print(text)
         else:
-            path.write_text(text + "\n", encoding="utf-8")
+            if path.exists() and not path.is_file():  # /dev/stdout
+                path.write_text(text + "\n", encoding="utf-8")
+            else:
+                write_whole(path, f"{text}\n".encode())
             self.files.append(path)
 
     def fill_gradebook(self) -> None:

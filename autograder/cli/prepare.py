@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from autograder.batch import pool
 from autograder.cli.arguments import EXIT_FAILED, positive, writable
+from autograder.course.calendar import say_time
 from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
 
@@ -100,14 +102,17 @@ def _add_release(commands: Any) -> None:
         "folder", type=Path, nargs="?", help="new, empty, or written by this before"
     )
     release.add_argument(
-        "--lab", action="append", choices=lab_names(), help="to hand out (default: every lab)"
+        "--lab",
+        action="append",
+        choices=lab_names(),
+        help="to hand out (default: every lab that [calendar] in course.toml releases by now)",
     )
     release.add_argument(
         "--over",
         action="append",
-        default=[],
         choices=lab_names(),
-        help="a lab whose deadline is over: with its solution, and what it withholds",
+        help="a lab whose deadline is over: with its solution, and what it withholds (default: "
+        "without --lab, those whose solutions [calendar] shows by now)",
     )
     release.add_argument(
         "--plan",
@@ -120,15 +125,25 @@ def _add_release(commands: Any) -> None:
 def _release(options: argparse.Namespace, console: Console) -> int:
     from autograder.authoring.release import week_by_week, write_release
 
-    course, labs = Course.find(), options.lab or lab_names()
+    course, now = Course.find(), datetime.now(UTC)
+    dates = {lab: course.calendar.of(lab) for lab in lab_names()}
+    labs = options.lab or [lab for lab in lab_names() if dates[lab].is_released(now)]
+    over = options.over or []
+    if options.over is None and options.lab is None:
+        over = [lab for lab in labs if dates[lab].is_over(now)]
     if options.plan:
+        labs = options.lab or lab_names()
         console.print(_term_table(week_by_week(course, labs)))
         return 0
     if options.folder is None:
         raise CourseError("name the folder for the students' repository, or give --plan")
-    made = write_release(course, options.folder, labs, options.over)
+    made = write_release(course, options.folder, labs, over)
     console.print(f"{made.folder}: {', '.join(made.labs)}", highlight=False, soft_wrap=True)
     console.print(_release_table(made))
+    for lab, its in dates.items():
+        if its.release is not None and lab not in made.labs:
+            when = say_time(its.release, course.calendar.zone)
+            console.print(f"not yet: {lab}, from {when} on", highlight=False, soft_wrap=True)
     return 0
 
 

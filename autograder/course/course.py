@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -19,6 +20,8 @@ from autograder.criteria import get_lab
 from autograder.criteria.criterion import Lab
 
 KEY_BYTES = 32
+RELEASED = ".released-by-autograder"  # is in what `autograder release` writes for students
+_PRIVATE = ("build", "solutions", "tests/zoo")  # grades and answers
 
 
 class CourseError(Exception):
@@ -121,9 +124,23 @@ class Course:
         except OptionsError as error:
             raise CourseError(str(error)) from None
 
+    def make_private(self) -> None:
+        """Keeps others on this machine from answers and grades; a release is meant for them.
+
+        On a Hub, every student could read the course's folder. Folders of somebody else stay.
+        """
+        if (self.root / RELEASED).is_file():
+            return
+        for name in _PRIVATE:
+            with contextlib.suppress(OSError):
+                status = (self.root / name).stat()
+                if status.st_uid == os.getuid() and status.st_mode & 0o077:
+                    (self.root / name).chmod(stat.S_IMODE(status.st_mode) & ~0o077)
+
     def make_key(self) -> bool:
         """Makes the course key, readable by its owner only; False if the key already exists."""
         self.build.mkdir(exist_ok=True)
+        self.make_private()
         try:
             descriptor = os.open(self.key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:

@@ -21,22 +21,27 @@ from autograder.records.record import Record
 from autograder.submission.attempt import known_record
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
-from autograder.submission.intake import sha256_of
+from autograder.submission.intake import IntakeLimits, sha256_of
 
 NBGRADER_DEADLINE_S = 1800.0
 
 
 def check_names(submissions: Sequence[Submission]) -> None:
-    """Raises ValueError if two submissions have the same student, or nbgrader forbids a name."""
+    """Raises ValueError, with all names, if students are doubled or nbgrader forbids a name."""
     names = Counter(submission.student for submission in submissions)
-    for name, count in names.items():
-        if count > 1:
-            raise ValueError(f"{count} submissions are by {name!r}: grade them one by one")
-        if not may_be_id(name):
-            raise ValueError(
-                f"{name!r} cannot be a student's name in nbgrader: rename the folder, "
-                "or grade with --no-gradebook"
-            )
+    wrong = [
+        f"{count} submissions are by {name!r}: grade them one by one"
+        for name, count in names.items()
+        if count > 1
+    ]
+    wrong += [
+        f"{name!r} cannot be a student's name in nbgrader: rename the folder, or grade with "
+        "--no-gradebook"
+        for name in names
+        if not may_be_id(name)
+    ]
+    if wrong:
+        raise ValueError("\n  ".join(wrong))
 
 
 def fill_gradebook(
@@ -143,8 +148,13 @@ def _rewrite_time(notebook: Path) -> None:
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether nbformat can read the notebook; nbformat is stricter than intake."""
+    """Whether nbformat can read the notebook; nbformat is stricter than intake.
+
+    nbgrader reads outputs, too: it gets a copy without them of a notebook that has very many.
+    """
     try:
+        if path.stat().st_size > IntakeLimits().max_bytes:
+            return False
         notebook = nbformat.read(path, as_version=nbformat.current_nbformat)
         nbformat.validate(notebook)
     except Exception:

@@ -1,11 +1,28 @@
-"""Finds the submissions of a class: files and folders, and whose they are."""
+"""Finds the submissions of a class: files and folders, and whose they are.
+
+Everything in a class's folder becomes a submission or is named with the reason why not. What could
+be two things stops the grading, with all names at once.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+
+from autograder import criteria
+
+_TOOLS_OWN = (".git", ".ipynb_checkpoints", ".DS_Store", "__MACOSX")
+_HANDED_IN = (".ipynb", ".ipynb.txt", ".ipynb.json", ".py", ".html", ".zip", ".tar", ".gz", ".7z")
+# "lab1_ddp (2)" of browsers, "lab1_ddp-2" of Canvas, "lab1_ddp-Copy2" of Jupyter.
+_COPY = re.compile(r"(.*?)(?: ?\((\d{1,4})\)|(?:-Copy|-)(\d{1,4}))", re.IGNORECASE)
+_GRADE_ID = re.compile(rb'"grade_id"\s*:\s*"([A-Za-z0-9_-]{1,64})"')
+_PIECE_BYTES = 4 << 20
+_MAX_SEARCHED = 256 << 20  # bytes of a file
+_SHOWN = 5  # files that are named
 
 
 @dataclass(frozen=True, order=True)
@@ -18,10 +35,28 @@ class Submission:
 
 @dataclass(frozen=True)
 class Found:
-    """The submissions, and the folders of a class without a submission: folder -> reason."""
+    """What was found.
+
+    Attributes:
+        left_out: folder or file of a class that is no submission -> why.
+        notes: notebook -> what a person should know about why this one was taken.
+    """
 
     submissions: list[Submission]
     left_out: dict[Path, str]
+    notes: dict[Path, str] = field(default_factory=dict)
+
+    def explain(self) -> Iterator[str]:
+        """One line per thing found: taken as whom, or why not."""
+        for submission in self.submissions:
+            note = self.notes.get(submission.path, "")
+            yield f"{submission.student}: {submission.path}{f' ({note})' if note else ''}"
+        for path, why in self.left_out.items():
+            yield f"{display_name(path.name)}: not graded: {why}"
+
+
+class AmbiguousError(Exception):
+    """A folder could be two submissions; the message says which."""
 
 
 def find_submissions(paths: Sequence[Path], lab: str) -> Found:
@@ -29,29 +64,39 @@ def find_submissions(paths: Sequence[Path], lab: str) -> Found:
 
     A path is a notebook, the folder of one student (``lab.ipynb`` or ``lab/lab.ipynb`` in it), or
     the folder of a class: ``STUDENT/lab.ipynb`` or nbgrader's ``STUDENT/lab/lab.ipynb``. In a
-    class's folder, a student's only notebook is taken even if its name is different. Links that
-    lead out of a class's folder are not followed.
+    class's folder, a student's only notebook of the lab is taken even if its name is different, and
+    of copies such as ``lab (1).ipynb`` the one with the highest number. A notebook of a different
+    lab is no submission. Links that lead out of a class's folder are not followed.
 
     Raises:
         ValueError: a path does not exist, cannot be listed, holds no submission, or could be both
-            the folder of one student and the folder of a class.
+            the folder of one student and the folder of a class; or folders hold several notebooks
+            of the lab.
     """
     found: dict[Path, Submission] = {}
-    left_out: dict[Path, str] = {}
+    everything = Found([], {})
+    unclear: list[str] = []
     for path in map(Path, paths):
         if not os.path.lexists(path):
             raise ValueError(f"there is no file or folder {path}")
         try:
-            here = list(_submissions(path, lab, left_out))
+            here = list(_submissions(path, lab, everything, unclear))
         except OSError as error:
             raise ValueError(f"{path} cannot be listed: {error.strerror}") from None
-        if not here:
+        except AmbiguousError as error:
+            unclear.append(f"{path}: {error}")
+            continue
+        if not here and not unclear:
+            why = "".join(f"\n  {line}" for line in everything.explain())
             raise ValueError(
                 f"{path} holds no submission: expected {lab}.ipynb, STUDENT/{lab}.ipynb "
-                f"or STUDENT/{lab}/{lab}.ipynb in it"
+                f"or STUDENT/{lab}/{lab}.ipynb in it{why}"
             )
         found |= {submission.path: submission for submission in here}
-    return Found(sorted(found.values()), dict(sorted(left_out.items())))
+    if unclear:
+        raise ValueError("\n  ".join(["rename or remove all notebooks but one:", *unclear]))
+    left_out = dict(sorted(everything.left_out.items()))
+    return Found(sorted(found.values()), left_out, everything.notes)
 
 
 def display_name(name: str) -> str:
@@ -59,13 +104,15 @@ def display_name(name: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
-def _submissions(path: Path, lab: str, left_out: dict[Path, str]) -> Iterator[Submission]:
+def _submissions(path: Path, lab: str, found: Found, unclear: list[str]) -> Iterator[Submission]:
     absolute = Path(os.path.abspath(path))
     if not path.is_dir():
         folder = absolute.parent
         student = folder.parent.name if folder.name == lab else folder.name
+        if (other := _other_lab(path, lab)) is not None:
+            raise ValueError(f"{path} is the notebook of {other}, not of {lab}")
         yield Submission(display_name(student if absolute.stem == lab else absolute.stem), path)
-    elif alone := _of_student(path, lab):
+    elif alone := _of_student(path, lab, found):
         others = [f for f in path.iterdir() if f != alone.parent and _is_students(f, lab)]
         if alone.parent == path and others:
             names = ", ".join(sorted(display_name(folder.name) for folder in others))
@@ -74,23 +121,56 @@ def _submissions(path: Path, lab: str, left_out: dict[Path, str]) -> Iterator[Su
                 f"hold one, as that of a class does ({names}): move the one or the others away, "
                 "or name the notebooks that are to be graded"
             )
+        if (other := _other_lab(alone, lab)) is not None:
+            raise ValueError(f"{alone} is the notebook of {other}, not of {lab}")
         student = absolute.parent.name if absolute.name == lab else absolute.name
         yield Submission(display_name(student), alone)
     else:
-        for child in path.iterdir():
-            if child.name.startswith(".") or not child.is_dir():
-                continue
-            if child.is_symlink() and not child.resolve().is_relative_to(path.resolve()):
-                left_out[child] = "a link that leads out of the class's folder"
-                continue
+        for child in sorted(path.iterdir()):
             try:
-                notebook = _of_student(child, lab) or _only_notebook(child, lab)
-            except OSError:  # cannot be listed: reading the notebook reports this for the student
-                notebook = child / f"{lab}.ipynb"
-            if notebook:
+                notebook = _of_child(child, path, lab, found)
+            except AmbiguousError as error:
+                unclear.append(f"{display_name(child.name)}: {error}")
+                continue
+            if notebook is not None:
                 yield Submission(display_name(child.name), notebook)
-            else:
-                left_out[child] = f"there is no {lab}.ipynb and no other notebook in it"
+
+
+def _of_child(child: Path, inside: Path, lab: str, found: Found) -> Path | None:
+    """The submission in something that a class's folder holds; else `found` says why not."""
+    name = child.name
+    if name in _TOOLS_OWN:
+        return None
+    if not child.is_dir():
+        if name.casefold().endswith(_HANDED_IN):
+            found.left_out[child] = "a loose file: put it, unpacked, into a folder of its student"
+        return None
+    if child.is_symlink() and not child.resolve().is_relative_to(inside.resolve()):
+        found.left_out[child] = "a link that leads out of the class's folder"
+        return None
+    try:
+        notebook = _of_student(child, lab, found) or _only_notebook(child, lab, found)
+    except OSError:  # cannot be listed: reading the notebook reports this for the student
+        notebook = child / f"{lab}.ipynb"
+    if notebook is None:
+        if not name.startswith("."):
+            found.left_out[child] = _why_nothing(child, lab)
+    elif name.startswith("."):
+        found.left_out[child] = "its name begins with a dot: rename it"
+        return None
+    elif (other := _other_lab(notebook, lab)) is not None:
+        found.left_out[child] = f"holds the notebook of {other}, and none of {lab}"
+        return None
+    return notebook
+
+
+def _why_nothing(folder: Path, lab: str) -> str:
+    """Why a folder of a class is no submission, with what there is instead."""
+    why = f"there is no {lab}.ipynb and no other notebook in it"
+    deeper = [f.relative_to(folder) for f in sorted(folder.glob(f"*/**/{lab}.ipynb"))[:_SHOWN]]
+    there = deeper or [Path(f.name) for f in sorted(folder.iterdir()) if not f.is_dir()][:_SHOWN]
+    names = ", ".join(display_name(str(each)) for each in there)
+    return f"{why}, but {names}" if names else why
 
 
 def _is_students(folder: Path, lab: str) -> bool:
@@ -100,22 +180,75 @@ def _is_students(folder: Path, lab: str) -> bool:
     return any(os.path.lexists(folder / name) for name in (f"{lab}.ipynb", f"{lab}/{lab}.ipynb"))
 
 
-def _of_student(folder: Path, lab: str) -> Path | None:
+def _of_student(folder: Path, lab: str, found: Found) -> Path | None:
     direct, nested = folder / f"{lab}.ipynb", folder / lab
     if os.path.lexists(direct):
         return direct
     if nested.is_dir() and not nested.is_symlink():
-        return _only_notebook(nested, lab)
+        return _only_notebook(nested, lab, found)
     return None
 
 
-def _only_notebook(folder: Path, lab: str) -> Path | None:
-    """`lab`.ipynb if it exists, else the only notebook; None if the folder has no notebook.
+def _only_notebook(folder: Path, lab: str, found: Found) -> Path | None:
+    """`lab`.ipynb if it exists, else the only notebook of the lab; None if there is no notebook.
 
-    If there are several other notebooks, returns the missing `lab`.ipynb, which is then reported.
+    If there are several notebooks that say nothing about their lab, returns the missing
+    `lab`.ipynb, which is then reported.
+
+    Raises:
+        AmbiguousError: there are several notebooks of the lab, and they are no numbered copies.
     """
     expected = folder / f"{lab}.ipynb"
     if os.path.lexists(expected):
         return expected
-    others = [path for path in folder.glob("*.ipynb") if not path.name.startswith(".")]
-    return others[0] if len(others) == 1 else expected if others else None
+    others = sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix.casefold() == ".ipynb" and not path.name.startswith(".")
+    )
+    if len(others) < 2:
+        return others[0] if others else None
+    ours = [path for path in others if lab in labs_in(path)]
+    if len(ours) == 1:
+        return ours[0]
+    if not ours:
+        foreign = [path for path in others if _other_lab(path, lab) is not None]
+        rest = [path for path in others if path not in foreign]
+        return rest[0] if len(rest) == 1 else expected if rest else foreign[0]
+    copies = {path: _COPY.fullmatch(path.stem) for path in ours}
+    stems = {(match[1] if match else path.stem).casefold() for path, match in copies.items()}
+    if len(stems) > 1:
+        names = ", ".join(display_name(path.name) for path in ours)
+        raise AmbiguousError(f"several notebooks of {lab}: {names}")
+    newest = max(ours, key=lambda path: int(match[2] or match[3]) if (match := copies[path]) else 0)
+    found.notes[newest] = f"the newest of {len(ours)} copies"
+    return newest
+
+
+def labs_in(notebook: Path) -> set[str]:
+    """The labs whose checks the file names; empty if it cannot be read."""
+    names: set[str] = set()
+    left, tail = _MAX_SEARCHED, b""
+    try:
+        if not notebook.is_file() or notebook.is_symlink():
+            return set()
+        with notebook.open("rb") as file:
+            while left > 0 and (piece := file.read(min(left, _PIECE_BYTES))):
+                left -= len(piece)
+                names |= {name.decode() for name in _GRADE_ID.findall(tail + piece)}
+                tail = piece[-128:]
+    except OSError:
+        return set()
+    return {lab for lab in criteria.lab_names() if any(f'"{n}"' in _table(lab) for n in names)}
+
+
+@cache
+def _table(lab: str) -> str:
+    """The source of a lab's table of checks; importing it would import torch."""
+    return Path(criteria.__path__[0], lab, "__init__.py").read_text("utf-8")
+
+
+def _other_lab(notebook: Path, lab: str) -> str | None:
+    """The lab whose notebook this is, if it is not of `lab`."""
+    labs = labs_in(notebook)
+    return None if lab in labs or not labs else ", ".join(sorted(labs))

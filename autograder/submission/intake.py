@@ -5,7 +5,8 @@ locks come from the master (the released lab), whatever the submission has in th
 tags, metadata, attachments and ids are dropped, because other tools act on them: for example, a
 `skip-execution` tag would keep a check from running.
 
-    submission.ipynb -> bounded read -> JSON, depth checked first -> cells -> master's put back
+    submission.ipynb -> bounded read, outputs dropped -> JSON, depth checked first -> cells
+    -> the master's put back
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from nbformat import NotebookNode
 
 from autograder.criteria.limits import MIB
 from autograder.submission.find import display_name
+from autograder.submission.strip import Stripper, TooBigError
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z|\\\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MAX_NOTES = 50
+_PIECE_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,9 @@ class IntakeLimits:
     """Upper limits for a submission; far above any honest notebook.
 
     Attributes:
-        max_bytes: size of the file, outputs included.
+        max_bytes: size of the file without its outputs.
+        max_file_bytes: size of the file.
+        max_output_parts: number of lists and objects in outputs; bounds the time to skip them.
         max_depth: nesting of the JSON.
         max_containers: number of lists and objects in the JSON; bounds the cost of parsing.
         max_cells: number of cells.
@@ -47,6 +52,8 @@ class IntakeLimits:
     """
 
     max_bytes: int = 20 * MIB
+    max_file_bytes: int = 1 << 30
+    max_output_parts: int = 10_000_000
     max_depth: int = 100
     max_containers: int = 500_000
     max_cells: int = 10_000
@@ -92,7 +99,7 @@ def read_submission(path: Path, master: NotebookNode, limits: IntakeLimits | Non
     limits = limits or IntakeLimits()
     notes: list[str] = []
     try:
-        raw, digest = _read(path, limits.max_bytes)
+        raw, digest = _read(path, limits)
     except _Invalid as reason:
         return Intake(invalid=str(reason), sha256=_unread(reason))
     sha256 = digest.hexdigest()
@@ -107,7 +114,7 @@ def read_submission(path: Path, master: NotebookNode, limits: IntakeLimits | Non
 def sha256_of(path: Path, limits: IntakeLimits | None = None) -> str:
     """`Intake.sha256` of a submission, without parsing it."""
     try:
-        return _read(path, (limits or IntakeLimits()).max_bytes)[1].hexdigest()
+        return _read(path, limits or IntakeLimits())[1].hexdigest()
     except _Invalid as reason:
         return _unread(reason)
 
@@ -116,8 +123,11 @@ def _unread(reason: _Invalid) -> str:
     return hashlib.sha256(b"nothing was read" + str(reason).encode()).hexdigest()
 
 
-def _read(path: Path, max_bytes: int) -> tuple[bytes, Any]:
-    """The bytes and digest of a regular file. O_NONBLOCK: opening a FIFO must not wait."""
+def _read(path: Path, limits: IntakeLimits) -> tuple[bytes, Any]:
+    """The bytes of a regular file without outputs, and the digest of all its bytes.
+
+    O_NONBLOCK: opening a FIFO must not wait.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags)
@@ -132,17 +142,25 @@ def _read(path: Path, max_bytes: int) -> tuple[bytes, Any]:
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise _Invalid("the submission is not a regular file")
+    stripper, digest = Stripper(limits.max_bytes, limits.max_output_parts), hashlib.sha256()
+    left = limits.max_file_bytes
     with os.fdopen(descriptor, "rb") as file:
         try:
-            raw = file.read(max_bytes + 1)
+            while piece := file.read(_PIECE_BYTES):
+                left -= len(piece)
+                if left < 0:
+                    raise TooBigError(f"at most {limits.max_file_bytes / MIB:.0f} MiB are read")
+                digest.update(piece)
+                stripper.feed(piece)
         except OSError as error:
             raise _Invalid(f"the submission cannot be read: {error.strerror}") from None
-    if len(raw) > max_bytes:
-        raise _Invalid(
-            f"the file is too big: {status.st_size / MIB:.1f} MiB, at most "
-            f"{max_bytes / MIB:.0f} MiB are accepted; clear the outputs and save it again"
-        )
-    return raw, hashlib.sha256(raw)
+        except TooBigError as error:
+            raise _Invalid(
+                f"the file is too big: {status.st_size / MIB:.1f} MiB, of which at most "
+                f"{limits.max_bytes / MIB:.0f} MiB are accepted without the outputs ({error}); "
+                "clear the outputs and save it again"
+            ) from None
+    return bytes(stripper.kept), digest
 
 
 def _parse(raw: bytes, limits: IntakeLimits) -> dict[str, Any]:

@@ -19,8 +19,10 @@ import nbformat
 import pytest
 from course import ROOT
 
+from autograder.__main__ import main
 from autograder.authoring import release
-from autograder.authoring.release import MARK, _course_options, find_missing, week_by_week
+from autograder.authoring.placing import MARK
+from autograder.authoring.release import Release, _course_options, find_missing, week_by_week
 from autograder.course.course import Course, CourseError
 from autograder.criteria import OURS, get_lab, lab_names
 
@@ -276,6 +278,63 @@ def test_nothing_of_anybody_else_is_replaced(tmp_path):
     with pytest.raises(CourseError, match="is not empty, and no earlier release"):
         write_release(Course(ROOT), tmp_path, LABS)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_release_touches_only_what_it_made(tmp_path):
+    """notes.txt and syllabus/ are the instructor's; what an earlier release had more is ours."""
+    folder = tmp_path / "students"
+    gone = "lab2_accumulation"
+    write_release(Course(ROOT), folder, [], over=["lab1_ddp", gone])
+    own = {"notes.txt", "syllabus/week1.md", "labs/lab1_ddp/hints.md", "work/lab1_ddp/mine.ipynb"}
+    for name in own:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    before = {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()}
+    write_release(Course(ROOT), folder, [], over=["lab1_ddp"])
+    after = {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()}
+    assert own < after
+    assert {name for name in before - after if "lab1_ddp" in name} == set()
+    assert f"labs/{gone}/{gone}.ipynb" in before - after
+    assert not (folder / "labs" / gone).exists()
+    assert set((folder / MARK).read_text().splitlines()[1:]) == after - own - {MARK}
+    for path in folder.rglob("*"):  # students read it; the course itself is private
+        if path.relative_to(folder).as_posix() not in own:
+            assert path.stat().st_mode & 0o444 == 0o444, path
+    assert [path.name for path in tmp_path.iterdir()] == ["students"]
+
+
+def test_a_file_of_yours_in_the_way_stops_a_release(tmp_path):
+    write_release(Course(ROOT), tmp_path / "students", [], over=LABS[:1])
+    mine = tmp_path / "students" / "labs" / LABS[1] / f"{LABS[1]}.ipynb"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    readme = tmp_path / "students" / "README.md"
+    readme.write_text("as it was")
+    with pytest.raises(CourseError, match=f"files of yours.*{LABS[1]}"):
+        write_release(Course(ROOT), tmp_path / "students", [], over=LABS[:2])
+    assert (mine.read_text(), readme.read_text()) == ("mine", "as it was")
+
+
+def test_the_calendar_says_what_is_handed_out(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def write(course, folder, labs, over):
+        asked.append((list(labs), list(over)))
+        return Release(folder=folder, labs=tuple(labs), withheld={}, lectures={})
+
+    monkeypatch.setattr("autograder.authoring.release.write_release", write)
+    for kind in ("labs", "solutions"):
+        (tmp_path / kind).mkdir()
+    (tmp_path / "nbgrader_config.py").touch()
+    later = [lab for lab in lab_names() if lab != "lab1_ddp"]
+    text = "[calendar.lab1_ddp]\nrelease = 2020-01-01\nsolutions = 2020-02-01\n"
+    text += "".join(f"[calendar.{lab}]\nrelease = 2999-01-01\n" for lab in later)
+    (tmp_path / "course.toml").write_text(text)
+    monkeypatch.setenv("AUTOGRADER_COURSE", str(tmp_path))
+    assert main(["release", str(tmp_path / "out")]) == 0
+    assert f"not yet: {later[0]}, from 2999-01-01 00:00 UTC on" in capsys.readouterr().out
+    assert main(["release", str(tmp_path / "out"), "--lab", later[0]]) == 0
+    assert asked == [(["lab1_ddp"], ["lab1_ddp"]), ([later[0]], [])]
 
 
 def test_what_needs_a_withheld_module_goes_with_it(tmp_path):
