@@ -219,18 +219,6 @@ display(
         reduces,
         [len(buckets)] * len(reduces),
     ),
-    claim(
-        "the parts of a step add up to the step",
-        [p.compute_s + p.exposed_s + p.copy_s + p.loader_s + p.idle_s for p in parts],
-        [p.step_s for p in parts],
-        rtol=1e-6,
-    ),
-    claim(
-        "communication is what is hidden plus what is exposed",
-        [p.communication_s for p in parts],
-        [p.overlapped_s + p.exposed_s for p in parts],
-        rtol=1e-6,
-    ),
 )
 
 # %% [markdown]
@@ -277,8 +265,6 @@ display(
         said=1,
         why="a lesson prints rank 0's own tokens as the throughput of the job",
     ),
-    claim("64 samples on each of 4 GPUs make a batch of", 4 * 64, 256),
-    claim("a batch of 256 on 8 GPUs leaves each", 256 // 8, 32),
 )
 
 # %% [markdown]
@@ -326,16 +312,11 @@ in_turn = {"A": [1.0 * s for s in speed], "B": [1.2 * s for s in speed]}
 one_after_the_other = {"A": in_turn["A"][:3], "B": in_turn["B"][3:]}  # first all A, then all B
 display(
     claim(
-        "measured in turn, B costs so many times what A costs",
-        overhead_rows(in_turn)[1].ratio,
-        1.2,
-        rtol=1e-9,
-    ),
-    claim(
         "measured one after the other: wrong by the drift",
         overhead_rows(one_after_the_other)[1].ratio,
         2.4,
         rtol=1e-9,
+        kind="arithmetic",  # the drift is made up
     ),
     claim("a GiB that is labelled GB holds so many GB", cost.GIB / cost.GB, 1.074, rtol=1e-3),
 )
@@ -662,12 +643,6 @@ display(
         36 / (36 + 0.3 + 8 / 6),
         rtol=1e-9,
     ),
-    claim(
-        "95 % instead of 60 % utilisation is so many % more training",
-        100 * (0.95 / 0.60 - 1),
-        58,
-        rtol=0.01,
-    ),
 )
 
 
@@ -703,10 +678,10 @@ explore(
 #
 # | culprit | what you see | what helps |
 # |---|---|---|
-# | loader | pink before every forward pass, on all ranks | workers, prefetching, cheaper decoding |
+# | loader | red before every forward pass, on all ranks | workers, prefetching, cheaper decoding |
 # | tiny buckets | a comb of short all-reduces that goes on after backward | larger buckets |
 # | synchronisation | grey between steps or between kernels | fewer `.item()`, `print`, `barrier` |
-# | straggler | long orange on all ranks **but one** | mend or replace that one |
+# | straggler | long yellow-orange on all ranks **but one** | mend or replace that one |
 # | copies | a gap before forward, with a copy in it | pinned memory, `non_blocking`, a stream |
 #
 # Now each of them in more detail.
@@ -795,11 +770,11 @@ def loading(make_ms, step_ms, workers, num_batches=24, prefetch=2):
 
 
 def loop_wait_ms(make_ms, step_ms, workers):
-    """Waiting per batch in the second half, when the start is over."""
-    steps = loading(make_ms, step_ms, workers, 20 * workers).of(0)
-    half = steps[len(steps) // 2 :]
-    span_s = half[-1].start_s - half[0].start_s
-    return 1e3 * span_s / (len(half) - 1) - step_ms
+    """Waiting per batch when the start is over, over whole rounds: each worker's turn as often."""
+    rounds = 10
+    steps = loading(make_ms, step_ms, workers, 2 * rounds * workers + 1).of(0)
+    span_s = steps[-1].start_s - steps[rounds * workers].start_s
+    return 1e3 * span_s / (rounds * workers) - step_ms
 
 
 # %%
@@ -814,7 +789,7 @@ display(
         "60 ms to make a batch, 20 ms to use it: waits with 1, 2 and 4 workers, ms",
         [loop_wait_ms(60, 20, w) for w in (1, 2, 4)],
         rule,
-        atol=2.5,
+        atol=1e-6,
     ),
     claim(
         "without workers the loop waits for all of it: 30 ms beside 10 ms of work is a share of",
@@ -1041,11 +1016,6 @@ seen = [
     if sample.reading.device == first and sample.reading.utilization is not None
 ]
 display(
-    claim(
-        "a sample every 5 s: samples per minute, so what is shorter than 5 s is not seen",
-        60 // 5,
-        12,
-    ),
     claim("every 50 ms for about 2 s: samples", len(monitor.samples), (">", 5)),
 )
 plot_lines(
@@ -1192,23 +1162,19 @@ display(
         percent(fixed.values()),
         [96.2, 92.6, 86.2, 78.1, 62.5],
         rtol=2e-3,
-        authority=EXAMPLE,
     ),
     claim(
         "and speedup",
         [1000 / t for t in strong.values()],
         [1.92, 3.70, 6.90, 12.5, 20.0],
         rtol=2e-3,
-        authority=EXAMPLE,
     ),
     claim(
         "weak scaling, 2 to 32 GPUs: efficiency in %",
         percent(grown.values()),
         [98.0, 95.2, 90.9, 84.7, 76.9],
         rtol=2e-3,
-        authority=EXAMPLE,
     ),
-    claim("samples in a step of 32 GPUs with 32 each", max(weak) * 32, 1024),
     claim(
         "ResNet-50, 2 to 32 GPUs: efficiency in %",
         percent(
@@ -1217,7 +1183,6 @@ display(
         ),
         [96, 93, 83, 69, 52],
         rtol=0.01,
-        authority=EXAMPLE,
     ),
     claim(
         "190, 360, 680 images/s on 2, 4, 8 GPUs, 100 on one: efficiency in %",
@@ -1227,7 +1192,6 @@ display(
         ),
         [95.0, 90.0, 85.0],
         rtol=1e-9,
-        authority=EXAMPLE,
     ),
     claim(
         "2 x 110 and 4 x 100 samples/s, 120 on one: efficiency in %",
@@ -1237,7 +1201,6 @@ display(
         ),
         [92, 83],
         rtol=5e-3,
-        authority=EXAMPLE,
     ),
 )
 
@@ -1284,17 +1247,10 @@ display(
         rtol=3e-3,
     ),
     claim(
-        "communication shares of the two",
-        [nine_to_one.shares["communication"], six_to_four.shares["communication"]],
-        [0.10, 0.40],
-        rtol=1e-9,
-    ),
-    claim(
         "100 ms and 10 ms, nothing hidden: speedup and efficiency of 8 GPUs",
         [slide, slide / 8],
         [7.27, 0.91],
         rtol=2e-3,
-        authority="S = N / (1 + C)",
     ),
     claim(
         "speedup on N GPUs with C = 0.1, as a share of N",
@@ -1335,12 +1291,6 @@ flatt = {
 }
 change = {name: values[-1] / values[0] for name, values in flatt.items()}
 display(
-    claim(
-        "a serial share of 5 % is found again, for all N",
-        flatt["5 % serial"],
-        [0.05] * 5,
-        rtol=1e-9,
-    ),
     claim(
         "latencies of a ring look like a share of 2 alpha N: from 2 to 32 GPUs it grows by",
         change["latencies of a ring"],
@@ -1455,12 +1405,6 @@ display(
         why="two texts draw the line at 20 and at "
         "30 %; every percent costs the same, and the largest loss is the one to work on",
     ),
-    claim(
-        "90 % computing and 10 % communication are an efficiency of",
-        nine_to_one.efficiency,
-        0.9,
-        rtol=1e-9,
-    ),
 )
 
 # %% [markdown]
@@ -1490,12 +1434,6 @@ def reached(trace, micro_batches):
 
 reached_by = {name: reached(*case) for name, case in ladder.items()}
 display(
-    claim(
-        "at 90 % exposed communication is this share of the computation",
-        1 / 0.9 - 1,
-        1 / 9,
-        rtol=1e-9,
-    ),
     claim("before: less than 60 %", reached_by["all-reduce after backward"], ("<", 0.6)),
     claim("tuned buckets alone reach 90 %", reached_by["DDP, two layers per bucket"], (">", 0.9)),
     claim(

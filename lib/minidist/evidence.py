@@ -37,6 +37,7 @@ _MODULES = {
     "minidist.emulate": _DERIVED,
     "minidist.emulate.teach": _MEASURED,
     "minidist.lr": _DERIVED,
+    "minidist.lr.scale_lr": _ARITHMETIC,
     "minidist.mesh.MeshShape": _DERIVED,
     "minidist.parallel.context.ring_bytes": _DERIVED,
     "minidist.parallel.context.ulysses_bytes": _DERIVED,

@@ -25,15 +25,16 @@ from minidist.profile import Timeline as Profile
 from minidist.widgets import explore
 
 
-def trace():
-    work = [
-        Event(kind="compute", name="forward", duration_s=1e-3),
-        Event(
-            kind="issue", key="0/0", collective="all_reduce", ranks=(0, 1), nbytes=10**7, group="0"
-        ),
-        Event(kind="compute", name="backward", duration_s=2e-3),
-        Event(kind="wait", key="0/0"),
-    ]
+def trace(*collectives: str):
+    work = [Event(kind="compute", name="forward", duration_s=1e-3)]
+    for i, name in enumerate(collectives or ("all_reduce",)):
+        work += [
+            Event(
+                kind="issue", key=f"0/{i}", collective=name, ranks=(0, 1), nbytes=10**7, group="0"
+            ),
+            Event(kind="compute", name="backward", duration_s=2e-3),
+            Event(kind="wait", key=f"0/{i}"),
+        ]
     return Trace(world_size=2, events=[list(work), list(work)])
 
 
@@ -105,6 +106,38 @@ def test_a_timeline_shows_what_happened():
     assert legend == ["compute", "communication", "idle"]
     assert figure.axes[0].get_xlabel() == "time (ms)"
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1"]
+
+
+def legend_of(figure: Figure) -> list[str]:
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_gathers_and_scatters_that_meet_have_colours_of_their_own():
+    def draw(*collectives: str) -> list[str]:
+        return legend_of(plots.plot_timeline(simulate(trace(*collectives), clusters.pcie_a100())))
+
+    assert draw("all_gather", "reduce_scatter") == [
+        *("compute", "all-gather", "reduce-scatter", "idle"),
+    ]
+    assert draw("all_gather", "all_reduce") == ["compute", "communication", "idle"]
+    assert len(set(plots.COLOURS[kind] for kind in ("all-gather", "reduce-scatter"))) == 2
+
+
+def test_drawings_in_one_figure_share_a_legend_of_all_their_kinds():
+    figure, _ = plots.new_figure(7, 5)
+    figure.clear()
+    first, second, third = figure.subplots(3, 1)
+    plots.plot_pipeline(pipeline.simulate(pipeline.gpipe(2, 2)), ax=first)
+    plots.plot_pipeline(pipeline.simulate(pipeline.zb_h1(2, 4)), ax=second)
+    plots.plot_pipeline(pipeline.simulate(pipeline.gpipe(2, 2)), ax=third)
+    assert legend_of(figure) == ["forward", "backward", "weight", "idle"]
+
+
+def test_a_number_in_a_step_is_always_that_of_a_chunk():
+    figure = plots.plot_step(ring_steps(3), 2)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert sorted(text for text in texts if text.isdigit()) == sorted("012" * 3 + "012")
 
 
 def profiled():
