@@ -198,24 +198,24 @@ A100_40GB = GPU(
     peak_flops_per_s={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
     memory_bytes=40 * GB,
     memory_bandwidth_bytes_per_s=1.555e12,
-    matmul_efficiency=0.8033,
-    half_rows=333.6,
-    half_head=25.79,
-    attention_efficiency=0.7247,
+    matmul_efficiency=0.8111,
+    half_rows=451.2,
+    half_head=24.96,
+    attention_efficiency=0.7209,
     measured=True,
-    memory_efficiency=0.902,
+    memory_efficiency=0.8298,
 )
 A100 = GPU(
     name="A100 SXM 80 GB",
     peak_flops_per_s={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
     memory_bytes=80 * GB,
     memory_bandwidth_bytes_per_s=2.0e12,  # the data sheet says 2,039 GB/s
-    matmul_efficiency=0.8033,
-    half_rows=333.6,
-    half_head=25.79,
-    attention_efficiency=0.7247,
+    matmul_efficiency=0.8111,
+    half_rows=451.2,
+    half_head=24.96,
+    attention_efficiency=0.7209,
     measured=True,
-    memory_efficiency=0.902,
+    memory_efficiency=0.8298,
 )
 H100 = GPU(
     name="H100 SXM 80 GB",
@@ -232,7 +232,7 @@ H100 = GPU(
     half_rows=651.1,
     half_head=40.35,
     attention_efficiency=0.4332,
-    memory_efficiency=0.8501,
+    memory_efficiency=0.8651,
     measured=True,
 )
 # No training run on these is among the calibration rows, so they have the constants of the H100. Of

@@ -54,20 +54,20 @@ class Software:
 
 MEGATRON_2021 = Software(
     name="megatron-2021",
-    launch_s=0.0008783,
-    traffic=1.278,
+    launch_s=0.0008773,
+    traffic=1.143,
     overlap=0.0,
     bucket_bytes=1e12,
     shard_bucket_bytes=1e12,
-    step_s=0.004977,
-    straggler=0.0005,
+    step_s=0.004328,
+    straggler=0,
 )
 DEEPSPEED_2021 = Software(
     name="deepspeed-2021",
     launch_s=0.9e-3,
     traffic=1.0,
-    overlap=0.2464,
-    gather_ports=0.9994,
+    overlap=0.2551,
+    gather_ports=0.9971,
 )
 FSDP = Software(
     name="fsdp",
@@ -75,15 +75,15 @@ FSDP = Software(
     traffic=1.505,
     overlap=0.6362,
     gather_ports=8.0,
-    gather_half_nodes=13.72,
-    step_s=0.04066,
-    straggler=0.002124,
+    gather_half_nodes=79.16,
+    step_s=0.02673,
+    straggler=0.008315,
 )
 NANOTRON = Software(
     name="nanotron",
     launch_s=0.0006,
-    traffic=0.2,
-    overlap=0.09246,
+    traffic=0.2038,
+    overlap=0.09117,
     bucket_bytes=3.189e07,
     shard_bucket_bytes=5.876e06,
     step_s=0.04946,
