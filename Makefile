@@ -49,7 +49,7 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	@$(BIN)/python -m autograder.authoring.desk
 	@args="$(LAB_ARGS)"; [ "$$(id -u)" != 0 ] || args="--allow-root $$args"; cd work; \
 	  export JUPYTER_CONFIG_PATH="$(CURDIR)/autograder/authoring/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}"; \
-	  exec "$(CURDIR)/$(BIN)/jupyter" lab --LabApp.default_url="/lab/tree/Course.md?factory=Markdown%20Preview" $$args
+	  exec "$(CURDIR)/$(BIN)/jupyter" lab --LabApp.default_url="/lab/tree/Course.md" $$args
 
 test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 10 minutes (PART=kernel)
 	@$(BIN)/python -m autograder.authoring --check

@@ -7,21 +7,15 @@ choose another cell, or turn this one into text.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_server_helper import jupyter_lab
 from nbformat.v4 import new_code_cell
-
-from minidist.processes.ports import free_port
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -56,55 +50,8 @@ def lab(tmp_path: Path) -> Iterator[str]:
     notebook.cells = [*notebook.cells[: first + 1], new_code_cell(ALL_KINDS)]
     (tmp_path / "work").mkdir()
     nbformat.write(notebook, tmp_path / "work" / "part.ipynb")
-    own = {
-        name: str(tmp_path / name)
-        for name in (
-            "JUPYTER_CONFIG_DIR",
-            "JUPYTER_DATA_DIR",
-            "JUPYTERLAB_SETTINGS_DIR",
-            "JUPYTERLAB_WORKSPACES_DIR",
-        )
-    }
-    port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--no-browser",
-        "--allow-root",
-        f"--port={port}",
-        "--ServerApp.token=",
-        "--ServerApp.port_retries=0",
-        "--LabApp.news_url=None",
-        "--expose-app-in-browser",
-    ]
-    server = subprocess.Popen(
-        command,
-        cwd=tmp_path / "work",
-        env=os.environ | own,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"{address}/api", timeout=5)
-                break
-            except OSError:
-                assert time.monotonic() < end, "JupyterLab did not start"
-                assert server.poll() is None, "JupyterLab ended"
-                time.sleep(0.2)
+    with jupyter_lab(tmp_path / "work", tmp_path, "--LabApp.news_url=None") as address:
         yield f"{address}/lab/tree/part.ipynb?reset"
-    finally:
-        server.send_signal(signal.SIGTERM)  # it ends its kernels
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait(5)
 
 
 @pytest.mark.timeout(240)
