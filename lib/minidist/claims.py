@@ -39,22 +39,25 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minidist import evidence
+from minidist.comparing import (
+    can_fail,
+    compare,
+    flat,
+    is_comparison,
+    looks_equal,
+    same_object,
+    show,
+    tolerance_text,
+)
 from minidist.errors import MinidistError
 
 STATUSES = ("verified", "corrected", "cited")
-_COMPARE: dict[str, Callable[[float, float], bool]] = {
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-    "!=": lambda a, b: a != b,
-}
 
 
 class ClaimError(MinidistError, AssertionError):
@@ -111,7 +114,6 @@ class Claim:
         )
 
 
-ROUNDING = 1e-6  # a relative tolerance for floating-point rounding only
 registry: list[Claim] = []
 
 
@@ -153,25 +155,25 @@ def claim(
     """
     _check_form(text, measured, expected, rtol, atol, exact)
     _check_words(text, expected, authority, status, refutes, said, why, kind)
-    passed, expected_text = _compare(measured, expected, rtol, atol, status)
-    if status == "corrected" and passed and _looks_equal(measured, said, rtol, atol):
-        passed, expected_text = False, f"{expected_text}, and not the corrected {_show(said)}"
-    if passed and status != "cited" and not _can_fail(measured, expected, rtol, atol):
+    passed, expected_text = compare(measured, expected, rtol, atol, status)
+    if status == "corrected" and passed and looks_equal(measured, said, rtol, atol):
+        passed, expected_text = False, f"{expected_text}, and not the corrected {show(said)}"
+    if passed and status != "cited" and not can_fail(measured, expected, rtol, atol):
         raise ValueError(
-            f"claim {text!r} cannot fail: it stays true for all values near {_show(measured)} "
+            f"claim {text!r} cannot fail: it stays true for all values near {show(measured)} "
             "that are twice the tolerance away"
         )
     comparison = isinstance(expected, tuple) or callable(expected) or status == "cited"
     result = Claim(
         text=text,
-        measured=_show(measured),
+        measured=show(measured),
         expected=expected_text,
-        tolerance="" if comparison else _tolerance(rtol, atol, exact, measured),
+        tolerance="" if comparison else tolerance_text(rtol, atol, exact, measured),
         status=status,
         passed=passed,
         authority=authority,
         refutes=refutes,
-        said="" if said is None else _show(said),
+        said="" if said is None else show(said),
         why=why,
         kind=kind,
         where=_where(),
@@ -319,7 +321,7 @@ def _check_form(
 ) -> None:
     if not text.strip():
         raise ValueError("a claim needs a text")
-    if _same_object(measured, expected):
+    if same_object(measured, expected):
         raise ValueError(
             f"claim {text!r}: measured and expected are the same object; compute one another way"
         )
@@ -330,189 +332,13 @@ def _check_form(
         raise ValueError(f"claim {text!r}: rtol {rtol} allows anything; a tolerance is below 1")
     if exact and (rtol is not None or atol is not None):
         raise ValueError(f"claim {text!r}: exact excludes rtol and atol")
-    if expected is None or callable(expected) or _is_comparison(expected):
+    if expected is None or callable(expected) or is_comparison(expected):
         return
     if isinstance(expected, str | bool):
         return
-    integers = all(isinstance(v, numbers.Integral) for v in (*_flat(measured), *_flat(expected)))
+    integers = all(isinstance(v, numbers.Integral) for v in (*flat(measured), *flat(expected)))
     if rtol is None and atol is None and not exact and not integers:
         raise ValueError(f"claim {text!r}: floats need rtol=, atol= or exact=True")
-
-
-def _same_object(a: Any, b: Any) -> bool:
-    """Whether a and b are the same object, or two arrays over the same memory.
-
-    Small integers, bools and strings never count as the same object, because Python shares these
-    objects between unrelated expressions."""
-    if isinstance(a, bool | str) or (isinstance(a, int) and -5 <= a <= 256):
-        return False
-    if a is b:
-        return True
-
-    def address(value: Any) -> Any:
-        if hasattr(value, "data_ptr"):
-            return value.data_ptr(), tuple(value.shape)
-        # Arrays only: each access to a NumPy scalar's interface allocates a new buffer and frees
-        # it at once, so equal addresses of two scalars mean nothing.
-        is_array = any(base.__name__ == "ndarray" for base in type(value).__mro__)
-        interface = getattr(value, "__array_interface__", None) if is_array else None
-        return interface and (interface["data"][0], tuple(value.shape))
-
-    return address(a) is not None and address(a) == address(b)
-
-
-def _is_comparison(expected: Any) -> bool:
-    return isinstance(expected, tuple) and len(expected) == 2 and expected[0] in _COMPARE
-
-
-# --------------------------------------------------------------------------------------- comparing
-
-
-def _compare(
-    measured: Any, expected: Any, rtol: float | None, atol: float | None, status: str
-) -> tuple[bool, str]:
-    if status == "cited":
-        return True, ""
-    if any(isinstance(value, float) and math.isnan(value) for value in _flat(measured)):
-        return False, _show(expected) if not callable(expected) else "a number"
-    if callable(expected):
-        name = getattr(expected, "__name__", "a condition")
-        shown = "the condition to hold" if name == "<lambda>" else name
-        return _plain(expected(measured)) is True, shown
-    if _is_comparison(expected):
-        operator, bound = expected
-        values = _flat(measured)
-        holds = bool(values) and all(_ordered(operator, float(v), float(bound)) for v in values)
-        return holds, f"{operator} {_show(bound)}"
-    return _looks_equal(measured, expected, rtol, atol), _show(expected)
-
-
-def _can_fail(measured: Any, expected: Any, rtol: float | None, atol: float | None) -> bool:
-    """Whether a true claim turns false when its measured value is moved.
-
-    Each number is moved by twice its tolerance, or past its bound; where a function judges, by
-    more and more. Of a list, each of the first 64 numbers is moved alone."""
-    measured = _plain(measured)
-    if callable(expected):
-        return any(
-            not _holds(expected, moved)
-            for factor in (0.01, 0.5, 10.0, 1e6)
-            for moved in _moved(measured, lambda value, f=factor: f * (abs(value) or 1.0))
-        )
-
-    def step(value: float) -> float:
-        if _is_comparison(expected):
-            return abs(value - float(expected[1])) * 2 + 1e-6 * (abs(value) or 1.0)
-        return 2 * ((atol or 0.0) + (rtol or 0.0) * abs(value)) or 1e-6 * (abs(value) or 1.0)
-
-    found = list(_moved(measured, step))
-    return bool(found) and any(
-        not _compare(moved, expected, rtol, atol, "verified")[0] for moved in found
-    )
-
-
-def _holds(condition: Callable[[Any], Any], value: Any) -> bool:
-    try:
-        return _plain(condition(value)) is True
-    except Exception:  # a value of a form that the condition does not know is not accepted
-        return False
-
-
-def _moved(value: Any, step: Callable[[float], float]) -> Iterable[Any]:
-    """The value with one number, word or truth value changed at a time."""
-    if isinstance(value, bool):
-        yield not value
-    elif isinstance(value, str):
-        yield from ("", f"{value}?", value[::-1])
-    elif isinstance(value, numbers.Integral):
-        by = max(1, math.ceil(step(float(value))))
-        yield from (int(value) + by, int(value) - by)
-    elif isinstance(value, numbers.Real):
-        number = float(value)
-        if math.isinf(number):
-            yield from (0.0, -number)
-        else:
-            yield from (number + step(number), number - step(number))
-    elif isinstance(value, Sequence):
-        for i in range(min(len(value), 64)):
-            for moved in _moved(_plain(value[i]), step):
-                yield [*value[:i], moved, *value[i + 1 :]]
-        yield list(value)[:-1]
-    else:
-        yield None
-
-
-def _ordered(operator: str, value: float, bound: float) -> bool:
-    if math.isnan(value) or math.isnan(bound):
-        return False
-    return _COMPARE[operator](value, bound)
-
-
-def _looks_equal(a: Any, b: Any, rtol: float | None, atol: float | None) -> bool:
-    a, b = _plain(a), _plain(b)
-    if isinstance(a, str | bool) or isinstance(b, str | bool):
-        return type(a) is type(b) and a == b  # True is not 1, and "1" is not 1
-    if _shape(a) != _shape(b):
-        return False
-    pairs = zip(_flat(a), _flat(b), strict=True)
-    return all(_close(x, y, rtol or 0.0, atol or 0.0) for x, y in pairs)
-
-
-def _close(x: Any, y: Any, rtol: float, atol: float) -> bool:
-    if isinstance(x, numbers.Integral) and isinstance(y, numbers.Integral) and not (rtol or atol):
-        return int(x) == int(y)
-    x, y = float(x), float(y)
-    if math.isnan(x) or math.isnan(y):
-        return False
-    if math.isinf(x) or math.isinf(y):
-        return x == y
-    return abs(x - y) <= atol + rtol * abs(y)
-
-
-def _plain(value: Any) -> Any:
-    """Tensors and arrays as Python lists and numbers."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _flat(value: Any) -> list[Any]:
-    value = _plain(value)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value]
-
-
-def _shape(value: Any) -> Any:
-    value = _plain(value)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_shape(item) for item in value]
-    return None
-
-
-# ----------------------------------------------------------------------------------------- showing
-
-
-def _show(value: Any) -> str:
-    value = _plain(value)
-    if isinstance(value, bool | str):
-        return str(value)
-    if isinstance(value, numbers.Integral):
-        return f"{int(value):,}" if abs(int(value)) >= 10_000 else str(int(value))
-    if isinstance(value, numbers.Real):
-        return f"{float(value):.5g}"
-    if isinstance(value, Sequence):
-        items = [_show(item) for item in value[:6]]
-        return f"[{', '.join(items)}{', ...' if len(value) > 6 else ''}]"
-    return str(value)[:80]
-
-
-def _tolerance(rtol: float | None, atol: float | None, exact: bool, measured: Any) -> str:
-    if rtol and rtol <= ROUNDING and not atol:
-        return "exactly"
-    parts = [f"± {100 * rtol:.2g} %"] if rtol else []
-    parts += [f"± {atol:.2g}"] if atol else []
-    return " ".join(parts) or ("exactly" if exact or not isinstance(measured, bool | str) else "")
 
 
 def _where() -> str:

@@ -67,6 +67,7 @@ _FORMULAS = {
     *("ParallelismConfig", "Wire"),
 }
 _ASKS_FILES = {"exists", "glob", "iterdir", "read_bytes", "read_text", "stat"}  # a run wrote them
+_GAP = ".*"  # stands for a part of a text that is known only when it runs
 _SHOWS = {"claim", "display", "explore", "print"}
 
 
@@ -114,8 +115,16 @@ def read(source: str, *, where: str = "lecture") -> list[Evidence]:
 
 
 def kind_of(text: str, claims: Sequence[Evidence]) -> str:
-    """The kind of the claim with this text; the weakest one if several have it, "" if none."""
-    kinds = [one.weakened or one.kind for one in claims if one.text.fullmatch(text)]
+    """The kind of the claim with this text, "" if there is none.
+
+    Of several, the ones whose text is known best decide, and the weakest one of these."""
+    found = [one for one in claims if one.text.fullmatch(text)]
+    known = max((len(one.text.pattern.replace(_GAP, "")) for one in found), default=0)
+    kinds = [
+        one.weakened or one.kind
+        for one in found
+        if len(one.text.pattern.replace(_GAP, "")) == known
+    ]
     return min(kinds, key=KINDS.index, default="")
 
 
@@ -430,4 +439,4 @@ def _pattern(text: ast.expr) -> Iterator[str]:
             for value in values:
                 yield from _pattern(value)
         case _:
-            yield ".*"
+            yield _GAP

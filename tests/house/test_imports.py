@@ -51,7 +51,7 @@ LIB_FLOORS = [
     {"mesh"},
     {"launch", "device", "kernel", "claims"},
     {"processes"},
-    {"errors", "cost", "evidence"},
+    {"errors", "cost", "comparing", "evidence"},
 ]
 # Inside parallel/: siblings stay apart, except these.
 PARALLEL_MAY_IMPORT = {"fsdp": {"zero"}, "hybrid": {"*"}}
