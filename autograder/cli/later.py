@@ -201,12 +201,17 @@ def _add_roster(commands: Any) -> None:
 def _roster(options: argparse.Namespace, console: Console) -> int:
     from autograder.gradebook.roster import import_roster, read_roster
 
-    done = import_roster(Course.find(), read_roster(options.file, options.id), dry=options.dry_run)
+    roster = read_roster(options.file, options.id)
+    done = import_roster(Course.find(), roster, dry=options.dry_run)
     would = "would be " if options.dry_run else ""
     counts = f"{len(done.added)} {would}new, {len(done.changed)} {would}changed"
     say(console, f"{counts}, {len(done.same)} as before")
     for student, news in done.changed.items():
         say(console, f"  {student}: {'; '.join(news)}")
+    if not any(person.first_name or person.last_name for person in roster.people):
+        say(console, f"  NOBODY HAS A NAME: no column is known to hold one ({options.file})")
+    if roster.unused:
+        say(console, f"  columns that are not used: {', '.join(roster.unused)}")
     if done.others:
         say(console, f"  in the gradebook, but not in the list: {', '.join(done.others)}")
     return EXIT_OK

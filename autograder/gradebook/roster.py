@@ -1,6 +1,7 @@
 """Reads a class list from Canvas, Moodle, Gradescope or nbgrader, and puts it into nbgrader.
 
-A column's name tells its meaning. These names are known; case and punctuation do not matter:
+A column's name tells its meaning. These names are known, and Moodle's in German, French, Spanish,
+Italian, Dutch and Portuguese; case, accents and punctuation do not matter:
 
     id          student_id, username, SIS Login ID, login, netid, SID, id  (the folder's name)
     names       first_name, last_name, surname, or both as Student, name, full name
@@ -24,13 +25,34 @@ from autograder.course.course import Course
 from autograder.gradebook.database import open_gradebook, same_name
 
 _COLUMNS = {
-    "id": ("studentid", "username", "sisloginid", "loginid", "login", "netid", "sid", "id"),
-    "first_name": ("firstname", "givenname", "forename"),
-    "last_name": ("lastname", "surname", "familyname"),
-    "name": ("student", "name", "fullname"),
-    "email": ("email", "emailaddress", "mail"),
-    "lms_id": ("lmsuserid", "lmsid", "canvasid", "canvasuserid", "idnumber"),
-    "sis_user_id": ("sisuserid", "idnumber"),
+    "id": (
+        *("studentid", "username", "sisloginid", "loginid", "login", "netid", "sid", "id"),
+        *("anmeldename", "benutzername", "matrikelnummer", "matrikelnr", "matnr"),
+        *("nomdutilisateur", "nombredeusuario", "nomeutente", "gebruikersnaam"),
+        *("nomedeusuario", "identificacaodousuario"),
+    ),
+    "first_name": (
+        *("firstname", "givenname", "forename", "vorname", "prenom", "nombre", "nome", "voornaam"),
+    ),
+    "last_name": (
+        *("lastname", "surname", "familyname", "nachname", "familienname", "nomdefamille"),
+        *("apellidos", "apellido", "cognome", "achternaam", "sobrenome", "apelido"),
+    ),
+    "name": (
+        *("student", "name", "fullname", "vollstandigername", "nomcomplet", "nombrecompleto"),
+        *("nomecompleto", "nomeecognome", "volledigenaam", "nom"),
+    ),
+    "email": (
+        *("email", "emailaddress", "mail", "emailadresse", "mailadresse", "adressedecourriel"),
+        *("courriel", "direcciondecorreo", "correoelectronico", "correo", "indirizzoemail"),
+        *("emailadres", "enderecodeemail", "adresseemail", "adresseelectronique"),
+    ),
+    "lms_id": (
+        *("lmsuserid", "lmsid", "canvasid", "canvasuserid", "idnumber", "idnummer"),
+        *("numerodidentification", "numerodeid", "numerodeidentificacion", "numeroid"),
+        *("codiceidentificativo", "numerodeidentificacao"),
+    ),
+    "sis_user_id": ("sisuserid", "idnumber", "idnummer"),
     "sis_login_id": ("sisloginid",),
     "section": ("section", "sections"),
     "role": ("role",),
@@ -76,11 +98,17 @@ class Person:
 
 @dataclass(frozen=True)
 class Roster:
-    """A class list, and the names of its columns."""
+    """A class list.
+
+    Attributes:
+        columns: the names of its columns.
+        unused: those of them whose meaning is not known.
+    """
 
     path: Path
     people: tuple[Person, ...]
     columns: tuple[str, ...]
+    unused: tuple[str, ...] = ()
 
 
 def read_roster(path: Path, id_column: str | None = None) -> Roster:
@@ -119,7 +147,8 @@ def read_roster(path: Path, id_column: str | None = None) -> Roster:
         raise RosterError("\n  ".join([f"{path}:", *shown]))
     if not people:
         raise RosterError(f"{path}: nobody is in it")
-    return Roster(path, tuple(people), tuple(header))
+    unused = tuple(name for place, name in enumerate(header) if place not in places.values())
+    return Roster(path, tuple(people), tuple(header), unused)
 
 
 def _rows(path: Path) -> list[tuple[int, list[str]]]:
@@ -149,7 +178,7 @@ def _places(
     path: Path, header: Sequence[str], rows: Sequence[tuple[int, list[str]]], id_column: str | None
 ) -> dict[str, int]:
     """Field -> index of its column. A column that is empty on every line does not count."""
-    plain = [re.sub(r"[^a-z0-9]", "", name.casefold()) for name in header]
+    plain = [_plain(name) for name in header]
     used = [
         name
         for place, name in enumerate(plain)
@@ -178,6 +207,12 @@ def _places(
             f"--id; it has: {', '.join(header)}"
         )
     return found
+
+
+def _plain(name: str) -> str:
+    """A column's name in small letters and digits, without accents; ß is ss."""
+    apart = unicodedata.normalize("NFKD", name.casefold())
+    return re.sub(r"[^a-z0-9]", "", apart)
 
 
 def _is_no_person(values: Mapping[str, str]) -> bool:

@@ -7,8 +7,10 @@ two notebooks is the share of the shorter one's runs that the longer one has, to
     for param in self.module.parameters():   # all of them      for v in self.v.parameters():
         dist.all_reduce(param.grad)                       ->         dist.all_reduce(v.grad)
 
-Short tasks have few right answers, so a high share is a reason to read both, but no proof. If many
-students of a class have a run, it belongs to the task's idiom and does not count.
+Short tasks have few right answers, so a high share is a reason to read both, but no proof. A run
+that many different notebooks of a class have belongs to the task's idiom and does not count. Copies
+of one notebook are one there, however many: else half a class that copied would be the idiom.
+Against our answers and those of earlier terms, every run counts that the template does not give.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import io
 import keyword
 import tokenize
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -29,15 +31,19 @@ import nbformat
 from nbformat import NotebookNode
 
 from autograder.course.course import Course
-from autograder.report.authored import code_of, is_given, name_of
+from autograder.report.authored import code_of, is_given, name_of, read_class
+from autograder.submission.find import find_submissions
 
 RUN = 8  # number of consecutive tokens in a run
 MIN_RUNS = 60  # a notebook with fewer runs is too short to be compared
 NEAR = 0.85  # pairs are shown from this share of common runs on
-# A run does not count if more than this share of the class, and more than this number of
-# submissions, have it.
+# A run does not count if more than this share of the class's different notebooks have it, and more
+# than this number of them.
 COMMON = 0.25
 MIN_COMMON = 6
+# Notebooks that share so much are copies of one. Right answers on one template stay below it: what
+# is copied and then rewritten counts as another notebook, which costs a copier the work of one.
+COPY = 0.93
 MAX_ROWS = 200  # rows in the report
 MAX_CHARS = 200_000  # of a notebook's code cells; the rest is not compared
 _LAYOUT = {
@@ -95,25 +101,42 @@ def find_similar(
         ours: name -> the course's solution, or a different right answer.
     """
     template = _read(master, own=False)
-    works = {name: _read(notebook, own=True) for name, notebook in notebooks.items()}
-    common = _common(works.values(), template.runs)
-    works = {name: _without(work, common) for name, work in works.items()}
-    works = {name: work for name, work in works.items() if len(work.runs) >= MIN_RUNS}
-    known = {n: _without(_read(nb, own=True), common) for n, nb in (ours or {}).items()}
+
+    def read(notebook: NotebookNode) -> _Work:
+        return _without(_read(notebook, own=True), template.runs)
+
+    whole = _long_enough({name: read(notebook) for name, notebook in notebooks.items()})
+    known = {name: read(notebook) for name, notebook in (ours or {}).items()}
+    common = _common(_copies(whole, template))
+    works = _long_enough({name: _without(work, common) for name, work in whole.items()})
     pairs = []
-    for one, other in combinations(sorted(works), 2):
-        pairs.append(_pair(one, works[one], other, works[other], template))
-    for one, work in sorted(works.items()):
+    for one, work in sorted(whole.items()):
         # Our answers are variants of one solution, so only the most similar one is named.
         each = [_pair(one, work, n, k, template, True) for n, k in known.items() if k.runs]
         pairs += [max(each, key=lambda pair: pair.share)] if each else []
+    for one, other in combinations(sorted(works), 2):
+        pairs.append(_pair(one, works[one], other, works[other], template))
     found = [pair for pair in pairs if pair.share >= near]
-    return sorted(found, key=lambda pair: (-pair.share, pair.ours, pair.one, pair.other))
+    return sorted(found, key=lambda pair: (not pair.ours, -pair.share, pair.one, pair.other))
 
 
 def similar_in_class(course: Course, lab: str, notebooks: Mapping[str, NotebookNode]) -> list[Pair]:
     """`find_similar` for the notebooks of a class, from `read_class`."""
-    return find_similar(notebooks, course.master(lab), course_answers(course.root, lab))
+    ours = course_answers(course.root, lab) | earlier_terms(course, lab)
+    return find_similar(notebooks, course.master(lab), ours)
+
+
+def earlier_terms(course: Course, lab: str) -> dict[str, NotebookNode]:
+    """The submissions of earlier terms, from the folders `build/earlier/TERM`, as handed in."""
+    found: dict[str, NotebookNode] = {}
+    for term in sorted((course.build / "earlier").glob("*/")):
+        try:
+            submissions = find_submissions([term], lab).submissions
+        except ValueError:
+            continue  # nothing of this lab
+        read = read_class(course, lab, [(each.student, each.path) for each in submissions])
+        found |= {f"{term.name}: {student}": notebook for student, notebook in read.items()}
+    return found
 
 
 def rows(pairs: Sequence[Pair]) -> list[tuple[str, str, str, str]]:
@@ -161,11 +184,30 @@ def _pair(
     return Pair(one, other, share, cells, ours)
 
 
-def _common(works: Collection[_Work], template: frozenset[int]) -> frozenset[int]:
-    """Runs of the template, and runs that many submissions have (the idiom of a task)."""
-    count = Counter(run for work in works for run in work.runs)
-    many = max(MIN_COMMON, COMMON * len(works))
-    return template | {run for run, number in count.items() if number > many}
+def _copies(works: Mapping[str, _Work], template: _Work) -> list[list[_Work]]:
+    """The works in groups: those that are near-identical, directly or by others, are together."""
+    group = {name: [name] for name in works}
+    for one, other in combinations(works, 2):
+        if group[one] is group[other]:
+            continue
+        if _pair(one, works[one], other, works[other], template).share >= COPY:
+            group[one].extend(group[other])
+            for name in group[other]:
+                group[name] = group[one]
+    distinct = {id(names): names for names in group.values()}.values()
+    return [[works[name] for name in names] for names in distinct]
+
+
+def _common(groups: Sequence[Sequence[_Work]]) -> frozenset[int]:
+    """Runs that many groups of copies have: the idiom of a task."""
+    runs = [frozenset[int]().union(*(work.runs for work in group)) for group in groups]
+    count = Counter(run for each in runs for run in each)
+    many = max(MIN_COMMON, COMMON * len(groups))
+    return frozenset(run for run, number in count.items() if number > many)
+
+
+def _long_enough(works: Mapping[str, _Work]) -> dict[str, _Work]:
+    return {name: work for name, work in works.items() if len(work.runs) >= MIN_RUNS}
 
 
 def _without(work: _Work, common: frozenset[int]) -> _Work:

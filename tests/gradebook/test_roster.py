@@ -203,3 +203,35 @@ def test_a_wrong_list_changes_nothing(course, read, monkeypatch, capsys):
     assert main(["roster", str(path)]) == 2
     assert "line 3" in capsys.readouterr().err
     assert students(course) == before
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "Vorname,Nachname,ID-Nummer,E-Mail-Adresse,Anmeldename",
+        "Prénom,Nom de famille,Numéro d'identification,Adresse de courriel,Nom d’utilisateur",
+        "Nombre,Apellido(s),Número de ID,Dirección de correo,Nombre de usuario",
+        "Nome,Cognome,Codice identificativo,Indirizzo email,Nome utente",
+        "Voornaam,Achternaam,ID-nummer,E-mailadres,Gebruikersnaam",
+        "Vorname;Name;Matrikelnummer;E-Mail;Anmeldename",
+    ],
+)
+def test_lists_in_other_languages_lose_no_name(tmp_path, header):
+    path = tmp_path / "list.csv"
+    separator = ";" if ";" in header else ","
+    path.write_text(f"{header}\nÄda,Ng-Öz,77,ada@x.org,ada\n".replace(",", separator), "utf-8")
+    roster = read_roster(path)
+    [person] = roster.people
+    assert (person.id, person.first_name, person.last_name) == ("ada", "Äda", "Ng-Öz")
+    assert person.email == "ada@x.org"
+
+
+def test_a_column_that_is_not_known_is_told(tmp_path, monkeypatch, capsys):
+    course = make_course(tmp_path / "course")
+    monkeypatch.setenv("AUTOGRADER_COURSE", str(course.root))
+    path = tmp_path / "list.csv"
+    path.write_text("id,Etunimi,Sukunimi\nada,Äda,Ng\n", "utf-8")
+    assert main(["roster", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "NOBODY HAS A NAME" in said
+    assert "columns that are not used: Etunimi, Sukunimi" in said

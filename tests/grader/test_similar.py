@@ -16,7 +16,6 @@ from autograder.proof.zoo import load_zoo
 from autograder.report.authored import read_class
 from autograder.report.page import write_html
 from autograder.report.similar import (
-    COMMON,
     MAX_ROWS,
     MIN_RUNS,
     Pair,
@@ -131,11 +130,41 @@ def test_what_the_template_gives_does_not_count():
 
 
 def test_the_idiom_of_a_class_does_not_count():
+    """Ten different notebooks with the same part in each, which is how it is done."""
+    own = "\n".join(f"{{}}_{i} = compute(values, {{}} + {i}, 'step', {{}})" for i in range(20))
+    works = {
+        f"s{n}": notebook(TASK, own.replace("{}", "x").replace("compute", f"torch.fn{n}"))
+        for n in range(10)
+    }
+    assert found(works, near=0.5) == []
+    few = {name: works[name] for name in ("s0", "s1", "s2")}
+    assert len(found(few, near=0.5)) == 3
+
+
+def test_half_a_class_that_copied_is_no_idiom():
     works = {f"s{i}": notebook(TASK) for i in range(10)}
-    assert found(works) == []  # all of them: this is how it is done
-    assert COMMON < 0.5
-    few = {f"s{i}": notebook(TASK) for i in range(3)}
-    assert len(found(few)) == 3
+    assert len(found(works)) == 45
+    lone = {f"own{i}": notebook(OTHER.replace("works", f"jobs.list{i}")) for i in range(3)}
+    assert len(found(works | lone)) >= 45
+
+
+def test_copies_of_our_answers_are_named_however_many_there_are():
+    works = {f"s{i:02}": notebook(TASK if i % 2 else DISGUISED) for i in range(16)}
+    works |= {f"other{i}": notebook(OTHER) for i in range(2)}
+    pairs = found(works, {"the solution": notebook(TASK)})
+    assert [pair.one for pair in pairs if pair.ours] == [f"s{i:02}" for i in range(16)]
+    assert all(pair.ours for pair in pairs[:16])  # first: a long list is cut at its end
+
+
+def test_an_earlier_terms_submission_is_found(tmp_path):
+    course = make_course(tmp_path)
+    old = hand_in(course, "old", textwrap.dedent(TASK))
+    target = course.build / "earlier" / "fall25" / "old" / old.name
+    target.parent.mkdir(parents=True)
+    old.rename(target)
+    new = hand_in(course, "ada", textwrap.dedent(DISGUISED))
+    [pair] = similar_in_class(course, LAB, read_class(course, LAB, [("ada", new)]))
+    assert (pair.one, pair.other, pair.ours) == ("ada", "fall25: old", True)
 
 
 def test_ours_are_compared_and_the_nearest_is_named():
