@@ -452,3 +452,49 @@ def test_chosen_layouts_of_published_sweeps():
     assert sum(cost <= 0.03 for cost in costs) >= 50
     assert sum(costs) / len(costs) <= 0.08
     assert all(s["costs_more"] <= 0.05 for s in report.sweeps() if s["table"] != "vtrain_one_node")
+
+
+# ------------------------------------------------------------------------------------------- trace
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ["--dp", "128", "--tp", "8", "--layers", "2"],  # 1,024 ranks
+        ["--dp", "96", "--tp", "2", "--layers", "3", "--micro", "2"],  # 96 divides no table
+    ],
+)
+def test_a_traced_step_is_what_the_sizes_say(capsys: pytest.CaptureFixture[str], sizes: list[str]):
+    small = ["--width", "512", "--heads", "8", "--seq", "256"]
+    code, out, err = run(capsys, "trace", *small, *sizes, "--json")
+    assert code == 0, err
+    record = json.loads(out)
+    found, expected = record["trace"], record["expected"]
+    assert found["calls"] == expected["calls"]
+    assert found["num_bytes"] == expected["num_bytes"]
+    layers = int(sizes[sizes.index("--layers") + 1])
+    assert found["calls"] == {
+        "all_gather": 2 * layers + 1,
+        "reduce_scatter": layers + 1,
+        "all_reduce": 4 * layers + 5,
+    }
+    model = replace(cost.GPT3_175B, width=512, num_heads=8, context=256, num_layers=layers)
+    assert found["parameters"] == model.num_parameters
+    gathered = found["num_bytes"]["all_gather"] / (2 * layers + 1)
+    assert found["peak_bytes"] > 4 * found["here"] + gathered
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "llama3-8b"], "runs minidist's GPT"),
+        (["--tp", "7"], "heads 96 and vocabulary 51200 must divide by tp 7"),
+        (["--dp", "0"], "--dp: expected a number above 0"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_told(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
+    code, _, err = run(capsys, "trace", *arguments)
+    assert code == 2
+    assert message in err

@@ -4,6 +4,7 @@
     answer   layouts, ties, what would change it      errors     error bars from held-back runs
     cli      the command                              report     predicted beside published
     show     tables          charts   figures         calibrate  the fit of the constants
+    trace    one real step of a large job, under a fake process group (needs torch)
 
 >>> from minidist import plan
 >>> plan.model_of("llama3-8b").num_layers

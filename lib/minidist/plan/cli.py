@@ -1,4 +1,4 @@
-"""The command `minidist`: plan, explain, compare, report."""
+"""The command `minidist`: plan, explain, compare, report, trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from minidist.plan.inputs import (
     layout_of,
     model_of,
 )
-from minidist.plan.show import show_answer, show_comparison, show_parts
+from minidist.plan.show import show_answer, show_comparison, show_parts, show_trace
 
 _LONGEST = 8192  # of a config.json with a longer context the run is planned for this, if not said
 _CLUSTER_HELP = """\
@@ -87,7 +87,41 @@ def _parser() -> argparse.ArgumentParser:
     reporting = commands.add_parser("report", help="predicted and published, of every known run")
     reporting.add_argument("--json", action="store_true")
     reporting.add_argument("--short", action="store_true")
+    tracing = commands.add_parser(
+        "trace", help="one real step of rank 0 of a large job, under a fake process group"
+    )
+    tracing.add_argument("--model", default="gpt3-175b", help="a GPT; its sizes can be changed:")
+    for name in ("layers", "width", "heads", "seq"):
+        tracing.add_argument(f"--{name}", help="if not the model's")
+    tracing.add_argument("--dp", default="128", help="ranks of FSDP (128)")
+    tracing.add_argument("--tp", default="8", help="ranks of tensor parallelism (8)")
+    tracing.add_argument("--micro", default="1", help="sequences (1)")
+    tracing.add_argument("--json", action="store_true")
     return parser
+
+
+def _trace(options: argparse.Namespace) -> int:
+    """1 if the counts or bytes of the step are not those that the sizes say."""
+    fields = {"layers": "num_layers", "width": "width", "heads": "num_heads", "seq": "context"}
+    changes = {
+        field: _whole(getattr(options, name), f"--{name}")
+        for name, field in fields.items()
+        if getattr(options, name)
+    }
+    model = dataclasses.replace(model_of(options.model), **changes)
+    degrees = {name: _whole(getattr(options, name), f"--{name}") for name in ("dp", "tp")}
+    micro_batch = _whole(options.micro, "--micro")
+    from minidist.plan.trace import expected, trace
+
+    found = trace(model, **degrees, micro_batch=micro_batch)
+    sizes = expected(model, **degrees, micro_batch=micro_batch)
+    agree = found.calls == sizes.calls and found.num_bytes == sizes.num_bytes
+    if options.json:
+        record = {"trace": dataclasses.asdict(found), "expected": dataclasses.asdict(sizes)}
+        print(json.dumps(record | {"agree": agree}, indent=1))
+        return 0 if agree else 1
+    show_trace(Console(), found, sizes, ranks=degrees["dp"] * degrees["tp"])
+    return 0 if agree else 1
 
 
 def _whole(text: str, what: str) -> int:
@@ -185,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report([f"--{name}" for name in ("json", "short") if getattr(options, name)])
         return 0
     try:
+        if options.command == "trace":
+            return _trace(options)
         _run(options)
     except NothingFitsError as error:
         print(f"minidist {options.command}: {error}", file=sys.stderr)

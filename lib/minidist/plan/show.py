@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.table import Table
 
@@ -9,6 +11,9 @@ from minidist.cost.hardware import GB
 from minidist.cost.search import Job
 from minidist.cost.step import PARTS
 from minidist.plan.answer import Answer, Option, training_of
+
+if TYPE_CHECKING:  # it needs torch, which no other answer does
+    from minidist.plan.trace import Expected, Trace
 
 _STEP_WORDS = {
     "compute": "computing, recomputation included",
@@ -164,4 +169,25 @@ def show_comparison(
     for name in _MEMORY_PARTS:
         values = [getattr(option.candidate.memory, name) / GB for option in options]
         table.add_row(f"GB of {name}", *(f"{value:.1f}" for value in values))
+    console.print(table)
+
+
+def show_trace(console: Console, found: Trace, sizes: Expected, *, ranks: int) -> None:
+    """What rank 0 did, beside what its sizes say."""
+    console.print(
+        f"rank 0 of {ranks:,}: {found.parameters / 1e9:.3g}B parameters, {found.here:,} here; "
+        f"at most {found.peak_bytes / GB:.2f} GB alive (fp32, nothing recomputed); traced in "
+        f"{found.seconds:.0f} s"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("collective of one step")
+    for name in ("calls", "by the sizes", "bytes", "by the sizes", ""):
+        table.add_column(name, justify="right")
+    for kind, calls in found.calls.items():
+        pair = found.num_bytes[kind], sizes.num_bytes[kind]
+        equal = calls == sizes.calls[kind] and pair[0] == pair[1]
+        verdict = "equal" if equal else "NOT EQUAL"
+        table.add_row(
+            kind, str(calls), str(sizes.calls[kind]), f"{pair[0]:,}", f"{pair[1]:,}", verdict
+        )
     console.print(table)
