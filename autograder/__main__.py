@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"autograder: {error}", file=sys.stderr)
         return EXIT_USAGE
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f"{error.filename}: " if error.filename else ""
+            mend = "what was graded is kept: make room, and run the same command again"
+            print(f"autograder: {where}{error.strerror}; {mend}", file=sys.stderr)
+            return EXIT_FAILED
         if error.filename is None:
             raise
         print(f"autograder: {error.filename}: {error.strerror}", file=sys.stderr)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from autograder.box.cgroup import find_place
 from autograder.box.sandbox import probe_support
+from autograder.cli.installation import foreign_code
 from autograder.course.course import Course, CourseError
 from autograder.criteria import get_lab, lab_names
 from autograder.criteria.limits import GIB
@@ -51,6 +53,7 @@ def examine(course: Course | None) -> list[Finding]:
     """Checks everything that grading needs; starts a sandbox, and asks Slurm with `sinfo`."""
     found = [
         *_packages(),
+        _installation(),
         _kernels(),
         _sandbox(),
         _limits(),
@@ -65,7 +68,7 @@ def examine(course: Course | None) -> list[Finding]:
             )
         )
     else:
-        found += [_key(course), *_labs(course), *_disk(course)]
+        found += [_key(course), _privacy(course), *_labs(course), *_disk(course)]
     return [*found, _cluster()]
 
 
@@ -88,6 +91,13 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "ok", metadata.version(name))
         except metadata.PackageNotFoundError:
             yield Finding(name, "missing", "not installed", "make install")
+
+
+def _installation() -> Finding:
+    if why := foreign_code():
+        mend = f"use {sys.prefix}/bin/autograder, or `make install` here"
+        return Finding("installation", "missing", why, mend)
+    return Finding("installation", "ok", sys.prefix)
 
 
 def _kernels() -> Finding:
@@ -157,6 +167,14 @@ def _key(course: Course) -> Finding:
     except CourseError as error:
         return Finding("course key", "missing", str(error).split(":")[0], "autograder init")
     return Finding("course key", "ok", str(course.key_path))
+
+
+def _privacy(course: Course) -> Finding:
+    if open_ := course.readable_by_others():
+        names = ", ".join(open_)
+        mend = "chmod -R go-rwx them; students get what `autograder release` writes"
+        return Finding("privacy", "limited", f"others on this machine can read {names}", mend)
+    return Finding("privacy", "ok", "answers and grades are for this user only")
 
 
 def _labs(course: Course) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from autograder.batch import pool
 from autograder.cli.arguments import positive, writable
+from autograder.cli.installation import check_installation
 from autograder.course.course import Course
 from autograder.criteria import lab_names
 from autograder.plain_text import clean, say
@@ -63,6 +64,7 @@ def add_command(commands: Any) -> None:
 
 
 def _grade(options: argparse.Namespace, console: Console) -> int:
+    check_installation()
     course = Course.find()
     course.key()
     course.make_private()

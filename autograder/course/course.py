@@ -129,13 +129,16 @@ class Course:
 
         On a Hub, every student could read the course's folder. Folders of somebody else stay.
         """
-        if (self.root / RELEASED).is_file():
-            return
-        for name in _PRIVATE:
+        for name in self.readable_by_others():
             with contextlib.suppress(OSError):
-                status = (self.root / name).stat()
-                if status.st_uid == os.getuid() and status.st_mode & 0o077:
-                    (self.root / name).chmod(stat.S_IMODE(status.st_mode) & ~0o077)
+                (self.root / name).chmod(0o700)
+
+    def readable_by_others(self) -> list[str]:
+        """The folders with answers or grades that others may enter; none in a release."""
+        if (self.root / RELEASED).is_file():
+            return []
+        folders = [name for name in _PRIVATE if (self.root / name).is_dir()]
+        return [name for name in folders if (self.root / name).stat().st_mode & 0o077]
 
     def make_key(self) -> bool:
         """Makes the course key, readable by its owner only; False if the key already exists."""

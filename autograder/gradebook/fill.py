@@ -176,7 +176,8 @@ def _unreadable(path: Path) -> str:
 def _nbgrader(course: Course, command: str, *arguments: str) -> None:
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "nbgrader", command, *arguments],
+            # -P: not the code of a course's clone, but this grader's.
+            [sys.executable, "-P", "-m", "nbgrader", command, *arguments],
             cwd=course.root,
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -1,0 +1,39 @@
+"""Whether the grader that runs is the one that submissions, nbgrader and kernels get."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import autograder
+from autograder.course.course import CourseError
+
+
+def foreign_code(path: Sequence[str] | None = None) -> str:
+    """Why submissions would run with another grader than this; empty if they do not.
+
+    `python -m autograder` in a clone takes the clone's code, and a clone without an environment of
+    its own runs it with the packages of another: nothing that this process starts would find it.
+
+    Args:
+        path: default: `sys.path`.
+    """
+    root = Path(autograder.__file__).resolve().parents[1]
+    entries = list((sys.path if path is None else path)[1:])  # the first is of this process only
+    for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if entry in entries:
+            entries.remove(entry)
+    if root in (Path(entry).resolve() for entry in entries):
+        return ""
+    return f"the grader in {root} runs with the packages of {sys.prefix}, which has another one"
+
+
+def check_installation() -> None:
+    """Raises CourseError if submissions would run with another grader than this."""
+    if why := foreign_code():
+        raise CourseError(
+            f"{why}: use {sys.prefix}/bin/autograder, which grades in any course's folder, or run "
+            "`make install` here"
+        )
