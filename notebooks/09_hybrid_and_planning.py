@@ -380,18 +380,18 @@ for name, layout in WAYS.items():
         warmup=0,
         quiet=True,
     )
-    plan = config.check(world_size)
-    mesh = make_mesh(dp=plan.dp, pp=plan.pp, cp=plan.cp, tp=plan.tp)
-    trainer = build_trainer(config, plan, mesh, device)
+    degrees = config.check(world_size)
+    mesh = make_mesh(dp=degrees.dp, pp=degrees.pp, cp=degrees.cp, tp=degrees.tp)
+    trainer = build_trainer(config, degrees, mesh, device)
     if name == "dp 4":
         num_parameters = sum(p.numel() for p in trainer.stages[0].parameters())
         in_a_block = sum(
             p.numel() for p in next(iter(trainer.stages[0].blocks.values())).parameters()
         )
     curves[name] = []
-    for step in range(2):
-        tokens, answers = (t.to(device) for t in make_tokens(8, 32, 64, seed=step))
-        share = 8 // plan.dp
+    for seed in range(2):
+        tokens, answers = (t.to(device) for t in make_tokens(8, 32, 64, seed=seed))
+        share = 8 // degrees.dp
         mine = slice(mesh.coordinate("dp") * share, (mesh.coordinate("dp") + 1) * share)
         with CollectiveLog() as log:
             loss = trainer.forward_backward(tokens[mine], answers[mine], scale=1.0)
