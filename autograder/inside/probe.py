@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,8 @@ from autograder.inside.wire import Message, receive, send
 from minidist.errors import DeadlineError, MinidistError, ProtocolError
 
 START_DEADLINE_S = 60.0
+# Of an error in the check itself.
+NOT_IN_STUDENTS_LINES = "in the use of what your code returned or left behind, in no line of yours"
 NOT_WRITTEN = "not written yet"  # message of a check whose cell is still as it was handed out
 REFEREE_SLACK_S = 10.0  # the referee answers a check at most this long after its deadline
 
@@ -76,6 +79,7 @@ def check(name: str, subject: Any = None) -> None:
     Raises:
         CheckFailed: at the student's desk, on rank 0, if the check does not pass.
     """
+    __tracebackhide__ = True  # IPython leaves this function out of tracebacks
     from autograder.criteria import find_criterion
     from autograder.criteria.criterion import Context, HardwareMissingError, split
 
@@ -107,7 +111,11 @@ def check(name: str, subject: Any = None) -> None:
             title = f"○ {name}  0/{criterion.points:g}  {criterion.title}"
             print(f"{title}: not started, {said}", file=sys.stderr)
             return
-        raise
+        lines = _of_student(error.__traceback__)
+        if lines is None and isinstance(error, Exception):
+            title = f"✗ {name}  0/{criterion.points:g}  {criterion.title}"
+            raise CheckFailed(f"{title}\n{said}\nReread: {criterion.task}.") from None
+        raise error.with_traceback(lines) from error.__cause__
     verdict = _tell(channels, answer, criterion.deadline_s)
     if verdict.kind == "verdict":
         _show(verdict.fields)
@@ -196,14 +204,33 @@ def _show(fields: dict[str, Any]) -> None:
 
 def describe_error(error: BaseException) -> str:
     """The exception, and the innermost line of the student's code that led to it."""
-    place = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        cell = _cell_name(frame.filename)
-        if cell or frame.filename.endswith("lab.py"):
+    place, frames = "", traceback.extract_tb(error.__traceback__)
+    for frame in frames:
+        if _is_students(frame.filename):
+            cell = _cell_name(frame.filename)
             place = f" ({cell or frame.filename}, line {frame.lineno}: {frame.line})"
+    told = frames and (frames[-1].line or "").startswith("raise ")  # the check says what it misses
+    if not place and not told and not isinstance(error, MinidistError | NotImplementedError):
+        place = f" ({NOT_IN_STUDENTS_LINES})"
     if isinstance(error, NotImplementedError) and not str(error):
         return f"{NOT_WRITTEN}{place}"
     return f"{type(error).__name__}: {error}{place}"
+
+
+def _is_students(filename: str) -> bool:
+    return _cell_name(filename) is not None or filename.endswith("lab.py")
+
+
+def _of_student(frames: TracebackType | None) -> TracebackType | None:
+    """The student's own lines of a traceback; None if it leads through none of them."""
+    theirs: list[TracebackType] = []
+    while frames is not None:
+        if _is_students(frames.tb_frame.f_code.co_filename):
+            theirs.append(frames)
+        frames = frames.tb_next
+    for entry, inner in zip(theirs, [*theirs[1:], None], strict=False):
+        entry.tb_next = inner
+    return theirs[0] if theirs else None
 
 
 def _cell_name(filename: str) -> str | None:

@@ -132,6 +132,11 @@ def _observe_places(setup_distributed: Any, context: Context) -> list[Values]:
                     if not _touches_hardware(error):
                         raise
                 else:
+                    if not isinstance(said, tuple) or len(said) != 3:
+                        raise TypeError(
+                            "setup_distributed() must return (rank, world_size, device), "
+                            f"got {said!r:.100}"
+                        )
                     device = torch.device(said[2])
                     told |= {
                         "rank": integer(said[0], "rank"),

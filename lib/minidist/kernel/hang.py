@@ -79,8 +79,13 @@ def _calls(value: Any) -> tuple[str, ...]:
 
 def unmoved(before: Place, now: Place) -> bool:
     """Whether a waiting rank has stood still between two reports."""
-    still = before.mark == now.mark and now.switches - before.switches <= MAX_SWITCHES
-    return before.status == now.status == "waiting" and still
+    return before.status == now.status == "waiting" and stands(before, now)
+
+
+def stands(before: Place, now: Place) -> bool:
+    """Whether a rank is where it was: it sleeps there, waits, or runs round and round."""
+    same = before.status == now.status and before.mark == now.mark
+    return same and now.switches - before.switches <= MAX_SWITCHES
 
 
 def is_hang(places: dict[int, Place]) -> bool:

@@ -193,12 +193,12 @@ class Outputs:
             self._show(ranks, name, text, num_lines)
         different |= self._show_pictures()
         if same - different:
-            self._tell(f"{label(same - different)}: same output")
+            self.tell(f"{label(same - different)}: same output")
         for (rank, name), held in self._texts.items():
             if held.dropped:
-                self._tell(f"rank {rank}: {name} cut after {MAX_TEXT} characters")
+                self.tell(f"rank {rank}: {name} cut after {MAX_TEXT} characters")
         if self._rich_dropped:
-            self._tell(f"figures and other rich output cut after {MAX_RICH_BYTES} bytes")
+            self.tell(f"figures and other rich output cut after {MAX_RICH_BYTES} bytes")
 
     def _show_pictures(self) -> set[int]:
         """Show, folded, the other ranks' displays that differ; returns the ranks that differ."""
@@ -223,7 +223,8 @@ class Outputs:
             lines.insert(0, f"(the first {num_same_lines} lines: same)")
         self._line(name, "".join(f"{mark}{x}\n" for x in lines))
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Shows a remark of the kernel's own."""
         self._line("stdout", f"[{text}]\n")
 
     def _line(self, name: str, text: str) -> None:

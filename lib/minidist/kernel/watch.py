@@ -6,13 +6,15 @@ import time
 from typing import Any
 
 from minidist.kernel.cell import Cell, failure
-from minidist.kernel.hang import Place, describe, is_hang, last_calls, place, unmoved
+from minidist.kernel.hang import Place, describe, is_hang, last_calls, place, stands, unmoved
 from minidist.kernel.ranks import Ranks
 
 FIRST_LOOK_S = 1.0
 LOOK_EVERY_S = 0.5
 # It is a hang if ranks stand still for this long and wait for something that cannot come.
 HANG_AFTER_S = 3.0
+# If a rank stands still for this long, and ranks do different things, the cell says who is where.
+TELL_AFTER_S = 10.0
 
 
 class Watch:
@@ -30,6 +32,8 @@ class Watch:
         self._next_look = self._start + FIRST_LOOK_S
         self._still_since = self._start
         self._before: dict[int, Place] = {}
+        self._stands: dict[int, tuple[Place, float]] = {}  # rank -> where it stands, since when
+        self._told = False
 
     def wait_s(self) -> float:
         """Seconds until `look` has something to do."""
@@ -55,6 +59,7 @@ class Watch:
             if here.status == "waiting" and (before is None or not unmoved(before, here)):
                 self._still_since = now
                 self._before = places
+        self._tell_of_ranks_apart(now, places)
         if not is_hang(places):
             self._still_since, self._before = now, places
         if now - self._still_since >= HANG_AFTER_S:
@@ -62,6 +67,21 @@ class Watch:
         elif late:
             text = f"the cell did not end within its deadline of {self._deadline_s:g} s"
             self._stop("deadline", "DeadlineExceeded", text, places)
+
+    def _tell_of_ranks_apart(self, now: float, places: dict[int, Place]) -> None:
+        """Says once where the ranks are: nothing else would, if one of them loops for ever."""
+        for rank in self._cell.unfinished:
+            before = self._stands.get(rank)
+            if before is None or not stands(before[0], places[rank]):
+                self._stands[rank] = (places[rank], now)
+        stood_s = now - min((self._stands[rank][1] for rank in self._cell.unfinished), default=now)
+        apart = {(here.status, here.op, here.at) for here in places.values()}
+        if self._told or stood_s < TELL_AFTER_S or len(apart) < 2:
+            return
+        self._told = True
+        self._cell.outputs.tell(f"after {now - self._start:.0f} s")
+        for rank in places:
+            self._cell.outputs.tell(f"rank {rank}: {describe(rank, places)}")
 
     def _stop(self, kind: str, ename: str, text: str, places: dict[int, Place]) -> None:
         states = states_of(places)

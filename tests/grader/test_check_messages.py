@@ -1,0 +1,62 @@
+"""What a check says about an error: the student's lines, and none of the course's."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from autograder.inside.probe import NOT_IN_STUDENTS_LINES, _of_student, describe_error
+
+STUDENTS = """
+def outer(call):
+    return call()
+
+
+def inner():
+    return [1][7]
+
+
+def returns_nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def student():
+    names = {}
+    exec(compile(STUDENTS, "/somewhere/lab.py", "exec"), names)
+    return names
+
+
+def error_of(function, *args):
+    try:
+        function(*args)
+    except (IndexError, TypeError) as error:
+        return error
+    raise AssertionError("no error")
+
+
+def test_only_the_students_lines_stay(student):
+    error = error_of(student["outer"], lambda: student["inner"]())
+    kept = traceback.extract_tb(_of_student(error.__traceback__))
+    assert [(frame.filename, frame.name) for frame in kept] == [
+        ("/somewhere/lab.py", "outer"),
+        ("/somewhere/lab.py", "inner"),
+    ]
+    assert describe_error(error).startswith("IndexError: list index out of range (/somewhere/lab")
+    assert "line 7" in describe_error(error)
+
+
+def test_what_fails_in_the_check_itself_says_so(student):
+    error = error_of(lambda: student["returns_nothing"]()[2])
+    assert _of_student(error.__traceback__) is None
+    assert describe_error(error).endswith(f"({NOT_IN_STUDENTS_LINES})")
+
+
+def test_what_the_check_misses_is_enough(student):
+    def check():
+        got = student["returns_nothing"]()
+        raise TypeError(f"expected a number, got {got}")
+
+    assert describe_error(error_of(check)) == "TypeError: expected a number, got None"
