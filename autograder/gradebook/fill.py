@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
@@ -147,6 +150,17 @@ def _rewrite_time(notebook: Path) -> None:
         write_whole(path, text.encode())
 
 
+@contextmanager
+def _quiet_nbformat() -> Iterator[None]:
+    """What nbformat logs about a notebook is for its author, and not for a class's terminal."""
+    logger = logging.getLogger("traitlets")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _is_readable(path: Path) -> bool:
     """Whether nbformat can read the notebook; nbformat is stricter than intake.
 
@@ -155,8 +169,10 @@ def _is_readable(path: Path) -> bool:
     try:
         if path.stat().st_size > IntakeLimits().max_bytes:
             return False
-        notebook = nbformat.read(path, as_version=nbformat.current_nbformat)
-        nbformat.validate(notebook)
+        with warnings.catch_warnings(), _quiet_nbformat():
+            warnings.simplefilter("ignore")  # one for each cell without an id, or with a second one
+            notebook = nbformat.read(path, as_version=nbformat.current_nbformat)
+            nbformat.validate(notebook)
     except Exception:
         return False
     return True

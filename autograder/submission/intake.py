@@ -34,6 +34,7 @@ _BRACKET = re.compile(rb"[\[\]{}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MAX_NOTES = 50
+_MAX_EMPTY = 100  # empty cells that are kept, so that numbers of cells stay those of the student
 _PIECE_BYTES = 4 * MIB
 
 
@@ -259,6 +260,7 @@ def _cell(value: Any, number: int, limits: IntakeLimits, notes: list[str]) -> _C
 def _assemble(cells: list[_Cell], master: NotebookNode, notes: list[str]) -> NotebookNode:
     ours = {id_: cell for cell in master.cells if (id_ := _grade_id(cell)) is not None}
     _match(cells, ours, notes)
+    _drop_empty(cells, notes)
     present = {_grade_id(cell.master) for cell in cells if cell.master is not None}
     previous: str | None = None
     for grade_id, cell in ours.items():
@@ -286,6 +288,18 @@ def _assemble(cells: list[_Cell], master: NotebookNode, notes: list[str]) -> Not
     built = [_build(cell, number, taken, notes) for number, cell in enumerate(cells, 1)]
     top = {"cells": built, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
     return NotebookNode(nbformat.from_dict(top))
+
+
+def _drop_empty(cells: list[_Cell], notes: list[str]) -> None:
+    """Leaves out the student's own empty cells if there are very many.
+
+    Each costs a message to every rank, and a place on the feedback page.
+    """
+    empty = [cell for cell in cells if cell.master is None and not cell.source.strip()]
+    if len(empty) > _MAX_EMPTY:
+        dropped = set(map(id, empty))
+        cells[:] = [cell for cell in cells if id(cell) not in dropped]
+        notes.append(f"{len(empty)} empty cells were left out")
 
 
 def _match(cells: list[_Cell], ours: dict[str, NotebookNode], notes: list[str]) -> None:

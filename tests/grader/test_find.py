@@ -151,3 +151,37 @@ def test_outputs_that_never_end_take_bounded_time():
     stripper.feed(b'{"cells": [{"outputs": [')
     with pytest.raises(TooBigError, match="too many parts"):
         stripper.feed(b"[" * 2000)
+
+
+def test_thousands_of_empty_cells_are_left_out(tmp_path: Path):
+    """Each took a message to every rank: 9,000 of them took two minutes."""
+    path = _lab(tmp_path / "lab1_ddp.ipynb")
+    plain = read_submission(path, MASTER_OF_LAB).notebook
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[5:5] = [v4.new_code_cell(" \n", id=f"e{i}") for i in range(3000)]
+    nbformat.write(notebook, path)
+    read = read_submission(path, MASTER_OF_LAB)
+    assert read.notebook is not None
+    assert plain is not None
+    assert [c.source for c in read.notebook.cells] == [c.source for c in plain.cells]
+    assert "3000 empty cells were left out" in read.notes
+    notebook.cells = notebook.cells[:5] + notebook.cells[3000 - 20 + 5 :]
+    nbformat.write(notebook, path)
+    few = read_submission(path, MASTER_OF_LAB).notebook
+    assert few is not None
+    assert len(few.cells) == len(plain.cells) + 20
+
+
+def test_doubled_cell_ids_bury_no_result(tmp_path: Path, capfd, recwarn):
+    from autograder.gradebook.fill import _is_readable
+
+    path = _lab(tmp_path / "lab1_ddp.ipynb")
+    notebook = json.loads(path.read_text())
+    notebook["cells"] += [
+        {"cell_type": "markdown", "id": "same", "metadata": {}, "source": ""} for _ in range(300)
+    ]
+    path.write_text(json.dumps(notebook))
+    _is_readable(path)
+    said = capfd.readouterr()
+    assert not said.out + said.err
+    assert not list(recwarn)
