@@ -222,6 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "trace":
             return _trace(options)
         _run(options)
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        sys.stderr.close()
+        return 0
     except NothingFitsError as error:
         print(f"minidist {options.command}: {error}", file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ from statistics import mean, median
 from rich.console import Console
 from rich.table import Table
 
-from minidist.plan.runs import Run, error_of, load_runs, published_seconds
+from minidist.plan.runs import Run, error_of, load_runs, memory_error_of, published_seconds
 
 
 def label(run: Run) -> str:
@@ -139,6 +139,10 @@ def main(arguments: list[str] | None = None) -> None:
     vtrain = [r["error"] for r in records if r["split"] == "test" and r["table"][:6] == "vtrain"]
     errors = [abs(e) for e in vtrain]
     console.print(f"vTrain together: mean {mean(errors):.1%}, median {median(errors):.1%}")
+    memory = [abs(e) for run in load_runs() if (e := memory_error_of(run)) is not None]
+    console.print(
+        f"Memory of the fullest GPU, {len(memory)} published layouts: mean error {mean(memory):.1%}"
+    )
     costs = sorted((sweep["costs_more"] for sweep in sweeps()), reverse=True)
     console.print(
         f"Of {len(costs)} published sweeps the chosen layout is the best or within 3 % of it in "

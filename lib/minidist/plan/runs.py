@@ -63,23 +63,6 @@ class Run:
     published: float
     memory_gb: float | None
 
-    @property
-    def kind(self) -> str:
-        """Whose error tells about whose: GPU generation, how the model is split, the software."""
-        return kind_of(self.node, self.parallelism, self.software)
-
-
-def kind_of(node: Node, p: ParallelismConfig, software: str) -> str:
-    """GPU generation, kind of split and size, such as "A100, shards, many nodes".
-
-    Generations without published runs of their own are a kind of their own.
-    """
-    split = "shards" if p.zero_stage >= 2 else "pipeline" if p.pp > 1 else "tensor"
-    if p.pp == p.tp == 1 and p.zero_stage < 2:
-        split = "replicas"
-    size = "one node" if p.world_size <= node.num_gpus else "nodes"
-    return f"{node.gpu.name.split()[0]}, {split}, {size}, {software}"
-
 
 def load_runs(*files: str) -> list[Run]:
     """The rows of some of the files of `published/`; of all files if none is named."""
