@@ -61,6 +61,19 @@ def test_late_news_of_the_last_ranks_does_not_end_the_next(monkeypatch) -> None:
             time.sleep(0.3)
 
 
+def test_a_loaders_worker_that_is_killed_is_the_headline(fresh: Kernel) -> None:
+    fresh.ok(
+        "from torch.utils.data import DataLoader\n"
+        "def dies(batch):\n    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    result = fresh.run(
+        "for _ in DataLoader(range(8), batch_size=2, num_workers=1, collate_fn=dies): pass"
+    )
+    assert "A worker process of a DataLoader died, not this rank" in result.reply["evalue"]
+    assert "dataloader.py" not in "\n".join(result.reply["traceback"])
+    fresh.ok("1")
+
+
 def test_a_skipped_collective_is_explained(fresh: Kernel) -> None:
     fresh.ok("g = torch.ones(1024)")
     result = fresh.run("dist.all_reduce(g)\n\nif rank == 0:\n    dist.all_reduce(g)")
