@@ -23,7 +23,7 @@ API = (  # minidist.…, in the order of the menu
     *("parallel.parameter_server", "parallel.zero", "parallel.fsdp", "parallel.tensor"),
     *("parallel.context", "parallel.pipeline", "parallel.hybrid"),
     *("precision", "lr", "sampler", "seeding", "metrics", "data", "mesh"),
-    *("checkpoint", "elastic", "cost", "profile", "claims", "plots"),
+    *("checkpoint", "elastic", "cost", "plan", "profile", "claims", "plots"),
 )
 
 
