@@ -161,7 +161,7 @@ class GradeCommand:
             self.lab.name,
             graded=[record.student for _, record in graded],
             failed={r.student: first_line(r.infra.message) for r in self.records if r.infra},
-            nothing={folder.name: why for folder, why in self.left_out.items()},
+            nothing={each.name: why for each, why in self.left_out.items() if each.is_dir()},
         )
         if not graded:
             return

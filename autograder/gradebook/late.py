@@ -196,6 +196,15 @@ def set_due_date(book: Gradebook, course: Course, lab: str) -> None:
         book.db.commit()
 
 
+def set_extension(book: Gradebook, course: Course, lab: str, student: str) -> None:
+    """Gives a submission the student's extension, which may be older than the submission."""
+    until = read_extensions(course).get(lab, {}).get(student)
+    submission: Any = book.find_submission(lab, student)
+    if until is not None and submission.assignment.duedate is not None:
+        submission.extension = _naive(until) - submission.assignment.duedate
+        book.db.commit()
+
+
 def late_students(course: Course, lab: str, students: Collection[str]) -> list[Late]:
     """Those of these students whose submission of a lab is late, as the gradebook has it."""
     if not gradebook_path(course).is_file():

@@ -35,7 +35,7 @@ from autograder.criteria import get_lab
 from autograder.criteria.criterion import Status, Verdict
 from autograder.gradebook.database import TIMESTAMP, handed_in_at
 from autograder.gradebook.full_marks import leave_reflections_out
-from autograder.gradebook.late import set_due_date
+from autograder.gradebook.late import set_due_date, set_extension
 from autograder.plain_text import clean
 from autograder.proof.bundled import is_bundled
 from autograder.records.record import Record
@@ -78,7 +78,10 @@ class ReadWithIntake(_Bridge):
         """The submission with the master's locked cells; if it is invalid, the untouched master."""
         submission = self.submission(resources)
         self._correct_time(submission, resources["nbgrader"])
-        master = Course.find().master(resources["nbgrader"]["assignment"])
+        names = resources["nbgrader"]
+        with Gradebook(names["db_url"]) as book:
+            set_extension(book, Course.find(), names["assignment"], submission.student)
+        master = Course.find().master(names["assignment"])
         intake = read_submission(submission.path, master)
         if intake.notebook is None:
             return refused(master, intake.invalid or "", submission.path), resources

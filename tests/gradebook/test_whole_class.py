@@ -103,12 +103,17 @@ def test_a_class_gets_its_grades_and_its_feedback(tmp_path, monkeypatch, capsys)
     (submitted / "timestamp.txt").write_text("Wed, 28 Oct 2026 04:00:00 +0000")
     (submitted / "submission_secret.txt").write_text("secret of eva")
     file_record(course, "eva", {"setup": "WRONG"}, text="whose = 'kim'")
+    with open_gradebook(course) as book:
+        book.update_or_create_student("eva")
+        book.db.commit()
+    assert main(["extend", "eva", LAB, "2026-10-26T12:00:00-11:00"]) == 2  # before it is due
+    assert main(["extend", "eva", LAB, "2026-10-27T12:00:00Z"]) == 0  # before nbgrader sees eva
     nbgrader(course, "generate_assignment", LAB, "--force")
     nbgrader(course, "autograde", LAB, "--force", "--student=eva")
     nbgrader(course, "generate_feedback", LAB, "--force")
     with open_gradebook(course) as book:
-        assert book.find_submission(LAB, "eva").total_seconds_late == 28 * 3600
-    assert "(Score: 75.0 / 100.0)" in feedback(course, "eva")
+        assert book.find_submission(LAB, "eva").total_seconds_late == 16 * 3600
+    assert "(Score: 85.0 / 100.0)" in feedback(course, "eva")
     exchange = tmp_path / "exchange"
     exchange.mkdir()
     exchange.chmod(0o777)
@@ -136,6 +141,7 @@ def test_late_notebooks_and_another_lab_leave_the_class_in_its_report(
         hand_in(course, student)
     handed_in = course.root / "handed_in"
     (handed_in / "lea").mkdir()
+    (handed_in / "max.zip").write_text("x")
     assert main(["grade", "--no-gradebook", "--lab", LAB, str(handed_in)]) == 0
     late = hand_in(course, "zoe")
     assert main(["grade", "--no-gradebook", "--lab", LAB, str(late)]) == 0
@@ -144,6 +150,7 @@ def test_late_notebooks_and_another_lab_leave_the_class_in_its_report(
     assert main(["grade", "--no-gradebook", "--lab", OTHER, str(handed_in)]) == 0
     said = capsys.readouterr().out
     assert f"lea: not graded: there is no {LAB}.ipynb" in said
+    assert "max.zip: not graded: a loose file" in said
     build = course.build
     first = [(LAB, "ada", 95.0), (LAB, "kim", 100.0), (LAB, "zoe", 100.0)]
     second = [(OTHER, "kim", 100.0)]
