@@ -21,8 +21,8 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 LECTURES = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 MIN_FIGURES, MIN_WIDGETS, MIN_CLAIMS = 3, 2, 12
 WIDGET = "application/vnd.jupyter.widget-view+json"
-# A cell, a lecture, all lectures together. A lecture's seconds are those of the clock or, if there are
-# fewer of them, of the processor: the machine may be busy with something else.
+# A cell, a lecture, all lectures together. A lecture's seconds are those of the clock or, if these
+# are fewer, of the processor: the machine may be busy with something else.
 CELL_LIMIT_S, LECTURE_LIMIT_S, ALL_LIMIT_S = 60.0, 90.0, 900.0
 SECONDS: dict[str, float] = {}  # of the lectures that have run
 
