@@ -6,8 +6,10 @@ import functools
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from autograder.course.course import Course
+from autograder.criteria import get_lab
 from autograder.records.journal import Journal
 from autograder.records.record import Record
 
@@ -79,3 +81,17 @@ def latest(history: Iterable[Grading], lab: str, world_size: int) -> dict[str, G
         for grading in history
         if grading.lab == lab and grading.record.world_size == world_size
     }
+
+
+def class_of(
+    course: Course, history: Iterable[Grading], lab: str, world_size: int | None = None
+) -> dict[str, Record]:
+    """Student -> last record, of everybody who was ever graded in the lab; without the example."""
+    wanted = world_size or get_lab(lab).grading_world_size
+    records = {name: g.record for name, g in latest(history, lab, wanted).items()}
+    return {name: record for name, record in records.items() if not _is_example(course, record)}
+
+
+def _is_example(course: Course, record: Record) -> bool:
+    """Whether a record is of the bundled class."""
+    return Path(record.submission).is_relative_to(course.build / "class")

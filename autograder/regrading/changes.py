@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autograder.plain_text import MARKS, clean
-from autograder.records.grading import Grading, latest, read_history
+from autograder.records.grading import Grading, class_of, latest, read_history
 from autograder.records.record import Record
-from autograder.report.pages import class_of
 from autograder.submission.class_run import ClassRun
 
 NOTHING = "–"  # the criterion was not there

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autograder.course.course import Course
-from autograder.criteria import get_lab, lab_names
-from autograder.records.grading import Grading, latest
+from autograder.criteria import lab_names
+from autograder.records.grading import Grading, class_of
 from autograder.records.record import Record
 from autograder.report.page import Part, write_page
 from autograder.report.terminal import write_csv
@@ -37,20 +37,6 @@ class LabReport:
     suspicious: Sequence[Sequence[str]] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     is_example: bool = False
-
-
-def is_example(course: Course, record: Record) -> bool:
-    """Whether a record is of the bundled class."""
-    return Path(record.submission).is_relative_to(course.build / "class")
-
-
-def class_of(
-    course: Course, history: Sequence[Grading], lab: str, world_size: int | None = None
-) -> dict[str, Record]:
-    """Student -> last record, of everybody who was ever graded in the lab; without the example."""
-    wanted = world_size or get_lab(lab).grading_world_size
-    records = {name: g.record for name, g in latest(history, lab, wanted).items()}
-    return {name: record for name, record in records.items() if not is_example(course, record)}
 
 
 def write_pages(course: Course, history: Sequence[Grading], report: LabReport) -> list[Path]:
