@@ -295,7 +295,7 @@ def _readme(
         "",
         "Every cell of a notebook runs on several ranks. A cell with `check(…)` tests your work on",
         "practice data and says what is missing; your grade comes from the same tests with other",
-        "data and another number of ranks. Hand in the notebook from `work/`.",
+        "data and another number of ranks. Hand in the notebook from `work/labs/`.",
     ]
     if missing:
         lines += ["", "Not here until a lab is over, since it would be the answer:", ""]
