@@ -136,4 +136,5 @@ print(f"as one byte in the largest; a message takes at least {1e6 * min(seconds)
 # 3. In the all-reduce cell, replace the sum by `op=dist.ReduceOp.MAX`. What do you expect? (The
 #    check in its last line has to change too.)
 #
-# Then open `lab1_ddp`. There you make a training loop run on many ranks.
+# Go on with [lecture 1](01_why_distributed.ipynb). After lecture 3 you make a training loop run on
+# many ranks yourself, in [lab 1](../labs/lab1_ddp/lab1_ddp.ipynb).
