@@ -395,7 +395,15 @@ def test_an_error_of_ours_ends_the_session_but_not_the_broker(monkeypatch):
         ranks.broker.begin()
         with monkeypatch.context() as patched:
             patched.setattr("minidist.emulate.session.Session.check_deadline", fails)
-            results = ranks.run(reduces(1.0), lambda client: None)
+            told = threading.Event()
+
+            def first(client):
+                try:
+                    return reduces(1.0)(client)
+                finally:
+                    told.set()
+
+            results = ranks.run(first, lambda client: told.wait(10))  # it does not leave before
         assert isinstance(results[0], CollectiveError)
         assert "could not be checked: KeyError" in ranks.broker.end().faults[0]
         ranks.broker.begin()

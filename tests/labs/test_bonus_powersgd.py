@@ -45,7 +45,7 @@ def test_the_solution_runs_as_a_script(num_ranks, tmp_path):
 
 
 def test_few_submissions_lose_every_criterion():
-    assert len(choose_covering(LAB, load_zoo(NAME))) <= 14
+    assert len(choose_covering(LAB, load_zoo(NAME))) <= len(LAB.criteria)
 
 
 @pytest.mark.parametrize("criterion", LAB.criteria, ids=lambda c: c.name)

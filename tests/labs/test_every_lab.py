@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autograder.criteria import get_lab, lab_names
+from autograder.referee.referee import draw_for
 
 
 @pytest.mark.parametrize("name", lab_names())
@@ -23,3 +24,15 @@ def test_grading_is_not_what_was_practised(name):
         f"autograder/criteria/{name}/__init__.py: a solution for {lab.practice_world_size} ranks "
         "would pass"
     )
+
+
+@pytest.mark.parametrize("name", lab_names())
+def test_whatever_is_drawn_can_be_built(name):
+    """A draw that fails by chance is INFRA for one student in many."""
+    lab = get_lab(name)
+    for criterion in lab.criteria:
+        for attempt in range(40):
+            draw = draw_for(b"key", name, criterion.name, str(attempt), lab.grading_world_size)
+            if criterion.plan:
+                criterion.plan(draw)
+            assert len(criterion.draw(draw)) == lab.grading_world_size

@@ -114,7 +114,7 @@ def _buckets(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
 def _none(rng: np.random.Generator) -> Iterator[tuple[bool, Run, str]]:
     """What costs nothing or too little, and a run just above the limit."""
     run = Run.quiet(rng)
-    run.lengths[0] += 25
+    run.lengths[0] += 27
     for part, seconds in (("loader", 15), ("compute", 4), ("host", 3), ("copy", 2)):
         run.add(part, seconds, [int(rng.integers(run.num_ranks))], [0])
     run.add("communication", 2, None, [0])
