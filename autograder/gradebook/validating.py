@@ -2,7 +2,7 @@
 
 nbgrader fails a check's cell that wrote a line to stderr, whatever the check says. torch and
 students write warnings there, and grading does not mind them. So what a cell wrote to stderr is
-shown as its normal output.
+shown as its normal output, except that a check was not started.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from nbgrader.preprocessors import Execute
+
+from autograder.inside.probe import NOT_STARTED
 
 
 def forgive_warnings() -> None:
@@ -21,7 +23,8 @@ def forgive_warnings() -> None:
     def on_cell_executed(self: Any, **about: Any) -> None:
         plain(self, **about)
         for output in about["cell"].get("outputs", ()):
-            if output.output_type == "stream" and output.name == "stderr":
+            is_stderr = output.output_type == "stream" and output.name == "stderr"
+            if is_stderr and f": {NOT_STARTED}, " not in output.text:
                 output.name = "stdout"
 
     on_cell_executed.forgives_warnings = True  # type: ignore[attr-defined]

@@ -34,6 +34,7 @@ from minidist.errors import DeadlineError, MinidistError, ProtocolError
 START_DEADLINE_S = 60.0
 # Of an error in the check itself.
 NOT_IN_STUDENTS_LINES = "in the use of what your code returned or left behind, in no line of yours"
+NOT_STARTED = "not started"  # `nbgrader validate` counts a check that says so as failed
 NOT_WRITTEN = "not written yet"  # message of a check whose cell is still as it was handed out
 REFEREE_SLACK_S = 10.0  # the referee answers a check at most this long after its deadline
 
@@ -109,7 +110,7 @@ def check(name: str, subject: Any = None) -> None:
             # No error, so that "Run all" goes on to the tasks that are written. `nbgrader validate`
             # takes a cell with text on stderr for failed.
             title = f"○ {name}  0/{criterion.points:g}  {criterion.title}"
-            print(f"{title}: not started, {said}", file=sys.stderr)
+            print(f"{title}: {NOT_STARTED}, {said}", file=sys.stderr)
             return
         lines = _of_student(error.__traceback__)
         if lines is None and isinstance(error, Exception):
