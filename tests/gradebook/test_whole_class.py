@@ -215,6 +215,7 @@ def test_a_warning_fails_no_check(tmp_path, monkeypatch):
     for name, source in (
         ("warns", "import warnings; warnings.warn('mind this'); print('passed')"),
         ("fails", "import sys; print('a line', file=sys.stderr); assert False, 'wrong'"),
+        ("waits", "import sys; print('○ x  0/5  y: not started, not written', file=sys.stderr)"),
     ):
         cell = v4.new_code_cell(source, id=name)
         cell.metadata["nbgrader"] = about | {"grade_id": name, "points": 5, "cell_type": "code"}
@@ -224,5 +225,8 @@ def test_a_warning_fails_no_check(tmp_path, monkeypatch):
     app = NbGrader()
     app.load_config_file()
     found = Validator(config=app.config).validate(str(path))
-    assert [each["source"][:30] for each in found["failed"]] == ["import sys; print('a line', fi"]
+    assert [each["source"][:24] for each in found["failed"]] == [
+        "import sys; print('a lin",
+        "import sys; print('○ x  ",
+    ]
     assert app.config.Execute.timeout >= max(c.deadline_s for c in get_lab(LAB).criteria) + 60
