@@ -12,7 +12,6 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +27,9 @@ def set_out(root: Path) -> Iterator[str]:
     work.mkdir(exist_ok=True)
     for source in _sources(root):
         copy = work / source.relative_to(root)
-        before = work / source.relative_to(root / "labs") if "labs" in copy.parts else copy
+        before = (
+            work / copy.relative_to(work / "labs") if copy.is_relative_to(work / "labs") else copy
+        )
         if not copy.exists() and before.exists():  # made before labs had a folder of their own
             copy.parent.mkdir(parents=True, exist_ok=True)
             before.rename(copy)
@@ -85,4 +86,3 @@ def _link(root: Path, path: Path) -> str:
 if __name__ == "__main__":
     for line in set_out(Path.cwd()):
         print(line, flush=True)
-    sys.exit(0)
