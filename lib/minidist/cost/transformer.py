@@ -17,7 +17,7 @@ scores add 3 percent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -249,20 +249,17 @@ LLAMA2_7B = Transformer(
     norm_bias=False,
     learned_positions=False,
 )
-LLAMA2_13B = Transformer(
+LLAMA2_13B = replace(
+    LLAMA2_7B,
     vocab_size=32000,
     context=4096,
     width=5120,
     num_layers=40,
     num_heads=40,
     mlp_ratio=13824 / 5120,
-    gated_mlp=True,
-    tied=False,
-    bias=False,
-    norm_bias=False,
-    learned_positions=False,
 )
-LLAMA2_70B = Transformer(
+LLAMA2_70B = replace(
+    LLAMA2_7B,
     vocab_size=32000,
     context=4096,
     width=8192,
@@ -270,13 +267,9 @@ LLAMA2_70B = Transformer(
     num_heads=64,
     num_kv_heads=8,
     mlp_ratio=28672 / 8192,
-    gated_mlp=True,
-    tied=False,
-    bias=False,
-    norm_bias=False,
-    learned_positions=False,
 )
-LLAMA3_8B = Transformer(
+LLAMA3_8B = replace(
+    LLAMA2_7B,
     vocab_size=128256,
     context=8192,
     width=4096,
@@ -284,13 +277,9 @@ LLAMA3_8B = Transformer(
     num_heads=32,
     num_kv_heads=8,
     mlp_ratio=14336 / 4096,
-    gated_mlp=True,
-    tied=False,
-    bias=False,
-    norm_bias=False,
-    learned_positions=False,
 )
-LLAMA3_405B = Transformer(
+LLAMA3_405B = replace(
+    LLAMA2_7B,
     vocab_size=128256,
     context=8192,
     width=16384,
@@ -298,11 +287,6 @@ LLAMA3_405B = Transformer(
     num_heads=128,
     num_kv_heads=8,
     mlp_ratio=53248 / 16384,
-    gated_mlp=True,
-    tied=False,
-    bias=False,
-    norm_bias=False,
-    learned_positions=False,
 )
 # 8 experts, 2 per token (arXiv 2401.04088).
 MIXTRAL_8X7B = Transformer(
@@ -348,7 +332,8 @@ DEEPSEEK_V3 = Transformer(
     + 512 * 128 * (128 + 128)
     + 128 * 128 * 7168,
 )
-LLAMA3_70B = Transformer(
+LLAMA3_70B = replace(
+    LLAMA2_7B,
     vocab_size=128256,
     context=8192,
     width=8192,
@@ -356,9 +341,4 @@ LLAMA3_70B = Transformer(
     num_heads=64,
     num_kv_heads=8,
     mlp_ratio=28672 / 8192,
-    gated_mlp=True,
-    tied=False,
-    bias=False,
-    norm_bias=False,
-    learned_positions=False,
 )
