@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -38,6 +39,8 @@ fork_server.use(
     *("torch.distributed.tensor.parallel", "minidist.checkpoint", "minidist.emulate"),
     *("minidist.parallel.hybrid", "minidist.profile", "minidist.train"),
 )
+# Everywhere the same examples as in CI; `make flake` draws others.
+hypothesis.settings.load_profile("ci")
 HELPERS = ("minidist.processes.fork_server", "multiprocessing")  # end with pytest
 
 _skipped: dict[str, str] = {}  # test -> reason

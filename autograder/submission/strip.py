@@ -34,6 +34,7 @@ class Stripper:
         self._max_kept, self._parts_left = max_kept, max_parts
         self._depth = 0
         self._open = bytearray()  # the first brackets that are open
+        self._list = b""  # the key of the list that is open in the notebook: "cells", or another
         self._outside = 0  # depth of the outputs' list while in it, else 0
         self._string: bytearray | None = None  # the string that is being read, cut at its length
         self._last = b""  # the last string: before the bracket of a value, its key
@@ -68,6 +69,8 @@ class Stripper:
                     self._outside = self._depth + 1
                 if self._depth < len(_IN_CELL):
                     self._open += sign
+                if self._depth == 1:
+                    self._list = self._last
                 self._depth += 1
             else:
                 if self._outside == self._depth:
@@ -82,6 +85,7 @@ class Stripper:
             sign == b"["
             and self._depth == len(_IN_CELL)
             and self._open == _IN_CELL
+            and self._list == b"cells"
             and self._last == _KEY
         )
 

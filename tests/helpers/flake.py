@@ -37,7 +37,10 @@ def run_round(pytest_args: list[str], log: Path, loaded: bool) -> tuple[Path, in
     try:
         with log.open("w") as file:
             done = subprocess.run(
-                [sys.executable, "-m", "pytest", f"--junitxml={report}", *pytest_args],
+                [
+                    *(sys.executable, "-m", "pytest", f"--junitxml={report}"),
+                    *("--hypothesis-profile=default", *pytest_args),
+                ],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
