@@ -31,6 +31,7 @@ from autograder.box.guard import Guard, Wall
 from autograder.criteria import read_ours
 from autograder.criteria.criterion import Criterion, Lab, Status, Verdict
 from autograder.referee.referee import Referee
+from autograder.submission.failed_cells import FailedCell, explain, read_failure
 from autograder.submission.outputs import Tidier
 from autograder.submission.replay import Past
 from minidist.kernel.cell import printable
@@ -127,6 +128,8 @@ class _Run:
         self.ends_at = time.monotonic() + session.lab.limits.wall_s
         self.outcome: dict[str, Any] = {}
         self.broken = False
+        self.failed: list[FailedCell] = []
+        self.told: dict[str, FailedCell] = {}  # criterion -> the failed cell it tells of
         self.client = _Client(
             nb_man.nb,
             kernel_name=kernel_name,
@@ -183,6 +186,8 @@ class _Run:
         if check is None:
             await self._execute(cell, index, self.session.lab.cell_deadline_s)
             await self._second_try(cell, self.session.lab.cell_deadline_s)
+            if failure := read_failure(cell, self.outcome):
+                self.failed.append(failure)
         else:
             criterion = self.session.lab[check]
             self.session.referee.open(criterion)
@@ -192,6 +197,9 @@ class _Run:
             verdict = self._own_numbers(verdict)
             if causes := follows_from(criterion, verdict, self.session.verdicts):
                 verdict = await self._with_stand_ins(criterion, cell, verdict, causes)
+            verdict, cause = explain(verdict, self.failed, self.told)
+            if cause is not None:
+                self.told[check] = cause
             self.session.verdicts[check] = verdict
             self.session.on_verdict(verdict, time.monotonic() - began)
         kind = self.outcome["kind"]
@@ -280,6 +288,7 @@ class _Run:
         content = execute_reply["content"]
         kind = "ok" if content.get("status") == "ok" else "error"
         self.outcome = {"kind": kind, "ranks": []} | dict(content.get("minidist") or {})
+        self.outcome["ename"] = printable(str(content.get("ename") or "an error")[:100])
         self.outcome["why"] = printable(str(content.get("evalue") or "")[:6000])
 
     def _timeout(self, _: Any) -> float:
