@@ -21,7 +21,7 @@ API = (  # minidist.…, in the order of the menu
     *("launch", "emulate", "collectives"),
     *("parallel.data", "parallel.accumulation", "parallel.compression", "parallel.local_sgd"),
     *("parallel.parameter_server", "parallel.zero", "parallel.fsdp", "parallel.tensor"),
-    *("parallel.context", "parallel.pipeline", "parallel.hybrid"),
+    *("parallel.context", "parallel.expert", "parallel.pipeline", "parallel.hybrid"),
     *("precision", "lr", "sampler", "seeding", "metrics", "data", "mesh"),
     *("checkpoint", "elastic", "cost", "plan", "profile", "claims", "plots"),
 )

@@ -41,6 +41,8 @@ _MODULES = {
     "minidist.mesh.MeshShape": _DERIVED,
     "minidist.parallel.context.ring_bytes": _DERIVED,
     "minidist.parallel.context.ulysses_bytes": _DERIVED,
+    "minidist.parallel.expert.all_to_all_bytes": _DERIVED,
+    "minidist.parallel.expert.expert_capacity": _DERIVED,
     "minidist.parallel.tensor.block_traffic": _DERIVED,
     "minidist.parallel.tensor.wire_bytes": _DERIVED,
     "minidist.parallel.zero.formula_bytes": _DERIVED,
