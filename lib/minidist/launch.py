@@ -31,6 +31,7 @@ from typing import Any
 import cloudpickle
 
 from minidist.errors import LaunchDeadlineError, LaunchError
+from minidist.processes.calls import Call, at_terminate, disagreement, last_calls
 from minidist.processes.fork_server import Child, fork
 from minidist.processes.lifetime import keep_backends
 from minidist.processes.ports import free_port, let_go
@@ -112,24 +113,30 @@ class _Rank:
         self.done = False
         self.result: Any = None
         self.error: str | None = None
+        self.calls: list[Call] = []  # of a rank that failed
 
     def receive(self) -> None:
         """Take the rank's one message; its pipe is readable or closed."""
         self.done = True
         try:
-            status, value = pickle.loads(self.process.pipe.recv_bytes())
+            status, value, self.calls = pickle.loads(self.process.pipe.recv_bytes())
         except EOFError:
-            code = self.process.join(5.0)
-            how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"code {code}"
-            self.error = f"the process ended without a result ({how})"
+            self.error = self._end()
             return
         except Exception as error:
             self.error = f"its result could not be read: {error!r}"
             return
         if status == "ok":
             self.result = value
+        elif status == "ends":
+            self.error = self._end()
         else:
             self.error = value
+
+    def _end(self) -> str:
+        code = self.process.join(5.0)
+        how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"code {code}"
+        return f"the process ended without a result ({how})"
 
     def let_end(self) -> None:
         """Close the pipe: a rank that is done ends now."""
@@ -160,7 +167,10 @@ def _collect(ranks: list[_Rank], end_s: float, deadline_s: float) -> None:
     late = [each.rank for each in unfinished]
     if first is not None:
         others = [each for each in ranks if each.error is not None and each is not first]
-        text = f"failed in run(): {first.error}"
+        is_gloos = any(word in (first.error or "") for word in ("gloo", "SIGABRT"))
+        apart = disagreement({each.rank: each.calls for each in ranks}) if is_gloos else ""
+        text = apart and f"{apart}\n"
+        text += f"failed in run(): {first.error}"
         for each in others:
             last = (each.error or "").strip().splitlines()[-1]
             text += f"\nalso failed: rank {each.rank}: {last}"
@@ -193,10 +203,11 @@ def _rank_main(pipe: connection.Connection, job: bytes) -> None:
 
         torch.set_num_threads(1)
         keep_backends()
+        at_terminate(lambda: pipe.send_bytes(pickle.dumps(("ends", None, last_calls()))))
         fn, args = pickle.loads(job)
-        message = cloudpickle.dumps(("ok", fn(*args)))
+        message = cloudpickle.dumps(("ok", fn(*args), []))
     except BaseException:
-        message = pickle.dumps(("error", traceback.format_exc()))
+        message = pickle.dumps(("error", traceback.format_exc(), last_calls()))
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError, EOFError):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from minidist.processes.calls import Call, disagreement
+
 # A blocked thread may wake now and then to check a deadline; a working thread wakes far more often.
 MAX_SWITCHES = 20
 
@@ -22,6 +24,7 @@ class Place:
         ranks: the collective's group; empty for all ranks.
         mark: changes when the rank moves on.
         calls: the last collectives that the rank has begun, also in earlier cells, oldest first.
+        numbered: the same for comparing them with those of other ranks.
     """
 
     status: str
@@ -37,6 +40,7 @@ class Place:
     switches: int = 0
     note: str = field(default="", compare=False)
     calls: tuple[str, ...] = field(default=(), compare=False)
+    numbered: tuple[Call, ...] = field(default=(), compare=False)
 
 
 def _string(value: Any, size: int = 200) -> str:
@@ -70,11 +74,27 @@ def place(report: dict[str, Any] | None) -> Place:
         mark=(_integer(report.get("stack")), _integer(report.get("started"))),
         switches=_integer(report.get("switches")),
         calls=_calls(report.get("calls")),
+        numbered=_numbered(report.get("numbered")),
     )
 
 
 def _calls(value: Any) -> tuple[str, ...]:
     return tuple(map(_string, value[:8])) if isinstance(value, list) else ()
+
+
+def _numbered(value: Any) -> tuple[Call, ...]:
+    rows = (
+        [row for row in value[:64] if isinstance(row, list) and len(row) == 4]
+        if isinstance(value, list)
+        else []
+    )
+    return tuple(Call(_string(g), _integer(n), _string(op), _string(t)) for g, n, op, t in rows)
+
+
+def headline(places: dict[int, Place]) -> str:
+    """Why the ranks wait forever, in a line: who called what, if that is known to differ."""
+    found = disagreement({rank: here.numbered for rank, here in places.items()})
+    return found or "the ranks wait for each other forever"
 
 
 def unmoved(before: Place, now: Place) -> bool:

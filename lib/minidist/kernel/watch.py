@@ -6,7 +6,16 @@ import time
 from typing import Any
 
 from minidist.kernel.cell import Cell, failure
-from minidist.kernel.hang import Place, describe, is_hang, last_calls, place, stands, unmoved
+from minidist.kernel.hang import (
+    Place,
+    describe,
+    headline,
+    is_hang,
+    last_calls,
+    place,
+    stands,
+    unmoved,
+)
 from minidist.kernel.ranks import Ranks
 
 FIRST_LOOK_S = 1.0
@@ -63,7 +72,7 @@ class Watch:
         if not is_hang(places):
             self._still_since, self._before = now, places
         if now - self._still_since >= HANG_AFTER_S:
-            self._stop("hang", "DistributedHang", "the ranks wait for each other forever", places)
+            self._stop("hang", "DistributedHang", headline(places), places)
         elif late:
             text = f"the cell did not end within its deadline of {self._deadline_s:g} s"
             self._stop("deadline", "DeadlineExceeded", text, places)
@@ -111,7 +120,8 @@ def places_of(
         failed = reply.get("status") != "ok"
         note = ": ".join(failure(reply))[:300] if failed else ""
         status = "error" if failed else "finished"
-        places[rank] = Place(status, started=here.started, note=note, calls=here.calls)
+        last = {"calls": here.calls, "numbered": here.numbered}
+        places[rank] = Place(status, started=here.started, note=note, **last)
     return places
 
 

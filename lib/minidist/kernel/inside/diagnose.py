@@ -8,17 +8,19 @@ backend.
 
 from __future__ import annotations
 
-import json
 import linecache
 import resource
 import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import astuple
 from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from minidist.processes.calls import entry_text, last_calls, recorder
 
 # Functions of torch.distributed in which a rank waits for others.
 COLLECTIVES = frozenset(
@@ -33,37 +35,14 @@ COLLECTIVES = frozenset(
 # Local variables of those functions that hold the tensor whose shape every rank must agree on.
 _TENSORS = ("tensor", "input_tensor", "output", "input", "output_tensor")
 NUM_CALLS = 3  # of each rank, in the text about a hang
+NUM_COMPARED = 16  # of each rank, to find the first that differs
 _POINT_TO_POINT = frozenset({"send", "recv"})
-
-
-def _recorder(collectives: bool) -> dict[str, Any]:
-    """torch's flight recorder, without stack traces (those take seconds)."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available():
-        return {}
-    core = sys.modules["torch._C._distributed_c10d"]
-    try:
-        return json.loads(core._dump_fr_trace_json(includeCollectives=collectives))  # type: ignore[attr-defined]
-    except Exception:  # some torch builds have no recorder: then only frames are used
-        return {}
 
 
 def collectives_started() -> int:
     """Collectives that this process has started on torch's own backends."""
-    status = _recorder(False).get("pg_status", {}).values()
+    status = recorder(False).get("pg_status", {}).values()
     return sum(max(0, int(group.get("last_enqueued_collective", 0))) for group in status)
-
-
-_DTYPES = {"float": "float32", "double": "float64", "long": "int64", "half": "float16"}
-
-
-def _entry_text(entry: dict[str, Any]) -> tuple[str, str, str]:
-    """(operation, dtype, shape) of one of the recorder's entries; the last two may be empty."""
-    sizes = entry.get("input_sizes") or [[]]
-    dtypes = [str(d).lower() for d in entry.get("input_dtypes") or []]
-    dtype = _DTYPES.get(dtypes[0], dtypes[0]) if dtypes else ""
-    op = str(entry.get("profiling_name", "")).partition(":")[2] or "a collective"
-    return op, dtype, str(sizes[0]) if dtypes else ""
 
 
 def _last_calls(entries: list[dict[str, Any]], cells: Sequence[tuple[int, str]]) -> list[str]:
@@ -77,7 +56,7 @@ def _last_calls(entries: list[dict[str, Any]], cells: Sequence[tuple[int, str]])
     for entry in sorted(entries, key=lambda entry: entry.get("record_id", 0))[-NUM_CALLS:]:
         at = bisect_right(cells, int(entry.get("time_created_ns", 0)), key=itemgetter(0))
         cell = f"in {cells[at - 1][1]}" if at else ""
-        calls.append(" ".join(filter(None, (*_entry_text(entry), cell))))
+        calls.append(" ".join(filter(None, (*entry_text(entry), cell))))
     return calls
 
 
@@ -179,7 +158,7 @@ def _waits_in(frames: list[FrameType], pending: list[dict[str, Any]], asleep: bo
     if not in_wait and not in_torch:
         return {}
     if pending:
-        op, dtype, shape = _entry_text(pending[0])
+        op, dtype, shape = entry_text(pending[0])
         return {"op": op, "dtype": dtype, "shape": shape, "ranks": []}
     kind = next(
         (v for name in ("kind", "op", "name") if isinstance(v := getattr(handle, name, None), str)),
@@ -213,17 +192,19 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
     Returns a dict for JSON: state ("collective" or "running"), for a collective op, dtype, shape,
     ranks (of its group, empty for all) and peer; cell, line and source of the user's code; stack (a
     digest that changes when the thread moves), switches (how often it has slept), started
-    (collectives of this cell so far), pending (collectives started and not done) and calls (the
-    last that were started, in this cell or an earlier one).
+    (collectives of this cell so far), pending (collectives started and not done), calls (the last
+    that were started, in this cell or an earlier one) and numbered (the same for comparing ranks:
+    group, number in the group, operation, tensor).
     """
-    recorder = _recorder(True)
-    pending = [entry for entry in recorder.get("entries", []) if not entry.get("retired", True)]
+    entries = recorder(True).get("entries", [])
+    pending = [entry for entry in entries if not entry.get("retired", True)]
     started = collectives_started()
     answer: dict[str, Any] = {
         "state": "running",
         "started": started - kernel.collectives_before,
         "pending": len(pending),
-        "calls": _last_calls(recorder.get("entries", []), kernel.cells_begun),
+        "calls": _last_calls(entries, kernel.cells_begun),
+        "numbered": [astuple(call) for call in last_calls(NUM_COMPARED)],
     }
     frames = _stack(thread)
     if not frames:
@@ -272,10 +253,10 @@ def status() -> dict[str, Any]:
     if joined and distributed is not None:
         size = distributed.get_world_size()
         answer["group"] = f"{distributed.get_backend()}, {size} rank{'' if size == 1 else 's'}"
-    entries = _recorder(True).get("entries", [])
+    entries = recorder(True).get("entries", [])
     if entries:
         last = max(entries, key=lambda entry: entry.get("record_id", 0))
-        op, dtype, shape = _entry_text(last)
+        op, dtype, shape = entry_text(last)
         tensor = f" ({dtype} {shape})" if dtype else ""
         open_still = joined and not last.get("retired", True)
         answer["collective"] = f"{op}{tensor}{', not done' if open_still else ''}"

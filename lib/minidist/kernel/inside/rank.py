@@ -28,10 +28,14 @@ from minidist.kernel.inside.diagnose import collectives_started
 from minidist.kernel.inside.loader_errors import explain_dead_workers
 from minidist.kernel.inside.stream import BoundedStream
 from minidist.kernel.link import Link, socket_name
+from minidist.processes.calls import at_terminate, recorder
 from minidist.processes.fork_server import reseed_numpy
 from minidist.processes.lifetime import die_with_parent, keep_backends
 
 _CONNECT_MS = 20_000
+# Gloo ends a rank when a message has another size than expected. The front looks every half second
+# and needs three seconds to see that ranks wait forever; a busy machine takes longer.
+_HOLD_S = 30.0
 _CHANNELS = {1: "shell", 2: "stdin", 3: "control"}
 
 
@@ -194,6 +198,13 @@ def _refuse_exit() -> None:
     )
 
 
+def _hold() -> None:
+    """Keep a rank that gloo's thread is about to end, so that the front sees who called what."""
+    waits = any(not entry.get("retired", True) for entry in recorder(True).get("entries", []))
+    if waits and threading.current_thread() is not threading.main_thread():
+        time.sleep(_HOLD_S)
+
+
 def _run_hook() -> None:
     name = os.environ.get("MINIDIST_RANK_INIT")
     if name:
@@ -219,6 +230,7 @@ def main(config: dict[str, Any], launcher: int) -> None:
         app = _make_app(config, rank)
         rendezvous.install()
         keep_backends()
+        at_terminate(_hold)
         _run_hook()
         app.iopub_thread.schedule(lambda: None)  # type: ignore[union-attr]
     except BaseException:

@@ -1,0 +1,84 @@
+"""Ranks that give one collective different sizes: gloo would end a rank by SIGABRT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kernel_helper import JOIN, Kernel
+from kernel_helper import kernel as new_kernel
+
+from minidist.errors import LaunchError
+from minidist.launch import run
+
+APART = "the ranks called different collectives: "
+CALLS = [
+    (
+        "dist.all_reduce(torch.ones(10 + 1000 * rank))",
+        "rank 0: all_reduce float32 [10]; rank 1: all_reduce float32 [1010]",
+    ),
+    (
+        "dist.all_reduce(torch.ones(9, dtype=[torch.float64, torch.float32][rank]))",
+        "rank 0: all_reduce float64 [9]; rank 1: all_reduce float32 [9]",
+    ),
+    (
+        "work = dist.all_reduce(torch.ones(10 + 1000 * rank), async_op=True); work.wait()",
+        "rank 0: all_reduce float32 [10]; rank 1: all_reduce float32 [1010]",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with new_kernel() as it:
+        yield it
+
+
+@pytest.mark.parametrize(("code", "said"), CALLS)
+def test_a_cell_says_which_rank_called_what(kernel: Kernel, code: str, said: str) -> None:
+    kernel.ok(f"%restart_ranks\n{JOIN}\ndist.all_reduce(torch.ones(3))")
+    result = kernel.run(code)
+    assert result.reply["ename"] == "DistributedHang"
+    assert result.reply["evalue"].splitlines()[0] == APART + said
+    for rank in range(2):
+        op, dtype, shape = said.split("; ")[rank].removeprefix(f"rank {rank}: ").split()
+        assert result.rank(rank)["text"].startswith(f"waits in {op} ({dtype} {shape}) at Cell In[")
+    assert "gloo" not in result.reply["evalue"]
+
+
+def test_a_collective_that_one_rank_never_calls_is_still_told_as_such(kernel: Kernel) -> None:
+    kernel.ok(f"%restart_ranks\n{JOIN}")
+    result = kernel.run("if rank == 0: dist.all_reduce(torch.ones(4))")
+    assert result.reply["evalue"].startswith("the ranks wait for each other forever\n")
+
+
+def mismatch(code: str) -> None:
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(3))
+    exec(code, {"torch": torch, "dist": dist, "rank": int(os.environ["RANK"])})
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("code", "said"), CALLS)
+def test_launch_says_which_rank_called_what(code: str, said: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        run(mismatch, 2, code)
+    rank = caught.value.rank
+    assert str(caught.value).splitlines()[0] == f"[rank {rank}] {APART}{said}"
+
+
+def test_launch_names_the_one_of_four_that_differs() -> None:
+    with pytest.raises(LaunchError) as caught:
+        run(mismatch, 4, "dist.all_reduce(torch.ones(10 if rank == 2 else 5000))")
+    assert "rank 2: all_reduce float32 [10]" in str(caught.value).splitlines()[0]
+
+
+def test_launch_does_not_call_it_a_mismatch_when_a_rank_fails_by_itself() -> None:
+    with pytest.raises(LaunchError) as caught:
+        run(mismatch, 2, "if rank == 1: raise KeyError('own')\ndist.all_reduce(torch.ones(3))")
+    assert str(caught.value).startswith("[rank 1] failed in run()")
