@@ -394,7 +394,7 @@ class _Reader:
 def _of_module(dotted: str) -> int:
     if dotted.startswith("minidist.cost."):
         name = dotted.split(".")[2]
-        is_table = name.isupper() and not name.startswith(("GPT", "LLAMA"))
+        is_table = name.isupper() and not name.startswith(("DEEPSEEK", "GPT", "LLAMA", "MIXTRAL"))
         if is_table or dotted.rpartition(".")[2] in _FORMULAS:
             return _ARITHMETIC
     while dotted:

@@ -24,6 +24,7 @@ import html
 import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ipywidgets
@@ -159,3 +160,51 @@ def _make_control(control: Control, value: Any, label: str, label_em: float) -> 
     return ipywidgets.SelectionSlider(
         **common, options=options, continuous_update=False, layout=wide
     )
+
+
+@dataclass
+class Prediction:
+    """A question with the reader's guess; `reveal` shows the measured value beside it."""
+
+    question: str
+    guess: Any
+    unit: str = ""
+    measured: Any = None
+
+    def reveal(self, measured: Any) -> Prediction:
+        """Keep the measured value, and show both."""
+        self.measured = measured
+        return self
+
+    def __str__(self) -> str:
+        known = "none yet; write one in place of None and run this cell again"
+        guess = known if self.guess is None else self._with_unit(self.guess)
+        if self.measured is None:
+            return f"{self.question}  Your guess: {guess}"
+        guess = "none" if self.guess is None else guess
+        return f"{self.question}  Your guess: {guess}. Found: {self._with_unit(self.measured)}"
+
+    __repr__ = __str__
+
+    def _with_unit(self, value: Any) -> str:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        return f"{text} {self.unit}".rstrip()
+
+
+def predict(question: str, guess: Any = None, *, unit: str = "") -> Prediction:
+    """Keep a guess before anything is measured.
+
+    >>> share = predict("Which part of the tokens is dropped?", guess=5, unit="%")
+    >>> share
+    Which part of the tokens is dropped?  Your guess: 5 %
+    >>> predict("How many?").reveal(3)
+    How many?  Your guess: none. Found: 3
+    >>> share.reveal(11.52)
+    Which part of the tokens is dropped?  Your guess: 5 %. Found: 11.52 %
+
+    Args:
+        question: what is to be guessed.
+        guess: a number or a text; None is none.
+        unit: of the guess and of the measured value.
+    """
+    return Prediction(question, guess, unit)

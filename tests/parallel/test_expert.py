@@ -77,7 +77,8 @@ def dense(x_ND, layer, config):
         room = [math.ceil(config.capacity_factor * even)] * config.num_experts
     order = (probs + layer.router.bias_E).argsort(dim=1, descending=True)[:, : config.top_k]
     load, dropped = torch.zeros(config.num_experts, dtype=torch.float64), 0
-    gates = [[probs[t, e] / probs[t, order[t]].sum() for e in order[t]] for t in range(len(x_ND))]
+    whole = [probs[t, order[t]].sum() if config.top_k > 1 else 1 for t in range(len(x_ND))]
+    gates = [[probs[t, e] / whole[t] for e in order[t]] for t in range(len(x_ND))]
     mask = torch.zeros_like(probs)
     for k in range(config.top_k):
         for t in range(len(x_ND)):
@@ -298,6 +299,14 @@ def test_the_bias_changes_choices_and_not_weights():
     chosen = after.probs_NE.gather(1, after.choices_NK)
     assert_close(after.weights_NK, chosen / chosen.sum(1, keepdim=True))
     assert_close(after.probs_NE, before.probs_NE, rtol=0, atol=0)
+
+
+def test_a_router_with_one_choice_learns():
+    router = Router(width=4, num_experts=5, top_k=1).double()
+    routing = router(draw(50, 4))
+    assert torch.equal(routing.weights_NK[:, 0], routing.probs_NE.max(1).values)
+    routing.weights_NK.sum().backward()
+    assert router.weight_ED.grad.abs().max() > 0.01
 
 
 def test_update_bias_balances_a_skewed_router():

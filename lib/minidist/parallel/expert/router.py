@@ -3,7 +3,8 @@
 1. p = softmax(x W): one probability per expert,
 2. the choice: the k experts with the largest p + b. The bias b is not trained; `update_bias` moves
    it, and it is zero without that,
-3. the weights: p of the chosen experts, divided by their sum. The bias is not in them.
+3. the weights: p of the chosen experts, divided by their sum. The bias is not in them. For k = 1 the
+   weight is p itself: divided by itself it would be 1, and the router would never learn.
 
 The choice itself has no gradient. The router learns through the weights only, so only from the
 experts that a token has visited.
@@ -14,7 +15,8 @@ experts that a token has visited.
 (torch.Size([5, 2]), True)
 
 Letters of shapes: N tokens of this rank, D width, E experts, K choices of a token.
-Papers: GShard (arXiv 2006.16668) for k = 2, auxiliary-loss-free balancing (arXiv 2408.15664) for b.
+Papers: GShard (arXiv 2006.16668) for k = 2, Switch Transformer (arXiv 2101.03961) for k = 1,
+auxiliary-loss-free balancing (arXiv 2408.15664) for b.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Routing:
     Attributes:
         probs_NE: the router's probabilities, differentiable.
         choices_NK: experts of each token, the most wanted one first.
-        weights_NK: their weights, differentiable; they sum to 1 for each token.
+        weights_NK: their weights, differentiable; for K > 1 they sum to 1 for each token.
     """
 
     probs_NE: Tensor
@@ -71,5 +73,7 @@ class Router(nn.Module):
         # 2. The choice, which the bias may change.
         choices_NK = (probs_NE.detach() + self.bias_E).topk(self.top_k, dim=1).indices
         # 3. The weights, without the bias.
-        chosen_NK = probs_NE.gather(1, choices_NK)
-        return Routing(probs_NE, choices_NK, chosen_NK / chosen_NK.sum(1, keepdim=True))
+        weights_NK = probs_NE.gather(1, choices_NK)
+        if self.top_k > 1:
+            weights_NK = weights_NK / weights_NK.sum(1, keepdim=True)
+        return Routing(probs_NE, choices_NK, weights_NK)
