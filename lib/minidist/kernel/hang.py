@@ -22,6 +22,7 @@ class Place:
     Attributes:
         status: "finished" (or "error", "absent"), "waiting" in a collective, "running" or "silent".
         ranks: the collective's group; empty for all ranks.
+        note: the error of a rank that failed, or a hint.
         mark: changes when the rank moves on.
         calls: the last collectives that the rank has begun, also in earlier cells, oldest first.
         numbered: the same for comparing them with those of other ranks.
@@ -71,6 +72,7 @@ def place(report: dict[str, Any] | None) -> Place:
         doing=_string(report.get("doing")),
         started=_integer(report.get("started")),
         pending=_integer(report.get("pending")),
+        note=_string(report.get("hint")),
         mark=(_integer(report.get("stack")), _integer(report.get("started"))),
         switches=_integer(report.get("switches")),
         calls=_calls(report.get("calls")),
@@ -177,4 +179,5 @@ def describe(rank: int, places: dict[int, Place]) -> str:
         return "takes no part in this cell (%%rank)"
     if here.status == "silent":
         return "gives no answer (busy in code that does not let other Python threads run)"
-    return f"{here.doing or 'is running'}{at}"
+    hint = f". {here.note}" if here.note else ""
+    return f"{here.doing or 'is running'}{at}{hint}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from minidist.kernel.inside.programs import program
 from minidist.processes.calls import entry_text, last_calls, recorder
 
 # Functions of torch.distributed in which a rank waits for others.
@@ -218,6 +219,8 @@ def where(thread: threading.Thread, kernel: Any) -> dict[str, Any]:
         answer.update(waits, state="collective")
     elif any(f.f_code.co_name == "_input_request" for f in frames[:8]):
         answer["doing"] = "waits for input()"
+    elif waits := program(frames, _call_source(frames[0])):
+        answer.update(waits)
     elif letter == "S":
         answer["doing"] = f"sleeps or waits in {_call_source(frames[0]) or trail[0][1]}"[:120]
     return answer

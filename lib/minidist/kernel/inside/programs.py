@@ -1,0 +1,64 @@
+"""What a cell's own program does, such as that of `!python script.py`, while the cell waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from minidist.processes.tree import descendants
+
+# Where IPython and the standard library wait for a program.
+_FILES = ("_process_posix.py", "_process_common.py", "subprocess.py")
+_COMMAND_CHARS = 60
+
+
+def program(frames: Sequence[FrameType], source: str) -> dict[str, Any]:
+    """What the main thread's program does, if it waits for one; else an empty dict.
+
+    Args:
+        frames: of the main thread, innermost first.
+        source: of the call in the innermost frame.
+
+    Returns:
+        doing and perhaps a hint, texts; stack, the same while the same processes run; switches,
+        their time on processors in hundredths of a second: while a program stands still, it
+        adds next to nothing.
+    """
+    waits = any(f.f_code.co_filename.endswith(_FILES) for f in frames[:24])
+    if not waits and not source.startswith("os.system("):
+        return {}
+    pids = descendants(os.getpid())
+    ours = [pid for pid in pids if _read(pid, "cmdline")]
+    if not ours:
+        return {}
+    words = _read(ours[-1], "cmdline").rstrip("\0").split("\0")
+    command = " ".join([os.path.basename(words[0]), *words[1:]])
+    if len(command) > _COMMAND_CHARS:
+        command = f"{command[: _COMMAND_CHARS - 1]}…"
+    hint, size = "", os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and any("libtorch" in _read(pid, "maps") for pid in ours):
+        hint = (
+            f"The program may wait for {size} ranks, but only the ranks that run this cell start "
+            f"it. To start {size}: %%rank 0, then !torchrun --nproc-per-node {size} SCRIPT"
+        )
+    return {
+        "doing": f"waits for its program ({command})",
+        "hint": hint,
+        "stack": hash(tuple(ours)),
+        "switches": sum(_ticks(pid) for pid in ours),
+    }
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _ticks(pid: int) -> int:
+    fields = _read(pid, "stat").rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12]) if len(fields) > 12 else 0

@@ -1,0 +1,99 @@
+"""A cell's own program, such as `!python script.py`, that waits for ranks that nobody starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from kernel_helper import kernel as new_kernel
+
+from minidist.kernel.hang import describe, place
+from minidist.kernel.inside import diagnose
+from minidist.kernel.watch import TELL_AFTER_S, Watch
+
+WAITS = "import sys, {}, time; print(flush=True); time.sleep(60)"
+KERNEL = SimpleNamespace(
+    collectives_before=0,
+    cells_begun=[],
+    shell=SimpleNamespace(compile=SimpleNamespace(format_code_name=lambda name: None)),
+)
+
+
+@pytest.fixture
+def started(monkeypatch) -> Callable[[str], threading.Thread]:
+    """Starts a thread that waits for a Python program, which imports a module and then sleeps."""
+    running = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def start(module: str) -> threading.Thread:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WAITS.format(module)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        thread = threading.Thread(target=process.wait)
+        thread.start()
+        running.append((process, thread))
+        time.sleep(0.2)  # until it waits
+        return thread
+
+    yield start
+    for process, thread in running:
+        process.kill()
+        thread.join()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(("module", "hinted"), [("torch", True), ("json", False)])
+def test_a_program_that_stands_still_is_told_once_with_a_hint(started, module, hinted) -> None:
+    thread = started(module)
+    places = [{0: place(diagnose.where(thread, KERNEL)), 1: place(None)}]
+    time.sleep(0.3)
+    places.append({**places[0], 0: place(diagnose.where(thread, KERNEL))})
+    said: list[str] = []
+    cell = SimpleNamespace(unfinished=[0], outputs=SimpleNamespace(tell=said.append))
+    watch = Watch(cell, SimpleNamespace(), None)  # type: ignore[arg-type]
+    for after_s, seen in ((0, places[0]), (TELL_AFTER_S + 1, places[1])):
+        watch._tell_of_ranks_apart(watch._start + after_s, seen)
+    text = describe(0, places[1])
+    assert said[1] == f"rank 0: {text}"
+    assert text.startswith("waits for its program (python")
+    assert ("!torchrun --nproc-per-node 2 SCRIPT" in text) == hinted
+
+
+@pytest.mark.slow
+def test_a_script_that_waits_for_other_ranks_is_told_and_can_be_interrupted(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    with new_kernel() as kernel:
+        port = 20000 + os.getpid() % 10000
+        said: list[str] = []
+
+        def output(message: dict) -> None:
+            said.append(message["content"].get("text", ""))
+            if "its program" in said[-1]:
+                kernel.manager.interrupt_kernel()
+
+        reply = kernel.client.execute_interactive(
+            f"%%rank 0\n!MASTER_PORT={port} {sys.executable} {script}",
+            timeout=90,
+            output_hook=output,
+        )
+        assert reply["content"]["status"] in ("ok", "error")
+        assert "To start 2: %%rank 0, then !torchrun --nproc-per-node 2 SCRIPT" in "".join(said)
+        assert not [p for p in kernel.family() if str(script) in _command(p)]
+        kernel.ok("1")
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return file.read()
+    except OSError:
+        return ""
