@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autograder.cli import grade, later, prepare
+from autograder.cli import collect, grade, later, prepare
 from autograder.cli.arguments import EXIT_FAILED, EXIT_USAGE
 from autograder.course.course import CourseError
 
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autograder", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare.add_commands(commands)
+    collect.add_command(commands)
     grade.add_command(commands)
     later.add_commands(commands)
     return parser

@@ -6,7 +6,9 @@ Italian, Dutch and Portuguese; case, accents and punctuation do not matter:
     id          student_id, username, SIS Login ID, login, netid, SID, id  (the folder's name)
     names       first_name, last_name, surname, or both as Student, name, full name
     email       email, Email address
-    LMS id      lms_user_id, canvas_id, ID number; of Canvas's export: ID
+    LMS id      lms_user_id, canvas_id, ID number, Identifier; of Canvas's export: ID
+    GitHub      github_username; the id is then GitHub Classroom's identifier
+    group       group_name, group, team
 """
 
 from __future__ import annotations
@@ -50,8 +52,10 @@ _COLUMNS = {
     "lms_id": (
         *("lmsuserid", "lmsid", "canvasid", "canvasuserid", "idnumber", "idnummer"),
         *("numerodidentification", "numerodeid", "numerodeidentificacion", "numeroid"),
-        *("codiceidentificativo", "numerodeidentificacao"),
+        *("codiceidentificativo", "numerodeidentificacao", "identifier"),
     ),
+    "github": ("githubusername", "githubuser", "githublogin", "github"),
+    "group": ("groupname", "group", "teamname", "team", "gruppe", "groupe", "grupo", "gruppo"),
     "sis_user_id": ("sisuserid", "idnumber", "idnummer"),
     "sis_login_id": ("sisloginid",),
     "section": ("section", "sections"),
@@ -84,6 +88,8 @@ class Person:
     sis_user_id: str = ""
     sis_login_id: str = ""
     section: str = ""
+    github: str = ""
+    group: str = ""
 
     def names(self) -> set[str]:
         """All names that can identify this person in a gradebook.
@@ -197,6 +203,9 @@ def _places(
         if id_column not in header:
             raise RosterError(f"{path}: no column {id_column!r}; it has: {', '.join(header)}")
         found["id"] = header.index(id_column)
+    if "github" in found and found.get("lms_id") == (place := _index(plain, "identifier")):
+        found.setdefault("id", place)
+        del found["lms_id"]
     for other in ("lms_id", "email"):
         if "id" not in found and other in found:
             found["id"] = found[other]
@@ -207,6 +216,10 @@ def _places(
             f"--id; it has: {', '.join(header)}"
         )
     return found
+
+
+def _index(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else -1
 
 
 def _plain(name: str) -> str:

@@ -168,8 +168,9 @@ def _why_nothing(folder: Path, lab: str) -> str:
     """Why a folder of a class is no submission, with what there is instead."""
     why = f"there is no {lab}.ipynb and no other notebook in it"
     deeper = [f.relative_to(folder) for f in sorted(folder.glob(f"*/**/{lab}.ipynb"))[:_SHOWN]]
-    there = deeper or [Path(f.name) for f in sorted(folder.iterdir()) if not f.is_dir()][:_SHOWN]
-    names = ", ".join(display_name(str(each)) for each in there)
+    nested = folder / lab if (folder / lab).is_dir() and not (folder / lab).is_symlink() else folder
+    there = [f.relative_to(folder) for f in sorted(nested.iterdir()) if not f.is_dir()]
+    names = ", ".join(display_name(str(each)) for each in (deeper or there)[:_SHOWN])
     return f"{why}, but {names}" if names else why
 
 

@@ -1,0 +1,337 @@
+"""`autograder collect`: a download of a learning platform becomes STUDENT/LAB/LAB.ipynb.
+
+Everybody in the download is somebody in the class list, or nothing is written and all who are not
+are named. A match is an equal id, address or name; what only looks similar is a proposal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tempfile
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path, PurePosixPath
+
+from nbgrader.api import Student
+
+from autograder.course.calendar import say_time
+from autograder.course.course import Course
+from autograder.course.times import as_utc
+from autograder.gradebook.database import TIMESTAMP, gradebook_path, open_gradebook, same_name
+from autograder.gradebook.downloads import Download, HandedIn, Owner, read_download
+from autograder.gradebook.late import due_date, read_extensions
+from autograder.gradebook.roster import Person, Roster, may_be_id
+from autograder.gradebook.unpack import DownloadError, open_download
+from autograder.submission.find import Found, display_name, find_submissions
+
+_NEAR = 3  # names that are proposed
+
+
+@dataclass
+class Collected:
+    """What was collected, one line of text per thing.
+
+    Attributes:
+        taken: student -> what was taken; missing: students who handed in nothing.
+        attempts: student -> everything handed in, oldest first, with a mark at what was taken.
+        others: what belongs to nobody.
+    """
+
+    system: str
+    folder: Path
+    taken: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    attempts: dict[str, list[str]] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+
+def collect(
+    course: Course,
+    lab: str,
+    download: Path,
+    into: Path,
+    *,
+    roster: Roster | None = None,
+    said: Mapping[str, str] | None = None,
+) -> Collected:
+    """Takes everybody's last notebook before the deadline, or the last if none was in time.
+
+    Args:
+        roster: the class; default: nbgrader's gradebook.
+        said: name in the download -> student, or "" for nobody, where the class list does not tell.
+
+    Raises:
+        DownloadError: the download cannot be read, or somebody in it is not in the class list or
+            could be several people; nothing was written.
+        ValueError: a student's notebooks could both be meant; nothing was written.
+    """
+    into.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target: moving what is complete needs no room, so that it cannot fail half-way.
+    with tempfile.TemporaryDirectory(dir=into.parent, prefix=".collecting-") as folder:
+        work, staged = Path(folder) / "unpacked", Path(folder) / "staged"
+        work.mkdir()
+        staged.mkdir()
+        opened = open_download(download, work)
+        found = read_download(opened, lab, course.calendar.zone, Path(folder))
+        people = list(roster.people) if roster else _in_gradebook(course)
+        whose = _by_student(found, people, said or {})
+        done = Collected(found.system, into, others=[display_name(name) for name in found.others])
+        deadlines = _Deadlines(course, lab)
+        for student, attempts in sorted(whose.items()):
+            chosen = deadlines.choose(student, attempts)
+            _stage(chosen, lab, staged / student / lab)
+            time = deadlines.time_of(student, chosen)
+            if time is not None:
+                (staged / student / lab / TIMESTAMP).write_text(as_utc(time))
+            done.attempts[student] = [
+                f"{'*' if each is chosen else ' '} {deadlines.describe(student, each)}"
+                for each in attempts
+            ]
+            done.taken[student] = deadlines.describe(student, chosen)
+        _keep_one(staged, lab, done)
+        _move(staged, into)
+        done.missing = sorted({person.id for person in people} - set(whose))
+    return done
+
+
+def _in_gradebook(course: Course) -> list[Person]:
+    if not gradebook_path(course).is_file():
+        return []
+    with open_gradebook(course) as book:
+        return [
+            Person(
+                line=0,
+                id=str(each.id),
+                first_name=str(each.first_name or ""),
+                last_name=str(each.last_name or ""),
+                email=str(each.email or ""),
+                lms_id=str(each.lms_user_id or ""),
+            )
+            for each in book.db.query(Student)
+        ]
+
+
+# --- who is who ---------------------------------------------------------------------------------
+
+
+def _by_student(
+    download: Download, people: Sequence[Person], said: Mapping[str, str]
+) -> dict[str, list[HandedIn]]:
+    """Student -> everything handed in, oldest first."""
+    if not people and download.system != "nbgrader":
+        raise DownloadError(
+            "nobody is known to be in the class: put it into the gradebook with `autograder "
+            "roster FILE.csv`, or say --roster FILE.csv"
+        )
+    who = _Who(people, said)
+    whose: dict[str, list[HandedIn]] = {}
+    for handed in download.handed_in:
+        students = [name for owner in handed.owners for name in who.find(owner)]
+        for student in dict.fromkeys(students):
+            whose.setdefault(student, []).append(handed)
+    unused = [name for name in said if name not in who.used]
+    who.problems |= dict.fromkeys(f"{name!r} of --as is not in the download" for name in unused)
+    if who.problems:
+        raise DownloadError(
+            "\n  ".join(
+                [
+                    "nothing was collected. Say --as 'NAME=STUDENT' for each of these, or "
+                    "--as 'NAME=' to leave it out:",
+                    *who.problems,
+                ]
+            )
+        )
+    for attempts in whose.values():
+        attempts.sort(key=lambda h: (h.when or datetime.min.replace(tzinfo=UTC), h.order))
+    return whose
+
+
+class _Who:
+    """Finds the people that a download means."""
+
+    def __init__(self, people: Sequence[Person], said: Mapping[str, str]) -> None:
+        self.people, self.said = people, said
+        self.used: set[str] = set()
+        self.problems: dict[str, None] = {}  # in order, each once
+        self.by_key: dict[str, set[str]] = {}
+        self.by_name: dict[str, set[str]] = {}
+        self.groups: dict[str, set[str]] = {}
+        for person in people:
+            for key in person.names() | ({same_name(person.github)} if person.github else set()):
+                self.by_key.setdefault(key, set()).add(person.id)
+            for name in _forms(person):
+                self.by_name.setdefault(name, set()).add(person.id)
+            if person.group:
+                self.groups.setdefault(plain(person.group), set()).add(person.id)
+
+    def find(self, owner: Owner) -> list[str]:
+        """The students; empty if there is a problem, which is kept."""
+        name = next((n for n in (owner.label, *owner.names[:1]) if n in self.said), None)
+        if name is not None:
+            self.used.add(name)
+            student = self.said[name]
+            if not student:
+                return []
+            if student in {person.id for person in self.people}:
+                return [student]
+            return self._unclear(owner, f"the class has no {student!r}")
+        keys = {key if key.startswith("LMS ") else same_name(key) for key in owner.keys}
+        found = set().union(*(self.by_key.get(key, set()) for key in keys))
+        named = self._named(owner.names)
+        if not self.people and may_be_id(owner.label):  # nbgrader's own folders
+            return [owner.label]
+        if len(found) > 1:
+            return self._unclear(owner, f"could be {' or '.join(sorted(found))}")
+        if found and named and not found <= named:
+            others = " or ".join(sorted(named))
+            return self._unclear(
+                owner, f"its id is that of {min(found)}, its name that of {others}"
+            )
+        if group := self._group(owner.names):
+            return sorted(group | found)
+        if found or len(named) == 1:
+            return sorted(found or named)
+        if named:
+            return self._unclear(owner, f"could be {' or '.join(sorted(named))}")
+        return self._unclear(owner, self._nearest(owner))
+
+    def _named(self, names: Sequence[str]) -> set[str]:
+        for name in names:
+            if found := self.by_name.get(plain(name)) or self.by_key.get(same_name(name)):
+                return found
+        return set()
+
+    def _group(self, names: Sequence[str]) -> set[str]:
+        return next(
+            (self.groups[plain(name)] for name in names if plain(name) in self.groups), set()
+        )
+
+    def _unclear(self, owner: Owner, why: str) -> list[str]:
+        self.problems[f"{display_name(owner.label)}: {why}"] = None
+        return []
+
+    def _nearest(self, owner: Owner) -> str:
+        known = self.by_name | self.by_key
+        near: dict[str, None] = {}
+        for name in (*owner.names, *owner.keys):
+            for each in difflib.get_close_matches(plain(name), known, n=_NEAR, cutoff=0.5):
+                near |= dict.fromkeys(sorted(known[each]))
+        names = " or ".join(list(near)[:_NEAR])
+        return "not in the class list" + (f"; did you mean {names}?" if names else "")
+
+
+def plain(name: str) -> str:
+    """A name without what downloads leave out: case, accents, spaces and signs.
+
+    >>> plain("Gödel, Kurt-Friedrich")
+    'godelkurtfriedrich'
+    """
+    apart = unicodedata.normalize("NFKD", name.casefold())
+    return "".join(c for c in apart if c.isalnum())
+
+
+def _forms(person: Person) -> Iterator[str]:
+    first, last = person.first_name, person.last_name
+    if first or last:
+        yield from {plain(first + last), plain(last + first)}
+
+
+# --- which of several ----------------------------------------------------------------------------
+
+
+class _Deadlines:
+    """Whose deadline is when, and what was handed in before it."""
+
+    def __init__(self, course: Course, lab: str) -> None:
+        self.due, self.zone = due_date(course, lab), course.calendar.zone
+        self.extensions = read_extensions(course).get(lab, {})
+        self.grace = timedelta(seconds=course.calendar.of(lab).late_grace_s)
+
+    def of(self, student: str) -> datetime | None:
+        until = self.extensions.get(student, self.due)
+        return until + self.grace if until is not None else None
+
+    def is_late(self, student: str, handed: HandedIn) -> bool:
+        deadline = self.of(student)
+        if handed.when is None or deadline is None:
+            return handed.late
+        return handed.when > deadline
+
+    def choose(self, student: str, attempts: Sequence[HandedIn]) -> HandedIn:
+        """The last with a notebook before the deadline, else the last with one, else the last."""
+        return max(
+            enumerate(attempts),
+            key=lambda each: (
+                each[1].has_notebook,
+                not self.is_late(student, each[1]),
+                each[0],
+            ),
+        )[1]
+
+    def time_of(self, student: str, handed: HandedIn) -> datetime | None:
+        """When it was handed in. Of a mark without a time, the least that it can mean."""
+        if handed.when is None and handed.late and self.due is not None:
+            return self.due + self.grace + timedelta(seconds=1)
+        return handed.when
+
+    def describe(self, student: str, handed: HandedIn) -> str:
+        """Source, time and lateness for a person."""
+        time = self.time_of(student, handed)
+        parts = [display_name(handed.source)]
+        if time is not None:
+            parts.append(say_time(time, self.zone))
+        if self.is_late(student, handed):
+            parts.append("late" if handed.when else "late; its time is not in the download")
+        return ", ".join(parts)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def _stage(handed: HandedIn, lab: str, folder: Path) -> None:
+    """Writes the notebooks of an attempt; if there is none, the names of what there is."""
+    folder.mkdir(parents=True)
+    notebooks = [n for n in handed.files if n.casefold().endswith(".ipynb")]
+    called = [n for n in notebooks if PurePosixPath(n).stem.casefold() == lab.casefold()]
+    depth = min((len(PurePosixPath(n).parts) for n in called), default=0)
+    wanted = [n for n in called if len(PurePosixPath(n).parts) == depth] or notebooks
+    for name in wanted or handed.files:
+        short = PurePosixPath(name).name
+        target = folder / (short if not (folder / short).exists() else name.replace("/", "-"))
+        target.write_bytes(handed.read(name))
+
+
+def _keep_one(staged: Path, lab: str, done: Collected) -> None:
+    """Names each student's notebook as the lab is named; says who has none."""
+    found = find_submissions([staged], lab) if any(staged.glob("*/*/*.ipynb")) else Found([], {})
+    whose = {
+        submission.path.parent.parent.name: submission.path for submission in found.submissions
+    }
+    why = {path.name: reason for path, reason in found.left_out.items()}
+    if unclear := [student for student, path in whose.items() if not path.exists()]:
+        raise DownloadError(
+            f"several notebooks, none of which says that it is of {lab}: {', '.join(unclear)}"
+        )
+    for student in done.taken:
+        notebook, folder = whose.get(student), staged / student / lab
+        if notebook is None:
+            done.taken[student] += f": NOTHING TO GRADE: {why.get(student, 'no notebook')}"
+        elif notebook.name != f"{lab}.ipynb":
+            done.taken[student] += f", {display_name(notebook.name)}"
+            notebook = notebook.rename(folder / f"{lab}.ipynb")
+        for other in folder.glob("*.ipynb"):
+            if notebook is not None and other != notebook:
+                other.unlink()
+
+
+def _move(staged: Path, into: Path) -> None:
+    """Puts what is complete in its place; other files that are there stay."""
+    into.mkdir(mode=0o700, exist_ok=True)
+    for folder in sorted(staged.glob("*/*")):
+        target = into / folder.relative_to(staged)
+        target.mkdir(parents=True, exist_ok=True)
+        (target / TIMESTAMP).unlink(missing_ok=True)  # of what was handed in before
+        for path in folder.iterdir():
+            path.replace(target / path.name)
