@@ -12,11 +12,9 @@ folders       lab1-ada/, as GitHub Classroom's checkouts, whose commits are look
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ import yaml
 
 from autograder.course.times import parse_time
 from autograder.gradebook.database import TIMESTAMP
-from autograder.gradebook.unpack import MAX_FILE_BYTES, TOOLS_OWN, DownloadError, unpack
+from autograder.gradebook.handed_in import HandedIn, Owner, files_below, git, unzipped
+from autograder.gradebook.unpack import TOOLS_OWN, DownloadError
 from autograder.submission.find import display_name
 
 METADATA = "submission_metadata.yml"
@@ -44,59 +43,6 @@ _BRIGHTSPACE_TIMES = ("%b %d %Y %I%M %p", "%d %b %Y %I%M %p", "%b %d %Y %H%M", "
 _MAX_METADATA_BYTES = 64 << 20
 _MAX_COMMITS = 100
 _SHOWN = 5
-# A checkout's configuration runs nothing, and its owner does not matter.
-_GIT = ("git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=")
-_GIT += ("-c", "protocol.allow=never", "-c", "log.showSignature=false", "-c", "core.pager=cat")
-
-
-@dataclass(frozen=True)
-class Owner:
-    """A person or a group as a download names it.
-
-    Attributes:
-        label: for people to read.
-        keys: addresses and ids, each of which means one person.
-        names: other names; the first that the class list knows counts.
-    """
-
-    label: str
-    keys: frozenset[str] = frozenset()
-    names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class HandedIn:
-    """What was handed in at one time.
-
-    Attributes:
-        owners: several for a group.
-        files: name -> file, or name in the commit.
-        when: in UTC, if the download says it; late: whether the download says so.
-        order: of what has no time, the higher was handed in later.
-        commit: (checkout, commit) that the files are in; None for files on disk.
-    """
-
-    source: str
-    owners: tuple[Owner, ...]
-    files: Mapping[str, Path]
-    when: datetime | None = None
-    late: bool = False
-    order: int = 0
-    commit: tuple[Path, str] | None = None
-
-    @property
-    def has_notebook(self) -> bool:
-        """Whether a notebook is in it."""
-        return any(name.casefold().endswith(".ipynb") for name in self.files)
-
-    def read(self, name: str) -> bytes:
-        """The content of a file."""
-        if self.commit is not None:
-            checkout, commit = self.commit
-            return git(checkout, "cat-file", "blob", f"{commit}:{self.files[name].as_posix()}")
-        if self.files[name].stat().st_size > MAX_FILE_BYTES:
-            raise DownloadError(f"{self.files[name]} has more than {MAX_FILE_BYTES >> 20} MiB")
-        return self.files[name].read_bytes()
 
 
 @dataclass(frozen=True)
@@ -124,7 +70,7 @@ def read_download(folder: Path, lab: str, zone: tzinfo, work: Path) -> Download:
         if known(inside, lab):
             others: list[str] = []
             found = list(read(inside, lab, zone, others))
-            handed_in = [_unzipped(each, work, others) for each in found]
+            handed_in = [unzipped(each, work, others) for each in found]
             if handed_in:
                 return Download(system, handed_in, others)
     names = ", ".join(display_name(path.name) for path in inside[:_SHOWN]) or "nothing"
@@ -149,34 +95,6 @@ def _goes_on(inside: list[Path], lab: str) -> bool:
     return not notebook and any(path.is_dir() for path in within)
 
 
-def _below(folder: Path) -> dict[str, Path]:
-    """Relative name -> file, for all files in a folder but those of tools."""
-    found = {}
-    for where, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in (*TOOLS_OWN, ".git"))
-        paths = [Path(where, name) for name in sorted(files) if name not in TOOLS_OWN]
-        found |= {str(path.relative_to(folder)): path for path in paths}
-    return found
-
-
-def _unzipped(handed: HandedIn, work: Path, others: list[str]) -> HandedIn:
-    """With the content of its zips, if no notebook is beside them."""
-    zips = [path for path in handed.files.values() if path.suffix.casefold() == ".zip"]
-    if handed.has_notebook or handed.commit is not None or not zips:
-        return handed
-    files = dict(handed.files)
-    for path in zips:
-        into = work / f"inside-{len(list(work.iterdir()))}"
-        into.mkdir()
-        try:
-            unpack(path, into)
-        except DownloadError as error:  # of one student, who must not stop the class
-            others.append(f"{display_name(handed.source)}: {error}")
-            continue
-        files |= _below(into)
-    return replace(handed, files=files)
-
-
 # --- one system after the other ------------------------------------------------------------------
 
 
@@ -198,7 +116,7 @@ def _canvas(inside: list[Path], lab: str, zone: tzinfo, others: list[str]) -> It
     for (name, user, late), files in of.items():
         yield HandedIn(
             source=f"{name}{' LATE' if late else ''} {user}",
-            owners=(Owner(f"{name} ({user})", frozenset({f"LMS {user}"}), (name,)),),
+            owners=(Owner(f"{name} ({user})", frozenset({f"LMS {user}"}), (name,), user),),
             files={file: path for file, (_, path) in files.items()},
             late=late,
             order=max(order for order, _ in files.values()),
@@ -216,12 +134,13 @@ def _moodle(inside: list[Path], lab: str, zone: tzinfo, others: list[str]) -> It
             others.append(path.name)
             continue
         files = of.setdefault((found["name"], found["number"]), {})
-        files |= _below(path) if path.is_dir() else {found["file"]: path}
+        files |= files_below(path) if path.is_dir() else {found["file"]: path}
     for (name, number), files in of.items():
         # A group's name stands before that of each member.
         names = (name, *_after(name, [name for name, _ in of], 2))
         keys = frozenset({f"LMS participant {number}"})
-        yield HandedIn(source=f"{name} {number}", owners=(Owner(name, keys, names),), files=files)
+        owner = Owner(f"{name} ({number})", keys, names, number)
+        yield HandedIn(source=f"{name} {number}", owners=(owner,), files=files)
 
 
 def _after(name: str, all_names: Sequence[str], least: float) -> tuple[str, ...]:
@@ -268,7 +187,7 @@ def _gradescope(
             when = when.replace(tzinfo=when.tzinfo or UTC).astimezone(UTC)
         else:
             when = _time(str(when), zone, folder.name)
-        files = _below(folder)
+        files = files_below(folder)
         yield HandedIn(source=folder.name, owners=owners, files=files, when=when)
 
 
@@ -304,7 +223,7 @@ def _brightspace(
         yield HandedIn(
             source=folder.name,
             owners=(Owner(found["name"], names=(found["name"],)),),
-            files=_below(folder),
+            files=files_below(folder),
             when=when,
         )
 
@@ -328,7 +247,7 @@ def _nbgrader(inside: list[Path], lab: str, zone: tzinfo, others: list[str]) -> 
         if not folder.is_dir():
             others.append(path.name)
             continue
-        files = _below(folder)
+        files = files_below(folder)
         said = files.pop(TIMESTAMP, None)
         text = said.read_text("utf-8", "replace")[:200] if said else ""
         when = _time(text, UTC, path.name) if text.strip() else None
@@ -350,7 +269,7 @@ def _folders(inside: list[Path], lab: str, zone: tzinfo, others: list[str]) -> I
         names = (folder.name, *_after(folder.name, folders, len(folders) / 2))
         owner = Owner(folder.name, names=names)
         if not (folder / ".git").exists():
-            yield HandedIn(source=folder.name, owners=(owner,), files=_below(folder))
+            yield HandedIn(source=folder.name, owners=(owner,), files=files_below(folder))
             continue
         log = git(folder, "log", f"-{_MAX_COMMITS}", "--format=%H %cI", "--", "*.ipynb").decode()
         for order, line in enumerate(reversed(log.splitlines())):
@@ -367,26 +286,7 @@ def _folders(inside: list[Path], lab: str, zone: tzinfo, others: list[str]) -> I
                 commit=(folder, commit),
             )
         if not log.strip():
-            yield HandedIn(source=folder.name, owners=(owner,), files=_below(folder))
-
-
-def git(checkout: Path, *arguments: str) -> bytes:
-    """What git says of a checkout.
-
-    Raises:
-        DownloadError: git is not there, or fails.
-    """
-    environment = os.environ | {"GIT_DIR": str(checkout / ".git"), "GIT_NO_LAZY_FETCH": "1"}
-    try:
-        done = subprocess.run(
-            [*_GIT, *arguments], env=environment, capture_output=True, check=True, timeout=120
-        )
-    except FileNotFoundError:
-        raise DownloadError("git is needed to read checkouts, and is not installed") from None
-    except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", b"") or b"").decode("utf-8", "replace").strip()
-        raise DownloadError(f"{checkout}: git failed: {said[:300] or error}") from None
-    return done.stdout
+            yield HandedIn(source=folder.name, owners=(owner,), files=files_below(folder))
 
 
 def _time(text: str, zone: tzinfo, where: str) -> datetime:

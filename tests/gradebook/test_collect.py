@@ -264,8 +264,8 @@ def test_who_is_not_in_the_class_is_named_with_the_nearest_and_nothing_is_writte
     download = write(tmp_path / "download", files)
     run(course, download, code=2)
     said = capsys.readouterr().err
-    assert "Kim Ngg: not in the class list; did you mean kim?" in said
-    assert "Xyz Qqq: not in the class list" in said
+    assert "Kim Ngg (5002): not in the class list; did you mean kim?" in said
+    assert "Xyz Qqq (5003): not in the class list" in said
     assert not (tmp_path / "got").exists()
     into = run(course, download, "--as", "Kim Ngg=kim", "--as", "Xyz Qqq=")
     assert set(marks(into)) == {"ada", "kim"}
@@ -278,7 +278,7 @@ def test_who_is_not_in_the_class_is_named_with_the_nearest_and_nothing_is_writte
 def test_a_name_that_two_people_have_or_that_is_not_that_of_the_id_stops(course, tmp_path, capsys):
     (tmp_path / "roster.csv").write_text(ROSTER + "ad2,Ada,Lovelace,ad2@x.org,105,x,\n")
     run(course, write(tmp_path / "moodle", MOODLE_FILES), code=2)
-    assert "Ada Lovelace: could be ad2 or ada" in capsys.readouterr().err
+    assert "Ada Lovelace (5001): could be ad2 or ada" in capsys.readouterr().err
     files = {"ngkim_101_9_lab1_ddp.ipynb": notebook("kim"), **CANVAS}
     run(course, write(tmp_path / "canvas", files), code=2)
     assert "its id is that of ada, its name that of kim" in capsys.readouterr().err
@@ -287,10 +287,20 @@ def test_a_name_that_two_people_have_or_that_is_not_that_of_the_id_stops(course,
     assert marks(into)["ada"][0] == "ada"
 
 
+def test_two_people_whose_name_the_class_list_has_once_are_not_taken_for_one(
+    course, tmp_path, capsys
+):
+    other = {"Kim Ng_5009_assignsubmission_file_lab1_ddp.ipynb": notebook("another Kim")}
+    run(course, write(tmp_path / "download", MOODLE_FILES | other), code=2)
+    assert "Kim Ng (5009): 5009 and 5002 are both kim" in capsys.readouterr().err
+    into = run(course, tmp_path / "download", "--as", "Kim Ng (5009)=")
+    assert marks(into)["kim"][0] == "kim"
+
+
 def test_part_of_a_name_is_nobody_elses(course, tmp_path, capsys):
     files = {"Anne-Kim Ng_5_assignsubmission_file_lab1_ddp.ipynb": notebook("anne"), **MOODLE_FILES}
     run(course, write(tmp_path / "download", files), code=2)
-    assert "Anne-Kim Ng: not in the class list; did you mean kim" in capsys.readouterr().err
+    assert "Anne-Kim Ng (5): not in the class list; did you mean kim" in capsys.readouterr().err
 
 
 def test_collecting_again_replaces_what_was_collected_and_nothing_else(course, tmp_path):
