@@ -7,6 +7,7 @@ from autograder.course.course import Course
 from autograder.gradebook.database import put_alembic_on_path
 from autograder.gradebook.full_marks import offer_reflection_points
 from autograder.gradebook.validating import forgive_warnings
+from autograder.report.safe_html import SAFE
 
 c = get_config()  # type: ignore[name-defined]  # noqa: F821
 
@@ -31,11 +32,7 @@ c.CourseDirectory.solution_directory = "build/nbgrader/solution"
 c.CourseDirectory.db_url = f"sqlite:///{made / 'gradebook.db'}"
 
 # What a student wrote or displayed must not run where an instructor or another student opens it.
-c.HTMLExporter.sanitize_html = True
-c.HTMLExporter.filters = {
-    "clean_html": "autograder.report.safe_html.clean",
-    "markdown2html": "autograder.report.safe_html.markdown",
-}
+c.HTMLExporter.update(SAFE)
 
 # Students get notebooks only: the sources beside them in solutions/ hold the answers.
 c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedback", "*.py"]
@@ -83,10 +80,10 @@ c.Autograde.autograde_preprocessors = [
 # Due dates and late penalties are in course.toml, [calendar].
 c.AssignLatePenalties.plugin_class = "autograder.gradebook.late.CoursePolicy"
 
+c.GenerateFeedback.exporter_class = "autograder.report.feedback.FeedbackExporter"
 c.GenerateFeedback.preprocessors = [
     "nbgrader.preprocessors.GetGrades",
     "autograder.gradebook.preprocessors.TellStudents",
-    "nbconvert.preprocessors.CSSHTMLHeaderPreprocessor",
 ]
 
 # A submission out of a folder has neither a time nor a secret, and its feedback is released, too.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -59,6 +60,19 @@ def nothing_runs_on() -> Iterator[None]:
                         os.kill(pid, signal.SIGKILL)
             pytest.fail("still running:\n" + "\n".join(f"{k}: {v}" for k, v in left.items()))
         time.sleep(0.1)
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """Chromium, without anything that an earlier test has left in it."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 def _started_by_tests() -> dict[int, str]:

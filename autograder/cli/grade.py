@@ -79,9 +79,11 @@ def _grade(options: argparse.Namespace, console: Console) -> int:
     command.choose_runner()
     command.grade()
     command.show_changes()
-    command.write_report()
     command.write_json()
-    command.fill_gradebook()
+    try:
+        command.fill_gradebook()
+    finally:
+        command.write_report()  # it links to the feedback, and is there whatever nbgrader does
     return command.say_what_is_left()
 
 

@@ -8,7 +8,7 @@ there.
     sanitize:  ReadWithIntake   the same intake as `autograder grade`, before nbgrader looks at it
     autograde: GradeWithReferee box + kernel + papermill + referee, or the journal's record of it
                SavePoints       the points of every criterion, after nbgrader's SaveAutoGrades
-    feedback:  TellStudents     what a person has not graded yet is called that
+    feedback:  TellStudents     what the page says, in place of nbgrader's list of cells
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from autograder.gradebook.late import set_due_date, set_extension
 from autograder.plain_text import clean
 from autograder.proof.bundled import is_bundled
 from autograder.records.record import Record
+from autograder.report.feedback import NOT_YET, Answer, Feedback, check_of, question_of
 from autograder.report.safe_html import shorten
 from autograder.submission.attempt import grade, known_record
 from autograder.submission.choose_box import choose_sandbox
@@ -46,7 +47,6 @@ from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.intake import read_submission, sha256_of
 
-NOT_YET = "Not graded yet: a person will read this. Until then it counts as nothing, not as wrong."
 SHOWN_BYTES = 20_000  # of a file that is no notebook
 
 
@@ -152,26 +152,54 @@ class SavePoints(_Bridge):
                 refused = verdict.status == Status.INVALID and grade.manual_score is None
                 grade.needs_manual_grade = blocked or refused or grade.manual_score is not None
             book.db.commit()
+        for cell in nb.cells:  # for the feedback page
+            name = cell.metadata.get("nbgrader", {}).get("grade_id")
+            if name in record.by_name:
+                cell.metadata["minidist"] = {"verdict": record.by_name[name].record()}
         return nb, resources
 
 
 class TellStudents(_Bridge):
-    """Runs after nbgrader's GetGrades, which shows what nobody has graded yet as 0 points."""
+    """Runs after nbgrader's GetGrades; collects what the feedback page shows."""
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
-        """Names what waits for a person, and gives each reflection its points."""
+        """Gives the template its `Feedback`."""
         names = resources["nbgrader"]
+        lab = get_lab(names["assignment"])
         where = (names["notebook"], names["assignment"], names["student"])
+        checks, answers = [], []
         with Gradebook(names["db_url"]) as book:
             for cell in nb.cells:
                 about = cell.metadata.get("nbgrader", {})
-                if cell.cell_type != "markdown" or not about.get("grade"):
+                if not about.get("grade"):
                     continue
-                about["points"] = REFLECT_POINTS
+                if cell.cell_type == "code":
+                    checks.append(check_of(lab, cell))
+                    continue
                 grade: Any = book.find_grade(about["grade_id"], *where)
-                if grade.needs_manual_grade and grade.manual_score is None:
+                waits = grade.needs_manual_grade and grade.manual_score is None
+                if waits:
                     said = about.get("comment")
                     about["comment"] = f"{NOT_YET}\n\n{said}" if said else NOT_YET
+                answers.append(
+                    Answer(
+                        name=about["grade_id"],
+                        question=question_of(cell.source),
+                        score=None if waits else about["score"],
+                        points=REFLECT_POINTS,
+                        # nbgrader gives an untouched cell 0 points, and asks nobody.
+                        given=waits or grade.manual_score is not None,
+                    )
+                )
+        resources["feedback"] = Feedback(
+            lab=lab,
+            student=names["student"],
+            score=names["score"],
+            max_score=names["max_score"],
+            late_penalty=names["late_penalty"],
+            checks=[check for check in checks if check is not None],
+            answers=answers,
+        )
         return nb, resources
 
 

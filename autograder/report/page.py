@@ -37,6 +37,7 @@ class Part:
         suspicious: rows of `suspicious.rows`.
         left_out: student or folder of the class without a grade -> why.
         link: the lab's own page, if that says more.
+        feedback: student -> link to the feedback page.
     """
 
     records: Sequence[Record]
@@ -44,6 +45,7 @@ class Part:
     suspicious: Sequence[Sequence[str]] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     link: str = ""
+    feedback: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -99,7 +101,10 @@ def _part(part: Part, first: int) -> list[str]:
         _suspicious(part.suspicious),
         _similar(part.similar),
         "<section><h2>What went wrong, student by student</h2>",
-        *(_details(record, number) for number, record in enumerate(records, first)),
+        *(
+            _details(record, number, part.feedback.get(record.student, ""))
+            for number, record in enumerate(records, first)
+        ),
         "</section>",
     ]
 
@@ -267,7 +272,7 @@ def _mark(status: Status) -> str:
     )
 
 
-def _details(record: Record, number: int) -> str:
+def _details(record: Record, number: int, feedback: str) -> str:
     missed = [c for c in record.criteria if c.status != Status.PASS or c.message]
     passed = [c.criterion for c in record.criteria if c.status == Status.PASS]
     groups: dict[tuple[str, ...], list[Verdict]] = {}
@@ -284,11 +289,12 @@ def _details(record: Record, number: int) -> str:
         )
     done = f"<p class=sub>Passed: {_esc(', '.join(passed))}</p>" if passed else ""
     flag = "" if was_boxed(record) else " <b class=flag>UNSANDBOXED</b>"
+    more = f' · <a href="{_esc(feedback)}">feedback that the student gets</a>' if feedback else ""
     return (
         f"<details id=s{number}><summary><span class=who>{_esc(record.student)}</span>"
         f"<span class=num>{_esc(score_of(record))}</span>{flag}"
         f"<span class=why>{_esc(reason(record)) or 'all right'}</span></summary>"
-        f"{table}{done}<p class=sub>{_esc(record.submission)}</p></details>"
+        f"{table}{done}<p class=sub>{_esc(record.submission)}{more}</p></details>"
     )
 
 

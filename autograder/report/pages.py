@@ -9,9 +9,11 @@ example is no class: it gets the pages over all labs only while nobody else was 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from autograder.course.course import Course
 from autograder.criteria import lab_names
@@ -48,7 +50,13 @@ def write_pages(course: Course, history: Sequence[Grading], report: LabReport) -
     pages = course.build / "reports"
     name = f"{report.lab}.example" if report.is_example else report.lab
     page, table = pages / f"{name}.html", pages / f"{name}.csv"
-    part = Part(report.records, report.similar, report.suspicious, report.left_out)
+    part = Part(
+        report.records,
+        report.similar,
+        report.suspicious,
+        report.left_out,
+        feedback=_feedback_of(course, report.records, pages),
+    )
     write_page([part], page)
     write_csv(report.records, table)
     others = {
@@ -60,10 +68,22 @@ def write_pages(course: Course, history: Sequence[Grading], report: LabReport) -
     if report.is_example and (own or others):
         return [page, table]
     parts = [Part(_sorted(records), link=f"reports/{lab}.html") for lab, records in others.items()]
+    part = replace(part, feedback=_feedback_of(course, report.records, course.build))
     write_page([part, *parts], course.build / "report.html")
     everything = [*report.records, *(record for each in parts for record in each.records)]
     write_csv(everything, course.build / "grades.csv")
     return [page, table, course.build / "report.html", course.build / "grades.csv"]
+
+
+def _feedback_of(course: Course, records: Sequence[Record], folder: Path) -> dict[str, str]:
+    """Student -> address of the feedback page, seen from a page in `folder`."""
+    found = {}
+    for record in records:
+        lab = record.lab
+        page = course.build / "nbgrader" / "feedback" / record.student / lab / f"{lab}.html"
+        if page.is_file():
+            found[record.student] = quote(os.path.relpath(page, folder))
+    return found
 
 
 def _sorted(records: Mapping[str, Record]) -> list[Record]:

@@ -1,6 +1,6 @@
 """Cleans a submission's HTML for display: keeps text and structure, removes everything that runs.
 
-nbgrader_config.py names these functions as nbconvert's filters. Feedback and formgrader show what a
+`SAFE` makes them nbconvert's filters. Feedback and formgrader show what a
 student wrote and what student code displayed. A script in there would run with the rights of the
 person who opens the page; in formgrader this is the instructor, who may change every grade.
 """
@@ -8,18 +8,33 @@ person who opens the page; in formgrader this is the instructor, who may change 
 from __future__ import annotations
 
 import re
+import secrets
 from collections import Counter
+from collections.abc import Mapping
 from html import escape
+from typing import Any, Literal
+from xml.etree import ElementTree
 
 import bleach
-from nbconvert.filters.markdown import markdown2html
+from jinja2 import pass_context
+from latex2mathml.converter import convert
+from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 
 _TAGS = """
     a abbr b blockquote br code col colgroup dd del details div dl dt em h1 h2 h3 h4 h5 h6 hr i img
     kbd li mark ol p pre s small span strong sub summary sup table tbody td tfoot th thead tr u ul
 """
+_MATH = """
+    math menclose mfenced mfrac mi mmultiscripts mn mo mover mpadded mphantom mroot mrow mspace
+    msqrt mstyle msub msubsup msup mtable mtd mtext mtr munder munderover
+"""
+_OF_MATH = """
+    accent columnalign depth display displaystyle fence height linethickness lspace mathcolor
+    mathvariant maxsize minsize movablelimits notation rspace scriptlevel separator stretchy width
+"""
 TAGS = frozenset(_TAGS.split())
+MATH_TAGS, MATH_ATTRIBUTES = frozenset(_MATH.split()), frozenset(_OF_MATH.split())
 ATTRIBUTES = {
     "*": ["class", "title"],
     "a": ["href"],
@@ -38,6 +53,10 @@ MAX_DEPTH = 100
 MAX_CELL_CHARS = 20_000
 MAX_CODE_CHARS = 300_000
 MAX_RICH_CHARS = 3_000_000
+# Of formulas, which take a millisecond each: how many of a cell are drawn, and how long they are.
+MAX_FORMULAS = 300
+MAX_FORMULA_CHARS = 2000
+_XMLNS = ' xmlns="http://www.w3.org/1998/Math/MathML"'
 _CUT = "[…] The rest is left out here; it is in the file that was handed in."
 _TAG = re.compile(r"<(/?)([a-z][a-z0-9]*)")
 _VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "wbr"}
@@ -105,10 +124,86 @@ def shorten(notebook: NotebookNode) -> None:
                     rich -= size
 
 
-def markdown(source: str) -> str:
-    """Markdown as clean HTML.
+class _Renderer(IPythonRenderer):
+    """Leaves a mark in place of each formula: the HTML around them is cleaned, they are MathML."""
 
-    >>> markdown("**a** [b](javascript:x) <script>c</script>").strip()
+    def __init__(self, attachments: dict[str, dict[str, str]]) -> None:
+        super().__init__(escape=False, exclude_anchor_links=True, attachments=attachments)
+        self._mark = f"formula-{secrets.token_hex(8)}-"
+        self._formulas: list[str] = []
+
+    def inline_math(self, body: str) -> str:
+        return self._put(body, "inline")
+
+    def block_math(self, body: str) -> str:
+        return self._put(body, "block")
+
+    def latex_environment(self, name: str, body: str) -> str:
+        return self._put(rf"\begin{{{name}}}{body}\end{{{name}}}", "block")
+
+    def image(self, text: str, url: str, title: str | None = None) -> str:
+        """A picture; in place of a missing attachment, its text."""
+        try:
+            return super().image(text, url, title)
+        except InvalidNotebook:
+            return escape(text)
+
+    def _put(self, tex: str, display: Literal["inline", "block"]) -> str:
+        few = len(self._formulas) < MAX_FORMULAS
+        self._formulas.append(mathml(tex, display) if few else _as_code(tex))
+        return f"{self._mark}{len(self._formulas) - 1}-"
+
+    def put_formulas(self, html: str) -> str:
+        """The HTML with the formulas in place of the marks."""
+        return re.sub(rf"{self._mark}(\d+)-", lambda found: self._formulas[int(found[1])], html)
+
+
+def mathml(tex: str, display: Literal["inline", "block"]) -> str:
+    r"""A formula as MathML; as code where it cannot be read, or is long.
+
+    >>> mathml(r"\nonsense{N}", "inline")
+    '<code>\\nonsense{N}</code>'
+    """
+    try:
+        if len(tex) > MAX_FORMULA_CHARS:
+            return _as_code(tex)
+        tree = ElementTree.fromstring(convert(tex, display=display).replace(_XMLNS, ""))
+    except Exception:  # of many kinds, for whatever a student may write
+        return _as_code(tex)
+    for part in tree.iter():
+        if part.tag not in MATH_TAGS or (part.text or "").startswith("\\"):
+            return _as_code(tex)
+        part.attrib = {k: v for k, v in part.attrib.items() if k in MATH_ATTRIBUTES}
+    tree.set("alttext", tex)
+    if display == "block":
+        tree.set("tabindex", "0")  # a wide one is scrolled
+    return ElementTree.tostring(tree, encoding="unicode")
+
+
+def _as_code(tex: str) -> str:
+    return f"<code>{escape(tex)}</code>"
+
+
+@pass_context
+def markdown(context: Mapping[str, Any], source: str) -> str:
+    """Markdown as clean HTML, with formulas as MathML.
+
+    Args:
+        context: the template's; its "cell" may have attachments.
+
+    >>> markdown({}, "**a** [b](javascript:x) <script>c</script>").strip()
     '<p><strong>a</strong> <a>b</a> &lt;script&gt;c&lt;/script&gt;</p>'
     """
-    return clean(markdown2html(source))
+    renderer = _Renderer(context.get("cell", {}).get("attachments", {}))
+    made = MarkdownWithMath(renderer=renderer).render(source)
+    return renderer.put_formulas(clean(made).replace("<pre>", '<pre tabindex="0">'))
+
+
+# nbconvert's settings for every page that shows what a student wrote.
+SAFE: dict[str, Any] = {
+    "sanitize_html": True,
+    "filters": {
+        "clean_html": "autograder.report.safe_html.clean",
+        "markdown2html": "autograder.report.safe_html.markdown",
+    },
+}

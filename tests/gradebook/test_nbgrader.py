@@ -64,7 +64,7 @@ def test_autograde_gives_the_referees_scores(course):
     assert scores == pytest.approx(expected)
     for student in STUDENTS:
         page = course.root / "build" / "nbgrader" / "feedback" / student / LAB / f"{LAB}.html"
-        assert f"(Score: {float(expected[student])} / 100.0)" in page.read_text(encoding="utf-8")
+        assert f"<dd>{expected[student]:g} of 100</dd>" in page.read_text(encoding="utf-8")
     # The same submissions, graded by our own command: nothing is run again, the scores agree.
     records = course.grade(str(submitted), "--no-gradebook")
     assert {name: r["score"] for name, r in records.items()} == pytest.approx(expected)

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from pages import problems_on_a_phone
 from sources import SPHINX, write_sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,37 +157,13 @@ def test_pages_are_complete_and_need_no_network(site):
     assert "<math" in (site / "labs" / "lab1_ddp" / "lab1_ddp.html").read_text("utf-8")
 
 
-@pytest.fixture
-def browser() -> Iterator[object]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_pages_read_well_with_a_reader_and_on_a_phone(site, browser, theme):
-    from axe_playwright_python.sync_playwright import Axe
-
-    context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme=theme)
-    page = context.new_page()
     problems = []
     for name in ("index", "instructors", "notebooks/02_collectives", "labs/lab1_ddp/lab1_ddp"):
-        page.goto((site / f"{name}.html").as_uri())
-        width = page.evaluate("document.documentElement.scrollWidth")
-        assert width <= 390, f"{name} is {width} pixels wide"
-        found = Axe().run(page).response["violations"]
-        problems += [
-            (name, each["id"], each["nodes"][0]["html"][:200], len(each["nodes"]))
-            for each in found
-            if each["impact"] in ("serious", "critical")
-        ]
+        problems += problems_on_a_phone(browser, site / f"{name}.html", theme)
     assert problems == []
 
 

@@ -1,0 +1,224 @@
+"""A student's feedback page: what is lost and why, what a person still reads, then the notebook.
+
+`TellStudents` collects the rows from nbgrader's gradebook, templates/student/index.html.j2 draws
+them. The page has no scripts and loads nothing; see `safe_html` for what a student wrote.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from nbconvert.exporters import HTMLExporter
+from nbformat import NotebookNode
+from traitlets import default
+from traitlets.config import Config
+
+from autograder.criteria.criterion import Lab, Status
+from autograder.plain_text import MARKS, Mark, clean
+from autograder.report.safe_html import SAFE
+
+NOT_YET = "Not graded yet: a person will read this. Until then it counts as nothing, not as wrong."
+_LOST = (Status.WRONG, Status.STUDENT_ERROR, Status.TIMEOUT, Status.RANK_LOST, Status.NOT_RUN)
+_HERE = Path(__file__).parent
+TEMPLATES = _HERE / "templates"
+_VISIBLE = {ord(c): " " for c in "\u2028\u2029"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One criterion on the page.
+
+    Attributes:
+        task: the heading of the task to reread.
+        score: the points in the gradebook; None if it could not be tested.
+        points: full points, 0 for extra points.
+        message: why points are lost, or what is worth knowing though none are.
+        ranks: the status of each rank.
+    """
+
+    name: str
+    title: str
+    task: str
+    score: float | None
+    points: float
+    status: Status
+    message: str
+    ranks: tuple[Status, ...]
+
+    @property
+    def mark(self) -> Mark:
+        """Symbol and meaning of the status."""
+        return MARKS[self.status]
+
+    @property
+    def shown_points(self) -> str:
+        """`3 of 5`, `+ 4 extra`, or a dash where nothing was tested."""
+        if self.score is None:
+            return "–"
+        given = f"{round(self.score, 2):g}"
+        return f"{given} of {self.points:g}" if self.points else f"+ {given} extra"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question that a person grades.
+
+    Attributes:
+        score: None until somebody has graded it.
+        given: whether there is an answer.
+    """
+
+    name: str
+    question: str
+    score: float | None
+    points: float
+    given: bool
+
+    @property
+    def shown_points(self) -> str:
+        """`1.5 of 2`, or why there are no points."""
+        if not self.given:
+            return "not answered"
+        return "not graded yet" if self.score is None else f"{self.score:g} of {self.points:g}"
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What the page's template reads."""
+
+    lab: Lab
+    student: str
+    score: float
+    max_score: float
+    late_penalty: float
+    checks: Sequence[Check]
+    answers: Sequence[Answer]
+
+    @property
+    def total(self) -> str:
+        """`49 of 100`."""
+        return f"{round(self.score, 2):g} of {self.max_score:g}"
+
+    @property
+    def invalid(self) -> str:
+        """Why nothing could be graded; empty if the submission was a notebook."""
+        return next((c.message for c in self.checks if c.status is Status.INVALID), "")
+
+    @property
+    def lost(self) -> list[list[Check]]:
+        """What went wrong; checks that tell the same stand together."""
+        told: dict[tuple[Status, str], list[Check]] = {}
+        for check in self.checks:
+            if check.status in _LOST:
+                told.setdefault((check.status, check.message), []).append(check)
+        return list(told.values())
+
+    @property
+    def others(self) -> list[Check]:
+        """What is right or could not be tested."""
+        return [c for c in self.checks if c.status not in (*_LOST, Status.INVALID)]
+
+    @property
+    def waiting(self) -> int:
+        """How many answers nobody has graded yet."""
+        return sum(answer.given and answer.score is None for answer in self.answers)
+
+    @property
+    def style(self) -> str:
+        """The style sheet: the report's, and what only this page has."""
+        sheets = (_HERE / "page.css", TEMPLATES / "student" / "page.css")
+        return "\n".join(sheet.read_text("utf-8") for sheet in sheets)
+
+    def check_of(self, cell: NotebookNode) -> Check | None:
+        """The criterion that a code cell tests."""
+        name = cell.metadata.get("nbgrader", {}).get("grade_id")
+        return next((check for check in self.checks if check.name == name), None)
+
+
+def check_of(lab: Lab, cell: NotebookNode) -> Check | None:
+    """The criterion of a graded code cell, with nbgrader's points and the saved verdict.
+
+    None if the lab has no criterion of that name any more.
+    """
+    about = cell.metadata.nbgrader
+    criterion = next((c for c in lab.criteria if c.name == about["grade_id"]), None)
+    if criterion is None:
+        return None
+    score, points = about.get("score") or 0.0, about["points"]
+    saved = cell.metadata.get("minidist", {}).get("verdict", {})
+    status = Status(saved.get("status", Status.PASS if score >= points else Status.WRONG))
+    untested = status in (Status.BLOCKED, Status.INFRA)
+    return Check(
+        name=criterion.name,
+        title=criterion.title,
+        task=criterion.task,
+        score=None if untested else score,
+        points=points,
+        status=status,
+        message=clean(saved.get("message", "")).strip(),
+        ranks=tuple(Status(rank["status"]) for rank in saved.get("ranks", ())),
+    )
+
+
+def question_of(source: str) -> str:
+    """The first sentences of a cell that asks, without marks of emphasis.
+
+    >>> question_of("**1. What happens\\nwith `DDP`?** Say why.\\n\\nYOUR ANSWER HERE")
+    '1. What happens with DDP? Say why.'
+    """
+    paragraph = re.sub(r"[*_`#]", "", clean(source.strip().partition("\n\n")[0]))
+    return shorten(paragraph, 120, placeholder=" …")
+
+
+def show_hidden(html: str) -> str:
+    """The page with every character visible that reorders or hides text, as its code point.
+
+    >>> show_hidden("a\\u202eb")
+    'a⟨U+202E⟩b'
+    """
+    return "".join(
+        f"⟨U+{ord(c):04X}⟩"
+        if unicodedata.category(c) in ("Cf", "Cc", "Cs") and c not in "\n\t"
+        else c
+        for c in html.translate(_VISIBLE)
+    )
+
+
+class FeedbackExporter(HTMLExporter):
+    """Draws the page; nbgrader's GenerateFeedback calls it."""
+
+    @default("exclude_anchor_links")
+    def _no_anchors(self) -> bool:
+        return True
+
+    @property
+    def default_config(self) -> Config:
+        """nbconvert's, with our template, and pictures before what only a script could show."""
+        shown = [
+            *("image/png", "image/jpeg", "image/svg+xml"),
+            *("text/html", "text/markdown", "text/plain"),
+        ]
+        ours = {"template_name": "student", "extra_template_basedirs": [str(TEMPLATES)], **SAFE}
+        config = Config(super().default_config)
+        config.merge(
+            Config(
+                {
+                    "FeedbackExporter": ours,  # comes before what nbgrader asks of an HTMLExporter
+                    "NbConvertBase": {"display_data_priority": shown},
+                }
+            )
+        )
+        return config
+
+    def from_notebook_node(
+        self, nb: NotebookNode, resources: dict[str, Any] | None = None, **kw: Any
+    ) -> tuple[str, dict[str, Any]]:
+        """The page, and nbconvert's resources."""
+        html, made = super().from_notebook_node(nb, resources, **kw)
+        return show_hidden(html), made

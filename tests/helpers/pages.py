@@ -1,0 +1,34 @@
+"""How a page reads: with a screen reader, in both themes, on a phone, without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from axe_playwright_python.sync_playwright import Axe
+
+PHONE = {"width": 390, "height": 800}
+
+
+def problems_on_a_phone(browser: Any, path: Path, theme: str) -> list[str]:
+    """What axe calls serious, whether the page is too wide, and what it loads from elsewhere."""
+    context = browser.new_context(viewport=PHONE, color_scheme=theme)
+    page = context.new_page()
+    problems = []
+    page.on(
+        "request",
+        lambda request: (
+            request.url.startswith(("file:", "data:"))
+            or problems.append(f"{path.name} loads {request.url}")
+        ),
+    )
+    page.goto(path.as_uri())
+    width = page.evaluate("document.documentElement.scrollWidth")
+    if width > PHONE["width"]:
+        problems.append(f"{path.name} is {width} pixels wide")
+    for found in Axe().run(page).response["violations"]:
+        if found["impact"] in ("serious", "critical"):
+            nodes = found["nodes"]
+            problems.append(f"{path.name}: {found['id']}, {len(nodes)}: {nodes[0]['html'][:200]}")
+    context.close()
+    return problems
