@@ -93,6 +93,17 @@ def test_figures_of_other_ranks_are_folded_below(kernel: Kernel) -> None:
     assert "data:image/png;base64,iVBOR" in other["data"]["text/html"]
 
 
+def test_figures_are_shown_where_the_launcher_has_pyplot_already(monkeypatch) -> None:
+    """As it has when a submission is graded: pyplot had chosen to draw into no window."""
+    monkeypatch.setenv("MINIDIST_PRELOAD", "matplotlib.pyplot")
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    with new_kernel() as fresh:
+        shown = fresh.ok("import matplotlib.pyplot as plt\nplt.plot([0, 1]); plt.show()")
+        assert ["image/png" in each["data"] for each in shown.of("display_data")] == [True]
+        [figure] = fresh.ok("plt.subplots()[0]").of("execute_result")
+        assert "image/png" in figure["data"]
+
+
 def test_the_front_cuts_what_a_rank_sends_past_the_bound(kernel: Kernel) -> None:
     # A rank that does not keep to the rules: messages made by hand, past the bounded stream.
     code = (

@@ -198,6 +198,14 @@ def _refuse_exit() -> None:
     )
 
 
+def _draw_in_cells() -> None:
+    """Show figures of a pyplot that the launcher has imported, as of one that a cell imports."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        name = pyplot.rcParams["backend"] = os.environ["MPLBACKEND"]
+        pyplot.switch_backend(name)
+
+
 def _hold() -> None:
     """Keep a rank that gloo's thread is about to end, so that the front sees who called what."""
     waits = any(not entry.get("retired", True) for entry in recorder(True).get("entries", []))
@@ -228,6 +236,7 @@ def main(config: dict[str, Any], launcher: int) -> None:
     link.send({"pid": os.getpid()})
     try:
         app = _make_app(config, rank)
+        _draw_in_cells()
         rendezvous.install()
         keep_backends()
         at_terminate(_hold)
