@@ -21,7 +21,8 @@ from autograder.criteria.criterion import Lab
 
 KEY_BYTES = 32
 RELEASED = ".released-by-autograder"  # is in what `autograder release` writes for students
-_PRIVATE = ("build", "solutions", "tests/zoo")  # grades and answers
+# Grades, answers, and what `nbgrader zip_collect` unpacks.
+_PRIVATE = ("build", "solutions", "tests/zoo", "downloaded")
 
 
 class CourseError(Exception):
