@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from functools import partial
 
 import pytest
@@ -370,20 +371,42 @@ def test_the_loop_is_under_no_sync_until_the_last():
     assert model.seen == [False] * 3 + [True]
     assert model.layer.weight.grad.item() == 1.5
     assert list(accumulate([], model)) == []
-    # Leaving the loop early, or by an exception, ends no_sync.
-    for _ in accumulate(range(3), model):
-        break
-    assert model.sync
-
-    def fail():
-        for _ in accumulate(range(3), model):
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+    stepped = accumulate(range(3), model)
+    assert next(stepped) == (0, False)
+    assert not model.sync
+    with pytest.warns(UserWarning, match="micro-batch 0"):
+        stepped.close()
     assert model.sync
     # A module without no_sync.
     assert [last for _, last in accumulate(range(3), nn.Linear(1, 1))] == [False, False, True]
+
+
+@pytest.mark.parametrize("leaves", ["break", "exception"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_leaving_the_loop_early_ends_no_sync_and_says_what_the_gradients_are(leaves, number):
+    model = Plain()
+    kept = accumulate(range(3), model)  # a variable that lives on
+
+    def loop():
+        for i, _ in kept:
+            if i == number and leaves == "exception":
+                raise KeyError("own")
+            if i == number:
+                return
+
+    expected = pytest.raises(KeyError) if leaves == "exception" else contextlib.nullcontext()
+    message = rf"ended at micro-batch {number}.*this process alone"
+    with expected as caught, pytest.warns(UserWarning, match=message):
+        loop()
+    assert caught is None or caught.tb is not None  # it holds the frame of the loop
+    assert model.sync
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i, _ in accumulate(range(3), model):
+            if i == 2:
+                break  # the last one has synchronised
+        for _ in accumulate(range(3), nn.Linear(1, 1)):
+            break  # nothing was kept local
 
 
 def test_groups_keep_the_tail():

@@ -38,17 +38,18 @@ Works with torch's DistributedDataParallel, `parallel.data.BucketedDDP`, and a p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from minidist.errors import named_rank
+from minidist.parallel.outputs import tensors_in
 from minidist.precision.training import unscale_clip_step
 
 T = TypeVar("T")
@@ -101,25 +102,65 @@ def _groups(batches: Iterable[T], size: int) -> Iterator[list[T]]:
         yield group
 
 
-def accumulate(micro_batches: Iterable[T], model: nn.Module) -> Iterator[tuple[T, bool]]:
+def accumulate(micro_batches: Iterable[T], model: nn.Module) -> Accumulation[T]:
     """Yield (micro-batch, whether it synchronises). Only the last one does; the others' loop
     bodies are in `no_sync`, and in an outer `no_sync` or `accumulate` that of the last one, too.
 
-    Forward **and** backward must be in the loop body. Any iterable works: the generator reads one
-    micro-batch ahead to know which is the last. If the loop ends early and the generator lives on
-    in a variable, its `close()` ends `no_sync`.
+    Forward **and** backward must be in the loop body. Any iterable works: the loop reads one
+    micro-batch ahead to know which is the last. If the loop ends early, by `break` or an exception,
+    `no_sync` ends with it, and a warning says what `p.grad` holds. If only some ranks leave early,
+    the others wait in their last backward: `all_reduce` a flag to decide on all ranks.
     """
-    no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)
-    iterator = iter(micro_batches)
-    try:
-        current = next(iterator)
-    except StopIteration:
-        return
-    for following in iterator:
-        with no_sync():
-            yield current, False
-        current = following
-    yield current, synchronises(model)
+    return Accumulation(micro_batches, model)
+
+
+class Accumulation(Generic[T]):
+    """The iterable that `accumulate` returns.
+
+    Only the loop holds the generator. So it is closed when the loop ends, even if this object
+    lives on in a variable.
+    """
+
+    def __init__(self, micro_batches: Iterable[T], model: nn.Module) -> None:
+        self._micro_batches, self._model = micro_batches, model
+        self._stepped: Iterator[tuple[T, bool]] | None = None  # by next(), without a loop
+
+    def __next__(self) -> tuple[T, bool]:
+        self._stepped = self._stepped or iter(self)
+        return next(self._stepped)
+
+    def close(self) -> None:
+        """End `no_sync` after calls of `next`; a loop has ended it."""
+        if isinstance(self._stepped, Generator):
+            self._stepped.close()
+
+    def __iter__(self) -> Iterator[tuple[T, bool]]:
+        model = self._model
+        no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)
+        iterator = iter(self._micro_batches)
+        try:
+            current = next(iterator)
+        except StopIteration:
+            return
+        for number, following in enumerate(iterator):
+            try:
+                with no_sync():
+                    yield current, False
+            except GeneratorExit:
+                _warn_of_early_end(model, number)
+                raise
+            current = following
+        yield current, synchronises(model)
+
+
+def _warn_of_early_end(model: nn.Module, number: int) -> None:
+    if hasattr(model, "no_sync"):
+        warnings.warn(
+            f"accumulate: the loop ended at micro-batch {number}, not the last one, so p.grad "
+            f"holds the sums of {named_rank()} alone: call zero_grad() on every rank before the "
+            "next step, or run one more backward outside of accumulate, which averages them",
+            stacklevel=3,
+        )
 
 
 def synchronises(model: nn.Module) -> bool:
@@ -215,7 +256,7 @@ def _backward_of_nothing(
     try:
         with autocast():
             loss = loss_fn(model, micro_batch)
-        found = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        found = [x for x in tensors_in(outputs) if x.requires_grad]
         # The sum of no elements: its gradient is 0 for every element.
         nothing = torch.stack([x.reshape(-1)[:0].sum().float() for x in found or parameters]).sum()
         (nothing if scaler is None else scaler.scale(nothing)).backward()

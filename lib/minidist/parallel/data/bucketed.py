@@ -48,7 +48,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from minidist.collectives.buckets import cut_into_buckets
 from minidist.collectives.replicas import broadcast_tensors, global_rank
@@ -61,6 +60,7 @@ from minidist.parallel.data.replicas import (
     check_same_model,
     refuse_copy,
 )
+from minidist.parallel.outputs import tensors_in
 
 MIB = 2**20
 
@@ -249,8 +249,7 @@ class BucketedDDP(nn.Module):
         The gradients of parameters begin it as well. But on some rank it may happen that no
         parameter gets a gradient, and this rank must take part too.
         """
-        leaves = pytree.tree_leaves(output)
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if self._find_unused and not self._may_reenter:
             self._may_reenter = has_python_function(outputs)
         for tensor in outputs:

@@ -38,14 +38,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten
 
 from minidist.collectives.replicas import check_same_tensors, raise_on_all
 from minidist.errors import named_rank
+from minidist.parallel.outputs import tensors_in
 from minidist.parallel.zero.checkpoint import StateDicts
 from minidist.parallel.zero.clip import clip_by_global_norm
 from minidist.parallel.zero.elementwise import check_step_of_pieces
 from minidist.parallel.zero.exchange import group_or_world
+from minidist.parallel.zero.finite import raise_if_not_finite
 from minidist.parallel.zero.flat import FlatShard
 from minidist.parallel.zero.hooks import backward_is_running, call_after_backward, cast
 from minidist.parallel.zero.materialise import materialise
@@ -198,8 +199,8 @@ class Zero3(StateDicts):
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
-            for tensor in tree_flatten(output)[0]:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit))
         # 2. after forward
         if unit.state is not State.BACKWARD and not self._stays(unit):
@@ -323,10 +324,12 @@ class Zero3(StateDicts):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
-        Collective. Returns the norm before scaling, the same on all ranks.
+        Collective. Returns the norm before scaling, the same on all ranks. It may be nan or inf
+        because of gradients, which a loss scaler then skips.
 
         Raises:
             RuntimeError: the last backward was inside `no_sync`.
+            MinidistError: on every rank; parameters are nan or inf. The message names them.
         """
         if any(not flat.gradients.is_empty for flat in self.flats):
             raise RuntimeError(
@@ -334,7 +337,19 @@ class Zero3(StateDicts):
                 "were never averaged"
             )
         pieces = [piece for flat in self.flats for piece in flat.pieces]
-        return clip_by_global_norm(pieces, max_norm, norm_type, self.group)
+        norm = clip_by_global_norm(pieces, max_norm, norm_type, self.group)
+        if not torch.isfinite(norm):  # the same on all ranks
+            self.check_finite()
+        return norm
+
+    def check_finite(self) -> None:
+        """Collective: are all parameters finite?
+
+        Raises:
+            MinidistError: on every rank; the message names the parameters that are nan or inf, the
+                ranks that hold those elements, and the gradients that are.
+        """
+        raise_if_not_finite(self.model, self.group)
 
     def discard_gradients(self) -> None:
         """Drop all gradients: those of the pieces, like zero_grad, and those kept by no_sync."""
