@@ -2,9 +2,9 @@
 
 Evidence is a name or string that the notebook uses and the course's own solution of the same task
 does not. Examples are a ready-made class of torch if the task is to write one, and tools to inspect
-the process, the machine or the grader. There may be good reasons to use these, and an author who
-wants to hide can write such names in a different way. So a finding is worth a question, and no
-finding proves nothing.
+the process, the machine or the grader; `reaching` adds patched modules, and what is taken out of
+the course's machinery. There may be good reasons to use these, and an author who wants to hide can
+write such names in a different way. A finding is worth a question; no finding proves nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autograder.course.course import Course
 from autograder.criteria.criterion import Status
 from autograder.records.record import Record
 from autograder.report.authored import code_of, is_given, name_of
+from autograder.report.reaching import module_names, reached
 
 MAX_ROWS = 200  # rows in the report
 MAX_PER_STUDENT = 8
@@ -34,6 +35,7 @@ _READY_MADE = """
 _LOOKS_AROUND = """
     _getframe currentframe get_objects get_referrers get_referents settrace setprofile f_locals
     f_back ctypes shared_memory memfd_create mmap socket sitecustomize displayhook run_code prctl
+    _get_backend __globals__ __closure__ __code__
     ast_node_transformers input_transformers_cleanup input_transformers_post user_ns ptrace
 """
 READY_MADE = frozenset(_READY_MADE.split())
@@ -65,12 +67,14 @@ def find_evidence(student: str, notebook: NotebookNode, solution: NotebookNode) 
     Args:
         solution: the course's solution; students may use in a task what the solution uses there.
     """
+    known = _names_in(solution)
     usual = {
-        name_of(cell): set(_traces(cell.source))
+        name_of(cell): set(_traces(cell.source, known))
         for cell in solution.cells
         if cell.cell_type == "code"
     }
     everywhere = set().union(*usual.values()) if usual else set()
+    names = _names_in(notebook)
     found: list[Evidence] = []
     left = MAX_CHARS
     for cell in notebook.cells:
@@ -84,7 +88,7 @@ def find_evidence(student: str, notebook: NotebookNode, solution: NotebookNode) 
         left -= len(cell.source)
         # A cell that the author added may use what the solution uses in any task.
         allowed = usual.get(name, everywhere)
-        for what, line in _traces(cell.source).items():
+        for what, line in _traces(cell.source, names).items():
             if what not in allowed:
                 found.append(Evidence(student, name or "own cell", line, what))
     return found[:MAX_PER_STUDENT]
@@ -134,8 +138,17 @@ def rows(evidence: Sequence[Evidence]) -> list[tuple[str, str, str]]:
     return shown
 
 
-def _traces(source: str) -> dict[str, int]:
-    """Description -> first line, for everything in the code that is in the lists above."""
+def _names_in(notebook: NotebookNode) -> dict[str, str]:
+    """Name -> module that it means, in the first cells of a notebook that are looked at."""
+    sources, left = [], MAX_CHARS
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and (left := left - len(cell.source)) >= 0:
+            sources.append(code_of(cell.source))
+    return module_names(sources)
+
+
+def _traces(source: str, names: Mapping[str, str]) -> dict[str, int]:
+    """Description -> first line, for everything in the code that is worth a look."""
     try:
         tree = ast.parse(code_of(source))
     except Exception:  # untrusted source: too deep, with odd characters, or not Python
@@ -145,6 +158,8 @@ def _traces(source: str) -> dict[str, int]:
         for what in _words(node):
             line = getattr(node, "lineno", 0)
             found[what] = min(found.get(what, line), line)
+    for what, line in reached(tree, names):
+        found[what] = min(found.get(what, line), line)
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 

@@ -69,6 +69,89 @@ def test_looking_around_is_shown(title, what):
     assert what in {e.what for e in found}, found
 
 
+REACHES = {  # code, in two cells -> what is said of its last line
+    ("import time", "time.sleep = lambda _: None"): "patches time.sleep",
+    ("import time as clock", "x = 1\nclock.perf_counter = clock.time = None"): "patches time.time",
+    ("import time", "t = time\nt.monotonic = abs"): "patches time.monotonic",
+    ("import time", "setattr(time, 'time_ns', abs)"): "patches time.time_ns",
+    ("import time", "time.__dict__['sleep'] = abs"): "patches time.sleep",
+    ("import time", "vars(time).update(sleep=abs)"): "patches time.sleep",
+    ("import time", "del time.sleep"): "patches time.sleep",
+    ("import time", "for time.sleep in [abs]: pass"): "patches time.sleep",
+    ("", "__import__('time').sleep = abs"): "patches time.sleep",
+    ("import sys", "sys.modules['time'].sleep = abs"): "patches time.sleep",
+    ("import sys", "sys.modules.get('time').sleep = abs"): "patches time.sleep",
+    ("from unittest import mock", "mock.patch('time.sleep', abs).start()"): "patches time.sleep",
+    ("from unittest import mock\nimport time", "mock.patch.object(time, 'sleep')"): (
+        "patches time.sleep"
+    ),
+    ("", "exec('import time\\ntime.sleep = abs')"): "patches time.sleep",
+    ("from minidist import emulate", "emulate.simulate = abs"): "patches minidist.emulate.simulate",
+    ("from minidist.emulate import Link", "Link.seconds = abs"): (
+        "patches minidist.emulate.Link.seconds"
+    ),
+    ("from minidist import emulate", "c = emulate.current_client()\nc.charge = abs"): (
+        "patches minidist.emulate.current_client.charge"
+    ),
+    ("", "from minidist.emulate.client import Client"): "reaches into minidist.emulate.client",
+    ("", "import minidist.emulate.broker as b"): "reaches into minidist.emulate.broker",
+    ("from minidist import emulate", "x = emulate.client.Client"): (
+        "reaches into minidist.emulate.client"
+    ),
+    ("from minidist import emulate", "x = emulate.current_client"): (
+        "reaches into minidist.emulate.current_client"
+    ),
+    ("from minidist import emulate", "x = getattr(emulate, 'client')"): (
+        "reaches into minidist.emulate.client"
+    ),
+    ("import importlib", "importlib.import_module('minidist.kernel')"): (
+        "reaches into minidist.kernel"
+    ),
+    ("import sys", "sys.modules['autograder.inside.probe']"): "reaches into autograder.inside",
+    ("import autograder", "x = autograder.inside.probe"): "reaches into autograder.inside",
+    ("from autograder import check", "check.__globals__['x']"): (
+        "reaches into autograder.check.__globals__"
+    ),
+    ("from autograder import check", "check.__self__"): "reaches into autograder.check.__self__",
+    ("import minidist", "x = minidist.__file__"): "reaches into minidist.__file__",
+}
+
+
+@pytest.mark.parametrize("cells", REACHES)
+def test_patching_and_reaching_into_the_machinery_is_shown_with_its_line(cells):
+    new = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    found = find_evidence("ada", new, nbformat.v4.new_notebook())
+    assert (cells[1].count("\n") + 1, REACHES[cells]) in {(e.line, e.what) for e in found}, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\nstart = time.perf_counter()\nstart.x = 1",
+        "import torch\ntorch.backends.cudnn.benchmark = True",
+        "import torch._inductor.config\ntorch._inductor.config.debug = True",
+        "from minidist import emulate\nc = emulate.Cluster()\nc.nodes = 3\nc.links[0] = 2",
+        "import time as t\ndef f(t):\n    t.grad = None\n    t.data['x'] = 1",
+        "import numpy as np\nx = np.zeros(3)\nx[0] = 1",
+        "from minidist import emulate\nemulate.run(print, 2, emulate.clusters.ONE)",
+        "from autograder import check\ncheck('setup', 1)",
+        "import minidist\nprint(minidist.__version__)",
+        "x = {}\nx['time'] = 1\nx.update(time=2)",
+        "import torch.distributed as dist\ndist.all_reduce = print",
+    ],
+)
+def test_settings_and_things_of_ones_own_are_not(source):
+    new = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    assert find_evidence("ada", new, nbformat.v4.new_notebook()) == []
+
+
+def test_an_attack_on_the_clocks_is_shown_line_by_line():
+    attack = next(a for a in load_attacks() if a.title == "patching/clocks")
+    found = find_evidence("ada", _as_read(attack), solution_of("lab1_ddp"))
+    lines = {e.what: e.line for e in found}
+    assert lines["patches time.sleep"] == lines["patches time.time"] + 2
+
+
 def _as_read(attack):
     return nbformat.from_dict(json.loads(json.dumps(attack.notebook)))
 
