@@ -12,6 +12,8 @@ from pathlib import Path
 
 import nbformat
 
+from minidist.unsupported import page
+
 ROOT = Path(__file__).resolve().parent.parent
 COURSE_MAP = "<!-- course map -->"
 HIDDEN_TAGS = {"parameters", "injected-parameters", "remove-cell"}
@@ -56,7 +58,8 @@ def write_sources(
             "   :imported-members:\n   :show-inheritance:\n```\n",
             "utf-8",
         )
-    names = "\n".join(api)
+    (folder / "reference" / "unsupported.md").write_text(page(), "utf-8")
+    names = "\n".join(("unsupported", *api))
     (folder / "reference" / "index.md").write_text(
         "# Reference of the library\n\nPublic names of `minidist`, with links to their source.\n\n"
         f"```{{toctree}}\n:maxdepth: 1\n\n{names}\n```\n",

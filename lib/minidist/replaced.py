@@ -17,6 +17,19 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from minidist.unsupported import Unsupported
+
+LOST = Unsupported(
+    "layers of minidist.parallel.tensor and .context",
+    "layers with additions of their own (hooks, parametrizations, a replaced forward)",
+    instead="make the model parallel first, then add to it",
+)
+OPTIONS = Unsupported(
+    "VocabParallelEmbedding, ParallelGPT, ContextParallelGPT, parallelize_gpt_native",
+    "options of an embedding that need its whole table or all positions",
+    instead="leave the option at its default, or use data parallelism, which keeps the embedding",
+)
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -26,9 +39,10 @@ def check_layer(who: str, full: Any, kind: type[nn.Module]) -> None:
     if not isinstance(full, kind):
         raise ValueError(f"{who}: expected an nn.{kind.__name__}, got {name}")
     if type(full).forward is not kind.forward:
-        raise ValueError(
-            f"{who}: {name} has a forward of its own, which would be lost; expected that of "
-            f"nn.{kind.__name__}"
+        raise LOST.error(
+            f"{name} has a forward of its own, which would be lost; expected that of "
+            f"nn.{kind.__name__}",
+            where=who,
         )
     _check_additions(who, full)
 
@@ -56,9 +70,8 @@ def _check_additions(who: str, full: nn.Module) -> None:
     if "forward" in vars(full):
         lost.append("a replaced forward (as `recompute` makes it)")
     if lost:
-        raise ValueError(
-            f"{who}: the {type(full).__name__} has {' and '.join(lost)}, which would be lost; make "
-            "the model parallel first"
+        raise LOST.error(
+            f"the {type(full).__name__} has {' and '.join(lost)}, which would be lost", where=who
         )
 
 
@@ -76,7 +89,7 @@ def refuse_options(who: str, embedding: nn.Embedding, names: Iterable[str], why:
     """Raise ValueError if one of these options is set."""
     wrong = [f"{n}={v!r}" for n, v in embedding_options(embedding).items() if n in names]
     if wrong:
-        raise ValueError(f"{who}: cannot keep {', '.join(wrong)} of the embedding: {why}")
+        raise OPTIONS.error(f"cannot keep {', '.join(wrong)}: {why}", where=who)
 
 
 def shared_names(module: nn.Module) -> list[list[str]]:

@@ -38,6 +38,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from minidist.datasets import EpochDataset, ShardedStream, listens, tell_epoch
 from minidist.seeding import derive_seed
+from minidist.unsupported import Unsupported
+
+STREAMS = Unsupported(
+    "DistributedSampler",
+    "data sets without a length",
+    instead="make_loader shares out an IterableDataset as a stream and resumes it",
+)
 
 Tail = Literal["pad", "drop", "uneven"]
 
@@ -132,9 +139,8 @@ def _length(dataset: Any) -> int:
     try:
         return len(dataset)
     except TypeError:
-        raise ValueError(
-            f"DistributedSampler: {type(dataset).__name__} has no length, and an order of samples "
-            "needs one; make_loader shares out an IterableDataset as a stream"
+        raise STREAMS.error(
+            f"{type(dataset).__name__} has no length, and an order of samples needs one"
         ) from None
 
 

@@ -24,6 +24,15 @@ import torch
 from torch import Tensor
 from torch.serialization import get_safe_globals
 
+from minidist.unsupported import Unsupported
+
+OBJECTS = Unsupported(
+    "Checkpoints.save, Checkpoints.save_async",
+    "objects of classes that a checkpoint cannot read again",
+    instead="use numbers, strings, tensors, numpy arrays and lists, tuples, dicts, sets or deques of "
+    "them, or allow the class with torch.serialization.add_safe_globals",
+)
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout)
 _FACTORIES = (None, list, dict, set, int, float, str, bool, tuple)  # of defaultdicts
@@ -163,9 +172,6 @@ def _refusal(value: Any, path: str) -> str:
     if isinstance(value, defaultdict):
         name = f"defaultdict of {value.default_factory!r}"
     hint = next((text for kind, text in _HINTS.items() if isinstance(value, kind)), None)
-    hint = hint or (
-        "use numbers, strings, tensors, numpy arrays and lists, tuples, dicts, sets or deques of "
-        "them, or allow the class with torch.serialization.add_safe_globals"
-    )
+    hint = hint or OBJECTS.instead
     article = "an" if name[0] in "AEIOUaeiou" else "a"
     return f"{path} is {article} {name}, which a checkpoint cannot read again; {hint}"

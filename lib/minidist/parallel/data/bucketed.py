@@ -61,8 +61,18 @@ from minidist.parallel.data.replicas import (
     refuse_copy,
 )
 from minidist.parallel.outputs import tensors_in
+from minidist.unsupported import Unsupported
 
 MIB = 2**20
+
+SPARSE = Unsupported(
+    "BucketedDDP", "sparse gradients", instead="use sparse=False in the embedding, or torch's DDP"
+)
+TWICE = Unsupported(
+    "BucketedDDP",
+    "parameters that are used both inside and outside of reentrant checkpointing",
+    instead="use minidist.parallel.recompute, or checkpoint(..., use_reentrant=False)",
+)
 
 # Sums a flat tensor over the ranks, in place. May return before the sum is done, with a handle to
 # wait for. All ranks call it with the same buckets in the same order.
@@ -257,7 +267,7 @@ class BucketedDDP(nn.Module):
                 tensor.register_hook(self._begin_at_output if self._sync else self._stay_local)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy(self, "ddp.module, and wrap the copy")
+        refuse_copy(self)
 
     # --- backward -----------------------------------------------------------------------------
 
@@ -308,16 +318,15 @@ class BucketedDDP(nn.Module):
         assert parameter.grad is not None
         bucket, position = self._place[parameter]
         if bucket.flat.layout != parameter.grad.layout:
-            raise ValueError(
-                f"BucketedDDP: gradients must be dense, got {parameter.grad.layout} for a "
-                f"parameter of shape {tuple(parameter.shape)} on {named_rank()}"
+            raise SPARSE.error(
+                f"gradients must be dense, got {parameter.grad.layout} for a parameter of shape "
+                f"{tuple(parameter.shape)} on {named_rank()}"
             )
         if position not in bucket.waiting:
-            raise MinidistError(
-                f"BucketedDDP: a parameter of shape {tuple(parameter.shape)} got a gradient twice "
-                "in one backward, inside and outside of reentrant checkpointing: pass "
-                "use_reentrant=False to checkpoint",
-                rank=dist.get_rank(),
+            raise TWICE.error(
+                f"one of shape {tuple(parameter.shape)} got a gradient twice in one backward on "
+                f"{named_rank()}",
+                MinidistError,
             )
         if torch._C._current_graph_task_id() != self._task:
             return  # in reentrant checkpointing: more may come, so `_finish` takes the sum

@@ -22,6 +22,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from minidist.unsupported import Unsupported
+
+BF16_HOOK = Unsupported(
+    "wrap_ddp",
+    "bf16 messages of torch's DDP on gloo",
+    instead='use hook="fp16" or minidist.parallel.compression',
+)
+
 # torch has renamed this option; from torch 2.13 on, the old name gives a warning.
 _SYNC_BUFFERS = next(
     name
@@ -92,9 +100,7 @@ def _hook(
         return group, default_hooks.fp16_compress_hook
     if options.hook == "bf16":
         if dist.get_backend(group) != "nccl":
-            raise ValueError(
-                f"wrap_ddp: torch's bf16 hook needs nccl, got {dist.get_backend(group)}"
-            )
+            raise BF16_HOOK.error(f"torch's bf16 hook needs nccl, got {dist.get_backend(group)}")
         return group, default_hooks.bf16_compress_hook
     if options.hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(

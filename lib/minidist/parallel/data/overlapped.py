@@ -71,7 +71,7 @@ class OverlappedDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy(self, "ddp.module, and wrap the copy")
+        refuse_copy(self)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)

@@ -24,6 +24,18 @@ from torch import Tensor, nn
 
 from minidist.collectives.replicas import broadcast_tensors, check_same_tensors
 from minidist.errors import named_rank
+from minidist.unsupported import Unsupported
+
+NEW_PARAMETERS = Unsupported(
+    "BucketedDDP, OverlappedDDP",
+    "parameters that are added or unfrozen after wrapping",
+    instead="add LoRA and the like before wrapping, or wrap the model again",
+)
+COPIES = Unsupported(
+    "BucketedDDP, OverlappedDDP",
+    "copies and pickles of the wrapper",
+    instead="copy or save ddp.module, and wrap the copy",
+)
 
 
 def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -55,20 +67,23 @@ def check_no_new_parameters(module: nn.Module, known: Container[Tensor], where: 
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter not in known:
-            raise ValueError(
-                f"{where}: {name} was frozen or not there when the model was wrapped, and now "
-                f"wants a gradient on {named_rank()}, which nothing averages; wrap the model again"
+            raise NEW_PARAMETERS.error(
+                f"{name} was frozen or not there when the model was wrapped, and now wants a "
+                f"gradient on {named_rank()}, which nothing averages",
+                where=where,
             )
 
 
-def refuse_copy(wrapper: Any, instead: str) -> NoReturn:
+def refuse_copy(wrapper: Any) -> NoReturn:
     """For `__reduce_ex__` of a wrapper: `copy`, `pickle` and `torch.save` end here.
 
     Raises:
         TypeError: always. The hooks of the parameters do not travel with a copy, so it would train
             without averaging.
     """
-    raise TypeError(
-        f"{type(wrapper).__name__}: cannot be copied or pickled on {named_rank()}, because its "
-        f"hooks and its process group would stay behind; copy or save {instead}"
+    raise COPIES.error(
+        f"the wrapper was to be copied or pickled on {named_rank()}, and its hooks and its process "
+        "group would stay behind",
+        TypeError,
+        where=type(wrapper).__name__,
     )

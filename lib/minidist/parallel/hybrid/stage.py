@@ -27,6 +27,14 @@ from minidist.parallel.pipeline import TensorSpec
 from minidist.parallel.pipeline.partition import GPTStage
 from minidist.parallel.tensor import parallelize_gpt
 from minidist.replaced import shared_names
+from minidist.unsupported import Unsupported
+
+SHARED = Unsupported(
+    "HybridTrainer",
+    "shared weights, except for the token embedding and the head",
+    instead="use GPTConfig(tied=True) for these two, and for others Zero3 or a PipelineExecutor, which sum "
+    "the gradients of all uses",
+)
 
 
 def build_stages(
@@ -63,10 +71,7 @@ def _check_shared(model: Any) -> None:
     tied = ["token_embedding.weight", "head.weight"] if model.config.tied else []
     for names in shared_names(model):
         if names != tied:
-            raise ValueError(
-                f"HybridTrainer: {' and '.join(names)} are one parameter; only GPTConfig(tied=True)"
-                " can share one, that of the token embedding and the head"
-            )
+            raise SHARED.error(f"{' and '.join(names)} are one parameter")
 
 
 class HybridStage(GPTStage):

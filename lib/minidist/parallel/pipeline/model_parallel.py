@@ -31,6 +31,13 @@ from torch import Tensor, nn
 
 from minidist.parallel.pipeline.p2p import TensorSpec
 from minidist.parallel.pipeline.ties import find_ties, has_ties, summed
+from minidist.unsupported import Unsupported
+
+TIED = Unsupported(
+    "ModelParallel",
+    "weights that stages share",
+    instead="use forward_backward or a PipelineExecutor, or untie the weights",
+)
 
 
 def naive_utilisation(num_ranks: int) -> float:
@@ -64,10 +71,7 @@ class ModelParallel(nn.Module):
                 f"{len(stages)} stages"
             )
         if any(has_ties(stage) for stage in stages):
-            raise ValueError(
-                "ModelParallel: stages on several devices cannot hold one weight together, and "
-                "here some are tied; untie them, or use forward_backward or a PipelineExecutor"
-            )
+            raise TIED.error("some are tied, and several devices cannot hold one weight together")
         self.devices = [torch.device(device) for device in devices]
         pairs = zip(stages, self.devices, strict=True)
         self.stages = nn.ModuleList(stage.to(device) for stage, device in pairs)

@@ -8,6 +8,13 @@ from torch import Tensor
 
 from minidist.parallel.zero.exchange import GradientBucket
 from minidist.parallel.zero.partition import Layout, Piece
+from minidist.unsupported import Unsupported
+
+STRIDES = Unsupported(
+    "Zero2Optimizer",
+    "parameters that are not contiguous, such as those in channels_last",
+    instead="use ShardedOptimizer, or make them contiguous",
+)
 
 
 @dataclass
@@ -27,7 +34,7 @@ class ShardedBucket:
 def elements_of(param: Tensor, piece: Piece) -> Tensor:
     """The piece's elements, as a 1-D view of the parameter."""
     if not param.is_contiguous():
-        raise ValueError(
+        raise STRIDES.error(
             f"a parameter of shape {tuple(param.shape)} with strides {param.stride()} is not "
             "contiguous and cannot be cut by element"
         )

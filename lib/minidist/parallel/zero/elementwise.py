@@ -28,6 +28,13 @@ from torch import Tensor, nn
 
 from minidist.errors import named_rank
 from minidist.precision.clip import shard_group
+from minidist.unsupported import Unsupported
+
+WHOLE = Unsupported(
+    "Zero2Optimizer, Zero3",
+    "optimisers that look at whole parameters (Muon, LAMB, LARS, Adafactor)",
+    instead="ShardedOptimizer keeps each parameter whole on one rank",
+)
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -102,11 +109,17 @@ def check_step_of_pieces(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: 
     make.elementwise = getattr(kind, "elementwise", None)  # pyright: ignore
     reason = why_not_elementwise(make, params[0].device)
     if reason is not None:
-        raise ValueError(
-            f"Zero3: {kind.__name__} looks at whole parameters, which are cut by element here "
-            f"({reason}) on {named_rank()}; ShardedOptimizer keeps them whole"
-        )
+        raise refuse_whole("Zero3", kind.__name__, reason)
     _checked[optimizer] = len(params)
+
+
+def refuse_whole(where: str, name: str, reason: str) -> ValueError:
+    """The error of an optimiser that looks at whole parameters where they are cut."""
+    return WHOLE.error(
+        f"{name} looks at whole parameters, which are cut by element here ({reason}) on "
+        f"{named_rank()}",
+        where=where,
+    )
 
 
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()

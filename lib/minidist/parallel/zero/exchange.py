@@ -27,6 +27,13 @@ from torch import Tensor
 from minidist.device import all_gather_single, reduce_scatter_single
 from minidist.errors import named_rank
 from minidist.parallel.zero.partition import Layout
+from minidist.unsupported import Unsupported
+
+SPARSE = Unsupported(
+    "ShardedOptimizer, Zero2Optimizer, Zero3",
+    "sparse gradients",
+    instead="use sparse=False in the embedding",
+)
 
 # Tags separate the two kinds of rows from each other and from messages of other code.
 _GATHER_TAG, _REDUCE_TAG = 7001, 7002
@@ -211,9 +218,9 @@ class GradientBucket:
     def add(self, index: int, gradient: Tensor) -> None:
         """Put the whole gradient of one parameter into the rows of its owners."""
         if gradient.layout is not torch.strided:
-            raise ValueError(
+            raise SPARSE.error(
                 f"gradients have to be dense to be sharded, got {gradient.layout} for parameter "
-                f"{index} of its bucket on {named_rank()} (an embedding with sparse=True?)"
+                f"{index} of its bucket on {named_rank()}"
             )
         if self._rows is None:
             self._rows = torch.empty(sum(self.sizes), dtype=self.wire_dtype, device=self.device)

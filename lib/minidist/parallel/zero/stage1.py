@@ -48,6 +48,18 @@ from minidist.parallel.zero.state import (
     pack_optimizer_state,
 )
 from minidist.precision.clip import clip_by_global_norm
+from minidist.unsupported import Unsupported
+
+TOGETHER = Unsupported(
+    "ShardedOptimizer, Zero2Optimizer",
+    "optimisers whose step for one parameter depends on the others (LBFGS)",
+    instead="use the optimiser itself on every rank, and BucketedDDP",
+)
+COPIES = Unsupported(
+    "ShardedOptimizer, Zero2Optimizer",
+    "copies and pickles of the optimiser",
+    instead="save state_dict() or full_state_dict()",
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -114,15 +126,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_kind(self, name: str, params: list[Any]) -> None:
         reason = why_not_per_parameter(self._make_inner, device_of(params))
         if reason is not None:
-            raise ValueError(
-                f"{type(self).__name__}: {name} needs all parameters in one place and cannot be "
-                f"sharded: {reason} ({named_rank()})"
+            raise TOGETHER.error(
+                f"{name} needs all parameters in one place: {reason} ({named_rank()})",
+                where=type(self).__name__,
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__}: cannot be copied or pickled on {named_rank()}, because its "
-            "group and its hooks would stay behind; save state_dict() or full_state_dict()"
+        raise COPIES.error(
+            f"it was to be copied or pickled on {named_rank()}, and its group and its hooks would "
+            "stay behind",
+            TypeError,
+            where=type(self).__name__,
         )
 
     # -- ownership -----------------------------------------------------------------------------

@@ -38,9 +38,8 @@ from torch import Tensor
 
 from minidist.collectives.buckets import cut_into_buckets
 from minidist.collectives.replicas import raise_on_all
-from minidist.errors import named_rank
 from minidist.parallel.zero.buckets import ShardedBucket, elements_of
-from minidist.parallel.zero.elementwise import why_not_elementwise
+from minidist.parallel.zero.elementwise import refuse_whole, why_not_elementwise
 from minidist.parallel.zero.exchange import GradientBucket
 from minidist.parallel.zero.partition import Layout, Piece, by_element
 from minidist.parallel.zero.stage1 import ShardedOptimizer, device_of
@@ -91,10 +90,7 @@ class Zero2Optimizer(ShardedOptimizer):
     def _check_kind(self, name: str, params: list[Any]) -> None:
         reason = why_not_elementwise(self._make_inner, device_of(params))
         if reason is not None:
-            raise ValueError(
-                f"Zero2Optimizer: {name} looks at whole parameters, which are cut by element here "
-                f"({reason}) on {named_rank()}; ShardedOptimizer keeps them whole"
-            )
+            raise refuse_whole("Zero2Optimizer", name, reason)
 
     # -- ownership -----------------------------------------------------------------------------
 

@@ -57,6 +57,19 @@ from minidist.parallel.zero.unit import (
     share_random_state,
     take_values_of_rank0,
 )
+from minidist.unsupported import Unsupported
+
+COPIES = Unsupported(
+    "Zero3",
+    "copies and pickles of a sharded model",
+    instead="save full_state_dict() or save_sharded(), copy the model before Zero3(model), or use "
+    "WeightAverage for a moving average",
+)
+NEW_PARAMETERS = Unsupported(
+    "Zero3",
+    "parameters that are added or converted after sharding",
+    instead="add LoRA and call .to(dtype) before Zero3(model)",
+)
 
 # Reduce-scatters in progress while the next unit computes. Each holds whole gradients of a unit.
 _MAX_IN_FLIGHT = 1
@@ -219,10 +232,10 @@ class Zero3(StateDicts):
         return is_last or not unit.reshard_after_forward
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"Zero3: a sharded model cannot be copied or pickled on {named_rank()}, because its "
-            "hooks belong to this model and its group; save full_state_dict() or save_sharded(), "
-            "or copy the model before Zero3(model)"
+        raise COPIES.error(
+            f"it was to be copied or pickled on {named_rank()}, and its hooks belong to this "
+            "model and its group",
+            TypeError,
         )
 
     def _begin_forward(self) -> None:
@@ -233,9 +246,9 @@ class Zero3(StateDicts):
                 unit.free()
         for name, param in self.model.named_parameters():
             if param.requires_grad and param not in self._homes:
-                raise ValueError(
-                    f"Zero3: {name} was not there when the model was sharded, so nothing averages "
-                    f"its gradient on {named_rank()}; add parameters before Zero3(model)"
+                raise NEW_PARAMETERS.error(
+                    f"{name} was not there when the model was sharded, so nothing averages its "
+                    f"gradient on {named_rank()}"
                 )
         if self._in_backward:  # the last backward ended with an exception
             self._in_backward = False
