@@ -178,6 +178,41 @@ def test_uneven_tokens_and_idle_experts(n):
     run(world, n, check_uneven)
 
 
+def check_a_rank_without_tokens():
+    mesh = make_expert_mesh()
+    for factor in (None, 1.0):
+        config = MoEConfig(**SIZES, shared_experts=1, capacity_factor=factor)
+        whole, layer = build(config), build(config, mesh)
+        x = draw(8, 6)[: 8 * dist.get_rank()]  # none on rank 0
+        y = layer(x)
+        assert_close(y, dense(x, whole, config)[0] if len(x) else x)
+        y.sum().backward()
+        average_gradients(layer, mesh)
+        assert layer.experts.up_LDF.grad.any()
+
+
+def test_a_rank_without_tokens_still_serves_its_experts():
+    run(world, 2, check_a_rank_without_tokens)
+
+
+def check_mixed_precision():
+    torch.manual_seed(0)
+    layer = MoE(MoEConfig(**SIZES, shared_experts=1), make_expert_mesh())
+    x = draw(4, 8, 6, seed=dist.get_rank()).float().requires_grad_()
+    exact = layer(x).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.float().square().sum().backward()
+    assert_close(y.float(), exact, rtol=0.05, atol=0.05)
+    assert layer.experts.up_LDF.grad.dtype == x.grad.dtype == torch.float32
+    layer.bfloat16()
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_mixed_precision():
+    run(world, 2, check_mixed_precision)
+
+
 def check_training(ep):
     """A GPT whose MLPs are experts; both ways of balancing at once, a few steps of AdamW."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -391,6 +426,12 @@ def test_what_does_not_divide_is_refused_with_the_arithmetic(n, ep, experts, mes
 def test_impossible_sizes_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         MoEConfig(**(SIZES | options))
+
+
+def test_tokens_of_a_different_width_are_refused():
+    layer = MoE(MoEConfig(**SIZES))
+    with pytest.raises(ValueError, match=r"expected tokens of width 6, got .* \(2, 12\)"):
+        layer(torch.zeros(2, 12))  # would be four tokens of width 6
 
 
 def test_experts_of_a_different_width_are_refused():

@@ -56,7 +56,7 @@ def keep_within_capacity(choices_NK: Tensor, num_experts: int, capacity: int) ->
     """
     queue = F.one_hot(choices_NK.T.flatten(), num_experts)  # first choices, then second choices
     place = (queue.cumsum(0) * queue).sum(1)  # 1 for the first row of an expert
-    return (place <= capacity).view(choices_NK.shape[1], -1).T
+    return (place <= capacity).view(choices_NK.T.shape).T
 
 
 # ------------------------------------------------------------------------------------ all-to-all
@@ -160,5 +160,8 @@ def combine(rows_RD: Tensor, route: Route, group: Group = None) -> Tensor:
     rows = rows_RD[route.order_R.argsort()]
     if len(route.send) > 1:
         rows = all_to_all(rows, route.receive, route.send, group)
+    rows = (
+        rows * route.weight_M[:, None]
+    )  # under autocast the weights are in fp32, the rows in bf16
     out_ND = rows.new_zeros(route.num_tokens, rows.shape[1])
-    return out_ND.index_add(0, route.token_M, rows * route.weight_M[:, None])
+    return out_ND.index_add(0, route.token_M, rows)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minidist.model import GPT
+from minidist.model import GPT, Block
 from minidist.parallel.expert.dispatch import (
     combine,
     dispatch,
@@ -140,7 +140,16 @@ class MoE(nn.Module):
         self.num_dropped = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (..., D) of this rank to (..., D)."""
+        """Tokens (..., D) of this rank to (..., D).
+
+        Raises:
+            ValueError: the last dimension of x is not the layer's width.
+        """
+        if x.shape[-1] != self.config.width:
+            raise ValueError(
+                f"MoE: expected tokens of width {self.config.width}, got a tensor of shape "
+                f"{tuple(x.shape)}"
+            )
         x_ND = x.reshape(-1, self.config.width)
         # 1. Choose experts, and drop what exceeds their capacity.
         routing = self.router(x_ND)
@@ -177,8 +186,8 @@ def use_experts(model: GPT, config: MoEConfig, mesh: ExpertMesh | None = None) -
         )
     layers = []
     for block in model.modules():
-        if hasattr(block, "mlp"):
+        if isinstance(block, Block):
             like = next(block.parameters())
-            block.mlp = MoE(config, mesh).to(like.device, like.dtype)
-            layers.append(block.mlp)
+            layers.append(MoE(config, mesh).to(like.device, like.dtype))
+            block.add_module("mlp", layers[-1])
     return layers
