@@ -160,8 +160,6 @@ def combine(rows_RD: Tensor, route: Route, group: Group = None) -> Tensor:
     rows = rows_RD[route.order_R.argsort()]
     if len(route.send) > 1:
         rows = all_to_all(rows, route.receive, route.send, group)
-    rows = (
-        rows * route.weight_M[:, None]
-    )  # under autocast the weights are in fp32, the rows in bf16
+    rows = rows * route.weight_M[:, None]  # fp32 under autocast, like the weights
     out_ND = rows.new_zeros(route.num_tokens, rows.shape[1])
     return out_ND.index_add(0, route.token_M, rows)

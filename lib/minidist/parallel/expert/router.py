@@ -3,8 +3,8 @@
 1. p = softmax(x W): one probability per expert,
 2. the choice: the k experts with the largest p + b. The bias b is not trained; `update_bias` moves
    it, and it is zero without that,
-3. the weights: p of the chosen experts, divided by their sum. The bias is not in them. For k = 1 the
-   weight is p itself: divided by itself it would be 1, and the router would never learn.
+3. the weights: p of the chosen experts, divided by their sum. The bias is not in them. For k = 1
+   the weight is p itself: divided by itself it would be 1, and the router would never learn.
 
 The choice itself has no gradient. The router learns through the weights only, so only from the
 experts that a token has visited.
@@ -50,8 +50,8 @@ class Routing:
 class Router(nn.Module):
     """Chooses `top_k` of `num_experts` experts for each token.
 
-    Every rank holds the whole router, with equal weights. Keep it in fp32 or more: in bf16 a bias of
-    0.5 does not change if 0.001 is added.
+    Every rank holds the whole router, with equal weights. Keep it in fp32 or more: in bf16 a bias
+    of 0.5 does not change if 0.001 is added.
     """
 
     bias_E: Tensor
