@@ -7,20 +7,24 @@ import contextlib
 import errno
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
+from typing import Any
 
 from rich.console import Console
 
 from autograder.cli import collect, grade, later, prepare
-from autograder.cli.arguments import EXIT_FAILED, EXIT_USAGE
+from autograder.cli.arguments import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_codes
 from autograder.course.course import CourseError
+from minidist import __version__
 
 # Each command imports torch and nbgrader itself if it needs them, so that --help and usage errors
 # answer at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0 on success, 1 on a failure of the grader, 2 on wrong usage."""
+    """Runs one command; returns its exit code, see `arguments.exit_codes`."""
     parser = _parser()
     options = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
@@ -45,17 +49,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("autograder: interrupted; what was graded is kept", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="autograder", description=__doc__)
+    codes = "; ".join(f"{code} {meaning}" for code, meaning in exit_codes())
+    parser = argparse.ArgumentParser(
+        prog="autograder", description=__doc__, epilog=f"Exit codes: {codes}."
+    )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="name the versions that a report should name"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     prepare.add_commands(commands)
     collect.add_command(commands)
     grade.add_command(commands)
     later.add_commands(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints versions without importing what is slow."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        packages = [f"{name} {version(name)}" for name in ("torch", "nbgrader")]
+        print(f"autograder {__version__} (Python {python_version()}, {', '.join(packages)})")
+        parser.exit()
 
 
 if __name__ == "__main__":

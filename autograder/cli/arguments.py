@@ -6,7 +6,32 @@ import argparse
 import os
 from pathlib import Path
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+# What 1 says of a command; of every one it says that the machine failed: a full disk, say.
+FAILURES = {
+    "init": "",
+    "verify": "a lab is not proven",
+    "release": "",
+    "doctor": "something is missing",
+    "collect": "",
+    "grade": "somebody was not graded, by our failure (INFRA)",
+    "replay": "a criterion ends in another way than in the record",
+    "status": "",
+    "publish": "somebody who has a grade is not in the file, or nobody has one",
+    "roster": "",
+    "extend": "",
+}
+
+
+def exit_codes() -> list[tuple[int, str]]:
+    """Every exit code with its meaning; `--help` and the guide show this table."""
+    failures = ", ".join(f"{what} (`{name}`)" for name, what in FAILURES.items() if what)
+    return [
+        (EXIT_OK, "done"),
+        (EXIT_FAILED, f"the grader or the machine failed, or: {failures}"),
+        (EXIT_USAGE, "refused, and why is told: wrong usage, or what was given cannot be taken"),
+        (EXIT_INTERRUPTED, "interrupted; what was graded is kept"),
+    ]
 
 
 def positive(text: str) -> int:

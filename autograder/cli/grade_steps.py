@@ -13,6 +13,7 @@ from rich.console import Console
 
 from autograder.batch.grade_class import Runner, default_jobs, grade_class
 from autograder.cli.arguments import EXIT_FAILED, EXIT_OK
+from autograder.cli.next_steps import next_steps
 from autograder.course.course import Course
 from autograder.criteria import get_lab
 from autograder.files import write_whole
@@ -194,4 +195,6 @@ class GradeCommand:
                 said = clean(f"{record.student} was not graded: {record.infra.message}")
                 print(f"autograder: {said}", file=sys.stderr)
                 code = EXIT_FAILED
+        for line in next_steps(self.course, self.lab.name, self.records, example=self.bundled):
+            say(self.console, f"next: {line}")
         return code
