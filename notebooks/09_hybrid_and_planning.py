@@ -340,24 +340,6 @@ display(
 
 
 # %%
-def bytes_sent(log: CollectiveLog) -> float:
-    """What this rank sends for the calls of a log, each of them a ring."""
-    total = 0.0
-    for record in log.records:
-        n = len(record.ranks)
-        share = {
-            "all_reduce": 2 * (n - 1) / n,
-            "reduce_scatter": (n - 1) / n,
-            "broadcast": (n - 1) / n,
-            "all_gather": n - 1,
-            "send": 1,
-            "recv": 0,
-        }
-        total += record.num_bytes * share[record.kind]
-    return total
-
-
-# %%
 WAYS = {
     "dp 4": {"dp": 4},
     "dp 4, ZeRO-3": {"dp": 4, "zero": 3},
@@ -401,7 +383,7 @@ for name, layout in WAYS.items():
             trainer.prepare_gradients()
             trainer.step()
         curves[name].append(loss.item())
-    sent[name] = (bytes_sent(log), sum(log.counts().values()))
+    sent[name] = (sum(record.ring_bytes for record in log.records), len(log.records))
 middle = [None] * world_size
 dist.all_gather_object(middle, sent)
 

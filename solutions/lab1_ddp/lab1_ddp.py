@@ -1339,6 +1339,29 @@ check("ddp_overlap", DDP)
 check("ddp_scaling", DDP)
 
 # %% [markdown]
+# ## Yours beside PyTorch's
+#
+# The next cell trains one network with your DDP, with PyTorch's, and with the course's own. All get
+# the same weights and batches, so the losses must agree, and the bytes, too. The time of a step is
+# measured twice: here, where other programs disturb it, and on the emulated cluster, where only
+# overlap and buckets count. How close do you come?
+
+# %% demo="see_beside" tags=["active-ipynb"]
+# from minidist.beside import beside, find, training
+#
+# with demo("tasks 1 and 7"):
+#     _, _, device = setup_distributed()
+#     ours = find("minidist.parallel.data:BucketedDDP")
+#     beside(
+#         {
+#             "yours": training(lambda net: DDP(net, bucket_cap_mb=0.6)),
+#             "PyTorch's": training(lambda net: DistributedDataParallel(net, bucket_cap_mb=0.6)),
+#             "the course's": ours and training(lambda net: ours(net, bucket_bytes=600_000)),
+#         },
+#         device=device,
+#     )
+
+# %% [markdown]
 # ## Reflect
 #
 # Some things no test can judge. Answer each question in its own cell, in a few sentences: replace

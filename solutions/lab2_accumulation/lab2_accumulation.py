@@ -1034,6 +1034,66 @@ with demo("tasks 3, 6 and 7"):
 check("accum_convergence", compare_convergence)
 
 # %% [markdown]
+# ## Yours beside the others
+#
+# The next cell takes the same steps, of four micro-batches each, in three ways: with your
+# `accumulate_ddp`, with the course's own loop, and with a loop that synchronises in every backward.
+# The losses must agree. Which numbers differ, and why?
+
+# %% demo="see_beside" tags=["active-ipynb"]
+# from minidist.beside import beside, find
+#
+#
+# def accumulating(add_gradients):
+#     """Steps of SGD; `add_gradients(ddp, micro_batches)` returns the loss."""
+#
+#     def begin(net):
+#         ddp = DistributedDataParallel(net)
+#         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+#
+#         def step(x, y):
+#             optimizer.zero_grad()
+#             micro_batches = list(zip(x.chunk(4), y.chunk(4), strict=True))
+#             loss = add_gradients(ddp, micro_batches)
+#             optimizer.step()
+#             return torch.as_tensor(loss, device=x.device)
+#
+#         return step
+#
+#     return begin
+#
+#
+# def synchronise_each_time(ddp, micro_batches):
+#     total = 0.0
+#     for x, y in micro_batches:
+#         loss = F.mse_loss(ddp(x), y) / len(micro_batches)
+#         loss.backward()
+#         total += loss.detach()
+#     return total
+#
+#
+# def by_the_course(ddp, micro_batches):
+#     total = 0.0
+#     for (x, y), _ in accumulate(micro_batches, ddp):
+#         loss = F.mse_loss(ddp(x), y) / len(micro_batches)
+#         loss.backward()
+#         total += loss.detach()
+#     return total
+#
+#
+# with demo("task 3"):
+#     join_group()
+#     accumulate = find("minidist.parallel.accumulation:accumulate")
+#     beside(
+#         {
+#             "yours": accumulating(partial(accumulate_ddp, loss_fn=F.mse_loss)),
+#             "the course's": accumulate and accumulating(by_the_course),
+#             "in every backward": accumulating(synchronise_each_time),
+#         },
+#         device=DEVICE,
+#     )
+
+# %% [markdown]
 # ## Reflect
 #
 # Some things no test can judge. Answer each question in its own cell, in a few sentences: replace

@@ -1110,6 +1110,43 @@ def choose_strategy(
 check("fsdp_choice", (traffic_per_rank, choose_strategy))
 
 # %% [markdown]
+# ## Yours beside PyTorch's
+#
+# The next cell trains one network with your FSDP, with PyTorch's, and with the course's own; every
+# layer is a unit. All get the same weights and batches, so the losses must agree, and the bytes,
+# too. The time of a step is measured here, where other programs disturb it, and on the emulated
+# cluster, where only the order of gathers counts. DDP is there for comparison: what does sharding
+# cost?
+
+# %% demo="see_beside" tags=["active-ipynb"]
+# from minidist.beside import beside, find, training
+#
+#
+# def fully_sharded(net):
+#     mesh = init_device_mesh(next(net.parameters()).device.type, (dist.get_world_size(),))
+#     for module in [*net, net]:
+#         fully_shard(module, mesh=mesh)
+#     return net
+#
+#
+# def sharded_by_the_course(net):
+#     Zero3(net, list(net))
+#     return net
+#
+#
+# with demo("task 3"):
+#     Zero3 = find("minidist.parallel.zero:Zero3")
+#     beside(
+#         {
+#             "yours": training(lambda net: FSDP(net, list(net))),
+#             "PyTorch's": training(fully_sharded),
+#             "the course's": Zero3 and training(sharded_by_the_course),
+#             "DDP": training(DistributedDataParallel),
+#         },
+#         device=device,
+#     )
+
+# %% [markdown]
 # ## On a GPU: 3 extra points
 #
 # With a CUDA device, `fsdp_gpu_memory` trains 24 blocks of 1536 × 1536 with your class of task 3

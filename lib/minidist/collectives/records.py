@@ -31,6 +31,24 @@ class Record:
         """From issue to completion, waiting for late ranks included."""
         return None if self.ended_s is None else self.ended_s - self.issued_s
 
+    @property
+    def ring_bytes(self) -> float:
+        """Bytes that this rank sends: those counted, or those of a ring for torch's collectives.
+
+        A collective with a root counts as what its ranks send on average.
+        """
+        if self.num_bytes_sent is not None:
+            return self.num_bytes_sent
+        n = len(self.ranks)
+        share = {
+            "all_reduce": 2 * (n - 1) / n,
+            "all_gather": n - 1,
+            "send": 1,
+            "recv": 0,
+            "barrier": 0,
+        }
+        return self.num_bytes * share.get(self.kind, (n - 1) / n)
+
 
 @dataclass(frozen=True)
 class Meeting:
