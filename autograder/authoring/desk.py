@@ -4,16 +4,17 @@
     work/notebooks/    own copies of the lectures
     work/labs/         own copies of the labs; links between notebooks hold
 
-A copy that is there already stays as it is.
+A copy that is there already stays as it is. The front page tells how many points a lab's checks
+gave when the copy was last saved.
 """
 
 from __future__ import annotations
 
-import filecmp
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 
@@ -38,7 +39,7 @@ def set_out(root: Path) -> Iterator[str]:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
             yield f"new   {copy.relative_to(root)}"
-        elif not filecmp.cmp(source, copy, shallow=False):
+        elif not _same(source, copy):
             afresh = source.relative_to(root)
             yield f"kept  {copy.relative_to(root)} (delete it to get {afresh} afresh)"
     (work / FRONT_PAGE).write_text(front_page(root), "utf-8")
@@ -58,12 +59,51 @@ def front_page(root: Path) -> str:
         lines += [f"- {_link(root, path)}" for path in lectures]
     for heading, paths in (("Labs", labs), ("Bonuses", bonuses)):
         if paths:
-            lines += ["", f"## {heading}", "", *(f"- {_link(root, path)}" for path in paths)]
+            own = (
+                f"- {_link(root, path)}{_points(root / 'work' / path.relative_to(root))}"
+                for path in paths
+            )
+            lines += ["", f"## {heading}", "", *own]
     lines += [
         "",
         "These are your own copies; `make lab` adds what is new and changes none of them.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _points(copy: Path) -> str:
+    """What the checks said when a lab was last saved; empty if none was run."""
+    cells = [cell for cell in _cells(copy) if cell.cell_type == "code"]
+    checks = [cell for cell in cells if cell.metadata.get("nbgrader", {}).get("grade")]
+    if not any(cell.outputs for cell in checks):
+        return ""
+    passed = [
+        cell.metadata.nbgrader.points
+        for cell in checks
+        for output in cell.outputs
+        if output.get("text", "").startswith(f"✓ {cell.metadata.nbgrader.grade_id} ")
+    ]
+    most = sum(cell.metadata.nbgrader.points for cell in checks)
+    return f": **{sum(passed):g} of {most:g} points** when last saved"
+
+
+def _same(source: Path, copy: Path) -> bool:
+    """Whether two files are alike; of notebooks, whether their cells say the same.
+
+    JupyterLab writes a notebook anew that was only opened or run.
+    """
+    if source.read_bytes() == copy.read_bytes():
+        return True
+    said = [[(cell.cell_type, cell.source) for cell in _cells(each)] for each in (source, copy)]
+    return bool(said[0]) and said[0] == said[1]
+
+
+def _cells(path: Path) -> list[Any]:
+    """The cells of a notebook; none of a file that is no notebook."""
+    try:
+        return nbformat.read(path, as_version=4).cells
+    except Exception:  # of many kinds, for what a student may have made of it
+        return []
 
 
 def _sources(root: Path) -> list[Path]:
@@ -72,10 +112,9 @@ def _sources(root: Path) -> list[Path]:
 
 
 def _link(root: Path, path: Path) -> str:
-    notebook = nbformat.read(path, as_version=4)
     headings = (
         line.removeprefix("# ").replace("`", "")
-        for cell in notebook.cells
+        for cell in _cells(path)
         if cell.cell_type == "markdown"
         for line in cell.source.splitlines()
         if line.startswith("# ")

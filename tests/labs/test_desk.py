@@ -6,8 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
+import nbformat
 import pytest
 from jupyter_server_helper import jupyter_lab
+from nbformat.v4 import new_output
 
 from autograder.authoring.desk import FRONT_PAGE, front_page, set_out
 
@@ -38,6 +40,33 @@ def test_copies_keep_what_a_student_wrote(course):
     ]
     assert mine.read_text() == "mine"
     assert (course / "work" / "nbgrader_config.py").samefile(course / "nbgrader_config.py")
+
+
+def test_the_front_page_tells_ones_points_and_a_run_notebook_has_not_changed(course):
+    list(set_out(course))
+    page = course / "work" / FRONT_PAGE
+    assert "points" not in page.read_text("utf-8")
+    mine = course / "work" / "labs" / "lab1_ddp" / "lab1_ddp.ipynb"
+    notebook = nbformat.read(mine, as_version=4)
+    checks = {
+        cell.metadata.nbgrader.grade_id: cell
+        for cell in notebook.cells
+        if cell.cell_type == "code" and cell.metadata.get("nbgrader", {}).get("grade")
+    }
+    said = {"setup": "✓ setup  5/5  one process group  (5 of 100 points so far)\n"}
+    said |= {"wrap_model": "[rank 1] ✓ wrap_model  5/5", "script": "✓ scripts  8/8"}
+    for name, text in said.items():
+        checks[name].outputs = [new_output("stream", text=text)]
+    checks["ddp_scaling"].outputs = [new_output("error", ename="CheckFailed", evalue="no")]
+    notebook.metadata["language_info"] = {"name": "python", "version": "3.99"}
+    nbformat.write(notebook, mine)
+    assert list(set_out(course)) == []
+    assert "lab1_ddp.ipynb): **5 of 100 points** when last saved" in page.read_text("utf-8")
+    checks["setup"].source += "\n"
+    nbformat.write(notebook, mine)
+    assert [line.split()[:2] for line in set_out(course)] == [
+        ["kept", "work/labs/lab1_ddp/lab1_ddp.ipynb"]
+    ]
 
 
 def test_a_copy_of_an_earlier_course_moves_along(course):
