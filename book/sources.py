@@ -24,7 +24,8 @@ API = (  # minidist.…, in the order of the menu
     *("parallel.data", "parallel.accumulation", "parallel.compression", "parallel.local_sgd"),
     *("parallel.parameter_server", "parallel.zero", "parallel.fsdp", "parallel.tensor"),
     *("parallel.context", "parallel.expert", "parallel.pipeline", "parallel.hybrid"),
-    *("precision", "lr", "sampler", "seeding", "metrics", "data", "mesh"),
+    *("precision", "lr", "sampler", "packing", "average", "seeding", "metrics"),
+    *("data", "mesh"),
     *("checkpoint", "elastic", "cost", "plan", "profile", "claims", "plots"),
 )
 

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minidist.packing import document_mask, document_positions
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -77,7 +79,11 @@ class GPT(nn.Module):
                 module.reset_parameters()
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
-        """Token plus position embedding, (B, T, D). Positions count from 0 unless given."""
+        """Token plus position embedding, (B, T, D). Positions count from 0 unless given.
+
+        Args:
+            positions_T: (T,), or (B, T) if they differ between rows.
+        """
         num_tokens = tokens_BT.shape[1]
         if positions_T is None:
             if num_tokens > self.config.context:
@@ -88,11 +94,20 @@ class GPT(nn.Module):
             positions_T = torch.arange(num_tokens, device=tokens_BT.device)
         return self.token_embedding(tokens_BT) + self.position_embedding(positions_T)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits of the next token at every position, (B, T, V)."""
-        x_BTD = self.embed(tokens_BT)
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Logits of the next token at every position, (B, T, V).
+
+        Args:
+            documents_BT: the document of each token, if rows hold several (`minidist.packing`):
+                each gets the logits that it would get alone.
+        """
+        if documents_BT is None:
+            x_BTD, mask = self.embed(tokens_BT), {}
+        else:
+            x_BTD = self.embed(tokens_BT, document_positions(documents_BT))
+            mask = {"mask_B1TT": document_mask(documents_BT)}
         for block in self.blocks:
-            x_BTD = block(x_BTD)
+            x_BTD = block(x_BTD, **mask)
         return self.head(self.norm(x_BTD))
 
 
@@ -106,8 +121,9 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.norm1(x_BTD))
+    def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+        mask = {} if mask_B1TT is None else {"mask_B1TT": mask_B1TT}
+        x_BTD = x_BTD + self.attention(self.norm1(x_BTD), **mask)
         return x_BTD + self.mlp(self.norm2(x_BTD))
 
 
@@ -123,12 +139,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
         query_BHTK, key_BHTK, value_BHTK = (
             layer(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        y_BHTK = F.scaled_dot_product_attention(query_BHTK, key_BHTK, value_BHTK, is_causal=True)
+        y_BHTK = F.scaled_dot_product_attention(
+            query_BHTK, key_BHTK, value_BHTK, attn_mask=mask_B1TT, is_causal=mask_B1TT is None
+        )
         return self.dropout(self.out(y_BHTK.transpose(1, 2).flatten(2)))
 
 

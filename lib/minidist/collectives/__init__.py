@@ -12,6 +12,7 @@ schedules, and `Schedule.time_s` estimates how long a schedule takes.
 | `rooted`, `alltoall`, `hierarchical` | broadcast, reduce, gather, scatter; all-to-all; nodes |
 | `async_work`, `issue` | `async_op=True` and what it guarantees; validation |
 | `ddp_hooks`, `torch_backend` | DDP communication hooks; the torch.distributed backend "minidist" |
+| `ordered`, `barrier` | a sum in the order of the ranks; a barrier that names who is missing |
 | `log` | which rank called what, how many bytes, which rank waited for which |
 
 Example::

@@ -15,6 +15,7 @@ from .algorithms import (
 )
 from .alltoall import all_to_all
 from .async_work import CollectiveWork
+from .barrier import monitored_barrier
 from .ddp_hooks import (
     direct_hook,
     double_tree_hook,
@@ -29,6 +30,7 @@ from .executor import Transport, even_chunks, list_chunks, run_steps
 from .halving_doubling import halving_doubling_all_reduce
 from .hierarchical import hierarchical_all_reduce, node_groups
 from .log import CollectiveLog
+from .ordered import ordered_all_reduce
 from .records import MergedLog, Record
 from .ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from .rooted import broadcast, gather, reduce, scatter
@@ -67,7 +69,9 @@ __all__ = [
     "hierarchical_steps",
     "list_chunks",
     "make_hook",
+    "monitored_barrier",
     "node_groups",
+    "ordered_all_reduce",
     "reduce",
     "reduce_steps",
     "register",

@@ -30,8 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minidist.device import all_gather_single, by_dtype_and_device
-from minidist.errors import MismatchError
+from minidist.errors import MismatchError, named_rank
 from minidist.mesh import Mesh
+from minidist.packing import PACKED
 from minidist.parallel.context.layout import Layout, positions
 from minidist.parallel.context.ring import ring_attention
 from minidist.parallel.context.ulysses import check_heads, ulysses_attention
@@ -105,7 +106,7 @@ class ContextParallelGPT(nn.Module):
         self.head = full.head
         self._inputs_checked = dist.get_world_size(group) == 1
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Logits of this rank's tokens, (B, T / n, V).
 
         Args:
@@ -116,6 +117,8 @@ class ContextParallelGPT(nn.Module):
             MismatchError: in the first call, if a rank's shape differs from that of rank 0 of the
                 group.
         """
+        if documents_BT is not None:
+            raise PACKED.error(f"got documents_BT on {named_rank()}", where="ContextParallelGPT")
         if not self._inputs_checked:
             _check_same_shapes(tokens_BT, self.group)
             self._inputs_checked = True

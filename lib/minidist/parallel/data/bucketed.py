@@ -50,6 +50,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minidist.collectives.buckets import cut_into_buckets
+from minidist.collectives.ordered import ordered_all_reduce
 from minidist.collectives.replicas import broadcast_tensors, global_rank
 from minidist.errors import MinidistError, named_rank
 from minidist.parallel.data.buckets import FlatBucket, Work
@@ -109,6 +110,9 @@ class BucketedDDP(nn.Module):
         reorder: after the first backward, make new buckets in the order in which gradients came on
             rank 0. Without it, buckets have the reversed order of the parameters.
         reduce: replaces the all-reduce, e.g. by a ring or by compression. Sums in place.
+        deterministic: sum in the order of the ranks (`ordered_all_reduce`): the same bits as one
+            process that adds the gradients of as many micro-batches, if their number is a power of
+            two. Slow: nothing overlaps, and every rank receives all gradients of all ranks.
 
     `.to(dtype)` and `.to(device)` also work after wrapping, on all ranks alike: the next backward
     makes new buckets. A copy or a pickle is refused, because hooks do not travel with it.
@@ -130,6 +134,7 @@ class BucketedDDP(nn.Module):
         broadcast_buffers: bool = True,
         reorder: bool = True,
         reduce: Reduce | None = None,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         # Validate: without communication, so that a wrong call raises on every rank.
@@ -138,6 +143,8 @@ class BucketedDDP(nn.Module):
                 "BucketedDDP: bucket sizes must be at least 0 bytes, got "
                 f"bucket_bytes={bucket_bytes}, first_bucket_bytes={first_bucket_bytes}"
             )
+        if reduce is not None and deterministic:
+            raise ValueError("BucketedDDP: give reduce= or deterministic=True, not both")
         trained = [p for p in module.parameters() if p.requires_grad]
         if not trained:
             raise ValueError("BucketedDDP: no parameter of the module requires a gradient")
@@ -150,7 +157,8 @@ class BucketedDDP(nn.Module):
         self._as_view = gradient_as_bucket_view
         self._find_unused = find_unused
         self._broadcast_buffers = broadcast_buffers
-        self._reduce = reduce or self._all_reduce
+        in_order = partial(ordered_all_reduce, group=group) if deterministic else None
+        self._reduce: Reduce = reduce or in_order or self._all_reduce
 
         # Derive: every replica becomes rank 0's.
         check_same_model(module, group)

@@ -23,8 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minidist.errors import MismatchError
+from minidist.errors import MismatchError, named_rank
 from minidist.mesh import Mesh
+from minidist.packing import PACKED
 from minidist.parallel.tensor.block import ParallelBlock
 from minidist.parallel.tensor.config import RngTracker, TensorParallel, split_evenly
 from minidist.parallel.tensor.layers import ParallelLayerNorm, replicated
@@ -104,7 +105,12 @@ class ParallelGPT(nn.Module):
         _tie_as(full, self)
         self._inputs_checked = tp.size == 1
 
-    def forward(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_T: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
         """Logits of this rank's part of the vocabulary, (B, T, ceil(V / n)).
 
         The first call compares the tokens (and, with dropout, the random streams) of all ranks.
@@ -117,6 +123,8 @@ class ParallelGPT(nn.Module):
             ValueError: too many tokens, or T does not divide under sequence parallelism.
             MismatchError: tokens or random stream of a rank differ from rank 0 of the group.
         """
+        if documents_BT is not None:
+            raise PACKED.error(f"got documents_BT on {named_rank()}", where="ParallelGPT")
         if not self._inputs_checked:
             self._check_same_inputs(tokens_BT)
             self._inputs_checked = True

@@ -83,7 +83,12 @@ def gather_rows(
 
 
 def reduce_rows(
-    rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, dtype: torch.dtype
+    rows: Tensor,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    *,
+    ordered: bool = False,
 ) -> Pending:
     """Start a reduce-scatter. `wait()` returns the mean over ranks of this rank's row.
 
@@ -92,12 +97,13 @@ def reduce_rows(
         sizes: elements of each row.
         dtype: dtype of the result, and of the sum if the rows are added here. If the backend's
             reduce-scatter adds them, the sum has the dtype of `rows`.
+        ordered: always add here, in the order of the ranks.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     parts = rows.split(list(sizes))
     if world_size == 1:
         return Pending([], lambda: rows.to(dtype))
-    if not _direct(rows, group) and len(set(sizes)) == 1:
+    if not ordered and not _direct(rows, group) and len(set(sizes)) == 1:
         output = torch.empty_like(parts[rank])
         work = reduce_scatter_single(output, rows, group=group, async_op=True)
         return Pending([work], lambda: output.to(dtype).div_(world_size), keep=rows)
@@ -206,6 +212,7 @@ class GradientBucket:
                 )
             start += size + num_flags
             self._flags.append(slice(start - num_flags, start))
+        self.ordered = False  # whether sums are made in the order of the ranks, on any backend
         self._rows: Tensor | None = None
         self._filled: set[int] = set()
         self._sent: tuple[Pending, set[int]] | None = None
@@ -252,7 +259,7 @@ class GradientBucket:
                 for at, begin, end, flag in self._targets[index]:
                     rows[at : at + end - begin] = 0
                     rows[flag] = 0
-        pending = reduce_rows(rows, self.sizes, self.group, self.dtype)
+        pending = reduce_rows(rows, self.sizes, self.group, self.dtype, ordered=self.ordered)
         self._sent = (pending, self._filled)
         self._rows, self._filled = None, set()
 

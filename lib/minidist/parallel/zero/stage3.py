@@ -96,6 +96,9 @@ class Zero3(StateDicts):
         prefetch: number of units to gather ahead.
         offload: keep shards, gradients and optimiser state in CPU memory.
         device: where to compute; None means the model's device, or the CPU for a meta model.
+        deterministic: add gradients in the order of the ranks on every backend, as one process adds
+            those of as many micro-batches; the same bits, if their number is a power of two and
+            gradients travel in the model's dtype. Needs the memory of all ranks' rows at once.
         init: called with the model if it is on the meta device; None means `reset_parameters`.
 
     Raises:
@@ -116,6 +119,7 @@ class Zero3(StateDicts):
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         offload: bool = False,
+        deterministic: bool = False,
         device: torch.device | str | None = None,
         init: Callable[[nn.Module], None] | None = None,
     ) -> None:
@@ -151,6 +155,8 @@ class Zero3(StateDicts):
         for module, params in assigned.items():
             unit = Unit(module, names[module], reshard_after_forward and module is not model)
             homes |= unit.shard(params, self.group, self.device, policy, offload)
+            for flat in unit.flats:
+                flat.gradients.ordered = deterministic
             self.units.append(unit)
         if is_meta:
             self._materialise(assigned, homes, init)

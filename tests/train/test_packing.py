@@ -1,0 +1,95 @@
+"""Several documents in one row: each is computed as if it were alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minidist.launch import run
+from minidist.model import GPT, GPTConfig, lm_loss
+from minidist.packing import document_mask, document_positions, documents_of, pack
+from minidist.parallel.context import context_parallel_gpt
+from minidist.parallel.tensor import parallelize_gpt
+from minidist.parallel.zero import Zero3
+
+CONFIG = GPTConfig(vocab_size=13, context=8, width=8, num_layers=2, num_heads=2)
+DOCUMENTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11], [12], [3, 3]]
+
+
+def make() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG).double()
+
+
+def loss_alone(model: GPT, documents: list[list[int]]) -> torch.Tensor:
+    """Mean over predicted tokens, each document in a forward of its own."""
+    total, count = torch.zeros((), dtype=torch.double), 0
+    for document in documents:
+        if len(document) > 1:
+            tokens = torch.tensor([document])
+            total = total + lm_loss(model(tokens[:, :-1]), tokens[:, 1:]) * (len(document) - 1)
+            count += len(document) - 1
+    return total / count
+
+
+def test_each_document_gets_the_logits_that_it_gets_alone() -> None:
+    model, (tokens, _, ids) = make(), pack(DOCUMENTS, 8)
+    assert tokens.shape == (2, 8)  # no more rows than needed
+    logits = model(tokens, documents_BT=ids)
+    rows = [[DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[3], DOCUMENTS[4]], [DOCUMENTS[2]]]
+    for row, there in zip(rows, logits, strict=True):
+        begin = 0
+        for document in row:
+            alone = model(torch.tensor([document]))[0]
+            torch.testing.assert_close(there[begin : begin + len(document)], alone)
+            begin += len(document)
+    assert not torch.allclose(logits, model(tokens))  # without documents they see each other
+
+
+def test_loss_and_gradients_are_those_of_the_documents() -> None:
+    packed, alone = make(), make()
+    tokens, targets, ids = pack(DOCUMENTS, 8)
+    loss = lm_loss(packed(tokens, documents_BT=ids), targets)
+    wanted = loss_alone(alone, DOCUMENTS)
+    loss.backward()
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    for p, q in zip(packed.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_cumulated_lengths_and_ids_mean_the_same() -> None:
+    ids = documents_of(torch.tensor([0, 3, 3, 5, 8], dtype=torch.int32))  # an empty one, too
+    assert ids.tolist() == [[0, 0, 0, 2, 2, 3, 3, 3]]
+    assert document_positions(ids).tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert document_mask(ids)[0, 0, 4].tolist() == [False] * 3 + [True] * 2 + [False] * 3
+    for wrong in ([1, 2], [0, 3, 2], [0]):
+        with pytest.raises(ValueError, match="rising numbers that begin with 0"):
+            documents_of(torch.tensor(wrong))
+    with pytest.raises(ValueError, match="number 1 has 9"):
+        pack([[1], list(range(9))], 8)
+
+
+def sharded() -> float:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    alone, model = make(), make()
+    zero = Zero3(model, units=model.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    # As many predicted tokens on both ranks, so that the mean of means is the mean.
+    own = [[[1, 2, 3], [4, 5]], [[6, 7], [8, 9, 10]]]
+    tokens, targets, ids = pack(own[rank], 8)
+    lm_loss(model(tokens, documents_BT=ids), targets).backward()
+    optimizer.step()
+    loss_alone(alone, own[0] + own[1]).backward()
+    torch.optim.SGD(alone.parameters(), lr=1.0).step()
+    got = zero.full_state_dict()
+    for split in (parallelize_gpt(make(), dist.group.WORLD), context_parallel_gpt(make(), None)):
+        with pytest.raises(ValueError, match=r"packed sequences .*; use minidist\.model\.GPT with"):
+            split(tokens, documents_BT=ids)
+    return max((got[k] - v).abs().max().item() for k, v in alone.state_dict().items())
+
+
+def test_packed_rows_train_sharded_and_are_refused_where_they_would_be_ignored() -> None:
+    assert max(run(sharded, 2)) < 1e-12
