@@ -23,8 +23,10 @@ from autograder.gradebook.downloads import Download, read_download
 from autograder.gradebook.handed_in import HandedIn
 from autograder.gradebook.late import due_date, read_extensions
 from autograder.gradebook.roster import Person, Roster
-from autograder.gradebook.unpack import DownloadError, open_download
+from autograder.gradebook.unpack import WORK, DownloadError, open_download
 from autograder.submission.find import Found, display_name, find_submissions
+
+_SHOWN = 5  # files that are kept to be named where no notebook is
 
 
 @dataclass
@@ -67,7 +69,7 @@ def collect(
     """
     into.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target: moving what is complete needs no room, so that it cannot fail half-way.
-    with tempfile.TemporaryDirectory(dir=into.parent, prefix=".collecting-") as folder:
+    with tempfile.TemporaryDirectory(dir=into.parent, prefix=WORK) as folder:
         work, staged = Path(folder) / "unpacked", Path(folder) / "staged"
         work.mkdir()
         staged.mkdir()
@@ -196,13 +198,13 @@ class _Deadlines:
 
 
 def _stage(handed: HandedIn, lab: str, folder: Path) -> None:
-    """Writes the notebooks of an attempt; if there is none, the names of what there is."""
+    """Writes the notebooks of an attempt; if there is none, some of what there is."""
     folder.mkdir(parents=True)
     notebooks = [n for n in handed.files if n.casefold().endswith(".ipynb")]
     called = [n for n in notebooks if PurePosixPath(n).stem.casefold() == lab.casefold()]
     depth = min((len(PurePosixPath(n).parts) for n in called), default=0)
     wanted = [n for n in called if len(PurePosixPath(n).parts) == depth] or notebooks
-    for name in wanted or handed.files:
+    for name in wanted or list(handed.files)[:_SHOWN]:
         short = PurePosixPath(name).name
         target = folder / (short if not (folder / short).exists() else name.replace("/", "-"))
         target.write_bytes(handed.read(name))

@@ -24,7 +24,7 @@ import yaml
 from autograder.course.times import parse_time
 from autograder.gradebook.database import TIMESTAMP
 from autograder.gradebook.handed_in import HandedIn, Owner, files_below, git, unzipped
-from autograder.gradebook.unpack import TOOLS_OWN, DownloadError
+from autograder.gradebook.unpack import TOOLS_OWN, WORK, DownloadError
 from autograder.submission.find import display_name
 
 METADATA = "submission_metadata.yml"
@@ -81,7 +81,11 @@ def read_download(folder: Path, lab: str, zone: tzinfo, work: Path) -> Download:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name not in TOOLS_OWN)
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name not in TOOLS_OWN and not path.name.startswith(WORK)
+    )
 
 
 def _goes_on(inside: list[Path], lab: str) -> bool:

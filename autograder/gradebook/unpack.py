@@ -22,6 +22,7 @@ MAX_RATIO = 100  # of a zip's content to its size; notebooks with pictures have 
 _SMALL_BYTES = 64 << 20  # below, the ratio does not matter
 _PIECE_BYTES = 1 << 20
 _SHOWN = 5
+WORK = ".collecting-"  # how names of our own folders begin, which may lie in the download
 TOOLS_OWN = ("__MACOSX", ".DS_Store", ".ipynb_checkpoints", "Thumbs.db")
 
 

@@ -320,6 +320,13 @@ def test_collecting_again_replaces_what_was_collected_and_nothing_else(course, t
     assert marks(into)["ada"] == ("ada", "")
 
 
+def test_the_download_may_be_the_folder_in_which_one_is(course, tmp_path, monkeypatch):
+    write(tmp_path / "download", MOODLE_FILES)
+    (tmp_path / "roster.csv").rename(tmp_path / "download" / "roster.csv")
+    monkeypatch.chdir(tmp_path / "download")
+    assert set(marks(run(course, "."))) == {"ada", "kim"}
+
+
 def test_two_notebooks_that_could_be_meant_stop_everything(course, tmp_path, capsys):
     files = {
         **SUBMITTED,
