@@ -186,7 +186,7 @@ def _parse(raw: bytes, limits: IntakeLimits) -> dict[str, Any]:
     try:
         notebook = json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of 5000 digits is a ValueError too
-        raise _Invalid(f"the file is not JSON, so not a notebook: {str(error)[:200]}") from None
+        raise _Invalid(f"the file is not JSON, so not a notebook: {_likely(text, error)}") from None
     if not isinstance(notebook, dict) or ("cells" not in notebook and "nbformat" not in notebook):
         raise _Invalid("the file is JSON, but not a notebook: it has no cells")
     version = notebook.get("nbformat")
@@ -196,6 +196,23 @@ def _parse(raw: bytes, limits: IntakeLimits) -> dict[str, Any]:
             "open it in JupyterLab and save it"
         )
     return notebook
+
+
+def _likely(text: str, error: Exception) -> str:
+    """What the file probably is, for whoever handed it in."""
+    start = text.lstrip()[:200].lower()
+    if start.startswith(("<!doctype", "<html")):
+        return "it is a web page. Download the notebook itself (JupyterLab: File, Download)"
+    if not start.startswith("{"):
+        return "it looks like text or a script. Hand in the file whose name ends in .ipynb"
+    if conflict := re.search(r"^(<{7}|={7}|>{7})( |$)", text, re.MULTILINE):
+        line = text.count("\n", 0, conflict.start()) + 1
+        return f"line {line} has marks of a merge that git left open. Settle it and save again"
+    if isinstance(error, json.JSONDecodeError):
+        if error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg:
+            return "it ends in the middle, as after an upload that broke off. Hand it in again"
+        return f"line {error.lineno} was damaged ({error.msg}). Open it in JupyterLab to see"
+    return str(error)[:200]
 
 
 def _cells(notebook: dict[str, Any], limits: IntakeLimits, notes: list[str]) -> list[_Cell]:

@@ -407,3 +407,19 @@ def test_links_and_odd_names(tmp_path: Path):
     found = find_submissions([inside], "lab1_ddp").submissions
     assert [s.student for s in found] == ["a\ufffd[2Jb", "oscar", "\ufffdfdp"]
     assert "symbolic link" in (read_submission(found[1].path, MASTER).invalid or "")
+
+
+@pytest.mark.parametrize(
+    ("made_of", "said"),
+    [
+        (lambda text: "<!DOCTYPE html><p>" + text, "it is a web page"),
+        (lambda text: "import torch\n", "text or a script"),
+        (lambda text: text[: len(text) // 2], "ends in the middle"),
+        (lambda text: text.replace("\n", "\n<<<<<<< HEAD\n", 1), "line 2 has marks of a merge"),
+        (lambda text: text.replace('"cells": [', '"cells": [,', 1), "line 2 was damaged"),
+    ],
+)
+def test_a_file_that_is_no_notebook_is_called_what_it_is(tmp_path, made_of, said):
+    path = tmp_path / "lab1_ddp.ipynb"
+    path.write_text(made_of(nbformat.writes(MASTER)), encoding="utf-8")
+    assert said in (read_submission(path, MASTER).invalid or "")
