@@ -44,14 +44,14 @@ LIB_FLOORS = [
     {"plots", "peers"},
     {"train"},
     {"elastic"},
-    {"parallel", "checkpoint", "lr", "metrics", "profile"},
+    {"parallel", "checkpoint", "lr", "metrics", "profile", "average"},
     {"sampler", "precision", "emulate", "data", "model", "replaced"},
-    {"seeding", "datasets"},
+    {"seeding", "datasets", "packing"},
     {"collectives"},
     {"mesh"},
     {"launch", "device", "kernel", "claims"},
     {"processes"},
-    {"errors", "cost", "comparing", "evidence"},
+    {"errors", "cost", "comparing", "evidence", "unsupported", "outputs"},
 ]
 # Inside parallel/: siblings stay apart, except these.
 PARALLEL_MAY_IMPORT = {"fsdp": {"zero"}, "hybrid": {"*"}}

@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minidist.errors import named_rank
-from minidist.parallel.outputs import tensors_in
+from minidist.outputs import tensors_in
 from minidist.precision.training import unscale_clip_step
 
 T = TypeVar("T")

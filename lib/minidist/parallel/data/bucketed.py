@@ -53,6 +53,7 @@ from minidist.collectives.buckets import cut_into_buckets
 from minidist.collectives.ordered import ordered_all_reduce
 from minidist.collectives.replicas import broadcast_tensors, global_rank
 from minidist.errors import MinidistError, named_rank
+from minidist.outputs import tensors_in
 from minidist.parallel.data.buckets import FlatBucket, Work
 from minidist.parallel.data.graph import accumulates, has_python_function, will_accumulate
 from minidist.parallel.data.replicas import (
@@ -61,7 +62,6 @@ from minidist.parallel.data.replicas import (
     check_same_model,
     refuse_copy,
 )
-from minidist.parallel.outputs import tensors_in
 from minidist.unsupported import Unsupported
 
 MIB = 2**20

@@ -41,7 +41,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.collectives.replicas import check_same_tensors, raise_on_all
 from minidist.errors import named_rank
-from minidist.parallel.outputs import tensors_in
+from minidist.outputs import tensors_in
 from minidist.parallel.zero.checkpoint import StateDicts
 from minidist.parallel.zero.clip import clip_by_global_norm
 from minidist.parallel.zero.elementwise import check_step_of_pieces
