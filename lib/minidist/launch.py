@@ -203,7 +203,7 @@ def _rank_main(pipe: connection.Connection, job: bytes) -> None:
 
         torch.set_num_threads(1)
         keep_backends()
-        at_terminate(lambda: pipe.send_bytes(pickle.dumps(("ends", None, last_calls()))))
+        at_terminate(lambda _: pipe.send_bytes(pickle.dumps(("ends", None, last_calls()))))
         fn, args = pickle.loads(job)
         message = cloudpickle.dumps(("ok", fn(*args), []))
     except BaseException:

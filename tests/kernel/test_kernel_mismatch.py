@@ -82,3 +82,18 @@ def test_launch_does_not_call_it_a_mismatch_when_a_rank_fails_by_itself() -> Non
     with pytest.raises(LaunchError) as caught:
         run(mismatch, 2, "if rank == 1: raise KeyError('own')\ndist.all_reduce(torch.ones(3))")
     assert str(caught.value).startswith("[rank 1] failed in run()")
+
+
+ABORTS_IN_A_THREAD = """
+import ctypes, threading
+# std::terminate without an exception, as when a thread of torch cannot have memory
+threading.Thread(target=ctypes.CDLL("libstdc++.so.6")["_ZSt9terminatev"]).start()
+"""
+
+
+def test_a_rank_that_ends_for_another_reason_is_lost_at_once(kernel: Kernel) -> None:
+    kernel.ok(f"%restart_ranks\n{JOIN}")
+    result = kernel.run(f"if rank == 0: {'exec(' + repr(ABORTS_IN_A_THREAD) + ')'}\ndist.barrier()")
+    assert result.reply["ename"] == "RankLost"
+    assert "rank 0 ended with signal 6 (SIGABRT)" in result.reply["evalue"]
+    assert result.seconds < 15

@@ -19,6 +19,7 @@ _SAME_SHAPES = frozenset({"all_reduce", "broadcast", "reduce", "all_gather", "ba
 # The C++ library that torch has loaded, and std::set_terminate as its compiler writes the name.
 _CPP = "libc++.1.dylib" if sys.platform == "darwin" else "libstdc++.so.6"
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"
+_EXCEPTION_TYPE = "__cxa_current_exception_type"
 
 _handlers: list[Any] = []  # C++ keeps only an address, so these must not be freed
 
@@ -106,25 +107,28 @@ def in_words(said: Mapping[int, str]) -> str:
     return f"the ranks called different collectives: {'; '.join(parts)}"
 
 
-def at_terminate(do: Callable[[], object]) -> None:
+def at_terminate(do: Callable[[str], object]) -> None:
     """Call `do` before C++ ends this process because nobody catches an exception.
 
     Gloo's own thread does so if a message has another size than the rank expects. `do` runs in the
-    thread that ends the process; Python's main thread may be blocked in a collective meanwhile.
+    thread that ends the process, and gets the exception's C++ type as its compiler writes the name,
+    such as "N4gloo13EnforceNotMetE"; the main thread may be blocked in a collective meanwhile.
     Where the C++ library has no such call, nothing is called.
     """
     try:
-        set_terminate = ctypes.CDLL(_CPP)[_SET_TERMINATE]
+        library = ctypes.CDLL(_CPP)
+        set_terminate, type_of = library[_SET_TERMINATE], library[_EXCEPTION_TYPE]
     except (OSError, AttributeError):
         return
     handler_type = ctypes.CFUNCTYPE(None)
+    type_of.restype = ctypes.c_void_p
     set_terminate.restype = ctypes.c_void_p
     set_terminate.argtypes = [ctypes.c_void_p]
     before: list[Callable[[], None]] = []
 
     def handler() -> None:
         try:
-            do()
+            do(_name_of(type_of()))
         finally:
             before[0]()  # the original: prints what the exception says, and aborts
 
@@ -132,3 +136,11 @@ def at_terminate(do: Callable[[], object]) -> None:
     address = set_terminate(ctypes.cast(kept, ctypes.c_void_p))
     before.append(ctypes.cast(address, handler_type))
     _handlers.append(kept)
+
+
+def _name_of(type_info: int | None) -> str:
+    """The name in a C++ type_info: the second word of the object."""
+    if not type_info:
+        return ""
+    at = ctypes.cast(type_info + ctypes.sizeof(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char_p))
+    return (at.contents.value or b"").decode(errors="replace")

@@ -206,10 +206,13 @@ def _draw_in_cells() -> None:
         pyplot.switch_backend(name)
 
 
-def _hold() -> None:
-    """Keep a rank that gloo's thread is about to end, so that the front sees who called what."""
+def _hold(exception: str) -> None:
+    """Keep a rank that gloo's thread is about to end, so that the front sees who called what.
+
+    Not one that ends for another reason: with no memory left, say, nobody can be asked.
+    """
     waits = any(not entry.get("retired", True) for entry in recorder(True).get("entries", []))
-    if waits and threading.current_thread() is not threading.main_thread():
+    if "gloo" in exception and waits:
         time.sleep(_HOLD_S)
 
 
