@@ -272,7 +272,7 @@ def _folders(inside: list[Path], lab: str, zone: tzinfo, others: list[str]) -> I
         # GitHub Classroom puts the assignment's name before the user's; both may have hyphens.
         names = (folder.name, *_after(folder.name, folders, len(folders) / 2))
         owner = Owner(folder.name, names=names)
-        if not (folder / ".git").exists():
+        if not (folder / ".git").exists() or not git(folder, "rev-list", "-1", "--all"):
             yield HandedIn(source=folder.name, owners=(owner,), files=files_below(folder))
             continue
         log = git(folder, "log", f"-{_MAX_COMMITS}", "--format=%H %cI", "--", "*.ipynb").decode()

@@ -234,6 +234,7 @@ def test_from_roster_over_download_and_grading_to_published_grades(
     to = system if system in ("canvas", "moodle", "gradescope") else "csv"
     main(["publish", "--to", to, "--lab", LAB, "--roster", "roster.csv", "--out", "out"])
     if to == "gradescope":
+        assert set(zipfile.ZipFile("out").namelist()) >= {"run_autograder", "setup.sh"}
         return
     rows = list(csv.reader((tmp_path / "out").read_text("utf-8-sig").splitlines()))
     graded = [row for row in rows if any(cell.startswith("95") for cell in row)]
@@ -372,6 +373,7 @@ def test_of_a_checkout_the_last_commit_before_the_deadline_is_taken(course, tmp_
     commit(ada, "ada", "2026-11-05T20:00:00-05:00")
     commit(ada, "ada, too late", "2026-11-09T20:00:00-05:00")
     commit(tmp_path / "download" / "lab1-kng", "kim", "2026-11-09T20:00:00-05:00")
+    subprocess.run(["git", "init", "-q", tmp_path / "download" / "lab1-ned"], check=True)  # empty
     ran = tmp_path / "ran"
     with (ada / ".git" / "config").open("a") as file:  # of whoever made the checkout
         file.write(f"[core]\n\tfsmonitor = touch {ran}\n[log]\n\tshowSignature = true\n")
