@@ -631,6 +631,51 @@ check("amp_loop_skips", train_amp)
 check("amp_loop_accumulates", train_amp)
 
 # %% [markdown]
+# ## Yours beside PyTorch's
+#
+# The next cell trains one network in fp16 with your scaler, with PyTorch's, and with the course's
+# own, and once in fp32. All get the same weights and batches. The three scalers must agree to the
+# last digit; fp32 need not. Bytes do not change: autocast computes in 16 bits, and gradients are
+# fp32 like the parameters.
+
+# %% demo="see_beside" tags=["active-ipynb"]
+# from minidist.beside import beside, find, training
+#
+#
+# def scaled_by(make_scaler):
+#     def begin(net):
+#         ddp = DistributedDataParallel(net)
+#         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+#         scaler = make_scaler(next(net.parameters()).device.type)
+#
+#         def step(x, y):
+#             optimizer.zero_grad()
+#             with torch.autocast(x.device.type, torch.float16):
+#                 loss = nn.functional.mse_loss(ddp(x), y)
+#             scaler.scale(loss).backward()
+#             scaler.unscale_(optimizer)
+#             scaler.step(optimizer)
+#             scaler.update()
+#             return loss
+#
+#         return step
+#
+#     return begin
+#
+#
+# with demo("task 2"):
+#     ours = find("minidist.precision:GradScaler")
+#     beside(
+#         {
+#             "yours": scaled_by(lambda _: LossScaler()),
+#             "PyTorch's": scaled_by(torch.amp.GradScaler),
+#             "the course's": ours and scaled_by(lambda _: ours()),
+#             "fp32": training(DistributedDataParallel),
+#         },
+#         device=device,
+#     )
+
+# %% [markdown]
 # ## Task 4 · Measure memory
 #
 # **Why.** "16 bits, so half the memory" is what one reads. Which memory? A training step keeps four
