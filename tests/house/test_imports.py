@@ -44,7 +44,7 @@ LIB_FLOORS = [
     {"plots", "peers"},
     {"train"},
     {"elastic"},
-    {"parallel", "checkpoint", "lr", "metrics", "profile", "average"},
+    {"parallel", "checkpoint", "lr", "metrics", "profile", "average", "beside"},
     {"sampler", "precision", "emulate", "data", "model", "replaced"},
     {"seeding", "datasets", "packing"},
     {"collectives"},
