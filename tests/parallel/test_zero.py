@@ -318,9 +318,9 @@ def trace_backward():
     events = []
     reduce_rows = exchange.reduce_rows
 
-    def spy(rows, sizes, *args):
+    def spy(rows, sizes, *args, **how):
         events.append(("send", rows.numel()))
-        return reduce_rows(rows, sizes, *args)
+        return reduce_rows(rows, sizes, *args, **how)
 
     exchange.reduce_rows = spy
     model = build("gpt")

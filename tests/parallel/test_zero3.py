@@ -159,9 +159,9 @@ class Spy:
             self.events.append(("gather", rows.numel(), rows.dtype))
             return self.gather_rows(rows, row, sizes, group)
 
-        def reduce_rows(rows, sizes, group, dtype):
+        def reduce_rows(rows, sizes, group, dtype, **how):
             self.events.append(("reduce", rows.numel(), rows.dtype))
-            return self.reduce_rows(rows, sizes, group, dtype)
+            return self.reduce_rows(rows, sizes, group, dtype, **how)
 
         flat.gather_rows, exchange.reduce_rows = gather_rows, reduce_rows
         return self
