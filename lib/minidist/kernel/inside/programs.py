@@ -27,10 +27,14 @@ def program(frames: Sequence[FrameType], source: str) -> dict[str, Any]:
         their time on processors in hundredths of a second: while a program stands still, it
         adds next to nothing.
     """
-    waits = any(f.f_code.co_filename.endswith(_FILES) for f in frames[:24])
+    waits = [f for f in frames[:24] if f.f_code.co_filename.endswith(_FILES)]
     if not waits and not source.startswith("os.system("):
         return {}
-    pids = descendants(os.getpid())
+    # The program itself, where the frames know it: other children, such as a loader's workers, use
+    # torch, too.
+    known = [f.f_locals.get(name) for f in waits for name in ("self", "child")]
+    root = next((pid for each in known if isinstance(pid := getattr(each, "pid", None), int)), 0)
+    pids = [root, *descendants(root)] if root else descendants(os.getpid())
     ours = [pid for pid in pids if _read(pid, "cmdline")]
     if not ours:
         return {}
