@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import html
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ from autograder.submission.find import Submission
 from autograder.submission.intake import read_submission, sha256_of
 
 SHOWN_BYTES = 20_000  # of a file that is no notebook
+MODEL = "model answer"  # kind of a cell
+_ANSWER = re.compile(r"<!-- BEGIN SOLUTION -->(.*?)<!-- END SOLUTION -->", re.DOTALL)
 
 
 class _Bridge(NbGraderPreprocessor):
@@ -125,6 +128,7 @@ class GradeWithReferee(_Bridge):
             nb.cells = nbformat.read(executed, as_version=4).cells
         shorten(nb)
         show_verdicts(nb, record)
+        add_model_answers(nb, course.root / "solutions" / lab.name / f"{lab.name}.ipynb")
         _restore_points(nb, class_run.master)
         resources["minidist_record"] = record
         return nb, resources
@@ -153,7 +157,7 @@ class SavePoints(_Bridge):
                 grade.needs_manual_grade = blocked or refused or grade.manual_score is not None
             book.db.commit()
         for cell in nb.cells:  # for the feedback page
-            name = cell.metadata.get("nbgrader", {}).get("grade_id")
+            name = _grade_id(cell)
             if name in record.by_name:
                 cell.metadata["minidist"] = {"verdict": record.by_name[name].record()}
         return nb, resources
@@ -163,7 +167,8 @@ class TellStudents(_Bridge):
     """Runs after nbgrader's GetGrades; collects what the feedback page shows."""
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]):
-        """Gives the template its `Feedback`."""
+        """Gives the template its `Feedback`, and takes model answers out."""
+        nb.cells = [c for c in nb.cells if c.metadata.get("minidist", {}).get("kind") != MODEL]
         names = resources["nbgrader"]
         lab = get_lab(names["assignment"])
         where = (names["notebook"], names["assignment"], names["student"])
@@ -219,12 +224,38 @@ def _restore_points(nb: NotebookNode, master: NotebookNode) -> None:
             about["points"] = points[about["grade_id"]]
 
 
+def add_model_answers(nb: NotebookNode, solution: Path) -> None:
+    """Puts the model answer below each answer that a person grades, for that person only."""
+    try:
+        answers = {
+            _grade_id(cell): found[1].strip()
+            for cell in nbformat.read(solution, as_version=4).cells
+            if (found := _ANSWER.search(cell.source))
+        }
+    except OSError:  # a course without its solutions
+        return
+    shown = []
+    for cell in nb.cells:
+        shown.append(cell)
+        name = _grade_id(cell)
+        if cell.cell_type == "markdown" and name in answers:
+            text = f"**Model answer** (students do not see it)\n\n{answers[name]}"
+            model = nbformat.v4.new_markdown_cell(text, id=f"model-{name}"[:64])
+            model.metadata["minidist"] = {"kind": MODEL}
+            shown.append(model)
+    nb.cells = shown
+
+
+def _grade_id(cell: NotebookNode) -> str | None:
+    return cell.metadata.get("nbgrader", {}).get("grade_id")
+
+
 def show_verdicts(nb: NotebookNode, record: Record) -> None:
     """Makes the verdict the only output of every check cell."""
     verdicts = record.by_name
     titles = {c.name: c.title for c in get_lab(record.lab).criteria}
     for cell in nb.cells:
-        name = cell.metadata.get("nbgrader", {}).get("grade_id")
+        name = _grade_id(cell)
         if cell.cell_type == "code" and name in verdicts:
             cell.outputs = [verdict_output(verdicts[name], titles[name], record.sandboxed)]
 

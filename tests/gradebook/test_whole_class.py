@@ -90,6 +90,14 @@ def test_a_class_gets_its_grades_and_its_feedback(tmp_path, monkeypatch, capsys)
     assert "<dd>75 of 100</dd>" in feedback(course, "kim")
     assert "Not graded yet" in feedback(course, "ada")
     assert feedback(course, "ada").count(">not graded yet<") == 1
+    # Who grades answers sees the model answer below each; who handed in does not.
+    autograded = course.build / "nbgrader" / "autograded" / "ada" / LAB / f"{LAB}.ipynb"
+    cells = nbformat.read(autograded, as_version=4).cells
+    own = next(i for i, cell in enumerate(cells) if cell.get("id") == "reflect_1")
+    assert "It grows." in cells[own].source
+    assert "**Model answer**" in cells[own + 1].source
+    assert "linearly, for SGD" in cells[own + 1].source
+    assert "Model answer" not in feedback(course, "ada")
     assert feedback(course, "ada").count(">not answered<") == 2
     report = (course.build / "report.html").read_text("utf-8")
     assert f'href="nbgrader/feedback/ada/{LAB}/{LAB}.html"' in report
