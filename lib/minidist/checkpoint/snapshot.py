@@ -29,8 +29,8 @@ from minidist.unsupported import Unsupported
 OBJECTS = Unsupported(
     "Checkpoints.save, Checkpoints.save_async",
     "objects of classes that a checkpoint cannot read again",
-    instead="use numbers, strings, tensors, numpy arrays and lists, tuples, dicts, sets or deques of "
-    "them, or allow the class with torch.serialization.add_safe_globals",
+    instead="use numbers, strings, tensors, numpy arrays and lists, tuples, dicts, sets or deques "
+    "of them, or allow the class with torch.serialization.add_safe_globals",
 )
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice)

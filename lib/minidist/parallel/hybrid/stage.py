@@ -32,8 +32,8 @@ from minidist.unsupported import Unsupported
 SHARED = Unsupported(
     "HybridTrainer",
     "shared weights, except for the token embedding and the head",
-    instead="use GPTConfig(tied=True) for these two, and for others Zero3 or a PipelineExecutor, which sum "
-    "the gradients of all uses",
+    instead="use GPTConfig(tied=True) for these two, and for others Zero3 or a PipelineExecutor, "
+    "which sum the gradients of all uses",
 )
 
 
