@@ -318,7 +318,7 @@ claim(
 # Before you run the cell: after which micro-batches does each loop step?
 
 
-# %%
+# %% tags=["open"]
 # %%rank 0
 def steps_of(condition, num: int = 10) -> list[int]:
     """After how many micro-batches each optimizer step comes."""

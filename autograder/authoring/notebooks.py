@@ -24,6 +24,7 @@ import nbformat
 from nbformat import NotebookNode
 from traitlets.config import Config
 
+from autograder.authoring.folding import FOLDED_ON_SITE, OPEN, is_workshop
 from autograder.authoring.percent import BuildError, SourceCell, read_cells
 from autograder.course.course_toml import read_options
 from autograder.criteria import get_lab
@@ -105,6 +106,10 @@ def _new_cell(cell: SourceCell, metadata: dict[str, Any], fallback_id: str) -> d
     }
     if cell.cell_type == "code":
         new |= {"execution_count": None, "outputs": []}
+        kind = set(cell.options) & {"solution", "check"}
+        if not kind and OPEN not in cell.tags and is_workshop(cell.source):
+            tags = [*cell.tags, FOLDED_ON_SITE]
+            new["metadata"] = metadata | {"tags": tags, "jupyter": {"source_hidden": True}}
     return new
 
 

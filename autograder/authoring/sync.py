@@ -11,6 +11,7 @@ from typing import Any
 from jupytext.stringparser import StringParser
 from nbformat import NotebookNode
 
+from autograder.authoring.folding import FOLDED_ON_SITE
 from autograder.authoring.notebooks import (
     SCRIPT_ONLY,
     build_notebook,
@@ -146,8 +147,8 @@ def _marker(cell: Any) -> str:
         kind = "demo"
     type_part = "" if cell.cell_type == "code" else f" [{cell.cell_type}]"
     option = f' {kind}="{nbgrader["grade_id"]}"' if nbgrader else ""
-    if tags := cell.metadata.get("tags"):
-        option += f" tags={json.dumps(list(tags))}"
+    if tags := [tag for tag in cell.metadata.get("tags", ()) if tag != FOLDED_ON_SITE]:
+        option += f" tags={json.dumps(tags)}"
     return f"# %%{type_part}{option}"
 
 

@@ -345,6 +345,41 @@ def test_sync_keeps_tags_line_ends_and_the_mode(course):
     assert read(solution)[0].cells[0].metadata.tags == ["parameters"]
 
 
+DRAWS = "figure, ax = new_figure()\nax.plot([1])\nax.set(title='one')\nfigure\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "folded"),
+    [
+        ("# %%", DRAWS, True),
+        ("# %%", "# %%rank 0\n# %matplotlib inline\n" + DRAWS, True),
+        ('# %% demo="see_it"', DRAWS, True),
+        ('# %% tags=["open"]', DRAWS, False),
+        ('# %% solution="draws"', DRAWS, False),
+        ("# %%", "figure, ax = new_figure()\nfigure\n", False),  # short
+        ("# %%", "y = torch.ones(3)\n" + DRAWS, False),
+        (
+            "# %%",
+            "# %%writefile figure.py\n" + "\n".join(f"# {line}" for line in DRAWS.split()),
+            False,
+        ),
+        ("# %%", "def step(x):\n    y = x\n    z = y\n    return z\n" + DRAWS[:30], False),
+    ],
+)
+def test_cells_that_only_draw_are_folded_and_no_source_says_so(course, head, body, folded):
+    py, solution, _ = lab_paths(course)
+    py.write_text(f"{head}\n{body}\n{LAB}")
+    notebooks.build_course(course)
+    notebook, _ = read(solution)
+    cell = notebook.cells[0]
+    assert cell.metadata.get("jupyter", {}).get("source_hidden", False) == folded
+    assert ("hide-input" in cell.metadata.get("tags", [])) == folded
+    cell.source += "\n# edited"
+    save(notebook, solution)
+    assert sync.sync(py)
+    assert py.read_text().startswith(f"{head}\n")
+
+
 def test_a_source_is_never_left_half_written(course, monkeypatch):
     notebooks.build_course(course)
     py, solution, _ = lab_paths(course)
