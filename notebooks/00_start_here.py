@@ -75,7 +75,8 @@ assert x.tolist() == [sum(range(1, world_size + 1))] * 3
 # ## What an all-reduce costs
 #
 # The next cell measures it for messages of 1 KiB to 4 MiB. It keeps the best of five runs, because
-# other programs on your machine can only make a run slower.
+# other programs on your machine can only make a run slower. The cell after it draws the result.
+# **Cells that only draw are folded: run them as they are, or click on ••• to read them.**
 
 
 # %%
