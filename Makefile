@@ -20,7 +20,9 @@ GPU_ARGS ?=
 BOOK_ARGS ?=
 REPORT_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALLED_FROM := pyproject.toml $(wildcard lib/minidist/kernel/kernelspecs/*/kernel.json)
+# Versions of packages that all of this was tested with; LOCK=/dev/null takes the newest.
+LOCK ?= versions.txt
+INSTALLED_FROM := pyproject.toml $(LOCK) $(wildcard lib/minidist/kernel/kernelspecs/*/kernel.json)
 
 # nbgrader calls its tools by name.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -34,7 +36,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 IN_PART := $(addprefix tests/,$(PART))
 
-.PHONY: help grade lab check test test-all test-rest flake verify soak nightly claims planner-report bench gpu book build lint clean install
+.PHONY: help grade lab check test test-all test-rest flake verify soak nightly claims planner-report bench gpu book build lint clean install upgrade
 
 help: ## list the commands
 	@echo "make COMMAND   (PYTHON=/path/to/python chooses the Python >= 3.11 that .venv is made with)"
@@ -122,13 +124,20 @@ install: $(VENV)/.installed ## install the course into .venv
 
 $(VENV)/.installed: $(INSTALLED_FROM) | $(VENV)/bin/python
 	@echo "Installing the course into $(VENV) (the first time this downloads PyTorch)"
-	@$(PIP) install --editable .
+	@$(PIP) install --constraint $(LOCK) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(VENV)/bin/python
 	@echo "Installing the course and its test tools into $(VENV) (the first time this downloads PyTorch)"
-	@$(PIP) install --editable '.[dev]'
+	@$(PIP) install --constraint $(LOCK) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+upgrade: $(VENV)/bin/python ## write the newest versions of all packages to versions.txt; then run make test-all
+	@rm -rf build/newest; $(BIN)/python -m venv build/newest
+	@build/newest/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[dev]'
+	@{ grep '^#' versions.txt; build/newest/bin/python -m pip freeze --exclude-editable \
+	  | grep -Eiv '^(torch|nvidia|triton|cuda|setuptools|pip)\b|@'; } >build/versions.txt
+	@mv build/versions.txt versions.txt; rm -rf build/newest; git diff --stat -- versions.txt
 
 $(VENV)/bin/python:
 	@for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11 python; do \

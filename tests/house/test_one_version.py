@@ -1,10 +1,13 @@
-"""The version stands in three files, and they agree."""
+"""The version stands in three files, and they agree; so do the versions of what is installed."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import minidist
 
@@ -16,3 +19,15 @@ def test_the_version_is_the_same_everywhere():
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert cited is not None
     assert project["version"] == minidist.__version__ == cited[1]
+
+
+def test_every_dependency_has_a_tested_version_that_pyproject_allows():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]])
+    lines = (ROOT / "versions.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    tested = {canonicalize_name(name): version for name, version in tested.items()}
+    assert len(tested) > 100
+    for each in wanted:
+        if each.name != "torch":  # of which builds differ
+            assert each.specifier.contains(tested[canonicalize_name(each.name)]), each
