@@ -20,8 +20,10 @@
 # - read a data sheet (bits or bytes? one direction or both?) and a table of nccl-tests;
 # - find the rank that did not come when an all-reduce hangs.
 #
-# It takes about 80 minutes. The notebook runs on the kernel *torchrun × 4*: each cell runs on four
-# ranks, and a cell that begins with `%%rank 0` runs on rank 0 only.
+# It takes about 80 minutes. The notebook runs on the kernel *torchrun × 4* (named after
+# [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html)): each cell runs on four
+# ranks, and a cell that begins with `%%rank 0` runs on rank 0 only. Five times the lecture asks
+# for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: larger messages and more rounds
@@ -56,9 +58,10 @@ dist.get_backend(), world_size, device.type
 # %% [markdown]
 # ## A picture to explain
 #
-# These are measurements that others have published: one all-reduce, from 32 KiB to 16 GiB, on three
-# machines. The vertical axis is *bus bandwidth*, which section 6 defines; for now read it as "how
-# fast the wires seem to be".
+# These are measurements that others have published
+# ([ml-engineering](https://github.com/stas00/ml-engineering/blob/master/network/README.md)): one
+# all-reduce, from 32 KiB to 16 GiB, on three machines. The vertical axis is *bus bandwidth*, which
+# section 6 defines; for now read it as "how fast the wires seem to be".
 
 # %%
 # %%rank 0
@@ -75,7 +78,7 @@ from minidist.plots import (
     plot_timeline,
     style,
 )
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
 
 ML_ENGINEERING = "stas00/ml-engineering, network/README.md, measured with NCCL"
 sweep_bytes = [2.0**power for power in range(15, 35)]
@@ -106,16 +109,16 @@ plot_lines(
 figure
 
 # %% [markdown]
-# Four things want an explanation. Why does a small message see a hundredth of the bandwidth? Why
-# does each curve level off, and at that height? Why is the curve of four nodes so far below the
-# others on the left, and so near on the right? And how can eight H200 seem faster than their wires,
-# the dashed line of 450 GB/s in each direction? By the end you can answer all four.
+# Four things want an explanation. Why does a small message see a hundredth of the bandwidth, or
+# less? Why does each curve level off, and at that height? Why is the curve of four nodes so far
+# below the others on the left, and so near on the right? And how can eight H200 seem faster than
+# their wires, the dashed line of 450 GB/s in each direction? By the end you can answer all four.
 #
 # ## 1. What each collective does
 #
 # A **group** is a set of ranks; the default group holds all of them. All ranks of the group call
-# the collective, in the same order, with tensors of the same dtype and matching shapes. Those are
-# the only rules, and section 9 breaks each of them.
+# the collective, in the same order, with tensors of the same dtype and matching shapes, the same
+# root and the same operation. Section 9 breaks these rules.
 #
 # | collective | every rank gives | who gets what |
 # |---|---|---|
@@ -131,7 +134,7 @@ figure
 # | send, receive | a tensor | one rank gives, one gets |
 #
 # Instead of the sum you may ask for the average, the product, the smallest or the largest
-# (`op=dist.ReduceOp.AVG` and so on).
+# ([`op=dist.ReduceOp.AVG`](https://docs.pytorch.org/docs/stable/distributed.html) and so on).
 #
 # The next cell runs all of them. Rank r starts with the four numbers 10(r+1), 10(r+1)+1, …, so each
 # number tells where it came from.
@@ -163,6 +166,9 @@ x = torch.empty(1, device=device)
 dist.scatter(x, list(mine.split(1)) if rank == 0 else None, src=0)
 note("scatter", mine if rank == 0 else nothing, x)
 
+# %% [markdown]
+# In the next four collectives a rank gives or gets one part.
+
 # %%
 parts = [torch.empty(1, device=device) for _ in range(world_size)]
 dist.gather(mine[:1], parts if rank == 0 else None, dst=0)
@@ -183,6 +189,9 @@ note("all-to-all", mine, x)
 dist.barrier()
 tables = [None] * world_size
 dist.all_gather_object(tables, (before, after))  # any Python object: pickled, so slow
+
+# %% [markdown]
+# Each rank now knows what all have given and got, so rank 0 can draw it.
 
 
 # %%
@@ -273,7 +282,8 @@ print(x[0].item(), "after wait()")
 # ## 2. All-reduce is reduce-scatter, then all-gather
 #
 # After a reduce-scatter each rank holds one part of the sum. An all-gather brings the parts to
-# everyone. Together they are an all-reduce, and nearly all fast ones are built that way.
+# everyone. Together they are an all-reduce. The ring, halving-doubling and the hierarchical
+# all-reduce of this lecture are built that way; the tree of section 4 is not.
 #
 # You may read that reduce-scatter is the *inverse* of all-gather. It is not: first all-gather and
 # then reduce-scatter gives N times the start, because N equal copies are added up. The two are
@@ -413,7 +423,15 @@ explore(
 )
 
 # %% [markdown]
-# Now the schedule is executed on the four ranks, and its bytes are counted on the way.
+# The naive all-reduce sent 3 buffers from each of four ranks. What does the ring send?
+
+# %%
+# %%rank 0
+ring_guess = predict("Ring of four: how much does each rank send?", guess=None, unit="buffers")
+ring_guess
+
+# %% [markdown]
+# The schedule is executed on the four ranks, and its bytes are counted on the way.
 
 # %%
 x = torch.randn(D // 4, device=device)
@@ -430,6 +448,7 @@ error = (x - expected).abs().max().item()
 # %%
 # %%rank 0
 display(
+    ring_guess.reveal(ring_log.num_bytes_sent() / D),
     claim("our ring gives what torch's all-reduce gives", error, ("<", 1e-5)),
     claim(
         "and the same bits every time: its order of additions is fixed", torch.equal(x, again), True
@@ -465,7 +484,8 @@ display(
 
 # %% [markdown]
 # Can an all-reduce send less? With messages between pairs of ranks, no: 2(N−1)/N of the buffer for
-# the busiest rank is a lower bound (Patarasuk and Yuan prove it), and the ring reaches it. It is
+# the busiest rank is a lower bound ([Patarasuk and
+# Yuan](https://doi.org/10.1016/j.jpdc.2008.09.002) prove it), and the ring reaches it. It is
 # **bandwidth optimal**. Some notes quote the factor as (N−1)/N, "near 1". That is one half of the
 # way, the reduce-scatter.
 
@@ -766,7 +786,17 @@ explore(
 # trees win: halving-doubling makes distant ranks exchange large pieces at the same moment, and the
 # links between nodes cannot carry all of these at once. Section 8 shows it.
 #
-# The point where latency and transfer take equally long is at S = N α / β.
+# One more guess, now that bandwidth and latency compete. Eight A100 are joined by 300 GB/s.
+
+# %%
+# %%rank 0
+latency_guess = predict(
+    "Ring of 8 x A100, NVLink 3, 64 KiB: how much of the time is latency?", guess=None, unit="%"
+)
+latency_guess
+
+# %% [markdown]
+# On a ring, latency and transfer take equally long at S = N α / β.
 
 
 # %%
@@ -787,6 +817,7 @@ against_ring = [
     for size in sizes
 ]
 display(
+    latency_guess.reveal(100 * latency_share(2**16, cost.NVLINK3)),
     claim(
         "on paper halving-doubling is at no size slower than the ring: 64 ranks, time / time",
         max(against_ring),
@@ -809,14 +840,25 @@ display(
 
 # %% [markdown]
 # Hence a rule of thumb: gradients of a whole model are large, so data parallelism asks for
-# bandwidth and copes with the latency of a network. Tensor parallelism sends a small message in
-# every layer and waits for it, so it stays inside a node (lecture 8). And small tensors are put
+# bandwidth and copes with the latency of a network, and it computes meanwhile. Tensor parallelism
+# all-reduces activations four times per block (50 MB each for a sequence of GPT-3) and waits for
+# each, so it stays inside a node, where bandwidth is highest (lecture 8). And small tensors are put
 # together into **buckets** before they are sent (lecture 3).
 #
 # ### Does an all-reduce get slower with log N?
 #
-# That is often said. For a ring it is wrong twice. The transfer does not grow without bound: it
-# levels off at 2 S β. And the latency grows faster than log N: it is proportional to N−1.
+# That is often said. From 8 to 64 ranks log N doubles.
+
+# %%
+# %%rank 0
+growth_guess = predict(
+    "Ring, 1 GB, 400 Gbit/s: how many times as long on 64 ranks as on 8?", guess=None
+)
+growth_guess
+
+# %% [markdown]
+# For a ring, log N is wrong twice. The transfer does not grow without bound: it levels off at
+# 2 S β. And the latency grows faster than log N: it is proportional to N−1.
 
 # %%
 # %%rank 0
@@ -860,6 +902,7 @@ def ring_bytes(n):
 
 
 display(
+    growth_guess.reveal(growth["ring, 1 GB"][5] / growth["ring, 1 GB"][2]),
     claim(
         "large all-reduce, from 8 to 64 ranks on a ring: factor in bytes, hence in time",
         ring_bytes(64) / ring_bytes(8),
@@ -1019,13 +1062,13 @@ display(
 # %% [markdown]
 # ### Algorithm bandwidth and bus bandwidth
 #
-# nccl-tests prints two bandwidths. **Algorithm bandwidth** is the size of the buffer divided by the
-# time: what your program sees. But it falls when ranks are added, though no wire got slower. **Bus
-# bandwidth** multiplies it by what an ideal ring sends per byte of the buffer: 2(N−1)/N for
-# all-reduce, (N−1)/N for all-gather, reduce-scatter and all-to-all, 1 for broadcast, reduce and
-# send. So it can be compared with the speed of a wire, whatever the collective and the number of
-# ranks. Careful: for all-gather and reduce-scatter the "size" is that of the *whole* buffer, N
-# times a rank's share.
+# [nccl-tests](https://github.com/NVIDIA/nccl-tests) prints two bandwidths. **Algorithm bandwidth**
+# is the size of the buffer divided by the time: what your program sees. But it falls when ranks are
+# added, though no wire got slower. **Bus bandwidth** multiplies it by what an ideal ring sends per
+# byte of the buffer: 2(N−1)/N for all-reduce, (N−1)/N for all-gather, reduce-scatter and
+# all-to-all, 1 for broadcast, reduce and send. So it can be compared with the speed of a wire,
+# whatever the collective and the number of ranks. Careful: for all-gather and reduce-scatter the
+# "size" is that of the *whole* buffer, N times a rank's share.
 
 # %%
 # %%rank 0
@@ -1086,9 +1129,9 @@ for row in rows:
 #   InfiniBand; through the kernel's TCP stack a message costs many times as much, so a latency
 #   "of Ethernet" does not exist: it is that of the software. Measure it.
 #
-# Data sheets set two traps. NVLink is sold by the sum of **both directions**, PCIe and InfiniBand
-# by one; a ring sends one way on each wire, so only one direction counts. And networks are sold in
-# bits. Here all are in bytes per second, one direction:
+# Data sheets set two traps. NVLink is sold by the sum of **both directions**, and NVIDIA's sheets
+# often list PCIe so, too; InfiniBand is sold by one. A ring sends one way on each wire, so only one
+# direction counts. And networks are sold in bits. Here all are in bytes per second, one direction:
 
 # %%
 # %%rank 0
@@ -1104,6 +1147,9 @@ figure = plot_bars(
 figure.axes[0].set_xscale("log")
 figure.axes[0].set_xlim(1, 3000)
 figure
+
+# %% [markdown]
+# A common lesson gives eight figures for these links. Here they are beside the data sheets:
 
 # %%
 # %%rank 0
@@ -1309,6 +1355,14 @@ draw_schedule(mc.hierarchical_steps(2, 2), {0: (0, 1), 1: (0, 0), 2: (2, 1), 3: 
 
 # %%
 # %%rank 0
+order_guess = predict("Ring 0-2-1-3: how many times as long as 0-1-2-3?", guess=None)
+order_guess
+
+# %% [markdown]
+# The links inside a node are 24 times as fast as the port between nodes, so count crossings.
+
+# %%
+# %%rank 0
 schedules = {
     "ring 0-1-2-3": mc.ring_steps(4),
     "ring 0-2-1-3": mc.ring_steps(4).moved(rank=[0, 2, 1, 3].__getitem__),
@@ -1344,6 +1398,7 @@ flat, bad, tiers = (
     timelines[name].makespan_s for name in ("ring 0-1-2-3", "ring 0-2-1-3", "hierarchical")
 )
 display(
+    order_guess.reveal(bad / flat),
     claim(
         "ring in rank order: 2(N-1)/N buffers leave each node", out["ring 0-1-2-3"], 1.5, rtol=1e-9
     ),
@@ -1390,8 +1445,18 @@ explore(
 # %% [markdown]
 # Real GPU nodes have a port *per GPU*. Then a hierarchical all-reduce uses all of them: each
 # carries 1/8 of the buffer. A flat ring over one port would leave seven idle. NCCL therefore builds
-# a ring per port, each for a part of the buffer, and that fills them as well. What remains of the
-# hierarchy's advantage is latency: far fewer steps. Four DGX A100, 1 GB:
+# a ring per port, each for a part of the buffer. That fills them as well, and all the time, while
+# the three phases of the hierarchy follow one another. What remains of the hierarchy's advantage is
+# latency: far fewer steps. Four DGX A100, 1 GB:
+
+# %%
+# %%rank 0
+ports_guess = predict("Eight rings / hierarchical: time of 1 GB on 4 x 8 A100?", guess=None)
+ports_guess
+
+# %% [markdown]
+# The hierarchy sends less through each port, 2(M−1)/M of an eighth on M nodes, but its ports rest
+# while NVLink works.
 
 # %%
 # %%rank 0
@@ -1415,6 +1480,7 @@ tiers_ms = 1e3 * cost.hierarchical_all_reduce_seconds(
     inter_node=wires["one port"],
 )
 display(
+    ports_guess.reveal(flat_ms["eight ports"] / tiers_ms),
     claim("one flat ring over one port: milliseconds", flat_ms["one port"], 77.5, rtol=1e-3),
     claim(
         "hierarchical, a port per GPU", tiers_ms, 2 * 7 / 8 / 0.3 + 2 * 3 / 4 / 8 / 0.025, rtol=1e-6
@@ -1532,8 +1598,8 @@ display(
 #
 # The questions of the beginning:
 #
-# - **Left:** 14 steps of a few microseconds each, whatever the size. On 32 ranks there are more of
-#   them, over a network.
+# - **Left:** a ring has 14 steps of a few microseconds each, whatever the size. On 32 ranks there
+#   are more of them, over a network.
 # - **Right:** a bit over three quarters of one direction of the wires.
 # - **Four nodes** level off at 382 GB/s: eight ports of 50 GB/s per node are 400 GB/s. That is
 #   near what the NVLink of an H200 carries inside a node, and under half of a B200's.
@@ -1554,8 +1620,9 @@ claim(
 # %% [markdown]
 # ### NCCL's settings
 #
-# The first rule is to leave them alone: NCCL looks at the machine and chooses well. NVIDIA's guide
-# tells apart *system configuration*, which may stay in a script, and *debugging*, which may not.
+# The first rule is to leave them alone: NCCL looks at the machine and chooses well. NVIDIA's
+# [guide](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) tells apart *system
+# configuration*, which may stay in a script, and *debugging*, which may not.
 #
 # | set | when |
 # |---|---|
@@ -1860,6 +1927,56 @@ display(
 # `batch_isend_irecv` posts both before it waits for either. A ring of sends needs the same: if
 # every rank sends first, all wait. That is why `executor.py` posts its receives before its sends.
 #
+# ## Now you
+#
+# Section 3 printed the schedule of a ring. Write the formula behind it: **which chunk does a rank
+# send in which step?** Ranks, chunks and steps count from 0, and there are 2(N−1) steps. The cell
+# after it compares your function with the schedules of 2 to 9 ranks, message by message.
+
+
+# %%
+def chunk_to_send(rank: int, step: int, num_ranks: int) -> int | None:
+    """Your turn. Rank 0 of four sends chunk 3 in step 0, and chunk 2 in step 1."""
+    return None
+
+
+# %%
+# %%rank 0
+def check(answer) -> str:
+    for n in range(2, 10):
+        for step, transfers in enumerate(mc.ring_steps(n).steps):
+            for t in transfers:
+                chunk = answer(t.src, step, n)
+                if chunk is None:
+                    return "Not written yet."
+                if chunk != t.chunk:
+                    return f"Rank {t.src} of {n}, step {step}: chunk {t.chunk}, got {chunk}."
+    return "Right, for 2 to 9 ranks."
+
+
+print(check(chunk_to_send))
+display(
+    claim(
+        "one formula gives both halves of the ring",
+        check(lambda rank, step, n: (rank - 1 - step) % n),
+        "Right, for 2 to 9 ranks.",
+    ),
+    claim(
+        "a ring that begins with a rank's own chunk is another one",
+        check(lambda rank, step, n: (rank - step) % n),
+        lambda got: got.startswith("Rank 0 of 2, step 0"),
+    ),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# `(rank - 1 - step) % num_ranks`. What a rank sends is what it got in the step before, so the
+# number falls by one in each step. After N−1 steps it has reached `rank`: that chunk is finished
+# there, and the all-gather goes on with it by the same formula.
+#
+# </details>
+#
 # ## Summary
 #
 # - Collectives are matched by their order in a group. All ranks call all of them, or some rank
@@ -1934,7 +2051,7 @@ display(
 #
 # </details>
 #
-# ## Now you
+# ## Then do it yourself
 #
 # In [**lab1_ddp**](../labs/lab1_ddp/lab1_ddp.ipynb) you average gradients with these collectives,
 # and its checks hold you to the rules: every rank calls, in the same order, whatever the shapes.
@@ -1945,14 +2062,22 @@ display(
 #
 # ## Read
 #
-# - P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-#   J. Parallel Distrib. Comput. 69 (2009): the ring, and why nothing sends less.
-# - R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in
-#   MPICH", Int. J. High Perform. Comput. Appl. 19 (2005): α, β, γ for every collective.
-# - P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
-#   and scan", Parallel Computing 35 (2009): NCCL's trees.
-# - A. Sergeev, M. Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow",
-#   arXiv:1802.05799: how rings came to deep learning.
-# - H. Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash",
-#   arXiv:1811.05233: a hierarchical all-reduce on 2,176 GPUs.
-# - NVIDIA: NCCL user guide, "Environment Variables"; nccl-tests, `doc/PERFORMANCE.md`.
+# - P. Patarasuk, X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*,
+#   J. Parallel Distrib. Comput. 69 (2009), [doi
+#   10.1016/j.jpdc.2008.09.002](https://doi.org/10.1016/j.jpdc.2008.09.002): the ring, and why
+#   nothing sends less.
+# - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of collective communication operations in
+#   MPICH*, Int. J. High Perform. Comput. Appl. 19 (2005), [doi
+#   10.1177/1094342005051521](https://doi.org/10.1177/1094342005051521): α, β, γ for every
+#   collective.
+# - P. Sanders, J. Speck, J. L. Träff, *Two-tree algorithms for full bandwidth broadcast, reduction
+#   and scan*, Parallel Computing 35 (2009), [doi
+#   10.1016/j.parco.2009.09.001](https://doi.org/10.1016/j.parco.2009.09.001): NCCL's trees.
+# - A. Sergeev, M. Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*,
+#   [arXiv 1802.05799](https://arxiv.org/abs/1802.05799): how rings came to deep learning.
+# - H. Mikami et al., *Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash*,
+#   [arXiv 1811.05233](https://arxiv.org/abs/1811.05233): a hierarchical all-reduce, a ring along
+#   each axis of a grid, on thousands of GPUs.
+# - NVIDIA: [NCCL's environment
+#   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html); [nccl-tests on
+#   bus bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
