@@ -24,7 +24,8 @@
 # - compute the memory of activations, and what checkpointing them buys and costs.
 #
 # It takes about 80 minutes. **The kernel is *torchrun × 4***: every cell runs on four ranks; a cell
-# that begins with `%%rank 0` computes, draws and checks on one of them.
+# that begins with `%%rank 0` computes, draws and checks on one of them. Five times the lecture asks
+# for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: a deeper model in the section on checkpointing, longer training
@@ -81,7 +82,7 @@ from minidist.claims import claim
 from minidist.emulate.teach import run_traced
 from minidist.launch import run
 from minidist.plots import plot_bars, plot_lines, plot_stacked, plot_timeline
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
 
 ZERO = "ZeRO, arXiv 1910.02054"
 LAB_SHEET = "a common lab sheet"
@@ -131,11 +132,12 @@ plot_stacked(
 # the whole; it is the optimizer's part only. Plain fp32 Adam has 4 + 4 + 8 = 16 bytes, too. Mixed
 # precision saves activations and time, not model states.
 #
-# **16 or 18?** Sixteen is the count of the ZeRO paper, with gradients in 16 bits. Megatron-Core
-# adds micro-batches up in **fp32** gradients, as many programs do: 2 + 4 + 12 = **18** bytes, and
-# with its distributed optimizer over d ranks, which divides the 12, **6 + 12/d**. The two further
-# bytes buy digits: bf16 has eight bits of them, so a sum of many micro-batches stops growing
-# (lecture 6). Count both, on a real model.
+# **16 or 18?** Sixteen is the count of the ZeRO paper ([arXiv
+# 1910.02054](https://arxiv.org/abs/1910.02054)), with gradients in 16 bits.
+# [Megatron-Core](https://github.com/NVIDIA/Megatron-LM) adds micro-batches up in **fp32**
+# gradients, as many programs do: 2 + 4 + 12 = **18** bytes, and with its distributed optimizer over
+# d ranks, which divides the 12, **6 + 12/d**. The two further bytes buy digits: bf16 has eight bits
+# of them, so a sum of many micro-batches stops growing (lecture 6). Count both, on a real model.
 
 
 # %%
@@ -183,14 +185,22 @@ display(
 
 # %% [markdown]
 # The rest of this lecture counts 16, as the paper does; where a framework keeps fp32 gradients,
-# read 4 for the second 2. Before you run the next cell: how many GB does AdamW keep for a model of
-# 70 billion parameters?
+# read 4 for the second 2.
+
+# %%
+# %%rank 0
+adam_guess = predict("A 70B model: how much does AdamW keep?", guess=None, unit="GB")
+adam_guess
+
+# %% [markdown]
+# The weights alone are 140 GB in bf16. A lab sheet that is passed around multiplies that by two.
 
 # %%
 # %%rank 0
 P, GB = 70e9, cost.GB
 adam = cost.state_bytes()
 display(
+    adam_guess.reveal(P * adam.optimizer / GB),
     claim("weights of a 70B model in bf16, GB", P * adam.parameter / GB, 140, rtol=1e-9),
     claim("four copies of them under DDP, GB", 4 * P * adam.parameter / GB, 560, rtol=1e-9),
     claim(
@@ -296,9 +306,9 @@ display(
 #
 # An all-reduce is a reduce-scatter followed by an all-gather (lecture 2). After the reduce-scatter,
 # rank r holds the mean gradient of the r-th part of the model. That is all it needs to *update* the
-# r-th part. So it updates that part, keeps Adam's state for that part only, and then the
-# all-gather sends **updated parameters** instead of gradients. Nothing is sent that an all-reduce
-# would not have sent.
+# r-th part. So it updates that part, keeps Adam's state for that part only, and then the all-gather
+# sends **updated parameters** instead of gradients. With parameters and gradients of one dtype it
+# sends as many bytes as the all-reduce.
 #
 # Here it is, on one flat vector. Read it line by line; the comments name the three phases.
 
@@ -391,8 +401,10 @@ display(
 
 # %% [markdown]
 # `minidist.parallel.zero.ShardedOptimizer` (`lib/minidist/parallel/zero/stage1.py`) does this for
-# any torch optimizer, with parameter groups, schedulers, master copies and state dicts.
-# `torch.distributed.optim.ZeroRedundancyOptimizer` is torch's own.
+# any torch optimizer, with parameter groups, schedulers, master copies and state dicts. Torch's own
+# [`ZeroRedundancyOptimizer`](https://docs.pytorch.org/docs/stable/distributed.optim.html) saves the
+# same memory and sends more: DDP all-reduces all gradients, and then each rank broadcasts the
+# parameters that it has updated.
 #
 # ### Who owns what
 #
@@ -400,7 +412,7 @@ display(
 # That is fine for SGD and Adam, which treat elements alike. An optimizer that looks at the shape of
 # a matrix (Adafactor, Muon) needs whole parameters. Then somebody must deal them out fairly, and
 # "parameter i goes to rank i mod N" is not fair: in a model of weights and biases, all the weights
-# have even numbers.
+# have even numbers, so with an even N the odd ranks get biases only.
 
 # %%
 # %%rank 0
@@ -459,14 +471,25 @@ display(
 #
 # The next cell trains one model in five ways on the four ranks and counts the bytes that are really
 # there after a backward pass: every storage of a parameter, a gradient or an optimizer state, once.
-# It works in fp32, so the formula has 4 + 4 + 8.
+# It works in fp32, so the formula has 4 + 4 + 8. The states of stage 3 are a quarter of those of
+# data parallelism. And with all that comes and goes in a step?
+
+# %%
+# %%rank 0
+peak_guess = predict(
+    "Peak memory of a whole step, ZeRO-3 on 4 ranks / data parallelism?", guess=None, unit="%"
+)
+peak_guess
+
+# %% [markdown]
+# The order in `build` matters: shard first, then make the optimizer. Section 5 breaks it.
 
 # %%
 from minidist.profile import MemoryTracker
 
 
 def build(how: str, model: GPT):
-    """What to call, and the optimizer. Note the order: shard first, then make the optimizer."""
+    """What to call, and the optimizer of the sharded model."""
     options = {"lr": 3e-3}
     if how == "data parallel":
         return DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), **options)
@@ -505,6 +528,9 @@ for how in HOWS:
             ends.append(len(tracker.rows))
             optimizer.step()
         memory[how] = (tracker.peak, [row.total for row in tracker.rows], ends)
+
+# %% [markdown]
+# First the model states, beside the formula:
 
 # %%
 # %%rank 0
@@ -594,6 +620,7 @@ unit = sum(p.numel() for p in make_gpt().blocks[0].parameters())
 root = num_params - config.num_layers * unit
 extra = zero3_peak.parameters - counted["ZeRO-3"].parameters  # gathered, beside the shards
 display(
+    peak_guess.reveal(100 * zero3_peak.total / ddp_peak.total),
     claim(
         "gathered parameters at ZeRO-3's peak, bytes: the root and two blocks",
         extra,
@@ -606,23 +633,31 @@ display(
 )
 
 # %% [markdown]
-# That is why one wraps **every block**, not only the model: the largest unit is what must fit in
-# full. One unit for everything would gather the whole model at once and save nothing but the
-# optimizer's state between steps.
+# That is why one wraps **every block**, not only the model: units must fit in full. One unit for
+# everything would gather the whole model at once, and backward would make all of its gradients
+# before the first is reduced. At the peak only the optimizer's state would be saved.
 #
 # ## 4 · What the stages send
 #
 # Let Ψ be the bytes of all parameters, and n the number of ranks. One pass over all of them, a
-# reduce-scatter or an all-gather, makes each rank send Ψ(n−1)/n.
+# reduce-scatter or an all-gather, makes each rank send Ψ(n−1)/n. We count passes.
 #
-# - DDP: reduce-scatter and all-gather inside an all-reduce: **2Ψ**(n−1)/n.
-# - Stages 1 and 2: reduce-scatter of gradients, all-gather of parameters: **2Ψ**. The same!
-# - Stage 3: all-gather for forward, all-gather for backward, reduce-scatter: **3Ψ**.
+# - DDP: reduce-scatter and all-gather inside an all-reduce: **2**.
+# - Stages 1 and 2: reduce-scatter of gradients, all-gather of parameters: **2**, too.
+# - Stage 3: all-gather for forward, all-gather for backward, reduce-scatter: **3**.
 #
-# Let us count. One session on the emulated cluster runs a step of each on four ranks; the broker
-# sees every byte. Each rank has 16 sequences of 64 tokens. DDP gets buckets of the size of a block,
-# as large as the units of FSDP: with its 25 MB this small model would be a single bucket, which
-# hides nothing.
+# With *gradient accumulation* several micro-batches make one step.
+
+# %%
+# %%rank 0
+passes_guess = predict("ZeRO-2, a step of 4 micro-batches: how many passes?", guess=None)
+passes_guess
+
+# %% [markdown]
+# Let us measure all of these. One session on the emulated cluster runs a step of each on four
+# ranks; the broker sees every byte. Each rank has 16 sequences of 64 tokens. DDP gets buckets of
+# the size of a block, as large as the units of FSDP: with its 25 MB this small model would be a
+# single bucket, which hides nothing.
 
 
 # %%
@@ -679,6 +714,9 @@ ways = [
 longer = replace(config, context=64)
 _, whole = run_traced(one_step_each, world_size, longer, ways, deadline_s=120)
 traces = {way: between_barriers(whole, 3 * i + 1) for i, way in enumerate(ways)}
+
+# %% [markdown]
+# The bars are in passes. A rank's bytes are divided by Ψ(n−1)/n.
 
 
 # %%
@@ -745,7 +783,7 @@ display(
 )
 
 # %% [markdown]
-# The last two bars are a warning. With **gradient accumulation**, ZeRO-1 adds up micro-batches
+# The last two bars are a warning. With **gradient accumulation** ZeRO-1 adds up micro-batches
 # locally and sends once. ZeRO-2 has nowhere to keep whole gradients: it reduces after *every*
 # micro-batch. "Model barely fits: use ZeRO-2" is therefore not the first thing to try. ZeRO-1 has
 # already sharded 12 of the 16 bytes, at no cost in traffic.
@@ -753,6 +791,7 @@ display(
 # %%
 # %%rank 0
 display(
+    passes_guess.reveal(bytes_sent(("ZeRO-2", 4))),
     claim("passes of ZeRO-1 with 4 micro-batches", bytes_sent(("ZeRO-1", 4)), 2.0, rtol=0.05),
     claim(
         "passes of ZeRO-2 with 4 micro-batches: 4 reduce-scatters and an all-gather",
@@ -785,9 +824,18 @@ plot_timeline(
 )
 
 # %% [markdown]
-# Now replay the recorded steps on networks of any speed. Before you look: how far apart are data
-# parallelism and FSDP2 on the left, where only bytes count? And which is the slowest on the right,
-# where the network costs nothing?
+# Now replay the recorded steps on networks of any speed. On the slowest only bytes count, on the
+# fastest the network costs nothing.
+
+# %%
+# %%rank 0
+network_guess = predict(
+    "The slowest network: a step of FSDP2 / a step of data parallelism?", guess=None
+)
+network_guess
+
+# %% [markdown]
+# Ours (`Zero3`) sends less than FSDP2, because it keeps the last block whole for its backward pass.
 
 # %%
 # %%rank 0
@@ -820,6 +868,7 @@ plot_lines(
 slow = {how: step_ms(how, 1e5, 0.0) for how in LINES}
 fast = {how: step_ms(how, 1e13, 0.0) for how in LINES}
 display(
+    network_guess.reveal(slow["FSDP2"] / slow["data parallel"]),
     claim(
         "slow network: FSDP2 / data parallel, in time, is the ratio of their bytes",
         slow["FSDP2"] / slow["data parallel"],
@@ -854,9 +903,10 @@ display(
 # %% [markdown]
 # On a fast network all lines meet: what is sent is hidden, and the same products are left. The few
 # percent between them are the update, which data parallelism repeats on every rank. Do not read
-# more into them: with fewer tokens per step the update is a larger part, and on this tiny model
-# one can make FSDP look a third faster than DDP that way. On a model that needs sharding, a step
-# has thousands of tokens, and the update is a percent or two.
+# more into them: with fewer tokens per step the update is a larger part, and on this tiny model one
+# can make FSDP look a third faster than DDP that way. On an A100 it is 2 % with 20,000 tokens per
+# GPU and step: 28 bytes per parameter at 2 TB/s, against 6 FLOPs per parameter and token at half of
+# the peak.
 #
 # Small all-gathers cost their latency n−1 times over. Move the latency and see who suffers: the one
 # with most messages.
@@ -932,9 +982,10 @@ display(
 # %% [markdown]
 # ## 5 · FSDP2 in practice
 #
-# The whole of it is a loop and a call. `fully_shard` changes a module in place: its parameters
-# become DTensors, each cut along its first dimension, and hooks gather and free them. Blocks come
-# first; what they leave belongs to the root.
+# The whole of it is a loop and a call.
+# [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) changes a
+# module in place: its parameters become DTensors, each cut along its first dimension, and hooks
+# gather and free them. Blocks come first; what they leave belongs to the root.
 
 # %%
 mesh = dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
@@ -1048,14 +1099,16 @@ display(
 
 # %% [markdown]
 # Full state dicts are for other programs. To go on training, save **shards**: each rank writes its
-# own, and `torch.distributed.checkpoint` loads them on any number of ranks
-# (`minidist.parallel.fsdp.save_sharded`, lecture 10).
+# own, and
+# [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
+# loads them on any number of ranks (`minidist.parallel.fsdp.save_sharded`, lecture 10).
 #
 # ### Reading FSDP1
 #
-# Most code that you find wraps modules in `FullyShardedDataParallel`. It flattened the parameters
-# of a unit into one; FSDP2 keeps them apart. A common listing of it stops three times before it
-# trains. We run each line of it here.
+# Most code that you find wraps modules in
+# [`FullyShardedDataParallel`](https://docs.pytorch.org/docs/stable/fsdp.html). It flattened the
+# parameters of a unit into one; FSDP2 keeps them apart. A common listing of it stops three times
+# before it trains. We run each line of it here.
 
 # %%
 from functools import partial
@@ -1120,18 +1173,22 @@ for option in FSDP1_OPTIONS:
 # %% [markdown]
 # ## 6 · Offload: let the CPU hold what is rarely used
 #
-# Optimizer states are touched once per step. They can live in the CPU's memory (ZeRO-Offload, arXiv
-# 2101.06840): gradients go down, the CPU runs Adam, updated parameters come up. In FSDP2 that is
-# `offload_policy=CPUOffloadPolicy()`; parameters are then kept in CPU memory, too.
+# Optimizer states are touched once per step. They can live in the CPU's memory (ZeRO-Offload,
+# [arXiv 2101.06840](https://arxiv.org/abs/2101.06840)): gradients go down, the CPU runs Adam,
+# updated parameters come up. In FSDP2 that is `offload_policy=CPUOffloadPolicy()`; parameters are
+# then kept in CPU memory, too, and come up once for forward and once for backward.
 #
-# What it costs can be computed. Per step and parameter, 2 bytes go down and 2 come up, on a link
-# that carries both directions at once. The GPU meanwhile computes 6 FLOPs per parameter and token.
-# The model's size cancels out: only tokens per step count.
+# What ZeRO-Offload costs can be computed. Per step and parameter, 2 bytes go down and 2 come up, on
+# a link that carries both directions at once. The GPU meanwhile computes 6 FLOPs per parameter and
+# token. The model's size cancels out: only tokens per step count.
 
 # %%
 offloaded = shard_model(make_gpt(), lambda m: m.blocks, offload=True)
 offload_losses = train(offloaded, torch.optim.AdamW(offloaded.parameters(), lr=3e-3))
 places = {p.to_local().device.type for p in offloaded.parameters()}
+
+# %% [markdown]
+# It trains. When is the moving hidden? An A100 on PCIe 4.0:
 
 # %%
 # %%rank 0
@@ -1178,13 +1235,15 @@ display(
 # ## 7 · Activations
 #
 # Sharding does nothing about activations: every rank has its own batch. For a GPT block with 16-bit
-# activations, s tokens, b sequences, width h and a heads, backward needs (arXiv 2205.05198)
+# activations, s tokens, b sequences, width h and a heads, backward needs ([arXiv
+# 2205.05198](https://arxiv.org/abs/2205.05198))
 #
 # $$ s\,b\,h\,(34 + 5\,a\,s/h) \text{ bytes.} $$
 #
-# The second term is the attention matrix; a fused kernel (FlashAttention) never stores it. Without
-# dropout and with a fused kernel 32 s b h are left. Our GPT is such a model, so measure: the
-# tracker's bytes at the end of forward, and the difference between 4 and 2 blocks.
+# The second term is the attention matrix; a fused kernel (FlashAttention, [arXiv
+# 2205.14135](https://arxiv.org/abs/2205.14135)) never stores it. Without dropout and with a fused
+# kernel 32 s b h are left. Our GPT is such a model, so measure: the tracker's bytes at the end of
+# forward, and the difference between 4 and 2 blocks.
 
 # %%
 # %%rank 0
@@ -1232,10 +1291,20 @@ display(
 
 # %% [markdown]
 # **Activation checkpointing** keeps a block's input and throws the rest away. When backward comes
-# to the block, it runs the forward pass of that block again. Memory falls by 32/2 = 16, and
-# computing rises by one forward pass: from 3 to 4, a third. (PyTorch stops recomputing a block as
-# soon as it has the last tensor that backward needs; the block's last product is then spared.)
-# Below, the memory of activations over one step of eight blocks.
+# to the block, it runs the forward pass of that block again. A block then keeps a 16th, 2 s b h
+# instead of 32, and computing rises by one forward pass: from 3 to 4, a third. (PyTorch stops
+# recomputing a block as soon as it has the last tensor that backward needs; the block's last
+# product is then spared.)
+
+# %%
+# %%rank 0
+hill_guess = predict(
+    "Eight blocks, all checkpointed: peak of activations / without?", guess=None, unit="%"
+)
+hill_guess
+
+# %% [markdown]
+# Below, the memory of activations over one step.
 
 # %%
 # %%rank 0
@@ -1254,14 +1323,26 @@ plot_lines(
     title=f"Checkpointing, {DEPTH} blocks: the hill becomes a row of teeth",
 )
 
+# %%
+# %%rank 0
+display(
+    hill_guess.reveal(100 * max(over_time["every block"]) / max(over_time["kept"])),
+    claim(
+        "peak with every block checkpointed / without: more than a 16th, less than a third",
+        max(over_time["every block"]) / max(over_time["kept"]),
+        lambda share: 1 / 16 < share < 1 / 3,
+    ),
+)
+
 # %% [markdown]
-# How long should a group be? You will read "keep √L of L layers". That is right for layers that
-# keep *one* tensor each: L/k inputs and k layers inside the group in use, L/k + k, smallest at
-# k = √L. A transformer block keeps 16 tensors of the size of its input. L/k + 16k is smallest at
-# k = √(L/16). Up to 32 blocks that is k = 1: checkpoint every block. Deeper models are better off
-# with pairs: from L = 32 on L/2 + 32 is below L + 16, at 96 blocks by more than a quarter. (Most
-# programs checkpoint every block all the same. The peak is then mostly inputs, and those can be
-# sharded over tensor-parallel ranks, lecture 8.)
+# The block in use is whole while its backward pass runs, and stands on the inputs of the others. So
+# the peak does not fall to a 16th. How long should a group be? You will read "keep √L of L layers".
+# That is right for layers that keep *one* tensor each: L/k inputs and k layers inside the group in
+# use, L/k + k, smallest at k = √L. A transformer block keeps 16 tensors of the size of its input.
+# L/k + 16k is smallest at k = √(L/16). Up to 32 blocks that is k = 1: checkpoint every block.
+# Deeper models are better off with pairs: from L = 32 on L/2 + 32 is below L + 16, at 96 blocks by
+# more than a quarter. (Most programs checkpoint every block all the same. The peak is then mostly
+# inputs, and those can be sharded over tensor-parallel ranks, lecture 8.)
 
 
 # %%
@@ -1359,8 +1440,8 @@ display(
 )
 
 # %% [markdown]
-# Now everything for GPT-3 on one GPU, as the exercise asks that these numbers come from: states and
-# activations. Then move the calculator below yourself.
+# Now everything that one GPU would have to hold for GPT-3, states and activations. The same
+# estimator is compared. Then move the calculator yourself.
 
 # %%
 # %%rank 0
@@ -1466,6 +1547,71 @@ explore(
 # 5. One *unit* does not fit, or a batch of one sequence per GPU is too large a global batch: tensor
 #    and pipeline parallelism (lectures 8, 7, 9).
 #
+# ## Now you
+#
+# The table of section 3 gives bytes for N ranks. Turn it around: **how many GPUs does a model need
+# at least**, so that its states fit at a given stage? No number is enough where a GPU must hold
+# whole what does not fit; then give `math.inf`. The cell after it tries your function on 60 cases:
+# the states must fit on so many GPUs, and not on one less.
+
+
+# %%
+def fewest_gpus(num_params: float, memory_bytes: float, stage: int) -> float | None:
+    """Your turn. Stage 1, 2 or 3; 2 + 2 + 12 bytes per parameter, and no activations."""
+    return None
+
+
+# %%
+# %%rank 0
+import math
+
+
+def check(answer) -> str:
+    for billions in (1, 3, 7.5, 13, 18, 30, 39, 70, 175, 405):
+        for memory_gb in (24, 80):
+            for stage in (1, 2, 3):
+                p, memory = billions * 1e9, memory_gb * 1e9
+                n = answer(p, memory, stage)
+                if n is None:
+                    return "Not written yet."
+                case = f"{billions}B at stage {stage} in {memory_gb} GB: {n} GPUs"
+                many = 10**9 if n == math.inf else max(int(n), 1)
+                fits = formula_bytes(p, many, stage).total <= memory * (1 + 1e-9)
+                if fits == (n == math.inf):
+                    return f"{case}, but the states {'fit' if fits else 'do not fit'}."
+                if 1 < n < math.inf and formula_bytes(p, many - 1, stage).total <= memory:
+                    return f"{case}, but one less is enough."
+    return "Right, in all 60 cases."
+
+
+def one_answer(num_params: float, memory_bytes: float, stage: int) -> float:
+    whole = {1: 4, 2: 2, 3: 0}[stage] * num_params
+    return (
+        math.inf
+        if whole >= memory_bytes
+        else math.ceil((16 * num_params - whole) / (memory_bytes - whole))
+    )
+
+
+print(check(fewest_gpus))
+display(
+    claim("whole bytes first, the rest is divided", check(one_answer), "Right, in all 60 cases."),
+    claim(
+        "16 bytes over the memory is right for stage 3 only",
+        check(lambda p, memory, stage: math.ceil(16 * p / memory)),
+        lambda got: "at stage 1" in got and "do not fit" in got,
+    ),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# At stage 1 a GPU holds 4 bytes per parameter whole, at stage 2 it holds 2, at stage 3 none. If
+# those do not fit, no number of GPUs helps: 70 billion parameters never fit into 80 GB before stage
+# 3. Otherwise N = ⌈(16 − w) P / (M − w P)⌉, with w bytes whole.
+#
+# </details>
+#
 # ## Summary
 #
 # - Mixed-precision Adam: 2 + 2 + 12 = 16 bytes per parameter, 18 with fp32 gradients. Stage 1
@@ -1541,10 +1687,16 @@ explore(
 #
 # ## What to read
 #
-# - *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, arXiv 1910.02054
-# - *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, arXiv 2304.11277
-# - *ZeRO-Offload: Democratizing Billion-Scale Model Training*, arXiv 2101.06840
-# - *Reducing Activation Recomputation in Large Transformer Models*, arXiv 2205.05198
-# - *Training Deep Nets with Sublinear Memory Cost* (checkpointing, √L), arXiv 1604.06174
-# - *FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness*, arXiv 2205.14135
+# - *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, [arXiv
+#   1910.02054](https://arxiv.org/abs/1910.02054)
+# - *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, [arXiv
+#   2304.11277](https://arxiv.org/abs/2304.11277)
+# - *ZeRO-Offload: Democratizing Billion-Scale Model Training*, [arXiv
+#   2101.06840](https://arxiv.org/abs/2101.06840)
+# - *Reducing Activation Recomputation in Large Transformer Models*, [arXiv
+#   2205.05198](https://arxiv.org/abs/2205.05198)
+# - *Training Deep Nets with Sublinear Memory Cost* (checkpointing, √L), [arXiv
+#   1604.06174](https://arxiv.org/abs/1604.06174)
+# - *FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness*,
+#   [arXiv 2205.14135](https://arxiv.org/abs/2205.14135)
 # - In `lib/minidist/parallel/zero/`: `partition.py`, `stage1.py`, `stage3.py`
