@@ -6,6 +6,7 @@ from functools import partial
 
 from autograder.criteria.bonus_debug_ddp import meet, state, steps, train
 from autograder.criteria.common.emulated import charge_plan
+from autograder.criteria.common.withheld import OWN_DDP, TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 from autograder.criteria.lab2_accumulation import ddp as accum
 
@@ -68,20 +69,14 @@ LAB = Lab(
     practice_world_size=2,
     grading_world_size=3,
     withheld={
-        "minidist.parallel.data.naive": "own DDP",
-        "minidist.parallel.data.flat": "own DDP",
-        "minidist.parallel.data.overlapped": "own DDP",
-        "minidist.parallel.data.bucketed": "own DDP",
-        "minidist.parallel.data.buckets": "own DDP",
-        "minidist.parallel.data.replicas": "equal replicas",
-        "minidist.parallel.data.graph": "own DDP",
+        **OWN_DDP,
+        **TRAINING_LOOP,
         "minidist.sampler": "a mended loop",
         "minidist.seeding": "a mended loop",
         "minidist.metrics": "a mended loop",
         "minidist.checkpoint.store": "a mended loop",
         "minidist.precision.training": "a mended loop",
         "minidist.elastic": "a mended loop",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         _train(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.bonus_elastic import sampler, saving, script, shares, states, stopping
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 
 _SHARES = "Task 1, the same batch at any size"
@@ -26,11 +27,11 @@ LAB = Lab(
     practice_world_size=2,
     grading_world_size=3,
     withheld={
+        **TRAINING_LOOP,
         "minidist.checkpoint.store": "saving",
         "minidist.checkpoint.shards": "resharding",
         "minidist.elastic": "preemption",
         "minidist.sampler": "sampler",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         _shares(name="elastic_share", title="shares of a batch at any world size", points=5,

@@ -6,6 +6,7 @@ from functools import partial
 
 from autograder.criteria.bonus_pipeline import emulated, model, plan, values
 from autograder.criteria.common.emulated import charge_plan
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 
 _schedule = partial(
@@ -30,9 +31,9 @@ LAB = Lab(
     practice_world_size=3,
     grading_world_size=4,
     withheld={
+        **TRAINING_LOOP,
         "minidist.parallel.pipeline": "every task",
         "minidist.cost.pipeline": "bubbles",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         Criterion(

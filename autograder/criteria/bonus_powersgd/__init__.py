@@ -15,6 +15,7 @@ from autograder.criteria.bonus_powersgd import (
     training,
 )
 from autograder.criteria.common.emulated import mark_steps
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 
 # What a student wrote in an earlier task may be called in a later one: which criteria judge it.
@@ -73,10 +74,10 @@ LAB = Lab(
     practice_world_size=2,
     grading_world_size=3,
     withheld={
+        **TRAINING_LOOP,
         "minidist.parallel.compression.powersgd": "PowerSGD",
         "minidist.parallel.compression.base": "error feedback",
         "minidist.parallel.compression.hook": "the hook",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         _columns(name="powersgd_columns", title="orthonormal columns", points=7,

@@ -15,6 +15,7 @@ from autograder.criteria.bonus_tensor_parallel import (
     vocab,
 )
 from autograder.criteria.common.emulated import mark_steps
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 
 # What a student wrote in an earlier task may be called in a later one: which criteria judge it.
@@ -60,8 +61,8 @@ LAB = Lab(
     practice_world_size=2,
     grading_world_size=4,
     withheld={
+        **TRAINING_LOOP,
         "minidist.parallel.tensor": "every task",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         _operator(name="btp_f", title="f: identity forward, all-reduce backward", points=4,

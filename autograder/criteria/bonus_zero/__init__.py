@@ -7,6 +7,7 @@ from typing import Any
 
 from autograder.criteria.bonus_zero import flat, limit, norm, planning, saving, traffic, values
 from autograder.criteria.common.emulated import charge_plan, mark_steps
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Lab
 
 _flat = partial(Criterion, task="Task 1, one vector", world="none", draw=flat.draw_flat)
@@ -32,8 +33,8 @@ LAB = Lab(
     practice_world_size=2,
     grading_world_size=3,
     withheld={
+        **TRAINING_LOOP,
         "minidist.parallel.zero": "every task",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         _flat(name="zero_flatten", title="one vector, padded with zeros", points=5,

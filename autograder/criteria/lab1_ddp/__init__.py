@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from autograder.criteria.common.withheld import OWN_DDP, TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab1_ddp import (
     emulated,
@@ -38,15 +39,9 @@ LAB = Lab(
     grading_world_size=3,
     gates=(Gate("averaging", ("ddp_gradients",)),),
     withheld={
-        "minidist.parallel.data.naive": "own DDP",
-        "minidist.parallel.data.flat": "own DDP",
-        "minidist.parallel.data.overlapped": "own DDP",
-        "minidist.parallel.data.bucketed": "own DDP",
-        "minidist.parallel.data.buckets": "own DDP",
-        "minidist.parallel.data.replicas": "equal replicas",
-        "minidist.parallel.data.graph": "own DDP",
+        **OWN_DDP,
+        **TRAINING_LOOP,
         "minidist.sampler": "sampler",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         Criterion(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.common.emulated import charge_plan
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab2_accumulation import (
     amp,
@@ -40,8 +41,8 @@ LAB = Lab(
     grading_world_size=3,
     gates=(Gate("accumulation", ("accum_scale",)),),
     withheld={
+        **TRAINING_LOOP,
         "minidist.parallel.accumulation": "accumulation",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         _one(

@@ -9,6 +9,7 @@ from autograder.criteria.common import memory_limit as limit
 from autograder.criteria.common.emulated import mark_steps
 from autograder.criteria.common.gpu_meter import draw_seeds
 from autograder.criteria.common.own_node import on_own_node
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab3_fsdp import emulated, gpu, memory, planning, saving, scratch
 
@@ -44,6 +45,7 @@ LAB = Lab(
     grading_world_size=3,
     gates=(Gate("sharding", ("fsdp_shards",)),),
     withheld={
+        **TRAINING_LOOP,
         "minidist.parallel.fsdp.native": "fully_shard",
         "minidist.parallel.fsdp.state": "checkpoints",
         "minidist.parallel.zero.stage3": "own FSDP",
@@ -51,7 +53,6 @@ LAB = Lab(
         "minidist.parallel.zero.flat": "own FSDP",
         "minidist.parallel.zero.hooks": "own FSDP",
         "minidist.parallel.zero.checkpoint": "checkpoints",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         Criterion(

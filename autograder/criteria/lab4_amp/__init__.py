@@ -6,6 +6,7 @@ from functools import partial
 
 from autograder.criteria.common.emulated import charge_plan
 from autograder.criteria.common.gpu_meter import draw_seeds
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab4_amp import (
     autocast,
@@ -47,10 +48,10 @@ LAB = Lab(
     grading_world_size=3,
     gates=(Gate("overflow", ("amp_scaler_finds",)),),
     withheld={
+        **TRAINING_LOOP,
         "minidist.precision.scaler": "loss scaling",
         "minidist.precision.training": "the loop",
         "minidist.precision.master": "master weights",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         Criterion(

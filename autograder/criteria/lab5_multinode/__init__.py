@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autograder.criteria.common import checkpoint_files as files
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab5_multinode import (
     checkpoint,
@@ -43,11 +44,11 @@ LAB = Lab(
     grading_world_size=6,
     gates=(Gate("resuming", ("resume_training",)),),
     withheld={
+        **TRAINING_LOOP,
         "minidist.checkpoint.store": "checkpoints",
         "minidist.elastic": "resuming",
         "minidist.collectives.hierarchical": "the hierarchy",
         "minidist.collectives.ddp_hooks": "the hook",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         _places(

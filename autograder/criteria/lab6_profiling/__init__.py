@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from autograder.criteria.common.gpu_meter import draw_seeds
+from autograder.criteria.common.withheld import TRAINING_LOOP
 from autograder.criteria.criterion import Criterion, Gate, Lab
 from autograder.criteria.lab6_profiling import (
     buckets,
@@ -76,12 +77,12 @@ LAB = Lab(
         ),
     ),
     withheld={
+        **TRAINING_LOOP,
         "minidist.profile.trace": "spans of a trace",
         "minidist.profile.overlap": "shares of time",
         "minidist.profile.intervals": "shares of time",
         "minidist.profile.stragglers": "the bottleneck",
         "minidist.profile.loader": "loading ahead",
-        "minidist.train.program": "its training loop",
     },
     criteria=(
         Criterion(
