@@ -26,7 +26,8 @@
 #
 # It takes about 80 minutes. **The kernel is *torchrun × 4***: every cell runs on four ranks, and
 # they will be the four stages of a real pipeline. Cells that begin with `%%rank 0` compute, draw
-# and check things on one rank.
+# and check things on one rank. Six times the lecture asks for your guess before it measures. Write
+# it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: a longer run of PipeDream, and more points in the last figure
@@ -67,10 +68,14 @@ torch.set_num_threads(1)
 if not dist.is_initialized():
     dist.init_process_group(choose_backend(), timeout=timedelta(seconds=60))
 
+# %% [markdown]
+# Rank 0 needs a few names more, to draw and to check.
+
 # %%
 # %%rank 0
 # %matplotlib inline
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -90,7 +95,13 @@ from minidist.plots import (
     plot_timeline,
     style,
 )
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
+
+# %% [markdown]
+# Here is the whole lecture in one picture: the same work under four schedules. There are four ranks
+# and eight micro-batches, each rank does the same amount of computing in all four rows, and
+# everything light grey is a GPU that waits. Numbers name micro-batches; bold ones belong to a
+# rank's second chunk of layers.
 
 
 # %%
@@ -109,12 +120,6 @@ def draw_all(timelines: dict, width_s: float | None = None):
     axes[-1].set_xlabel("time (one forward of one micro-batch on one stage = 1)")
     return figure
 
-
-# %% [markdown]
-# Here is the whole lecture in one picture: the same work under four schedules. There are four ranks
-# and eight micro-batches, each rank does the same amount of computing in all four rows, and
-# everything light grey is a GPU that waits. Numbers name micro-batches; bold ones belong to a
-# rank's second chunk of layers.
 
 # %%
 # %%rank 0
@@ -223,8 +228,8 @@ display(
 # %% [markdown]
 # Without transfers the utilisation is exactly 1/p: two GPUs are each idle half of the time, eight
 # are idle 7/8 of the time. You often read that naive model parallelism "does not scale beyond two
-# to four GPUs". There is no such threshold. It does not scale at all: p GPUs are as fast as one.
-# What it gives you is memory.
+# to four GPUs". There is no such threshold. It does not scale at all: p GPUs are at best as fast as
+# one. What it gives you is memory.
 
 # %%
 # %%rank 0
@@ -254,13 +259,23 @@ display(
 # ## 2 · Micro-batches: GPipe
 #
 # Cut the batch into m **micro-batches**. As soon as stage 0 has passed on the first one, it takes
-# the second, while stage 1 works on the first. That is a pipeline. GPipe (arXiv 1811.06965) does
-# all m forward passes, then all m backward passes, then one optimizer step. Gradients add up over
-# the micro-batches, as in gradient accumulation (`lab2_accumulation`), so the result is the
-# gradient of the whole batch. Nothing about the model's mathematics changes.
-#
-# Before you look at the figure: which stage starts its first backward pass first, and which one
-# waits longest?
+# the second, while stage 1 works on the first. That is a pipeline. GPipe
+# ([arXiv 1811.06965](https://arxiv.org/abs/1811.06965)) does all m forward passes, then all m
+# backward passes, then one optimizer step. Gradients add up over the micro-batches, as in gradient
+# accumulation (`lab2_accumulation`), so the result is the gradient of the whole batch. Only layers
+# that mix samples notice the cut: batch norm takes its statistics over a micro-batch.
+
+# %%
+# %%rank 0
+wait_guess = predict(
+    "GPipe, 3 stages, m = 4: how long does stage 0 wait before its first backward?",
+    guess=None,
+    unit="forwards",
+)
+wait_guess
+
+# %% [markdown]
+# In the figure a backward pass takes as long as two forward passes.
 
 # %%
 # %%rank 0
@@ -276,6 +291,7 @@ rows = simulate(gpipe(3, 4)).spans
 wait = [rows[r][4].start_s - rows[r][3].end_s for r in range(3)]  # last forward to first backward
 dealt = simulate(gpipe(4, 12))
 display(
+    wait_guess.reveal(wait[0]),
     claim(
         "the stage that starts its backward pass first (of 0, 1, 2)",
         int(np.argmin([row[4].start_s for row in rows])),
@@ -316,8 +332,9 @@ display(
 # | the **step** | (p − 1) / (m + p − 1) | 1/3 |
 # | the **ideal time** m·t, the step without a bubble | (p − 1) / m | 1/2 |
 #
-# Both are in use. Megatron-LM's paper (arXiv 2104.04473, section 2.2) gives the second one, and
-# says so. It goes wrong when somebody takes the second one and computes "efficiency = 1 − bubble".
+# Both are in use. Megatron-LM's paper ([arXiv 2104.04473](https://arxiv.org/abs/2104.04473),
+# section 2.2) gives the second one, and says so. The mistake is to take the second one and to
+# compute "efficiency = 1 − bubble".
 
 # %%
 # %%rank 0
@@ -357,8 +374,8 @@ display(
 )
 
 # %% [markdown]
-# The mistake is largest where it matters most, when there are few micro-batches. For 4 stages and 2
-# micro-batches "1 − (p − 1)/m" gives an efficiency of *minus* 50 %.
+# The error is largest when there are few micro-batches. For 4 stages and 2 micro-batches
+# "1 − (p − 1)/m" gives an efficiency of *minus* 50 %.
 
 # %%
 # %%rank 0
@@ -395,7 +412,16 @@ plot_lines(
 
 # %% [markdown]
 # ### Calculator: how many micro-batches do I need?
-#
+
+# %%
+# %%rank 0
+needed_guess = predict(
+    "How many micro-batches does a pipeline of 8 stages need to be busy 90 % of a step?",
+    guess=None,
+)
+needed_guess
+
+# %% [markdown]
 # Move p, the target and the number of chunks (v, section 6). The curve is the formula; the dots are
 # the simulator, which knows no formula and only plays the schedule through.
 
@@ -437,13 +463,14 @@ explore(
 # %% [markdown]
 # "Pipelines scale to 8 to 64 devices" is another sentence without a reason. A pipeline can have as
 # many stages as the model has layers. What must grow with p is m: a constant utilisation of u needs
-# m = (p − 1)·u/(1 − u), so 90 % needs nine micro-batches per further stage. The limit is the batch
-# size that your optimizer can still use (lecture 4).
+# m = (p − 1)·u/(1 − u), so 90 % needs nine micro-batches per further stage. So the batch grows with
+# p, and how large a batch your optimizer can still use is the other limit (lecture 4).
 
 # %%
 # %%rank 0
 needed = [cost.microbatches_for(num_stages=p, utilization=0.9) for p in (2, 4, 8, 64, 128)]
 display(
+    needed_guess.reveal(needed[2]),
     claim(
         "micro-batches for 90 % on 2, 4, 8, 64 and 128 stages are 9 (p - 1)",
         needed,
@@ -473,9 +500,19 @@ display(
 #
 # Let us build GPipe's step in one process first, with p parts of a model that could be on p
 # devices. Below is how it is often written. The forward pass runs under `no_grad`, since that saves
-# memory, and it stores detached outputs for a backward pass to come.
-#
-# Before you run it: which parameters will get a gradient?
+# memory, and it stores detached outputs for a backward pass to come. `no_grad` turns out to be a
+# mistake, so somebody removes it and keeps the rest.
+
+# %%
+# %%rank 0
+careless_guess = predict(
+    "Without no_grad, outputs detached: how many parts of 4 get a gradient?",
+    guess=None,
+)
+careless_guess
+
+# %% [markdown]
+# Both forms are below, first with `no_grad` and then without.
 
 
 # %%
@@ -518,24 +555,27 @@ except RuntimeError as error:
 print(message)
 without_graph = num_trained(parts)
 
-# Somebody removes the no_grad. Now it runs, and the loss even falls a little.
+# Without no_grad it runs.
 parts = make_parts()
 nn.functional.mse_loss(
     careless_forward(parts, batch, 8, no_grad=False, detach=True), goal
 ).backward()
 without_links = num_trained(parts)
 display(
+    careless_guess.reveal(without_links),
     claim("under no_grad, loss.backward() raises", "does not require grad" in message, True),
     claim("parts of 4 with a gradient, under no_grad", without_graph, 0),
     claim("parts of 4 with a gradient, detached between parts (it runs!)", without_links, 1),
 )
 
 # %% [markdown]
-# The second form is the dangerous one. It raises nothing, its loss falls, and three quarters of the
-# model stay at their random initial values.
+# The second form is the dangerous one. It raises nothing, the last part learns, so the loss can
+# fall, and three quarters of the model stay at their random initial values.
 #
-# Cutting the graph at a stage boundary is right: stages live in different processes, and no
-# autograd graph spans two processes. But a cut must be **sewn together by hand**:
+# Cutting the graph at a stage boundary is right: stages live in different processes, and an
+# autograd graph ends where its process ends. (Only the RPC framework's
+# [distributed autograd](https://docs.pytorch.org/docs/stable/rpc/distributed_autograd.html) goes
+# further.) But a cut must be **sewn together by hand**:
 #
 # - forward: the input of a stage becomes a *leaf* that asks for a gradient
 #   (`x.detach().requires_grad_()`), and input and output are kept;
@@ -643,6 +683,10 @@ for schedule in (
     dist.all_gather_object(both, (float(error), result.peak_activations))
     errors[schedule.name], held[schedule.name] = max(e for e, _ in both), [h for _, h in both]
 
+# %% [markdown]
+# All errors are rounding. What each rank held differs from schedule to schedule; section 4 says
+# why.
+
 # %%
 # %%rank 0
 for name, peaks in held.items():
@@ -705,6 +749,9 @@ for schedule in (gpipe(p, 8), one_f_one_b(p, 8), interleaved(p, 8, 2)):
         result = pipeline.step(x, torch.zeros_like(x))
     recorded[schedule.name] = gather_timeline(schedule, result.spans)
 
+# %% [markdown]
+# We draw the recorded times in units of one stage's forward pass, like the simulated ones.
+
 
 # %%
 # %%rank 0
@@ -728,10 +775,9 @@ draw_all(
 )
 
 # %% [markdown]
-# Real timelines have ragged edges, and the bubble is a bit larger than in theory, since messages
-# take time and Python does too. But the shape is the simulator's. How far it is off depends on how
-# busy the machine is, so the claim below allows a lot; section 8 gets exact numbers for the same
-# code.
+# Real timelines have ragged edges, and the bubble is larger than in theory, since messages take
+# time and Python does too. But the shape is the simulator's. How far it is off depends on how busy
+# the machine is, so the claim below has only a lower bound; section 8 gets exact numbers.
 
 # %%
 # %%rank 0
@@ -749,12 +795,21 @@ claim(
 #
 # From the forward pass of a micro-batch until its backward pass, a stage has to keep its
 # activations. Under GPipe the first backward pass comes after the last forward pass, so every stage
-# keeps all m. If you raise m to shrink the bubble, you pay in memory.
-#
-# **1F1B** (one forward, one backward; arXiv 2006.09503 calls it PipeDream-flush) starts a backward
-# pass as soon as it can. Rank r runs p − r − 1 forward passes to warm up, then alternates. It holds
-# at most p − r micro-batches, *however large m is*. The bubble is the same. So with 1F1B you can
-# afford a large m, and a large m is what makes the bubble small.
+# keeps all m. If you raise m with micro-batches of the same size, to shrink the bubble, you pay in
+# memory.
+
+# %%
+# %%rank 0
+held_guess = predict(
+    "1F1B, 4 ranks, m = 16: how many micro-batches does rank 0 hold at most?",
+    guess=None,
+)
+held_guess
+
+# %% [markdown]
+# **1F1B** (one forward, one backward; [arXiv 2006.09503](https://arxiv.org/abs/2006.09503) calls it
+# PipeDream-flush) starts a backward pass as soon as it can. Rank r runs p − r − 1 forward passes to
+# warm up, then alternates. The bubble is the same.
 
 
 # %%
@@ -785,9 +840,10 @@ figure
 
 # %% [markdown]
 # That was the simulator. The next cell weighs it: it runs a real step on the four ranks and counts
-# the bytes that autograd keeps alive. `saved_tensors_hooks` sees every tensor that is saved for the
-# backward pass, and a small object lets us see when it is dropped. Weights are not counted, since
-# they are there anyway.
+# the bytes that autograd keeps alive.
+# [`saved_tensors_hooks`](https://docs.pytorch.org/docs/stable/autograd.html) sees every tensor that
+# is saved for the backward pass, and a small object lets us see when it is dropped. Weights are not
+# counted, since they are there anyway.
 
 
 # %%
@@ -834,6 +890,10 @@ peak_bytes = {
     for m in (1, 8, 16)
 }
 
+# %% [markdown]
+# The bytes of a single micro-batch (m = 1) are the unit. The last rank's are larger, since it also
+# keeps what the loss needs.
+
 # %%
 # %%rank 0
 one = peak_bytes["1F1B", 1]  # bytes of a single micro-batch, per rank
@@ -851,6 +911,7 @@ def bubble_of(make, p: int, m: int) -> float:
 
 sizes = [(p, m) for p in range(1, 9) for m in range(1, 13)]
 display(
+    held_guess.reveal(in_units("1F1B", 16)[0]),
     claim(
         "GPipe, m = 16: bytes held, in micro-batches, per rank",
         in_units("GPipe", 16),
@@ -883,10 +944,12 @@ display(
 )
 
 # %% [markdown]
-# Rank 0 still holds p micro-batches, and the last rank one. So 1F1B needs most memory at the front.
-# A deeper pipeline does not lower rank 0's activation memory: it holds p micro-batches of 1/p of
-# the layers. GPipe's own answer was **recomputation**: keep the input of a stage, and run its
-# forward pass again before the backward pass (lecture 5). It goes together with any schedule.
+# Rank r holds at most p − r micro-batches, *however large m is*. So with 1F1B you can afford a
+# large m, and a large m is what makes the bubble small. Rank 0 still holds p micro-batches, and the
+# last rank one: most memory is needed at the front. A deeper pipeline does not lower rank 0's
+# activation memory: it holds p micro-batches of 1/p of the layers. GPipe's own answer was
+# **recomputation**: keep the input of a stage, and run its forward pass again before the backward
+# pass (lecture 5). It goes together with any schedule.
 
 # %% [markdown]
 # ### Schedule explorer
@@ -949,9 +1012,9 @@ explore(
 # ## 5 · PipeDream: no flush, old weights
 #
 # GPipe and 1F1B drain the pipeline before each optimizer step: the **flush**. The bubble is its
-# price. PipeDream (arXiv 1806.03377) does not flush. When the gradient of a mini-batch comes back
-# to a stage, that stage updates its weights at once, and goes on. After the start nobody ever
-# waits.
+# price. PipeDream ([arXiv 1806.03377](https://arxiv.org/abs/1806.03377)) does not flush. When the
+# gradient of a mini-batch comes back to a stage, that stage updates its weights at once, and goes
+# on. After the start nobody waits, if stages take equally long.
 #
 # A drawing that goes around shows "PipeDream" as GPipe with the backward passes in reverse order,
 # and says that this makes the bubble smaller. It does not. That drawing *is* GPipe, whose paper
@@ -999,6 +1062,9 @@ draw_all(
         ),
     }
 )
+
+# %% [markdown]
+# Does the reversed order change the bubble or the memory of GPipe?
 
 # %%
 # %%rank 0
@@ -1137,6 +1203,11 @@ def run_pipedream(stash: bool):
     return stage, result
 
 
+# %% [markdown]
+# The formula in one process: every version of the weights is kept, and each part's gradient is
+# taken at the version that its rank would have used.
+
+
 # %%
 def one_process_with_delays() -> nn.Sequential:
     """Plain SGD whose gradient for part r is taken at weights of p - r - 1 updates ago."""
@@ -1203,8 +1274,19 @@ display(
 # %% [markdown]
 # How bad is a stale gradient? Take the simplest loss, a parabola with curvature h. Gradient descent
 # with a delay of d updates, w ← w − η·h·w(d updates ago), is stable only up to a learning rate that
-# shrinks with d: η·h < 2·sin(π / (4d + 2)) (arXiv 1910.05124). The next cell finds the limit from
-# the roots of the recurrence, and compares.
+# shrinks with d: η·h < 2·sin(π / (4d + 2)) ([arXiv 1910.05124](https://arxiv.org/abs/1910.05124)).
+
+# %%
+# %%rank 0
+stale_guess = predict(
+    "First of 8 stages: its largest stable rate, in % of the rate without delay?",
+    guess=None,
+    unit="%",
+)
+stale_guess
+
+# %% [markdown]
+# The next cell finds the limit from the roots of the recurrence, and compares.
 
 
 # %%
@@ -1225,6 +1307,7 @@ delays = list(range(16))
 limits = [largest_stable_rate(d) for d in delays]
 formula = [2 * math.sin(math.pi / (4 * d + 2)) for d in delays]
 display(
+    stale_guess.reveal(100 * limits[7] / limits[0]),
     claim(
         "largest stable learning rate x curvature for delays 0 to 15",
         limits,
@@ -1249,18 +1332,20 @@ plot_lines(
 )
 
 # %% [markdown]
-# This is why large language models are trained with a flush. PipeDream's descendants shrink the
-# problem: PipeDream-2BW keeps two versions and a delay of one (arXiv 2006.09503). The same paper's
-# PipeDream-flush is what everybody calls 1F1B today.
+# With a flush there is no delay, and the schedules of the other sections all flush. PipeDream's
+# descendants shrink the delay: PipeDream-2BW keeps two versions and a delay of one
+# ([arXiv 2006.09503](https://arxiv.org/abs/2006.09503)). The same paper's PipeDream-flush is what
+# is called 1F1B today.
 
 # %% [markdown]
 # ## 6 · Interleaved 1F1B: a smaller bubble, more messages
 #
 # Give each rank v chunks of layers that are *not* next to each other: with p = 4 and v = 2, rank 0
 # gets stages 0 and 4. A micro-batch passes all ranks v times. A chunk takes 1/v of the time, so the
-# pipeline fills v times faster, and the bubble is v times smaller: (p − 1)/(v·m + p − 1) of the
-# step (arXiv 2104.04473). Every boundary between chunks is a message, though, so there are about v
-# times as many. And a rank holds a little more: p + (p − 1)/v micro-batches instead of p.
+# pipeline fills v times faster, and the bubble takes 1/v of the time. That is (p − 1)/(v·m + p − 1)
+# of the step ([arXiv 2104.04473](https://arxiv.org/abs/2104.04473)). Every boundary between chunks
+# is a message, though, so there are about v times as many. And rank 0 holds p + (p − 1)/v
+# micro-batches instead of p: 5.5 instead of 4 with p = 4 and v = 2.
 
 # %%
 # %%rank 0
@@ -1300,9 +1385,9 @@ display(
 # %% [markdown]
 # ### What a message costs
 #
-# A message over a boundary is one activation: micro-batch × tokens × width numbers. It is not large
-# compared with the work of a stage. "Expensive transfer" is what a common comment says beside the
-# line that moves it; let us compute it for half of a 7-billion-parameter model per GPU, over PCIe.
+# A message over a boundary is one activation: micro-batch × tokens × width numbers. "Expensive
+# transfer" is what a common comment says beside the line that moves it. We compute it for half of a
+# 7-billion-parameter model per GPU, over PCIe.
 
 # %%
 # %%rank 0
@@ -1319,10 +1404,10 @@ claim(
 )
 
 # %% [markdown]
-# That is the strength of pipelines: little traffic, and only between neighbours. The time is not
-# always negligible: with many chunks or a slow network it eats what interleaving gained. And 1F1B's
-# steady state is a to-and-fro between neighbours, which every slow message stretches. In the figure
-# a stage's forward pass takes 1, and each message takes what the axis says.
+# Pipelines send little, and only to neighbours. The time is not always negligible: with many chunks
+# or a slow network it takes back what interleaving gained. And in 1F1B's steady state neighbours
+# wait for each other's messages in turn, so every slow message delays both. In the figure a stage's
+# forward pass takes 1, and each message takes what the axis says.
 
 # %%
 # %%rank 0
@@ -1375,9 +1460,9 @@ display(
 #
 # A backward pass does two things: **B**, the gradient of the stage's *input*, and **W**, the
 # gradient of its *weights*. The previous stage waits for B only. Nobody waits for W until the
-# optimizer step. So run B first, send it off, and do W when there would be nothing else to do
-# (arXiv 2401.10241). Schedule ZB-H1 does that with no more memory on any rank than 1F1B needs on
-# rank 0.
+# optimizer step. So run B first, send its result, and do W when there would be nothing else to do
+# ([arXiv 2401.10241](https://arxiv.org/abs/2401.10241)). Schedule ZB-H1 does that with no more
+# memory on any rank than 1F1B needs on rank 0.
 #
 # In PyTorch the halves come from calling autograd twice, on different ends of the same graph;
 # `lib/minidist/parallel/pipeline/backward.py` shows how to do it without computing anything twice.
@@ -1409,8 +1494,9 @@ claim(
 )
 
 # %% [markdown]
-# The bubble shrinks from (p − 1)(t_F + t_B + t_W) to (p − 1)(t_F + t_B − t_W): a
-# third, if the three take equally long.
+# The bubble shrinks from (p − 1)(t_F + t_B + t_W) to (p − 1)(t_F + t_B − t_W). That is a third, if
+# the three take equally long. In a real block W is the shortest, since attention's products have no
+# weights.
 #
 # The paper publishes the times that its authors measured for a 1.5-billion-parameter model on 8
 # stages (its tables 3 to 5), and the bubble rates that follow. We give those times to our
@@ -1473,11 +1559,16 @@ figure
 # %% [markdown]
 # 1F1B and ZB-H1 agree in all four published digits. The interleaved line comes within 5 %: the
 # paper cuts 22 layers and both ends of the model into 24 pieces, and we took 24 equal ones. Are
-# such rates worth anything on real GPUs? The paper measured throughput too.
+# such rates worth anything on real GPUs? The paper measured throughput too: 11.8 samples per second
+# and GPU with 1F1B, 13.1 interleaved, and 12.9 with ZB-1p, whose memory is that of ZB-H1 (m = 24).
 
 # %%
 # %%rank 0
-predicted = (1 - 0.1585) / (1 - 0.2431)
+*_, in_1f1b, in_interleaved, in_zb = PUBLISHED[0]
+promised = {
+    "ZB-H1": (1 - in_zb) / (1 - in_1f1b),
+    "interleaved": (1 - in_interleaved) / (1 - in_1f1b),
+}
 _, t_f, t_b, t_w, *_ = PUBLISHED[2]
 equal_times = {"num_stages": 8, "forward_s": 1, "backward_s": 2}
 display(
@@ -1494,7 +1585,20 @@ display(
         status="cited",
         authority=paper,
     ),
-    claim("the bubble rates predict that gain", predicted, 12.9 / 11.8, rtol=0.03, authority=paper),
+    claim(
+        "the bubble rates predict that gain",
+        promised["ZB-H1"],
+        12.9 / 11.8,
+        rtol=0.03,
+        authority=paper,
+    ),
+    claim(
+        "interleaved: gain that the rates promise / gain that the paper measured",
+        promised["interleaved"] / (13.1 / 11.8),
+        1.065,
+        rtol=0.01,
+        authority=paper,
+    ),
     claim(
         "closed form of ZB-H1 without messages, m = 64",
         cost.bubble_fraction(
@@ -1518,17 +1622,23 @@ display(
 )
 
 # %% [markdown]
-# Spend twice the memory, put off the optimizer's global checks, and the bubble can vanish (ZB-H2,
-# same paper). ZB-V gets there with 1F1B's memory: each rank has two chunks, one from the front half
-# of the model and one from the back half, so that the pipeline folds back like a V (arXiv
-# 2405.15362). DeepSeek's DualPipe feeds the pipeline from both ends (arXiv 2412.19437).
+# The rates predict ZB's gain over 1F1B within 2 %. They promise 18 % for interleaving, and the
+# paper measured 11 %.
+#
+# Spend twice the memory, put off the optimizer's global checks, and the bubble vanishes if F, B and
+# W take equally long (ZB-H2, same paper). ZB-V gets there with 1F1B's memory: each rank has two
+# chunks, one from the front half of the model and one from the back half, so that the pipeline
+# folds back like a V ([arXiv 2405.15362](https://arxiv.org/abs/2405.15362)). DeepSeek's DualPipe
+# feeds the pipeline from both ends ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437)).
 
 # %% [markdown]
 # ## 8 · PyTorch's own pipelines, in exact time
 #
 # The class `torch.distributed.pipeline.sync.Pipe` of many older listings no longer exists. Its
-# successor is `torch.distributed.pipelining`. On the emulated cluster its code runs unchanged: the
-# ranks and the messages are real, and time is virtual, so the answer is the same on every machine.
+# successor is
+# [`torch.distributed.pipelining`](https://docs.pytorch.org/docs/stable/distributed.pipelining.html).
+# On the emulated cluster its code runs unchanged: the ranks and the messages are real, and time is
+# virtual, so the answer is the same on every machine.
 #
 # `Charged` is a layer with a price: here one second forward and two backward.
 
@@ -1557,8 +1667,14 @@ def torch_pipeline(name: str, m: int, v: int) -> None:
             schedule.step()
 
 
+# %% [markdown]
+# The wires of the first cluster are free, so that only the schedule counts. On those of the second
+# a message takes a while.
+
 # %%
 # %%rank 0
+import importlib.util
+
 free = emulate.Link(bandwidth_bytes_per_s=1e30, latency_s=0.0)
 box = emulate.Cluster(
     name="free wires",
@@ -1584,8 +1700,6 @@ def last_step(timeline, m: int, v: int) -> tuple[float, float]:
 
 # %%
 # %%rank 0
-import importlib.util
-
 chosen = [("ScheduleGPipe", 8, 1), ("Schedule1F1B", 8, 1), ("ScheduleInterleaved1F1B", 8, 2)]
 plan = emulate.ChargePlan((1.0,) * 4, (2.0,) * 4, b"secret")
 emulated = {}
@@ -1615,6 +1729,9 @@ display(
     ),
 )
 
+# %% [markdown]
+# And 1F1B on the slow wires:
+
 # %%
 # %%rank 0
 start_s, end_s = last_step(slow_wires, 8, 1)
@@ -1639,10 +1756,14 @@ plot_timeline(
 # | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | | |
 # | DualPipe, folded into a V | `ScheduleDualPipeV` | | |
 #
+# (The last two columns: [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) and
+# [DeepSpeed](https://www.deepspeed.ai/tutorials/pipeline/).)
+#
 # One more listing to repair: with a DeepSpeed `PipelineModule`, `engine(data)`, `engine.backward()`
 # and `engine.step()` all raise. The schedule has to see all micro-batches at once, so the only
-# entry is `engine.train_batch(data_iterator)`. And its number of micro-batches is the number of
-# accumulation steps: with `train_batch_size` 32 and micro-batches of 4 on one pipeline, 8.
+# entry for training is `engine.train_batch(data_iterator)`. And its number of micro-batches is the
+# number of accumulation steps: with `train_batch_size` 32 and micro-batches of 4 on one pipeline,
+# 8.
 
 # %%
 # %%rank 0
@@ -1735,6 +1856,9 @@ explore(
     alt="Bars of work per stage; with equal layers the last stage sticks out",
 )
 
+# %% [markdown]
+# The next cell puts numbers to the case in which the sliders begin.
+
 # %%
 # %%rank 0
 flops, weights = unit_costs(256_000, 32)
@@ -1779,7 +1903,7 @@ display(
 # | model state held | all of it | 1/p |
 # | sent per step | 2(p − 1)/p · gradients | activations on, their gradients back |
 # | idle | exposed part of the all-reduce | (p − 1)/(m + p − 1) |
-# | batch it wants | any | many micro-batches |
+# | batch it wants | a sample per GPU or more | many micro-batches |
 # | changes to the model | none | it must cut into stages of equal time |
 #
 # First the proof that they train alike, on the four ranks: five steps with the same global batch.
@@ -1828,6 +1952,17 @@ display(
 # Now the time, on the emulated cluster. The model has four layers of 256 × 256 weights (1 MB in
 # all), the batch has 8 micro-batches of 4 samples. One run of each program is recorded; then its
 # trace is replayed on networks of any speed. The compute of both is the same: 24 seconds per rank.
+
+# %%
+# %%rank 0
+slow_guess = predict(
+    "At 10 kB/s: by which factor is the pipeline faster than data parallelism?",
+    guess=None,
+)
+slow_guess
+
+# %% [markdown]
+# The two programs, and one recorded run of each:
 
 
 # %%
@@ -1891,8 +2026,8 @@ plot_lines(
 # %% [markdown]
 # On the right the network is fast: data parallelism hides its all-reduce behind the backward pass
 # and comes close to the compute time, while the pipeline keeps its bubble of 3/11. On the left the
-# all-reduce of all gradients takes over, and the pipeline, which only sends activations, hardly
-# notices.
+# all-reduce of all gradients takes over. The pipeline sends activations only, and its step becomes
+# a fifth longer.
 
 # %%
 # %%rank 0
@@ -1900,6 +2035,7 @@ sent = emulate.simulate(pipeline_trace, network(1e9)).bytes_per_link
 middle = sent["device 1"]  # a stage with two neighbours: activations on, gradients back
 ring = 2 * 3 / 4 * 4 * WIDTH * WIDTH * 4
 display(
+    slow_guess.reveal(versus["data parallel"][0] / versus["pipeline, 1F1B"][0]),
     claim(
         "bytes a middle stage sends: 2 x micro-batches x activation",
         middle,
@@ -1920,11 +2056,16 @@ display(
         versus["data parallel"][0] / versus["pipeline, 1F1B"][0],
         (">", 2.0),
     ),
+    claim(
+        "slowest network / fastest: step of the pipeline",
+        versus["pipeline, 1F1B"][0] / versus["pipeline, 1F1B"][-1],
+        1.2,
+        rtol=0.05,
+    ),
 )
 
 # %% [markdown]
-# Change the network yourself: each bar is a replay of a recorded trace. Latency hurts as well. How
-# often does each of the two wait for a message that it cannot hide?
+# Change the network yourself: each bar is a replay of a recorded trace. Latency hurts as well.
 
 
 # %%
@@ -1959,16 +2100,74 @@ explore(
 # parallelism goes inside a node (lecture 8); data parallelism takes all GPUs that are left (lecture
 # 9). A pipeline also divides the gradients that each data-parallel group has to reduce by p.
 #
+# ## Now you
+#
+# Write a function that gives the **smallest m** with which an interleaved pipeline of p ranks with
+# v chunks each is idle at most a share `idle` **of the step**. Interleaving wants m to be a
+# multiple of p. The cell after it tries your function on twenty pipelines, in the simulator.
+
+
+# %%
+def fewest_micro_batches(p: int, v: int, idle: float) -> int | None:
+    """Your turn. The idle share of a step is (p - 1) / (v m + p - 1)."""
+    return None
+
+
+# %%
+# %%rank 0
+def check(answer) -> str:
+    dice = random.Random(0)
+    for _ in range(20):
+        p, v, idle = dice.randint(2, 8), dice.randint(1, 3), dice.uniform(0.1, 0.4)
+        case, m = f"p = {p}, v = {v}, idle {idle:.2f}", answer(p, v, idle)
+        if m is None:
+            return "Not written yet."
+        if m < 1 or m % p:
+            return f"{case}: {m} is no multiple of p."
+        if simulate(interleaved(p, m, v)).bubble_fraction > idle:
+            return f"{case}: with m = {m} it is idle longer."
+        if m > p and simulate(interleaved(p, m - p, v)).bubble_fraction <= idle:
+            return f"{case}: m = {m} is larger than needed."
+    return "Right, in all 20 cases."
+
+
+def one_answer(p: int, v: int, idle: float) -> int:
+    return math.ceil((p - 1) * (1 - idle) / (idle * v) / p) * p
+
+
+def of_ideal_time(p: int, v: int, idle: float) -> int:
+    return math.ceil((p - 1) / (idle * v) / p) * p
+
+
+print(check(fewest_micro_batches))
+display(
+    claim("(p - 1)(1 - idle) / (idle v), rounded up", check(one_answer), "Right, in all 20 cases."),
+    claim(
+        "the share of the ideal time, (p - 1) / (v m), asks for too many",
+        check(of_ideal_time),
+        lambda got: "larger than needed" in got,
+    ),
+    claim("m = p is too few", check(lambda p, v, idle: p), lambda got: "idle longer" in got),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Solve idle = (p − 1)/(v m + p − 1) for m: it is (p − 1)(1 − idle)/(idle · v). Round it up to a
+# multiple of p: `math.ceil((p - 1) * (1 - idle) / (idle * v) / p) * p`.
+#
+# </details>
+#
 # ## Summary
 #
 # - Layers on p GPUs without micro-batches: utilisation 1/p, at every p.
 # - With m micro-batches the bubble is (p − 1)/(m + p − 1) **of the step**. (p − 1)/m is the same
 #   idle time **compared with the ideal time**. Efficiency is m/(m + p − 1).
 # - GPipe and 1F1B have the same bubble. 1F1B holds min(p − r, m) micro-batches instead of m.
-# - Interleaving divides the bubble by v, and multiplies the messages by about v.
+# - Interleaving divides the bubble's time by v, and multiplies the messages by about v.
 # - Zero bubble splits backward into B and W; ZB-H1 has a third of the bubble for equal times.
 # - PipeDream has no flush. It needs a stash of p − r weight versions, and lives with gradients that
-#   are p − r − 1 updates old. GPipe drawn backwards is not PipeDream.
+#   are p − r − 1 updates old.
 # - Stages must take equally long; the slowest one sets the pace. Balance seconds, not layers.
 # - Between stages, cut the graph *and* pass gradients on. Detached outputs do not train.
 #
@@ -2040,7 +2239,7 @@ explore(
 # - Write a `Schedule` of your own and give it to `simulate`. `check_schedule` tells you what is
 #   wrong with it. Can you find one for p = 2, m = 2 that deadlocks?
 # - In section 10 use `gpipe` in `as_pipeline`. Which curve moves, and where?
-# - Set `pause` to other values per rank in section 3 and watch one slow stage spoil everything.
+# - Set `pause` to other values per rank in section 3. What does one slow stage do to the others?
 #
 # Then do it yourself. [**lab2_accumulation**](../labs/lab2_accumulation/lab2_accumulation.ipynb)
 # has the micro-batches and their gradients. In the bonus notebook
@@ -2050,17 +2249,19 @@ explore(
 #
 # ## What to read
 #
-# - *GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism*, arXiv
-#   1811.06965
-# - *PipeDream: Fast and Efficient Pipeline Parallel DNN Training*, arXiv 1806.03377
-# - *Memory-Efficient Pipeline-Parallel DNN Training* (PipeDream-2BW and PipeDream-flush), arXiv
-#   2006.09503
-# - *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
-#   (interleaving, the two bubbles), arXiv 2104.04473
-# - *Zero Bubble Pipeline Parallelism*, arXiv 2401.10241, and *Pipeline Parallelism with
-#   Controllable Memory* (ZB-V), arXiv 2405.15362
+# - *GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism*,
+#   [arXiv 1811.06965](https://arxiv.org/abs/1811.06965)
+# - *PipeDream: Fast and Efficient Pipeline Parallel DNN Training*,
+#   [arXiv 1806.03377](https://arxiv.org/abs/1806.03377)
+# - *Memory-Efficient Pipeline-Parallel DNN Training* (PipeDream-2BW and PipeDream-flush),
+#   [arXiv 2006.09503](https://arxiv.org/abs/2006.09503)
+# - *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM* (interleaving,
+#   the two bubbles), [arXiv 2104.04473](https://arxiv.org/abs/2104.04473)
+# - *Zero Bubble Pipeline Parallelism*, [arXiv 2401.10241](https://arxiv.org/abs/2401.10241), and
+#   *Pipeline Parallelism with Controllable Memory* (ZB-V),
+#   [arXiv 2405.15362](https://arxiv.org/abs/2405.15362)
 # - *PipeMare: Asynchronous Pipeline Parallel DNN Training* (what staleness does to stability),
-#   arXiv 1910.05124
+#   [arXiv 1910.05124](https://arxiv.org/abs/1910.05124)
 # - *Reducing Activation Recomputation in Large Transformer Models* (activation memory of
-#   pipelines), arXiv 2205.05198
-# - *DeepSeek-V3 Technical Report* (DualPipe), arXiv 2412.19437
+#   pipelines), [arXiv 2205.05198](https://arxiv.org/abs/2205.05198)
+# - *DeepSeek-V3 Technical Report* (DualPipe), [arXiv 2412.19437](https://arxiv.org/abs/2412.19437)
