@@ -187,9 +187,9 @@ display(
 )
 
 # %% [markdown]
-# Maverick has as many parameters as Llama 3 405B and costs a twentieth of its FLOPs per token.
-# Attention, embeddings and shared experts work on every token; the routed experts do not, and they
-# are nearly all of the model.
+# Maverick has about as many parameters as Llama 3 405B and costs a twentieth of its FLOPs per
+# token. Attention, embeddings and shared experts work on every token; the routed experts do not,
+# and they are nearly all of the model.
 #
 # Memory does not get cheaper. DeepSeek-V3 needs 10.7 TB of training state, whether a weight rests
 # or not. Nearly all of it is experts, and experts are independent of each other. So rank 0 holds
@@ -199,8 +199,8 @@ display(
 #
 # The router is one small matrix with a row per expert. Softmax turns the products into
 # probabilities. The token goes to the k most probable experts, and their outputs are added, each
-# times its probability. These weights are divided by their sum, so that they add up to 1. This is
-# the forward pass of `minidist.parallel.expert.Router`:
+# times its probability. For k > 1 these weights are divided by their sum, so that they add up to 1.
+# This is the forward pass of `minidist.parallel.expert.Router`:
 
 # %%
 # %%rank 0
@@ -389,10 +389,11 @@ display(
 #
 # $$ C = \text{factor} \cdot \frac{N k}{E} \quad\text{rows, for } N \text{ tokens.} $$
 #
-# A row that finds the buffer full is **dropped**. The expert adds nothing to this token, which goes
-# on through the residual connection alone. A factor of 1 is enough if all experts are equally
-# popular. Take a router without any preference: each of 512 tokens throws dice for 2 of 64 experts.
-# An expert gets 16 rows in the mean.
+# A row that finds the buffer full is **dropped**: this expert adds nothing to the token. If all k
+# rows of a token are dropped, it goes on through the residual connection (and a shared expert, if
+# there is one) alone. A factor of 1 is enough if every expert gets exactly the mean. Take a router
+# without any preference: each of 512 tokens throws dice for 2 of 64 experts. An expert gets 16 rows
+# in the mean.
 
 # %%
 # %%rank 0
@@ -464,8 +465,9 @@ display(
 
 # %% [markdown]
 # Even a perfectly fair router drops a tenth: chance alone fills some experts above their mean. The
-# more rows an expert gets in the mean, the less chance matters. Pay for a larger factor and most of
-# the buffers travel empty. Move the sliders; a **skew** makes early experts more popular.
+# more rows an expert gets in the mean, the less chance matters. A larger factor drops less and
+# sends more empty rows: at a factor of 2, half of all. Move the sliders; a **skew** makes early
+# experts more popular.
 
 
 # %%
@@ -500,8 +502,8 @@ explore(
 )
 
 # %% [markdown]
-# With 64 tokens even dice drop a lot, and with a skew no factor of 1.25 helps. One can also drop
-# nothing: sizes are exchanged, as `dispatch` does, and kernels take groups of unequal size
+# With 64 tokens even dice drop a lot, and with a skew a factor of 1.25 is too small. One can also
+# drop nothing: sizes are exchanged, as `dispatch` does, and kernels take groups of unequal size
 # (MegaBlocks, [arXiv 2211.15841](https://arxiv.org/abs/2211.15841)). DeepSeek-V3 drops nothing,
 # either. Then no token is lost, but an overfull expert costs time.
 #
@@ -857,8 +859,8 @@ display(
 # 0.1, and neither costs anything that we could measure in a model this small. α = 1 shows what is
 # wrong with a second goal. It pushes so hard that all tokens crowd on two of the eight experts (4
 # times the mean) for several steps, and meanwhile the model learns hardly any language. The right α
-# has to be found by trial. DeepSeek-V3 uses the bias with γ = 0.001 and keeps a tiny loss, α =
-# 0.0001, against extremes within one sequence.
+# has to be found by trial. DeepSeek-V3 uses the bias with γ = 0.001 (0 for the last 500 billion of
+# 14.8 trillion tokens) and keeps a tiny loss, α = 0.0001, against extremes within one sequence.
 #
 # ## 7 · Beside data parallelism
 #
@@ -925,7 +927,8 @@ display(
 #
 # How large should ep be? Large enough that the experts fit; small enough that tokens stay on fast
 # links. DeepSeek-V3 was trained on 2,048 GPUs with 16 pipeline stages and ep 64, over eight nodes.
-# We count lecture 5's 16 bytes per parameter; its own recipe, with fp8 products, needs fewer.
+# We count lecture 5's 16 bytes per parameter; its own recipe, with Adam's moments in bf16, needs
+# fewer.
 
 
 # %%
@@ -987,12 +990,13 @@ display(
 # | GShard | up to 2,048, wide | 2 | 0 | loss | yes |
 # | Switch | up to 2,048, wide | 1 | 0 | loss, α = 0.01 | yes |
 # | Mixtral 8x7B | 8, of 14,336 | 2 | 0 | | |
-# | DeepSeek-V3 | 256, of 2,048 | 8 | 1 | bias | no |
+# | DeepSeek-V3 | 256, of 2,048 | 8 | 1 | bias, and loss with α = 0.0001 | no |
 # | Llama 4 Maverick | 128, of 8,192, every other block | 1 | 1 | | |
 #
-# An empty field means that the publication does not say. Experts have become more and narrower
-# (DeepSeekMoE, [arXiv 2401.06066](https://arxiv.org/abs/2401.06066)): with 8 of 256 there are
-# far more combinations than with 2 of 8, at the same FLOPs. Shared experts take what every token
+# An empty field means that the publication does not say. DeepSeek-V3's experts are many and narrow
+# (DeepSeekMoE, [arXiv 2401.06066](https://arxiv.org/abs/2401.06066)): with 8 of 256 there are far
+# more combinations than with 2 of 8, and the FLOPs are the same if an expert is a quarter as wide.
+# Shared experts take what every token
 # needs, so that the routed ones need not all learn it.
 
 # %%
