@@ -24,7 +24,8 @@
 #
 # It takes about 80 minutes. The kernel is *torchrun × 2*: cells run on two ranks, and those that
 # begin with `%%rank 0` on one. Times of the real ranks depend on your machine, so nothing is
-# claimed about them but what holds everywhere. What is exact comes from the emulated cluster.
+# claimed about them but what holds everywhere. What is exact comes from the emulated cluster. Seven
+# times the lecture asks for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: more steps and finer figures
@@ -32,6 +33,7 @@ seed = 0
 
 # %%
 import contextlib
+import math
 import os
 import statistics
 import tempfile
@@ -105,7 +107,7 @@ from minidist.claims import claim
 from minidist.emulate.teach import run_traced
 from minidist.plots import COLOURS, PALETTE, new_figure, plot_bars, plot_lines, plot_stacked, style
 from minidist.profile.loader import FakeClock
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
 
 LANES = {
     "loader": (0.1, 0.8),
@@ -156,7 +158,8 @@ def draw(timeline, window=None, title="", names=None, kinds=None):
 # %% [markdown]
 # ## 1 · One step, seen
 #
-# We wrap six layers in DDP, with buckets of 2 MiB, and let `torch.profiler` watch both ranks. The
+# We wrap six layers in DDP, with buckets of 2 MiB, and let
+# [`torch.profiler`](https://docs.pytorch.org/docs/stable/profiler.html) watch both ranks. The
 # profiler is started after a few steps: the first ones pay for allocations, and DDP rearranges its
 # buckets after the first. `record_function` marks what a step is. (`watch()` is
 # `torch.profiler.profile()` without its messages.)
@@ -194,7 +197,8 @@ draw(timeline, timeline.windows(0)[1], "One step of DDP on this machine, from to
 # %% [markdown]
 # Blue is the rank's own computation, orange are its all-reduces, grey is neither. The first orange
 # bar begins in the middle of the backward pass: DDP sends a bucket as soon as it is full. Where
-# orange lies below blue it costs nothing. Where it lies below grey, the rank waits: that is
+# orange lies below blue, the rank does not wait. (It may compute a little more slowly, since both
+# use the same processor and memory.) Where orange lies below grey, the rank waits: that is
 # **exposed** communication.
 #
 # `report` turns the picture into numbers. Each moment of a step is given to the first of these that
@@ -322,9 +326,9 @@ display(
 )
 
 # %% [markdown]
-# The same for real: what does DDP's communication cost on this machine? A step with all-reduces, a
-# step without (`no_sync`), in turn, each as slow as its slowest rank. This is **communication
-# overhead**. It is not the communication's own time: some of it is hidden.
+# The same for real: what does DDP's communication cost on this machine? Forward and backward with
+# all-reduces and without (`no_sync`), in turn, each as slow as its slowest rank. The difference is
+# **communication overhead**. It is not the communication's own time: some of it is hidden.
 
 
 # %%
@@ -335,19 +339,19 @@ def slowest(seconds):
     return t.item()
 
 
-def without_sync():
-    """The same step, each rank for itself."""
-    with ddp.no_sync():
-        optimizer.zero_grad()
+def forward_backward(sync):
+    """With all-reduces, or each rank for itself. No update in either: only they may differ."""
+    optimizer.zero_grad()
+    with contextlib.nullcontext() if sync else ddp.no_sync():
         ddp(x).square().mean().backward()
 
 
 seconds = {"no_sync": [], "all-reduced": []}
 for _ in range(8 if quick else 40):
-    for name, act in (("no_sync", without_sync), ("all-reduced", train_step)):
+    for name in seconds:
         dist.barrier()
         began = time.perf_counter()
-        act()
+        forward_backward(sync=name == "all-reduced")
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds[name].append(slowest(time.perf_counter() - began))
@@ -401,6 +405,11 @@ def with_ddp(bucket_mib, accumulate=1):
         wrapped(torch.ones(4, WIDTH)).square().mean().backward()
 
 
+# %% [markdown]
+# `trace_of` runs a program on four ranks and keeps its trace, `machine` is the network, and
+# `last_step` replays a trace on a network and divides the time of its last step.
+
+
 # %%
 # %%rank 0
 def trace_of(fn, *args, ranks=RANKS, share=1.0):
@@ -429,6 +438,14 @@ after = trace_of(reduce_after_backward)
 caps = {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0, 6: 1.5, 12: 3.0}  # layers per bucket -> MiB
 bucketed = {layers: trace_of(with_ddp, mib) for layers, mib in caps.items()}
 
+# %% [markdown]
+# First without overlap, then with DDP and two layers per bucket.
+
+# %%
+# %%rank 0
+hidden_guess = predict("DDP: which part of the communication is hidden?", guess=None, unit="%")
+hidden_guess
+
 # %%
 # %%rank 0
 serial, overlapped = last_step(after, machine()), last_step(bucketed[2], machine())
@@ -439,9 +456,9 @@ draw(*serial[:2], f"All-reduce after backward: {serial[2].utilization:.1%} of th
 draw(*overlapped[:2], f"DDP, two layers per bucket: {overlapped[2].utilization:.1%}")
 
 # %% [markdown]
-# The same bytes, the same machine. In the second picture nearly all of the orange hides behind the
-# backward pass. Only the last bucket cannot: it is complete when backward ends, and nothing is left
-# to hide behind. So the step takes *compute + one bucket*, as long as the others fit underneath.
+# The same bytes, the same machine. In the second picture all buckets but the last hide behind the
+# backward pass. The last one is complete when backward ends, and nothing is left to hide behind. So
+# the step takes *compute + one bucket*, as long as the others fit underneath.
 
 # %%
 # %%rank 0
@@ -458,6 +475,7 @@ step_s = {
     name: part.step_s / RANKS for name, part in (("after", serial[2]), ("ddp", overlapped[2]))
 }
 display(
+    hidden_guess.reveal(100 * overlapped[2].overlap_fraction),
     claim(
         "after backward: compute + 12 all-reduces, seconds",
         step_s["after"],
@@ -492,6 +510,11 @@ display(
 
 # %%
 # %%rank 0
+bucket_guess = predict("Which bucket is best with 1 ms of latency?", guess=None, unit="layers")
+bucket_guess
+
+# %%
+# %%rank 0
 latencies = (0.1, 1.0, 3.0)
 curves = {
     f"{latency:g} ms": [
@@ -501,6 +524,7 @@ curves = {
 }
 best = {name: list(caps)[int(np.argmax(values))] for name, values in curves.items()}
 display(
+    bucket_guess.reveal(best["1 ms"]),
     claim("the best bucket for 0.1, 1 and 3 ms of latency: layers", list(best.values()), [1, 2, 3]),
     claim(
         "with a single bucket nothing is hidden",
@@ -547,15 +571,16 @@ explore(
 )
 
 # %% [markdown]
-# At 5 MB/s no bucket helps: there is more communication than backward pass. Then the bytes have to
-# shrink, or there must be more computation per all-reduce (section 7).
+# At 5 MB/s no bucket size is good: the communication takes about four times as long as the backward
+# pass behind which it could hide. Then the bytes have to shrink, or there must be more computation
+# per all-reduce (section 7).
 #
 # ## 4 · Five suspects
 #
-# A step can lose time in a few ways only, and each leaves its own trace. To see them one by one we
-# write a job on paper: each rank waits for its batch, copies it, computes forward (12 ms) and
-# backward (24 ms), and sends its gradients in buckets (8 ms in all, if there were no latency). As
-# in a real profile, an orange bar begins when the rank *joins* the all-reduce.
+# Communication is one way to lose time. There are few others, and each leaves its own trace. To see
+# them one by one we write a job on paper: each rank waits for its batch, copies it, computes
+# forward (12 ms) and backward (24 ms), and sends its gradients in buckets (8 ms in all, if there
+# were no latency). As in a real profile, an orange bar begins when the rank *joins* the all-reduce.
 
 
 # %%
@@ -628,6 +653,10 @@ plot_stacked(
     title="One job, and five ways to lose time",
 )
 
+# %% [markdown]
+# `find_bottleneck` reads such a bar and names what limits the job. Then look at each fault as a
+# timeline, weaker or stronger.
+
 # %%
 # %%rank 0
 limits = {name: find_bottleneck(part, 4).limit for name, part in summed.items()}
@@ -681,7 +710,7 @@ explore(
 # | loader | red before every forward pass, on all ranks | workers, prefetching, cheaper decoding |
 # | tiny buckets | a comb of short all-reduces that goes on after backward | larger buckets |
 # | synchronisation | grey between steps or between kernels | fewer `.item()`, `print`, `barrier` |
-# | straggler | long yellow-orange on all ranks **but one** | mend or replace that one |
+# | straggler | long orange on all ranks **but one** | mend or replace that one |
 # | copies | a gap before forward, with a copy in it | pinned memory, `non_blocking`, a stream |
 #
 # Now each of them in more detail.
@@ -741,10 +770,18 @@ display(
 )
 
 # %% [markdown]
-# How many workers are enough? If one batch takes L seconds to make and a step takes C seconds, then
-# w workers make a batch every L / w seconds, and the loop waits **max(0, L/w − C)** per batch. So
-# w = L / C workers are enough, if there are cores for them. We check the rule on a simulated loader
-# whose workers prefetch.
+# So the loader is slow, and it needs workers. How many are enough? Let a worker need 60 ms to make
+# a batch, and a step 20 ms to use it.
+
+# %%
+# %%rank 0
+wait_guess = predict("Two workers: how long does the loop wait per batch?", guess=None, unit="ms")
+wait_guess
+
+# %% [markdown]
+# If one batch takes L seconds to make and a step takes C seconds, then w workers make a batch every
+# L / w seconds, and the loop waits **max(0, L/w − C)** per batch. So w = L / C workers are enough,
+# if there are cores for them. We check the rule on a simulated loader whose workers prefetch.
 
 
 # %%
@@ -785,6 +822,7 @@ by_clock = WatchedLoader((clock.sleep(0.030) for _ in range(10)), clock=clock)
 for _ in by_clock:
     clock.sleep(0.010)
 display(
+    wait_guess.reveal(loop_wait_ms(60, 20, 2)),
     claim(
         "60 ms to make a batch, 20 ms to use it: waits with 1, 2 and 4 workers, ms",
         [loop_wait_ms(60, 20, w) for w in (1, 2, 4)],
@@ -798,6 +836,9 @@ display(
         rtol=1e-9,
     ),
 )
+
+# %% [markdown]
+# Two workers make a batch every 30 ms and a step uses one every 20 ms. Try other numbers.
 
 
 # %%
@@ -920,14 +961,18 @@ explore(
 
 # %% [markdown]
 # So log every hundredth step, keep running sums on the device, and read them when you print. If
-# kernels are shorter than their launch, the cure is larger work per kernel: a larger batch, fused
-# kernels, `torch.compile`, CUDA graphs.
+# kernels are shorter than their launch, give each kernel more work (a larger batch, fused kernels,
+# `torch.compile`), or launch many at once (CUDA graphs).
 #
 # ### The straggler, and why a profile blames the network
 #
-# One rank is 50 % slower: a hot GPU, a noisy neighbour, more data than the others. Everybody waits
-# for it, *inside the all-reduce*. So the profile of every healthy rank shows a lot of
-# communication, and the bottleneck finder says so.
+# One of four ranks takes 50 % longer to compute: a hot GPU, a noisy neighbour, more data than the
+# others. Everybody waits for it. `find_bottleneck` gets the sum over all ranks.
+
+# %%
+# %%rank 0
+blame_guess = predict("Compute, communication, loader or idle: which does it name?", guess=None)
+blame_guess
 
 # %%
 # %%rank 0
@@ -937,6 +982,7 @@ print(report(late))
 print(verdict)
 slow_step, usual_step = (job(slow=s).windows(0)[0].end_s for s in (1.5, 1.0))
 display(
+    blame_guess.reveal(limits["a straggler"]),
     claim("the shares of all ranks blame", limits["a straggler"], "communication"),
     claim("each rank's own time shows who it is", list(verdict.stragglers), [3]),
     claim(
@@ -948,8 +994,17 @@ display(
 )
 
 # %% [markdown]
+# The healthy ranks wait *inside the all-reduce*. So the profile of each of them shows a lot of
+# communication, and the sum over all ranks blames the network. Each rank's own time names the right
+# one.
+#
 # Now on the real ranks. Rank 1 sleeps 60 ms in every step. `ArrivalTimer` times what a rank does
-# *before* the collective. Compare the two profiles: which of the ranks seems to have the problem?
+# *before* the collective.
+
+# %%
+# %%rank 0
+rank_guess = predict("Whose profile shows more communication, rank 0's or 1's?", guess=None)
+rank_guess
 
 # %%
 timer = ArrivalTimer()
@@ -972,6 +1027,7 @@ waits = {
 }
 print(find_stragglers(rows))
 display(
+    rank_guess.reveal(max(waits, key=lambda r: waits[r])),
     claim(
         "real ranks: communication of the healthy one, ms per step; 4 bytes are sent",
         1e3 * waits[0],
@@ -990,8 +1046,9 @@ draw(late_line, late_line.windows(0)[2], "Rank 1 sleeps, rank 0 'communicates'")
 #
 # A batch that is copied in the ordinary way makes the host wait, and the GPU with it. From *pinned*
 # memory, with `non_blocking=True` and on a stream of its own, the copy of the next batch runs
-# beside the computation on this one. As long as it is shorter, it costs nothing. The loader has to
-# pin (`pin_memory=True`), or `non_blocking` does nothing.
+# beside the computation on this one. As long as it is shorter, nobody waits for it. The loader has
+# to pin (`pin_memory=True`): from ordinary memory the driver first copies into a pinned buffer of
+# its own, and the host waits for that, `non_blocking` or not.
 #
 # ## 5 · Utilisation: which one?
 #
@@ -1028,14 +1085,16 @@ plot_lines(
 )
 
 # %% [markdown]
-# (On a GPU the readings come from NVML, by the package `nvidia-ml-py`; the module `nvidia_smi` of
-# older listings is out of date. Memory per GPU: `torch.cuda.max_memory_allocated()` is what tensors
-# took at most, `memory_reserved()` what the allocator keeps. Both are in bytes.)
-
-# %% [markdown]
-# What you pay for is model FLOPs per second. **MFU** = 6 N D / (seconds × peak) (lecture 1). Good
-# runs reach half of the peak. Some published figures count recomputed operations, too; then they
-# are *hardware* utilisation (HFU), which is larger.
+# (On a GPU the readings come from [NVML](https://docs.nvidia.com/deploy/nvml-api/), by the package
+# `nvidia-ml-py`; the module `nvidia_smi` of older listings is out of date. Memory per GPU:
+# `torch.cuda.max_memory_allocated()` is what tensors took at most, `memory_reserved()` what the
+# allocator keeps. Both are in bytes.)
+#
+# We need a number that says how much was computed. What you pay for is model FLOPs per second.
+# **MFU** = 6 N D / (seconds × peak of all GPUs) for N parameters and D tokens (lecture 1). Good
+# runs reach 40 to 60 %, such as those of [torchtitan](https://github.com/pytorch/torchtitan). Some
+# published figures count recomputed operations, too; then they are *hardware* utilisation (HFU),
+# which is larger.
 
 # %%
 # %%rank 0
@@ -1096,6 +1155,11 @@ display(
 
 # %%
 # %%rank 0
+strong_guess = predict("Strong scaling, 4 GPUs: efficiency?", guess=None, unit="%")
+strong_guess
+
+# %%
+# %%rank 0
 counts = [1, 2, 4] if quick else [1, 2, 4, 8]
 step_of = {}
 for mode in ("weak", "strong"):
@@ -1110,6 +1174,7 @@ for mode, table in rows.items():
     print(mode, [f"{row.world_size}: {row.speedup:.2f} x, {row.efficiency:.0%}" for row in table])
 efficiency = {mode: [row.efficiency for row in table] for mode, table in rows.items()}
 display(
+    strong_guess.reveal(100 * efficiency["strong"][2]),
     claim(
         "weak scaling on 4 emulated GPUs",
         efficiency["weak"][2],
@@ -1209,9 +1274,12 @@ display(
 #
 # **Amdahl**: if a share f of the *one-GPU* time cannot be parallelised, then the speedup is at most
 # 1 / (f + (1 − f) / N). A popular calculator puts in the share of *communication*, measured on N
-# GPUs. But communication is no part of the one-GPU time. If a step on 8 GPUs spends 90 s computing
-# and 10 s communicating, each GPU computes in 90 % of its time, and the speedup is 8 · 0.9 = 7.2.
-# In general **S = N / (1 + C)**, with C = exposed communication / computation.
+# GPUs. Let a step on 8 GPUs spend 90 s computing and 10 s communicating.
+
+# %%
+# %%rank 0
+speedup_guess = predict("How many times as fast as one GPU is that?", guess=None)
+speedup_guess
 
 # %%
 # %%rank 0
@@ -1220,6 +1288,7 @@ six_to_four = cost.bottleneck(compute_s=60, communication_s=40, num_gpus=8)
 WHY = "the share was measured on 8 GPUs; it is no serial share of the one-GPU time"
 slide = cost.speedup_with_communication(num_gpus=8, compute_s=0.100, communication_s=0.010)
 display(
+    speedup_guess.reveal(nine_to_one.speedup),
     claim(
         "90 s computing, 10 s communicating on 8 GPUs: speedup",
         nine_to_one.speedup,
@@ -1271,10 +1340,14 @@ display(
 )
 
 # %% [markdown]
+# Communication is no part of the one-GPU time. Each of the 8 GPUs computes in 90 % of its time, so
+# the speedup is 8 · 0.9 = 7.2. In general **S = N / (1 + C)**, with C = exposed communication /
+# computation.
+#
 # Which loss is it, then, if you only have times? **Karp and Flatt**: solve Amdahl's formula for f.
 # If f stays the same with N, there is a serial part. If it *grows*, so does the overhead: the
 # latencies of a longer ring, say. If it *falls*, the loss came with the second GPU and hardly grew
-# since, as exposed communication does in weak scaling.
+# since. Exposed communication in weak scaling is like that.
 
 # %%
 # %%rank 0
@@ -1304,7 +1377,7 @@ display(
         rtol=1e-9,
     ),
     claim(
-        "the table's share falls, too, so it has no fixed serial part; to",
+        "the table's share falls, too: a fixed serial part is at most what is left, a share of",
         change["the strong-scaling table"],
         ("<", 0.6),
     ),
@@ -1324,8 +1397,8 @@ plot_lines(
 #
 # Rules of thumb say: communication is the bottleneck above 20 % (or above 30 %), models below a
 # billion parameters scale nearly linearly, from tens of millions on you get over 80 %. None of
-# these can be right: the *same* model has any efficiency, depending on the batch per GPU, the link
-# and the overlap. Try it.
+# these can be right: the *same* model of 50 million parameters reaches 7 % or 99 % on 8 GPUs,
+# depending on the batch per GPU and the link (below). Try it.
 
 
 # %%
@@ -1473,16 +1546,74 @@ plot_bars(
 #
 # Change one thing at a time, and keep the number before and after.
 #
+# ## Now you
+#
+# Write a function that gives the **fewest workers** with which the loop never waits, if a worker
+# needs `make_ms` for a batch and a step takes `step_ms`. The cell after it tries your function in
+# the simulated loader of section 4, on twenty jobs: with your number the loop must not wait, and
+# with one worker less it must.
+
+
+# %%
+def fewest_workers(make_ms: float, step_ms: float) -> int | None:
+    """Your turn. The rule of section 4; a worker cannot be halved."""
+    return None
+
+
+# %%
+# %%rank 0
+def check(answer) -> str:
+    for make_ms in (5, 20, 60, 75, 200):
+        for step_ms in (5, 20, 40, 90):
+            workers, job = answer(make_ms, step_ms), f"{make_ms} ms per batch, {step_ms} per step"
+            if workers is None:
+                return "Not written yet."
+            if workers < 1:
+                return f"{job}: {workers} workers make no batch."
+            if loop_wait_ms(make_ms, step_ms, min(workers, 100)) > 1e-6:
+                return f"{job}: with {workers} workers the loop waits."
+            if workers > 1 and loop_wait_ms(make_ms, step_ms, min(workers, 100) - 1) < 1e-6:
+                return f"{job}: {workers} workers are more than needed."
+    return "Right, in all 20 cases."
+
+
+print(check(fewest_workers))
+display(
+    claim(
+        "L / C, rounded up",
+        check(lambda make, step: math.ceil(make / step)),
+        lambda got: "Right" in got,
+    ),
+    claim(
+        "L / C, rounded",
+        check(lambda make, step: max(1, round(make / step))),
+        lambda got: "waits" in got,
+    ),
+    claim(
+        "one more, to be safe",
+        check(lambda make, step: make // step + 1),
+        lambda got: "more than" in got,
+    ),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# `math.ceil(make_ms / step_ms)`. The rank needs as many cores for them.
+#
+# </details>
+#
 # ## Summary
 #
 # - Synchronise before reading a clock; count all ranks' samples; compare in turn.
-# - A step is compute + exposed communication + copies + loader + idle. Overlapped communication is
-#   free.
-# - With DDP a step takes compute + the last bucket. The best bucket is neither small nor large.
+# - A step is compute + exposed communication + copies + loader + idle. Nobody waits for overlapped
+#   communication.
+# - With DDP a step takes compute + the last bucket, if the others fit under backward. The best
+#   bucket is neither small nor large.
 # - A profile shows a straggler as communication on all *other* ranks.
 # - "GPU utilisation" only says that something ran. MFU says what you get; 40 to 60 % is good.
 # - S = N / (1 + C). Amdahl's f is a share of the one-GPU time, not the communication share on N.
-# - 90 % means: at most one ninth of the computation is exposed, of whatever kind.
+# - 90 % means: all losses together take at most one ninth of the time of the computation.
 #
 # ## Questions
 #
@@ -1542,7 +1673,7 @@ plot_bars(
 #
 # </details>
 #
-# ## Now you
+# ## Try it
 #
 # In [**lab6_profiling**](../labs/lab6_profiling/lab6_profiling.ipynb) you get five slow runs. Each
 # has one planted bottleneck, and you find it from the trace. Then you mend a loader, write and tune
@@ -1553,13 +1684,15 @@ plot_bars(
 #
 # ## Read
 #
-# - P. Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", arXiv:1706.02677:
-#   90 % on 256 GPUs, and what it took.
+# - P. Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
+#   [arXiv 1706.02677](https://arxiv.org/abs/1706.02677): 90 % on 256 GPUs, and what it took.
 # - S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-#   arXiv:2006.15704: buckets and overlap, measured.
-# - A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", arXiv:2204.02311,
-#   appendix B: model FLOPs utilisation.
+#   [arXiv 2006.15704](https://arxiv.org/abs/2006.15704): buckets and overlap, measured.
+# - A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways",
+#   [arXiv 2204.02311](https://arxiv.org/abs/2204.02311), appendix B: model FLOPs utilisation.
 # - D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-#   Megatron-LM", arXiv:2104.04473: utilisation from 1 to 3,072 GPUs.
-# - A. H. Karp, H. P. Flatt, "Measuring parallel processor performance", CACM 33 (1990).
-# - PyTorch documentation: "PyTorch Profiler"; Perfetto's documentation, "Trace viewer".
+#   Megatron-LM", [arXiv 2104.04473](https://arxiv.org/abs/2104.04473): FLOP/s on 32 to 3,072 GPUs.
+# - A. H. Karp, H. P. Flatt, "Measuring parallel processor performance",
+#   [CACM 33 (1990)](https://doi.org/10.1145/78607.78614).
+# - PyTorch documentation: [torch.profiler](https://docs.pytorch.org/docs/stable/profiler.html);
+#   [Perfetto's documentation](https://perfetto.dev/docs/).
