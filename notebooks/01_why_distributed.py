@@ -22,7 +22,8 @@
 # - say which kind of parallelism moves which wall, and what it asks for in return.
 #
 # It takes about 60 minutes. The kernel is *torchrun × 2*: every cell runs on two ranks. Most cells
-# here begin with `%%rank 0` and run on one, because they are arithmetic.
+# here begin with `%%rank 0` and run on one, because they are arithmetic. Five times the lecture
+# asks for your guess before it computes. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: a larger model is measured
@@ -51,6 +52,7 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 # %%
 # %%rank 0
 # %matplotlib inline
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -72,7 +74,7 @@ from minidist.plots import (
     style,
 )
 from minidist.profile import MemoryTracker
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
 
 A100, MONTH_S = cost.A100, cost.YEAR_S / 12
 SHEETS = "NVIDIA data sheets, via stas00/ml-engineering"
@@ -80,8 +82,8 @@ SHEETS = "NVIDIA data sheets, via stas00/ml-engineering"
 # %% [markdown]
 # ## Three walls in one picture
 #
-# Take one A100, a GPU with 80 GB, and models of every size. Each is trained as it is commonly done:
-# in 16 bits with Adam, on 20 tokens per parameter, at 40 % of the GPU's peak. Where does it end?
+# Take one A100, a GPU with 80 GB, and models of every size. Each is trained in 16 bits with Adam,
+# on 20 tokens per parameter, at 40 % of the GPU's peak. Up to which size is one GPU enough?
 
 
 # %%
@@ -123,11 +125,11 @@ figure
 
 # %% [markdown]
 # Each panel has a dashed line: what one GPU offers, in a month where time matters. Left of the
-# crossing you are on this side of the wall. All three walls stand between one and five billion
-# parameters. Behind them the gap grows fast: memory with the size of the model, time with its
-# *square*, because a larger model wants more data too.
+# crossing one GPU is enough. All three crossings lie between one and five billion parameters. To
+# the right the gap grows fast: memory with the size of the model, time with its *square*, because a
+# larger model wants more data too.
 #
-# The three lines are all of this lecture. We now build each of them from things we can measure.
+# The rest of this lecture derives the three lines from quantities that we measure.
 
 # %%
 # %%rank 0
@@ -158,7 +160,7 @@ display(
 # What does a GPU hold while it trains? We do not guess, we look. `MemoryTracker` sees every tensor
 # that is made in a step, and sorts it: parameters, gradients, the optimiser's state, and
 # **activations**, which are what the forward pass keeps for the backward pass. Here is a small GPT
-# that takes one step with AdamW.
+# that takes one step with AdamW ([arXiv 1711.05101](https://arxiv.org/abs/1711.05101)).
 
 # %%
 # %%rank 0
@@ -229,9 +231,9 @@ with style():
 figure
 
 # %% [markdown]
-# Three layers are there all the time or come back in every step, whatever the batch: parameters,
-# optimiser state, gradients. They are called the **model states**. The fourth is a mountain that
-# the forward pass climbs and the backward pass comes down: activations.
+# Three kinds are there all the time or come back in every step, whatever the batch: parameters,
+# optimiser state, gradients. They are called the **model states**. The fourth kind, activations,
+# grows in the forward pass, and the backward pass frees it.
 #
 # First the states. Adam keeps two averages per parameter. In fp32 that makes 4 + 4 + 8 bytes.
 
@@ -268,12 +270,23 @@ display(
 )
 
 # %% [markdown]
-# ### Sixteen bits, and yet sixteen bytes
+# ### In 16 bits
 #
 # Large models are trained in **mixed precision**: the GPU multiplies in 16 bits, which is many
-# times faster. Does that halve the memory? A small update of a 16-bit weight would be rounded away
-# (lecture 6), so the optimiser keeps its own copy of the parameters in fp32, the *master weights*.
-# We build that, and count.
+# times faster than in fp32. A small update of a 16-bit weight would be rounded away (lecture 6), so
+# the optimiser keeps its own copy of the parameters in fp32, the *master weights*.
+
+# %%
+# %%rank 0
+bytes_guess = predict(
+    "In fp32 it is 16 bytes per parameter. With 16-bit parameters and gradients, and a copy?",
+    guess=None,
+    unit="bytes",
+)
+bytes_guess
+
+# %% [markdown]
+# We build such an optimiser, and count what it keeps.
 
 # %%
 # %%rank 0
@@ -307,16 +320,17 @@ plot_stacked(
 )
 
 # %% [markdown]
-# Sixteen again, only shared out otherwise. **16 bytes per parameter** is the number to remember.
-# You will meet 12: that is what the optimiser keeps, without parameters and gradients. And you will
-# meet 18: many programs, Megatron-Core among them, add gradients up in fp32, which makes 2 + 4 + 12
-# (lecture 5 counts both).
+# The sum is 16 again, in other parts. **16 bytes per parameter** is the number to remember. You
+# will meet 12: that is what the optimiser keeps, without parameters and gradients. And you will
+# meet 18: many programs, [Megatron-Core](https://github.com/NVIDIA/Megatron-LM) among them, add
+# gradients up in fp32, which makes 2 + 4 + 12 (lecture 5 counts both).
 
 # %%
 # %%rank 0
 ZERO = "Rajbhandari et al., arXiv:1910.02054, section 3.1"
 states = cost.MIXED_ADAM
 display(
+    bytes_guess.reveal(sum(kept.values())),
     claim(
         "16-bit parameters and gradients: bytes per parameter",
         [kept["parameters"], kept["gradients"]],
@@ -416,8 +430,9 @@ figure
 # ### And the activations
 #
 # They depend on the batch and on the length of the sequences. For one block of a GPT the counting
-# rule of Korthikanti et al. (arXiv:2205.05198) says which tensors are kept. Does it hold for our
-# model? It counts 2 bytes per number; ours has 4.
+# rule of Korthikanti et al. ([arXiv 2205.05198](https://arxiv.org/abs/2205.05198)) says which
+# tensors are kept. Does it hold for our model? The rule counts 2 bytes per number, and our model
+# has 4.
 
 # %%
 # %%rank 0
@@ -461,8 +476,8 @@ display(
 # pass instead of keeping them (33 % more arithmetic), an optimiser with a smaller state. Others do:
 # **sharding** the states over ranks (ZeRO, lecture 5), or cutting up the model (lectures 7, 8).
 #
-# Try it. Which is the smallest number of A100s on which the 70B model fits? What does ZeRO stage 0,
-# plain data parallelism, do for memory?
+# Try it. On which of these numbers of A100s does the 70B model fit, and with which stage? What does
+# ZeRO stage 0, plain data parallelism, do for memory?
 
 
 # %%
@@ -587,9 +602,21 @@ display(
 #
 # ### Peak, and what is reached
 #
-# A data sheet's peak is never reached. The share of it that goes into the 6 N D useful operations
-# is the **model FLOPs utilisation** (MFU). Good runs reach 40 to 60 %. What does the machine under
-# this notebook do?
+# A training run never reaches a data sheet's peak. The share of it that goes into the operations
+# that the model needs is the **model FLOPs utilisation** (MFU,
+# [arXiv 2204.02311](https://arxiv.org/abs/2204.02311)). Here the model needs 6 N D; the definition
+# also counts attention, and recomputation counts in neither. Good runs reach about 40 to 60 %. What
+# does the machine under this notebook do?
+
+# %%
+# %%rank 0
+years_guess = predict(
+    "How long does GPT-3's training take on this machine?", guess=None, unit="years"
+)
+years_guess
+
+# %% [markdown]
+# We time a large matrix product, and assume that training is as fast.
 
 # %%
 # %%rank 0
@@ -607,8 +634,9 @@ years = (
     )
     / cost.YEAR_S
 )
-print(f"{device.type}, fp32: {here / 1e12:.3g} TFLOP/s, so GPT-3 here takes {years:,.0f} years")
+print(f"{device.type}, fp32: {here / 1e12:.3g} TFLOP/s")
 display(
+    years_guess.reveal(f"{years:,.0f}"),
     claim(
         "peak of an A100: TFLOP/s in bf16 and in TF32",
         [A100.peak(d) / 1e12 for d in ("bf16", "tf32")],
@@ -635,7 +663,7 @@ display(
 # Numbers of this kind are passed around, and many are wrong. Two tests find most errors:
 #
 # 1. **Is it above the peak?** No GPU trains faster than peak / 6N tokens per second.
-# 2. **Does the division give what it says?** Days = tokens / rate / 86,400.
+# 2. **Is the division right?** Days = tokens / rate / 86,400.
 
 # %%
 # %%rank 0
@@ -699,6 +727,9 @@ display(
         rtol=1e-9,
     ),
 )
+
+# %% [markdown]
+# The same tests for the days and years of whole training runs:
 
 # %%
 # %%rank 0
@@ -800,11 +831,22 @@ display(
 #
 # Data makes trouble in three ways.
 #
-# **There is so much of it to get through.** That was the second panel of the first picture. It is
-# the time wall seen from the other side.
+# **A model wants many tokens.** That was the second panel of the first picture: the tokens that one
+# GPU gets through in a month. It is the time wall, counted in tokens.
 #
-# **It has to be fed.** Text is small: 2 bytes per token. Images are not. Which of two jobs needs a
-# fast file system?
+# **The data has to be read.** A token of text takes 2 bytes (4 if the vocabulary is larger than
+# 65,536), an image of ImageNet about 115,000. And a language model computes far more per byte.
+
+# %%
+# %%rank 0
+feed_guess = predict(
+    "8 A100: how many times the bytes per second of Llama 2 7B does ResNet-50 read?", guess=None
+)
+feed_guess
+
+# %% [markdown]
+# A rate of reading is samples per second × bytes per sample. The samples per second follow from
+# FLOPs, as above.
 
 # %%
 # %%rank 0
@@ -816,7 +858,8 @@ feeds = {
     "Llama 2 7B on text": 2 * plan.step.tokens_per_s,
 }
 display(
-    claim("one A100 eats so many images per second", images_per_s, 2537, rtol=0.01),
+    feed_guess.reveal(feeds["ResNet-50 on ImageNet"] / feeds["Llama 2 7B on text"]),
+    claim("images per second that one A100 gets through", images_per_s, 2537, rtol=0.01),
     claim("8 A100 with ResNet-50 read GB/s", feeds["ResNet-50 on ImageNet"] / 1e9, 2.34, rtol=0.01),
     claim(
         "and so many times what a language model reads on them",
@@ -850,8 +893,8 @@ figure
 # %% [markdown]
 # **A larger batch does not learn in proportion.** More GPUs look at more samples per step. While
 # the batch is small, twice the batch means half the steps. Once the gradient is hardly noisy any
-# more, further samples are wasted. The scale is the **critical batch size** (McCandlish et al.,
-# arXiv:1812.06162):
+# more, further samples hardly help. The scale is the **critical batch size** (McCandlish et al.,
+# [arXiv 1812.06162](https://arxiv.org/abs/1812.06162)):
 #
 # steps / fewest steps = 1 + B_crit / B  and  samples / fewest samples = 1 + B / B_crit.
 
@@ -882,13 +925,14 @@ plot_lines(
 )
 
 # %% [markdown]
-# So data parallelism has an end that no network can move. Lecture 4 measures this on a real model.
+# So data parallelism has a limit that a faster network does not move. Lecture 4 measures it on a
+# small model.
 #
 # ## 4 · The bill
 #
 # GPUs are rented by the hour, so the bill is **GPU hours × price**. If N GPUs took 1/N of the time,
-# the bill would not depend on N, and you would always take as many as you can get. A lecture shows
-# it with two bills that are nearly equal:
+# the bill would not depend on N, and you would always take as many as you can get. A cost example
+# that is passed around shows it with two bills that are nearly equal:
 
 # %%
 # %%rank 0
@@ -919,7 +963,7 @@ display(
 # %% [markdown]
 # Prices multiply quickly: 8 GPUs are 16 to 32 dollars per hour, 1,000 GPUs 2,000 to 4,000, and a
 # week of those 336,000 to 672,000. That is why **utilisation** is worth an engineer's time. The
-# bill goes with 1 / utilisation. From 60 % to 90 % it falls by a third. Many texts say by half:
+# bill goes with 1 / utilisation. From 60 % to 90 % it falls by a third. Some texts say by half:
 # they take the *gain in throughput*, 50 %, for the saving.
 
 # %%
@@ -984,9 +1028,19 @@ display(
 # %% [markdown]
 # ### Faster costs more
 #
-# Scaling is never perfect. `cost.recommend` looks for the fastest plan on N GPUs, with all
-# communication in it (lecture 9 takes it apart). Here is Llama 2 on 2 trillion tokens with a batch
-# of 4 million. Move the controls: at which N does a faster result start to cost much more?
+# N GPUs rarely take 1/N of the time. `cost.recommend` looks for the fastest plan on N GPUs, with
+# all communication in it (lecture 9 takes it apart). Here is Llama 2 on 2 trillion tokens with a
+# batch of 4 million tokens, on 64 to 4,096 GPUs.
+
+# %%
+# %%rank 0
+faster_guess = predict(
+    "Llama 2 7B, DGX A100: how many times as fast are 4,096 GPUs as 64?", guess=None
+)
+faster_guess
+
+# %% [markdown]
+# Move the controls: at which N does a faster result start to cost much more?
 
 # %%
 # %%rank 0
@@ -1046,6 +1100,7 @@ slow, fast = run_of("7B", "DGX A100", 64), run_of("7B", "DGX A100", 4096)
 published = {"7B": 184_320, "70B": 1_720_320}
 share = [run_of(name, "DGX A100", 2048)[1] / hours for name, hours in published.items()]
 display(
+    faster_guess.reveal(slow[0] / fast[0]),
     claim("64 times the GPUs make it faster by less than 64", slow[0] / fast[0], ("<", 50)),
     claim(
         "predicted GPU hours are of the published ones (7B, 70B) at least half and at most all",
@@ -1056,8 +1111,8 @@ display(
 )
 
 # %% [markdown]
-# The prediction is below the published hours: it knows nothing of restarts, failures, evaluation
-# and slow hosts. A factor of up to two between plan and bill is normal. Plan with it.
+# Both predictions are below the published hours, by 2 % (7B) and 25 % (70B): the model knows
+# nothing of restarts, failures, evaluation and slow hosts. Leave room for them in a budget.
 #
 # ## 5 · Which parallelism moves which wall
 #
@@ -1116,8 +1171,9 @@ plot_stacked(
 # ### Why data parallelism is right
 #
 # The loss of a batch is an average, so its gradient is the average of the samples' gradients, and
-# an average can be computed in parts. **Both ranks** of this notebook now take half a batch each.
-# Their averaged gradients must be those of the whole batch.
+# an average can be computed in parts. (A layer that mixes samples, BatchNorm, is the exception:
+# lecture 3.) **Both ranks** of this notebook now take half a batch each. Their averaged gradients
+# must be those of the whole batch.
 
 # %%
 torch.manual_seed(seed)  # the same weights and the same data on both ranks
@@ -1183,6 +1239,17 @@ display(
 
 # %%
 # %%rank 0
+slow_guess = predict(
+    "24 ms of compute, 2.1 MB of gradients, links of 10 MB/s: how many times as fast are 4 GPUs?",
+    guess=None,
+)
+slow_guess
+
+# %% [markdown]
+# The ranks run once, and their trace is replayed on links of many speeds.
+
+# %%
+# %%rank 0
 LAYERS, WIDTH = 8, 256  # 256 KiB of gradients per layer
 
 
@@ -1218,6 +1285,7 @@ speeds = np.geomspace(10, 100_000, 25).tolist()
 lines = {f"{n} GPUs": [speedup(n, s) for s in speeds] for n in (2, 4)}
 slowest = 4 * LAYERS * WIDTH**2 * 2 * 3 / 4 / 10e6  # seconds of communication at 10 MB/s
 display(
+    slow_guess.reveal(speedup(4, 10)),
     claim(
         "speedup of 4 emulated GPUs at 10 MB/s is N / (1 + C)",
         speedup(4, 10),
@@ -1237,6 +1305,10 @@ plot_lines(
     ylabel="speedup",
     title="The same program, from slower than one GPU to four times as fast",
 )
+
+
+# %% [markdown]
+# One step of it as a timeline, at the speed that you choose:
 
 
 # %%
@@ -1260,20 +1332,102 @@ explore(
 
 # %% [markdown]
 # All communication comes after all computation. It need not: the last layer's gradient is ready
-# long before the first one's. Sending it at once hides most of the orange, and lecture 3 does that.
+# long before the first one's. Sending it at once hides communication behind the backward pass, as
+# far as that lasts. Lecture 3 does it.
+#
+# ## Now you
+#
+# Two walls decide how many GPUs a job needs: its states must fit, and it must be over in time.
+# Write a function that gives the **smallest number of A100s** for a model, a number of tokens and a
+# number of days: states of 16 bytes per parameter, sharded evenly, in 80 GB per GPU (leave
+# activations out), and 6 N D operations at 40 % of 312 TFLOP/s. The cell after it tries your
+# function on six jobs: they must fit, and with one GPU less they must not.
+
+
+# %%
+# %%rank 0
+def fewest_gpus(num_parameters: float, tokens: float, days: float) -> int | None:
+    """Your turn. math.ceil rounds up; 80e9 bytes and 312e12 operations per second are given."""
+    return None
+
+
+# %%
+# %%rank 0
+JOBS = [  # parameters, tokens, days
+    (1e9, 20e9, 30),
+    (7e9, 2e12, 30),
+    (70e9, 2e12, 90),
+    (70e9, 1e9, 365),
+    (175e9, 300e9, 30),
+    (1e12, 1e9, 365),
+]
+
+
+def is_enough(num_gpus: int, num_parameters: float, tokens: float, days: float) -> bool:
+    seconds = cost.training_seconds_from_flops(
+        num_parameters=num_parameters,
+        tokens=tokens,
+        num_gpus=num_gpus,
+        flops_per_s_per_gpu=0.4 * A100.peak(),
+    )
+    fits = states.total * num_parameters / num_gpus <= A100.memory_bytes
+    return fits and seconds <= days * cost.DAY_S
+
+
+def check(answer) -> str:
+    for job in JOBS:
+        num_gpus = answer(*job)
+        if num_gpus is None:
+            return "Not written yet."
+        if not is_enough(num_gpus, *job):
+            return f"{job}: {num_gpus} GPUs are not enough."
+        if num_gpus > 1 and is_enough(num_gpus - 1, *job):
+            return f"{job}: {num_gpus} GPUs are more than needed."
+    return f"Right, for all {len(JOBS)} jobs."
+
+
+def for_memory(num_parameters, tokens, days):
+    return math.ceil(16 * num_parameters / 80e9)
+
+
+def for_time(num_parameters, tokens, days):
+    return math.ceil(6 * num_parameters * tokens / (0.4 * 312e12 * 86_400 * days))
+
+
+print(check(fewest_gpus))
+display(
+    claim(
+        "the larger of the two numbers is the answer",
+        check(lambda *job: max(for_memory(*job), for_time(*job))),
+        "Right, for all 6 jobs.",
+    ),
+    claim("memory alone", check(for_memory), lambda got: "not enough" in got),
+    claim("time alone", check(for_time), lambda got: "not enough" in got),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# `for_memory = math.ceil(16 * num_parameters / 80e9)`,
+# `for_time = math.ceil(6 * num_parameters * tokens / (0.4 * 312e12 * 86_400 * days))`, and then
+# `max(for_memory, for_time)`. The wall that asks for more GPUs decides: memory for a large model on
+# few tokens, time for nearly every real job.
+#
+# </details>
 #
 # ## Summary
 #
 # - **Memory**: 16 bytes per parameter for the states with Adam, in fp32 and in mixed precision (18
-#   with fp32 gradients), and activations in proportion to the batch. One 80 GB GPU ends near 5
-#   billion parameters.
+#   with fp32 gradients), and activations in proportion to the batch. One 80 GB GPU holds the states
+#   of 5 billion parameters.
 # - **Time**: 6 N D operations at 40 to 60 % of the peak. With 20 tokens per parameter it grows with
 #   the square of the model.
-# - **Data**: tokens to get through, bytes to feed, and a batch beyond which more samples per step
-#   are wasted.
-# - **Bill**: GPU hours × price. It falls with 1 / utilisation: 60 → 90 % saves a third.
+# - **Data**: tokens to get through, bytes to read, and a batch beyond which more samples per step
+#   hardly help.
+# - **Bill**: GPU hours × price. It goes with 1 / utilisation: 60 → 90 % saves a third.
 # - Copies (data parallelism) move the time wall, not the memory wall. Sharding and cutting up the
-#   model move both. All of them pay in communication: N GPUs do the work of N / (1 + C).
+#   model move both. All of them pay in communication: if nothing hides it, N GPUs do the work of
+#   N / (1 + C).
 #
 # ## Questions
 #
@@ -1310,7 +1464,7 @@ explore(
 # <details><summary>Answer</summary>
 #
 # Per sample yes. To a given loss only while the batch is well below the critical one. Above it the
-# number of steps hardly falls, and you pay twice for the same progress.
+# number of steps hardly falls, and you pay nearly twice for the same progress.
 #
 # </details>
 #
@@ -1333,7 +1487,7 @@ explore(
 #
 # </details>
 #
-# ## Now you
+# ## The lab
 #
 # In [**lab1_ddp**](../labs/lab1_ddp/lab1_ddp.ipynb) you make a training loop run on many ranks,
 # from averaged gradients to overlap. Before, lecture 2 shows what the ranks say to each other.
@@ -1341,12 +1495,18 @@ explore(
 # ## Read
 #
 # - S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-#   arXiv:1910.02054: where the 16 bytes come from, and how to be rid of them.
-# - J. Kaplan et al., "Scaling Laws for Neural Language Models", arXiv:2001.08361: 6 N D.
-# - J. Hoffmann et al., "Training Compute-Optimal Large Language Models", arXiv:2203.15556: how many
-#   tokens a model wants.
+#   [arXiv 1910.02054](https://arxiv.org/abs/1910.02054): where the 16 bytes come from, and how to
+#   shard them.
+# - J. Kaplan et al., "Scaling Laws for Neural Language Models",
+#   [arXiv 2001.08361](https://arxiv.org/abs/2001.08361): 6 N D.
+# - J. Hoffmann et al., "Training Compute-Optimal Large Language Models",
+#   [arXiv 2203.15556](https://arxiv.org/abs/2203.15556): how many tokens a model wants.
 # - V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-#   arXiv:2205.05198: activations, counted.
-# - S. McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv:1812.06162.
+#   [arXiv 2205.05198](https://arxiv.org/abs/2205.05198): activations, counted.
+# - S. McCandlish et al., "An Empirical Model of Large-Batch Training",
+#   [arXiv 1812.06162](https://arxiv.org/abs/1812.06162): the critical batch size.
+# - A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways",
+#   [arXiv 2204.02311](https://arxiv.org/abs/2204.02311): MFU, in its appendix B.
 # - D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-#   Megatron-LM", arXiv:2104.04473: the same arithmetic for 3,072 GPUs, and what was measured.
+#   Megatron-LM", [arXiv 2104.04473](https://arxiv.org/abs/2104.04473): the same arithmetic for
+#   3,072 GPUs, and what was measured.
