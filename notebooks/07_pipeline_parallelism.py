@@ -1237,6 +1237,10 @@ for stash in (True, False):
     dist.all_gather_object(rows, (error, result.staleness, result.peak_versions))
     found[stash] = rows
 
+# %% [markdown]
+# Besides the weights we compare how many updates old each gradient was, and how many versions of
+# its weights each rank kept.
+
 # %%
 # %%rank 0
 display(
