@@ -964,7 +964,7 @@ explore(
 # kernels are shorter than their launch, give each kernel more work (a larger batch, fused kernels,
 # `torch.compile`), or launch many at once (CUDA graphs).
 #
-# ### The straggler, and why a profile blames the network
+# ### The straggler
 #
 # One of four ranks takes 50 % longer to compute: a hot GPU, a noisy neighbour, more data than the
 # others. Everybody waits for it. `find_bottleneck` gets the sum over all ranks.
