@@ -12,7 +12,7 @@
 # The model fits on one GPU, but training takes too long. So give every GPU a copy of the model and
 # a part of each batch. Every GPU computes the gradient of its part, the GPUs average their
 # gradients, and all of them take the same step. This is data parallelism. It is the first thing to
-# try, and most of what is trained on more than one GPU is trained this way.
+# try.
 #
 # After this lecture you can
 #
@@ -26,7 +26,8 @@
 # It takes about 90 minutes. **The kernel is *torchrun × 2***: every cell runs on two ranks. Cells
 # that begin with `%%rank 0` compute, draw and check on one rank. Times come from the emulated
 # cluster: four ranks run real PyTorch code, and a simulator says what it would have taken on a
-# given network. They are the same on every machine.
+# given network. They are the same on every machine. Six times the lecture asks for your guess
+# before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: more points in the curves
@@ -78,12 +79,22 @@ from minidist.claims import claim
 from minidist.emulate.teach import run_traced
 from minidist.plots import COLOURS, new_figure, plot_bars, plot_lines, plot_timeline, style
 from minidist.sampler import DistributedSampler
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
 
 # %% [markdown]
-# The programs of the four steps, first of all, so that we have a picture. The model has twelve
-# layers of 256 × 256 weights, each of which takes 0.4 ms forward and 0.8 ms backward. Four GPUs are
-# joined by 10 Gbit/s Ethernet with a latency of 50 µs.
+# We begin with a picture: one training step, and four ways to average the same gradients. The model
+# has twelve layers of 256 × 256 weights and a bias, each of which takes 0.4 ms forward and 0.8 ms
+# backward, 14.4 ms together. Four GPUs are joined by 10 Gbit/s Ethernet with a latency of 50 µs.
+# The gradients have 3.2 MB. The simplest way averages them after backward, one parameter after the
+# other.
+
+# %%
+# %%rank 0
+naive_guess = predict("14.4 ms of compute: how long is the simplest step?", guess=None, unit="ms")
+naive_guess
+
+# %% [markdown]
+# Here are the programs of the four ways. Each runs on four ranks.
 
 
 # %%
@@ -112,6 +123,10 @@ def train_two_steps(way: str) -> None:
             average_gradients_flat(model)
         elif way == "overlapped":
             wrapped.finish()
+
+
+# %% [markdown]
+# The ranks write down what they compute and send, and the simulator replays it on a network.
 
 
 # %%
@@ -167,12 +182,14 @@ def draw_rank0(timelines: dict, width_s: float):
 
 timelines = {way: emulate.simulate(trace, ETHERNET) for way, trace in traces.items()}
 step_ms = {way: 1e3 * last_step_s(timeline) for way, timeline in timelines.items()}
-draw_rank0({WAYS[way]: t for way, t in timelines.items()}, 26e-3)
+display(
+    draw_rank0({WAYS[way]: t for way, t in timelines.items()}, 26e-3),
+    naive_guess.reveal(step_ms["naive"]),
+)
 
 # %% [markdown]
-# One training step, four ways to average the same gradients (rank 0 of 4 is shown). Blue is
-# compute, orange is the network. The compute is the same in all rows. What changes is when, and in
-# how many pieces, gradients travel. Section 3 builds these four.
+# Rank 0 of 4 is shown. Blue is compute, orange is the network. The compute is the same in all rows.
+# What changes is when, and in how many pieces, gradients travel. Section 3 builds these four.
 #
 # ## 1 · What is computed
 #
@@ -181,9 +198,10 @@ draw_rank0({WAYS[way]: t for way, t in timelines.items()}, 26e-3)
 #
 # $$\bar g = \frac{1}{N} \sum_{r=0}^{N-1} g_r$$
 #
-# on every rank. Gradients are linear: if all ranks hold equally many samples, $\bar g$ *is* the
-# gradient of the mean loss over the joint batch. Then a step on N GPUs is the step that one GPU
-# would take with a batch N times as large. Here it is on the two ranks of this kernel.
+# on every rank. The gradient of a mean is the mean of the gradients: if all ranks hold equally many
+# samples, $\bar g$ *is* the gradient of the mean loss over the joint batch. Then a step on N GPUs
+# is the step that one GPU would take with a batch N times as large. (BatchNorm is an exception:
+# section 6.) Here it is on the two ranks of this kernel.
 
 # %%
 from minidist.data import make_regression
@@ -243,8 +261,8 @@ display(
 )
 
 # %% [markdown]
-# The second line is a real trap: **the mean of means is the mean only for equal parts**. In the
-# uneven case, each of rank 1's four samples weighs five times as much as one of rank 0's. For a
+# The second line shows a common error: **the mean of means is the mean only for equal parts**. In
+# the uneven case, each of rank 1's four samples weighs five times as much as one of rank 0's. For a
 # language model "equal" means equal numbers of *tokens*, and padding makes them unequal. The cure
 # is to weigh: scale each rank's loss by its share of the samples times N.
 
@@ -265,11 +283,12 @@ claim(
 # %% [markdown]
 # ## 2 · DataParallel, and why it was given up
 #
-# `torch.nn.DataParallel` needs one line: `model = nn.DataParallel(model)`. It runs in **one
-# process** with one thread per GPU. In every step
+# [`DataParallel`](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html)
+# needs one line: `model = nn.DataParallel(model)`. It runs in **one process** with one thread per
+# GPU. In every step
 #
 # 1. device 0 cuts the batch and sends each device its part;
-# 2. device 0 sends **all parameters** to every other device, again in every forward pass;
+# 2. every other device gets **all parameters** of device 0, again in every forward pass;
 # 3. each device runs its replica; the threads share one Python interpreter and its lock;
 # 4. outputs go to device 0, which computes the loss;
 # 5. device 0 sends each device the gradient of its outputs; every device runs backward; and the
@@ -278,7 +297,7 @@ claim(
 #
 # A widespread drawing shows step 5 the other way round: backward on GPU 0 only, which then hands
 # gradients to the others. Parameters flow out, gradients flow in. Our `DataParallel` counts the
-# bytes that really cross (several names for one CPU will do).
+# bytes. It needs no GPUs: its four devices here are four names for one CPU.
 
 # %%
 # %%rank 0
@@ -316,13 +335,23 @@ display(
 )
 
 # %% [markdown]
-# The last line says that `nn.DataParallel` on a CPU does nothing at all: it calls the module.
+# Where there is no GPU, the last line says 0: there `nn.DataParallel` only calls the module.
 #
-# The star around device 0 is what does not scale: with P bytes of parameters it sends (N − 1)·P and
-# receives (N − 1)·P per step. In a ring all-reduce *every* rank sends 2·(N − 1)/N·P, less than 2·P
-# for any N (lecture 2). Let the emulated cluster tell what that means. The cell below plays
-# DataParallel's messages with one rank per device. It is generous: the emulated DataParallel has no
-# Python lock.
+# Device 0 is the centre of a star, and a star does not scale: with P bytes of parameters device 0
+# sends (N − 1)·P and receives (N − 1)·P per step. In a ring all-reduce *every* rank sends
+# 2·(N − 1)/N·P, less than 2·P for any N (lecture 2).
+
+# %%
+# %%rank 0
+gain_guess = predict(
+    "4 GPUs, 10 Gbit/s: how many times as fast as DataParallel is DDP?", guess=None
+)
+gain_guess
+
+# %% [markdown]
+# The cell below plays the messages of the star with one rank per device. In one point it is kind to
+# torch's DataParallel: it has no Python lock. In another it is unkind: where NCCL is there, torch
+# hands parameters and gradients to NCCL's broadcast and reduce, which need not be a star.
 
 
 # %%
@@ -371,6 +400,10 @@ start_s = star[4].steps[-1].start_s - LAYERS * LAYER_BYTES / 1.25e9  # its first
 plot_timeline(star[4], start_s=start_s, title="DataParallel on 4 GPUs: all wires lead to device 0")
 
 
+# %% [markdown]
+# Between two steps all four devices wait for the wires of device 0. In speed-up:
+
+
 # %%
 # %%rank 0
 def period_s(timeline) -> float:
@@ -407,6 +440,7 @@ def gain(bytes_per_s: float) -> float:
 P = LAYERS * LAYER_BYTES
 wire = cost.Wire(bandwidth_bytes_per_s=1.25e9, latency_s=50e-6)
 display(
+    gain_guess.reveal(gain(1.25e9)),
     claim(
         "bytes that leave device 0 per step and byte of parameters, DataParallel: N - 1",
         [star[n].bytes_per_link["device 0"] / 2 / P for n in sizes],
@@ -442,8 +476,8 @@ display(
 # 95 % with DDP", are therefore not facts about the two classes. (And what `nvidia-smi` calls
 # utilisation is the share of time in which *any* kernel runs, also one that waits.)
 #
-# A table that goes with them shows images per second on 1, 2, 4 and 8 GPUs. Its source is not
-# given. What you *can* do with such a table is arithmetic:
+# A table that goes with them, also without a source, shows images per second on 1, 2, 4 and 8 GPUs.
+# From such a table you can compute the scaling efficiency:
 
 # %%
 # %%rank 0
@@ -481,15 +515,16 @@ display(
 
 # %% [markdown]
 # So: one process per GPU. That removes the shared interpreter, the star, the special device 0 that
-# runs out of memory first, and the limit to one machine. "No bottleneck", as some say, it is not:
-# every step waits for the slowest rank. Section 4 shows how much.
+# runs out of memory first, and the limit to one machine. One bottleneck remains: every step waits
+# for the slowest rank. Section 4 shows how much.
 #
 # ## 3 · DDP from scratch, in four steps
 #
 # ### Step 0: start equal
 #
 # Replicas stay equal because they start equal and take equal steps. So the parameters of rank 0 go
-# to all ranks once, buffers too. First it is checked that all ranks hold the same model at all.
+# to all ranks once, buffers too. Before that, the ranks compare names, shapes and types: do they
+# hold the same model at all?
 
 # %%
 from minidist.errors import MismatchError
@@ -519,7 +554,7 @@ display(
 # %% [markdown]
 # ### Step 1: one all-reduce per parameter
 #
-# The shortest form there is. Read it; the rest of the lecture makes it faster, and nothing else.
+# This is the shortest form. The other three steps compute the same, in less time on most networks.
 
 # %%
 # %%rank 0
@@ -549,7 +584,8 @@ print(inspect.getsource(average_gradients))
 #
 # Step 3 has 24 latencies again, and here the network is slower than backward, so they show. Put
 # gradients that come after each other into a bucket, and reduce a bucket when it is full:
-# few latencies *and* overlap. This is what torch's DDP does (arXiv 2006.15704).
+# few latencies *and* overlap. This is what torch's DDP does
+# ([arXiv 2006.15704](https://arxiv.org/abs/2006.15704)).
 #
 # All four must give the same gradients. Here they are on the two real ranks, beside torch's DDP:
 
@@ -610,9 +646,9 @@ display(
 )
 
 # %% [markdown]
-# Each formula is a sentence: step 1 pays compute plus all messages; step 2 pays one latency; step 3
-# hides compute behind the network or the network behind compute, whichever is shorter; step 4
-# exposes the last bucket only.
+# The formulas in words: step 1 pays compute plus all messages; step 2 pays compute, all bytes and
+# one latency; in step 3 the network is slower than backward, so it pays forward, one layer's
+# backward and then all messages; step 4 pays compute and the last bucket.
 #
 # Is it always so? Replay the four programs on another network. The ranks do not run again: a
 # recorded trace is enough. Can you find a network on which flat beats overlapped? One on which
@@ -666,9 +702,10 @@ display(
 # %% [markdown]
 # ## 4 · Buckets and overlap on a real timeline
 #
-# Now the two real ranks, with torch's profiler watching. The model has eight layers of 512 × 512;
-# buckets take two layers. Our `BucketedDDP` takes a `reduce` function; we use it to write down the
-# order of events as well.
+# Now the two real ranks, recorded by
+# [torch's profiler](https://docs.pytorch.org/docs/stable/profiler.html). The model has eight layers
+# of 512 × 512; buckets take two layers. Our `BucketedDDP` takes a `reduce` function; we use it to
+# write down the order of events as well.
 
 # %%
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -692,6 +729,9 @@ ddp = BucketedDDP(
 )
 for index, each in enumerate(deep):
     each.weight.register_post_accumulate_grad_hook(lambda w, index=index: diary.append(index))
+
+# %% [markdown]
+# Three steps to settle, and one that is recorded:
 
 # %%
 x = torch.randn(256, 512, device=device)
@@ -730,9 +770,9 @@ plot_timeline(
 
 # %% [markdown]
 # White lines separate operators. The orange stretches contain the wait for the other rank, and two
-# processes on a busy laptop disturb each other, so do not read milliseconds off this figure. Its
-# *shape* is what matters: the network starts in the middle of backward. The order of events does
-# not depend on the machine, so it can be checked:
+# processes on one machine disturb each other, so do not read milliseconds off this figure. Read its
+# *shape*: the network starts in the middle of backward. The order of events does not depend on the
+# machine, so it can be checked:
 
 # %%
 # %%rank 0
@@ -760,9 +800,17 @@ display(
 # ### How large should a bucket be?
 #
 # A large bucket pays few latencies and starts late. A small one starts early and pays many. To try
-# many sizes we write down what DDP does as a trace by hand, and check it against the real run. The
-# model is a transformer of 70 million parameters that common benchmarks use, cut into 48 equal
-# layers of 5.6 MiB, with 29 ms of compute per step.
+# many sizes we write down what DDP does as a trace by hand, and check it against the run above. The
+# model is a transformer of 70 million parameters, cut into 48 equal layers of 5.6 MiB, with 29 ms
+# of compute per step. Torch's default is 25 MiB.
+
+# %%
+# %%rank 0
+bucket_guess = predict("8 GPUs, 32 GB/s, latency 50 µs: the best bucket?", guess=None, unit="MiB")
+bucket_guess
+
+# %% [markdown]
+# We try ten sizes, at three latencies.
 
 
 # %%
@@ -826,6 +874,7 @@ layer_mib = benchmark * 4 / 48 / 2**20
 best_mib = [k * layer_mib for k in best.values()]
 print("best bucket, MiB:", {name: round(k * layer_mib) for name, k in best.items()})
 display(
+    bucket_guess.reveal(round(best_mib[1])),
     claim(
         "the written trace takes as long as the run of real ranks, ms",
         written_ms(ETHERNET, 2),
@@ -836,7 +885,7 @@ display(
         "the best bucket is neither the smallest nor the largest",
         all(1 < k < 48 for k in best.values()),
         True,
-        why="a large bucket exposes its own transfer at the end; the curve is U-shaped",
+        why="a large bucket exposes its own transfer at the end; the curve falls and rises again",
     ),
     claim(
         "the best bucket with latencies of 10, 50 and 200 µs per step of the ring, MiB",
@@ -845,7 +894,7 @@ display(
         rtol=0.005,
     ),
     claim(
-        "50 µs: what 25 MiB, torch's default, cost against the best, % of the step",
+        "50 µs: what buckets of 22 MiB (torch's default: 25) cost against the best, % of the step",
         100 * (benchmark_ms(50e-6, 4) / min(curves["latency 50 µs"]) - 1),
         (">", 1.0),
     ),
@@ -869,11 +918,12 @@ display(
 )
 
 # %% [markdown]
-# So the advice to try 50 or 100 MB is sound where a collective starts slowly: over a network, or
-# with many ranks. It is wrong as a rule for "large models": what grows the best size is latency,
-# and the time of backward to hide behind. On fast links inside a node a tenth of that is enough.
+# A bucket's all-reduce should take no longer than the backward pass of the next bucket: then only
+# the last bucket is exposed, and it should be small. So a long latency asks for large buckets; a
+# long backward pass or fast links allow small ones. The advice to try 50 or 100 MB fits where a
+# collective starts slowly: over a network, or with many ranks. At 10 µs 11 MiB is best.
 #
-# Move the slider and watch the tail on the right: what is left over when backward has ended.
+# Move the slider and watch what is left on the right when backward has ended.
 
 
 # %%
@@ -912,9 +962,18 @@ explore(
 # %% [markdown]
 # ### One slow rank
 #
-# An all-reduce is complete when the last rank has joined. So one rank that computes slower (a hot
-# GPU, a busy host, longer sequences) slows all of them. Overlap does not hide it, and more ranks
-# make it more likely.
+# An all-reduce cannot end before the last rank has joined. So one rank that computes slower (a hot
+# GPU, a busy host, longer sequences) slows all of them. More ranks make it more likely.
+
+# %%
+# %%rank 0
+straggler_guess = predict(
+    "One of 4 ranks computes 1.5 x slower: everybody's step gets longer by", guess=None, unit="%"
+)
+straggler_guess
+
+# %% [markdown]
+# Does overlap hide a part of it?
 
 
 # %%
@@ -931,6 +990,7 @@ def with_straggler(slowness: float) -> emulate.Timeline:
 
 even_s, slow_s = (with_straggler(slowness).makespan_s for slowness in (1.0, 1.5))
 display(
+    straggler_guess.reveal(100 * (slow_s / even_s - 1)),
     claim(
         "one of 4 ranks is 1.5 x slower: time added to everybody's step, in its extra compute",
         (slow_s - even_s) / (0.5 * COMPUTE_S),
@@ -946,10 +1006,12 @@ display(
 plot_timeline(with_straggler(1.5), title="Rank 2 is slow, and everybody waits")
 
 # %% [markdown]
-# torch's DDP has the same parts under other names. `minidist.parallel.data.DDPOptions` says each
-# option in a line:
+# Overlap hides none of it: the whole extra compute shows in everybody's step.
 #
-# | option of `DistributedDataParallel` | what it does | when |
+# [torch's DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) has the same parts under other
+# names. `minidist.parallel.data.DDPOptions` says each option in a line:
+#
+# | option or method of `DistributedDataParallel` | what it does | when |
 # |---|---|---|
 # | `bucket_cap_mb=25` | bucket size | tune on slow networks |
 # | `gradient_as_bucket_view=True` | `p.grad` is a view of the bucket | saves memory and a copy |
@@ -984,7 +1046,8 @@ display(
 # %% [markdown]
 # ## 5 · Which samples does a rank see?
 #
-# The ranks must cut one epoch into disjoint parts. `DistributedSampler` draws **one** order of the
+# The ranks must cut one epoch into disjoint parts. `DistributedSampler`
+# ([torch's](https://docs.pytorch.org/docs/stable/data.html) and ours) draws **one** order of the
 # whole data set, the same on all ranks (seed + epoch, so nothing is sent), and rank r takes every
 # N-th index from r on. Three things to decide or remember:
 #
@@ -1051,10 +1114,18 @@ explore(
 # %% [markdown]
 # What happens without it? The usual mistake is a plain `DataLoader(shuffle=True)` on every rank. It
 # walks through the whole data set on every rank, so an "epoch" is N epochs of work. And its order
-# comes from torch's default generator. If all ranks have the same seed, as they do when a script
-# seeds them alike to build the model, all draw the **same** batches: N GPUs compute one gradient N
-# times. With a seed each, their orders differ, and the batches of a step overlap by chance. Try
-# both, on the ranks of this notebook.
+# comes from torch's default generator. A script often seeds all ranks alike, to build the same
+# model on each.
+
+# %%
+# %%rank 0
+shared_guess = predict(
+    "No sampler, the same seed: of a batch of 32, how many samples do two ranks share?", guess=None
+)
+shared_guess
+
+# %% [markdown]
+# Both ranks of this notebook draw a batch, first with the same seed, then with a seed each.
 
 # %%
 from torch.utils.data import DataLoader
@@ -1081,6 +1152,7 @@ for epoch in (0, 0, 1):  # as if set_epoch had been forgotten, then with it
     epochs.append(list(samplers[0]))
 dealt = [list(sampler) for sampler in samplers]
 display(
+    shared_guess.reveal(len(set(alike[0]) & set(alike[1]))),
     claim(
         "no sampler, one seed: all ranks draw the same batch",
         all(batch == alike[0] for batch in alike),
@@ -1102,6 +1174,12 @@ display(
     claim("without set_epoch two epochs have the same order", epochs[0] == epochs[1], True),
     claim("... and with set_epoch", epochs[0] == epochs[2], False),
 )
+
+
+# %% [markdown]
+# With one seed N GPUs compute one gradient N times. With a seed each, the batches of a step overlap
+# by chance, and an epoch still takes N times the steps. The sampler repairs both, and then the
+# steps of an epoch can be computed:
 
 
 # %%
@@ -1175,8 +1253,9 @@ display(
 # not: it normalises with mean and variance *of the batch*, and each rank has its own batch. With
 # two images per rank those are very noisy, and training on N ranks is no longer training with the
 # joint batch. **SyncBatchNorm** computes the statistics over all ranks, and its backward pass sums
-# over all ranks too. torch's `nn.SyncBatchNorm.convert_sync_batchnorm` works on GPUs only; ours
-# works anywhere.
+# over all ranks too.
+# [torch's](https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html)
+# `nn.SyncBatchNorm.convert_sync_batchnorm` works on GPUs only; ours works anywhere.
 
 
 # %%
@@ -1284,8 +1363,8 @@ display(
 
 # %% [markdown]
 # Print on rank 0 only (`minidist.metrics.log0`), but **reduce on all ranks**: an all-reduce inside
-# `if rank == 0` hangs (section 9). And a printed `loss.item()` is the loss of this rank's samples,
-# not of the batch.
+# `if rank == 0` waits for a partner, or takes a wrong one (section 9). And a printed `loss.item()`
+# is the loss of this rank's samples, not of the batch.
 #
 # ## 8 · Checkpoints
 #
@@ -1299,8 +1378,8 @@ display(
 # - save what training needs to go on: optimizer, scheduler, step, sampler position, and each rank's
 #   own random state.
 #
-# `minidist.checkpoint.Checkpoints` does these. Here is the proof: train four steps; train two,
-# save, forget everything, load and train two more.
+# `minidist.checkpoint.Checkpoints` does these. We test it: train four steps; train two, save,
+# forget everything, load and train two more.
 
 # %%
 import shutil
@@ -1336,6 +1415,10 @@ train(0, 2, checkpoints)
 resumed = train(2, 4, checkpoints)
 
 
+# %% [markdown]
+# The weights of both must agree. And we look at the names that a wrapper gives:
+
+
 # %%
 def flat_weights(ddp) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in ddp.module.parameters()])
@@ -1366,18 +1449,29 @@ display(
 )
 
 # %% [markdown]
-# When you load with plain `torch.load`, give `map_location="cpu"` (or this rank's device): a file
-# written by rank 0 remembers `cuda:0`, and all ranks of a node would load into that GPU.
+# When you load with plain
+# [`torch.load`](https://docs.pytorch.org/docs/stable/generated/torch.load.html), give
+# `map_location="cpu"` (or this rank's device): a file written by rank 0 remembers `cuda:0`, and all
+# ranks of a node would load into that GPU.
 #
 # ## 9 · Broken live, then mended
 #
-# Each cell below starts two fresh processes with `minidist.launch.run`, so that a hang costs two
-# seconds and not your kernel. Before you run a cell: what will happen?
+# Each cell below starts two fresh processes with `minidist.launch.run`, so that a hang costs
+# seconds and not your kernel.
 #
 # ### A collective that not every rank calls
 #
 # "Average the loss for printing" inside `if rank == 0`. Afterwards training goes on, and the next
-# collective is the gradient's.
+# collective is the gradient's. The losses are 10 and 11, the gradients 1 and 2, so that their sum
+# is 3.
+
+# %%
+# %%rank 0
+paired_guess = predict("Only rank 0 reduces the loss: which gradient does rank 1 get?", guess=None)
+paired_guess
+
+# %% [markdown]
+# Two ranks try it, with a timeout of two seconds.
 
 
 # %%
@@ -1414,6 +1508,7 @@ broken = on_two_ranks(log_on_rank_0, False)
 mended = on_two_ranks(log_on_rank_0, True)
 print("broken:", *broken, sep="\n  ")
 display(
+    paired_guess.reveal(broken[1]),
     claim("rank 0 times out", isinstance(broken[0], str), True),
     claim(
         "rank 1 goes on, with loss + gradient of two steps added up",
@@ -1430,8 +1525,8 @@ display(
 )
 
 # %% [markdown]
-# Look at rank 1. It did not hang: its gradient was paired with rank 0's *loss*, and it would have
-# taken a step with 12 in place of 3. Collectives know no names. They pair by order.
+# Rank 1 did not hang: its gradient was paired with rank 0's *loss*, and it would have taken a step
+# with 12 in place of 3. Collectives have no names. They pair by order.
 #
 # ### More batches on one rank than on the other
 #
@@ -1538,7 +1633,8 @@ display(
 # ### Gathering numbers of the wrong type
 #
 # Receive buffers must have the dtype of what is sent: `torch.zeros(1)` is float32,
-# `torch.tensor([rank])` is int64.
+# `torch.tensor([rank])` is int64. With other buffers a rank may fail, or wait for bytes that do not
+# come.
 
 
 # %%
@@ -1558,7 +1654,7 @@ def gather_ranks(mended: bool):
 
 def broken_gather() -> str:
     try:
-        return str(on_two_ranks(gather_ranks, False)[0])
+        return str(run(gather_ranks, 2, False, deadline_s=10)[0])
     except LaunchError as error:
         return str(error).splitlines()[0]
 
@@ -1573,8 +1669,8 @@ display(
 # %% [markdown]
 # ### A script with four bugs
 #
-# A popular exercise gives a script and says that it has three bugs. Find them before you open the
-# answer. There is a fourth.
+# A popular exercise has a script like this one and says that it has three bugs. Find them before
+# you open the answer. There is a fourth.
 #
 # ```python
 # dist.init_process_group("nccl")
@@ -1592,7 +1688,8 @@ display(
 #
 # <details><summary>Answer</summary>
 #
-# 1. No `DistributedSampler` (and so no `set_epoch`): every rank walks through all samples.
+# 1. No `DistributedSampler` (and so no `set_epoch`): every rank walks through all samples. And the
+#    list of batches is drawn once, so that all five epochs have the same order.
 # 2. No `sgd.zero_grad()`: gradients of all steps add up. DDP makes it neither better nor worse:
 #    what is left from the step before is the same on every rank, so its mean is itself.
 # 3. `net.state_dict()`: names with `module.`.
@@ -1640,9 +1737,9 @@ display(
 # ## 10 · What it costs, measured rightly
 #
 # A common way to measure "communication overhead": time training steps with DDP, time them with the
-# plain model, subtract. What comes out is the **exposed** communication. It is what you lose, but
-# not how long the network works, and one can be zero while the other is large. On the emulated
-# cluster both are known exactly.
+# plain model, subtract. The difference is the **exposed** communication. It is what you lose, but
+# not how long the network works: the exposed part can be small while the network works for most of
+# the step. On the emulated cluster both are known exactly.
 
 # %%
 # %%rank 0
@@ -1686,25 +1783,99 @@ display(
 # torchrun --standalone --nproc-per-node 4 train.py        # one machine
 # ```
 #
-# torchrun sets `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and the address to meet at; in the program
-# `init_process_group("nccl")` reads them, `torch.cuda.set_device(LOCAL_RANK)` takes the GPU.
-# `torch.distributed.launch` is its deprecated predecessor; `torch.multiprocessing.spawn` does
+# [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) sets `RANK`, `LOCAL_RANK`,
+# `WORLD_SIZE` and the address to meet at; in the program `init_process_group("nccl")` reads them,
+# `torch.cuda.set_device(LOCAL_RANK)` takes the GPU. `torch.distributed.launch` is its deprecated
+# predecessor;
+# [`torch.multiprocessing.spawn`](https://docs.pytorch.org/docs/stable/multiprocessing.html) does
 # without it on one machine, and then you set the variables yourself. Several machines: lecture 10.
+#
+# ## Now you
+#
+# Section 4 says: a bucket should be large enough that its all-reduce takes no longer than the
+# backward pass of as many layers. Write a function that gives the **smallest number of layers per
+# bucket** for which this holds, for N GPUs in a ring. The cell after it replays DDP with your
+# number: only the last bucket may be exposed, and with one layer less per bucket more must be.
+
+
+# %%
+# %%rank 0
+def layers_per_bucket(
+    layer_bytes: float, backward_s: float, num_gpus: int, bytes_per_s: float, latency_s: float
+) -> int | None:
+    """Your turn. Step 1 of section 3 has the time of a ring all-reduce; math.ceil rounds up."""
+    return None
+
+
+# %%
+# %%rank 0
+CASES = [  # GPUs, bytes/s, latency; always layers of 4 MB and 0.8 ms
+    (2, 12.5e9, 50e-6),
+    (4, 12.5e9, 200e-6),
+    (4, 50e9, 200e-6),
+    (8, 12.5e9, 50e-6),
+    (8, 50e9, 200e-6),
+]
+
+
+def keeps_up(count: int, num_gpus: int, bytes_per_s: float, latency_s: float) -> bool:
+    """Whether DDP with four buckets of so many layers exposes the last one only."""
+    trace = ddp_trace(num_gpus, 4 * count, 4e6, count, 0.4e-3, 0.8e-3)
+    took_s = emulate.simulate(trace, network(bytes_per_s, latency_s)).makespan_s
+    link = cost.Wire(bandwidth_bytes_per_s=bytes_per_s, latency_s=latency_s)
+    last_s = cost.all_reduce_seconds(num_bytes=4e6 * count, num_ranks=num_gpus, link=link)
+    return math.isclose(took_s, 4 * count * 1.2e-3 + last_s, rel_tol=1e-9)
+
+
+def check(answer) -> str:
+    for case in CASES:
+        count = answer(4e6, 0.8e-3, *case)
+        if count is None:
+            return "Not written yet."
+        if not keeps_up(count, *case):
+            return f"{case}: with {count} layers the network does not keep up."
+        if count > 1 and keeps_up(count - 1, *case):
+            return f"{case}: {count} layers are more than needed."
+    return f"Right, in all {len(CASES)} cases."
+
+
+def one_answer(layer_bytes, backward_s, num_gpus, bytes_per_s, latency_s):
+    sent_s = 2 * (num_gpus - 1) / num_gpus * layer_bytes / bytes_per_s
+    return max(1, math.ceil(2 * (num_gpus - 1) * latency_s / (backward_s - sent_s)))
+
+
+print(check(layers_per_bucket))
+display(
+    claim("the formula of the answer", check(one_answer), "Right, in all 5 cases."),
+    claim("one layer per bucket", check(lambda *case: 1), lambda got: "not keep up" in got),
+    claim("12 layers per bucket", check(lambda *case: 12), lambda got: "than needed" in got),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# k layers keep up if 2(N − 1)/N · k · bytes / bandwidth + 2(N − 1) · latency ≤ k · backward. So
+# `sent_s = 2 * (num_gpus - 1) / num_gpus * layer_bytes / bytes_per_s`, and then
+# `max(1, math.ceil(2 * (num_gpus - 1) * latency_s / (backward_s - sent_s)))`. If `sent_s` is not
+# below `backward_s`, no bucket size helps: the network cannot carry the bytes in the time.
+#
+# </details>
 #
 # ## Summary
 #
 # - Data parallelism averages gradients. For equal local batches that is the gradient of the joint
 #   batch; for unequal ones, weigh.
-# - DataParallel sends all parameters out and all gradients in through device 0, in every step. DDP
-#   spreads 2(N − 1)/N of the gradients evenly over all ranks.
-# - One message is better than many; during backward is better than after it; buckets do both. What
-#   remains exposed is the last bucket. The best bucket size is U-shaped.
+# - DataParallel sends all parameters out and all gradients in through device 0, in every step. In
+#   DDP every rank sends 2(N − 1)/N of the gradients' bytes.
+# - Many messages pay many latencies, and a message after backward hides behind nothing. Buckets
+#   during backward avoid both. If the network keeps up, only the last bucket is exposed. Too small
+#   a bucket costs time, and so does too large a one.
 # - One order of samples for all ranks, cut into disjoint parts; `set_epoch`; think about the tail.
 # - Same seed for the initialisation, different ones afterwards.
 # - BatchNorm sees only the local batch; SyncBatchNorm sees all.
 # - Metrics are sums and counts. Checkpoints hold the inner module, and rank 0 writes them.
-# - Collectives pair by order. Every rank calls every one of them, or somebody waits or adds apples
-#   to oranges.
+# - Collectives pair by order. Every rank calls every one of them, or somebody waits, or adds
+#   numbers that do not belong together.
 #
 # ## Questions
 #
@@ -1738,7 +1909,7 @@ display(
 #
 # Nothing is left to hide its all-reduce behind: half of the bytes are exposed, whatever the bucket
 # size. Tying it to the output layer does not help (its gradient is complete only at the end);
-# accumulation, a faster network or sharding do.
+# accumulation and a faster network do.
 #
 # </details>
 #
@@ -1777,9 +1948,14 @@ display(
 #
 # ## What to read
 #
-# - *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, arXiv 2006.15704
-# - *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, arXiv 1706.02677
-# - *Horovod: fast and easy distributed deep learning in TensorFlow*, arXiv 1802.05799
+# - *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*,
+#   [arXiv 2006.15704](https://arxiv.org/abs/2006.15704)
+# - *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*,
+#   [arXiv 1706.02677](https://arxiv.org/abs/1706.02677)
+# - *Horovod: fast and easy distributed deep learning in TensorFlow*,
+#   [arXiv 1802.05799](https://arxiv.org/abs/1802.05799)
 # - *Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift*,
-#   arXiv 1502.03167
+#   [arXiv 1502.03167](https://arxiv.org/abs/1502.03167)
+# - The tutorial [Getting Started with Distributed Data
+#   Parallel](https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html)
 # - The library: `lib/minidist/parallel/data/`, in the order that its `__init__.py` gives.
