@@ -10,9 +10,9 @@
 # # 4 · Big batches
 #
 # Data parallelism makes the batch larger: N GPUs with b samples each take steps on N·b samples.
-# Sometimes that is too much, sometimes not enough. This lecture is about both sides: how to make a
-# batch larger than memory allows, what a larger batch does to training, and how to send less when
-# the all-reduce is what you wait for.
+# Sometimes that is more than training can use, sometimes less than it wants. This lecture shows how
+# to make a batch larger than memory allows, what a larger batch does to training, and how to send
+# less when the all-reduce is what you wait for.
 #
 # After it you can
 #
@@ -26,7 +26,8 @@
 # It takes about 80 minutes. The kernel is *torchrun × 2* as in most lectures, but here each cell
 # begins with `%%rank 0`: where several ranks are needed, a cell starts fresh ones, as plain
 # processes (`minidist.launch`) or on the emulated cluster (real processes, exact virtual time).
-# Networks are trained on GPUs where there are any; the emulated cluster needs none.
+# Networks are trained on GPUs where there are any; the emulated cluster needs none. Six times the
+# lecture asks for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: longer trainings and more points
@@ -53,7 +54,7 @@ from minidist.lr import lr_at, scale_lr
 from minidist.parallel.accumulation import accumulate, accumulate_step, micro_batch_groups
 from minidist.parallel.data import BucketedDDP
 from minidist.plots import COLOURS, PALETTE, new_figure, plot_bars, plot_lines, plot_timeline, style
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
 
 torch.set_num_threads(1)
 cross_entropy = nn.functional.cross_entropy
@@ -73,8 +74,8 @@ print(f"one process: {device}; two ranks: {choose_backend(local_world_size=2)}")
 
 
 # %% [markdown]
-# One step with a batch of four micro-batches on each of four GPUs, in three ways. The network is 10
-# Gbit/s; each of the eight layers takes 0.2 ms forward and 0.4 ms backward for a micro-batch.
+# One step with a batch of four micro-batches on each of four GPUs, in three ways. The network has
+# 2.5 Gbit/s; each of the eight layers takes 0.2 ms forward and 0.4 ms backward for a micro-batch.
 
 
 # %%
@@ -153,18 +154,19 @@ longest_s = max(end - start for start, end in map(second_step, timelines.values(
 draw_rank0(timelines, 1.02 * longest_s)
 
 # %% [markdown]
-# Only the third row is right. The second one *looks* right in the code. We come back to it.
+# All three compute the same gradient. Only the third sends it once; in the second `no_sync` has no
+# effect, and section 2 says why.
 #
 # ## 1 · Accumulation: a large batch from small ones
 #
 # The batch you want does not fit into memory. So cut it into k **micro-batches**, run forward and
 # backward for one after the other, and let gradients add up in `p.grad`, which is what `backward()`
 # does anyway. Then one optimizer step. Activations live only from a forward pass to its backward
-# pass, so you need memory for one micro-batch.
+# pass, so you need memory for the activations of one micro-batch.
 #
 # One line is easy to forget. Gradients of *sums* add up to the gradient of the union. Loss
-# functions return *means*: the mean over the union is the mean of the k means, so each loss is
-# divided by k.
+# functions return *means*: for k equal parts the mean over the union is the mean of the k means, so
+# each loss is divided by k.
 
 # %%
 # %%rank 0
@@ -314,8 +316,16 @@ claim(
 # %% [markdown]
 # ### Two broken loops
 #
-# Both of these are in circulation. Ten micro-batches arrive, and a step is wanted after every four.
-# Before you run the cell: after which micro-batches does each loop step?
+# Two conditions are in circulation, `i % 4 == 0` and `(i + 1) % 4 == 0`. Ten micro-batches arrive,
+# i = 0 to 9, and a step is wanted after every four.
+
+# %%
+# %%rank 0
+loop_guess = predict("`if i % 4 == 0`: after how many micro-batches are the steps?", guess=None)
+loop_guess
+
+# %% [markdown]
+# We run both, and a third that also steps at the end:
 
 
 # %% tags=["open"]
@@ -347,6 +357,7 @@ figure
 # %%rank 0
 running_loss = [i for i in range(10_000) if (i + 1) % 4 == 0 and i % 100 == 0]
 display(
+    loop_guess.reveal(loops["i % 4 == 0"]),
     claim(
         "a loop that should step after 4 micro-batches: its first step",
         loops["(i + 1) % 4 == 0"][0],
@@ -385,8 +396,8 @@ display(
 # ### Unequal micro-batches
 #
 # 1/k is right for equal sizes only. With padded sequences, a mean over tokens is a mean over
-# *different numbers* of tokens. Then each micro-batch must weigh by its tokens. Nothing
-# fails if you forget it, and the loss still falls. `accumulate_step(weights=…)` sums the weights
+# *different numbers* of tokens. Then each micro-batch must be weighed by its tokens. No error is
+# raised if you forget it, and the loss still falls. `accumulate_step(weights=…)` sums the weights
 # over all ranks and micro-batches first.
 
 # %%
@@ -422,15 +433,15 @@ display(
 )
 
 # %% [markdown]
-# What accumulation cannot reproduce: BatchNorm, whose statistics are those of a micro-batch. And
-# the order of the rest matters: sum over micro-batches, then synchronise, then (with fp16) unscale,
-# then clip, then step.
+# Accumulation cannot reproduce BatchNorm of the joint batch: its statistics are those of a
+# micro-batch. And the order of the rest matters: sum over micro-batches, then synchronise, then
+# (with fp16) unscale, then clip, then step.
 #
 # ## 2 · Accumulation with DDP: `no_sync`
 #
-# DDP reduces gradients in **every** backward. With k micro-batches that is k all-reduces per step,
-# and k − 1 of them are wasted. Under `no_sync()` gradients stay local and add up; the next backward
-# outside reduces the sum. Two facts decide whether it works:
+# DDP reduces gradients in **every** backward. With k micro-batches each bucket is reduced k times
+# per step, and k − 1 times in vain. Under `no_sync()` gradients stay local and add up; the next
+# backward outside reduces the sum. Two facts decide whether it works:
 #
 # - **The forward decides.** DDP prepares the reduction at the end of forward. `no_sync` around
 #   `backward()` alone does nothing at all, and nothing tells you.
@@ -560,9 +571,9 @@ explore(
 # %% [markdown]
 # ## 3 · What a large batch does to training
 #
-# A gradient over B samples is the true gradient plus noise, and the noise's variance falls as 1/B.
-# That is all a larger batch gives: a better direction. It does not give a longer way per step. The
-# learning rate does.
+# A gradient over B samples is the true gradient plus noise. The noise's variance falls as 1/B, so
+# its norm falls as 1/√B. A larger batch makes the direction of a step better. It does not make the
+# step longer; a larger learning rate does.
 
 # %%
 # %%rank 0
@@ -604,8 +615,19 @@ plot_lines(
 # Take k small steps with learning rate η. As long as the weights change little, the k gradients are
 # about those at the start, and the sum of the steps is η·(g₁ + … + g_k) = kη · (mean of the g's).
 # That is **one** step on the joint batch with learning rate kη. So: k times the batch, k times the
-# learning rate (arXiv 1706.02677). The argument says when it ends too: when weights *do* change in
-# k steps.
+# learning rate ([arXiv 1706.02677](https://arxiv.org/abs/1706.02677)). The argument also says when
+# the rule fails: when k steps change the weights much.
+#
+# First without the rule: 16 times the batch, the same samples, the same learning rate.
+
+# %%
+# %%rank 0
+same_guess = predict("The final loss grows by a factor of", guess=None)
+same_guess
+
+# %% [markdown]
+# Plain SGD sees 16,384 samples in batches of 16, 64, 256 and 2,048, each with the rate of the
+# smallest batch and with the scaled one.
 
 
 # %%
@@ -655,6 +677,9 @@ plot_lines(
     title="Same samples, same learning rate: the large batch stays behind",
 )
 
+# %% [markdown]
+# The final losses on all data, also those with 4 and 128 times the batch:
+
 # %%
 # %%rank 0
 final = {
@@ -663,6 +688,7 @@ final = {
 }
 print({name: [round(v, 3) for v in values] for name, values in final.items()})
 display(
+    same_guess.reveal(final["same rate"][2] / final["same rate"][0]),
     claim(
         "final loss after the same samples, 16 x batch and the same rate, / small batch",
         final["same rate"][2] / final["same rate"][0],
@@ -700,16 +726,16 @@ display(
 )
 
 # %% [markdown]
-# "Forgetting to scale the learning rate" is often listed as a mistake. It is not wrong, it is
-# *slow*: look at the figure. What is wrong is to compare runs by steps when their batches differ.
+# "Forgetting to scale the learning rate" is often listed as a mistake. Such a run is not wrong, it
+# is slow, as the figure shows. When batches differ, compare runs by samples: at the same number of
+# steps the larger batch has seen more of them.
 #
 # ### Warm-up
 #
 # At the start the weights change fast, so the linear rule is worst there. **Warm-up** begins with a
 # small rate and raises it to the peak over the first part of training. A popular loop for it,
-# `lr = target * epoch / warmup_epochs`, starts at a rate of 0, so its first epoch trains nothing,
-# and its last jump, from 4/5 to the whole, is as large as all the others. `lr_at` counts steps, not
-# epochs, and starts above 0:
+# `lr = target * epoch / warmup_epochs`, starts at a rate of 0, so its first epoch trains nothing.
+# `lr_at` starts above 0, and counts steps, so that the rate rises in small parts:
 
 # %%
 # %%rank 0
@@ -762,12 +788,12 @@ figure
 # %%
 # %%rank 0
 def peak_of(runs) -> float:
-    return float(np.median([max(losses[:12]) for losses in runs]))
+    return float(np.median([max(losses) for losses in runs]))
 
 
 display(
     claim(
-        "largest loss of the start, median of three seeds: without / with warm-up",
+        "largest loss of the training, median of three seeds: without / with warm-up",
         peak_of(cold) / peak_of(warm),
         (">", 1.8),
     ),
@@ -785,6 +811,10 @@ display(
         authority="Goyal et al., arXiv 1706.02677",
     ),
 )
+
+
+# %% [markdown]
+# Warm-up, peak and decay together make a schedule. Here is that of ImageNet for 1 to 1,024 GPUs:
 
 
 # %%
@@ -831,10 +861,21 @@ explore(
 # %% [markdown]
 # ### The critical batch size
 #
-# When noise is larger than the signal, twice the batch halves the number of steps: nearly for free
-# on twice the GPUs. When it is smaller, twice the batch buys next to nothing. In between lies the
-# **critical batch size** (arXiv 1812.06162). We search the best learning rate for each batch size
-# and count the steps to a loss of 0.6.
+# When noise is much larger than the signal, twice the batch halves the number of steps: nearly for
+# free on twice the GPUs. When it is much smaller, twice the batch buys next to nothing. In between
+# lies the **critical batch size** ([arXiv 1812.06162](https://arxiv.org/abs/1812.06162)).
+
+# %%
+# %%rank 0
+steps_guess = predict(
+    "Batch 1,024 in place of 256, with the best rate for each: how many times fewer steps?",
+    guess=None,
+)
+steps_guess
+
+# %% [markdown]
+# We search the best learning rate for each batch size and count the steps to a loss of 0.6. The
+# grid of rates must be wide enough: at its edge the rate, and not the batch, would set the limit.
 
 
 # %%
@@ -842,22 +883,23 @@ explore(
 def steps_to(target: float, size: int, lr: float, limit: int) -> int:
     model, generator = make_mlp().to(device), torch.Generator().manual_seed(size)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    every = 5 if size < 32 else 1  # small batches take many steps
     for step in range(limit):
         pick = torch.randint(len(train_x), (size,), generator=generator)
         loss = cross_entropy(model(here_x[pick]), here_y[pick])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 5 == 4:
+        if step % every == every - 1:
             with torch.no_grad():
                 if cross_entropy(model(here_x[:512]), here_y[:512]) < target:
                     return step + 1
     return limit
 
 
-batch_sizes = (2, 4, 8, 16, 32, 64, 128, 256) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 512)
-rates = (0.02, 0.05, 0.1, 0.2, 0.4)
-needed, limit = [], 1500
+batch_sizes = tuple(2**k for k in range(1, 11 if quick else 12))
+rates = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+needed, limit = [], 400
 for size in batch_sizes:
     needed.append(min(steps_to(0.6, size, lr, limit) for lr in rates))
     limit = needed[-1] + 20  # a larger batch never needs many more
@@ -874,11 +916,12 @@ fit = [
     for b in batch_sizes
 ]
 display(
+    steps_guess.reveal(needed[7] / needed[9]),
     claim("from batch 2 to 8 the steps fall by a factor of", needed[0] / needed[2], (">", 2.2)),
-    claim("from batch 64 to 256 only by a factor of", needed[5] / needed[7], ("<", 2.0)),
+    claim("from batch 256 to 1,024 only by a factor of", needed[7] / needed[9], ("<", 1.5)),
     claim(
-        "samples needed with batch 256 / with batch 4",
-        256 * needed[7] / (4 * needed[1]),
+        "samples needed with batch 1,024 / with batch 4",
+        1024 * needed[9] / (4 * needed[1]),
         (">", 6.0),
     ),
 )
@@ -895,10 +938,10 @@ plot_lines(
 )
 
 # %% [markdown]
-# You need no search to guess it. Data parallelism has two gradients at hand: a rank's own (small
-# batch) and the all-reduced one (large batch). From their squared norms follows the **noise scale**
-# tr(Σ)/|G|², which estimates the critical batch. It grows while the loss falls, so late in training
-# larger batches pay.
+# Such a search is expensive, and there is an estimate without it. Data parallelism has two
+# gradients at hand: a rank's own (small batch) and the all-reduced one (large batch). From their
+# squared norms follows the **noise scale** tr(Σ)/|G|². Take it as an order of magnitude: it treats
+# all directions alike, although the loss is steeper in some.
 
 
 # %%
@@ -928,8 +971,9 @@ print("noise scale after 0, 60, 120, 180 steps:", [round(s) for s in scales])
 claim("the noise scale grows during training by more than", scales[-1] / scales[0], (">", 1.5))
 
 # %% [markdown]
-# Beyond the critical batch more GPUs in data parallelism stop helping, whatever the network. Then
-# the other kinds of parallelism are needed (lectures 7 to 9).
+# It grows while the loss falls, so late in training larger batches pay. Far beyond the critical
+# batch more GPUs in data parallelism hardly help, whatever the network. Then the other kinds of
+# parallelism are needed (lectures 7 to 9).
 #
 # ## 4 · Send fewer bytes: gradient compression
 #
@@ -942,10 +986,13 @@ claim("the noise scale grows during training by more than", scales[-1] / scales[
 #
 # First a mistake to avoid: `model.half()` is sometimes listed as gradient compression. It halves
 # the traffic and *trains in fp16*: weights, updates and all (lecture 6 shows what happens then).
-# Compression changes what travels, and nothing else. DDP has a door for it, the communication hook.
+# Compression changes what travels; weights and updates stay in fp32. DDP has a place for it, the
+# [communication hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html).
 #
-# Two real ranks, one gradient of a 512 × 512 matrix each (a matrix of rank 8 and noise, as
-# gradients often nearly are), every compressor once: how many times fewer bytes, and how wrong?
+# Two real ranks have one gradient of a 512 × 512 matrix each, a matrix of rank 8 and noise. Every
+# compressor averages it: how many times fewer bytes does it send, and how large is the error?
+# (PowerSGD, [arXiv 1905.13727](https://arxiv.org/abs/1905.13727), does it twice, since its second
+# step starts from the factors of the first.)
 
 
 # %%
@@ -999,6 +1046,9 @@ ax.set_xlim(1.5, 900)
 ax.set_title("One gradient, two ranks", loc="left", fontweight="bold")
 figure
 
+# %% [markdown]
+# PowerSGD with r = 8 does well because this gradient nearly has rank 8.
+
 # %%
 # %%rank 0
 n = 1024
@@ -1040,9 +1090,17 @@ display(
 )
 
 # %% [markdown]
-# Top-k hides a trap. Ranks choose *different* elements, so their pairs of value and index cannot be
-# added on the way: everybody must get everybody's. Its traffic grows with N, while an all-reduce's
-# does not.
+# On two ranks top 1 % sends 50 times fewer bytes than fp32. But ranks choose *different* elements,
+# so their pairs of value and index cannot be added on the way: every rank must get those of all
+# others.
+
+# %%
+# %%rank 0
+top_guess = predict("Top 1 % on 100 ranks: how many times fewer bytes than fp32?", guess=None)
+top_guess
+
+# %% [markdown]
+# We count the bytes that a rank sends: an all-gather of pairs beside an all-reduce of numbers.
 
 
 # %%
@@ -1053,6 +1111,7 @@ def top_k_ratio(density: float, n: int, numel: int = 1_000_000) -> float:
 
 
 display(
+    top_guess.reveal(top_k_ratio(0.01, 100)),
     claim(
         "top 1 % on 2 ranks, counted by the compressor",
         ratios["top 1 %"],
@@ -1068,13 +1127,23 @@ display(
 )
 
 # %% [markdown]
+# The traffic of top-k grows with N, while an all-reduce's stays below twice the gradient.
+#
 # ### Error feedback
 #
-# What did not travel must not be lost: it is kept on the rank and added to the next gradient. Two
-# ranks train the small network, with 1 % of the numbers on the wire, with and without it. Before
-# you look: a number that is never among the top 1 %, what becomes of it without feedback? PowerSGD
-# trains beside them, ours and torch's own hook. (Torch's keeps state per bucket and leaves the
-# first two steps uncompressed, until the buckets have been arranged.)
+# So far a number that is never among the top 1 % never travels. With **error feedback** the rank
+# keeps what did not travel and adds it to the next gradient
+# ([arXiv 1901.09847](https://arxiv.org/abs/1901.09847)).
+
+# %%
+# %%rank 0
+feedback_guess = predict("Top 1 %: the final loss without feedback / with it?", guess=None)
+feedback_guess
+
+# %% [markdown]
+# Two ranks train the small network, with top 1 % with and without feedback. int8 and PowerSGD train
+# beside them, ours and torch's own hook. (Torch's keeps state per bucket and leaves the first two
+# steps uncompressed, until the buckets have been arranged.)
 
 
 # %%
@@ -1133,6 +1202,7 @@ plot_lines(
 layers = [(48, 128), (128, 128), (128, 10)]  # of the network, each with a bias
 at_end = {kind: float(np.mean(losses[-10:])) for kind, losses in compressed.items()}
 display(
+    feedback_guess.reveal(at_end["top 1 %, no feedback"] / at_end["top 1 %, error feedback"]),
     claim("int8 against fp32: final loss", at_end["int8"] / at_end["fp32"], 1.0, rtol=0.1),
     claim(
         "top 1 %: final loss without error feedback / with it",
@@ -1161,7 +1231,8 @@ display(
 # %% [markdown]
 # Does it make training faster? Only if you wait for the network, and compressing itself takes time
 # (choosing a top-k or orthonormalising columns is not free; none of that is in the figure below).
-# Inside a node with NVLink it seldom pays. torch brings hooks for fp16, bf16 and PowerSGD:
+# Inside a node with NVLink it seldom pays. torch brings hooks for fp16, bf16 and PowerSGD. This is
+# fp16's:
 #
 # ```python
 # from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -1223,10 +1294,11 @@ plot_lines(
 # %% [markdown]
 # ## 5 · Send less often: local SGD
 #
-# Or let every rank take H optimizer steps of its own, and then average the *parameters* (arXiv
-# 1805.09767). H times fewer messages and H times fewer waits. It is another algorithm, though: in
-# between, replicas differ, and gradients are taken at different points. Even H = 1 is the same as
-# DDP only if the optimizer's step is linear in the gradient.
+# Or let every rank take H optimizer steps of its own, and then average the *parameters*
+# ([arXiv 1805.09767](https://arxiv.org/abs/1805.09767)). That makes H times fewer messages and H
+# times fewer waits. It is another algorithm, though: in between, replicas differ, and gradients are
+# taken at different points. Even H = 1 is the same as DDP only if the optimizer's step is linear in
+# the gradient.
 
 
 # %%
@@ -1286,9 +1358,8 @@ display(
 #   gradient arrives, others have changed the parameters since. It is **stale**;
 # - in between: bound how far the fastest may run ahead, or throw away the slowest (backup workers).
 #
-# One thing first, under either rule: everything passes through the server's link. A round on the
-# emulated cluster, with the messages of rank 0 counted, beside a ring all-reduce of the same
-# numbers:
+# Under each rule everything passes through the server's link. We count the messages of rank 0 in a
+# round on the emulated cluster, beside a ring all-reduce of the same numbers:
 
 
 # %%
@@ -1342,11 +1413,22 @@ plot_lines(
 )
 
 # %% [markdown]
-# So a server is split over several machines, each with a part of the parameters. With as many of
-# them as workers the bytes per link are those of a reduce-scatter and an all-gather: the ring's.
+# So a server is split over several machines, each with a part of the parameters. If every worker's
+# machine also serves an equal part, the bytes per link are those of a reduce-scatter and an
+# all-gather: the ring's.
 #
-# A simulator with a virtual clock runs real training under these rules. Five workers; worker 0 is
-# three times as slow as the others.
+# Now the time. While a worker computes, other gradients arrive and change the parameters.
+
+# %%
+# %%rank 0
+stale_guess = predict(
+    "5 equal workers, asynchronous: how many updates does a gradient miss on average?", guess=None
+)
+stale_guess
+
+# %% [markdown]
+# A simulator with a virtual clock runs real training under these rules. First worker 0 is three
+# times as slow as the other four; for the guess all five are equal.
 
 # %%
 # %%rank 0
@@ -1416,6 +1498,9 @@ for ax, (name, result) in zip(axes, served.items(), strict=True):
 axes[-1].set_xlabel("virtual time (s); grey: waiting")
 figure
 
+# %% [markdown]
+# Nobody waits under the asynchronous rule. But its gradients are old when they arrive:
+
 # %%
 # %%rank 0
 figure, ax = new_figure(7.5, 3.0)
@@ -1441,6 +1526,7 @@ stale = {name: result.report for name, result in served.items()}
 done_by = {n: sum(i.end_s <= 20 for i in r.intervals) for n, r in served.items()}
 equal = serve_virtually(Asynchronous(), slow=1.0)
 display(
+    stale_guess.reveal(equal.report.mean_staleness),
     claim("synchronous: staleness of every gradient", max(stale["synchronous"].staleness), 0),
     claim(
         "synchronous: share of the workers' time that is waiting",
@@ -1460,7 +1546,7 @@ display(
         rtol=0.05,
     ),
     claim(
-        "at most s = 2 ahead: the largest staleness is below (n - 1)(2 s + 1)",
+        "at most s = 2 ahead: the largest staleness is at most (n - 1)(2 s + 1)",
         max(stale["at most 2 ahead"].staleness),
         ("<=", (WORKERS - 1) * 5),
     ),
@@ -1472,12 +1558,13 @@ display(
 )
 
 # %% [markdown]
-# More gradients per second, but worse ones. A stale gradient is a correct gradient of the wrong
-# point, and it limits the learning rate: for a parabola with curvature h and a delay of d updates,
-# gradient descent is stable only up to η·h = 2·sin(π/(4d + 2)) (arXiv 1910.05124). Be fair when you
-# compare: a synchronous step averages five gradients, so its batch is five times as large, and it
-# bears a larger rate (section 3). So the explorer opens with five times the rate for it; untick the
-# box to see the comparison that makes asynchronous training look good. Then raise the learning
+# The asynchronous server gets more gradients per second, but worse ones. A stale gradient is the
+# gradient at another point, and it limits the learning rate: for a parabola with curvature h and a
+# delay of d updates, gradient descent is stable only up to η·h = 2·sin(π/(4d + 2))
+# ([arXiv 1910.05124](https://arxiv.org/abs/1910.05124)). A fair comparison gives both the rate that
+# suits them: a synchronous step averages five gradients, so its batch is five times as large, and
+# it bears a larger rate (section 3). So the explorer opens with five times the rate for it; untick
+# the box to see the comparison that makes asynchronous training look good. Then raise the learning
 # rate, or slow worker 0 down.
 
 
@@ -1545,9 +1632,10 @@ display(
 # ### With real processes
 #
 # The same server with four real processes: rank 0 serves, three work. The order of arrivals is not
-# reproducible, but it is written down, and replaying it in one process gives the same bits. Details
-# that common listings get wrong: the *server* owns the optimizer (taking `lr` from a worker's
-# `defaults` ignores schedules and momentum), and threads in one Python process are no workers.
+# reproducible, but it is written down, and replaying it in one process gives the same parameters,
+# up to rounding. Two details that common listings get wrong: the *server* owns the optimizer
+# (taking `lr` from a worker's `defaults` ignores schedules and momentum), and workers are
+# processes, since the threads of one Python process share an interpreter lock.
 
 
 # %%
@@ -1584,14 +1672,14 @@ claim(
 
 # %% [markdown]
 # Large models are trained synchronously today: with equal GPUs and fast networks nobody waits long,
-# results are reproducible, and staleness costs quality. Asynchrony lives on where workers differ or
-# come and go.
+# a run can be repeated, and staleness costs quality. Asynchronous training is used where workers
+# differ or come and go.
 #
 # ## Which one first?
 #
 # Steps are too slow because of communication. A sensible order: overlap (lecture 3), then
 # accumulation if the batch may grow, then fp16 or bf16 gradients, then PowerSGD or local SGD
-# between slow nodes. Only the first is free.
+# between slow nodes. Only the first changes nothing in the training.
 
 # %%
 # %%rank 0
@@ -1611,12 +1699,65 @@ plot_bars(
 )
 
 # %% [markdown]
+# ## Now you
+#
+# Section 3 computed the noise scale with `cost.noise_scale`. Write it yourself. The squared norm of
+# a gradient over B samples is |G|² + tr(Σ)/B on average. You are given this average for a small and
+# for a large batch; solve for tr(Σ)/|G|². The cell after it tries your function on five cases.
+
+
+# %%
+# %%rank 0
+def noise_scale(sq_small: float, sq_big: float, small: int, big: int) -> float | None:
+    """Your turn. Two equations, two unknowns: |G|^2 and tr(Sigma)."""
+    return None
+
+
+# %%
+# %%rank 0
+CASES = [(0.5, 40.0, 8, 64), (2.0, 3.0, 1, 2), (1e-3, 5.0, 32, 1024), (7.0, 7.0, 4, 16)]
+CASES += [(0.1, 90.0, 16, 4096)]  # |G|^2, tr(Sigma), small and large batch
+
+
+def check_noise_scale(answer) -> str:
+    for signal, trace, small, big in CASES:
+        got = answer(signal + trace / small, signal + trace / big, small, big)
+        if got is None:
+            return "Not written yet."
+        if not math.isclose(got, trace / signal, rel_tol=1e-6):
+            return f"|G|^2 = {signal}, tr = {trace}: expected {trace / signal:.6g}, got {got:.6g}."
+    return f"Right, in all {len(CASES)} cases."
+
+
+def by_library(sq_small: float, sq_big: float, small: int, big: int) -> float:
+    return cost.noise_scale(grad_sq_small=sq_small, grad_sq_big=sq_big, small=small, big=big)
+
+
+print(check_noise_scale(noise_scale))
+display(
+    claim("the library's answer", check_noise_scale(by_library), "Right, in all 5 cases."),
+    claim(
+        "tr / |G|^2 with the large batch's norm in place of |G|^2",
+        check_noise_scale(lambda s, b, small, big: (s - b) / (1 / small - 1 / big) / b),
+        lambda got: "expected" in got,
+    ),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# `trace = (sq_small - sq_big) / (1 / small - 1 / big)`, and then
+# `signal = sq_big - trace / big` and `return trace / signal`. The norm of the large batch's
+# gradient alone is not |G|²: it still has tr(Σ)/B of noise in it.
+#
+# </details>
+#
 # ## Summary
 #
 # - Accumulated gradients of equal micro-batches, each loss divided by k, are the gradient of the
 #   joint batch. For unequal ones weigh by tokens. Step at `(i + 1) % k == 0`, and flush the tail.
 # - `no_sync` around forward *and* backward of all but the last micro-batch: a k-th of the traffic.
-# - Noise falls with √B. k times the batch bears k times the rate (SGD) or √k times (Adam), with
+# - Noise falls as 1/√B. k times the batch bears k times the rate (SGD) or √k times (Adam), with
 #   warm-up, up to the critical batch size.
 # - Warm-up starts above 0 and reaches the peak.
 # - Compression helps where the network is the bottleneck. Error feedback keeps what did not travel.
@@ -1652,9 +1793,10 @@ plot_bars(
 #
 # <details><summary>Answer</summary>
 #
-# A step with half the learning rate. With Adam, too: it ignores a factor that *all* steps have,
-# but one halved gradient hardly moves the averages that it normalises by. It is not a catastrophe,
-# but then say so; dividing by `len(group)` is right.
+# With SGD it is a step with half the learning rate. Adam ignores a factor that *all* steps have,
+# but not a factor that one step has: this gradient enters its first average with half of its
+# weight, and its square enters the second with a quarter. Training survives it; dividing by
+# `len(group)` is right.
 #
 # </details>
 #
@@ -1681,8 +1823,8 @@ plot_bars(
 #
 # <details><summary>Answer</summary>
 #
-# No. Half as many steps were taken. Either the learning rate was not scaled, or the batch is beyond
-# its critical size.
+# No. Half as many steps were taken. The learning rate was not scaled, or the batch is beyond its
+# critical size, or both.
 #
 # </details>
 #
@@ -1703,12 +1845,19 @@ plot_bars(
 #
 # ## What to read
 #
-# - *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, arXiv 1706.02677
-# - *An Empirical Model of Large-Batch Training*, arXiv 1812.06162
-# - *PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization*, arXiv
-#   1905.13727
+# - *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*,
+#   [arXiv 1706.02677](https://arxiv.org/abs/1706.02677)
+# - *An Empirical Model of Large-Batch Training*,
+#   [arXiv 1812.06162](https://arxiv.org/abs/1812.06162)
+# - *PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization*,
+#   [arXiv 1905.13727](https://arxiv.org/abs/1905.13727)
 # - *Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training*
-#   (top-k), arXiv 1712.01887
-# - *Error Feedback Fixes SignSGD and other Gradient Compression Schemes*, arXiv 1901.09847
-# - *Local SGD Converges Fast and Communicates Little*, arXiv 1805.09767
-# - *Revisiting Distributed Synchronous SGD* (backup workers), arXiv 1604.00981
+#   (top-k), [arXiv 1712.01887](https://arxiv.org/abs/1712.01887)
+# - *Error Feedback Fixes SignSGD and other Gradient Compression Schemes*,
+#   [arXiv 1901.09847](https://arxiv.org/abs/1901.09847)
+# - *Local SGD Converges Fast and Communicates Little*,
+#   [arXiv 1805.09767](https://arxiv.org/abs/1805.09767)
+# - *Revisiting Distributed Synchronous SGD* (backup workers),
+#   [arXiv 1604.00981](https://arxiv.org/abs/1604.00981)
+# - *PipeMare: Asynchronous Pipeline Parallel DNN Training* (the delay's limit on the rate),
+#   [arXiv 1910.05124](https://arxiv.org/abs/1910.05124)
