@@ -27,7 +27,7 @@
 # - explain broadcast, hooks, buckets and overlap, because you wrote them (task 7).
 #
 # Plan 3 to 4 hours, in two sittings: tasks 1 to 6, then task 7, which is about half of it. You need
-# to know how to write a PyTorch training loop. Nothing here needs a GPU.
+# to know how to write a PyTorch training loop. Lecture 3 has the theory. Nothing here needs a GPU.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | all |
 # |---|---|---|---|---|---|---|---|---|
@@ -69,8 +69,9 @@
 # ```
 #
 # Each rank computes the mean gradient of its own samples. If all ranks have equally many samples,
-# the mean of those means is the mean over all samples: exactly the gradient that one big GPU would
-# have computed. Everything in this lab serves that one sentence.
+# the mean of those means is the mean over all samples: up to rounding, the gradient that one big
+# GPU would have computed. (BatchNorm in training is an exception: each rank normalises with its own
+# samples.) All tasks of this lab rest on that.
 
 # %% given="imports"
 import contextlib
@@ -296,8 +297,8 @@ check("wrap_model", wrap_model)
 # | `"drop"` | $\lfloor n/W \rfloor$ | $n - \lfloor n/W \rfloor W$ | nothing | training |
 # | `"uneven"` | $\lfloor n/W \rfloor$ or one more | nothing | nothing | evaluation |
 #
-# In training every rank must run equally many steps, or the last all-reduce waits for ever. In
-# evaluation a doubled sample would make the result wrong.
+# In training every rank must run equally many steps, or the last all-reduce waits for a rank that
+# does not come. In evaluation a doubled sample would make the result wrong.
 #
 # **Write `ShardSampler`.**
 #
@@ -449,8 +450,8 @@ check("sampler_epoch", ShardSampler)
 #
 # **Why.** This is the loop that you know. On many ranks four things change: which samples the
 # loader gives, where the batch goes, that the sampler must be told the epoch, and what "the loss"
-# means. The loss that a rank computes is the loss of *its* samples. A learning curve that
-# shows only rank 0 shows the wrong thing, and on every rank another one.
+# means. The loss that a rank computes is the loss of *its* samples. A learning curve of rank 0
+# alone leaves out all other samples.
 #
 # Here is the loop for one device.
 
@@ -510,8 +511,8 @@ def train_single(
 #
 # <details><summary>Hint 3: it hangs</summary>
 #
-# Does every rank call the all-reduce? A collective under `if rank == 0:` waits for ever for ranks
-# that never come.
+# Does every rank call the all-reduce? A collective under `if rank == 0:` waits for ranks that never
+# come.
 # </details>
 
 
@@ -844,9 +845,8 @@ check("script", "train_ddp.py")
 # %% [markdown]
 # ## Task 6 · Are the gradients in sync?
 #
-# **Why.** Distributed bugs are quiet. Ranks that drift apart raise no error, and the loss still
-# falls. So it pays to have a function that you can call after any `backward()`: it compares the
-# gradients of all ranks.
+# **Why.** Ranks that drift apart raise no error, and the loss still falls. So you need a function
+# that you can call after any `backward()`: it compares the gradients of all ranks.
 #
 # **Write `gradients_in_sync(model, tol=1e-6)`.**
 #
@@ -944,7 +944,7 @@ check("gradients_in_sync", gradients_in_sync)
 #
 # After backward, all-reduce each gradient and divide by the number of ranks. With
 # $g = \frac{1}{W} \sum_r g_r$ the step of $W$ ranks is the step that one device would take
-# with all their samples. Take the sum alone and your learning rate is $W$ times too large. Write
+# with all their samples. With the sum alone, SGD's learning rate is $W$ times too large. Write
 # this first, in `finish_gradient_synchronization`; it already gives right gradients.
 #
 # ### Step 3: hooks
@@ -1031,7 +1031,7 @@ show(partial(draw_schedules, schedules=schedules), height=4.0)
 
 # %% [markdown]
 # Buckets that are too large have nothing to hide behind; buckets that are too small pay the latency
-# each time. On real networks 25 MB has proved a fair middle.
+# each time. PyTorch's default is 25 MiB; the best size depends on the model and the network.
 #
 # The next cell gives you a record for a bucket. Use it, change it in your own cell, or leave it.
 
@@ -1414,13 +1414,15 @@ check("ddp_scaling", DDP)
 # ## Read next
 #
 # - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB 2020,
-#   arXiv 2006.15704. The design that you rebuilt: buckets, overlap, unused parameters.
+#   [arXiv 2006.15704](https://arxiv.org/abs/2006.15704). The design that you rebuilt: buckets,
+#   overlap, unused parameters.
 # - Sergeev and Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*,
-#   arXiv 1802.05799. The ring all-reduce comes to deep learning.
-# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, arXiv 1706.02677.
-#   Learning rate and warm-up for large global batches.
-# - McCandlish et al., *An Empirical Model of Large-Batch Training*, arXiv 1812.06162. How large a
-#   batch is still useful.
+#   [arXiv 1802.05799](https://arxiv.org/abs/1802.05799). Baidu's ring all-reduce, made a library.
+# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*,
+#   [arXiv 1706.02677](https://arxiv.org/abs/1706.02677). Learning rate and warm-up for large global
+#   batches.
+# - McCandlish et al., *An Empirical Model of Large-Batch Training*,
+#   [arXiv 1812.06162](https://arxiv.org/abs/1812.06162). How large a batch is still useful.
 
 # %% tags=["script-only"]
 dist.barrier()
