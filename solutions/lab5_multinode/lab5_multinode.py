@@ -15,9 +15,9 @@
 #
 # One machine (a *node*) holds 8 GPUs, as a rule. For more you need more nodes, and three things
 # change. Somebody has to start processes on every node, and they have to find each other. The
-# network between nodes is ten to a hundred times slower than the links inside one. And with many
-# nodes something is always broken: a job that cannot go on after a failure never ends. In this lab
-# you take care of all three.
+# network between nodes is about ten to forty times slower than the links inside one. And the more
+# nodes there are, the more often one of them fails: a job on thousands of GPUs has to go on after a
+# failure, or it does not get to its end. In this lab you take care of all three.
 #
 # **When you have finished, you can**
 #
@@ -32,8 +32,8 @@
 # - write an all-reduce that sends a fraction of the data over the slow link (task 7).
 #
 # Plan 4 to 5 hours, in two sittings: tasks 3 and 5 are half of it. You should have done lab 1.
-# You need neither a second machine nor a GPU: nodes are played by separate groups of processes on
-# yours.
+# Lecture 10 has the theory. You need neither a second machine nor a GPU: nodes are played by
+# separate groups of processes on yours.
 #
 # | task | 1 | 2 | 3 | 4 | 5 | 6 | 7 | all |
 # |---|---|---|---|---|---|---|---|---|
@@ -175,8 +175,8 @@ dist.barrier()
 # **Why.** Three numbers say who a process is. `LOCAL_RANK` counts the processes of one node: it
 # picks the GPU. The node rank (torchrun calls it `GROUP_RANK`) counts the nodes. `RANK` counts all
 # processes: it picks the data, and rank 0 is the one that writes. Ranks count up node by node:
-# node 0 has the first ones, node 1 goes on where node 0 has stopped. Mix two of these numbers up,
-# and it works on one node, where they are the same, and fails on two.
+# node 0 has the first ones, node 1 goes on where node 0 has stopped. A script that takes
+# `LOCAL_RANK` for `RANK` works on one node, where they are the same, and fails on two.
 #
 # Nodes need not be equally large. So let `local_sizes` be the list of how many processes each node
 # has, in the order of node ranks: `[4, 4]` for two nodes of four, `[8, 8, 2]` for three.
@@ -418,9 +418,9 @@ check("node_nccl", network_env)
 # %% [markdown]
 # ## Task 3 · Checkpoints that survive
 #
-# **Why.** Meta trained Llama 3 on 16 384 GPUs for 54 days and counted 419 unexpected interruptions,
-# one every three hours. A job survives them through its checkpoints, and so these must
-# survive everything. `torch.save(state, "checkpoint.pt")` does not:
+# **Why.** Meta trained Llama 3 405B on 16,384 GPUs. In 54 days of it there were 419 unexpected
+# interruptions, one every three hours. A job survives them through its checkpoints, and so these
+# must survive, too. What `torch.save(state, "checkpoint.pt")` writes does not:
 #
 # | what happens | what is left | what helps |
 # |---|---|---|
@@ -1075,9 +1075,9 @@ check("node_lost", "train_node.py")
 # %% [markdown]
 # Here a person (or Slurm's `--requeue`) started the job again. torchrun can do it too: with
 # `--nnodes=1:2 --max-restarts=3` the agents that are left meet again, start their workers anew
-# with the ranks that there are, and the script loads its checkpoint as it does now. Then the number
-# of ranks changes, the sums are taken in another order, and the curve is the same only up to
-# rounding.
+# with the ranks that there are, and the script loads its checkpoint as it does now. (Not if node 0
+# is lost: its agent hosts the store at which they meet.) Then the number of ranks changes, the sums
+# are taken in another order, and the curve is the same only up to rounding.
 #
 # **Optional: nodes with a network card each.** If you are root on a Linux machine with `ip` and
 # `tc`, two network namespaces are closer to two real nodes: each has its own `eth0`, and the wire
@@ -1154,7 +1154,8 @@ check("node_lost", "train_node.py")
 #
 # A collective needs one more step before you can compare it with what is printed on a network card:
 # a ring all-reduce of $B$ bytes on $n$ ranks sends $2\frac{n-1}{n}B$ over every link. What the link
-# carried per second is called *bus bandwidth* (NCCL's tests print it as `busbw`).
+# carried per second is called *bus bandwidth*
+# ([NCCL's tests](https://github.com/NVIDIA/nccl-tests) print it as `busbw`).
 #
 # **Write `bus_bandwidth(kind, num_bytes, seconds, num_ranks)`.**
 #
@@ -1510,16 +1511,18 @@ check("hier_hook", all_reduce_hook)
 #
 # ## Read next
 #
-# - Llama Team, *The Llama 3 Herd of Models*, arXiv 2407.21783. Section 3.3.4: what broke in 54 days
-#   on 16 384 GPUs.
+# - Llama Team, *The Llama 3 Herd of Models*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783).
+#   Section 3.3.4: what broke in 54 days on 16,384 GPUs.
 # - Kokolis et al., *Revisiting Reliability in Large-Scale Machine Learning Research Clusters*,
-#   arXiv 2410.21680. How often nodes fail, and what it costs.
+#   [arXiv 2410.21680](https://arxiv.org/abs/2410.21680). How often nodes fail, and what it costs.
 # - Eisenman et al., *Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation
-#   Models*, arXiv 2010.08679. Checkpoints in the background, in parts, and small.
+#   Models*, [arXiv 2010.08679](https://arxiv.org/abs/2010.08679). Checkpoints in the background, in
+#   parts, and small.
 # - Jia et al., *Highly Scalable Deep Learning Training System with Mixed-Precision: Training
-#   ImageNet in Four Minutes*, arXiv 1807.11205. Hierarchical all-reduce in practice.
+#   ImageNet in Four Minutes*, [arXiv 1807.11205](https://arxiv.org/abs/1807.11205). Hierarchical
+#   all-reduce in practice.
 # - Mikami et al., *Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash*,
-#   arXiv 1811.05233. The same idea on a two-dimensional torus.
+#   [arXiv 1811.05233](https://arxiv.org/abs/1811.05233). The same idea on a two-dimensional torus.
 
 # %% tags=["script-only"]
 dist.barrier()
