@@ -19,11 +19,12 @@
 # - split a matrix by columns and by rows, and say why an MLP does first one, then the other;
 # - write f and g, the two operators that make the backward pass right, and spot code without them;
 # - count the communication of a block, forward and backward, and say why it wants NVLink;
-# - say what sequence parallelism saves, and why it costs no more bytes;
+# - say what sequence parallelism saves, and what it costs;
 # - explain ring attention and the zig-zag order, and choose between a ring and Ulysses.
 #
 # It takes about 80 minutes. **The kernel is *torchrun × 4***: every cell runs on four ranks; a cell
-# that begins with `%%rank 0` computes, draws and checks on one of them.
+# that begins with `%%rank 0` computes, draws and checks on one of them. Six times the lecture asks
+# for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: longer training of the split GPT
@@ -61,6 +62,9 @@ torch.set_num_threads(1)
 if not dist.is_initialized():
     dist.init_process_group(choose_backend(), timeout=timedelta(seconds=60))
 
+# %% [markdown]
+# Rank 0 needs a few names more, to draw and to check.
+
 # %%
 # %%rank 0
 # %matplotlib inline
@@ -70,7 +74,7 @@ from IPython.display import display
 from minidist import cost
 from minidist.claims import claim
 from minidist.plots import PALETTE, new_figure, plot_bars, plot_lines, plot_stacked, style
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
 
 MEGATRON = "Shoeybi et al., Megatron-LM, arXiv 1909.08053"
 KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198"
@@ -78,7 +82,8 @@ KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198"
 # %% [markdown]
 # The lecture in one picture: one layer of GPT-3 (175B), forward and backward, for one sequence of
 # 2,048 tokens, on A100 GPUs. The work is divided by the number of tensor-parallel ranks; the
-# messages are not. Inside a node (NVLink) that pays. Between nodes, half of the time goes to them.
+# messages are not. Inside a node (NVLink) that pays. Between nodes (InfiniBand, a port for each
+# GPU), half of the time goes to them on 8 GPUs.
 
 
 # %%
@@ -174,8 +179,15 @@ display(
 # ## 2 · f and g: collectives that autograd understands
 #
 # That was the forward pass. Here is a column-parallel layer as many tutorials write it: multiply,
-# then `dist.all_gather`, then concatenate. It gives the right output. Before you run it: what is
-# the gradient of the weight?
+# then `dist.all_gather`, then concatenate. It gives the right output.
+
+# %%
+# %%rank 0
+tutorial_guess = predict("What does backward() give the weight of that layer?", guess=None)
+tutorial_guess
+
+# %% [markdown]
+# We call `backward` on the sum of the output.
 
 # %%
 weight = W.chunk(world_size, dim=1)[rank].clone().requires_grad_()
@@ -192,8 +204,9 @@ print(tutorial)
 # model it is worse: there are other paths to the loss, `backward` raises nothing, and some weights
 # never move.
 #
-# Megatron-LM's answer is a pair of operators, called f and g. Each says what it does in both
-# directions:
+# [Megatron-LM](https://github.com/NVIDIA/Megatron-LM)
+# ([arXiv 1909.08053](https://arxiv.org/abs/1909.08053)) has a pair of operators for it, called f
+# and g. Each says what it does in both directions:
 #
 # | | forward | backward | where |
 # |---|---|---|---|
@@ -240,6 +253,17 @@ class g(torch.autograd.Function):
 # without f, and with an all-reduce in both directions of g, which is what you get from
 # `torch.distributed.nn.functional.all_reduce`.
 
+# %%
+# %%rank 0
+twice_guess = predict(
+    "All-reduce in both directions of g, 4 ranks: how many times too large?",
+    guess=None,
+)
+twice_guess
+
+# %% [markdown]
+# The gradients of the three ways, against one process:
+
 
 # %%
 class g_twice(g):
@@ -278,6 +302,8 @@ for name, before, after in (
 # %%
 # %%rank 0
 display(
+    tutorial_guess.reveal(tutorial),
+    twice_guess.reveal(wrong_by["all-reduce twice, size"]),
     claim(
         "column-parallel by dist.all_gather: backward",
         tutorial,
@@ -298,9 +324,9 @@ display(
 )
 
 # %% [markdown]
-# Without f nothing crashes. Every rank has another gradient of x; below this layer the replicas of
-# norms and embeddings walk apart, and the loss still falls. In `minidist.parallel.tensor` f is
-# `copy_to` and g is `reduce_from` (`mappings.py` has all six operators, with both directions of
+# Without f nothing crashes. Every rank has another gradient of x, so below this layer the replicas
+# of norms and embeddings become different, and no message says so. In `minidist.parallel.tensor` f
+# is `copy_to` and g is `reduce_from` (`mappings.py` has all six operators, with both directions of
 # each in one table).
 #
 # ## 3 · Why column, then row
@@ -331,7 +357,9 @@ try:
 except ValueError as error:
     listing = str(error)
 print(listing)
-gelu_error = (F.gelu(by_rows) - F.gelu(summed) / world_size).abs().max().item()
+sum_of_gelus = F.gelu(by_rows)
+dist.all_reduce(sum_of_gelus)
+gelu_error = (sum_of_gelus - F.gelu(summed)).abs().max().item()
 mlp_error = (z - mlp(tokens_BTD)).abs().max().item()
 
 # %%
@@ -361,8 +389,8 @@ display(
 # %% [markdown]
 # ### The bias of a row-parallel layer
 #
-# Where is it added? Three ways that you will meet, and one that is right. Look at what each does to
-# the output, and whether the ranks still agree.
+# Where is it added? Below are four ways. Look at what each does to the output, and whether the
+# ranks still agree.
 
 # %%
 bias = torch.ones(8, dtype=torch.float64, device=device)
@@ -390,6 +418,9 @@ plot_bars(
     form="{:.2g}",
     title="Where to add a bias of 1",
 )
+
+# %% [markdown]
+# The ranks agree on a wrong output in the first way, and disagree in the second.
 
 # %%
 # %%rank 0
@@ -435,7 +466,12 @@ display(
 torch.manual_seed(1)
 block = Block(config).to(device, torch.float64)
 logs, block_error = {}, {}
-for name, options in {"tensor": {}, "sequence": {"sequence_parallel": True}}.items():
+ways = {
+    "tensor": {},
+    "sequence": {"sequence_parallel": True},
+    "sequence, again": {"sequence_parallel": True, "overlap": True},  # section 6 explains it
+}
+for name, options in ways.items():
     parallel = ParallelBlock(block, TensorParallel(**options))
     here = tokens_BTD if name == "tensor" else tokens_BTD.chunk(world_size, 1)[rank]
     here = here.clone().requires_grad_()
@@ -447,7 +483,8 @@ for name, options in {"tensor": {}, "sequence": {"sequence_parallel": True}}.ite
     expected = block(tokens_BTD)
     expected = expected if name == "tensor" else expected.chunk(world_size, 1)[rank]
     block_error[name] = (out - expected).abs().max().item()
-print(logs)
+for name, (forward, backward) in logs.items():
+    print(f"{name:16} forward {forward}, backward {backward}")
 
 # %%
 # %%rank 0
@@ -480,10 +517,11 @@ display(
 # %% [markdown]
 # ### The same by torch: DTensor
 #
-# `parallelize_module` takes a plan (which layer is `ColwiseParallel`, which `RowwiseParallel`) and
-# inserts f and g. It has a trap. Query, key and value are *three* column-parallel layers with the
-# same input, and each of them reduces the gradient of that input: three all-reduces where one will
-# do. `PrepareModuleInput` on the attention makes its input one DTensor, and the three gradients are
+# [`parallelize_module`](https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html)
+# takes a plan (which layer is `ColwiseParallel`, which `RowwiseParallel`) and inserts f and g. It
+# has a trap. Query, key and value are *three* column-parallel layers with the same input, and each
+# of them reduces the gradient of that input: three all-reduces where one will do.
+# `PrepareModuleInput` on the attention makes its input one DTensor, and the three gradients are
 # added before they are sent. Count it:
 
 # %%
@@ -573,8 +611,20 @@ display(
 # $$ 8 \cdot \frac{t-1}{t} \cdot 2\,b\,s\,h \ \text{bytes per block, micro-batch and rank.} $$
 #
 # Two things make that harder to hide than a gradient all-reduce. It is on the **critical path**:
-# the next layer cannot begin before g has ended. And it comes once per layer and micro-batch, not
-# once per step.
+# the next layer cannot begin before g has ended. And it comes with every micro-batch, not once per
+# step.
+
+# %%
+# %%rank 0
+sequences_guess = predict(
+    "GPT-3, 8 ranks: after how many sequences has tensor parallelism sent as much as one "
+    "all-reduce of the gradients?",
+    guess=None,
+)
+sequences_guess
+
+# %% [markdown]
+# We count for GPT-3, with gradients of 16 bits.
 
 # %%
 # %%rank 0
@@ -587,6 +637,7 @@ gradients = 2 * (8 - 1) / 8 * 2 * cost.GPT3_175B.block_weights  # bytes, if 8 re
 compute, communication = layer_ms(cost.GPT3_175B, 8, nvlink)
 _, slow = layer_ms(cost.GPT3_175B, 8, infiniband)
 display(
+    sequences_guess.reveal(gradients / per_block),
     claim(
         "bytes that a rank of 8 sends per block of GPT-3 and sequence, in MB",
         per_block / 1e6,
@@ -612,9 +663,8 @@ display(
 )
 
 # %% [markdown]
-# Compute per message grows with the width: a block does about 24 b s h² FLOPs for messages of
-# 2 b s h bytes. So wide models split better. Move width, ranks and link below. At which width would
-# tensor parallelism over InfiniBand become bearable?
+# Compute per message grows with the width: forward, a block does about 24 b s h² FLOPs for two
+# all-reduces of 2 b s h bytes. So wide models split better. Move width, tokens and link below.
 
 # %%
 # %%rank 0
@@ -662,8 +712,14 @@ explore(
 #
 # To get from tokens to features one needs all tokens: an **all-gather** in front of a
 # column-parallel layer. To get back, sum and keep the own tokens: a **reduce-scatter** behind a
-# row-parallel layer. Together they are the all-reduce that was there before, cut in two. So it
-# costs the same bytes, and the activations between are divided by t.
+# row-parallel layer. Together they are the all-reduce that was there before, cut in two, so they
+# cost the same bytes.
+#
+# One activation is still whole: the gathered input of a column-parallel layer, which the gradient
+# of its weight needs. [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) keeps only the rank's
+# part and gathers once more in the backward pass, while it computes another gradient (section 4.2.2
+# of [arXiv 2205.05198](https://arxiv.org/abs/2205.05198)). Our layers do so with
+# `TensorParallel(overlap=True)`. Then everything that a block keeps is divided by t.
 
 # %%
 # %%rank 0
@@ -693,7 +749,17 @@ display(
         wire_bytes(sequence_traffic[-1:], 4) / wire_bytes(sequence_traffic, 4),
         ("<", 0.01),
     ),
-    claim("the block against the whole one", block_error["sequence"], ("<", 1e-12)),
+    claim(
+        "... backward with the inputs gathered again: all-gathers",
+        logs["sequence, again"][1].get("all_gather", 0),
+        4,
+        authority=KORTHIKANTI,
+    ),
+    claim(
+        "the block against the whole one, both ways",
+        [block_error["sequence"], block_error["sequence, again"]],
+        ("<", 1e-12),
+    ),
 )
 
 # %% [markdown]
@@ -738,8 +804,8 @@ display(
 )
 
 # %% [markdown]
-# What is saved? Bytes of activations per block with 16-bit numbers, t tensor ranks, a heads
-# (arXiv 2205.05198, table 2):
+# What is saved? Bytes of activations per block with 16-bit numbers, t tensor ranks and a heads are
+# ([arXiv 2205.05198](https://arxiv.org/abs/2205.05198), table 2):
 #
 # | | bytes / (s b h) |
 # |---|---|
@@ -749,8 +815,21 @@ display(
 # | + selective recomputation | 34/t |
 # | full recomputation | 2 |
 #
-# The 10 is what sequence parallelism divides. It looks small; with t = 8 it is most of what is left
-# once the scores are recomputed.
+# The 10 is what sequence parallelism divides. With t = 8 it is 10 of the 13 that are left once the
+# scores are recomputed.
+
+# %%
+# %%rank 0
+both_guess = predict(
+    "22B, 8 ranks: what do sequence parallelism and selective recomputation leave, in % of "
+    "tensor parallelism alone?",
+    guess=None,
+    unit="%",
+)
+both_guess
+
+# %% [markdown]
+# `cost.activation_bytes_per_layer` has the formulas of the table.
 
 # %%
 # %%rank 0
@@ -788,6 +867,7 @@ plot_bars(
 one = {"model": model_22b, "micro_batch": 1}
 whole_bytes = cost.activation_bytes_per_layer(**one)
 display(
+    both_guess.reveal(shares["tensor + sequence, selective"]),
     claim(
         "22B, % of tensor parallelism: sequence, selective, both, full",
         list(shares.values())[1:],
@@ -818,14 +898,14 @@ display(
 # ## 7 · Context parallelism: ring attention
 #
 # Now the sequence itself is too long: 128 thousand tokens or a million. Every rank gets s/n tokens,
-# everywhere in the model. All layers but one do not care. Attention does: a query has to see keys
-# and values of all tokens before it.
+# everywhere in the model. Norms and MLPs work on each token alone, so nothing changes for them. In
+# attention a query has to see keys and values of all tokens before it.
 #
-# **Ring attention** keeps queries where they are and passes keys and values around a ring. At
-# each of n steps a rank attends to the block of keys that it holds now, while the next block is
-# already on its way. Softmax can be computed block by block if one keeps, per query, the largest
-# score m and the sum l of exponentials so far, and rescales when a larger score comes: the trick
-# of FlashAttention. In ten lines, for one head:
+# **Ring attention** keeps queries where they are and passes keys and values around a ring. At each
+# of n steps a rank attends to the block of keys that it holds now, while the next block is already
+# on its way. Softmax can be computed block by block if one keeps, per query, the largest score m
+# and the sum l of exponentials so far, and rescales when a larger score comes. FlashAttention
+# ([arXiv 2205.14135](https://arxiv.org/abs/2205.14135)) works like that. Here it is in ten lines:
 
 
 # %%
@@ -852,13 +932,30 @@ online_error = (in_blocks - F.scaled_dot_product_attention(q, k, v)).abs().max()
 # %% [markdown]
 # ### Causal masks and the zig-zag order
 #
-# A token attends to earlier ones only. If rank 0 holds the first tokens and rank 3 the last, rank 3
-# has seven times the work of rank 0, and everybody waits for it. The cure: cut the sequence into 2n
-# chunks and give rank r the chunks r and 2n − 1 − r, an early one and a late one.
+# A token attends to itself and to earlier ones only. If rank 0 holds the first tokens and rank 3
+# the last, rank 3 has most of the work, and everybody waits for it.
+
+# %%
+# %%rank 0
+contiguous_guess = predict(
+    "4 ranks, tokens in order: which part of the time do they work on average?",
+    guess=None,
+    unit="%",
+)
+contiguous_guess
+
+# %% [markdown]
+# The cure: cut the sequence into 2n chunks and give rank r the chunks r and 2n − 1 − r, an early
+# one and a late one.
 
 # %%
 # %%rank 0
 from minidist.parallel.context import causal_work, positions
+
+
+def pairs_of(layout: str, n: int, num: int) -> list[int]:
+    """Pairs of a query and an earlier or equal key, per rank, of a sequence of `num` tokens."""
+    return [int((positions(num, r, n, layout) + 1).sum()) for r in range(n)]
 
 
 def draw_work(ax, layout: str, n: int, step: int | None = None) -> None:
@@ -885,15 +982,17 @@ figure.clear()
 with style():
     for ax, layout in zip(figure.subplots(1, 2), ("contiguous", "zigzag"), strict=True):
         draw_work(ax, layout, 4)
-        work = causal_work(4, layout)
+        work = pairs_of(layout, 4, 8 * 4)
         used = 100 * sum(work) / 4 / max(work)
         ax.set_title(f"{layout}: {used:.0f} % used", loc="left")
 figure
 
 # %% [markdown]
 # Each colour is the work of one rank. Left, its area grows from rank to rank; right, all four areas
-# are equal. Now step through the ring: dark are the pairs that are computed in this step. At step 0
-# each rank has its own keys, at step i those of the rank i places before it.
+# are equal. In a long sequence the areas on the left are as 1 to 3 to 5 to 7. (Where the blocks on
+# the diagonal are computed whole and masked afterwards, as in `ring_attention`, they are as 1 to 2
+# to 3 to 4.) Now step through the ring: dark are the pairs that are computed in this step. At step
+# 0 each rank has its own keys, at step i those of the rank i places before it.
 
 
 # %%
@@ -975,7 +1074,15 @@ except ValueError as error:
 # %%
 # %%rank 0
 contiguous = causal_work(4, "contiguous")
+in_pairs = pairs_of("contiguous", 4, 4096)
 display(
+    contiguous_guess.reveal(100 * sum(in_pairs) / 4 / max(in_pairs)),
+    claim(
+        "4,096 tokens, contiguous order: work of ranks 0 to 3 / that of rank 0",
+        [work / in_pairs[0] for work in in_pairs],
+        [1.0, 3.0, 5.0, 7.0],
+        rtol=0.002,
+    ),
     claim(
         "attention block by block against the whole: largest difference", online_error, ("<", 1e-12)
     ),
@@ -986,7 +1093,7 @@ display(
         authority="arXiv 2310.01889, 2309.14509",
     ),
     claim(
-        "share of the time that 4 ranks work in the contiguous order",
+        "share of the time that 4 ranks work in the contiguous order, diagonal blocks whole",
         sum(contiguous) / 4 / max(contiguous),
         2.5 / 4,
         rtol=1e-9,
@@ -1039,7 +1146,19 @@ cp_drift = max(
 # %% [markdown]
 # ### Ring or Ulysses?
 #
-# Count the bytes. The emulated cluster's broker sees every message of one attention layer.
+# We count the bytes. The emulated cluster's broker sees every message of one attention layer,
+# forward and backward.
+
+# %%
+# %%rank 0
+ring_guess = predict(
+    "32 ranks: how many times as many bytes as Ulysses does a ring send?",
+    guess=None,
+)
+ring_guess
+
+# %% [markdown]
+# First counted on four ranks, then from the formulas that fit the count:
 
 
 # %%
@@ -1084,7 +1203,9 @@ plot_lines(
 hide_tokens = cost.A100.peak() / nvlink.bandwidth_bytes_per_s
 # A rank has two chunks: 4 pairs of chunks per step of the ring, less what the mask leaves out.
 share = {n: causal_work(n, "zigzag")[0] / (4 * n) for n in (4, 64)}
+on_32 = [sum(paper(**long, num_ranks=32)) for paper in (ring_bytes, ulysses_bytes)]
 display(
+    ring_guess.reveal(on_32[0] / on_32[1]),
     claim(
         "context-parallel GPT, parameters after training against one rank", cp_drift, ("<", 1e-9)
     ),
@@ -1105,7 +1226,7 @@ display(
     ),
     claim(
         "bytes, ring / Ulysses, on 32 ranks",
-        sum(ring_bytes(**long, num_ranks=32)) / sum(ulysses_bytes(**long, num_ranks=32)),
+        on_32[0] / on_32[1],
         (">", 10.0),
     ),
     claim(
@@ -1130,27 +1251,83 @@ display(
 )
 
 # %% [markdown]
-# Ulysses sends less, and less with every rank. But its all-to-alls stand in the way of attention,
-# and the heads must divide (with grouped queries, the few key-value heads). The ring sends more
-# and hides it: while a block of c × c scores is computed (4 c² d FLOPs), the next keys and values
-# (4 c d bytes) arrive. Without a mask that works from c = F/B tokens per rank on. With a causal
-# mask and the zig-zag order half of each block is masked away, and the bytes are the same: from
-# **2F/B** on, about 2,080 tokens per rank for an A100 at its peak.
+# Ulysses sends less, and less with every rank. But attention waits for its all-to-alls, and the
+# heads must divide (with grouped queries, the few key-value heads). A rank of a ring sends about
+# the same on any number of ranks, most of it in the backward pass, where our gradients of keys and
+# values travel in fp32. But it can hide that. Forward, while a block of c × c scores is computed (4
+# c² d FLOPs), the next keys and values (4 c d bytes) arrive. Without a mask that works from c = F/B
+# tokens per rank on. With a causal mask and the zig-zag order half of each block is masked away,
+# and the bytes are the same: from **2F/B** on, about 2,080 tokens per rank for an A100 at its peak.
 #
 # Which axis goes where? The messages of tensor parallelism are on the critical path in every layer:
 # **innermost**, on NVLink. A ring that hides may cross nodes. Data parallelism sends once per step:
 # outermost. Lecture 9 puts them together.
+#
+# ## Now you
+#
+# Write the zig-zag order: a function that gives the **positions of the tokens of one rank**, as a
+# list. The library's `positions` does it, too; do without. The cell after it tries your function on
+# twenty sequences: every token must be somewhere, once, and all ranks must have the same work.
+
+
+# %%
+def my_tokens(rank: int, num_ranks: int, num_tokens: int) -> list[int] | None:
+    """Your turn. The sequence has 2 * num_ranks chunks of equal length; this rank has two."""
+    return None
+
+
+# %%
+# %%rank 0
+def check(answer) -> str:
+    for case in range(20):
+        n, num = 2 + case % 7, (1 + case // 4) * 2 * (2 + case % 7)
+        found = [answer(r, n, num) for r in range(n)]
+        if None in found:
+            return "Not written yet."
+        if sorted(t for tokens in found for t in tokens) != list(range(num)):
+            return f"{n} ranks, {num} tokens: a token is missing, or there twice."
+        work = [sum(t + 1 for t in tokens) for tokens in found]
+        if len(set(work)) > 1:
+            return f"{n} ranks, {num} tokens: pairs per rank {work}."
+    return "Right, in all 20 cases."
+
+
+def one_answer(rank: int, num_ranks: int, num_tokens: int) -> list[int]:
+    chunk = num_tokens // (2 * num_ranks)
+    late = 2 * num_ranks - 1 - rank
+    return [c * chunk + i for c in (rank, late) for i in range(chunk)]
+
+
+def in_turn(rank: int, num_ranks: int, num_tokens: int) -> list[int]:
+    return list(range(rank, num_tokens, num_ranks))
+
+
+print(check(my_tokens))
+display(
+    claim("an early and a late chunk", check(one_answer), "Right, in all 20 cases."),
+    claim("every n-th token: not quite", check(in_turn), lambda got: "pairs per rank" in got),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# `chunk = num_tokens // (2 * num_ranks)` and `late = 2 * num_ranks - 1 - rank`, and then
+# `[c * chunk + i for c in (rank, late) for i in range(chunk)]`. Dealing out the tokens in turn is
+# almost even: that is Striped Attention ([arXiv 2311.09431](https://arxiv.org/abs/2311.09431)).
+#
+# </details>
 #
 # ## Summary
 #
 # - Column-parallel: all of x, some output features. Row-parallel: some input features, a partial
 #   sum. Column then row needs nothing in between.
 # - f: identity, then all-reduce backward. g: all-reduce, then identity backward. `dist.all_gather`
-#   and `dist.all_reduce` alone cut or multiply gradients.
+#   alone cuts the gradient; an all-reduce in both directions multiplies it by the number of ranks.
 # - A row-parallel bias is replicated and added once, after the sum.
 # - A block sends four all-reduces of 2 b s h bytes per micro-batch, on the critical path.
-# - Sequence parallelism splits each all-reduce into reduce-scatter and all-gather: the same bytes,
-#   and activations divided by t. Replicated parameters' gradients must be summed.
+# - Sequence parallelism splits each all-reduce into reduce-scatter and all-gather: the same bytes.
+#   Activations are divided by t, if inputs are gathered again in the backward pass. Replicated
+#   parameters' gradients must be summed.
 # - Context parallelism: zig-zag order, positions, sum of gradients. A ring sends more and hides it;
 #   Ulysses sends less and needs heads that divide.
 #
@@ -1218,14 +1395,18 @@ display(
 #
 # ## What to read
 #
-# - *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*, arXiv
-#   1909.08053
-# - *Reducing Activation Recomputation in Large Transformer Models* (sequence parallelism), arXiv
-#   2205.05198
-# - *Ring Attention with Blockwise Transformers for Near-Infinite Context*, arXiv 2310.01889
-# - *Striped Attention: Faster Ring Attention for Causal Transformers*, arXiv 2311.09431
+# - *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*,
+#   [arXiv 1909.08053](https://arxiv.org/abs/1909.08053)
+# - *Reducing Activation Recomputation in Large Transformer Models* (sequence parallelism),
+#   [arXiv 2205.05198](https://arxiv.org/abs/2205.05198)
+# - *Ring Attention with Blockwise Transformers for Near-Infinite Context*,
+#   [arXiv 2310.01889](https://arxiv.org/abs/2310.01889)
+# - *Striped Attention: Faster Ring Attention for Causal Transformers*,
+#   [arXiv 2311.09431](https://arxiv.org/abs/2311.09431)
 # - *DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
-#   Transformer Models*, arXiv 2309.14509
-# - *The Llama 3 Herd of Models*, section 3.3 (context parallelism by all-gather), arXiv 2407.21783
-# - *GSPMD: General and Scalable Parallelization for ML Computation Graphs*, arXiv 2105.04663
+#   Transformer Models*, [arXiv 2309.14509](https://arxiv.org/abs/2309.14509)
+# - *The Llama 3 Herd of Models*, section 3.3 (context parallelism by all-gather),
+#   [arXiv 2407.21783](https://arxiv.org/abs/2407.21783)
+# - *GSPMD: General and Scalable Parallelization for ML Computation Graphs*,
+#   [arXiv 2105.04663](https://arxiv.org/abs/2105.04663)
 # - In `lib/minidist/parallel/tensor/`: `mappings.py`, `layers.py`, `vocab.py`
