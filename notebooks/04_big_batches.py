@@ -934,7 +934,7 @@ plot_lines(
     logy=True,
     ticks=batch_sizes,
     ideal={"S(1 + B/batch)": fit},
-    title=f"More data per step: first a gain, then none (critical batch about {critical:.0f})",
+    title=f"More data per step: a gain, then hardly any (critical batch about {critical:.0f})",
 )
 
 # %% [markdown]
