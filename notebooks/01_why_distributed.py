@@ -22,7 +22,7 @@
 # - say which kind of parallelism moves which wall, and what it asks for in return.
 #
 # It takes about 60 minutes. The kernel is *torchrun × 2*: every cell runs on two ranks. Most cells
-# here begin with `%%rank 0` and run on one, because they are arithmetic. Five times the lecture
+# here begin with `%%rank 0` and run on one, because they are arithmetic. Six times the lecture
 # asks for your guess before it computes. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
@@ -605,7 +605,7 @@ display(
 # A training run never reaches a data sheet's peak. The share of it that goes into the operations
 # that the model needs is the **model FLOPs utilisation** (MFU,
 # [arXiv 2204.02311](https://arxiv.org/abs/2204.02311)). Here the model needs 6 N D; the definition
-# also counts attention, and recomputation counts in neither. Good runs reach about 40 to 60 %. What
+# also counts attention, and neither counts recomputation. Good runs reach about 40 to 60 %. What
 # does the machine under this notebook do?
 
 # %%
@@ -1199,7 +1199,15 @@ print(f"off by {alone:.2f} alone, by {error:.1e} after the all-reduce")
 
 # %% [markdown]
 # **Broken on purpose.** Now the ranks get 9 and 3 samples, as happens with the last batch of an
-# epoch. Everything else stays as it was, and no error is raised. What comes out?
+# epoch. Everything else stays as it was.
+
+# %%
+# %%rank 0
+uneven_guess = predict("By how much is the averaged gradient wrong?", guess=None, unit="%")
+uneven_guess
+
+# %% [markdown]
+# No error is raised. The second half of the cell computes the right mean.
 
 # %%
 bounds = [(0, 9), (9, 12)][rank]
@@ -1218,6 +1226,7 @@ off = [((v - whole).norm() / whole.norm()).item() for v in (wrong, right)]
 # %%
 # %%rank 0
 display(
+    uneven_guess.reveal(100 * off[0]),
     claim(
         "equal halves: averaged gradients against those of the whole batch, relative error",
         error,
@@ -1411,7 +1420,7 @@ display(
 # `for_memory = math.ceil(16 * num_parameters / 80e9)`,
 # `for_time = math.ceil(6 * num_parameters * tokens / (0.4 * 312e12 * 86_400 * days))`, and then
 # `max(for_memory, for_time)`. The wall that asks for more GPUs decides: memory for a large model on
-# few tokens, time for nearly every real job.
+# few tokens, time for the other jobs here.
 #
 # </details>
 #
