@@ -1273,8 +1273,8 @@ display(
 #
 # ## Try it
 #
-# - In the planner: LLaMA-2 70B uses tensor parallelism on any number of GPUs, 7B on hardly any.
-#   Why?
+# - In the planner LLaMA-2 70B uses tensor parallelism wherever it fits, 7B hardly ever. With
+#   25 Gbit/s pipelines come in. Why?
 # - In the mesh builder choose tp 16. Which all-reduces leave a node?
 # - Give `trace_one_rank` the mesh 64 × 16. What changes in the counts?
 #
