@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 10 · Many nodes: launching, networks, hangs and failures
 #
-# One machine is easy: all ranks start together, see one another, and die together. With many
-# machines none of that holds. Somebody has to start a process on each, they have to find each
-# other, the wires between them differ, and something breaks every day.
+# On one machine all ranks start together, see one another, and end together. With many machines
+# none of that holds. Somebody has to start a process on each, they have to find each other, the
+# wires between them differ, and the more machines there are, the more often one breaks.
 #
 # After this lecture you can
 #
@@ -24,7 +24,8 @@
 #
 # It takes about 90 minutes. The jobs in this lecture start their own processes, as they do on a
 # cluster. So all cells begin with `%%rank 0`: one rank of this notebook's kernel starts them. They
-# train on GPUs where there is one for each of their ranks, else on the CPU.
+# train on GPUs where there is one for each of their ranks, else on the CPU. Five times the lecture
+# asks for your guess before it measures. Write it in the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: a longer job in section 6
@@ -53,7 +54,7 @@ from minidist.errors import LaunchError
 from minidist.launch import free_port, run
 from minidist.mesh import MeshShape
 from minidist.plots import PALETTE, new_figure, plot_lines, plot_timeline, style
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
 
 # In the kernel's own folder, which goes when the kernel ends, however it ends.
 temporary = tempfile.TemporaryDirectory(prefix="lecture10-", dir=os.environ.get("MINIDIST_RUN_DIR"))
@@ -61,11 +62,23 @@ work = Path(temporary.name)
 device = choose_device(local_rank=0, local_world_size=1)  # of what needs one process
 
 # %% [markdown]
-# The lecture in one picture: how long a job runs before something breaks. Each line is a machine
-# whose *nodes* fail independently, once in so many days on average. Llama 3's training on 16,384
-# GPUs had 466 interruptions in 54 days, of which 47 were planned and 419 were not (arXiv
-# 2407.21783). Something broke every three hours; for each node that is about once in 264 days,
-# which is not bad at all. A thousand good nodes are one bad machine.
+# The lecture in one picture: how long a job runs before something breaks. Llama 3's training on
+# 16,384 GPUs, which are 2,048 nodes of 8, had 466 interruptions in 54 days, of which 47 were
+# planned and 419 were not ([arXiv 2407.21783](https://arxiv.org/abs/2407.21783)). That is an
+# unplanned one every three hours. We count each as the failure of a node.
+
+# %%
+# %%rank 0
+node_guess = predict(
+    "Once in how many days did one of those 2,048 nodes break, on average?",
+    guess=None,
+    unit="days",
+)
+node_guess
+
+# %% [markdown]
+# Each line of the figure is a cluster whose *nodes* fail independently, once in so many days on
+# average. The first line has Llama 3's nodes.
 
 # %%
 # %%rank 0
@@ -86,6 +99,7 @@ plot_lines(
 # %%
 # %%rank 0
 display(
+    node_guess.reveal(node_days),
     claim(
         "unexpected interruptions of Llama 3's training in 54 days (47 more were planned)",
         419,
@@ -105,7 +119,8 @@ display(
 # %% [markdown]
 # ## 1 · Launching: who starts what
 #
-# A training script wants to know four numbers, and torchrun gives them to each process in
+# A training script has to know who it is and where the others are.
+# [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) tells each process in
 # environment variables.
 #
 # | variable | means | 2 nodes × 8 |
@@ -113,7 +128,7 @@ display(
 # | `WORLD_SIZE` | all processes | 16 |
 # | `RANK` | number of this one among all | 0 … 15 |
 # | `LOCAL_RANK` | its number on this node: choose the GPU by it | 0 … 7 |
-# | `MASTER_ADDR`, `MASTER_PORT` | where rank 0's store listens | the same on all nodes |
+# | `MASTER_ADDR`, `MASTER_PORT` | where the store listens by which all meet | the same on all |
 #
 # On **every node** one torchrun runs, the *agent*. It starts the node's workers, watches them, and
 # meets the other agents. Two ways to say how they meet:
@@ -130,7 +145,8 @@ display(
 #          --rdzv-id=job42 train.py
 # ```
 #
-# The static way has one trap: the same `--node-rank` twice, and both wait for ever. The second way
+# The static way has one trap: the same `--node-rank` twice, and both wait until a timeout of many
+# minutes. The second way
 # is also the elastic one (section 6). (`torch.distributed.launch` is deprecated; torchrun is its
 # successor.)
 #
@@ -228,8 +244,8 @@ display(
 # %% [markdown]
 # ### Slurm
 #
-# Slurm gives you nodes and starts a command on each. torchrun does the rest. One task **per node**,
-# not per GPU:
+# [Slurm](https://slurm.schedmd.com/sbatch.html) gives you nodes and starts a command on each.
+# torchrun does the rest. One task **per node**, not per GPU:
 #
 # ```
 # #!/bin/bash
@@ -245,7 +261,8 @@ display(
 # ```
 #
 # - Without torchrun, `srun --ntasks-per-node=8` starts the workers itself; then set RANK from
-#   `SLURM_PROCID` and LOCAL_RANK from `SLURM_LOCALID`.
+#   `SLURM_PROCID`, LOCAL_RANK from `SLURM_LOCALID` and WORLD_SIZE from `SLURM_NTASKS`, and
+#   MASTER_ADDR and MASTER_PORT yourself.
 # - `--signal=B:USR1@300` sends SIGUSR1 to the *batch shell*, and the shell sends SIGTERM to the
 #   steps. Not `--signal=USR1@300`: torchrun hands SIGTERM, SIGINT, SIGHUP and SIGQUIT on to its
 #   workers and dies of a SIGUSR1 (unless `TORCHELASTIC_SIGNALS_TO_HANDLE` names it). The workers
@@ -257,12 +274,12 @@ display(
 #
 # ### The rendezvous does not come together
 #
-# Everybody waits, nobody says for what. In this order: can every node reach the endpoint's port
-# (`nc -z host port`)? Is `--nnodes` what really starts? Do all have the same `--rdzv-id`? Does the
-# head node know itself by that name (torchrun guesses who hosts the store by comparing names; in
-# containers say `--rdzv-conf is_host=1`)? Does gloo or NCCL take the right interface
-# (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`)? Give the wait a limit, so that it fails with a
-# message. Here is a job that waits for a second node that never comes:
+# All agents wait, and none says for what. Ask in this order: can every node reach the endpoint's
+# port (`nc -z host port`)? Is `--nnodes` what really starts? Do all have the same `--rdzv-id`? Does
+# the head node know itself by that name (torchrun guesses who hosts the store by comparing names;
+# in containers say `--rdzv-conf is_host=1`)? Does gloo or NCCL take the right interface
+# (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`)? Give the wait a short limit, so that it soon fails
+# with a message. Here is a job that waits for a second node that never comes:
 
 # %%
 # %%rank 0
@@ -347,9 +364,21 @@ def wire(bytes_per_s: float, latency_s: float = 10e-6) -> emulate.Cluster:
 plot_timeline(emulate.simulate(trace, wire(0.6e9)), title="Two nodes of two, 0.6 GB/s between them")
 
 # %% [markdown]
-# Compute above, communication below. Backward is over, and the gradients are still on the wire.
-# Look for the speed from which the wire does not matter any more, and then for the latency that
-# spoils it again.
+# Compute above, communication below. Backward is over, and the gradients are still on the wire. A
+# faster wire helps, and from some speed on it does not matter any more. But a message also has a
+# latency.
+
+# %%
+# %%rank 0
+latency_guess = predict(
+    "800 Gbit/s, 1 ms of latency, 18 ms of compute: how long is the step?",
+    guess=None,
+    unit="ms",
+)
+latency_guess
+
+# %% [markdown]
+# First the speed alone, with a latency of 10 µs:
 
 
 # %%
@@ -371,6 +400,10 @@ figure = plot_lines(
 )
 figure
 
+# %% [markdown]
+# Now the latency. A ring of four ranks sends six messages after each other for an all-reduce, and
+# there are six all-reduces, one for each layer.
+
 # %%
 # %%rank 0
 ring_s = 2 * 3 / 4 * LAYER_BYTES / 1e8 + 6 * 10e-6  # of one layer on the slowest wire
@@ -381,6 +414,7 @@ gigabytes = [
     for link in (cost.ETHERNET_10, cost.ETHERNET_100, cost.INFINIBAND_HDR, cost.INFINIBAND_NDR)
 ]
 display(
+    latency_guess.reveal(step_ms(1e11, 1e-3)),
     claim(
         "10 and 100 Gbit/s Ethernet, InfiniBand HDR and NDR, in GB/s",
         gigabytes,
@@ -401,6 +435,10 @@ display(
         rtol=0.02,
     ),
 )
+
+# %% [markdown]
+# 36 messages of 1 ms, one after the other, cannot hide behind 18 ms of compute. Fewer and larger
+# buckets (lecture 3) would help here. Try other wires:
 
 
 # %%
@@ -429,9 +467,12 @@ explore(
 #
 # ### NCCL's settings
 #
-# NCCL measures the machine and chooses well. Most variables that are passed around in blog posts
-# were right for one machine, once. `minidist.profile.nccl` knows what they do, and which values
-# cost speed, data, or the explanation of a hang. Below, a list from a common slide set.
+# NCCL detects the machine's topology, estimates with a model of its own what each algorithm would
+# take (lecture 2), and rarely needs help. Variables from blog posts were set for somebody else's
+# machine. NCCL's
+# [documentation](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) has them all;
+# `minidist.profile.nccl` knows which values cost speed, data, or the explanation of a hang. Below,
+# a list from a common slide set.
 
 # %%
 # %%rank 0
@@ -472,13 +513,25 @@ display(
 #
 # A rank that dies is easy to see. A rank that goes *another way* is not: it skips a collective, the
 # others wait in it, nothing is printed, and GPUs show 100 % (waiting kernels are busy). After the
-# timeout you get "Watchdog caught collective operation timeout" from every rank **but** the guilty
-# one.
+# timeout every rank that waits says "Watchdog caught collective operation timeout".
 #
-# torch keeps a list of the last collectives of each process: the flight recorder
+# torch keeps a list of the last collectives of each process: the
+# [flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)
 # (`TORCH_FR_BUFFER_SIZE`, `TORCH_NCCL_DUMP_ON_TIMEOUT`). In each group the k-th collective of one
 # rank belongs to the k-th of the others. So the lists tell who is missing. We break it on purpose:
-# rank 2 of 4 thinks that its loss is fine and skips an all-reduce under an `if`.
+# rank 2 of 4 has a small gradient and skips an all-reduce under an `if`. All ranks end with a
+# barrier.
+
+# %%
+# %%rank 0
+hang_guess = predict(
+    "Rank 2 of 4 skips an all-reduce. How many ranks hang?",
+    guess=None,
+)
+hang_guess
+
+# %% [markdown]
+# Three steps; the third goes wrong.
 
 
 # %%
@@ -523,8 +576,10 @@ found = read_dumps(dumps)
 print(explain_hang(found))
 
 # %% [markdown]
-# Read it as a detective would. Which ranks wait in which collective? Which one called something
-# else at the same number, and at which line? That line is where to look for an `if`.
+# All four ranks hang, the guilty one too: it waits in the barrier, which is its next
+# collective. So the timeout alone does not tell who is guilty. The recorder does. Which ranks wait
+# in which collective? Which one called something else at the same number, and at which line? Look
+# for an `if` above that line.
 #
 # The rule behind all these bugs: **every rank of a group calls the same collectives in the same
 # order**. Whatever a rank knows alone (its loss, its sampler, its clock, `rank == 0`) must not
@@ -543,26 +598,38 @@ display(
         2 in (guilty | absent),
         True,
     ),
+    hang_guess.reveal(len(found)),
     claim("all four ranks left a dump", sorted(found), [0, 1, 2, 3]),
     claim("the mended program", " ".join(mended), "fine fine fine fine"),
 )
 
 # %% [markdown]
-# On a cluster: set `TORCH_NCCL_DUMP_ON_TIMEOUT=1` and a folder, then `torchfrtrace` compares the
-# files of all ranks; `py-spy dump` shows where a process stands. Make the timeout short while you
-# look for a bug, and long where one rank has real work to do (rank 0 writes a checkpoint).
+# On a cluster: set `TORCH_NCCL_DUMP_ON_TIMEOUT=1` and a path on a shared disk
+# (`TORCH_FR_DUMP_TEMP_FILE`), then `torchfrtrace` compares the files of all ranks;
+# [`py-spy dump`](https://github.com/benfred/py-spy) shows where a process stands. Make the timeout
+# short while you look for a bug, and long where one rank has real work to do (rank 0 writes a
+# checkpoint).
 #
 # ## 4 · How often to save
 #
-# Saving costs δ seconds each time. A failure costs, on average, half of the time since the last
-# checkpoint, and the restart. With failures M seconds apart on average and a checkpoint every τ
-# seconds, the share of time that is lost is about
+# Saving costs δ seconds each time. A failure costs the work since the last checkpoint, which is
+# half an interval on average, and the restart, R seconds. With failures M seconds apart on average
+# and a checkpoint every τ seconds, the share of time that is lost is about
 #
 # $$ \frac{\delta}{\tau} + \frac{\tau}{2M} + \frac{R}{M}, \qquad \text{smallest at } \tau =
 # \sqrt{2\,\delta\,M}. $$
 #
-# That is Young's formula (1974). The dots are a simulation that throws dice for failures and knows
-# no formula. (Far from the best interval the formula is too pessimistic; near it, they agree.)
+# That is Young's formula (1974). Below, Llama 3's job has a failure every 3.1 hours, and a save
+# that takes a minute.
+
+# %%
+# %%rank 0
+interval_guess = predict("How many minutes apart should that job save?", guess=None, unit="minutes")
+interval_guess
+
+# %% [markdown]
+# The dots are a simulation that throws dice for failures and knows no formula. (Far from the best
+# interval the formula is too pessimistic; near it, they agree.)
 
 
 # %%
@@ -603,11 +670,16 @@ figure.axes[0].plot(few / 60, [100 * d for d in dots], "o", color=PALETTE[1], la
 figure.axes[0].legend(frameon=False)
 figure
 
+# %% [markdown]
+# The minimum is flat. At half of the best interval the job loses a fifth more, and at six times the
+# interval almost three times as much.
+
 # %%
 # %%rank 0
 young = (2 * SAVE_S * BETWEEN_S) ** 0.5
 best = min(intervals, key=lambda t: lost(t, SAVE_S, BETWEEN_S))
 display(
+    interval_guess.reveal(young / 60),
     claim(
         "best interval for that job, minutes",
         young / 60,
@@ -623,6 +695,11 @@ display(
         rtol=0.1,
     ),
     claim(
+        "saving twice as often as Young says loses this many times as much",
+        lost(young / 2, SAVE_S, BETWEEN_S) / lost(young, SAVE_S, BETWEEN_S),
+        ("<", 1.25),
+    ),
+    claim(
         "saving every 2 hours instead loses this many times as much",
         lost(7200, SAVE_S, BETWEEN_S) / lost(young, SAVE_S, BETWEEN_S),
         (">", 2.0),
@@ -634,6 +711,9 @@ display(
         rtol=0.01,
     ),
 )
+
+# %% [markdown]
+# Other clusters and other disks:
 
 
 # %%
@@ -671,11 +751,12 @@ explore(
 )
 
 # %% [markdown]
-# Shorter saves pay twice: asynchronous ones (copy to the CPU, write in the background:
-# `torch.distributed.checkpoint.async_save`, or `minidist.checkpoint.Saving`) and sharded ones (each
-# rank writes its own).
+# A shorter save costs less each time, and it lets you save more often. Two ways: asynchronous saves
+# (copy to the CPU, write in the background:
+# [`torch.distributed.checkpoint.async_save`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html),
+# or `minidist.checkpoint.Saving`) and sharded ones (each rank writes its own part).
 #
-# ## 5 · A checkpoint that deserves the name
+# ## 5 · A checkpoint is whole or not there
 #
 # A job that died *while saving* leaves half a file. The next start loads it, or crashes on it. A
 # checkpoint must be there whole or not at all: write beside it, flush, rename; keep a checksum; on
@@ -715,12 +796,9 @@ display(
 # ## 6 · A node is killed, live
 #
 # Now everything together. Two nodes with one worker each train a small model. torchrun is told
-# `--nnodes=1:2`: at least one node, at most two. The script is an ordinary one that loads the
-# newest checkpoint first. The **global batch is the same** at every world size: 12 samples, six
+# `--nnodes=1:2`: at least one node, at most two. The script loads the newest checkpoint first; it
+# saves one every five steps. The **global batch is the same** at every world size: 12 samples, six
 # per rank with two ranks, twelve with one. So the curve must not change.
-#
-# After a few steps we kill one whole node, agent and worker, with SIGKILL. Before you run it: what
-# will the other node do, and at which step will it go on?
 
 # %%
 # %%rank 0
@@ -736,7 +814,7 @@ from minidist.elastic import Preemption, restart_count, share_of_batch, train_el
 
 folder, num_steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 device = choose_device()
-dist.init_process_group("gloo")   # on GPUs too: it notices a lost peer at once, NCCL after minutes
+dist.init_process_group("gloo")   # on GPUs too: it notices at once that a peer was killed
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
@@ -777,6 +855,18 @@ def rows_of(folder: Path) -> list:
     return sorted(rows, key=lambda row: row[3])
 
 
+# %% [markdown]
+# After a few steps we kill one whole node, agent and worker, with SIGKILL. The other node has to
+# notice, to give up waiting for it, and to load a checkpoint.
+
+# %%
+# %%rank 0
+back_guess = predict("How many seconds after the kill is the next step done?", guess=None, unit="s")
+back_guess
+
+# %% [markdown]
+# The job starts, and we wait for twelve steps.
+
 # %%
 # %%rank 0
 STEPS = 40 if quick else 200
@@ -802,12 +892,12 @@ for pid in [agents[1].pid, *map(int, children)]:
 killed_at = time.time()
 print(f"killed node 1 after step {rows_of(job)[-1][0]}, with {began_with} ranks")
 
-# %%
-# %%rank 0
-wait_for(1, 1)  # its worker fails; it meets again, alone, and loads the checkpoint
+# %% [markdown]
+# Node 0 is alone now. We wait until it ends.
 
 # %%
 # %%rank 0
+wait_for(1, 1)  # its worker fails; it meets again, alone, and loads the checkpoint
 try:
     code = agents[0].wait(50)
 finally:
@@ -859,6 +949,7 @@ figure
 # %%
 # %%rank 0
 display(
+    back_guess.reveal(back_s),
     claim("the job began with this many ranks", began_with, 2),
     claim("node 0 ended well", code, 0),
     claim("it went on with one rank, from a multiple of 5 (a checkpoint)", after[0][0] % 5, 0),
@@ -877,17 +968,85 @@ display(
 )
 
 # %% [markdown]
-# What you saw: node 0's worker was in an all-reduce with a rank that was gone. gloo saw the closed
-# connection, and the worker failed ("Connection reset by peer"). Its agent, which watches its own
-# workers only, met again, alone, and started a fresh worker, and that one loaded the newest
-# checkpoint. Two waits are in between: the rendezvous counts a silent node as lost after
+# Node 0's worker was in an all-reduce with a rank that was gone. gloo saw the closed connection,
+# and the worker failed ("Connection reset by peer"). Its agent, which watches its own workers only,
+# met again, alone, and started a fresh worker, and that one loaded the newest checkpoint. Two waits
+# are in between. The rendezvous counts a silent node as lost after
 # `keep_alive_interval × keep_alive_max_attempt` (2 s here, 15 s by default), and waits for others
-# to join for `last_call_timeout` (5 s here, 30 s by default). With NCCL a third one comes before
-# them: its kernels know nothing of connections, so the worker hangs until the timeout.
+# to join for `last_call_timeout` (5 s here, 30 s by default). Then a new worker has to start and to
+# import torch. One more wait comes before them where nobody reports the lost peer, as when a
+# machine loses its power or an NCCL kernel waits for a neighbour in shared memory: the worker hangs
+# until the collective's timeout.
 #
-# Elastic training keeps *your* promises only. If the batch had shrunk with the ranks, so would have
-# the right learning rate. If the checkpoint lacked the optimizer's state, the curve would have a
-# kink. Slurm jobs are more often *requeued* at full size than shrunk; the script is the same.
+# torchrun restarts workers, and the rest is up to the script. If the batch had shrunk with the
+# ranks, so would have the right learning rate. If the checkpoint lacked the optimizer's state, the
+# curve would have a kink. A Slurm job that is *requeued* starts again at full size; the script is
+# the same.
+#
+# ## Now you
+#
+# Put section 4 and the first figure together. Write a function that gives the **largest number of
+# nodes** whose job loses at most a given share of its time, if it saves at the best interval. One
+# node fails once in `node_days` days; a save takes `save_s` seconds, and a restart 300. The cell
+# after it tries your function on twenty clusters.
+
+
+# %%
+def most_nodes(node_days: float, save_s: float, share: float) -> int | None:
+    """Your turn. `lost(interval_s, save_s, between_s)` is the share of time that is lost."""
+    return None
+
+
+# %%
+# %%rank 0
+def lost_by(nodes: int, node_days: float, save_s: float) -> float:
+    between_s = 86400 * node_days / nodes
+    return lost((2 * save_s * between_s) ** 0.5, save_s, between_s)
+
+
+def check(answer) -> str:
+    dice = np.random.default_rng(0)
+    for _ in range(20):
+        node_days, save_s, share = (
+            dice.uniform(50, 500),
+            dice.uniform(5, 300),
+            dice.uniform(0.02, 0.2),
+        )
+        case = f"{node_days:.0f} days, {save_s:.0f} s, {100 * share:.1f} %"
+        nodes = answer(node_days, save_s, share)
+        if nodes is None:
+            return "Not written yet."
+        if lost_by(nodes, node_days, save_s) > share:
+            return f"{case}: {nodes} nodes lose {100 * lost_by(nodes, node_days, save_s):.1f} %."
+        if lost_by(nodes + 1, node_days, save_s) <= share:
+            return f"{case}: more than {nodes} nodes are possible."
+    return "Right, in all 20 cases."
+
+
+def one_answer(node_days: float, save_s: float, share: float) -> int:
+    nodes = 1
+    while lost_by(nodes + 1, node_days, save_s) <= share:
+        nodes += 1
+    return nodes
+
+
+print(check(most_nodes))
+display(
+    claim("counting nodes up", check(one_answer), "Right, in all 20 cases."),
+    claim(
+        "one node too many", check(lambda *of: one_answer(*of) + 1), lambda got: "nodes lose" in got
+    ),
+    claim("one node", check(lambda *of: 1), lambda got: "are possible" in got),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# With n nodes `between_s = 86400 * node_days / n`, and the best interval is
+# `(2 * save_s * between_s) ** 0.5`. Count n up from 1 as long as `lost` of that interval is at most
+# `share`. The share grows with n, so the first failure ends the search.
+#
+# </details>
 #
 # ## Summary
 #
@@ -964,13 +1123,17 @@ display(
 #
 # ## What to read
 #
-# - *The Llama 3 Herd of Models*, section 3.3.4 (reliability), arXiv 2407.21783
-# - *MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs*, arXiv 2402.15627
-# - *Bamboo: Making Preemptible Instances Resilient for Affordable Training of Large DNNs*, arXiv
-#   2204.12013
-# - *Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation Models*, arXiv
-#   2010.08679
+# - *The Llama 3 Herd of Models*, section 3.3.4 (reliability),
+#   [arXiv 2407.21783](https://arxiv.org/abs/2407.21783)
+# - *MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs*,
+#   [arXiv 2402.15627](https://arxiv.org/abs/2402.15627)
+# - *Bamboo: Making Preemptible Instances Resilient for Affordable Training of Large DNNs*,
+#   [arXiv 2204.12013](https://arxiv.org/abs/2204.12013)
+# - *Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation Models*,
+#   [arXiv 2010.08679](https://arxiv.org/abs/2010.08679)
 # - John W. Young, *A first order approximation to the optimum checkpoint interval*, Communications
 #   of the ACM 17 (1974)
-# - PyTorch: torchrun (Elastic Launch), Flight Recorder; Slurm: sbatch, signals and requeue
+# - PyTorch: [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html),
+#   [Flight Recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html);
+#   Slurm: [sbatch](https://slurm.schedmd.com/sbatch.html)
 # - In `lib/minidist/`: `elastic.py`, `checkpoint/store.py`, `profile/flight.py`
