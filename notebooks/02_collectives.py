@@ -484,10 +484,10 @@ display(
 
 # %% [markdown]
 # Can an all-reduce send less? With messages between pairs of ranks, no: 2(N−1)/N of the buffer for
-# the busiest rank is a lower bound ([Patarasuk and
-# Yuan](https://doi.org/10.1016/j.jpdc.2008.09.002) prove it), and the ring reaches it. It is
-# **bandwidth optimal**. Some notes quote the factor as (N−1)/N, "near 1". That is one half of the
-# way, the reduce-scatter.
+# the busiest rank is a lower bound
+# ([Patarasuk and Yuan](https://doi.org/10.1016/j.jpdc.2008.09.002) prove it), and the ring reaches
+# it. It is **bandwidth optimal**. Some notes quote the factor as (N−1)/N, "near 1". That is one
+# half of the way, the reduce-scatter.
 
 # %%
 # %%rank 0
@@ -858,7 +858,8 @@ growth_guess
 
 # %% [markdown]
 # For a ring, log N is wrong twice. The transfer does not grow without bound: it levels off at
-# 2 S β. And the latency grows faster than log N: it is proportional to N−1.
+# 2 S β. And the latency grows faster than log N: it is proportional to N−1. For 1 GB it shows only
+# beyond a hundred ranks.
 
 # %%
 # %%rank 0
@@ -1238,10 +1239,11 @@ display(
 )
 
 # %% [markdown]
-# **Latency** has two meanings, and texts mix them. A wire with its adapters needs about 1 µs. One
-# *hop of a collective* needs more: GPUs synchronise, and over a network a proxy thread and the
-# adapter take part. NCCL keeps such numbers for its choices (`src/graph/tuning.cc`), and they
-# change with its version. Two versions, in µs per hop:
+# **Latency** has two meanings, and texts mix them. A network's wire with its adapters needs about
+# 1 µs. One *hop of a collective* over it needs 2.7 to 14 µs: GPUs synchronise, and a proxy thread
+# and the adapter take part. Over NVLink a hop needs 0.6 to 4 µs. NCCL keeps such numbers for its
+# choices ([`src/graph/tuning.cc`](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)),
+# and they change with its version. Two versions, in µs per hop, the newer one below:
 
 # %%
 # %%rank 0
@@ -1984,7 +1986,7 @@ display(
 # - All-reduce = reduce-scatter + all-gather. On a ring each rank sends 2(N−1)/N of the buffer, the
 #   least possible, in 2(N−1) steps. Trees need few steps.
 # - Time = steps · α + bytes · β. Small messages: latency. Large ones: bandwidth, and then the time
-#   of a ring hardly depends on N.
+#   of a ring hardly depends on N, as long as S is much larger than N α / β.
 # - One direction, in bytes. Algorithm bandwidth is what the program sees; bus bandwidth compares
 #   with the wire.
 # - Across nodes, what counts is the bytes that leave a node: keep neighbours together.
@@ -2063,21 +2065,21 @@ display(
 # ## Read
 #
 # - P. Patarasuk, X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*,
-#   J. Parallel Distrib. Comput. 69 (2009), [doi
-#   10.1016/j.jpdc.2008.09.002](https://doi.org/10.1016/j.jpdc.2008.09.002): the ring, and why
+#   J. Parallel Distrib. Comput. 69 (2009),
+#   [doi 10.1016/j.jpdc.2008.09.002](https://doi.org/10.1016/j.jpdc.2008.09.002): the ring, and why
 #   nothing sends less.
 # - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of collective communication operations in
-#   MPICH*, Int. J. High Perform. Comput. Appl. 19 (2005), [doi
-#   10.1177/1094342005051521](https://doi.org/10.1177/1094342005051521): α, β, γ for every
+#   MPICH*, Int. J. High Perform. Comput. Appl. 19 (2005),
+#   [doi 10.1177/1094342005051521](https://doi.org/10.1177/1094342005051521): α, β, γ for every
 #   collective.
 # - P. Sanders, J. Speck, J. L. Träff, *Two-tree algorithms for full bandwidth broadcast, reduction
-#   and scan*, Parallel Computing 35 (2009), [doi
-#   10.1016/j.parco.2009.09.001](https://doi.org/10.1016/j.parco.2009.09.001): NCCL's trees.
+#   and scan*, Parallel Computing 35 (2009),
+#   [doi 10.1016/j.parco.2009.09.001](https://doi.org/10.1016/j.parco.2009.09.001): NCCL's trees.
 # - A. Sergeev, M. Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*,
 #   [arXiv 1802.05799](https://arxiv.org/abs/1802.05799): how rings came to deep learning.
 # - H. Mikami et al., *Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash*,
 #   [arXiv 1811.05233](https://arxiv.org/abs/1811.05233): a hierarchical all-reduce, a ring along
 #   each axis of a grid, on thousands of GPUs.
-# - NVIDIA: [NCCL's environment
-#   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html); [nccl-tests on
-#   bus bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+# - NVIDIA:
+#   [NCCL's environment variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html);
+#   [nccl-tests on bus bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
