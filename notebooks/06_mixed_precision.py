@@ -10,9 +10,10 @@
 # # 6 · Mixed precision
 #
 # A number in 32 bits has more digits than most of training needs. In 16 bits it takes half of the
-# memory and half of the network, and tensor cores multiply it many times faster. But 16 bits run
-# out: of digits, or of small numbers. **Mixed precision** uses 16 bits where they are enough and 32
-# where they are not. This lecture is about knowing which is which.
+# memory, a message of such numbers takes half of the network, and tensor cores multiply it many
+# times faster. But 16 bits run out: of digits, or of small numbers. **Mixed precision** uses 16
+# bits where they are enough and 32 where they are not. This lecture is about telling them
+# apart.
 #
 # After it you can
 #
@@ -25,7 +26,8 @@
 #
 # It takes about 70 minutes. Nothing in it needs a GPU: formats are the same everywhere, and
 # autocast runs on a CPU too (it is just not fast there). Cells with `%%rank 0` run on one rank;
-# section 5 uses both.
+# section 5 uses both. Five times the lecture asks for your guess before it measures. Write it in
+# the cell in place of `None`.
 
 # %% tags=["parameters"]
 quick = True  # False: longer trainings
@@ -85,7 +87,7 @@ from minidist.plots import (
     plot_spacing,
     plot_stacked,
 )
-from minidist.widgets import explore
+from minidist.widgets import explore, predict
 
 # %% [markdown]
 # One picture first. A small GPT is trained for a while in fp32, and we look at the gradients that
@@ -173,11 +175,14 @@ plot_formats([FORMATS[n] for n in ("fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "
 # - **fp16** has a fairly long mantissa and a short exponent: from 6·10⁻⁸ to 65,504.
 # - **bf16** is fp32 with 16 mantissa bits cut off: the range of fp32, two to three decimal digits.
 # - **tf32** is no storage format. Tensor cores round fp32 inputs to it.
-# - **fp8** comes as e4m3 for weights and activations and e5m2 for gradients. Its range is so small
-#   that numbers are scaled before they are rounded. One scale per tensor was the beginning (arXiv
-#   2209.05433), and one outlier then pushes all the others towards zero. So scales became local:
-#   DeepSeek-V3 has one per 1 × 128 values of activations and 128 × 128 of weights (arXiv
-#   2412.19437), MXFP8 one per 32 values (arXiv 2310.10537), and NVFP4, with four bits, one per 16.
+# - **fp8** comes as e4m3 for weights and activations and e5m2 for gradients (DeepSeek-V3 takes e4m3
+#   for all of them). Its range is so small that numbers are scaled before they are rounded. One
+#   scale per tensor was the beginning ([arXiv 2209.05433](https://arxiv.org/abs/2209.05433)), and
+#   one outlier then pushes all the others towards zero. So scales became local: DeepSeek-V3 has one
+#   per 1 × 128 values of activations and 128 × 128 of weights
+#   ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437)), MXFP8 one per 32 values
+#   ([arXiv 2310.10537](https://arxiv.org/abs/2310.10537)), and NVFP4
+#   ([arXiv 2509.25149](https://arxiv.org/abs/2509.25149)), with four bits, one per 16.
 #
 # One large number among 65,536 ordinary ones shows why:
 
@@ -346,13 +351,14 @@ explore(
 # %% [markdown]
 # ## 2 · Underflow, and loss scaling
 #
-# Why are gradients so small? The loss is a *mean* over tokens: with 2,048 tokens each gradient
-# starts with a factor of 1/2048. And the better the model, the smaller they get.
+# Why are gradients so small? The loss is a *mean* over tokens: with 2,048 tokens the gradient of
+# each token's logits starts with a factor of 1/2048. And the better the model, the smaller they
+# get.
 #
 # Multiply the **loss** by a scale S. The chain rule multiplies every gradient by S. Divide them by
 # S, in fp32, before the optimizer sees them. Mathematically nothing happens. In fp16 the histogram
-# moves to the right, into the range (arXiv 1710.03740). Move it yourself: how far can you go before
-# something becomes inf?
+# moves to the right, into the range ([arXiv 1710.03740](https://arxiv.org/abs/1710.03740)). Move it
+# yourself: how far can you go before something becomes inf?
 
 # %%
 # %%rank 0
@@ -398,8 +404,9 @@ plot_lines(
 )
 
 # %% [markdown]
-# Does it matter for the *weights'* gradients? Real autocast in fp16, one backward pass, three
-# scales; the reference is fp32.
+# Does it matter for the *weights'* gradients? We run autocast in fp16 with a scale of 1/1000, which
+# makes gradients as small as those of a batch a thousand times as large, and with 2¹⁶; then in bf16
+# without a scale and with 2¹⁶. The reference is fp32.
 
 
 # %%
@@ -443,14 +450,14 @@ display(
 )
 
 # %% [markdown]
-# That is the whole comparison in three lines: fp16 has the digits, bf16 has the range. With bf16
-# you need no loss scaling.
+# fp16 has the digits, bf16 has the range. With bf16 you need no loss scaling.
 #
 # ## 3 · The GradScaler, watched
 #
-# Which scale? Gradients change during training, so it is found by trying. **GradScaler** starts
-# high (2¹⁶). If any gradient is inf or NaN, the step is *skipped* and the scale halved. After 2,000
-# good steps in a row it is doubled. So a skipped step now and then is normal.
+# Which scale? Gradients change during training, so it is found by trying.
+# **[GradScaler](https://docs.pytorch.org/docs/stable/amp.html)** starts high (2¹⁶). If any gradient
+# is inf or NaN, the step is *skipped* and the scale halved. After 2,000 good steps in a row it is
+# doubled. So a skipped step now and then is normal.
 #
 # | call | what it does |
 # |---|---|
@@ -516,8 +523,16 @@ display(
 #
 # ### Broken on purpose: clip before unscaling
 #
-# Gradients are to be clipped to norm 1. Before you run it: what does clipping *scaled* gradients do
-# to the step?
+# A gradient has norm 0.5, and gradients are to be clipped to norm 1, so clipping should leave it
+# alone. The learning rate is 1, the loss scale 2¹⁶.
+
+# %%
+# %%rank 0
+clip_guess = predict("How long is the step if the scaled gradient is clipped?", guess=None)
+clip_guess
+
+# %% [markdown]
+# We clip once after `unscale_` and once without it.
 
 
 # %%
@@ -537,6 +552,7 @@ def clipped_step(*, unscale_first: bool) -> float:
 
 
 display(
+    clip_guess.reveal(clipped_step(unscale_first=False)),
     claim(
         "step with unscale_ before clipping: the gradient of norm 0.5 is left alone",
         clipped_step(unscale_first=True),
@@ -585,7 +601,17 @@ claim(
 #
 # An update is learning rate × gradient, and often a thousand times smaller than the weight. A
 # weight of 1 in fp16 has its next neighbour at 1 + 1/1024. An update of less than half of that is
-# rounded away, *in every step*. So it is not lost once, but always.
+# rounded away, and the next one again.
+
+# %%
+# %%rank 0
+drift_guess = predict(
+    "400 updates of 0.0006 make 0.24. How far do they move a weight of 1 in fp16?", guess=None
+)
+drift_guess
+
+# %% [markdown]
+# The same in three formats, one update after the other:
 
 
 # %%
@@ -606,6 +632,7 @@ def smallest_update(name: str) -> float:
 
 paths = {name: add_up(name, 6e-4, 400) for name in ("fp32", "fp16", "bf16")}
 display(
+    drift_guess.reveal(paths["fp16"][-1] - 1),
     claim(
         "bf16: 400 updates of 0.0006 move a weight of 1 by", paths["bf16"][-1] - 1, 0.0, exact=True
     ),
@@ -687,14 +714,14 @@ display(
 )
 
 # %% [markdown]
-# This is also why `model.half()` is no way to save traffic or memory.
+# This is also why `model.half()` is no way to save memory in training: most updates are lost.
 #
 # ## 5 · Autocast: which operation in which format
 #
-# `torch.autocast` chooses per operation. Matrix products and convolutions run in 16 bits: they are
-# where the time goes, and tensor cores add in fp32. Sums over many numbers (softmax, norms, losses)
-# run in fp32. Everything else takes what it gets. Wrap forward and loss, not backward: backward
-# uses each operation's forward dtype.
+# [`torch.autocast`](https://docs.pytorch.org/docs/stable/amp.html) chooses per operation. Matrix
+# products and convolutions run in 16 bits: they are where the time goes, and tensor cores add in
+# fp32. Sums over many numbers (softmax, norms, losses) run in fp32. Everything else takes what it
+# gets. Wrap forward and loss, not backward: backward uses each operation's forward dtype.
 
 # %%
 # %%rank 0
@@ -724,9 +751,16 @@ display(
 )
 
 # %% [markdown]
-# (The lists differ between CPU and GPU: softmax of a bf16 tensor is fp32 on CUDA and bf16 on the
-# CPU.) Why sums need more bits: once the sum is large, the next small number falls below half its
-# spacing, and the sum stops growing.
+# (The lists differ between CPU and GPU: softmax and LayerNorm of a bf16 tensor give fp32 on CUDA
+# and bf16 on the CPU.) Why do sums need more bits? Add up 0.1 in bf16, one number after the other.
+
+# %%
+# %%rank 0
+sum_guess = predict("0.1 + 0.1 + … in bf16, 4,096 times, should be 409.6. It is", guess=None)
+sum_guess
+
+# %% [markdown]
+# Once the sum is large, 0.1 is less than half of its spacing, and the sum stops growing.
 
 # %%
 # %%rank 0
@@ -741,6 +775,7 @@ by_format = {
     for name in ("fp32", "fp16", "bf16")
 }
 display(
+    sum_guess.reveal(409.6 * (1 - by_format["bf16"][-1] / 100)),
     claim(
         "4,096 times 0.1 in bf16: relative error of the sum, %", by_format["bf16"][-1], (">", 50.0)
     ),
@@ -927,8 +962,19 @@ plot_lines(
 # ### Memory
 #
 # "Mixed precision saves half of the memory" is a common sentence. Half of *what*? Count bytes per
-# parameter with Adam: fp32 needs 4 + 4 + 8. Mixed needs 2 for the weight, 2 for its gradient, 4 for
-# the master, 8 for Adam's states.
+# parameter with Adam: fp32 needs 4 + 4 + 8. With master weights it is 2 for the weight, 2 for its
+# gradient, 4 for the master, 8 for Adam's states. Autocast has the 4 + 4 + 8 of fp32 and, during a
+# step, a 16-bit copy of the weights besides. What shrinks is activations.
+
+# %%
+# %%rank 0
+kept_guess = predict(
+    "Our GPT: bytes kept for backward, bf16 autocast / fp32?", guess=None, unit="%"
+)
+kept_guess
+
+# %% [markdown]
+# We count the storages that autograd keeps in one forward pass.
 
 # %%
 # %%rank 0
@@ -955,6 +1001,7 @@ def saved_bytes(dtype) -> int:
 
 activations = {"fp32": saved_bytes(None), "bf16 autocast": saved_bytes(torch.bfloat16)}
 display(
+    kept_guess.reveal(100 * activations["bf16 autocast"] / activations["fp32"]),
     claim(
         "70 billion weights alone, fp32 and 16 bits, GB",
         [70e9 * b.parameter / cost.GB for b in (fp32_bytes, mixed_bytes)],
@@ -988,8 +1035,9 @@ plot_stacked(
 )
 
 # %% [markdown]
-# What halves is what is 16 bits wide: activations of matrix products (not all of them: our GPT
-# keeps its residual stream and norms in fp32), messages, and weights in inference.
+# What halves is what is 16 bits wide: activations of matrix products (our GPT keeps its residual
+# stream and norms in fp32), weights in inference, and messages that are sent in 16 bits. Under
+# autocast DDP sends fp32 gradients, so its traffic does not shrink.
 #
 # ### Speed
 #
@@ -1032,7 +1080,19 @@ plot_bars(
 # %% [markdown]
 # And the peak is for large matrix products only. What is limited by *memory* (element-wise
 # operations, norms, small products) gains at most a factor of two, from half the bytes. So there is
-# no single factor. A roofline shows it: an operation takes as long as its arithmetic or its bytes,
+# no single factor.
+
+# %%
+# %%rank 0
+step_guess = predict(
+    "Half of an fp32 step is large products, now 16 x as fast, the rest 2 x. The step?",
+    guess=None,
+    unit="x",
+)
+step_guess
+
+# %% [markdown]
+# A roofline shows it for each size: an operation takes as long as its arithmetic or its bytes,
 # whichever takes longer.
 
 # %%
@@ -1083,6 +1143,7 @@ sizes = (32, 64, 128, 256, 512, 1024, 4096)
 gains = [product_s(n, "fp32", 4) / product_s(n, "bf16", 2) for n in sizes]
 in_mind = [1 / (f / gains[-1] + (1 - f) / 2) for f in (0.0, 0.5, 0.9)]
 display(
+    step_guess.reveal(in_mind[1]),
     claim("small products are bound by memory: bf16 gains", gains[0], 2.0, rtol=1e-9),
     claim("large ones by arithmetic: bf16 gains", gains[-1], 16.0, rtol=1e-3),
     claim(
@@ -1168,6 +1229,61 @@ display(
 )
 
 # %% [markdown]
+# ## Now you
+#
+# GradScaler finds its scale by trying. With all gradients at hand it can be computed. Write a
+# function that gives the **largest power of two** by which gradients can be multiplied so that
+# **none becomes inf in fp16**. The cell after it tries your function on twenty sets of gradients.
+
+
+# %%
+def largest_scale(gradients: torch.Tensor) -> float | None:
+    """Your turn. The largest number of fp16 is 65,504; the scale may be below 1."""
+    return None
+
+
+# %%
+# %%rank 0
+def check(answer) -> str:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        gradients = torch.randn(1000, generator=generator).double() * 10.0 ** (seed - 12)
+        scale = answer(gradients)
+        if scale is None:
+            return "Not written yet."
+        if not 0 < scale < math.inf or math.log2(scale) % 1:
+            return f"Case {seed}: {scale:.4g} is no power of two."
+        if (gradients * scale).half().isinf().any():
+            return f"Case {seed}: with {scale:.4g} some are inf."
+        if not (gradients * (2 * scale)).half().isinf().any():
+            return f"Case {seed}: {scale:.4g} is smaller than needed."
+    return "Right, in all 20 cases."
+
+
+def one_answer(gradients: torch.Tensor) -> float:
+    return 2.0 ** math.floor(math.log2(65_504 / gradients.abs().max().item()))
+
+
+print(check(largest_scale))
+display(
+    claim("the largest gradient decides", check(one_answer), "Right, in all 20 cases."),
+    claim(
+        "a scale taken from the mean lets the largest overflow",
+        check(lambda g: 2.0 ** math.floor(math.log2(65_504 / g.abs().mean().item()))),
+        lambda got: "inf" in got,
+    ),
+    claim("2^16 is not for all", check(lambda g: 2.0**16), lambda got: "smaller" in got),
+)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# `2.0 ** math.floor(math.log2(65_504 / gradients.abs().max().item()))`. GradScaler cannot do that,
+# since it has to choose the scale before backward, in which a gradient inside the model may be
+# larger than those of the weights. So it tries.
+#
+# </details>
+#
 # ## Summary
 #
 # - Exponent bits are range, mantissa bits are precision. fp16: 6·10⁻⁸ to 65,504 and three digits.
@@ -1179,8 +1295,9 @@ display(
 # - Weights need fp32 masters in both formats, since updates are too small for 16 bits. Sums,
 #   softmax, norms and losses need fp32.
 # - Autocast does this per operation. With bf16 there is no scaler.
-# - It saves activations, messages and time, not model state: 16 bytes per parameter before and
-#   after. Time: a factor of 2 for what memory bounds, up to 16 at peak for matrix products.
+# - It saves activations and time, and messages where they are sent in 16 bits, not model state: 16
+#   bytes per parameter before and after. Time: a factor of 2 for what memory bounds, up to 16 at
+#   peak for matrix products.
 #
 # ## Questions
 #
@@ -1217,7 +1334,8 @@ display(
 #
 # <details><summary>Answer</summary>
 #
-# Because of precision, not range: an update below 1/256 of a weight is rounded away.
+# Because of precision, not range: an update below 1/512 of a weight is rounded away, and one below
+# 1/256 for weights just above a power of two.
 #
 # </details>
 #
@@ -1252,8 +1370,12 @@ display(
 #
 # ## What to read
 #
-# - *Mixed Precision Training*, arXiv 1710.03740
-# - *A Study of BFLOAT16 for Deep Learning Training*, arXiv 1905.12322
-# - *FP8 Formats for Deep Learning*, arXiv 2209.05433
-# - *Revisiting BFloat16 Training* (pure bf16: what it loses, stochastic rounding), arXiv 2010.06192
+# - *Mixed Precision Training*, [arXiv 1710.03740](https://arxiv.org/abs/1710.03740)
+# - *A Study of BFLOAT16 for Deep Learning Training*,
+#   [arXiv 1905.12322](https://arxiv.org/abs/1905.12322)
+# - *FP8 Formats for Deep Learning*, [arXiv 2209.05433](https://arxiv.org/abs/2209.05433)
+# - *Microscaling Data Formats for Deep Learning*,
+#   [arXiv 2310.10537](https://arxiv.org/abs/2310.10537)
+# - *Revisiting BFloat16 Training* (pure bf16: what it loses, stochastic rounding),
+#   [arXiv 2010.06192](https://arxiv.org/abs/2010.06192)
 # - The library: `lib/minidist/precision/`.
