@@ -1,7 +1,7 @@
 """NCCL's environment variables that are set here: what each does, and which look dangerous.
 
-The first rule is: do not set them. NCCL measures the topology and chooses well. An old variable
-that was set for a different machine is a common reason for slow training.
+The first rule is: do not set them. NCCL detects the topology and chooses by a cost model. An
+old variable that was set for a different machine is a common reason for slow training.
 
 >>> for row in explain({"NCCL_PROTO": "LL128", "NCCL_DEBUG": "INFO", "PATH": "/bin"}):
 ...     print(row.name, row.value, "|", row.what)

@@ -12,7 +12,8 @@ backward.
 
 With sequence parallelism, f is an all-gather and g is a reduce-scatter along the sequence. Outside
 f...g a rank holds T / n tokens, so norms, dropout and the residual stream cost 1 / n of the memory.
-An all-reduce is a reduce-scatter plus an all-gather, so the bytes are the same.
+An all-reduce is a reduce-scatter plus an all-gather, so the bytes are the same, unless the gathered
+inputs are not kept for backward: then they are gathered once more.
 
 Papers: Megatron-LM (arXiv 1909.08053), sequence parallelism (arXiv 2205.05198, figure 5).
 Letters of shapes: B batch, T tokens, D width, H heads of this rank, K width of a head.
