@@ -132,8 +132,8 @@ plot_stacked(
 # the whole; it is the optimizer's part only. Plain fp32 Adam has 4 + 4 + 8 = 16 bytes, too. Mixed
 # precision saves activations and time, not model states.
 #
-# **16 or 18?** Sixteen is the count of the ZeRO paper ([arXiv
-# 1910.02054](https://arxiv.org/abs/1910.02054)), with gradients in 16 bits.
+# **16 or 18?** Sixteen is the count of the ZeRO paper
+# ([arXiv 1910.02054](https://arxiv.org/abs/1910.02054)), with gradients in 16 bits.
 # [Megatron-Core](https://github.com/NVIDIA/Megatron-LM) adds micro-batches up in **fp32**
 # gradients, as many programs do: 2 + 4 + 12 = **18** bytes, and with its distributed optimizer over
 # d ranks, which divides the 12, **6 + 12/d**. The two further bytes buy digits: bf16 has eight bits
@@ -472,7 +472,8 @@ display(
 # The next cell trains one model in five ways on the four ranks and counts the bytes that are really
 # there after a backward pass: every storage of a parameter, a gradient or an optimizer state, once.
 # It works in fp32, so the formula has 4 + 4 + 8. The states of stage 3 are a quarter of those of
-# data parallelism. And with all that comes and goes in a step?
+# data parallelism. How much is it when activations and all that comes and goes in a step are
+# counted, too?
 
 # %%
 # %%rank 0
@@ -1235,15 +1236,15 @@ display(
 # ## 7 · Activations
 #
 # Sharding does nothing about activations: every rank has its own batch. For a GPT block with 16-bit
-# activations, s tokens, b sequences, width h and a heads, backward needs ([arXiv
-# 2205.05198](https://arxiv.org/abs/2205.05198))
+# activations, s tokens, b sequences, width h and a heads, backward needs
+# ([arXiv 2205.05198](https://arxiv.org/abs/2205.05198))
 #
 # $$ s\,b\,h\,(34 + 5\,a\,s/h) \text{ bytes.} $$
 #
-# The second term is the attention matrix; a fused kernel (FlashAttention, [arXiv
-# 2205.14135](https://arxiv.org/abs/2205.14135)) never stores it. Without dropout and with a fused
-# kernel 32 s b h are left. Our GPT is such a model, so measure: the tracker's bytes at the end of
-# forward, and the difference between 4 and 2 blocks.
+# The second term is the attention matrix; a fused kernel (FlashAttention,
+# [arXiv 2205.14135](https://arxiv.org/abs/2205.14135)) never stores it. Without dropout and with a
+# fused kernel 32 s b h are left. Our GPT is such a model, so measure: the tracker's bytes at the
+# end of forward, and the difference between 4 and 2 blocks.
 
 # %%
 # %%rank 0
@@ -1335,12 +1336,12 @@ display(
 )
 
 # %% [markdown]
-# The block in use is whole while its backward pass runs, and stands on the inputs of the others. So
-# the peak does not fall to a 16th. How long should a group be? You will read "keep √L of L layers".
+# The peak has the inputs of all blocks and the one block whose backward pass runs, whole. So it
+# does not fall to a 16th. How long should a group be? You will read "keep √L of L layers".
 # That is right for layers that keep *one* tensor each: L/k inputs and k layers inside the group in
 # use, L/k + k, smallest at k = √L. A transformer block keeps 16 tensors of the size of its input.
 # L/k + 16k is smallest at k = √(L/16). Up to 32 blocks that is k = 1: checkpoint every block.
-# Deeper models are better off with pairs: from L = 32 on L/2 + 32 is below L + 16, at 96 blocks by
+# Deeper models are better off with pairs: beyond L = 32, L/2 + 32 is below L + 16, at 96 blocks by
 # more than a quarter. (Most programs checkpoint every block all the same. The peak is then mostly
 # inputs, and those can be sharded over tensor-parallel ranks, lecture 8.)
 
@@ -1556,6 +1557,9 @@ explore(
 
 
 # %%
+import math
+
+
 def fewest_gpus(num_params: float, memory_bytes: float, stage: int) -> float | None:
     """Your turn. Stage 1, 2 or 3; 2 + 2 + 12 bytes per parameter, and no activations."""
     return None
@@ -1563,9 +1567,6 @@ def fewest_gpus(num_params: float, memory_bytes: float, stage: int) -> float | N
 
 # %%
 # %%rank 0
-import math
-
-
 def check(answer) -> str:
     for billions in (1, 3, 7.5, 13, 18, 30, 39, 70, 175, 405):
         for memory_gb in (24, 80):
@@ -1575,6 +1576,8 @@ def check(answer) -> str:
                 if n is None:
                     return "Not written yet."
                 case = f"{billions}B at stage {stage} in {memory_gb} GB: {n} GPUs"
+                if not n >= 1:
+                    return f"{case}, but it takes one at least."
                 many = 10**9 if n == math.inf else max(int(n), 1)
                 fits = formula_bytes(p, many, stage).total <= memory * (1 + 1e-9)
                 if fits == (n == math.inf):
@@ -1687,16 +1690,16 @@ display(
 #
 # ## What to read
 #
-# - *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, [arXiv
-#   1910.02054](https://arxiv.org/abs/1910.02054)
-# - *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, [arXiv
-#   2304.11277](https://arxiv.org/abs/2304.11277)
-# - *ZeRO-Offload: Democratizing Billion-Scale Model Training*, [arXiv
-#   2101.06840](https://arxiv.org/abs/2101.06840)
-# - *Reducing Activation Recomputation in Large Transformer Models*, [arXiv
-#   2205.05198](https://arxiv.org/abs/2205.05198)
-# - *Training Deep Nets with Sublinear Memory Cost* (checkpointing, √L), [arXiv
-#   1604.06174](https://arxiv.org/abs/1604.06174)
+# - *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
+#   [arXiv 1910.02054](https://arxiv.org/abs/1910.02054)
+# - *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*,
+#   [arXiv 2304.11277](https://arxiv.org/abs/2304.11277)
+# - *ZeRO-Offload: Democratizing Billion-Scale Model Training*,
+#   [arXiv 2101.06840](https://arxiv.org/abs/2101.06840)
+# - *Reducing Activation Recomputation in Large Transformer Models*,
+#   [arXiv 2205.05198](https://arxiv.org/abs/2205.05198)
+# - *Training Deep Nets with Sublinear Memory Cost* (checkpointing, √L),
+#   [arXiv 1604.06174](https://arxiv.org/abs/1604.06174)
 # - *FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness*,
 #   [arXiv 2205.14135](https://arxiv.org/abs/2205.14135)
 # - In `lib/minidist/parallel/zero/`: `partition.py`, `stage1.py`, `stage3.py`
