@@ -9,6 +9,7 @@ import importlib
 
 for name in (
     *(f"minidist.parallel.data.{part}" for part in ("bucketed", "buckets", "naive", "overlapped")),
+    "minidist.parallel.expert.gradients",
     "minidist.sampler",
     "minidist.train.program",
 ):

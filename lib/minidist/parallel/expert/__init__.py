@@ -14,40 +14,6 @@ Papers: GShard (arXiv 2006.16668), Switch Transformer (arXiv 2101.03961), DeepSe
 2401.06066), auxiliary-loss-free balancing (arXiv 2408.15664), DeepSeek-V3 (arXiv 2412.19437).
 """
 
-from minidist.parallel.expert.balance import balance_loss, count_choices, imbalance, update_bias
-from minidist.parallel.expert.dispatch import (
-    Route,
-    all_to_all,
-    combine,
-    dispatch,
-    expert_capacity,
-    keep_within_capacity,
-)
-from minidist.parallel.expert.gradients import average_gradients
-from minidist.parallel.expert.layer import Experts, MoE, MoEConfig, use_experts
-from minidist.parallel.expert.mesh import ExpertMesh, make_expert_mesh
-from minidist.parallel.expert.router import Router, Routing
-from minidist.parallel.expert.traffic import all_to_all_bytes
+import lazy_loader
 
-__all__ = [
-    "ExpertMesh",
-    "Experts",
-    "MoE",
-    "MoEConfig",
-    "Route",
-    "Router",
-    "Routing",
-    "all_to_all",
-    "all_to_all_bytes",
-    "average_gradients",
-    "balance_loss",
-    "combine",
-    "count_choices",
-    "dispatch",
-    "expert_capacity",
-    "imbalance",
-    "keep_within_capacity",
-    "make_expert_mesh",
-    "update_bias",
-    "use_experts",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

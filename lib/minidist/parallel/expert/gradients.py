@@ -13,17 +13,14 @@ the n ranks' losses, so every gradient is divided by n.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from minidist.parallel.data.flat import average_flat
 from minidist.parallel.expert.layer import Experts
 from minidist.parallel.expert.mesh import ExpertMesh
 
 
-@torch.no_grad()
 def average_gradients(module: nn.Module, mesh: ExpertMesh) -> None:
     """Make every gradient that of the mean of all ranks' losses. Call it after `backward`.
 
@@ -33,22 +30,6 @@ def average_gradients(module: nn.Module, mesh: ExpertMesh) -> None:
     experts = [p for m in module.modules() if isinstance(m, Experts) for p in m.parameters()]
     of_experts = {id(parameter) for parameter in experts}
     replicated = [p for p in module.parameters() if id(p) not in of_experts]
-    _sum(experts, mesh.edp_group)
-    _sum(replicated, dist.group.WORLD)
-
-
-def _sum(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum gradients over a group, one message per dtype; divide by the number of all ranks."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for grads in by_dtype.values():
-        flat = torch.cat([grad.flatten() for grad in grads])
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size()
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+    num_ranks = dist.get_world_size()
+    average_flat(experts, mesh.edp_group, divide_by=num_ranks)
+    average_flat(replicated, dist.group.WORLD, divide_by=num_ranks)
