@@ -41,10 +41,13 @@ _ESCAPES = re.compile(
 def clean(text: object, limit: int = _MESSAGE_CHARS) -> str:
     """Removes terminal sequences and every character that reorders or hides text."""
     plain = _ESCAPES.sub("", str(text)).expandtabs(4).replace("\r\n", "\n").replace("\r", "\n")
-    plain = "".join(
-        c for c in plain if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs")
-    )
+    plain = "".join(c for c in plain if c == "\n" or not is_hidden(c))
     return plain if len(plain) <= limit else plain[:limit] + " […]"
+
+
+def is_hidden(character: str) -> bool:
+    """Whether a character controls, reorders or hides text instead of being text."""
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs")
 
 
 def first_line(text: object) -> str:

@@ -112,19 +112,15 @@ share_guess
 
 # %%
 # %%rank 0
-maverick = cost.Transformer(
-    vocab_size=202_048,
+maverick = replace(
+    cost.LLAMA3_405B,
     context=8192,
+    vocab_size=202_048,
     width=5120,
     num_layers=48,
     num_heads=40,
     num_kv_heads=8,
     mlp_ratio=16_384 / 5120,
-    gated_mlp=True,
-    tied=False,
-    bias=False,
-    norm_bias=False,
-    learned_positions=False,
     num_experts=128,
     experts_per_token=1,
     expert_width=8192,

@@ -10,13 +10,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from IPython.core.inputtransformer2 import TransformerManager
+from autograder.authoring.cells import parse_cell, split_magic
 
 OPEN = "open"
 FOLDED_ON_SITE = "hide-input"  # MyST-NB's name for it
 _TECHNIQUE = {"torch", "dist", "nn", "F", "launch", "run", "run_traced", "mc"}
 MIN_LINES = 4  # shorter ones are no burden
-_RANK_MAGIC = re.compile(r"%%rank\b[^\n]*\n")
 _WORKSHOP = re.compile(
     r"(ax|axes|figure|new_figure|plt|display|claim|explore|show|(draw|plot)_\w+)$"
 )
@@ -30,11 +29,11 @@ def is_workshop(source: str) -> bool:
     >>> is_workshop("def step(x):\\n    loss = f(x)\\n    loss.backward()\\n    return loss")
     False
     """
-    body = _RANK_MAGIC.sub("", source, count=1)
+    _, body = split_magic(source)
     if body.startswith("%%"):
         return False
     try:
-        tree = ast.parse(TransformerManager().transform_cell(body))
+        tree = parse_cell(body)
     except (SyntaxError, ValueError):  # ValueError: half a surrogate pair
         return False
     total = shown = 0

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import nbformat
 import papermill
-from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
+
+from autograder.authoring.cells import parse_cell, split_magic
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _SHOWS = re.compile(r"(display|claim|print|explore|plot_\w+)$")  # change none of their arguments
-_RANK_MAGIC = re.compile(r"%%rank\b[^\n]*\n")
 _WRITES = re.compile(r"^%%writefile\s+(?:-a\s+)?(\S+)")
 
 
@@ -66,11 +66,10 @@ class _Reader:
     modules: dict[str, str] = field(default_factory=dict)  # name -> module that it was imported as
 
     def read(self, source: str) -> Cell:
-        magic = _RANK_MAGIC.match(source)
-        head, body = (magic[0], source[magic.end() :]) if magic else ("", source)
+        head, body = split_magic(source)
         if body.startswith("%%"):
             return self._foreign(source)
-        tree = ast.parse(TransformerManager().transform_cell(body))
+        tree = parse_cell(body)
         wanted: dict[ast.stmt, frozenset[str]] = {}
         for node in tree.body:
             wanted[node] = self._needs(node)

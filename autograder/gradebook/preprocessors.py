@@ -17,6 +17,7 @@ import copy
 import html
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from autograder.gradebook.late import set_due_date, set_extension
 from autograder.plain_text import clean
 from autograder.proof.bundled import is_bundled
 from autograder.records.record import Record
-from autograder.report.feedback import NOT_YET, Answer, Feedback, check_of, question_of
+from autograder.report.feedback import NOT_YET, Answer, Feedback, question_of, read_check
 from autograder.report.safe_html import shorten
 from autograder.submission.attempt import grade, known_record
 from autograder.submission.choose_box import choose_sandbox
@@ -179,7 +180,7 @@ class TellStudents(_Bridge):
                 if not about.get("grade"):
                     continue
                 if cell.cell_type == "code":
-                    checks.append(check_of(lab, cell))
+                    checks.append(read_check(lab, cell))
                     continue
                 grade: Any = book.find_grade(about["grade_id"], *where)
                 waits = grade.needs_manual_grade and grade.manual_score is None
@@ -226,15 +227,7 @@ def _restore_points(nb: NotebookNode, master: NotebookNode) -> None:
 
 def add_model_answers(nb: NotebookNode, solution: Path) -> None:
     """Puts the model answer below each answer that a person grades, for that person only."""
-    try:
-        answers = {
-            _grade_id(cell): found[1].strip()
-            for cell in nbformat.read(solution, as_version=4).cells
-            if (found := _ANSWER.search(cell.source))
-        }
-    except OSError:  # a course without its solutions
-        return
-    shown = []
+    answers, shown = _model_answers(solution), []
     for cell in nb.cells:
         shown.append(cell)
         name = _grade_id(cell)
@@ -244,6 +237,18 @@ def add_model_answers(nb: NotebookNode, solution: Path) -> None:
             model.metadata["minidist"] = {"kind": MODEL}
             shown.append(model)
     nb.cells = shown
+
+
+@cache  # nbgrader grades a class in one process
+def _model_answers(solution: Path) -> dict[str | None, str]:
+    """Question -> model answer; empty for a course without its solutions."""
+    if not solution.is_file():
+        return {}
+    return {
+        _grade_id(cell): found[1].strip()
+        for cell in nbformat.read(solution, as_version=4).cells
+        if (found := _ANSWER.search(cell.source))
+    }
 
 
 def _grade_id(cell: NotebookNode) -> str | None:

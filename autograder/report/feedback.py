@@ -7,7 +7,6 @@ them. The page has no scripts and loads nothing; see `safe_html` for what a stud
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,14 @@ from traitlets import default
 from traitlets.config import Config
 
 from autograder.criteria.criterion import Lab, Status
-from autograder.plain_text import MARKS, Mark, clean
+from autograder.plain_text import MARKS, Mark, clean, is_hidden
 from autograder.report.safe_html import SAFE
 
 NOT_YET = "Not graded yet: a person will read this. Until then it counts as nothing, not as wrong."
 _LOST = (Status.WRONG, Status.STUDENT_ERROR, Status.TIMEOUT, Status.RANK_LOST, Status.NOT_RUN)
 _HERE = Path(__file__).parent
 TEMPLATES = _HERE / "templates"
-_VISIBLE = {ord(c): " " for c in "\u2028\u2029"}
+_NOT_PLAIN = re.compile(r"[^ -~\t\n]")
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Feedback:
         return next((check for check in self.checks if check.name == name), None)
 
 
-def check_of(lab: Lab, cell: NotebookNode) -> Check | None:
+def read_check(lab: Lab, cell: NotebookNode) -> Check | None:
     """The criterion of a graded code cell, with nbgrader's points and the saved verdict.
 
     None if the lab has no criterion of that name any more.
@@ -182,12 +181,14 @@ def show_hidden(html: str) -> str:
     >>> show_hidden("a\\u202eb")
     'a⟨U+202E⟩b'
     """
-    return "".join(
-        f"⟨U+{ord(c):04X}⟩"
-        if unicodedata.category(c) in ("Cf", "Cc", "Cs") and c not in "\n\t"
-        else c
-        for c in html.translate(_VISIBLE)
-    )
+    return _NOT_PLAIN.sub(_visible, html)
+
+
+def _visible(found: re.Match[str]) -> str:
+    character = found[0]
+    if character in "\u2028\u2029":  # ends of lines and paragraphs
+        return " "
+    return f"⟨U+{ord(character):04X}⟩" if is_hidden(character) else character
 
 
 class FeedbackExporter(HTMLExporter):

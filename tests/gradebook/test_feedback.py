@@ -16,8 +16,8 @@ from autograder.report.feedback import (
     Answer,
     Feedback,
     FeedbackExporter,
-    check_of,
     question_of,
+    read_check,
 )
 from autograder.report.safe_html import MAX_FORMULAS, markdown
 
@@ -55,7 +55,7 @@ def of_kind(cell: NotebookNode, **about: object) -> NotebookNode:
 
 
 def page_of(cells: list[NotebookNode]) -> str:
-    checks = [check_of(LAB, c) for c in cells if "verdict" in c.metadata.get("minidist", {})]
+    checks = [read_check(LAB, c) for c in cells if "verdict" in c.metadata.get("minidist", {})]
     feedback = Feedback(
         lab=LAB,
         student="kim <script>",
