@@ -53,14 +53,14 @@ lab: $(VENV)/.installed ## copy labs and lectures to work/ and open JupyterLab t
 	  export JUPYTER_CONFIG_PATH="$(CURDIR)/autograder/authoring/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}"; \
 	  exec "$(CURDIR)/$(BIN)/jupyter" lab --LabApp.default_url="/lab/tree/Course.md" $$args
 
-test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 10 minutes (PART=kernel)
+test: $(VENV)/.installed-dev lint ## check style, types and built files, and run all tests but slow ones, in 15 minutes (PART=kernel)
 	@$(BIN)/python -m autograder.authoring --check
 	@$(PYTEST) -m "not slow" $(IN_PART) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## check what has changed since the last commit: style, types and the tests nearest to it, in a minute
 	@$(BIN)/python tests/helpers/check.py --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test-all: test test-rest ## run every test, in about 40 minutes (PART=kernel)
+test-all: test test-rest ## run every test, in about an hour (PART=kernel)
 
 test-rest: $(VENV)/.installed-dev # what 'make test' leaves out; a folder may have nothing of it
 	@$(PYTEST) -m slow $(IN_PART) $(PYTEST_ARGS) || [ $$? = 5 ]
