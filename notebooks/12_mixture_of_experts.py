@@ -243,12 +243,21 @@ torch.manual_seed(1)
 batch = torch.randn(world_size, 8, 16, dtype=torch.float64).to(device)
 
 every = torch.stack([every_expert(x, whole) for x in batch])
-every.square().mean().backward()  # the mean over the whole batch
 y = layer(batch[rank])
+own = mesh.own_experts(8)
+routing = layer.routing
+everything = [None] * world_size
+dist.all_gather_object(everything, routing.choices_NK.tolist())
+print(f"rank {rank} holds experts {list(own)}")
+
+# %% [markdown]
+# Each rank has the loss of its own tokens, and the loss of the batch is the mean of these. So
+# gradients are averaged over ranks.
+
+# %%
+every.square().mean().backward()  # the mean over the whole batch
 y.square().mean().backward()  # the mean over this rank's tokens
 average_gradients(layer, mesh)
-
-own = mesh.own_experts(8)
 worst = torch.stack(
     [
         (y - every[rank]).abs().max(),
@@ -258,10 +267,6 @@ worst = torch.stack(
     ]
 ).detach()
 dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # of all ranks
-routing = layer.routing
-everything = [None] * world_size
-dist.all_gather_object(everything, routing.choices_NK.tolist())
-print(f"rank {rank} holds experts {list(own)}")
 
 # %%
 # %%rank 0
