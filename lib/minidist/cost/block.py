@@ -1,20 +1,24 @@
 """Seconds of one transformer block and of the head, for one micro-batch on one GPU.
 
-    matrix products    FLOPs / (peak * e),   e = e_max * rows / (rows + r)
+    matrix products    FLOPs / (peak * e),   e = e_max * rows / (rows + r); in fp8 times e_fp8,
+                       and inputs and weights are read once more to be rounded
     attention          FLOPs of the whole square / (peak * e_attention); unfused as products
     everything else    traffic * 2 * stored activation bytes / (memory bandwidth * e_memory)
-    tensor parallel    2 all-reduces of the block's output (sequence parallelism: the same bytes)
+    small kernels      kernel_s, whatever they compute
+    tensor parallel    2 all-reduces of the block's output (sequence parallelism: the same bytes),
+                       as far as the software does not hide them behind products
     experts            2 all-to-alls of the tokens times experts per token
     at least           launch_s, the time in which the host launches the kernels
 
 A product with few rows fills the chip badly: that is what r says. A term for thin products (few
 columns after tensor parallelism) was tried; the calibration rows fitted it to zero. `GPU` has
-e_max, r, e_attention and e_memory, one set per generation; `Software` has traffic and launch_s.
+e_max, r, e_fp8, e_attention and e_memory, one set per generation; `Software` has the rest.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from minidist.cost.comm import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
@@ -25,6 +29,8 @@ from minidist.cost.software import Software
 from minidist.cost.transformer import Transformer
 
 BYTES = 2  # of an activation and of a gathered parameter
+# Bytes per entry that a conversion to fp8 moves: 2 are read; one is written, and one transposed.
+_CAST_TRAFFIC = 4.0
 # Bytes per logit that the loss reads and writes: 16-bit logits, fp32 softmax, both gradients.
 _LOGIT_TRAFFIC = 12.0
 
@@ -65,20 +71,30 @@ class BlockTime:
 
 def product_seconds(*, gpu: GPU, dtype: str, rows: float, n: float, k: float) -> float:
     """A matrix product of rows x k by k x n."""
-    shape = rows / (rows + gpu.half_rows)
-    return 2 * rows * n * k / (gpu.peak(dtype) * gpu.matmul_efficiency * shape)
+    share = gpu.matmul_efficiency * rows / (rows + gpu.half_rows)
+    seconds = 2 * rows * n * k / (gpu.peak(dtype) * share)
+    if dtype != "fp8":
+        return seconds
+    # Of three products with a pair of operands each, every operand is converted once: input and
+    # weights in the forward pass, the gradient of the output in the backward pass.
+    entries = (rows * k + n * k + rows * n) / 3
+    return seconds / gpu.fp8_efficiency + (
+        _CAST_TRAFFIC * entries / gpu.attainable_memory_bandwidth
+    )
 
 
 def head_seconds(
     *, model: Transformer, gpu: GPU, dtype: str, tokens: float, tp: int, software: Software
 ) -> float:
-    """Forward and backward of the head and the loss."""
+    """Forward and backward of the head, which stays in 16 bits, and the loss."""
     n, k = model.vocab_size / tp, float(model.width)
+    dtype = "bf16" if dtype == "fp8" else dtype
     traffic_s = software.traffic * _LOGIT_TRAFFIC * tokens * n / gpu.attainable_memory_bandwidth
     return 3 * product_seconds(gpu=gpu, dtype=dtype, rows=tokens, n=n, k=k) + traffic_s
 
 
 def _products(model: Transformer, gpu: GPU, dtype: str, tokens: float, tp: int, ep: int) -> float:
+    """Forward pass of all products of a block."""
     h = float(model.width)
     product = functools.partial(product_seconds, gpu=gpu, dtype=dtype)
     attention_n = model.attention_weights / h / 2 / tp  # as two products of width h
@@ -87,9 +103,11 @@ def _products(model: Transformer, gpu: GPU, dtype: str, tokens: float, tp: int, 
     dense_s = matrices * product(rows=tokens, n=model.mlp_width / tp, k=h)
     if not model.num_experts:
         return seconds + dense_s
-    # Every rank holds experts / ep, and each of these gets the tokens of ep ranks.
-    rows = tokens * model.experts_per_token * ep / model.num_experts
-    routed_s = matrices * product(rows=rows, n=model.expert_width / tp, k=h)
+    # Every rank holds experts / ep, and each of these gets the tokens of ep ranks. With ep > 1
+    # tensor ranks route a part of the tokens each, to whole experts.
+    cut, own = (1, tokens / tp) if ep > 1 else (tp, tokens)
+    rows = own * model.experts_per_token * ep / model.num_experts
+    routed_s = matrices * product(rows=rows, n=model.expert_width / cut, k=h)
     routed_s *= model.num_experts / ep
     shared = model.shared_experts * model.expert_width
     shared_s = matrices * product(rows=tokens, n=shared / tp, k=h) if shared else 0.0
@@ -143,19 +161,20 @@ def block_seconds(
         )
         return software.traffic * 2 * stored / gpu.attainable_memory_bandwidth
 
-    forward_s = products_s + attention_s + traffic_s("none")
+    forward_s = products_s + attention_s + traffic_s("none") + software.kernel_s
     again_s, passes = _recomputed(
         recompute,
         forward_s,
         half_s=forward_s - attention_s - products_s / 2,
         scores_s=attention_s + traffic_s("none") - traffic_s("selective"),
     )
-    tensor_s = passes * _tensor(model, p, node, tokens)
+    tensor_s = passes * _tensor(model, p, node, tokens) * software.tensor_exposed
     context_s = _context(model, p, node, micro_batch, attention_s) if p.cp > 1 else 0.0
     expert_s = passes * _expert(model, p, node, tokens) if p.ep > 1 else 0.0
     busy_s = 3 * forward_s + again_s + tensor_s + context_s + expert_s
     # A backward pass launches twice the kernels of a forward pass.
     launches = 3 + (again_s / forward_s)
+    host_s = launches * software.launch_s * (1 + software.jitter * math.log2(p.tp))
     return BlockTime(
         forward_s=forward_s,
         again_s=again_s,
@@ -163,7 +182,7 @@ def block_seconds(
         tensor_s=tensor_s,
         context_s=context_s,
         expert_s=expert_s,
-        host_s=max(0.0, launches * software.launch_s - busy_s),
+        host_s=max(0.0, host_s - busy_s),
     )
 
 
@@ -207,7 +226,7 @@ def _context(
 
 def _expert(model: Transformer, p: ParallelismConfig, node: Node, tokens: float) -> float:
     """Tokens go to their experts and come back: two all-to-alls, in the layers with experts."""
-    inside = p.ep * p.tp * p.cp <= node.num_gpus
+    inside = p.ep <= node.num_gpus  # such groups are laid out before the pipeline
     link = (node.intra_node if inside else node.network).attainable  # to any rank by its own port
     size = tokens * model.experts_per_token * model.width * BYTES / p.tp
     moe = 1 - model.dense_layers / model.num_layers

@@ -50,6 +50,8 @@ class GPU:
         memory_bandwidth_bytes_per_s: bandwidth of the device memory.
         matmul_efficiency: the share of peak that large matrix products of a training run reach,
             clocks and power included.
+        fp8_efficiency: speed of a product in fp8 / what its peak and matmul_efficiency say.
+        power_w: the power limit with which the constants were measured.
         half_rows, half_head: rows of a product, and width of an attention head, at which a product
             reaches half of its speed.
         attention_efficiency: FLOPs of the whole square of scores per second of FlashAttention, as
@@ -70,12 +72,35 @@ class GPU:
     half_head: float = 0.0
     attention_efficiency: float = 0.5
     memory_efficiency: float = 0.8
+    fp8_efficiency: float = 1.0
+    power_w: float = 0.0
     measured: bool = False
     source: str = _SHEETS
 
     @property
     def attainable_memory_bandwidth(self) -> float:
         return self.memory_bandwidth_bytes_per_s * self.memory_efficiency
+
+    def at_power(self, watts: float) -> GPU:
+        """The same chip with a lower power limit: tensor cores run at the power limit, and power
+        grows with the third power of the clock (frequency times the square of the voltage, which
+        falls with the frequency), so the speed of products falls with its third root.
+
+        Raises:
+            ValueError: a limit that is not below the chip's own, or that of a chip is not known.
+        """
+        if not 0 < watts <= self.power_w:
+            raise ValueError(
+                f"{self.name} at {watts:g} W: expected a power limit above 0 and at most "
+                f"{self.power_w:g} W"
+            )
+        clock = (watts / self.power_w) ** (1 / 3)
+        return replace(
+            self,
+            matmul_efficiency=self.matmul_efficiency * clock,
+            attention_efficiency=self.attention_efficiency * clock,
+            power_w=watts,
+        )
 
     def peak(self, dtype: str = "bf16") -> float:
         """Dense peak in FLOP/s.
@@ -204,6 +229,7 @@ A100_40GB = GPU(
     attention_efficiency=0.7209,
     measured=True,
     memory_efficiency=0.8298,
+    power_w=400,
 )
 A100 = GPU(
     name="A100 SXM 80 GB",
@@ -216,6 +242,7 @@ A100 = GPU(
     attention_efficiency=0.7209,
     measured=True,
     memory_efficiency=0.8298,
+    power_w=400,
 )
 H100 = GPU(
     name="H100 SXM 80 GB",
@@ -233,6 +260,7 @@ H100 = GPU(
     half_head=40.35,
     attention_efficiency=0.4332,
     memory_efficiency=0.8651,
+    power_w=700,
     measured=True,
 )
 # No training run on these is among the calibration rows, so they have the constants of the H100. Of
@@ -259,6 +287,7 @@ B200 = replace(
     memory_bytes=180 * GB,
     memory_bandwidth_bytes_per_s=8.0e12,
     matmul_efficiency=H100.matmul_efficiency * (1745 / 2250) / (794.5 / 989),
+    power_w=1000,
     measured=False,
 )
 MI300X = replace(
@@ -274,6 +303,7 @@ MI300X = replace(
     memory_bytes=192 * GB,
     memory_bandwidth_bytes_per_s=5.3e12,
     matmul_efficiency=H100.matmul_efficiency * (758 / 1307) / (794.5 / 989),
+    power_w=750,
     measured=False,
     source="AMD Instinct MI300X data sheet",
 )

@@ -209,22 +209,28 @@ class Memory:
 
 def parameters_per_gpu(*, model: Transformer, parallelism: ParallelismConfig) -> float:
     """Parameters per GPU on the fullest stage: its blocks and one table (without a pipeline the
-    whole model), divided by tp, its routed experts also by ep. Norms are small and are counted as
+    whole model), divided by tp, its routed experts by ep. Norms are small and are counted as
     if divided, too."""
     p = parallelism
-    elsewhere = model.routed_weights * (1 - 1 / p.ep)
-    if p.pp == 1:
-        return (model.num_parameters - model.num_layers * elsewhere) / p.tp
     layers = -(-model.num_layers // p.pp)
-    table = model.vocab_size * model.width
-    return (layers * (model.block_parameters - elsewhere) + table) / p.tp
+    whole = model.block_parameters - model.routed_weights
+    if p.pp == 1:
+        rest = model.num_parameters - layers * model.routed_weights
+    else:
+        rest = layers * whole + model.vocab_size * model.width
+    return rest / p.tp + layers * routed_per_gpu(model=model, parallelism=p)
+
+
+def routed_per_gpu(*, model: Transformer, parallelism: ParallelismConfig) -> float:
+    """Entries of one block's routed experts on one GPU: cut by ep, or without ep by tp."""
+    return model.routed_weights / (parallelism.ep if parallelism.ep > 1 else parallelism.tp)
 
 
 def shard_parameters(*, model: Transformer, parallelism: ParallelismConfig) -> float:
     """Parameters of which one GPU has the optimiser state with ZeRO: an equal share of what its
     stage holds. ep ranks hold different experts, so the share does not depend on ep."""
     whole = dataclasses.replace(parallelism, ep=1)
-    return parameters_per_gpu(model=model, parallelism=whole) / parallelism.shard_ranks
+    return parameters_per_gpu(model=model, parallelism=whole) / parallelism.zero_ranks
 
 
 def memory_per_gpu(
@@ -283,7 +289,8 @@ def memory_per_gpu(
     again = layer_bytes(recompute="none") if recompute == "full" else 0.0
     gathered = 0.0
     if p.zero_stage == 3:  # the block in use, the next block (prefetched), and one gradient
-        block = (model.block_parameters - model.routed_weights * (1 - 1 / p.ep)) / p.tp
+        block = (model.block_parameters - model.routed_weights) / p.tp
+        block += routed_per_gpu(model=model, parallelism=p)
         gathered = block * (2 * states.parameter + states.gradient)
     return Memory(
         parameters=states.parameter * (shard if p.zero_stage >= 3 else held),

@@ -28,8 +28,11 @@ class ParallelismConfig:
         sequence_parallel: shard along the sequence the activations that tensor parallelism does not
             shard (arXiv 2205.05198).
         virtual_stages: chunks of layers per pipeline rank (interleaved 1F1B, arXiv 2104.04473).
-        ep: expert-parallel ranks. They are drawn from the dp * cp ranks: ep of these share the
-            experts of a block, so ep does not change the number of GPUs.
+        ep: expert-parallel ranks. They are drawn from the dp * cp * tp ranks: ep of these share the
+            experts of a block, so ep does not change the number of GPUs. With ep > 1 each expert is
+            whole on its rank; without, tp cuts the experts, too (arXiv 2504.14960).
+        replicas: copies of the shards of ZeRO (hybrid sharding, HSDP): dp * cp / replicas ranks,
+            neighbours of each other, share one copy, and gradients are averaged over the copies.
     """
 
     dp: int = 1
@@ -40,9 +43,10 @@ class ParallelismConfig:
     sequence_parallel: bool = False
     virtual_stages: int = 1
     ep: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "cp", "tp", "virtual_stages", "ep"):
+        for name in ("dp", "pp", "cp", "tp", "virtual_stages", "ep", "replicas"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(
@@ -58,10 +62,26 @@ class ParallelismConfig:
             )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("ParallelismConfig: sequence_parallel needs tp > 1, got tp 1")
-        if self.dp * self.cp % self.ep:
+        ranks = self.dp * self.cp * self.tp
+        if ranks % self.ep:
             raise ValueError(
-                f"ParallelismConfig: dp {self.dp} x cp {self.cp} = {self.dp * self.cp} ranks do "
+                f"ParallelismConfig: dp {self.dp} x cp {self.cp} x tp {self.tp} = {ranks} ranks do "
                 f"not divide into groups of ep {self.ep}"
+            )
+        if self.replicas > 1 and not self.zero_stage:
+            raise ValueError(
+                f"ParallelismConfig: {self.replicas} replicas of shards need a zero_stage >= 1, "
+                "got 0: without shards all ranks are replicas"
+            )
+        if ranks // self.ep % self.replicas:
+            raise ValueError(
+                f"ParallelismConfig: {ranks} ranks / ep {self.ep} = {ranks // self.ep} copies of "
+                f"an expert do not divide into {self.replicas} replicas"
+            )
+        if self.shard_ranks % self.replicas:
+            raise ValueError(
+                f"ParallelismConfig: dp {self.dp} x cp {self.cp} = {self.shard_ranks} ranks do "
+                f"not divide into {self.replicas} replicas"
             )
 
     @property
@@ -78,6 +98,11 @@ class ParallelismConfig:
         """Ranks that hold equal parameters, so that ZeRO can shard over these ranks: dp * cp."""
         return self.dp * self.cp
 
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks over which ZeRO shards: all that hold equal parameters, or with HSDP a part."""
+        return self.shard_ranks // self.replicas
+
     def stride(self, axis: str) -> int:
         """Distance between neighbouring ranks of an axis: 1 for tp, tp for cp, ...
 
@@ -93,6 +118,7 @@ class ParallelismConfig:
     def __str__(self) -> str:
         parts = [f"{name} {getattr(self, name)}" for name in ("dp", "pp", "cp", "tp")]
         extra = [f"ZeRO-{self.zero_stage}"] if self.zero_stage else []
+        extra += [f"{self.replicas} replicas"] if self.replicas > 1 else []
         extra += ["sequence parallel"] if self.sequence_parallel else []
         extra += [f"{self.virtual_stages} chunks per stage"] if self.virtual_stages > 1 else []
         extra += [f"ep {self.ep}"] if self.ep > 1 else []

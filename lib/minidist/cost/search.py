@@ -197,7 +197,7 @@ class Pricer:
 def _expert_groups(model: Transformer, p: ParallelismConfig) -> list[int]:
     if not model.num_experts:
         return [1]
-    return [ep for ep in divisors(model.num_experts) if p.dp * p.cp % ep == 0]
+    return [ep for ep in divisors(model.num_experts) if p.dp * p.cp * p.tp % ep == 0]
 
 
 def _chunks(model: Transformer, p: ParallelismConfig, m: int) -> list[int]:

@@ -20,6 +20,11 @@ class Software:
     """One implementation.
 
     Attributes:
+        kernel_s: time that the kernels of one block's forward pass take on the GPU, whatever they
+            compute: ramps, tails, small kernels.
+        jitter: how much longer launching takes, with every doubling of the tensor ranks, because
+            these wait for each other in every block.
+        tensor_exposed: share of tensor parallelism's traffic that is not hidden behind products.
         launch_s: host time to launch the kernels of one block's forward pass. Backward takes twice
             as long. With CUDA graphs or torch.compile it is smaller.
         traffic: memory traffic of everything but matrix products / (twice the stored activations).
@@ -44,6 +49,9 @@ class Software:
     traffic: float
     overlap: float
     attention: float = 1.0
+    kernel_s: float = 0.0
+    jitter: float = 0.0
+    tensor_exposed: float = 1.0
     gather_ports: float = 8.0
     gather_half_nodes: float = math.inf
     bucket_bytes: float = 25e6

@@ -23,18 +23,8 @@ from minidist.cost.hardware import GB, Link, Node, network
 from minidist.cost.memory import RECOMPUTE
 from minidist.cost.parallelism import ParallelismConfig
 from minidist.cost.transformer import Transformer
+from minidist.plan.models import MODELS
 
-MODELS = {
-    "gpt3-175b": cost.GPT3_175B,
-    "llama2-7b": cost.LLAMA2_7B,
-    "llama2-13b": cost.LLAMA2_13B,
-    "llama2-70b": cost.LLAMA2_70B,
-    "llama3-8b": cost.LLAMA3_8B,
-    "llama3-70b": cost.LLAMA3_70B,
-    "llama3-405b": cost.LLAMA3_405B,
-    "mixtral-8x7b": cost.MIXTRAL_8X7B,
-    "deepseek-v3": cost.DEEPSEEK_V3,
-}
 CLUSTERS = {
     "a100": cost.DGX_A100,
     "a100-40gb": dataclasses.replace(cost.DGX_A100, name="DGX A100 40 GB", gpu=cost.A100_40GB),

@@ -13,26 +13,25 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from minidist.cost.hardware import (
-    GB,
-    GPUS,
-    H100,
-    NVLINK3,
-    NVLINK4,
-    Node,
-    network,
-)
+from minidist.cost.hardware import GB, GPUS, H100, NODES, Node, network
 from minidist.cost.memory import memory_per_gpu, state_bytes
 from minidist.cost.parallelism import ParallelismConfig
 from minidist.cost.software import SOFTWARE, Software
 from minidist.cost.step import StepTime, predict_step
 from minidist.cost.transformer import Transformer
+from minidist.plan.models import MODELS
 
 FOLDER = Path(__file__).parent / "published"
 # torchtitan's H100s have a lower power limit, and an older memory with 96 GB.
 _H100_500W = dataclasses.replace(
-    H100, name="H100 96 GB 500 W", memory_bytes=96 * GB, memory_bandwidth_bytes_per_s=2.4e12
+    H100.at_power(500),
+    name="H100 96 GB 500 W",
+    memory_bytes=96 * GB,
+    memory_bandwidth_bytes_per_s=2.4e12,
 )
+_INSIDE = {
+    node.gpu.name.split()[0]: node.intra_node for node in NODES.values() if node.num_gpus == 8
+}
 _GPUS = GPUS | {_H100_500W.name: _H100_500W}
 FILES = tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))
 
@@ -80,13 +79,16 @@ def _rows(path: Path) -> list[dict[str, str]]:
     return [same | row for row in table]
 
 
-def _run(row: dict[str, str]) -> Run:
+def _model(row: dict[str, str]) -> Transformer:
+    """By name, or from sizes."""
+    if "model" in row:
+        return dataclasses.replace(MODELS[row["model"]], context=int(row["context"]))
     whole = {
         key: int(row[key])
         for key in ("layers", "width", "heads", "kv_heads", "mlp_width", "vocab", "context")
     }
     gated = row["gated"] == "1"
-    model = Transformer(
+    return Transformer(
         vocab_size=whole["vocab"],
         context=whole["context"],
         width=whole["width"],
@@ -100,19 +102,23 @@ def _run(row: dict[str, str]) -> Run:
         norm_bias=not gated,
         learned_positions=not gated,
     )
+
+
+def _run(row: dict[str, str]) -> Run:
     gpu = _GPUS[row["gpu"]]
-    old = gpu.name.startswith("A100")
     node = Node(
         name=f"8 x {gpu.name}, {row['network_gbit']} Gbit/s each",
         gpu=gpu,
         num_gpus=8,
-        intra_node=NVLINK3 if old else NVLINK4,
+        intra_node=_INSIDE[gpu.name.split()[0]],
         network=network(gigabits_per_s=float(row["network_gbit"]), name="InfiniBand"),
     )
     parallelism = ParallelismConfig(
         dp=int(row["dp"]),
         tp=int(row["tp"]),
         pp=int(row["pp"]),
+        cp=int(row.get("cp", 1)),
+        ep=int(row.get("ep", 1)),
         zero_stage=int(row["zero"]),
         sequence_parallel=row["sequence_parallel"] == "1",
     )
@@ -120,7 +126,7 @@ def _run(row: dict[str, str]) -> Run:
         table=row["table"],
         split=row["split"],
         software=row["stack"],
-        model=model,
+        model=_model(row),
         node=node,
         parallelism=parallelism,
         batch=int(row["batch"]),
