@@ -56,6 +56,7 @@ if not dist.is_initialized():
 # %%
 # %%rank 0
 # %matplotlib inline
+import textwrap
 from dataclasses import replace
 
 import numpy as np
@@ -683,6 +684,76 @@ explore(
     node=list(NODES),
     labels={"gpus": "GPUs", "per_gpu": "sequences per GPU and step", "node": "nodes"},
     alt="Bars: the five fastest plans and where the time of their step goes",
+)
+
+# %% [markdown]
+# ### Beat the planner
+#
+# Choose every degree yourself, for the same job, and see who is faster. Your layout has to divide
+# and to fit; then the two steps are compared part by part, and you are told where yours loses its
+# time. It can be beaten: the planner tries a few micro-batches, and takes as little recomputation
+# as fits. What wins by less than the error bar wins on paper only.
+
+# %%
+# %%rank 0
+from minidist.cost.search import Job
+from minidist.plan import challenge
+
+PARTS = {"tensor": "tensor_s", "data": "data_s", "bubble": "bubble_s", "pipeline": "pipeline_s"}
+
+
+def duel(
+    model: str = "LLaMA-2 70B",
+    tp: int = 8,
+    pp: int = 4,
+    zero: int = 1,
+    chunks: int = 1,
+    micro: int = 1,
+    recompute: str = "full",
+):
+    """One's own layout of 256 A100 beside the planner's, and the verdict."""
+    job = Job(
+        model=MODELS[model],
+        node=DGX_A100,
+        num_gpus=256,
+        global_batch=1024,
+        states=cost.MIXED_ADAM,
+    )
+    words = f"dp={256 // (tp * pp)} pp={pp} tp={tp} zero={zero} chunks={chunks} micro={micro}"
+    result = challenge(job, f"{words} recompute={recompute}")
+    bars = {}
+    for name, candidate in (("yours", result.mine), ("the planner's", result.planner)):
+        if candidate is not None:
+            step = candidate.step
+            parts = {part: getattr(step, field) for part, field in PARTS.items()}
+            rest = step.total_s - step.compute_s - sum(parts.values())
+            bars[f"{name}, {candidate.memory.total / GB:.0f} GB"] = {
+                "computing": step.compute_s,
+                **parts,
+                "rest": rest,
+            }
+    verdict = textwrap.fill(f"Yours {result.verdict}.", 80)
+    return plot_stacked(bars, xlabel=f"seconds per step\n\n{verdict}", form="{:.1f}")
+
+
+explore(
+    duel,
+    model=["LLaMA-2 13B", "LLaMA-2 70B", "GPT-3 175B"],
+    tp=[1, 2, 4, 8],
+    pp=[1, 2, 4, 8, 16],
+    zero=[0, 1, 2, 3],
+    chunks=[1, 2, 3, 4, 5, 10],
+    micro=[1, 2, 3, 4, 8],
+    recompute=["none", "full"],
+    labels={
+        "tp": "tensor",
+        "pp": "pipeline",
+        "zero": "ZeRO stage",
+        "chunks": "chunks per stage",
+        "micro": "sequences per micro-batch",
+        "recompute": "recomputation",
+    },
+    alt="Two bars, your step and the planner's, by part; below them who wins and why",
 )
 
 # %% [markdown]

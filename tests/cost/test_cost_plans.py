@@ -172,9 +172,9 @@ def test_errors_state_the_arithmetic():
     config = cost.ParallelismConfig(dp=2, tp=2, pp=2)
     with pytest.raises(ValueError, match="= 8, but there are 6 ranks"):
         config.validate(world_size=6)
-    with pytest.raises(ValueError, match=r"heads 12 / tp 8 = 1.5, not whole"):
+    with pytest.raises(ValueError, match=r"12 heads do not divide by tp = 8: 12 / 8 = 1.5"):
         cost.ParallelismConfig(tp=8).validate(world_size=8, model=SMALL)
-    with pytest.raises(ValueError, match=r"layers 12 / pp 5 = 2.4, not whole"):
+    with pytest.raises(ValueError, match=r"12 layers do not divide by pp = 5: 12 / 5 = 2.4"):
         cost.ParallelismConfig(pp=5).validate(world_size=5, model=SMALL)
     with pytest.raises(ValueError, match="5 sequences are left over"):
         cost.ParallelismConfig(dp=7).validate(world_size=7, model=SMALL, global_batch=33)
@@ -291,5 +291,5 @@ def test_step_parts_add_up_and_react():
     assert fewer.bubble_s == fewer.pipeline_s == 0 < base.bubble_s
     bubble = base.bubble_s / (base.bubble_s + base.compute_s + base.tensor_s + base.pipeline_s)
     assert bubble == pytest.approx(1 / (16 + 1), rel=0.05)
-    with pytest.raises(ValueError, match="heads 40 / tp 3"):
+    with pytest.raises(ValueError, match="40 heads do not divide by tp = 3"):
         step(parallelism=cost.ParallelismConfig(tp=3))

@@ -108,7 +108,7 @@ def test_heads_that_do_not_divide(capsys: pytest.CaptureFixture[str]):
     arguments = ["--model", "llama3-70b", "--gpus", "6", "--batch-tokens", "4M"]
     code, _, err = run(capsys, "explain", *arguments, "--layout", "tp=6")
     assert code == 2
-    assert "heads 64 / tp 6 = 10.67, not whole" in err
+    assert "64 heads do not divide by tp = 6: 64 / 6 = 10.67" in err
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]):

@@ -244,9 +244,9 @@ def wrong_configurations():
     dist.init_process_group("gloo")
     wrong = [
         (case(dp=3, tp=2), "dp 3 x pp 1 x cp 1 x tp 2 = 6 ranks, but there are 4"),
-        (case(tp=4), "heads 6 / tp 4 = 1.5, not whole"),
-        (case(pp=4), "layers 2 / pp 4 = 0.5, not whole"),
-        (case(cp=4, model={"context": 12}), "context 12 / 2 x cp 8 = 1.5, not whole"),
+        (case(tp=4), "6 heads do not divide by tp = 4: 6 / 4 = 1.5"),
+        (case(pp=4), "2 layers do not divide by pp = 4: 2 / 4 = 0.5"),
+        (case(cp=4, model={"context": 12}), "12 tokens of context do not divide by 2 x cp = 8: 12 / 8 = 1.5"),
         (case(dp=2, pp=2, zero_stage=2), "ZeRO-2 with pp 2: it would reduce or gather again"),
         (case(dp=2, pp=2, zero_stage=3), "ZeRO-3 with pp 2: it would reduce or gather again"),
         (

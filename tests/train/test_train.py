@@ -257,7 +257,7 @@ def test_wrong_configurations_end_on_every_rank_with_the_arithmetic():
         (replace(CONFIG, tp=2), r"= 2 ranks hold the model once; 3 ranks = 1 x 2 \+ 1: 1 is left"),
         (replace(CONFIG, tp=4), r"tp 4 = 4 ranks .* 3 ranks = 0 x 4 \+ 3: 3 are left over"),
         (replace(CONFIG), r"global batch 4 = dp 3 x micro-batch 1 x 1 \+ 1: 1 sequences are left"),
-        (replace(CONFIG, pp=3), r"layers 2 / pp 3 = 0.6667, not whole"),
+        (replace(CONFIG, pp=3), r"2 layers do not divide by pp = 3: 2 / 3 = 0.6667"),
         (replace(CONFIG, pp=3, zero=3, num_layers=3), r"ZeRO-3 with pp 3"),
         (replace(CONFIG, num_heads=5), r"width 12 cannot be split into 5"),
         (replace(CONFIG, steps=0), r"steps must be positive, got 0"),

@@ -4,10 +4,12 @@
                        and inputs and weights are read once more to be rounded
     attention          FLOPs of the whole square / (peak * e_attention); unfused as products
     everything else    traffic * 2 * stored activation bytes / (memory bandwidth * e_memory)
+    routing            expert_traffic * bytes of the tokens sent / (memory bandwidth * e_memory)
     small kernels      kernel_s, whatever they compute
     tensor parallel    2 all-reduces of the block's output (sequence parallelism: the same bytes),
                        as far as the software does not hide them behind products
-    experts            2 all-to-alls of the tokens times experts per token
+    experts            2 all-to-alls of the tokens: over NVLink one copy per expert, over the
+                       network one per node
     at least           launch_s, the time in which the host launches the kernels
 
 A product with few rows fills the chip badly: that is what r says. A term for thin products (few
@@ -162,6 +164,7 @@ def block_seconds(
         return software.traffic * 2 * stored / gpu.attainable_memory_bandwidth
 
     forward_s = products_s + attention_s + traffic_s("none") + software.kernel_s
+    forward_s += _routing(model, gpu, tokens / p.tp, software)
     again_s, passes = _recomputed(
         recompute,
         forward_s,
@@ -184,6 +187,13 @@ def block_seconds(
         expert_s=expert_s,
         host_s=max(0.0, host_s - busy_s),
     )
+
+
+def _routing(model: Transformer, gpu: GPU, tokens: float, software: Software) -> float:
+    """Sorting tokens by expert and back, scales, and their sum."""
+    share = (1 - model.dense_layers / model.num_layers) if model.num_experts else 0.0
+    copies = share * tokens * model.experts_per_token * model.width * BYTES
+    return software.expert_traffic * copies / gpu.attainable_memory_bandwidth
 
 
 def _recomputed(
@@ -225,9 +235,23 @@ def _context(
 
 
 def _expert(model: Transformer, p: ParallelismConfig, node: Node, tokens: float) -> float:
-    """Tokens go to their experts and come back: two all-to-alls, in the layers with experts."""
-    inside = p.ep <= node.num_gpus  # such groups are laid out before the pipeline
-    link = (node.intra_node if inside else node.network).attainable  # to any rank by its own port
-    size = tokens * model.experts_per_token * model.width * BYTES / p.tp
+    """Tokens go to their experts and come back: two all-to-alls, in the layers with experts.
+
+    Over the network a token travels once to each node that it visits, and is copied there
+    (DeepSeek-V3, arXiv 2412.19437, section 3.2.2). Groups of ep ranks are laid out before the
+    pipeline, so that up to a node of them is one."""
+    per_token = model.width * BYTES
+    mine = tokens / p.tp
+    inside = node.intra_node.attainable
+    copies = mine * model.experts_per_token * per_token
     moe = 1 - model.dense_layers / model.num_layers
-    return 2 * moe * all_to_all_seconds(num_bytes=size, num_ranks=p.ep, link=link)
+    if p.ep <= node.num_gpus:
+        return 2 * moe * all_to_all_seconds(num_bytes=copies, num_ranks=p.ep, link=inside)
+    nodes = p.ep / node.num_gpus
+    visited = nodes * (1 - (1 - 1 / nodes) ** model.experts_per_token)
+    visited = min(visited, model.nodes_per_token or visited)
+    port = node.network.attainable
+    outside_s = (nodes - 1) * port.latency_s
+    outside_s += mine * visited * (1 - 1 / nodes) * per_token / port.bandwidth_bytes_per_s
+    copied_s = all_to_all_seconds(num_bytes=copies, num_ranks=node.num_gpus, link=inside)
+    return 2 * moe * max(outside_s, copied_s)

@@ -135,6 +135,7 @@ def _traffic(
     """Seconds of all traffic of one group, and of its last piece, which nothing can hide."""
     shard = ranks // p.replicas
     bucket_bytes = software.shard_bucket_bytes if p.zero_stage else software.bucket_bytes
+    bucket_bytes = max(bucket_bytes, software.bucket_bytes_per_rank * ranks)
     pieces = max(1, math.ceil(held * states.gradient / bucket_bytes))
     if p.zero_stage >= 2:
         pieces = max(1, model.num_layers // p.pp)

@@ -176,29 +176,32 @@ class ParallelismConfig:
 
         def divides(what: str, amount: int, axis: str, size: int) -> None:
             if amount % size:
-                found.append(f"{what} {amount} / {axis} {size} = {amount / size:.4g}, not whole")
+                found.append(
+                    f"{amount} {what} do not divide by {axis} = {size}: {amount} / {size} = "
+                    f"{amount / size:.4g}"
+                )
 
         divides("heads", model.num_heads, "tp", self.tp)
         if kv_heads != model.num_heads and kv_heads % self.tp and self.tp % kv_heads:
-            found.append(f"key-value heads {kv_heads} and tp {self.tp}: neither divides the other")
-        divides("width", model.width, "tp", self.tp)
+            found.append(f"{kv_heads} key-value heads and tp = {self.tp}: neither divides the other")
+        divides("columns of the width", model.width, "tp", self.tp)
         stages = self.pp * self.virtual_stages
         if even_stages:
             stage_word = "pp x chunks" if stages != self.pp else "pp"
             divides("layers", model.num_layers, stage_word, stages)
         elif stages > model.num_layers + 2:
             found.append(
-                f"layers {model.num_layers} + the table + the head = {model.num_layers + 2} are "
-                f"fewer than pp x chunks {stages}"
+                f"{model.num_layers} layers + the table + the head = {model.num_layers + 2} are "
+                f"fewer than pp x chunks = {stages}"
             )
         divides(
-            "context",
+            "tokens of context",
             model.context,
             "2 x cp" if self.cp > 1 else "cp",
             2 * self.cp if self.cp > 1 else 1,
         )
         if self.sequence_parallel:
-            divides("context", model.context, "tp x cp", self.tp * self.cp)
+            divides("tokens of context", model.context, "tp x cp", self.tp * self.cp)
         if self.ep > 1 and not model.num_experts:
             found.append(f"ep {self.ep}: the model has no experts")
         elif model.num_experts:

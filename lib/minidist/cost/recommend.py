@@ -114,7 +114,7 @@ def recommend(
         job = replace(job, global_batch=nearest_batch(num_gpus, global_batch))
         found = search(job)
     if not found.fitting:
-        raise NothingFitsError(why_nothing(job, found))
+        raise NothingFitsError(f"recommend: {why_nothing(job, found)}")
     return ranked_plans(job, found, global_batch)[:limit]
 
 
@@ -149,13 +149,13 @@ def why_nothing(job: Job, found: Found) -> str:
     """Why a search found no layout: the one with the least memory, or what does not divide."""
     if (nearest := found.smallest) is not None:
         return (
-            f"recommend: nothing fits {job.num_gpus} GPUs with {job.budget / 1e9:.0f} GB each; "
+            f"nothing fits {job.num_gpus} GPUs with {job.budget / 1e9:.0f} GB each; "
             f"nearest is {nearest.parallelism}, micro-batch {nearest.micro_batch}, "
             f"{nearest.recompute} with {nearest.memory.total / 1e9:.0f} GB. More GPUs, offload, or "
             "a smaller model"
         )
     reasons = "; ".join(reason for reason, _ in found.refused.most_common(3))
-    return f"recommend: no plan of {job.num_gpus} GPUs divides: {reasons}"
+    return f"no plan of {job.num_gpus} GPUs divides: {reasons}"
 
 
 def _rank(plans: list[Plan]) -> list[Plan]:
@@ -164,7 +164,12 @@ def _rank(plans: list[Plan]) -> list[Plan]:
     def simplicity(plan: Plan) -> tuple[int, int, int, float]:
         p = plan.parallelism
         axes = sum(size > 1 for size in (p.pp, p.cp, p.tp, p.ep))
-        return axes, p.zero_stage, RECOMPUTE_ORDER.index(plan.recompute), plan.step.total_s
+        return (
+            axes,
+            p.zero_stage + (p.replicas > 1),
+            RECOMPUTE_ORDER.index(plan.recompute),
+            plan.step.total_s,
+        )
 
     plans = sorted(plans, key=lambda plan: plan.step.total_s)
     limit_s = plans[0].step.total_s * 1.02
@@ -214,7 +219,7 @@ def _explained(plan: Plan, best: Plan, job: Job, global_batch: int) -> Plan:
     if p.zero_stage:
         what = ("", "optimiser states", "and gradients", "and parameters")
         reasons.append(
-            f"ZeRO-{p.zero_stage} over {p.shard_ranks} ranks (shards "
+            f"ZeRO-{p.zero_stage} over {p.zero_ranks} ranks (shards "
             f"{' '.join(what[1 : p.zero_stage + 1])}): {memory.model_states / 1e9:.1f} GB of model "
             "states per GPU"
         )

@@ -1,9 +1,10 @@
 """Every layout of a job that divides, with its memory and its step: what `recommend` ranks.
 
 dp x pp x cp x tp = N over the divisors of N, tp inside a node; ZeRO stages (only 0 and 1 with a
-pipeline); chunks of layers per stage; expert-parallel groups; micro-batches; recomputation, as
-little as fits. What many layouts share (a block's time, the sizes that divide) is computed once, so
-16,384 GPUs take a fraction of a second.
+pipeline), ZeRO-3 also in copies that take 1, 2, 4, ... nodes each (HSDP); chunks of layers per
+stage; expert-parallel groups; micro-batches; recomputation, as little as fits. What many layouts
+share (a block's time, the sizes that divide) is computed once, so 16,384 GPUs take a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -200,6 +201,17 @@ def _expert_groups(model: Transformer, p: ParallelismConfig) -> list[int]:
     return [ep for ep in divisors(model.num_experts) if p.dp * p.cp * p.tp % ep == 0]
 
 
+def _replicas(node: Node, p: ParallelismConfig) -> list[int]:
+    """Copies of the shards: 1, and with ZeRO-3 as many that a copy takes 1, 2, 4, ... nodes."""
+    found = [1]
+    ranks = max(1, node.num_gpus // p.tp)
+    while p.zero_stage == 3 and 2 * ranks <= p.shard_ranks:
+        if p.shard_ranks % ranks == 0:
+            found.append(p.shard_ranks // ranks)
+        ranks *= 2
+    return found
+
+
 def _chunks(model: Transformer, p: ParallelismConfig, m: int) -> list[int]:
     """Chunks per stage: 1, and with m a multiple of pp every divisor of the layers per stage."""
     if p.pp == 1 or m % p.pp:
@@ -230,9 +242,10 @@ def candidates(job: Job, refused: Counter[str]) -> Iterator[tuple[ParallelismCon
                 continue
             for chunks in _chunks(job.model, base, m):
                 for ep in _expert_groups(job.model, base):
-                    plain = chunks == ep == 1
-                    p = base if plain else replace(base, virtual_stages=chunks, ep=ep)
-                    yield p, micro_batch, m
+                    for replicas in _replicas(job.node, base) if ep == 1 else [1]:
+                        changes = {"virtual_stages": chunks, "ep": ep, "replicas": replicas}
+                        plain = chunks == ep == replicas == 1
+                        yield base if plain else replace(base, **changes), micro_batch, m
 
 
 def search(job: Job) -> Found:

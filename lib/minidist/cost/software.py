@@ -25,6 +25,7 @@ class Software:
         jitter: how much longer launching takes, with every doubling of the tensor ranks, because
             these wait for each other in every block.
         tensor_exposed: share of tensor parallelism's traffic that is not hidden behind products.
+        expert_traffic: memory traffic of routing / bytes of the tokens that are sent to experts.
         launch_s: host time to launch the kernels of one block's forward pass. Backward takes twice
             as long. With CUDA graphs or torch.compile it is smaller.
         traffic: memory traffic of everything but matrix products / (twice the stored activations).
@@ -39,6 +40,8 @@ class Software:
             nodes carry small shards and wait for their slowest link.
         bucket_bytes, shard_bucket_bytes: gradients per all-reduce, and per reduce-scatter of
             ZeRO-1. Each bucket pays the latency of the ring.
+        bucket_bytes_per_rank: a bucket has at least this times the ranks, so that rings of many
+            ranks do not only wait.
         step_s: time per step outside of forward and backward: norms, logging, the loader.
         straggler: how much longer a step takes with every doubling of the nodes, since all wait for
             the slowest.
@@ -52,10 +55,12 @@ class Software:
     kernel_s: float = 0.0
     jitter: float = 0.0
     tensor_exposed: float = 1.0
+    expert_traffic: float = 6.0
     gather_ports: float = 8.0
     gather_half_nodes: float = math.inf
     bucket_bytes: float = 25e6
     shard_bucket_bytes: float = 25e6
+    bucket_bytes_per_rank: float = 0.0
     step_s: float = 0.0
     straggler: float = 0.0
 
@@ -107,6 +112,10 @@ MEGATRON = Software(
     traffic=MEGATRON_2021.traffic,
     overlap=FSDP.overlap,
     attention=NANOTRON.attention,
+    # Megatron-LM's defaults: 40 million gradients of 4 bytes, or 1 million for each rank.
+    bucket_bytes=160e6,
+    shard_bucket_bytes=160e6,
+    bucket_bytes_per_rank=4e6,
     step_s=MEGATRON_2021.step_s,
     straggler=MEGATRON_2021.straggler,
 )

@@ -36,6 +36,7 @@ class Transformer:
         num_experts, experts_per_token, expert_width, shared_experts: routed experts of one block,
             how many of them a token visits, their inner width, and experts that every token visits.
             0 experts is a dense model.
+        nodes_per_token: a limit to the nodes whose experts a token visits; None if there is none.
         dense_layers: blocks of such a model that have the dense MLP instead.
         attention_width: heads times the width of a head, where that is not h.
         attention_entries: entries of a block's attention matrices, where they are not 2h^2 and
@@ -59,6 +60,7 @@ class Transformer:
     expert_width: int = 0
     shared_experts: int = 0
     dense_layers: int = 0
+    nodes_per_token: int | None = None
     attention_width: int | None = None
     attention_entries: int | None = None
 
@@ -306,8 +308,8 @@ MIXTRAL_8X7B = Transformer(
     experts_per_token=2,
     expert_width=14336,
 )
-# 256 routed experts and a shared one, 8 per token, three dense blocks; latent attention with ranks
-# 1,536 and 512, heads of 128 + 64 and 128 (arXiv 2412.19437).
+# 256 routed experts and a shared one, 8 per token in at most 4 nodes, three dense blocks; latent
+# attention with ranks 1,536 and 512, heads of 128 + 64 and 128 (arXiv 2412.19437).
 DEEPSEEK_V3 = Transformer(
     vocab_size=129280,
     context=4096,
@@ -325,6 +327,7 @@ DEEPSEEK_V3 = Transformer(
     expert_width=2048,
     shared_experts=1,
     dense_layers=3,
+    nodes_per_token=4,
     attention_width=128 * (192 + 128) // 2,
     attention_entries=7168 * 1536
     + 1536 * 128 * 192

@@ -2,6 +2,7 @@
 
     inputs   models, config.json, cluster.toml        runs       published runs, in published/
     answer   layouts, ties, what would change it      errors     error bars from held-back runs
+    against  one's own layout beside the planner's
     cli      the command                              report     predicted beside published
     show     tables          charts   figures         calibrate  the fit of the constants
     trace    one real step of a large job, under a fake process group (needs torch)

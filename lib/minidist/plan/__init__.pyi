@@ -1,8 +1,8 @@
+from .against import Challenge, challenge
 from .answer import Answer, Change, Option, options_of, plan, priced
 from .errors import ErrorBar, error_bar
 from .inputs import (
     CLUSTERS,
-    MODELS,
     InputError,
     Layout,
     amount,
@@ -12,12 +12,14 @@ from .inputs import (
     layout_of,
     model_of,
 )
+from .models import MODELS
 from .runs import Run, error_of, load_runs, predict_run
 
 __all__ = [
     "CLUSTERS",
     "MODELS",
     "Answer",
+    "Challenge",
     "Change",
     "ErrorBar",
     "InputError",
@@ -25,6 +27,7 @@ __all__ = [
     "Option",
     "Run",
     "amount",
+    "challenge",
     "cluster_of",
     "constraint_of",
     "error_bar",

@@ -46,6 +46,7 @@ def name_of(candidate: Candidate) -> str:
     axes = {"dp": p.dp, "pp": p.pp, "cp": p.cp, "tp": p.tp, "ep": p.ep}
     words = [f"{axis} {size}" for axis, size in axes.items() if size > 1]
     words += [f"ZeRO-{p.zero_stage}"] if p.zero_stage else []
+    words += [f"{p.replicas} replicas"] if p.replicas > 1 else []
     words += [f"{p.virtual_stages} chunks"] if p.virtual_stages > 1 else []
     words.append(f"micro-batch {candidate.micro_batch} x {candidate.num_microbatches}")
     words += [] if candidate.recompute == "none" else [f"{candidate.recompute} recomputation"]
@@ -128,16 +129,17 @@ def plan(job: Job, *, top: int = 5) -> Answer:
 
 
 def _different(candidates: list[Candidate]) -> list[Candidate]:
-    """Of layouts that differ in micro-batch or chunks only, the fastest."""
-    seen: set[tuple[Any, ...]] = set()
-    kept = []
+    """Of layouts that differ in micro-batch, chunks or copies of shards only, the fastest; one
+    without copies stands for those that are hardly faster."""
+    kept: dict[tuple[Any, ...], Candidate] = {}
     for candidate in candidates:
         p = candidate.parallelism
         key = (p.dp, p.pp, p.cp, p.tp, p.ep, p.zero_stage)
-        if key not in seen:
-            seen.add(key)
-            kept.append(candidate)
-    return kept
+        best = kept.setdefault(key, candidate)
+        near = candidate.step.total_s <= best.step.total_s * (1 + _WORTH)
+        if near and p.replicas == 1 < best.parallelism.replicas:
+            kept[key] = candidate
+    return sorted(kept.values(), key=lambda candidate: candidate.step.total_s)
 
 
 def _changes(job: Job, best: Candidate, found: Found) -> tuple[Change, ...]:
@@ -205,6 +207,7 @@ def as_dict(option: Option, job: Job, *, tokens: float | None, price: float | No
         "layout": {
             **{axis: getattr(p, axis) for axis in ("dp", "pp", "cp", "tp", "ep")},
             "zero": p.zero_stage,
+            "replicas": p.replicas,
             "sequence_parallel": p.sequence_parallel,
             "chunks": p.virtual_stages,
             "micro_batch": candidate.micro_batch,

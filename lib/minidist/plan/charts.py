@@ -78,7 +78,8 @@ def _short(candidate: Candidate) -> str:
     p = candidate.parallelism
     axes = {"dp": p.dp, "pp": p.pp, "cp": p.cp, "tp": p.tp, "ep": p.ep, "v": p.virtual_stages}
     words = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
-    return " ".join([*words, f"Z{p.zero_stage}", f"mb{candidate.micro_batch}"])
+    words += [f"Z{p.zero_stage}" + (f"x{p.replicas}" if p.replicas > 1 else "")]
+    return " ".join([*words, f"mb{candidate.micro_batch}"])
 
 
 def _stack(axes, names: list[str], parts: dict[str, list[float]]) -> None:

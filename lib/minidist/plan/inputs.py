@@ -246,6 +246,7 @@ _AXES = {
     "tp": "tp",
     "ep": "ep",
     "zero": "zero_stage",
+    "replicas": "replicas",
     "chunks": "virtual_stages",
 }
 
