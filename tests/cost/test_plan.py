@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from minidist import cost
+from minidist.cost.block import product_seconds
 from minidist.cost.search import Job, search
-from minidist.plan import report
+from minidist.plan import challenge, report
 from minidist.plan.answer import RESERVE, options_of, plan
 from minidist.plan.errors import error_bar
 
@@ -121,6 +122,136 @@ def test_published_parameters_of_models_with_experts():
     assert cost.LLAMA3_405B.num_parameters / 1e9 == pytest.approx(405.9, abs=0.1)
 
 
+def test_tensor_ranks_hold_whole_experts():
+    """ep is drawn from the tensor ranks, too: dense weights are cut by tp, experts by ep."""
+    plan = cost.ParallelismConfig(dp=8, tp=4, ep=32, sequence_parallel=True)
+    model = cost.MIXTRAL_8X7B
+    with_experts = replace(model, num_experts=32)
+    held = cost.memory_per_gpu(model=with_experts, parallelism=plan).parameters / 2
+    routed = 32 * 32 * 3 * 4096 * 14336
+    assert held == pytest.approx((with_experts.num_parameters - routed) / 4 + routed / 32)
+
+
+def test_tokens_travel_once_to_each_node():
+    """A limit to the nodes of a token, and larger groups inside a node, save all-to-alls."""
+    model = replace(cost.DEEPSEEK_V3, nodes_per_token=None)
+    plan = cost.ParallelismConfig(dp=64, pp=8, ep=64, zero_stage=1)
+    options = {"parallelism": plan, "node": cost.DGX_H100, "global_batch": 512}
+    options |= {"even_stages": False}
+    anywhere = cost.predict_step(model=model, **options).expert_s
+    limited = cost.predict_step(model=cost.DEEPSEEK_V3, **options).expert_s
+    # 64 experts' groups are 8 nodes; 8 experts at random are in 5.25 of them on average.
+    assert limited / anywhere == pytest.approx(4 / (8 * (1 - (7 / 8) ** 8)), rel=0.02)
+    inside = replace(plan, ep=8)
+    near = cost.predict_step(model=model, **options | {"parallelism": inside}).expert_s
+    assert near < anywhere / 3
+
+
+def test_hybrid_sharding():
+    """Copies of the shards cost memory, and save gathers over the network."""
+    whole = cost.ParallelismConfig(dp=512, zero_stage=3)
+    hybrid = replace(whole, replicas=128)  # every node of 4 GPUs has a copy
+    memory = [cost.memory_per_gpu(model=cost.LLAMA2_13B, parallelism=p) for p in (whole, hybrid)]
+    assert memory[1].model_states == pytest.approx(128 * memory[0].model_states)
+    steps = [
+        cost.predict_step(
+            model=cost.LLAMA2_13B, parallelism=p, node=cost.PCIE_A100, global_batch=4096
+        )
+        for p in (whole, hybrid)
+    ]
+    assert steps[1].data_s < steps[0].data_s / 2
+    assert steps[1].compute_s == steps[0].compute_s
+    found = search(job(model=cost.LLAMA2_13B, num_gpus=64, global_batch=64))
+    tried = {c.parallelism.replicas for c in found.fitting if c.parallelism.zero_stage == 3}
+    assert {1, 2, 4, 8} <= tried
+    with pytest.raises(ValueError, match="6 ranks do not divide into 4 replicas"):
+        cost.ParallelismConfig(dp=6, zero_stage=3, replicas=4)
+    with pytest.raises(ValueError, match="2 replicas of shards need a zero_stage >= 1, got 0"):
+        cost.ParallelismConfig(dp=4, replicas=2)
+    with pytest.raises(ValueError, match="16 ranks / ep 8 = 2 copies of an expert do not divide"):
+        cost.ParallelismConfig(dp=16, ep=8, zero_stage=1, replicas=4)
+
+
+def test_copies_that_are_hardly_faster_are_not_listed_beside_the_plain_layout():
+    answer = plan(job(model=cost.LLAMA2_13B, num_gpus=64, global_batch=256), top=100)
+    keys = [
+        replace(option.candidate.parallelism, replicas=1, virtual_stages=1)
+        for option in answer.options
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_an_all_reduce_over_many_nodes_goes_by_a_tree():
+    """ZeRO-0's small buckets wait for the logarithm of the nodes, ZeRO-1's for the ring."""
+    options = {"model": cost.LLAMA2_7B, "node": cost.DGX_H100, "global_batch": 4096}
+    small = replace(cost.NANOTRON, bucket_bytes=1e6, shard_bucket_bytes=1e6, overlap=0.0)
+    plain, sharded = (
+        cost.predict_step(
+            **options,
+            parallelism=cost.ParallelismConfig(dp=512, tp=8, zero_stage=stage),
+            software=small,
+        )
+        for stage in (0, 1)
+    )
+    assert sharded.data_s > 5 * plain.data_s
+
+
+def test_a_power_limit_slows_products_by_its_third_root():
+    slow = cost.H100.at_power(350)
+    assert slow.matmul_efficiency / cost.H100.matmul_efficiency == pytest.approx(0.5 ** (1 / 3))
+    assert slow.memory_bandwidth_bytes_per_s == cost.H100.memory_bandwidth_bytes_per_s
+    with pytest.raises(ValueError, match="at 900 W: expected a power limit above 0 and at most"):
+        cost.H100.at_power(900)
+
+
+def test_fp8_products_take_more_than_half_the_time():
+    """Inputs and weights have to be converted, which matters most for few rows."""
+    options = {"gpu": cost.H100, "n": 4096.0, "k": 4096.0}
+    ratios = [
+        product_seconds(**options, rows=rows, dtype="fp8")
+        / product_seconds(**options, rows=rows, dtype="bf16")
+        for rows in (512.0, 65536.0)
+    ]
+    assert 1.0 > ratios[0] > ratios[1] > 0.5
+
+
+# ------------------------------------------------------------------------------ against the planner
+
+
+@pytest.mark.parametrize(
+    ("layout", "start", "reason"),
+    [
+        ("dp=8 tp=7", "does not run", "= 56 GPUs, but --gpus is 64"),
+        ("dp=64 zero=9", "does not run", "zero_stage is 0, 1, 2 or 3"),
+        ("dp=8 tp=8", "does not fit", "a larger tp or pp, or a higher ZeRO stage"),
+        ("dp=16 tp=4 zero=3 micro=16", "does not fit", "recomputation or a smaller micro-batch"),
+        ("dp=1 pp=16 tp=4 recompute=full", "loses", "most is lost by"),
+    ],
+)
+def test_why_a_layout_loses(layout: str, start: str, reason: str):
+    result = challenge(job(model=cost.LLAMA2_70B, num_gpus=64, global_batch=256), layout)
+    assert result.verdict.startswith(start)
+    assert reason in result.verdict
+    assert result.planner is not None
+
+
+def test_a_layout_that_the_planner_does_not_try_can_win():
+    small = job(
+        model=replace(cost.LLAMA2_7B, context=1024),
+        num_gpus=64,
+        global_batch=768,
+        micro_batches=(1,),
+    )
+    best = plan(small).options[0].candidate
+    p = best.parallelism
+    words = f"dp={p.dp} pp={p.pp} tp={p.tp} zero={p.zero_stage} chunks={p.virtual_stages}"
+    words += f" recompute={best.recompute}"
+    assert challenge(small, f"{words} micro=1").verdict == "is the planner's own"
+    wins = challenge(small, f"{words} micro=3")
+    assert wins.verdict.startswith("wins by")
+    assert "micro-batches of 1," in wins.verdict
+
+
 def test_zero_bubble_and_offload():
     options = {
         "model": cost.GPT3_175B,
@@ -152,7 +283,11 @@ def test_error_bars_come_from_held_back_rows_of_the_kind():
         assert other.relative == pytest.approx(2 * h100.relative)
         assert "doubled" in other.note
     experts = error_bar(cost.DEEPSEEK_V3, cost.DGX_H100, dense)
-    assert experts.relative == pytest.approx(2 * h100.relative)
+    assert experts.kind == "with experts"
+    assert experts.rows == 8
+    assert not experts.note
+    elsewhere = error_bar(cost.DEEPSEEK_V3, cost.DGX_A100, dense)
+    assert elsewhere.relative == pytest.approx(2 * experts.relative)
 
 
 def test_layouts_within_the_error_bar_are_a_tie():
@@ -185,7 +320,7 @@ def test_what_would_change_the_answer():
 def test_the_report_has_every_row_and_the_worst():
     records = report.rows()
     assert len(records) == 1860
-    assert sum(line["rows"] for line in report.summary(records)) == 1831
+    assert sum(line["rows"] for line in report.summary(records)) == 1860
     ten = report.worst(records)
     assert [record["split"] for record in ten] == ["test"] * 10
     limit = abs(ten[-1]["error"])

@@ -59,7 +59,6 @@ class GPU:
         memory_efficiency: share of the memory's bandwidth that kernels reach.
             These constants are fitted, one set per generation, to the calibration rows in
             `minidist/plan/published`. GPUs of which no run is there have the set of the H100.
-        measured: whether the constants come from runs on this generation.
         source: where the figures come from.
     """
 
@@ -74,7 +73,6 @@ class GPU:
     memory_efficiency: float = 0.8
     fp8_efficiency: float = 1.0
     power_w: float = 0.0
-    measured: bool = False
     source: str = _SHEETS
 
     @property
@@ -227,7 +225,6 @@ A100_40GB = GPU(
     half_rows=451.2,
     half_head=24.96,
     attention_efficiency=0.7209,
-    measured=True,
     memory_efficiency=0.8298,
     power_w=400,
 )
@@ -240,7 +237,6 @@ A100 = GPU(
     half_rows=451.2,
     half_head=24.96,
     attention_efficiency=0.7209,
-    measured=True,
     memory_efficiency=0.8298,
     power_w=400,
 )
@@ -261,7 +257,6 @@ H100 = GPU(
     attention_efficiency=0.4332,
     memory_efficiency=0.8651,
     power_w=700,
-    measured=True,
 )
 # No training run on these is among the calibration rows, so they have the constants of the H100. Of
 # B200 and MI300X the share of peak that the best matrix product reaches was measured
@@ -272,7 +267,6 @@ H200 = replace(
     name="H200 SXM 141 GB",
     memory_bytes=141 * GB,
     memory_bandwidth_bytes_per_s=4.8e12,
-    measured=False,
 )
 B200 = replace(
     H100,
@@ -288,7 +282,6 @@ B200 = replace(
     memory_bandwidth_bytes_per_s=8.0e12,
     matmul_efficiency=H100.matmul_efficiency * (1745 / 2250) / (794.5 / 989),
     power_w=1000,
-    measured=False,
 )
 MI300X = replace(
     H100,
@@ -304,7 +297,6 @@ MI300X = replace(
     memory_bandwidth_bytes_per_s=5.3e12,
     matmul_efficiency=H100.matmul_efficiency * (758 / 1307) / (794.5 / 989),
     power_w=750,
-    measured=False,
     source="AMD Instinct MI300X data sheet",
 )
 GPUS = {gpu.name: gpu for gpu in (V100, A100_40GB, A100, H100, H200, B200, MI300X)}

@@ -183,7 +183,9 @@ class ParallelismConfig:
 
         divides("heads", model.num_heads, "tp", self.tp)
         if kv_heads != model.num_heads and kv_heads % self.tp and self.tp % kv_heads:
-            found.append(f"{kv_heads} key-value heads and tp = {self.tp}: neither divides the other")
+            found.append(
+                f"{kv_heads} key-value heads and tp = {self.tp}: neither divides the other"
+            )
         divides("columns of the width", model.width, "tp", self.tp)
         stages = self.pp * self.virtual_stages
         if even_stages:

@@ -34,6 +34,7 @@ cluster.toml, all but gpu optional (bandwidths are of one direction and of one G
   gpu = "h100"              # one of {gpus}
   gpus_per_node = 8
   memory_gb = 80
+  power_w = 500             # a power limit below the chip's own slows products down
   intra_node_gb_per_s = 450
   network_gbit_per_s = 400
   price = 2.5               # dollars per GPU hour

@@ -78,16 +78,23 @@ def error_bar(
 ) -> ErrorBar:
     """The error bar of the step time of a plan, from the narrowest kind that has enough rows.
 
-    For a GPU generation, experts or offload, of which no published run is among the rows, it is
-    that of the H100 or of dense models, doubled.
+    Dense models have the rows of dense models, models with experts all rows with experts. It is
+    doubled where no such rows are held back: for offload, and for a GPU generation that has too few
+    rows, which gets those of the H100.
     """
     traits = _traits(model, node, parallelism, dtype)
+    experts = model.num_experts > 0
+    pool = [run for run in _held_back() if (run.model.num_experts > 0) == experts]
+    here = sum(run.node.gpu.name.split()[0] == traits[0] for run in pool)
     unknown = []
-    if not node.gpu.measured:
-        unknown.append(f"no run on {traits[0]} is among the rows, so it is the H100's doubled")
+    if experts:
+        if not here:
+            unknown.append(f"no run with experts on {traits[0]} is held back, so it is doubled")
+        traits = ()
+    elif here < _FEWEST:
+        runs = {0: "no run", 1: "one run"}.get(here, f"{here} runs")
+        unknown.append(f"{runs} on {traits[0]} held back, so it is the H100's doubled")
         traits = ("H100", *traits[1:])
-    if model.num_experts:
-        unknown.append("no run with experts is among the rows, so it is doubled")
     if offload:
         unknown.append("no run with offload is among the rows, so it is doubled")
     found: list[Run] = []
@@ -96,7 +103,7 @@ def error_bar(
         kind = traits[:length]
         found = [
             run
-            for run in _held_back()
+            for run in pool
             if _traits(run.model, run.node, run.parallelism, run.dtype)[:length] == kind
         ]
         if len(found) >= _FEWEST:
@@ -106,6 +113,6 @@ def error_bar(
     return ErrorBar(
         relative=relative * _UNKNOWN ** len(unknown),
         rows=len(found),
-        kind=", ".join(kind) or "all",
+        kind="with experts" if experts else ", ".join(kind) or "all",
         note="; ".join(unknown),
     )

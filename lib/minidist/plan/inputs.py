@@ -203,7 +203,8 @@ def cluster_of(gpu: str | None, file: str | None) -> tuple[Node, float | None]:
     except ValueError as error:
         raise InputError(f"--cluster: {file} is not TOML: {error}") from None
     table = table.get("cluster", table)
-    numbers = ("gpus_per_node", "memory_gb", "intra_node_gb_per_s", "network_gbit_per_s", "price")
+    numbers = ("gpus_per_node", "memory_gb", "power_w", "intra_node_gb_per_s")
+    numbers += ("network_gbit_per_s", "price")
     for key, value in table.items():
         if key in ("gpu", "name"):
             continue
@@ -217,8 +218,13 @@ def cluster_of(gpu: str | None, file: str | None) -> tuple[Node, float | None]:
     changes: dict[str, Any] = {"name": str(table.get("name", Path(file).stem))}
     if "gpus_per_node" in table:
         changes["num_gpus"] = int(table["gpus_per_node"])
+    try:
+        changes["gpu"] = node.gpu.at_power(table.get("power_w", node.gpu.power_w))
+    except ValueError as error:
+        raise InputError(f"{file}, power_w: {error}") from None
     if "memory_gb" in table:
-        changes["gpu"] = dataclasses.replace(node.gpu, memory_bytes=table["memory_gb"] * GB)
+        memory_bytes = table["memory_gb"] * GB
+        changes["gpu"] = dataclasses.replace(changes["gpu"], memory_bytes=memory_bytes)
     if "intra_node_gb_per_s" in table:
         changes["intra_node"] = _link(node.intra_node, table["intra_node_gb_per_s"] * GB)
     if "network_gbit_per_s" in table:
