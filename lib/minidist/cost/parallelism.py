@@ -73,15 +73,15 @@ class ParallelismConfig:
                 f"ParallelismConfig: {self.replicas} replicas of shards need a zero_stage >= 1, "
                 "got 0: without shards all ranks are replicas"
             )
-        if ranks // self.ep % self.replicas:
-            raise ValueError(
-                f"ParallelismConfig: {ranks} ranks / ep {self.ep} = {ranks // self.ep} copies of "
-                f"an expert do not divide into {self.replicas} replicas"
-            )
         if self.shard_ranks % self.replicas:
             raise ValueError(
                 f"ParallelismConfig: dp {self.dp} x cp {self.cp} = {self.shard_ranks} ranks do "
                 f"not divide into {self.replicas} replicas"
+            )
+        if ranks // self.ep % self.replicas:
+            raise ValueError(
+                f"ParallelismConfig: {ranks} ranks / ep {self.ep} = {ranks // self.ep} copies of "
+                f"an expert do not divide into {self.replicas} replicas"
             )
 
     @property
