@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minidist.cost.hardware import GB, GPUS, H100, NODES, Node, network
-from minidist.cost.memory import memory_per_gpu, state_bytes
+from minidist.cost.memory import StateBytes, memory_per_gpu, state_bytes
 from minidist.cost.parallelism import ParallelismConfig
 from minidist.cost.software import SOFTWARE, Software
 from minidist.cost.step import StepTime, predict_step
@@ -33,6 +33,8 @@ _INSIDE = {
     node.gpu.name.split()[0]: node.intra_node for node in NODES.values() if node.num_gpus == 8
 }
 _GPUS = GPUS | {_H100_500W.name: _H100_500W}
+# nanotron, of which all printed memories are, sums gradients in fp32 beside those in bf16.
+_NANOTRON_STATES = StateBytes(parameter=2, gradient=6, optimizer=12)
 FILES = tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))
 
 
@@ -226,7 +228,7 @@ def memory_error_of(run: Run) -> float | None:
         parallelism=plan,
         micro_batch=run.micro_batch,
         num_microbatches=run.batch // (plan.dp * run.micro_batch),
-        states=state_bytes(precision="bf16_fp32_grads"),
+        states=_NANOTRON_STATES,
         recompute=run.recompute,
         fused_attention=run.fused_attention,
     )
