@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autograder.cli import collect, grade, later, prepare
+from autograder.cli import collect, grade, later, prepare, watch
 from autograder.cli.arguments import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_codes
 from autograder.course.course import CourseError
 from minidist import __version__
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_commands(commands)
     collect.add_command(commands)
     grade.add_command(commands)
+    watch.add_command(commands)
     later.add_commands(commands)
     return parser
 

@@ -15,6 +15,7 @@ FAILURES = {
     "doctor": "something is missing",
     "collect": "",
     "grade": "somebody was not graded, by our failure (INFRA)",
+    "watch": "with `--once`, somebody was not graded or got no feedback, by our failure",
     "replay": "a criterion ends in another way than in the record",
     "status": "",
     "publish": "somebody who has a grade is not in the file, or nobody has one",

@@ -1,4 +1,4 @@
-"""nbgrader's exchange with what submissions from elsewhere lack.
+"""nbgrader's exchange: what comes in, what goes out, and what submissions from elsewhere lack.
 
 nbgrader takes for granted that every submission came through its exchange. One that came out of a
 folder, a zip or an LMS has neither a time nor a secret, so that `nbgrader release_feedback` ended
@@ -7,18 +7,28 @@ there, for the whole class.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import hmac
+import logging
 import os
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from nbgrader.exchange.default.release_feedback import ExchangeReleaseFeedback
 
-from autograder.course.course import Course
+from autograder.course.course import Course, CourseError
+from autograder.files import write_whole
 from autograder.gradebook.database import TIMESTAMP
+from autograder.gradebook.incoming import SECRET
+from autograder.gradebook.roster import may_be_id
 
-SECRET = "submission_secret.txt"
+COMMAND_WITHIN_S = 600.0
+_SAID = 2000  # characters of a failed command's output that are shown
+_COLLECT_AGAIN_S = 60.0  # after a failure
 
 
 class ReleaseFeedback(ExchangeReleaseFeedback):
@@ -46,3 +56,125 @@ def _folders(pattern: str) -> set[str]:
 def _secret(key: bytes, folder: Path) -> str:
     student, lab = folder.parts[-2:]
     return hmac.new(key, f"feedback {student} {lab}".encode(), hashlib.sha256).hexdigest()
+
+
+class Exchange:
+    """The exchange of a course, by nbgrader's own commands.
+
+    Raises:
+        CourseError: the exchange, or the course's inbound/ in it, is not there.
+    """
+
+    def __init__(self, course: Course) -> None:
+        from nbgrader.apps import NbGrader
+        from nbgrader.coursedir import CourseDirectory
+        from nbgrader.exchange.default import Exchange as Places
+
+        self.course = course
+        with contextlib.chdir(course.root):
+            app = NbGrader()
+            app.log.setLevel(logging.ERROR)
+            app.load_config_file()
+        directory = CourseDirectory(config=app.config)
+        root = Path(Places(coursedir=directory, config=app.config).root) / directory.course_id
+        self.inbound, self.outbound = root / "inbound", root / "feedback"
+        if not os.access(self.inbound, os.R_OK | os.X_OK):
+            raise CourseError(
+                f"{self.inbound} cannot be read: `nbgrader release_assignment LAB` makes it; "
+                "c.Exchange.root in nbgrader_config.py says where the exchange is"
+            )
+        self.submitted = course.build / "nbgrader" / "submitted"
+        self._collected: dict[str, tuple[set[str], float]] = {}  # lab -> names, valid until
+
+    def collect(self, lab: str, now: float) -> Iterator[str]:
+        """Has nbgrader collect everybody's newest submission, if there is something new.
+
+        Yields:
+            What went wrong: a submission that nbgrader stumbles over stops nobody else's.
+        """
+        names = {name for name in os.listdir(self.inbound) if f"+{lab}+" in name}
+        before, until = self._collected.get(lab, (set(), now))
+        if names == before and now < until:
+            return
+        failed = False
+        try:
+            yield from _warnings(run_nbgrader(self.course, "collect", lab, "--update"))
+        except CourseError as error:
+            students = {name.partition(f"+{lab}+")[0] for name in names}
+            for student in sorted(filter(may_be_id, students)):
+                only = f"--student={glob.escape(student)}"
+                try:
+                    run_nbgrader(self.course, "collect", lab, "--update", only)
+                except CourseError as one:
+                    failed = True
+                    yield f"{student} cannot be collected: {_last_line(one)}"
+            if not failed:
+                yield f"nbgrader collect failed for something of nobody's: {_last_line(error)}"
+        self._collected[lab] = names, now + _COLLECT_AGAIN_S if failed else float("inf")
+
+    def release(self, lab: str, students: Collection[str]) -> None:
+        """Has nbgrader release the feedback of these students; that of others stays where it is.
+
+        Raises:
+            CourseError: nbgrader failed.
+        """
+        everybody = [each.name for each in (self.course.build / "nbgrader" / "feedback").iterdir()]
+        others = sorted(name for name in everybody if name not in students and "," not in name)
+        run_nbgrader(
+            self.course,
+            "release_feedback",
+            lab,
+            f"--CourseDirectory.student_id_exclude={','.join(others)}",
+        )
+
+    def put_page(self, secret: str, lab: str, page: bytes) -> None:
+        """Puts a page where a student fetches feedback; feedback will take its place."""
+        from nbgrader.utils import notebook_hash
+
+        if not self.outbound.is_dir():
+            self.outbound.mkdir()
+            self.outbound.chmod(0o711)  # as nbgrader makes it: who knows a name may read the page
+        name = notebook_hash(secret=secret, notebook_id=lab)
+        write_whole(self.outbound / f"{name}.html", page, mode=0o644)
+
+
+def read_secret(notebook: Path) -> str:
+    """The secret of a collected submission; empty if it has none."""
+    path = notebook.with_name(SECRET)
+    try:
+        return path.read_text("utf-8") if path.is_file() and not path.is_symlink() else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def run_nbgrader(course: Course, command: str, *arguments: str) -> str:
+    """Runs a command of nbgrader in the course; returns what it said.
+
+    Raises:
+        CourseError: it failed, or took over ten minutes.
+    """
+    try:
+        done = subprocess.run(
+            # -P: not the code of a course's clone, but this grader's.
+            [sys.executable, "-P", "-m", "nbgrader", command, *arguments],
+            cwd=course.root,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_WITHIN_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise CourseError(f"nbgrader {command} took over {COMMAND_WITHIN_S:.0f} s") from None
+    if done.returncode != 0:
+        raise CourseError(f"nbgrader {command} failed:\n{(done.stdout + done.stderr)[-_SAID:]}")
+    return done.stdout + done.stderr
+
+
+def _warnings(said: str) -> Iterator[str]:
+    """What nbgrader says of a submission that claims to be of somebody else than its owner."""
+    yield from (line.strip() for line in said.splitlines() if "cheating attempt" in line)
+
+
+def _last_line(error: CourseError) -> str:
+    return (str(error).strip().splitlines() or ["nbgrader said nothing"])[-1]

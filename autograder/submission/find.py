@@ -59,7 +59,7 @@ class AmbiguousError(Exception):
     """A folder could be two submissions; the message says which."""
 
 
-def find_submissions(paths: Sequence[Path], lab: str) -> Found:
+def find_submissions(paths: Sequence[Path], lab: str, *, strict: bool = True) -> Found:
     """The notebooks of one lab in files and folders, sorted by student.
 
     A path is a notebook, the folder of one student (``lab.ipynb`` or ``lab/lab.ipynb`` in it), or
@@ -68,6 +68,10 @@ def find_submissions(paths: Sequence[Path], lab: str) -> Found:
     of copies such as ``lab (1).ipynb`` the one with the highest number. A notebook of a different
     lab is no submission. Links that lead out of a class's folder are not followed.
 
+    Args:
+        strict: without it, a folder may be empty, and a student whose folder holds several
+            notebooks of the lab is left out and stops nobody else.
+
     Raises:
         ValueError: a path does not exist, cannot be listed, holds no submission, or could be both
             the folder of one student and the folder of a class; or folders hold several notebooks
@@ -75,7 +79,7 @@ def find_submissions(paths: Sequence[Path], lab: str) -> Found:
     """
     found: dict[Path, Submission] = {}
     everything = Found([], {})
-    unclear: list[str] = []
+    unclear: dict[Path, str] = {}
     for path in map(Path, paths):
         if not os.path.lexists(path):
             raise ValueError(f"there is no file or folder {path}")
@@ -84,18 +88,19 @@ def find_submissions(paths: Sequence[Path], lab: str) -> Found:
         except OSError as error:
             raise ValueError(f"{path} cannot be listed: {error.strerror}") from None
         except AmbiguousError as error:
-            unclear.append(f"{path}: {error}")
+            unclear[path] = str(error)
             continue
-        if not here and not unclear:
+        if not here and not unclear and strict:
             why = "".join(f"\n  {line}" for line in everything.explain())
             raise ValueError(
                 f"{path} holds no submission: expected {lab}.ipynb, STUDENT/{lab}.ipynb "
                 f"or STUDENT/{lab}/{lab}.ipynb in it{why}"
             )
         found |= {submission.path: submission for submission in here}
-    if unclear:
-        raise ValueError("\n  ".join(["rename or remove all notebooks but one:", *unclear]))
-    left_out = dict(sorted(everything.left_out.items()))
+    if unclear and strict:
+        lines = [f"{display_name(str(path))}: {why}" for path, why in unclear.items()]
+        raise ValueError("\n  ".join(["rename or remove all notebooks but one:", *lines]))
+    left_out = dict(sorted((everything.left_out | unclear).items()))
     return Found(sorted(found.values()), left_out, everything.notes)
 
 
@@ -104,7 +109,9 @@ def display_name(name: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
-def _submissions(path: Path, lab: str, found: Found, unclear: list[str]) -> Iterator[Submission]:
+def _submissions(
+    path: Path, lab: str, found: Found, unclear: dict[Path, str]
+) -> Iterator[Submission]:
     absolute = Path(os.path.abspath(path))
     if not path.is_dir():
         folder = absolute.parent
@@ -130,7 +137,7 @@ def _submissions(path: Path, lab: str, found: Found, unclear: list[str]) -> Iter
             try:
                 notebook = _of_child(child, path, lab, found)
             except AmbiguousError as error:
-                unclear.append(f"{display_name(child.name)}: {error}")
+                unclear[child] = str(error)
                 continue
             if notebook is not None:
                 yield Submission(display_name(child.name), notebook)
