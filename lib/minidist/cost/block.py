@@ -1,10 +1,10 @@
 """Seconds of one transformer block and of the head, for one micro-batch on one GPU.
 
-    matrix products    FLOPs / (peak * e),   e = e_max * rows / (rows + r); in fp8 times e_fp8,
-                       and inputs and weights are read once more to be rounded
+    matrix products    FLOPs / (peak * e),   e = e_max * rows / (rows + r); in fp8
+                       inputs and weights are read once more to be converted
     attention          FLOPs of the whole square / (peak * e_attention); unfused as products
     everything else    traffic * 2 * stored activation bytes / (memory bandwidth * e_memory)
-    routing            expert_traffic * bytes of the tokens sent / (memory bandwidth * e_memory)
+    routing            8 reads and writes of the tokens sent, and expert_s per expert of the rank
     small kernels      kernel_s, whatever they compute
     tensor parallel    2 all-reduces of the block's output (sequence parallelism: the same bytes),
                        as far as the software does not hide them behind products
@@ -14,7 +14,7 @@
 
 A product with few rows fills the chip badly: that is what r says. A term for thin products (few
 columns after tensor parallelism) was tried; the calibration rows fitted it to zero. `GPU` has
-e_max, r, e_fp8, e_attention and e_memory, one set per generation; `Software` has the rest.
+e_max, r, e_attention and e_memory, one set per generation; `Software` has the rest.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from minidist.cost.transformer import Transformer
 BYTES = 2  # of an activation and of a gathered parameter
 # Bytes per entry that a conversion to fp8 moves: 2 are read; one is written, and one transposed.
 _CAST_TRAFFIC = 4.0
+# Reads and writes of a routed token: sorted by rank, by expert, back by each, and summed.
+_ROUTING_COPIES = 8.0
 # Bytes per logit that the loss reads and writes: 16-bit logits, fp32 softmax, both gradients.
 _LOGIT_TRAFFIC = 12.0
 
@@ -80,9 +82,7 @@ def product_seconds(*, gpu: GPU, dtype: str, rows: float, n: float, k: float) ->
     # Of three products with a pair of operands each, every operand is converted once: input and
     # weights in the forward pass, the gradient of the output in the backward pass.
     entries = (rows * k + n * k + rows * n) / 3
-    return seconds / gpu.fp8_efficiency + (
-        _CAST_TRAFFIC * entries / gpu.attainable_memory_bandwidth
-    )
+    return seconds + _CAST_TRAFFIC * entries / gpu.attainable_memory_bandwidth
 
 
 def head_seconds(
@@ -164,14 +164,16 @@ def block_seconds(
         return software.traffic * 2 * stored / gpu.attainable_memory_bandwidth
 
     forward_s = products_s + attention_s + traffic_s("none") + software.kernel_s
-    forward_s += _routing(model, gpu, tokens / p.tp, software)
+    forward_s += _routing(model, gpu, p, tokens, software)
     again_s, passes = _recomputed(
         recompute,
         forward_s,
         half_s=forward_s - attention_s - products_s / 2,
         scores_s=attention_s + traffic_s("none") - traffic_s("selective"),
     )
-    tensor_s = passes * _tensor(model, p, node, tokens) * software.tensor_exposed
+    tensor_s = passes * _tensor(model, p, node, tokens)
+    if p.tp <= node.num_gpus:  # what hides it copies over NVLink while products run
+        tensor_s *= software.tensor_exposed
     context_s = _context(model, p, node, micro_batch, attention_s) if p.cp > 1 else 0.0
     expert_s = passes * _expert(model, p, node, tokens) if p.ep > 1 else 0.0
     busy_s = 3 * forward_s + again_s + tensor_s + context_s + expert_s
@@ -189,11 +191,17 @@ def block_seconds(
     )
 
 
-def _routing(model: Transformer, gpu: GPU, tokens: float, software: Software) -> float:
-    """Sorting tokens by expert and back, scales, and their sum."""
-    share = (1 - model.dense_layers / model.num_layers) if model.num_experts else 0.0
-    copies = share * tokens * model.experts_per_token * model.width * BYTES
-    return software.expert_traffic * copies / gpu.attainable_memory_bandwidth
+def _routing(
+    model: Transformer, gpu: GPU, p: ParallelismConfig, tokens: float, software: Software
+) -> float:
+    """Forward pass of what experts need beside their products: tokens are sorted by expert and
+    rank, and back, and summed; each expert of this rank has kernels of its own."""
+    if not model.num_experts:
+        return 0.0
+    share = 1 - model.dense_layers / model.num_layers
+    copies = tokens / p.tp * model.experts_per_token * model.width * BYTES
+    moved_s = _ROUTING_COPIES * copies / gpu.attainable_memory_bandwidth
+    return share * (moved_s + model.num_experts / p.ep * software.expert_s)
 
 
 def _recomputed(

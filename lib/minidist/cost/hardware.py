@@ -50,7 +50,6 @@ class GPU:
         memory_bandwidth_bytes_per_s: bandwidth of the device memory.
         matmul_efficiency: the share of peak that large matrix products of a training run reach,
             clocks and power included.
-        fp8_efficiency: speed of a product in fp8 / what its peak and matmul_efficiency say.
         power_w: the power limit with which the constants were measured.
         half_rows, half_head: rows of a product, and width of an attention head, at which a product
             reaches half of its speed.
@@ -71,7 +70,6 @@ class GPU:
     half_head: float = 0.0
     attention_efficiency: float = 0.5
     memory_efficiency: float = 0.8
-    fp8_efficiency: float = 1.0
     power_w: float = 0.0
     source: str = _SHEETS
 
