@@ -330,10 +330,10 @@ def test_the_report_has_every_row_and_the_worst():
 
 def test_chosen_layouts_of_published_sweeps():
     """What the layout that the model chooses costs beside the best that was measured. The issue
-    asks for 3 % everywhere; 50 of 77 sweeps are within it. Of the rest most are one cliff in the
+    asks for 3 % everywhere; 56 of 77 sweeps are within it. Of the rest most are one cliff in the
     measurements, width 2,048 on tp 2 with 2,048 tokens."""
     costs = [sweep["costs_more"] for sweep in report.sweeps()]
     assert len(costs) == 77
-    assert sum(cost <= 0.03 for cost in costs) >= 50
-    assert sum(costs) / len(costs) <= 0.08
+    assert sum(cost <= 0.03 for cost in costs) >= 56
+    assert sum(costs) / len(costs) <= 0.045
     assert all(s["costs_more"] <= 0.05 for s in report.sweeps() if s["table"] != "vtrain_one_node")

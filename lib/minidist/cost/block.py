@@ -5,7 +5,6 @@
     attention          FLOPs of the whole square / (peak * e_attention); unfused as products
     everything else    traffic * 2 * stored activation bytes / (memory bandwidth * e_memory)
     routing            8 reads and writes of the tokens sent, and expert_s per expert of the rank
-    small kernels      kernel_s, whatever they compute
     tensor parallel    2 all-reduces of the block's output (sequence parallelism: the same bytes),
                        as far as the software does not hide them behind products
     experts            2 all-to-alls of the tokens: over NVLink one copy per expert, over the
@@ -163,7 +162,7 @@ def block_seconds(
         )
         return software.traffic * 2 * stored / gpu.attainable_memory_bandwidth
 
-    forward_s = products_s + attention_s + traffic_s("none") + software.kernel_s
+    forward_s = products_s + attention_s + traffic_s("none")
     forward_s += _routing(model, gpu, p, tokens, software)
     again_s, passes = _recomputed(
         recompute,

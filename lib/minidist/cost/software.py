@@ -20,8 +20,6 @@ class Software:
     """One implementation.
 
     Attributes:
-        kernel_s: time that the kernels of one block's forward pass take on the GPU, whatever they
-            compute: ramps, tails, small kernels.
         jitter: how much longer launching takes, with every doubling of the tensor ranks, because
             these wait for each other in every block.
         tensor_exposed: share of tensor parallelism's traffic that is not hidden behind products.
@@ -53,7 +51,6 @@ class Software:
     traffic: float
     overlap: float
     attention: float = 1.0
-    kernel_s: float = 0.0
     jitter: float = 0.0
     tensor_exposed: float = 1.0
     expert_s: float = 0.0
@@ -68,15 +65,14 @@ class Software:
 
 MEGATRON_2021 = Software(
     name="megatron-2021",
-    launch_s=0.0008476,
+    launch_s=0.000848,
     traffic=1.143,
     overlap=0.0,
     bucket_bytes=1e12,
     shard_bucket_bytes=1e12,
     step_s=0.004328,
     straggler=0,
-    kernel_s=0.0001209,
-    jitter=0.02609,
+    jitter=0.03152,
 )
 DEEPSPEED_2021 = Software(
     name="deepspeed-2021",
@@ -94,19 +90,17 @@ FSDP = Software(
     gather_half_nodes=79.16,
     step_s=0.02673,
     straggler=0.008315,
-    kernel_s=0,
 )
 NANOTRON = Software(
     name="nanotron",
     launch_s=0.0006,
     traffic=0.2038,
-    overlap=0.09117,
-    bucket_bytes=5e+06,
-    shard_bucket_bytes=5.876e+06,
+    overlap=0.2276,
+    bucket_bytes=2.193e06,
+    shard_bucket_bytes=5.781e06,
     step_s=0.04946,
     straggler=0.0005646,
     attention=1.521,
-    kernel_s=0,
 )
 # Megatron Core of 2024 and 2025 in NVIDIA's recipes: all-gathers and reduce-scatters of tensor
 # parallelism run piece by piece beside the products that need them, cuDNN's attention.
