@@ -25,10 +25,12 @@ from autograder.files import write_whole
 from autograder.gradebook.database import TIMESTAMP
 from autograder.gradebook.incoming import SECRET
 from autograder.gradebook.roster import may_be_id
+from autograder.submission.find import display_name
 
 COMMAND_WITHIN_S = 600.0
 _SAID = 2000  # characters of a failed command's output that are shown
-_COLLECT_AGAIN_S = 60.0  # after a failure
+_AGAIN_S = 600.0  # until what failed is tried again
+_ONE_BY_ONE = 4  # students who are collected one by one, so that nbgrader stumbles over one only
 
 
 class ReleaseFeedback(ExchangeReleaseFeedback):
@@ -84,7 +86,8 @@ class Exchange:
                 "c.Exchange.root in nbgrader_config.py says where the exchange is"
             )
         self.submitted = course.build / "nbgrader" / "submitted"
-        self._collected: dict[str, tuple[set[str], float]] = {}  # lab -> names, valid until
+        self._collected: dict[str, set[str]] = {}  # lab -> names of folders
+        self._failed: dict[str, tuple[set[str], float]] = {}  # and when to try again
 
     def collect(self, lab: str, now: float) -> Iterator[str]:
         """Has nbgrader collect everybody's newest submission, if there is something new.
@@ -92,25 +95,29 @@ class Exchange:
         Yields:
             What went wrong: a submission that nbgrader stumbles over stops nobody else's.
         """
-        names = {name for name in os.listdir(self.inbound) if f"+{lab}+" in name}
-        before, until = self._collected.get(lab, (set(), now))
-        if names == before and now < until:
+        there = {name for name in os.listdir(self.inbound) if f"+{lab}+" in name}
+        done = self._collected.setdefault(lab, set())
+        new, (failed, again_at) = there - done, self._failed.get(lab, (set(), now))
+        if not new or (new == failed and now < again_at):
             return
-        failed = False
-        try:
-            yield from _warnings(run_nbgrader(self.course, "collect", lab, "--update"))
-        except CourseError as error:
-            students = {name.partition(f"+{lab}+")[0] for name in names}
-            for student in sorted(filter(may_be_id, students)):
+        of: dict[str, set[str]] = {}
+        for name in new:
+            of.setdefault(name.partition(f"+{lab}+")[0], set()).add(name)
+        if len(of) > _ONE_BY_ONE:
+            with contextlib.suppress(CourseError):
+                yield from _warnings(run_nbgrader(self.course, "collect", lab, "--update"))
+                done |= new
+                return
+        for student, names in sorted(of.items()):
+            try:
+                if not may_be_id(student):
+                    raise CourseError("that is no name of a student")
                 only = f"--student={glob.escape(student)}"
-                try:
-                    run_nbgrader(self.course, "collect", lab, "--update", only)
-                except CourseError as one:
-                    failed = True
-                    yield f"{student} cannot be collected: {_last_line(one)}"
-            if not failed:
-                yield f"nbgrader collect failed for something of nobody's: {_last_line(error)}"
-        self._collected[lab] = names, now + _COLLECT_AGAIN_S if failed else float("inf")
+                yield from _warnings(run_nbgrader(self.course, "collect", lab, "--update", only))
+                done |= names
+            except CourseError as error:
+                yield f"{display_name(student)} cannot be collected: {_last_line(error)}"
+        self._failed[lab] = there - done, now + _AGAIN_S
 
     def release(self, lab: str, students: Collection[str]) -> None:
         """Has nbgrader release the feedback of these students; that of others stays where it is.
