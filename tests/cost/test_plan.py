@@ -161,9 +161,15 @@ def test_hybrid_sharding():
     ]
     assert steps[1].data_s < steps[0].data_s / 2
     assert steps[1].compute_s == steps[0].compute_s
-    found = search(job(model=cost.LLAMA2_13B, num_gpus=64, global_batch=64))
-    tried = {c.parallelism.replicas for c in found.fitting if c.parallelism.zero_stage == 3}
-    assert {1, 2, 4, 8} <= tried
+    slow = job(model=cost.LLAMA2_13B, node=cost.PCIE_A100, num_gpus=64, global_batch=512)
+    tried = {c.parallelism.replicas for c in search(slow).fitting}
+    assert {1, 2, 4, 8} <= tried  # a copy in 4 nodes and more; in 2 nodes it does not fit
+    fitting = search(slow).fitting
+    alone = {(c.parallelism, c.micro_batch): c.step.total_s for c in fitting}
+    for c in fitting:
+        key = (replace(c.parallelism, replicas=1), c.micro_batch)
+        if c.parallelism.replicas > 1 and key in alone:
+            assert c.step.total_s < 0.99 * alone[key], "copies that gain nothing are listed"
     with pytest.raises(ValueError, match="6 ranks do not divide into 4 replicas"):
         cost.ParallelismConfig(dp=6, zero_stage=3, replicas=4)
     with pytest.raises(ValueError, match="2 replicas of shards need a zero_stage >= 1, got 0"):

@@ -21,6 +21,7 @@ from minidist.cost.software import Software, usual_software
 from minidist.cost.step import StepTime, step_of_blocks
 from minidist.cost.transformer import Transformer
 
+_GAIN = 0.01  # of the step, below which copies of shards are not worth their memory
 RECOMPUTE_ORDER = ("none", "selective", "full")
 
 
@@ -248,8 +249,24 @@ def candidates(job: Job, refused: Counter[str]) -> Iterator[tuple[ParallelismCon
                         yield base if plain else replace(base, **changes), micro_batch, m
 
 
+def _worth_their_copies(fitting: list[Candidate]) -> list[Candidate]:
+    """Without layouts whose copies of shards gain less than `_GAIN` of the step."""
+    plain = {
+        (c.parallelism, c.micro_batch): c.step.total_s
+        for c in fitting
+        if c.parallelism.replicas == 1
+    }
+
+    def gains(c: Candidate) -> bool:
+        alone_s = plain.get((replace(c.parallelism, replicas=1), c.micro_batch))
+        return alone_s is None or c.step.total_s < alone_s * (1 - _GAIN)
+
+    return [c for c in fitting if c.parallelism.replicas == 1 or gains(c)]
+
+
 def search(job: Job) -> Found:
-    """Every layout of the job, each with the least recomputation with which it fits."""
+    """Every layout of the job, each with the least recomputation with which it fits; copies of
+    shards (HSDP) only where they make the step shorter."""
     found = Found()
     pricer = Pricer(job)
     budget = job.budget
@@ -273,6 +290,7 @@ def search(job: Job) -> Found:
             smallest = found.smallest
             if smallest is None or candidate.memory.total < smallest.memory.total:
                 found.smallest = candidate
+    found.fitting = _worth_their_copies(found.fitting)
     return found
 
 

@@ -129,17 +129,12 @@ def plan(job: Job, *, top: int = 5) -> Answer:
 
 
 def _different(candidates: list[Candidate]) -> list[Candidate]:
-    """Of layouts that differ in micro-batch, chunks or copies of shards only, the fastest; one
-    without copies stands for those that are hardly faster."""
+    """Of layouts that differ in micro-batch, chunks or copies of shards only, the fastest."""
     kept: dict[tuple[Any, ...], Candidate] = {}
     for candidate in candidates:
         p = candidate.parallelism
-        key = (p.dp, p.pp, p.cp, p.tp, p.ep, p.zero_stage)
-        best = kept.setdefault(key, candidate)
-        near = candidate.step.total_s <= best.step.total_s * (1 + _WORTH)
-        if near and p.replicas == 1 < best.parallelism.replicas:
-            kept[key] = candidate
-    return sorted(kept.values(), key=lambda candidate: candidate.step.total_s)
+        kept.setdefault((p.dp, p.pp, p.cp, p.tp, p.ep, p.zero_stage), candidate)
+    return list(kept.values())
 
 
 def _changes(job: Job, best: Candidate, found: Found) -> tuple[Change, ...]:
