@@ -531,8 +531,9 @@ for billions, gpus in ((1, 8), (5, 12), (13, 6), (13, 64), (13, 100), (175, 32),
 # %% [markdown]
 # The rule loses GPUs, or fails. `minidist.cost.recommend` does four things instead. It lists every
 # dp × pp × tp whose product is the number of GPUs, tp inside a node, with one or several chunks per
-# pipeline stage. It drops what does not divide, and what does not fit. It predicts the step of the
-# rest (`lib/minidist/cost/step.py`) and sorts; of plans within 2 % of the fastest, the simplest
+# pipeline stage, and ZeRO-3 also in copies of a few nodes each (HSDP: gathers stay inside a copy,
+# which costs memory). It drops what does not divide, and what does not fit. It predicts the step of
+# the rest (`lib/minidist/cost/step.py`) and sorts; of plans within 2 % of the fastest, the simplest
 # comes first. And it gives its reasons. One prediction in five is off by more than 12 % (section
 # 6), so plans that are closer than that to the first are printed as ties. The command `minidist
 # plan` does the same for other models and clusters.
