@@ -69,7 +69,7 @@ class _Reader:
         head, body = split_magic(source)
         if body.startswith("%%"):
             return self._foreign(source)
-        tree = parse_cell(body)
+        tree = _parse(body)
         wanted: dict[ast.stmt, frozenset[str]] = {}
         for node in tree.body:
             wanted[node] = self._needs(node)
@@ -210,8 +210,14 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
             yield alias.asname or alias.name.partition(".")[0], alias.name
 
 
-def _global_names(node: ast.stmt) -> Iterator[str]:
+# A release reads each lecture for one set of missing modules after the other.
+_parse = cache(parse_cell)
+
+
+@cache
+def _global_names(node: ast.stmt) -> frozenset[str]:
     """The names of the notebook that a statement reads, now or when its functions are called."""
+    found: set[str] = set()
     todo = [symtable.symtable(ast.unparse(node), "cell", "exec")]
     while todo:
         table = todo.pop()
@@ -219,7 +225,8 @@ def _global_names(node: ast.stmt) -> Iterator[str]:
         for symbol in table.get_symbols():
             top = table.get_type() == "module"
             if symbol.is_referenced() and (top or symbol.is_global()):
-                yield symbol.get_name()
+                found.add(symbol.get_name())
+    return frozenset(found)
 
 
 @cache

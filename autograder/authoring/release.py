@@ -19,8 +19,9 @@ import re
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -189,7 +190,7 @@ def find_missing(library: Path, withheld: Collection[str]) -> list[str]:
     A module inside a missing package is not named itself.
     """
     modules = {_dotted(path, library): path for path in sorted(library.rglob("*.py"))}
-    needs = {name: set(_needs(path, name)) for name, path in modules.items()}
+    needs = {name: _needs(path, name) for name, path in modules.items()}
     missing = set(withheld)
     while more := {
         name
@@ -219,25 +220,31 @@ def _dotted(path: Path, library: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _needs(path: Path, name: str) -> Iterator[str]:
+def _needs(path: Path, name: str) -> frozenset[str]:
     """The modules that a module imports at import time; imports inside functions do not count."""
-    tree = ast.parse(path.read_text("utf-8"))
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    todo: list[ast.AST] = list(tree.body)
+    return frozenset(_imports(path.read_text("utf-8"), package))
+
+
+@cache  # the library is read for every lab, or every week of a term
+def _imports(text: str, package: str) -> list[str]:
+    found: list[str] = []
+    todo: list[ast.AST] = list(ast.parse(text).body)
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *([base] if base else [])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             todo += node.orelse
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             todo += ast.iter_child_nodes(node)
+    return found
 
 
 def _remove_module(lib: Path, name: str) -> None:

@@ -58,6 +58,9 @@ class GradeCommand:
         self.evidence: list[suspicious.Evidence] = []
         self.late: list[Late] = []
         self.files: list[Path] = []
+        usual = self.class_run.world_size == self.lab.grading_world_size
+        self.fills_gradebook = usual and not options.no_gradebook
+        self.nbgrader: fill.NbGrader | None = None
 
     def choose_runner(self) -> None:
         """Chooses what runs the submissions, and how many run at once."""
@@ -73,6 +76,8 @@ class GradeCommand:
 
     def grade(self) -> None:
         """Makes a record of every submission, and prints the table."""
+        if self.fills_gradebook:
+            self.nbgrader = fill.begin_nbgrader(self.course, self.lab.name)
         self.records = grade_class(
             self.submissions, self.class_run, self.jobs, self.console, self.runner
         )
@@ -154,8 +159,7 @@ class GradeCommand:
             for submission, record in zip(self.submissions, self.records, strict=True)
             if not record.infra
         ]
-        usual = self.class_run.world_size == self.lab.grading_world_size
-        if self.options.no_gradebook or not usual:
+        if not self.fills_gradebook:
             return
         not_graded.note(
             self.course,
@@ -170,7 +174,9 @@ class GradeCommand:
             submissions, records = [s for s, _ in graded], [r for _, r in graded]
             before = self.regrading.before
             settled = find_settled(self.course, self.lab.name, submissions, records, before)
-            feedback = fill.fill_gradebook(submissions, records, self.class_run, settled)
+            feedback = fill.fill_gradebook(
+                submissions, records, self.class_run, settled, self.nbgrader
+            )
             students = [submission.student for submission in submissions]
             self.late = late_students(self.course, self.lab.name, students)
         self.files += [feedback, self.course.build / "nbgrader" / "gradebook.db"]

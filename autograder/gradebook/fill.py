@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -16,6 +15,7 @@ import nbformat
 
 from autograder.course.course import Course, CourseError
 from autograder.files import write_whole
+from autograder.gradebook.commands import NbGrader
 from autograder.gradebook.database import TIMESTAMP, handed_in_at, note_lateness
 from autograder.gradebook.late import keep_calendar
 from autograder.gradebook.preprocessors import refused
@@ -25,8 +25,6 @@ from autograder.submission.attempt import known_record
 from autograder.submission.class_run import ClassRun
 from autograder.submission.find import Submission
 from autograder.submission.intake import IntakeLimits, sha256_of
-
-NBGRADER_DEADLINE_S = 1800.0
 
 
 def check_names(submissions: Sequence[Submission]) -> None:
@@ -47,17 +45,31 @@ def check_names(submissions: Sequence[Submission]) -> None:
         raise ValueError("\n  ".join(wrong))
 
 
+def begin_nbgrader(course: Course, lab: str) -> NbGrader:
+    """Starts nbgrader, which takes the lab into its gradebook meanwhile: that needs no verdicts."""
+    # nbgrader deletes a release before it writes the new one, and may fail in between. So it gets
+    # its own release folder, and not the one with the students' notebooks.
+    release = course.build / "nbgrader" / "release"
+    nbgrader = NbGrader(course)
+    nbgrader.begin(
+        "generate_assignment", lab, "--force", f"--CourseDirectory.release_directory={release}"
+    )
+    return nbgrader
+
+
 def fill_gradebook(
     submissions: Sequence[Submission],
     records: Sequence[Record],
     class_run: ClassRun,
     settled: Collection[str] = (),
+    nbgrader: NbGrader | None = None,
 ) -> Path:
     """Has nbgrader write the verdicts to its gradebook, and each student's feedback.
 
     Args:
         settled: students whose verdicts are already in the gradebook; their grades stay as they
             are.
+        nbgrader: from `begin_nbgrader`; default: one that begins now.
 
     Returns:
         the folder with one feedback page per student.
@@ -101,22 +113,20 @@ def fill_gradebook(
     def only(students: set[str]) -> str:
         return f"--CourseDirectory.student_id_exclude={','.join(sorted(everyone - students))}"
 
-    # nbgrader deletes a release before it writes the new one, and may fail in between. So it gets
-    # its own release folder, and not the one with the students' notebooks.
-    elsewhere = f"--CourseDirectory.release_directory={made / 'release'}"
-    _nbgrader(course, "generate_assignment", lab, "--force", elsewhere)
     trusted = f"--GradeWithReferee.trusted={not class_run.sandboxed}"
     failed: CourseError | None = None
     new = ours - set(settled)
-    keep_calendar(course, lab, new)
-    if new:
-        try:
-            _nbgrader(course, "autograde", lab, "--force", only(new), trusted)
-        except CourseError as error:  # for one student; nbgrader goes on with the others
-            failed = error
-        note_lateness(course, lab, new)
-    if ours:
-        _nbgrader(course, "generate_feedback", lab, "--force", only(ours))
+    with nbgrader or begin_nbgrader(course, lab) as begun:
+        begun.wait()
+        keep_calendar(course, lab, new)
+        if new:
+            try:
+                begun.run("autograde", lab, "--force", only(new), trusted)
+            except CourseError as error:  # for one student; nbgrader goes on with the others
+                failed = error
+            note_lateness(course, lab, new)
+        if ours:
+            begun.run("generate_feedback", lab, "--force", only(ours))
     if failed is not None:
         raise failed
     return made / "feedback"
@@ -187,20 +197,3 @@ def _unreadable(path: Path) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def _nbgrader(course: Course, command: str, *arguments: str) -> None:
-    try:
-        done = subprocess.run(
-            # -P: not the code of a course's clone, but this grader's.
-            [sys.executable, "-P", "-m", "nbgrader", command, *arguments],
-            cwd=course.root,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=NBGRADER_DEADLINE_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise CourseError(f"nbgrader {command} took over {NBGRADER_DEADLINE_S:.0f} s") from None
-    if done.returncode != 0:
-        raise CourseError(f"nbgrader {command} failed:\n{(done.stdout + done.stderr)[-3000:]}")

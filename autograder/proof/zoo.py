@@ -77,15 +77,15 @@ class ZooEntry:
         return min([total, *(gate.at_most for gate in closed)])
 
 
-def load_zoo(lab: str, *, root: Path = COURSE_ROOT) -> list[ZooEntry]:
-    """All entries of a lab, sorted by file name.
+def load_zoo(lab: str, pattern: str = "*", *, root: Path = COURSE_ROOT) -> list[ZooEntry]:
+    """The entries of a lab whose names match a pattern such as "right_*", sorted by name.
 
     Raises:
         BuildError: an entry names a cell or a criterion that the lab does not have, or has no
             `loses:` line; the message names the file.
     """
     folder = root / "tests" / "zoo" / lab
-    files = sorted(folder.glob("[!_]*.py"))
+    files = sorted(file for file in folder.glob("[!_]*.py") if file.match(f"{pattern}.py"))
     if not files:
         raise BuildError(f"{folder}: no submissions; expected NAME.py files in a checkout")
     reference = build_notebook(root / "solutions" / lab / f"{lab}.py")
@@ -163,6 +163,8 @@ def _load_entry(py: Path, lab: str, reference: NotebookNode, starter: NotebookNo
 
     criteria = {criterion.name for criterion in get_lab(lab).criteria}
     loses, statuses = _expectations(py, docstring, criteria)
+    if bool(loses) == py.stem.startswith("right_") and py.stem != "reference":
+        raise BuildError(f"{py}: right_NAME.py loses nothing, and only that; it loses {loses!r}")
     return ZooEntry(
         name=py.stem,
         docstring=docstring,

@@ -61,19 +61,25 @@ class Evidence:
     what: str
 
 
-def find_evidence(student: str, notebook: NotebookNode, solution: NotebookNode) -> list[Evidence]:
-    """The evidence in a notebook that intake has read, in the order of its cells.
-
-    Args:
-        solution: the course's solution; students may use in a task what the solution uses there.
-    """
-    known = _names_in(solution)
-    usual = {
-        name_of(cell): set(_traces(cell.source, known))
+def usual_in(solution: NotebookNode) -> dict[str, set[str]]:
+    """What the course's solution uses, by task; students may use it there, too."""
+    names = _names_in(solution)
+    return {
+        name_of(cell): set(_traces(cell.source, names))
         for cell in solution.cells
         if cell.cell_type == "code"
     }
-    everywhere = set().union(*usual.values()) if usual else set()
+
+
+def find_evidence(
+    student: str, notebook: NotebookNode, usual: Mapping[str, set[str]]
+) -> list[Evidence]:
+    """The evidence in a notebook that intake has read, in the order of its cells.
+
+    Args:
+        usual: from `usual_in`.
+    """
+    everywhere = set[str]().union(*usual.values())
     names = _names_in(notebook)
     found: list[Evidence] = []
     left = MAX_CHARS
@@ -118,11 +124,11 @@ def suspicious_in_class(
     path = course.root / "solutions" / lab / f"{lab}.ipynb"
     if not path.is_file():
         return []
-    solution = nbformat.read(path, as_version=4)
+    usual = usual_in(nbformat.read(path, as_version=4))
     found = []
     for record in records:
         if (notebook := notebooks.get(record.student)) is not None:
-            found += find_evidence(record.student, notebook, solution)
+            found += find_evidence(record.student, notebook, usual)
         found += evidence_in_record(record)
     return found
 

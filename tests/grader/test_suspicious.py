@@ -14,7 +14,7 @@ from autograder.authoring.notebooks import build_notebook
 from autograder.criteria import lab_names
 from autograder.proof.zoo import load_zoo
 from autograder.report.similar import find_similar
-from autograder.report.suspicious import evidence_in_record, find_evidence, rows
+from autograder.report.suspicious import evidence_in_record, find_evidence, rows, usual_in
 from autograder.submission.intake import read_submission
 
 READY_MADE = {
@@ -37,14 +37,14 @@ def solution_of(lab):
 def test_the_courses_own_answers_are_not_suspicious(lab):
     entries = {entry.name: entry.notebook for entry in load_zoo(lab)}
     for name in ("reference", "starter"):
-        assert find_evidence("ada", entries[name], solution_of(lab)) == []
+        assert find_evidence("ada", entries[name], usual_in(solution_of(lab))) == []
 
 
 @pytest.mark.parametrize(("lab", "name"), READY_MADE)
 def test_ready_made_classes_are_shown_with_their_task_and_line(lab, name):
     notebook = next(entry.notebook for entry in load_zoo(lab) if entry.name == name)
     task, wanted = READY_MADE[lab, name]
-    found = find_evidence("ada", notebook, solution_of(lab))
+    found = find_evidence("ada", notebook, usual_in(solution_of(lab)))
     (evidence,) = [e for e in found if e.what == f"uses torch's {wanted}"]
     assert (evidence.student, evidence.task) == ("ada", task)
     cell = next(c for c in notebook.cells if c.id == task)
@@ -65,7 +65,7 @@ def test_ready_made_classes_are_shown_with_their_task_and_line(lab, name):
 )
 def test_looking_around_is_shown(title, what):
     attack = next(a for a in load_attacks() if a.title == title)
-    found = find_evidence("ada", _as_read(attack), solution_of("lab1_ddp"))
+    found = find_evidence("ada", _as_read(attack), usual_in(solution_of("lab1_ddp")))
     assert what in {e.what for e in found}, found
 
 
@@ -120,7 +120,7 @@ REACHES = {  # code, in two cells -> what is said of its last line
 @pytest.mark.parametrize("cells", REACHES)
 def test_patching_and_reaching_into_the_machinery_is_shown_with_its_line(cells):
     new = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
-    found = find_evidence("ada", new, nbformat.v4.new_notebook())
+    found = find_evidence("ada", new, usual_in(nbformat.v4.new_notebook()))
     assert (cells[1].count("\n") + 1, REACHES[cells]) in {(e.line, e.what) for e in found}, found
 
 
@@ -142,12 +142,12 @@ def test_patching_and_reaching_into_the_machinery_is_shown_with_its_line(cells):
 )
 def test_settings_and_things_of_ones_own_are_not(source):
     new = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    assert find_evidence("ada", new, nbformat.v4.new_notebook()) == []
+    assert find_evidence("ada", new, usual_in(nbformat.v4.new_notebook())) == []
 
 
 def test_an_attack_on_the_clocks_is_shown_line_by_line():
     attack = next(a for a in load_attacks() if a.title == "patching/clocks")
-    found = find_evidence("ada", _as_read(attack), solution_of("lab1_ddp"))
+    found = find_evidence("ada", _as_read(attack), usual_in(solution_of("lab1_ddp")))
     lines = {e.what: e.line for e in found}
     assert lines["patches time.sleep"] == lines["patches time.time"] + 2
 
@@ -162,7 +162,7 @@ def test_honest_habits_are_not(tmp_path):
         if attack.group == "fair":
             intake = read_submission(attack.write(tmp_path / attack.name), master)
             assert intake.notebook is not None
-            assert find_evidence("ada", intake.notebook, master) == [], attack.title
+            assert find_evidence("ada", intake.notebook, usual_in(master)) == [], attack.title
 
 
 def test_ranks_that_ended_are_shown_where_there_are_points():
@@ -177,7 +177,7 @@ def test_code_that_is_no_python_is_passed_over():
 
     sources = ("def (", "(" * 5000, "\0", "x = 1", "%%x\n" * 3000, "%a\n" * 495, "\n" * 99_999)
     odd = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
-    assert find_evidence("ada", odd, nbformat.v4.new_notebook()) == []
+    assert find_evidence("ada", odd, usual_in(nbformat.v4.new_notebook())) == []
     assert find_similar({"ada": odd, "bea": odd}, nbformat.v4.new_notebook()) == []
 
 
@@ -186,11 +186,13 @@ def test_magics_hide_nothing_and_move_no_line():
         "%%rank 0\n\n%matplotlib inline\n!cat /proc/1/maps\nimport ctypes"
     )
     notebook = nbformat.v4.new_notebook(cells=[cell])
-    found = find_evidence("ada", notebook, nbformat.v4.new_notebook())
+    found = find_evidence("ada", notebook, usual_in(nbformat.v4.new_notebook()))
     assert [(e.line, e.what) for e in found] == [(4, "names /proc"), (5, "uses ctypes")]
 
 
 def test_more_code_than_is_looked_at_is_worth_a_look():
     cells = [nbformat.v4.new_code_cell(f"x = '{'y' * 99_000}'") for _ in range(5)]
-    found = find_evidence("ada", nbformat.v4.new_notebook(cells=cells), nbformat.v4.new_notebook())
+    found = find_evidence(
+        "ada", nbformat.v4.new_notebook(cells=cells), usual_in(nbformat.v4.new_notebook())
+    )
     assert ["more that was not looked at" in e.what for e in found] == [True]

@@ -1,0 +1,109 @@
+"""nbgrader's commands, in one process that imports nbgrader while a class is being graded.
+
+Importing nbgrader takes longer than most of its commands, and on its command line each command is a
+process of its own. Here each command is a fork of a process that has imported nbgrader already, so
+it finds nbgrader as it is when it has just been started.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from multiprocessing import connection
+from types import TracebackType
+from typing import Self
+
+from autograder.batch import pool
+from autograder.course.course import Course, CourseError
+from minidist.processes.fork_server import fork_child
+
+DEADLINE_S = 1800.0  # of one command
+SAID = 3000  # characters of a failed command's output that are shown
+
+
+class NbGrader:
+    """The process. A command that was begun and not waited for is waited for before the next.
+
+    Args:
+        course: the commands run in its folder.
+    """
+
+    def __init__(self, course: Course) -> None:
+        self._child = pool.fork(_run_commands, cwd=course.root)
+        self._begun = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._child.kill()
+        self._child.close()
+
+    def begin(self, command: str, *arguments: str) -> None:
+        """Starts a command, such as "autograde"; returns at once.
+
+        Raises:
+            CourseError: the command before it failed; see `wait`.
+        """
+        self.wait()
+        self._begun = command
+        self._child.pipe.send([command, *arguments])
+
+    def wait(self) -> None:
+        """Waits until the command that was begun has ended; without one, returns at once.
+
+        Raises:
+            CourseError: it failed, or took over half an hour; the message has the end of what it
+                said.
+        """
+        command, self._begun = self._begun, ""
+        if not command:
+            return
+        try:
+            if not self._child.pipe.poll(DEADLINE_S):
+                raise CourseError(f"nbgrader {command} took over {DEADLINE_S:.0f} s")
+            code, said = self._child.pipe.recv()
+        except (EOFError, OSError):
+            raise CourseError(f"nbgrader {command}: its process was killed") from None
+        if code != 0:
+            raise CourseError(f"nbgrader {command} failed:\n{said[-SAID:]}")
+
+    def run(self, command: str, *arguments: str) -> None:
+        """Runs a command, and waits for its end.
+
+        Raises:
+            CourseError: see `wait`.
+        """
+        self.begin(command, *arguments)
+        self.wait()
+
+
+# --- in the process -------------------------------------------------------------------------------
+
+
+def _run_commands(pipe: connection.Connection) -> None:
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        for fd in (1, 2):
+            os.dup2(said.fileno(), fd)
+        from nbgrader.apps.nbgraderapp import NbGraderApp
+
+        import autograder.gradebook.preprocessors
+        import autograder.report.feedback  # noqa: F401
+
+        while True:
+            try:
+                words = pipe.recv()
+            except EOFError:
+                return
+            said.seek(0)
+            said.truncate()
+            pid = fork_child(partial(NbGraderApp.launch_instance, words))
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            said.seek(0)
+            pipe.send((code, said.read()))
