@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from minidist.cost.search import Job, search
 from minidist.plan import challenge, report
 from minidist.plan.answer import RESERVE, options_of, plan
 from minidist.plan.errors import error_bar
+from minidist.plan.runs import FOLDER
 
 
 def job(**changes) -> Job:
@@ -334,6 +336,14 @@ def test_the_report_has_every_row_and_the_worst():
     assert all(abs(record["error"]) <= limit for record in rest)
 
 
+def test_the_note_names_the_ten_worst_rows():
+    """With their errors, in the order of the report."""
+    note = (FOLDER / "README.md").read_text("utf-8")
+    table = note.split("The ten worst rows:")[1]
+    said = [float(error) for error in re.findall(r"\| ([+-][0-9.]+) % \|", table)]
+    assert said == [round(100 * row["error"], 1) for row in report.worst(report.rows())]
+
+
 def test_chosen_layouts_of_published_sweeps():
     """What the layout that the model chooses costs beside the best that was measured. The issue
     asks for 3 % everywhere; 56 of 77 sweeps are within it. Of the rest most are one cliff in the
@@ -342,4 +352,5 @@ def test_chosen_layouts_of_published_sweeps():
     assert len(costs) == 77
     assert sum(cost <= 0.03 for cost in costs) >= 56
     assert sum(costs) / len(costs) <= 0.045
+    assert sum(sweep["tie"] for sweep in report.sweeps()) >= 72
     assert all(s["costs_more"] <= 0.05 for s in report.sweeps() if s["table"] != "vtrain_one_node")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -251,6 +252,34 @@ def test_cluster_file(capsys: pytest.CaptureFixture[str], tmp_path):
         code, _, err = run(capsys, "plan", *arguments)
         assert code == 2
         assert message in err
+
+
+def test_a_power_limit_in_cluster_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    seconds = []
+    for watts in (700, 350):
+        file.write_text(f'gpu = "h100"\npower_w = {watts}\n')
+        code, out, _ = run(capsys, "plan", *ARGUMENTS, "--cluster", str(file), "--json")
+        assert code == 0
+        seconds.append(json.loads(out)["layouts"][0]["step_s"])
+    assert seconds[1] > 1.1 * seconds[0]
+    file.write_text('gpu = "h100"\npower_w = 900\n')
+    code, _, err = run(capsys, "plan", *ARGUMENTS, "--cluster", str(file))
+    assert code == 2
+    assert "power_w: H100 SXM 80 GB at 900 W: expected a power limit above 0 and at most 700" in err
+
+
+def test_hybrid_sharding_in_words(capsys: pytest.CaptureFixture[str]):
+    """A layout with copies of the shards beside one without, and a constraint."""
+    wanted = ["--layout", "dp=64 zero=3 micro=1", "--layout", "dp=64 zero=3 replicas=8 micro=1"]
+    code, out, _ = run(capsys, "compare", *ARGUMENTS, *wanted, "--json")
+    assert code == 0
+    layouts = json.loads(out)["layouts"]
+    held = {one["layout"]["replicas"]: one["bytes"]["optimizer"] for one in layouts}
+    assert held[8] == pytest.approx(8 * held[1])
+    arguments = [*ARGUMENTS, "--constraint", "replicas=1", "--json"]
+    code, out, _ = run(capsys, "plan", *arguments)
+    assert all(one["layout"]["replicas"] == 1 for one in json.loads(out)["layouts"])
 
 
 def test_layout_words():

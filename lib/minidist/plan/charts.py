@@ -69,6 +69,8 @@ def save(job: Job, options: Sequence[Option], file: str) -> None:
     )
     curve.set_xscale("log", base=2)
     curve.set_yscale("log", base=2)
+    curve.set_xticks([gpus for gpus, _, _ in points], [f"{gpus:,}" for gpus, _, _ in points])
+    curve.yaxis.set_major_formatter(lambda rate, _: f"{rate:,.0f}")
     curve.set_xlabel("GPUs, same batch")
     curve.set_ylabel("tokens per second")
     figure.savefig(file, dpi=130)
@@ -89,4 +91,5 @@ def _stack(axes, names: list[str], parts: dict[str, list[float]]) -> None:
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.legend(fontsize="x-small")
+    # Above the bars, so that it hides none.
+    axes.legend(fontsize="x-small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
