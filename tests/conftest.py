@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ os.environ.update([MARK.split("=")])
 # process are in a folder of its own. The path is short, because that of a socket has to be.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 PLACE = tempfile.mkdtemp(prefix="t-", dir="/tmp")
-OF_RUN = os.environ.setdefault("TESTS_OF_RUN", PLACE)  # of the process that starts the others
 os.environ.update(TMPDIR=PLACE, XDG_RUNTIME_DIR=PLACE)
 tempfile.tempdir = PLACE
 # What tests import is there already in the ranks that they start: half of what a rank costs else.
@@ -93,28 +91,18 @@ def _started_by_tests() -> dict[int, str]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keeps tests in one process that share a fixture of their module, besides `nothing_runs_on`.
-
-    And leaves those on four ranks to `make test-all`.
-    """
+    """Keeps tests in one process that share a fixture of a module, besides `nothing_runs_on`."""
     fixtures = getattr(item, "_fixtureinfo", None)
     scopes = [each[-1].scope for each in fixtures.name2fixturedefs.values()] if fixtures else []
     if scopes.count("module") > 1:
         item.add_marker(pytest.mark.xdist_group(item.location[0]))
-    # 1, 2 and 3 ranks, which do not divide, say most of what 4 say, in a third of the time.
-    given = getattr(item, "callspec", None)
-    if given and 4 in [given.params.get(name) for name in ("world_size", "num_ranks", "n")]:
-        item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # What stays in one process takes long, so it begins first; what runs alone comes last.
-    items.sort(
-        key=lambda item: (
-            item.get_closest_marker("alone") is not None,
-            item.get_closest_marker("xdist_group") is None,
-        )
-    )
+    # What stays in one process takes long, so it begins first.
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    _leave_numbers_of_ranks_to_the_rest(items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -126,22 +114,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
+def _leave_numbers_of_ranks_to_the_rest(items: list[pytest.Item]) -> None:
+    """Of a test for several numbers of ranks, `make test` runs 1 and 3; the others are slow.
+
+    3 ranks, which do not divide, find most of what 2 and 4 find.
+    """
+    sizes: dict[str, set[object]] = {}
+    ranks: list[tuple[pytest.Item, str, object]] = []
+    for item in items:
+        given = getattr(item, "callspec", None)
+        for name in ("world_size", "num_ranks", "n"):
+            if given and name in given.params:
+                test = item.nodeid.partition("[")[0]
+                sizes.setdefault(test, set()).add(given.params[name])
+                ranks.append((item, test, given.params[name]))
+    for item, test, size in ranks:
+        if size == 4 or (size == 2 and 3 in sizes[test]):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A pytest-xdist that does not know groups would make a module's fixture in every process."""
     if hasattr(session.config, "workerinput") and session.config.getoption("loadgroup"):
         groups = [item for item in session.items if item.get_closest_marker("xdist_group")]
         assert all("@" in item.nodeid for item in groups), "this pytest breaks --dist loadgroup"
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Beside a test that is marked `alone` no other one runs; its time-out begins after that."""
-    if not hasattr(item.config, "workerinput"):  # not one of several processes of pytest-xdist
-        return (yield)
-    alone = item.get_closest_marker("alone") is not None
-    with open(f"{OF_RUN}/lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        return (yield)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -92,6 +92,7 @@ def test_a_worker_that_is_told_to_end_does_not_begin_anew(course, how):
     nap = nbformat.v4.new_code_cell("import time; time.sleep(3)", id="nap")
     notebook.cells.insert(0, nap)
     course.submit("one", nbformat.writes(notebook).encode())
+    (course.root / "course.toml").write_text(f"[limits.{LAB}]\nwall_s = 8\n")  # of each try
     grader = subprocess.Popen(
         _words(course, "--no-gradebook"),
         cwd=course.root,
