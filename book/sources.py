@@ -5,8 +5,10 @@ Notebooks lie as in the repository, so that their links hold.
 
 from __future__ import annotations
 
+import csv
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +53,7 @@ def write_sources(
         _copy(run(path), folder / "notebooks" / path.name)
     for path in sorted((root / "labs").glob("*/*.ipynb")):
         _copy(path, folder / "labs" / path.parent.name / path.name)
+    (folder / "corrections.md").write_text(corrections(root / "notebooks"), "utf-8")
     (folder / "reference").mkdir()
     for name in api:
         module = f"minidist.{name}"
@@ -74,6 +77,41 @@ def course_map(readme: Path) -> str:
     if found is None:
         raise SystemExit(f"book: {readme} has no table under '## The course'")
     return found[1]
+
+
+def corrections(notebooks: Path) -> str:
+    """A page with what is often said and is wrong, from claims.csv, lecture by lecture."""
+    with (notebooks / "claims.csv").open(newline="", encoding="utf-8") as file:
+        wrong = [row for row in csv.DictReader(file) if row["verdict"] == "corrected"]
+    by_lecture: dict[int, list[dict[str, str]]] = defaultdict(list)
+    for row in wrong:
+        by_lecture[int(row["lecture"])].append(row)
+    page = [
+        "# Often said, and wrong",
+        "",
+        f"{len(wrong)} statements of lectures, blogs and listings, what is right instead, and why. "
+        "Each lecture runs the computation that decides it.",
+    ]
+    for lecture, rows in sorted(by_lecture.items()):
+        paths = sorted(notebooks.glob(f"{lecture:02}_*.ipynb"))
+        title = f"[Lecture {lecture}](notebooks/{paths[0].name})" if paths else f"Lecture {lecture}"
+        page += ["", f"## {title}", "", "| Said | In numbers | Right | Why |", "|---|---|---|---|"]
+        for row in rows:
+            numbers = [_with_unit(row[key], row["unit"]) for key in ("stated", "right")]
+            why = " ".join(filter(None, (row["why"] + ".", _with_links(row["authority"]))))
+            cells = (row["says"], *numbers, why)
+            page.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(page) + "\n"
+
+
+def _with_unit(value: str, unit: str) -> str:
+    is_number = re.fullmatch(r"[-\d.,e]+", value) and unit
+    return f"{value} {unit}" if is_number else value
+
+
+def _with_links(authority: str) -> str:
+    """The text with a link for each number of arXiv."""
+    return re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", authority)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -14,7 +14,9 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from pages import problems_on_a_phone
-from sources import SPHINX, write_sources
+from sources import SPHINX, corrections, write_sources
+
+from minidist import claims
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_PAGE_BYTES = 3_000_000
@@ -57,6 +59,7 @@ def small(tmp_path: Path) -> Path:
         new_markdown_cell("To [the lab](../labs/lab1_x/lab1_x.ipynb)."),
     ]
     (root / "notebooks").mkdir()
+    shutil.copy(ROOT / "notebooks" / "claims.csv", root / "notebooks")
     about = {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
     nbformat.write(new_notebook(cells=cells, metadata=about), root / "notebooks" / "01_x.ipynb")
     for name in ("lab1_x", "bonus_x"):
@@ -83,6 +86,17 @@ def test_figures_claims_and_widgets_are_in_the_page(small, tmp_path):
     reference = (tmp_path / "site" / "reference" / "cost.html").read_text("utf-8")
     assert "all_reduce_seconds" in reference
     assert "viewcode-link" in reference
+
+
+def test_what_is_often_said_and_wrong_has_a_row_with_its_lecture_and_source():
+    page = corrections(ROOT / "notebooks")
+    rows = [row for row in claims.load(ROOT / "notebooks" / "claims.csv") if row.refutes]
+    assert len(rows) > 100
+    for row in rows:
+        assert f"| {row.text} |" in page
+    assert "[Lecture 7](notebooks/07_pipeline_parallelism.ipynb)" in page
+    assert "[2104.04473](https://arxiv.org/abs/2104.04473)" in page
+    assert "not published trillion" not in page  # a unit goes with a number only
 
 
 def test_what_leads_nowhere_is_named(small, tmp_path):
