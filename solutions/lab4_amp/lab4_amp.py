@@ -271,7 +271,7 @@ check("amp_safe_scale", safe_scale)
 # - `scale(loss)` returns the loss times the scale, in fp32, with its graph. `loss` itself stays.
 # - `unscale_(optimizer)` divides every gradient of the optimizer's parameters by the scale, in
 #   place. Parameters without a gradient (`None`) are left alone; at least one has a gradient. A
-#   second call before `update()` would divide twice: it raises `RuntimeError`.
+#   second call before `update()`, also after `step`, would divide twice: it raises `RuntimeError`.
 # - `step(optimizer)` unscales, unless that has been done. Then it calls `optimizer.step()` if
 #   *every entry of every gradient on every rank* is finite, and returns `True`; else it calls
 #   nothing and returns `False`. Look at the entries: a sum or a norm can overflow though all of
@@ -689,11 +689,12 @@ check("amp_loop_accumulates", train_amp)
 #   backward; one `optimizer.step()`. Then return a dict of bytes, `int`s:
 # - `"parameters"`: of all parameters of the model, trained or not;
 # - `"gradients"`: of all gradients there are after backward;
-# - `"optimizer"`: of all tensors in `optimizer.state` after the step;
-# - `"saved"`: of all that autograd saved during `compute_loss()`. Tensors that share one storage
-#   count once (the output of tanh is also the next layer's input; `w.t()` is the same memory as
-#   `w`). What shares its storage with a parameter does not count: the parameter is there anyway.
-#   But a 16-bit *copy* of a parameter does.
+# - `"optimizer"`: of all tensors in `optimizer.state` after the step, small ones too;
+# - `"saved"`: of all that autograd saved during `compute_loss()`, whatever its dtype. Each storage
+#   counts once and in full, however many tensors share it or however little of it one of them
+#   shows (the output of tanh is also the next layer's input; `w.t()` is the same memory as `w`).
+#   What shares its storage with a parameter does not count: the parameter is there anyway. But a
+#   16-bit *copy* of a parameter does.
 #
 # <details><summary>Hint 1: what autograd saves</summary>
 #
@@ -794,7 +795,8 @@ check("amp_memory", memory_report)
 #   step begins with an empty queue and ends with one.
 # - `clock()` returns seconds. Use it and no other: the check brings its own.
 # - Return, on every rank, the seconds per step of the slowest rank: the largest of the ranks'
-#   *medians*. `device` is where a tensor for a collective has to be.
+#   *medians* (of an even number, the mean of the two in the middle). `device` is where a tensor for
+#   a collective has to be.
 #
 # <details><summary>Hint</summary>
 #

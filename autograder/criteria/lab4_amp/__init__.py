@@ -21,6 +21,7 @@ from autograder.criteria.lab4_amp import (
     overflow,
     plain_steps,
     scaler,
+    timing,
 )
 
 _FORMATS = "Task 1, what 16 bits can hold"
@@ -120,8 +121,8 @@ LAB = Lab(
         ),
         Criterion(
             name="amp_timing", title="seconds of a step on a device that queues", task=_SPEED,
-            points=6, draw=measure.draw_timing, observe=measure.observe_timing,
-            judge=measure.judge_timing,
+            points=6, draw=timing.draw_timing, observe=timing.observe_timing,
+            judge=timing.judge_timing,
         ),
         Criterion(
             name="amp_choice", title="one precision for all ranks", task=_CHOICE, points=4,

@@ -100,7 +100,7 @@ def _in_turn(each: list[np.ndarray], limit: float) -> np.ndarray:
 def judge_skips(case: Case) -> Iterator[Finding]:
     """A step that overflows on one rank changes neither parameters nor learning rate."""
     for rank, answer in enumerate(case.answers):
-        found = _skip_finding(case, "main", rank)
+        found = _skip_finding(case, "main", rank) or _history_finding(case, rank)
         # Several batches a step are judged here only if a step works that does not overflow.
         if found is None and replay.base_of(case, "pair", rank) is not None:
             if raised := told(answer, "two/raised"):
@@ -109,6 +109,19 @@ def judge_skips(case: Case) -> Iterator[Finding]:
                 found = _skip_finding(case, "two", rank)
         if found is not None:
             yield found
+
+
+def _history_finding(case: Case, rank: int) -> Finding | None:
+    """A finding if the losses of steps that were left out are missing."""
+    losses, steps = told(case.answers[rank], "main/losses"), replay.all_steps(case, "main")[rank]
+    taken = [step for step in steps or () if step.taken]
+    if steps is None or not isinstance(losses, list) or len(losses) != len(taken) != len(steps):
+        return None
+    return Finding(
+        f"{len(losses)} losses of {len(steps)} steps, {len(taken)} of which were taken: expected "
+        "one for each step, left out or not.",
+        rank,
+    )
 
 
 def _skip_finding(case: Case, name: str, rank: int) -> Finding | None:

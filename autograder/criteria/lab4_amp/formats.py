@@ -34,6 +34,7 @@ def draw_share(draw: Draw) -> list[Values]:
         {"dtype": "float16", "scale": 2.0**30},  # many become inf, which is not lost
         {"dtype": "bfloat16", "scale": 1.0},
         {"dtype": "float32", "scale": 1.0},
+        {"dtype": "bfloat16", "scale": 2.0**-120},  # some products are 0 in float32 already
     ]
     settings = [settings[i] for i in rng.permutation(len(settings))]
     inputs = []
@@ -67,15 +68,14 @@ def judge_share(case: Case) -> Iterator[Finding]:
     for rank, (inputs, answer) in enumerate(zip(case.inputs, case.answers, strict=True)):
         shares = told(answer, "shares")
         for number, setting in enumerate(inputs["settings"]):
-            values = np.abs(inputs[f"v{number}"].astype(np.float64))
+            values = np.abs(inputs[f"v{number}"])
             values = values[values > 0]
-            scaled, dtype = values * setting["scale"], setting["dtype"]
-            expected = float((scaled <= LOST_UP_TO[dtype]).mean())
+            expected = _share(values * np.float32(setting["scale"]), setting["dtype"])
             got = item_of(shares, number)
             if not isinstance(got, float) or not abs(got - expected) <= 1e-6:
                 hint = _explain_share(got, values, setting, inputs[f"v{number}"].size)
                 yield Finding(
-                    f"{dtype}, scale {setting['scale']:g}: expected {expected:.4f}, "
+                    f"{setting['dtype']}, scale {setting['scale']:g}: expected {expected:.4f}, "
                     f"got {got}.{hint}",
                     rank,
                 )
@@ -87,19 +87,23 @@ def judge_share(case: Case) -> Iterator[Finding]:
             )
 
 
+def _share(scaled: np.ndarray, dtype: str) -> float:
+    return float((scaled.astype(np.float64) <= LOST_UP_TO[dtype]).mean())
+
+
 def _explain_share(got: Any, values: np.ndarray, setting: Values, size: int) -> str:
+    """Why a share is wrong, if that is known; `values` are absolute and not 0, in float32."""
     if not isinstance(got, float):
         return " A Python float is asked for."
-    if (
-        abs(got / 100 - float((values * setting["scale"] <= LOST_UP_TO[setting["dtype"]]).mean()))
-        < 1e-6
-    ):
+    scale, dtype = setting["scale"], setting["dtype"]
+    scaled = values * np.float32(scale)
+    right = _share(scaled, dtype)
+    if abs(got / 100 - right) < 1e-6:
         return " That is per cent; a number between 0 and 1 is asked for."
-    scaled, dtype = values * setting["scale"], setting["dtype"]
     flushed = float((scaled < SMALLEST_NORMAL[dtype]).mean())
-    early = float((values <= LOST_UP_TO[dtype]).mean())
-    of_all = float((scaled <= LOST_UP_TO[dtype]).sum()) / size
-    zeros = (float((scaled <= LOST_UP_TO[dtype]).sum()) + size - len(values)) / size
+    early = _share(values, dtype)
+    of_all = right * len(values) / size
+    zeros = (right * len(values) + size - len(values)) / size
     for share, reason in (
         (flushed, " Subnormal numbers are not lost: fp16 goes on down to 6e-8."),
         (early, " Scale first, in the dtype that the numbers have, and round after that."),
@@ -117,18 +121,20 @@ def _explain_share(got: Any, values: np.ndarray, setting: Values, size: int) -> 
 def draw_safe(draw: Draw) -> list[Values]:
     """Gradients whose largest entry is in one tensor of one rank.
 
-    The entry is just below, at, and just above what the next power of two allows; on the first,
-    middle and last rank and in each tensor; positive and negative; and once beyond fp16 itself.
+    The entry is just below, at, and just above what the next power of two allows, "just" being the
+    next float32; on the first, middle and last rank and in each tensor; positive and negative; once
+    beyond fp16 itself; and once so small that the scale is no float32.
     """
     rng, world_size = draw.shared("settings"), draw.world_size
     ranks = [0, world_size // 2, world_size - 1]
+    ulp = 2.0**-23
     # (format, largest entry relative to what the scale 2^k allows, k, rank, tensor, sign).
     cases = [
-        ("float16", 1 - 3e-4, int(rng.integers(3, 14)), 0, 2, -1.0),
+        ("float16", 1 - ulp, int(rng.integers(3, 14)), 0, 2, -1.0),
         ("float16", 1.0, int(rng.integers(3, 14)), 2, 0, 1.0),
-        ("float16", 1 + 3e-4, int(rng.integers(3, 14)), 1, 1, -1.0),  # below 2^16 / 2^k
+        ("float16", 1 + ulp, int(rng.integers(3, 14)), 1, 1, -1.0),  # below 2^16 / 2^k
         ("float16", float(rng.uniform(1.1, 1.9)), int(rng.integers(-4, -1)), 2, 2, 1.0),
-        ("bfloat16", float(rng.uniform(0.6, 0.9)), int(rng.integers(3, 14)), 0, 1, -1.0),
+        ("bfloat16", float(rng.uniform(0.6, 0.9)), int(rng.integers(180, 190)), 0, 1, -1.0),
         ("float16", float(rng.uniform(0.6, 0.9)), int(rng.integers(3, 14)), 1, 0, -1.0),
     ]
     alone = 4  # in this case all other ranks have zeros only

@@ -194,11 +194,24 @@ def draw_state(draw: Draw) -> list[Values]:
     }
     return [
         {"settings": settings, "before": before, "after": after}
-        | {"other": interval + 2, "own steps": [False] * (interval - 1)}
+        # More good steps than any that is saved, and too few to let the scale grow.
+        | {"other": interval + 3, "own steps": [False] * (interval + 1)}
         | draw_start(draw.private(rank))
         | {f"g/{i}": g for i, g in enumerate(draw_gradients(draw.shared(f"gradients {rank}")))}
         for rank in range(draw.world_size)
     ]
+
+
+PLAIN = {"float", "int", "bool", "NoneType"}  # None is for what no step has set yet
+
+
+def _numbers_in(state: Any) -> Iterator[Any]:
+    """What a state holds, by itself or in lists."""
+    for value in state.values() if isinstance(state, dict) else state:
+        if isinstance(value, list | tuple):
+            yield from _numbers_in(value)
+        else:
+            yield value
 
 
 def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values:
@@ -207,9 +220,11 @@ def observe_state(scaler_class: Any, inputs: Values, context: Context) -> Values
     run_steps(scaler, inputs, inputs["before"], context)
     state, saved = scaler.state_dict(), float(scaler.get_scale())
     goes_on = run_steps(scaler, inputs, inputs["after"], context)
+    kinds = {type(v).__name__ for v in _numbers_in(state)}
     file = io.BytesIO()
     torch.save(state, file)  # only now: later steps must not have changed the state
     answer: Values = {"saved": saved, "goes_on": goes_on, "loaded": [], "restored": []}
+    answer["kinds"] = sorted(kinds)
     # Into a new scaler, and into one with settings and steps of its own.
     used = scaler_class(
         init_scale=3.0, growth_factor=1.5, backoff_factor=0.75, growth_interval=inputs["other"]
@@ -229,6 +244,10 @@ def judge_state(case: Case) -> Iterator[Finding]:
         saved, goes_on = told(answer, "saved"), told(answer, "goes_on")
         if not isinstance(goes_on, list) or not all(isinstance(s, float) for s in goes_on):
             yield Finding("no scales came back.", rank)
+            continue
+        kinds = told(answer, "kinds")
+        if not isinstance(kinds, list) or not set(map(str, kinds)) <= PLAIN:
+            yield Finding(f"state_dict() holds {kinds}, expected plain numbers.", rank)
             continue
         for number, who in enumerate(("a new scaler", "a scaler with settings of its own")):
             loaded = item_of(told(answer, "loaded"), number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,9 @@ from autograder.criteria.lab4_amp.scaler import same
 SHAPES = ((40, 30), (500,), (25, 16))
 NUMEL = sum(int(np.prod(shape)) for shape in SHAPES)
 STEPS = 3  # gradients are compared in the last step: DDP settles its buckets in the first
+# With this factor the largest gradients are as near to the largest number in bf16 as in fp16.
+FACTORS = {"float16": 1.0, "bfloat16": 2.0**112}
+INF_IN = 1  # whose last gradient is inf on the last rank
 LARGE = 53_500.0  # up to 1.1 times this, 90 % of fp16's largest number: a sum of two overflows
 
 
@@ -49,6 +53,8 @@ def _draw(draw: Draw, names: list[str], large: bool) -> list[Values]:
         for i, (shape, sign) in enumerate(zip(SHAPES, signs, strict=True)):
             # The same sign on all ranks, so that nothing cancels.
             weights = sign * 10 ** rng.uniform(-2, 2, shape)
+            if large and i == INF_IN and rank == draw.world_size - 1:
+                weights.flat[-1] = np.inf
             if large:
                 weights.flat[:3] = sign.flat[:3] * LARGE * rng.uniform(0.9, 1.1, 3)
             values[f"w/{i}"] = weights.astype(np.float32)
@@ -71,14 +77,13 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
     """Runs backward several times in each format; the gradients of the last backward."""
     answer: Values = {"hook": ""}
     for name in inputs["names"]:
-        hook, calls = make_hook(DTYPES[name]), []
+        hook, futures = make_hook(DTYPES[name]), []
         model = DistributedDataParallel(Weighted(), bucket_cap_mb=0.003)
         answer["hook"] = answer["hook"] or _refused(model, hook)
         # Without annotations: DDP would compare them.
-        model.register_comm_hook(
-            None, lambda state, bucket, hook=hook, calls=calls: _call(hook, state, bucket, calls)
-        )
-        weights = [torch.from_numpy(inputs[f"w/{i}"]) for i in range(len(SHAPES))]
+        called = partial(_call, hook, futures)
+        model.register_comm_hook(None, lambda state, bucket, call=called: call(state, bucket))
+        weights = _weights(inputs, name)
         # Several nodes, so that the size of a node is not taken for the number of ranks.
         with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}):
             for _ in range(STEPS):
@@ -88,8 +93,17 @@ def observe(make_hook: Any, inputs: Values, context: Context) -> Values:
             grad = torch.zeros(0) if p.grad is None else p.grad
             answer[f"dtype/{name}/{i}"] = str(grad.dtype).removeprefix("torch.")
             answer[f"g/{name}/{i}"] = grad.float().numpy()
-        answer[f"calls/{name}"] = len(calls)
+        answer[f"calls/{name}"] = len(futures)
+        values = [future.value() for future in futures]
+        kinds = {str(v.dtype) if isinstance(v, torch.Tensor) else described(v) for v in values}
+        answer[f"values/{name}"] = sorted(kind.removeprefix("torch.") for kind in kinds)
     return answer
+
+
+def _weights(inputs: Values, name: str) -> list[torch.Tensor]:
+    """The gradients of a rank; those of `draw_mean` are as large as the format allows."""
+    factor = FACTORS[name] if len(inputs["names"]) > 1 else 1.0
+    return [torch.from_numpy(inputs[f"w/{i}"] * np.float32(factor)) for i in range(len(SHAPES))]
 
 
 def _refused(model: DistributedDataParallel, hook: Any) -> str:
@@ -107,10 +121,10 @@ def _refused(model: DistributedDataParallel, hook: Any) -> str:
 
 
 def _call(
-    hook: Any, state: object, bucket: dist.GradBucket, calls: list[int]
+    hook: Any, futures: list[Any], state: object, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    calls.append(1)
     future = hook(state, bucket)
+    futures.append(future)
     if isinstance(future, torch._C.Future):  # then() gives one that is no torch.futures.Future
         return future  # type: ignore[return-value]
     raise TypeError(f"the hook returned {described(future)}; it has to return a torch Future")
@@ -123,10 +137,27 @@ def judge_mean(case: Case) -> Iterator[Finding]:
             yield Finding(f"{refused}", rank)
             continue
         for name in case.inputs[0]["names"]:
+            if (kinds := told(answer, f"values/{name}")) != ["float32"]:
+                yield Finding(
+                    f"{name}: the value of the hook's Future is {kinds}, expected a tensor in the "
+                    "dtype of the buffer, float32.",
+                    rank,
+                )
+                break
             eps = float(torch.finfo(DTYPES[name]).eps)
             for i in range(len(SHAPES)):
-                local = [inputs[f"w/{i}"].astype(np.float64) for inputs in case.inputs]
+                local = [_weights(inputs, name)[i].double().numpy() for inputs in case.inputs]
                 got, expected = answer.get(f"g/{name}/{i}"), np.mean(local, axis=0)
+                lost = i == INF_IN and isinstance(got, np.ndarray) and got.shape == expected.shape
+                if lost and np.isfinite(got.flat[-1]):
+                    yield Finding(
+                        f"{name}: a gradient that is inf on one rank has become "
+                        f"{got.flat[-1]:g}. The mean is inf: the scaler has to see it.",
+                        rank,
+                    )
+                    break
+                if lost:
+                    got, expected = got.ravel()[:-1], expected.ravel()[:-1]
                 if not same(answer.get(f"dtype/{name}/{i}"), "float32"):
                     yield Finding(
                         f"{name}: gradient {i} has become {answer.get(f'dtype/{name}/{i}')}. "
@@ -152,6 +183,8 @@ def _explain(got: Any, expected: np.ndarray, world_size: int) -> str:
     if not isinstance(got, np.ndarray) or got.shape != expected.shape:
         return ""
     finite = np.isfinite(got)
+    if not finite.any():
+        return ""
     got, expected = got[finite], expected[finite]
     if world_size > 1 and np.allclose(got, expected * world_size, rtol=0.02):
         return f"That is {world_size} times the mean."
@@ -177,7 +210,7 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
         ]
         reduced = [c for c in issued if c.kind == "all_reduce" and "float" in c.dtype]
         others = {c.kind for c in issued if "float" in c.dtype} - {"all_reduce", "broadcast"}
-        wide = [c for c in reduced if c.dtype != name]
+        wide = [c for c in reduced if c.dtype not in FACTORS]  # which of them, `judge_mean` says
         if others or wide:
             what = f"an all-reduce of {wide[0].dtype}" if wide else f"{sorted(others)[0]}"
             yield Finding(
@@ -198,14 +231,14 @@ def judge_bytes(case: Case) -> Iterator[Finding]:
                 f"{told(case.answers[rank], f'calls/{name}')} buckets; expected one for each.",
                 rank,
             )
-        elif not _carries(reduced, rank, inputs, name):
+        elif not _carries(reduced, rank, inputs):
             yield Finding(
                 f"{name}: what was all-reduced in the last step is not this rank's gradients.",
                 rank,
             )
 
 
-def _carries(reduced: list[Any], rank: int, inputs: Values, name: str) -> bool:
+def _carries(reduced: list[Any], rank: int, inputs: Values) -> bool:
     """Whether the last step's payloads are this rank's gradients, divided by any number."""
     payloads = [
         np.asarray(c.payloads[rank], np.float64).ravel()
@@ -220,5 +253,5 @@ def _carries(reduced: list[Any], rank: int, inputs: Values, name: str) -> bool:
         return False
     # Any divisor is accepted here; `judge_mean` checks the divisor.
     factor = np.abs(sent).sum() / np.abs(own).sum()
-    eps = float(torch.finfo(DTYPES[name]).eps)
+    eps = max(float(torch.finfo(DTYPES[c.dtype]).eps) for c in reduced)
     return factor > 0 and np.allclose(sent / factor, np.sort(own), rtol=4 * eps, atol=1e-4)

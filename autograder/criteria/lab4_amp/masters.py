@@ -12,8 +12,8 @@ from autograder.criteria.criterion import Case, Context, Draw, Finding, Values, 
 from autograder.criteria.lab4_amp.formats import DTYPES
 from autograder.criteria.lab4_amp.scaler import same
 
-SHAPES = ((4, 3), (6,), (2,))
-UNTOUCHED, SOMETIMES = 2, 1  # parameter 2 never gets a gradient, parameter 1 in every second step
+SHAPES = ((4, 3), (3,), (6,), (2,))
+UNTOUCHED, SOMETIMES = 1, 2  # parameter 1 is frozen, 2 has a gradient in every second step
 STEPS = 48
 CASES = (("bfloat16", "SGD"), ("float16", "SGD"), ("bfloat16", "AdamW"))
 
@@ -57,6 +57,7 @@ def observe(master_class: Any, inputs: Values, context: Context) -> Values:
             )
             for i in range(len(SHAPES))
         ]
+        parameters[UNTOUCHED].requires_grad_(False)
         optimizer = master_class(list(parameters), _factory(kind, inputs[f"lr/{number}"]))
         left = 0
         for step in range(STEPS):

@@ -1,49 +1,86 @@
-"""Criteria for measuring the bytes and the seconds of a training step, on a device that queues.
-
-No real time is measured. The device and the clock are simulated with numbers that the referee drew.
-"""
+"""Criterion for measuring the bytes that a training step keeps in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autograder.criteria.common import oracle
-from autograder.criteria.common.answers import described, is_close, item_of, told
+from autograder.criteria.common.answers import described, item_of, told
 from autograder.criteria.criterion import Case, Context, Draw, Finding, Values
 
 KEYS = ("parameters", "gradients", "optimizer", "saved")
-PRECISIONS = ("float32", "autocast", "bfloat16")
 LR = 0.1  # large enough that a step changes bf16 parameters, too
 
 
-# --- memory_report -------------------------------------------------------------------------------
+# What is special about each network; all others are ordinary. So that no report is right by luck,
+# each says where one of the four numbers comes from.
+MEMORY_CASES: tuple[Values, ...] = (
+    {"precision": "float32"},
+    {"precision": "autocast"},
+    {"precision": "bfloat16"},
+    {"precision": "autocast", "frozen": 0},
+    {"precision": "float32", "frozen": 1},  # its weight is saved: it is a parameter all the same
+    {"precision": "float32", "left out": True},  # of the optimizer; the first layer has gradients
+    {"precision": "float32", "recomputed": True},  # backward saves tensors of its own
+    {"precision": "float32", "slice": True},  # x is a part of a larger storage
+)
 
 
 def draw_memory(draw: Draw) -> list[Values]:
-    """Networks of private sizes, in three precisions, with and without a frozen layer."""
+    """Networks of private sizes, in three precisions; frozen layers, recomputation, slices."""
     inputs = []
     for rank in range(draw.world_size):
         rng = draw.private(rank)
-        cases = []
         # Each kind of optimizer comes in each draw, so that no report is right by luck.
-        optimizers = rng.permutation(["AdamW", "AdamW", "SGD", "plain SGD"])
-        for number, precision in enumerate((*PRECISIONS, "autocast")):
-            cases.append(
-                {
-                    "precision": precision,
-                    "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
-                    "batch": int(rng.integers(10, 40)),
-                    "frozen": bool(number == 3),
-                    "optimizer": str(optimizers[number]),
-                }
-            )
+        optimizers = rng.permutation(["AdamW"] * 4 + ["SGD"] * 2 + ["plain SGD"] * 2)
+        cases = [
+            {"frozen": None, "left out": False, "recomputed": False, "slice": False}
+            | special
+            | {
+                "sizes": [int(rng.integers(4, 24)) * 2 for _ in range(4)],
+                "batch": int(rng.integers(10, 40)),
+                "optimizer": str(optimizers[number]),
+            }
+            for number, special in enumerate(MEMORY_CASES)
+        ]
         inputs.append({"cases": [cases[i] for i in rng.permutation(len(cases))]})
     return inputs
+
+
+class _Net(nn.Module):
+    """Three linear layers; the second one and its tanh may be recomputed in backward."""
+
+    def __init__(self, sizes: Sequence[int], recomputed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in pairwise(sizes))
+        self.register_buffer("counts", torch.zeros(sizes[0]))  # a buffer is no parameter
+        self.recomputed = recomputed
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        """What backward may compute again."""
+        return torch.tanh(self.layers[1](x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs."""
+        x = torch.relu(self.layers[0](x))
+        middle = partial(checkpoint, self.middle, use_reentrant=True) if self.recomputed else None
+        return self.layers[2]((middle or self.middle)(x))
+
+
+def _loss_of(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, order: torch.Tensor
+) -> torch.Tensor:
+    """A loss that saves two halves of one storage, and whole numbers."""
+    left, right = model(x).float().chunk(2, dim=1)
+    return oracle.mse((left * right)[order], y)
 
 
 def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Values:
@@ -51,40 +88,38 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
     reports, counts, stepped = [], [], True
     for case in inputs["cases"]:
         a, b, c, d = case["sizes"]
-        layers = (nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c), nn.Tanh(), nn.Linear(c, d))
-        model = nn.Sequential(*layers)
-        model.register_buffer("counts", torch.zeros(a))  # a buffer is no parameter
-        model = model.to(context.device)
-        model[0].requires_grad_(not case["frozen"])
-        x = torch.randn(case["batch"], a, device=context.device)
-        y = torch.randn(case["batch"], d, device=context.device)
+        batch, device = case["batch"], context.device
+        model = _Net((a, b, c, d), case["recomputed"]).to(device)
+        if case["frozen"] is not None:
+            model.layers[case["frozen"]].requires_grad_(False)
+        x = torch.randn(2 * batch if case["slice"] else batch, a, device=device)[-batch:]
+        y = torch.randn(batch, d // 2, device=device)
+        order = torch.randperm(batch, device=device)
         if case["precision"] == "bfloat16":
             model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
         trained = [p for p in model.parameters() if p.requires_grad]
+        held = trained[2:] if case["left out"] else trained
+        optimizer: torch.optim.Optimizer
         if case["optimizer"] == "AdamW":
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=LR, foreach=False)
+            optimizer = torch.optim.AdamW(held, lr=LR, foreach=False)
         else:
             momentum = 0.9 if case["optimizer"] == "SGD" else 0.0
-            optimizer = torch.optim.SGD(trained, lr=LR, momentum=momentum)
+            optimizer = torch.optim.SGD(held, lr=LR, momentum=momentum)
         calls = {"compute_loss": 0, "optimizer.step": 0}
         optimizer.register_step_post_hook(lambda *_, of=calls: _count(of, "optimizer.step"))
-        before = [p.detach().clone() for p in trained]
-        for p in trained:  # stale gradients: a step with them gives nan
+        before = [p.detach().clone() for p in held]
+        for p in held:  # stale gradients: a step with them gives nan
             p.grad = torch.full_like(p, torch.nan)
         autocast = torch.autocast(
-            context.device.type, dtype=torch.bfloat16, enabled=case["precision"] == "autocast"
+            device.type, dtype=torch.bfloat16, enabled=case["precision"] == "autocast"
         )
 
         def compute_loss(
-            model: nn.Module = model,
-            x: torch.Tensor = x,
-            y: torch.Tensor = y,
-            on: Any = autocast,
-            of: dict[str, int] = calls,
+            of: dict[str, int] = calls, on: Any = autocast, given: Any = (model, x, y, order)
         ) -> torch.Tensor:
             _count(of, "compute_loss")
             with on:
-                return oracle.mse(model(x).float(), y)
+                return _loss_of(*given)
 
         report = memory_report(model, optimizer, compute_loss)
         if isinstance(report, dict):
@@ -92,8 +127,8 @@ def observe_memory(memory_report: Any, inputs: Values, context: Context) -> Valu
         else:
             reports.append(described(report))
         counts.append(calls)
-        stepped &= all(bool(torch.isfinite(p).all()) for p in trained)
-        stepped &= not all(torch.equal(p, b) for p, b in zip(trained, before, strict=True))
+        stepped &= all(bool(torch.isfinite(p).all()) for p in held)
+        stepped &= not all(torch.equal(p, b) for p, b in zip(held, before, strict=True))
     return {"reports": reports, "calls": counts, "stepped": stepped}
 
 
@@ -107,38 +142,40 @@ def described_integer(value: Any) -> Any:
     return int(value) if is_integer else f"{described(value)}"
 
 
-def expected_bytes(case: Values) -> dict[str, tuple[int, int]]:
-    """Smallest and largest accepted bytes; AdamW's step counters may be counted or not."""
+def expected_bytes(case: Values) -> dict[str, int]:
+    """Bytes of each part."""
     a, b, c, d = case["sizes"]
-    batch, frozen = case["batch"], case["frozen"]
-    width = 2 if case["precision"] == "bfloat16" else 4
-    numel = (0 if frozen else a * b + b) + b * c + c + c * d + d
-    adam = case["optimizer"] == "AdamW"
-    state = numel * width * {"AdamW": 2, "SGD": 1, "plain SGD": 0}[case["optimizer"]]
-    # Each linear layer saves its input, and its weight if its input needs a gradient. A saved
-    # parameter does not count as "saved", but autocast's 16-bit copy of a parameter does. ReLU and
-    # tanh save their output, which is the input of the next layer and so counts once.
-    activations = batch * (b + c + (0 if frozen else a))
-    copies = c * d + (0 if frozen else b * c)
-    saved = batch * d * 4  # the difference that the loss squares, in float32
-    saved += activations * (4 if case["precision"] == "float32" else 2)
-    saved += 2 * copies if case["precision"] == "autocast" else 0
-    everything = (a * b + b + b * c + c + c * d + d) * width
-    counters = 8 * (4 if frozen else 6) if adam else 0
+    batch, frozen, precision = case["batch"], case["frozen"], case["precision"]
+    width = 2 if precision == "bfloat16" else 4
+    layers = [m * n + n for m, n in ((a, b), (b, c), (c, d))]
+    trained = [numel for i, numel in enumerate(layers) if frozen != i]
+    held = trained[1:] if case["left out"] else trained
+    states = {"AdamW": 2, "SGD": 1, "plain SGD": 0}[case["optimizer"]]
+    counters = 2 * len(held) * 4 if case["optimizer"] == "AdamW" else 0  # a float32 each
+    # Each linear layer saves its input if its weight is trained, and its weight if its input needs
+    # a gradient. A saved parameter does not count as "saved", but autocast's 16-bit copy of a
+    # parameter does. ReLU and tanh save their output, which is the input of the next layer and so
+    # counts once. The loss saves both halves of one float32 storage, an index of 8 bytes a row,
+    # and the float32 difference that it squares.
+    activations = batch * (b + c + (0 if frozen == 0 else a * (2 if case["slice"] else 1)))
+    copies = c * d + (0 if frozen == 0 else b * c)
+    saved = batch * (d * 4 + 8 + d // 2 * 4)
+    saved += activations * (4 if precision == "float32" else 2)
+    saved += 2 * copies if precision == "autocast" else 0
     return {
-        "parameters": (everything, everything),
-        "gradients": (numel * width, numel * width),
-        "optimizer": (state, state + counters),
-        "saved": (saved, saved),
+        "parameters": sum(layers) * width,
+        "gradients": sum(trained) * width,
+        "optimizer": sum(held) * width * states + counters,
+        "saved": saved,
     }
 
 
 _HINTS = {
     "parameters": "numel × element_size of every parameter, frozen ones as well.",
     "gradients": "Those that there are after backward; a frozen parameter has none.",
-    "optimizer": "The tensors in optimizer.state, after a step.",
-    "saved": "What autograd packs during compute_loss(): each storage once, and none that "
-    "belongs to a parameter.",
+    "optimizer": "All tensors in optimizer.state, after a step: AdamW's step counters as well.",
+    "saved": "What autograd packs during compute_loss(), whatever its dtype: each storage once, in "
+    "full, and none that belongs to a parameter, frozen ones included.",
 }
 
 
@@ -169,15 +206,14 @@ def judge_memory(case: Case) -> list[Finding]:
             if not isinstance(report, dict):
                 findings.append(Finding(f"expected a dict of bytes, got {report}.", rank))
                 break
-            for key, (least, most) in expected_bytes(net).items():
+            for key, expected in expected_bytes(net).items():
                 got = report.get(key)
-                if not isinstance(got, int) or not least <= got <= most:
-                    frozen = ", first layer frozen" if net["frozen"] else ""
+                if not isinstance(got, int) or got != expected:
                     findings.append(
                         Finding(
                             f"{net['precision']}, layers {net['sizes']}, batch {net['batch']}, "
-                            f"{net['optimizer']}{frozen}: expected {least} bytes of {key}, got "
-                            f"{got}. {_HINTS[key]}",
+                            f"{net['optimizer']}{_special(net)}: expected {expected} bytes of "
+                            f"{key}, got {got}. {_HINTS[key]}",
                             rank,
                         )
                     )
@@ -186,128 +222,14 @@ def judge_memory(case: Case) -> list[Finding]:
     return findings
 
 
-# --- time_step -----------------------------------------------------------------------------------
-
-LAUNCH_S = 1e-4  # the time that the program needs to queue a step
-
-
-class QueueingDevice:
-    """A simulated device that queues each step and executes it later; all times are drawn."""
-
-    def __init__(self, work_s: np.ndarray) -> None:
-        self.work_s, self.calls = work_s, 0
-        self.now = self.ready = 100.0
-
-    def step(self) -> None:
-        """Queues one step's work."""
-        self.now += LAUNCH_S
-        work = float(self.work_s[min(self.calls, len(self.work_s) - 1)])
-        self.ready = max(self.ready, self.now) + work
-        self.calls += 1
-
-    def synchronize(self) -> None:
-        """Waits until the queue is empty."""
-        self.now = max(self.now, self.ready)
-
-    def clock(self) -> float:
-        """The simulated time in seconds."""
-        return self.now
-
-
-def draw_timing(draw: Draw) -> list[Values]:
-    """Slow warm-up steps, an outlier per rank, and a slowest rank: the first, middle, or last.
-
-    The outlier of every other rank is in a step in which the slowest is faster than its own median,
-    so that the median of each step's slowest is not the slowest median.
-    """
-    rng, n = draw.shared("settings"), draw.world_size
-    settings = [
-        {"warmup": int(rng.integers(2, 5)), "repeats": int(rng.integers(3, 6)) * 2 + 1},
-        {"warmup": int(rng.integers(2, 5)), "repeats": 1},
-        {"warmup": 0, "repeats": 7},
-    ]
-    slowest = [int(r) for r in rng.permutation([0, n // 2, n - 1])]
-    inputs: list[Values] = [{"settings": settings} for _ in range(n)]
-    for number, setting in enumerate(settings):
-        warmup, repeats, slow = setting["warmup"], setting["repeats"], slowest[number]
-        works = [draw.private(r).uniform(2e-3, 3e-3, warmup + repeats) for r in range(n)]
-        works[slow] += 2e-3
-        fast = warmup + np.argsort(works[slow][warmup:])[: repeats // 2]
-        for rank, work in enumerate(works):
-            work[:warmup] *= 40
-            if repeats > 1:
-                places = np.arange(warmup, warmup + repeats) if rank == slow else fast
-                work[int(rng.choice(places))] *= 30
-            inputs[rank][f"work/{number}"] = work
-    return inputs
-
-
-def observe_timing(time_step: Any, inputs: Values, context: Context) -> Values:
-    """The seconds that the function measures in each case, and how often it called the step."""
-    seconds, calls = [], []
-    for number, setting in enumerate(inputs["settings"]):
-        machine = QueueingDevice(inputs[f"work/{number}"])
-        seconds.append(
-            described(
-                time_step(
-                    machine.step,
-                    machine.synchronize,
-                    context.device,
-                    warmup=setting["warmup"],
-                    repeats=setting["repeats"],
-                    clock=machine.clock,
-                )
-            )
-        )
-        calls.append(machine.calls)
-    return {"seconds": seconds, "calls": calls}
-
-
-def judge_timing(case: Case) -> Iterator[Finding]:
-    """The median of the timed steps on the slowest rank, with an empty queue around each step."""
-    for number, setting in enumerate(case.inputs[0]["settings"]):
-        warmup, repeats = setting["warmup"], setting["repeats"]
-        per_rank = [inputs[f"work/{number}"] for inputs in case.inputs]
-        medians = [LAUNCH_S + float(np.median(work[warmup:])) for work in per_rank]
-        what = f"warmup={warmup}, repeats={repeats}"
-        for rank, answer in enumerate(case.answers):
-            calls, seconds = answer.get("calls"), answer.get("seconds")
-            got = seconds[number] if isinstance(seconds, list) and number < len(seconds) else None
-            if not isinstance(calls, list) or calls[number : number + 1] != [warmup + repeats]:
-                yield Finding(
-                    f"{what}: step() was called {calls} times in the cases; expected "
-                    f"{warmup + repeats} times in case {number}.",
-                    rank,
-                )
-                break
-            if not is_close(got, max(medians), rtol=0.0, atol=1e-9):
-                hint = _explain_timing(got, per_rank[rank], medians[rank], warmup, max(medians))
-                yield Finding(
-                    f"{what}: expected {max(medians) * 1e3:.4f} ms, got "
-                    f"{_milliseconds(got)}.{hint}",
-                    rank,
-                )
-                break
-
-
-def _milliseconds(got: Any) -> str:
-    return f"{got * 1e3:.4f} ms" if isinstance(got, float) else repr(got)
-
-
-def _explain_timing(got: Any, work: np.ndarray, median: float, warmup: int, slowest: float) -> str:
-    if not isinstance(got, float):
-        return ""
-    for value, reason in (
-        (median, "That is this rank's own median: all wait for the slowest rank."),
-        (
-            LAUNCH_S,
-            "That is how long it takes to queue a step: synchronize() before the second "
-            "look at the clock.",
-        ),
-        (LAUNCH_S + float(work[warmup:].mean()), "That is the mean, which one outlier decides."),
-        (LAUNCH_S + float(np.median(work)), "The warm-up steps were timed as well."),
-        (1e3 * slowest, "That is in milliseconds; seconds are asked for."),
+def _special(net: Values) -> str:
+    if net["frozen"] is not None:
+        return f", layer {net['frozen']} frozen"
+    for key, what in (
+        ("left out", ", layer 0 not in the optimizer"),
+        ("recomputed", ", layer 1 recomputed in backward"),
+        ("slice", ", x a part of a larger storage"),
     ):
-        if abs(got - value) <= 1e-9 * max(1.0, value):
-            return " " + reason
-    return " Is the queue empty when the clock is read first?"
+        if net[key]:
+            return what
+    return ""

@@ -71,7 +71,7 @@ def _spoil(kind: str, grads: list[Any]) -> list[Any]:
     if kind == "huge":
         grads[0][:] = np.float32(2e38)  # 12 numbers: their sum overflows in float32
     if kind.startswith("none"):
-        grads[0] = None
+        grads[1] = None  # another gradient of its group comes after it
     if kind == "none and nan":
         grads[2][0, 1] = np.nan
     return grads

@@ -9,7 +9,7 @@ import numpy as np
 from autograder.criteria.common.answers import as_number, told
 from autograder.criteria.criterion import Case, Finding
 from autograder.criteria.lab4_amp import replay
-from autograder.criteria.lab4_amp.loop import HALF_RTOL, TINY
+from autograder.criteria.lab4_amp.loop import BF16_RTOL, HALF_RTOL, TINY
 from autograder.criteria.lab4_amp.recorded import BACKOFF, GROWTH
 from autograder.criteria.lab4_amp.replay import Base, Step, near
 
@@ -36,6 +36,19 @@ def judge_fp16(case: Case) -> Iterator[Finding]:
                 )
                 break
         yield from _loss_findings(case, "main", rank, steps, TINY, HALF_RTOL)
+        yield from _bf16_finding(case, rank)
+
+
+def _bf16_finding(case: Case, rank: int) -> Iterator[Finding]:
+    """In bf16 gradients are scaled and unscaled as in fp16; the dtype is judged elsewhere."""
+    for number, step in enumerate(replay.all_steps(case, "bf16")[rank] or ()):
+        if not replay.valid(case, "bf16", step) or not step.taken:
+            continue
+        right = replay.expected_update(case, "bf16", step, Base(), rank)
+        if not near(step.update, right, BF16_RTOL):
+            why = "In bf16 the scaler takes part as in fp16: scale, unscale_, step and update."
+            yield replay.update_finding(f"bf16, step {number}", step, right, rank, why)
+            return
 
 
 def _explain_fp16(case: Case, step: Step, right: np.ndarray, rank: int) -> str:
@@ -138,13 +151,34 @@ def judge_update(case: Case) -> Iterator[Finding]:
                 )
                 break
         else:
-            if told_scale != scale:
+            if _divides_late(case, rank, steps):
+                yield Finding(
+                    "the losses are right divided by the growth of the scale: they were divided by "
+                    "get_scale() after update(). The unscaled loss is loss.item().",
+                    rank,
+                )
+            elif told_scale != scale:
                 yield Finding(
                     f"the scale after {len(steps)} steps, the last of which overflowed: expected "
                     f"{scale:g}, got {told_scale}. Call update() once per step, "
                     "also after one that was left out.",
                     rank,
                 )
+
+
+def _divides_late(case: Case, rank: int, steps: list[Step]) -> bool:
+    losses = told(case.answers[rank], "main/losses")
+    if not isinstance(losses, list) or len(losses) != len(steps):
+        return False
+    taken = [
+        (as_number(got), replay.batch_losses(case, "main", step, rank)[0])
+        for got, step in zip(losses, steps, strict=True)
+        if step.taken
+    ]
+    return bool(taken) and all(
+        got is not None and abs(GROWTH * got - right) <= replay.RTOL * abs(right)
+        for got, right in taken
+    )
 
 
 def judge_accumulates(case: Case) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autograder.criteria.common import oracle
 from autograder.criteria.common.answers import described_numbers
 from autograder.criteria.criterion import Context, Values
+from autograder.criteria.lab4_amp.formats import DTYPES
 
 LR = 0.1
 NEVER = 1_000_000
@@ -188,7 +189,7 @@ def run(train_amp: Any, inputs: Values, name: str, context: Context) -> Values:
         lambda prediction, target: factor * oracle.mse(prediction, target),
         optimizer,
         scaler,
-        dtype=torch.float16 if half else None,
+        dtype=DTYPES[half] if half else None,
         max_norm=settings.get("max_norm"),
         accumulate=settings.get("accumulate", 1),
         scheduler=scheduler,

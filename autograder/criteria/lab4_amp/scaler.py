@@ -236,6 +236,8 @@ UNSCALE_CASES = {
     "changed": "a round after one that overflowed",
 }
 
+AFTER_STEP = {"explicit": "unscale_, step and unscale_", "implicit": "step and unscale_"}
+
 
 def draw_unscale(draw: Draw) -> list[Values]:
     """A scale for each case, and private gradients."""
@@ -271,11 +273,7 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
         if kind != "implicit":
             scaler.unscale_(optimizer)
         if kind == "twice":
-            try:
-                scaler.unscale_(optimizer)
-                answer["second"] = "nothing was raised"
-            except RuntimeError:
-                answer["second"] = "RuntimeError"
+            answer["second"] = _unscale_again(scaler, optimizer)
         if kind != "implicit":
             for i, grad in enumerate(values_of([p.grad for p in parameters])):
                 answer[f"g/{kind}/{i}"] = grad
@@ -283,10 +281,21 @@ def observe_unscale(scaler_class: Any, inputs: Values, context: Context) -> Valu
                 p.grad is grad for p, grad in zip(parameters, held, strict=True)
             )
         scaler.step(optimizer)
-        scaler.update()
         for i, value in enumerate(values_of(parameters)):
             answer[f"p/{kind}/{i}"] = value
+        if kind in AFTER_STEP:
+            answer[f"late/{kind}"] = _unscale_again(scaler, optimizer)
+        scaler.update()
     return answer
+
+
+def _unscale_again(scaler: Any, optimizer: torch.optim.Optimizer) -> str:
+    """What unscale_ raises."""
+    try:
+        scaler.unscale_(optimizer)
+    except RuntimeError:
+        return "RuntimeError"
+    return "nothing was raised"
 
 
 def judge_unscale(case: Case) -> list[Finding]:
@@ -299,6 +308,15 @@ def judge_unscale(case: Case) -> list[Finding]:
                 Finding(
                     "a second unscale_ before update(): expected a RuntimeError, but "
                     f"{answer.get('second')}. It would divide twice without anybody noticing.",
+                    rank,
+                )
+            )
+        elif late := [k for k in AFTER_STEP if not same(answer.get(f"late/{k}"), "RuntimeError")]:
+            findings.append(
+                Finding(
+                    f"{AFTER_STEP[late[0]]}, before update(): expected a RuntimeError of the last "
+                    f"one, but {answer.get(f'late/{late[0]}')}. The gradients have been divided "
+                    "already, by whichever of the two.",
                     rank,
                 )
             )

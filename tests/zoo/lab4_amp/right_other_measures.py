@@ -28,7 +28,7 @@ def memory_report(model, optimizer, compute_loss):
         value
         for state in optimizer.state_dict()["state"].values()
         for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
+        if isinstance(value, torch.Tensor)
     ]
     return {
         "saved": sum(storages.values()),
@@ -51,7 +51,8 @@ def time_step(step, synchronize, device, *, warmup=3, repeats=11, clock=time.per
         now = clock()
         times.append(now - last)
         last = now
-    mine = sorted(times)[repeats // 2]
+    times.sort()
+    mine = (times[repeats // 2] + times[(repeats - 1) // 2]) / 2
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return max(everybody)
