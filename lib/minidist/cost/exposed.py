@@ -22,6 +22,7 @@ then the step takes as long as the network.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -51,11 +52,11 @@ class _Group:
     pieces: int
     sharded: bool
 
-    @property
+    @functools.cached_property
     def nodes(self) -> int:
         return min(self.ranks, max(1, -(-self.ranks * self.stride // self.node.num_gpus)))
 
-    @property
+    @functools.cached_property
     def bandwidth(self) -> float:
         link = self.node.link_for(num_ranks=self.ranks, stride=self.stride).attainable
         if not self.sharded or self.nodes == 1:

@@ -24,6 +24,7 @@ latencies: NCCL's tuning model (src/graph/tuning.cc, ring, Simple protocol).
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field, replace
 
@@ -138,7 +139,7 @@ class Link:
     def bidirectional_bytes_per_s(self) -> float:
         return 2 * self.bandwidth_bytes_per_s
 
-    @property
+    @functools.cached_property
     def attainable(self) -> Link:
         """The same link with the bandwidth that collectives reach in practice."""
         return Link(

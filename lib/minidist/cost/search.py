@@ -9,6 +9,7 @@ second.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -145,9 +146,9 @@ class Pricer:
         self.job = job
         self._blocks: dict[tuple, BlockTime] = {}
 
-    def price(self, p: ParallelismConfig, micro_batch: int, m: int, recompute: str) -> Candidate:
+    def memory(self, p: ParallelismConfig, micro_batch: int, m: int, recompute: str) -> Memory:
         job = self.job
-        memory = memory_per_gpu(
+        return memory_per_gpu(
             model=job.model,
             parallelism=p,
             micro_batch=micro_batch,
@@ -158,6 +159,18 @@ class Pricer:
             dropout=job.dropout,
             offload=job.offload,
         )
+
+    def price(
+        self,
+        p: ParallelismConfig,
+        micro_batch: int,
+        m: int,
+        recompute: str,
+        memory: Memory | None = None,
+    ) -> Candidate:
+        """The layout with its memory, if that is not known yet, and its step."""
+        job = self.job
+        memory = memory or self.memory(p, micro_batch, m, recompute)
         software = job.software_for(p)
         key = (p.tp, p.cp, p.ep, p.sequence_parallel, micro_batch, recompute, software.name)
         block = self._blocks.get(key)
@@ -275,8 +288,12 @@ def search(job: Job) -> Found:
         for recompute in RECOMPUTE_ORDER:
             if recompute == "selective" and job.fused_attention:
                 continue  # the fused kernel recomputes the scores anyway
-            candidate = pricer.price(p, micro_batch, m, recompute)
-            if candidate.memory.total <= budget:
+            memory = pricer.memory(p, micro_batch, m, recompute)
+            least = found.smallest.memory.total if found.smallest else math.inf
+            if memory.total > 2 * budget and (not allowed or memory.total >= least):
+                continue  # nothing asks for its step
+            candidate = pricer.price(p, micro_batch, m, recompute, memory)
+            if memory.total <= budget:
                 # More recomputation would only cost time.
                 if allowed:
                     found.fitting.append(candidate)
@@ -285,10 +302,9 @@ def search(job: Job) -> Found:
                 break
             if not allowed:
                 continue
-            if candidate.memory.total <= 2 * budget and _faster(candidate, found.too_large):
+            if memory.total <= 2 * budget and _faster(candidate, found.too_large):
                 found.too_large = candidate
-            smallest = found.smallest
-            if smallest is None or candidate.memory.total < smallest.memory.total:
+            if memory.total < least:
                 found.smallest = candidate
     found.fitting = _worth_their_copies(found.fitting)
     return found

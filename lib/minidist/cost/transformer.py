@@ -17,6 +17,7 @@ scores add 3 percent.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +111,7 @@ class Transformer:
         """Width of one head, h / a."""
         return self.query_width / self.num_heads
 
-    @property
+    @functools.cached_property
     def attention_weights(self) -> int:
         """Entries of one block's attention matrices: 4 h^2 for a GPT."""
         if self.attention_entries is not None:
@@ -120,13 +121,13 @@ class Transformer:
     def _mlp_weights(self, width: float) -> float:
         return (3 if self.gated_mlp else 2) * self.width * width
 
-    @property
+    @functools.cached_property
     def routed_weights(self) -> float:
         """Entries of one block's routed experts, averaged over all blocks; 0 in a dense model."""
         share = 1 - self.dense_layers / self.num_layers
         return share * self.num_experts * self._mlp_weights(self.expert_width)
 
-    @property
+    @functools.cached_property
     def block_weights(self) -> int:
         """Entries of a block's weight matrices that a token meets: 12 h^2 for a GPT. With experts,
         the mean over the blocks: shared experts, the chosen experts and the router."""
@@ -138,7 +139,7 @@ class Transformer:
         mlp = dense * self._mlp_weights(self.mlp_width) + (1 - dense) * expert
         return round(self.attention_weights + mlp)
 
-    @property
+    @functools.cached_property
     def block_parameters(self) -> int:
         """Weights, biases and the two norms of one block: 12 h^2 + 13 h for a GPT. With experts,
         the mean over the blocks."""
@@ -159,7 +160,7 @@ class Transformer:
         tables = self.vocab_size * (1 if self.tied else 2)
         return self.width * (tables + (self.context if self.learned_positions else 0))
 
-    @property
+    @functools.cached_property
     def num_parameters(self) -> int:
         """All parameters. 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)) + 2h for a tied GPT
         (arXiv 2104.04473, equation 2, which leaves out the 2h of the last norm)."""
