@@ -282,6 +282,28 @@ def test_hybrid_sharding_in_words(capsys: pytest.CaptureFixture[str]):
     assert all(one["layout"]["replicas"] == 1 for one in json.loads(out)["layouts"])
 
 
+def test_zero_bubble_schedules_side_by_side(capsys: pytest.CaptureFixture[str]):
+    """ZB-H1 has the memory of 1F1B and a smaller bubble, ZB-H2 a still smaller one for memory."""
+    words = "dp=4 pp=4 tp=4 zero=1 recompute=full"
+    names = ("1f1b", "zb_h1", "zb_h2")
+    wanted = [part for name in names for part in ("--layout", f"{words} schedule={name}")]
+    code, out, _ = run(capsys, "compare", *ARGUMENTS, *wanted, "--json")
+    assert code == 0
+    found = {one["layout"]["schedule"]: one for one in json.loads(out)["layouts"]}
+    bubbles = [found[name]["seconds"]["bubble"] for name in names]
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert len(set(bubbles)) == 3
+    kept = [found[name]["bytes"]["activations"] for name in names]
+    assert kept[0] == kept[1] < kept[2]
+    code, out, _ = run(capsys, "plan", *ARGUMENTS, "--schedule", "zb_h1", "--json")
+    assert all(one["layout"]["chunks"] == 1 for one in json.loads(out)["layouts"])
+    code, _, err = run(
+        capsys, "explain", *ARGUMENTS, "--layout", f"{words} chunks=2 schedule=zb_h1"
+    )
+    assert code == 2
+    assert "zb_h1 has one chunk per stage" in err
+
+
 def test_layout_words():
     layout = layout_of("dp=4, pp=2 chunks=3 micro=2 recompute=full")
     assert layout.parallelism == cost.ParallelismConfig(dp=4, pp=2, virtual_stages=3)

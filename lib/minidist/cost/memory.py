@@ -174,11 +174,14 @@ def in_flight_layers(
 
     GPipe holds l/p layers for all m micro-batches; 1F1B holds l/p layers for min(p, m)
     micro-batches; interleaving holds l (1 + (p-1)/(p v)) in total (arXiv 2104.04473, 2205.05198).
+    ZB-H1 holds as much as 1F1B, ZB-H2 l/p layers for min(2p - 1, m) (arXiv 2401.10241).
     """
     if schedule == "gpipe":
         if num_microbatches is None:
             raise ValueError("in_flight_layers: GPipe keeps all micro-batches; say how many")
         return num_layers / pp * num_microbatches
+    if schedule == "zb_h2":
+        return num_layers / pp * min(2 * pp - 1, num_microbatches or 2 * pp - 1)
     if virtual_stages > 1:
         return num_layers * (1 + (pp - 1) / (pp * virtual_stages))
     return num_layers / pp * min(pp, num_microbatches or pp)
@@ -245,6 +248,7 @@ def memory_per_gpu(
     dropout: bool = False,
     framework_bytes: float = 2e9,
     offload: bool = False,
+    schedule: str = "1f1b",
 ) -> Memory:
     """Bytes on the fullest GPU of a plan.
 
@@ -252,6 +256,7 @@ def memory_per_gpu(
         micro_batch: sequences per micro-batch and data-parallel rank.
         framework_bytes: CUDA context, NCCL buffers, allocator slack. 2 GB is a rough figure.
         offload: the optimiser's states are in host memory.
+        schedule: of the pipeline, as in `predict_step`.
 
     >>> from minidist.cost.transformer import GPT3_175B
     >>> plan = ParallelismConfig(dp=2, pp=4, tp=8)  # 64 GPUs: the model states alone are too much
@@ -278,6 +283,7 @@ def memory_per_gpu(
         pp=p.pp,
         num_microbatches=num_microbatches,
         virtual_stages=p.virtual_stages,
+        schedule=schedule,
     )
     tokens = model.context / p.cp * micro_batch
     logits = 6 * tokens * model.vocab_size / p.tp  # 2 bytes, and 4 bytes (fp32) for the loss

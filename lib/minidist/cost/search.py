@@ -80,6 +80,7 @@ class Job:
         allowed: a layout for which this is False is left out.
         reserve: share of the memory that stays free for fragmentation.
         even_stages: False also takes layers that do not divide by the stages.
+        schedule: of the pipeline: 1f1b (with chunks: interleaved), zb_h1, zb_h2.
     """
 
     model: Transformer
@@ -97,6 +98,7 @@ class Job:
     launch_s: float | None = None
     offload: bool = False
     even_stages: bool = True
+    schedule: str = "1f1b"
     allowed: Callable[[ParallelismConfig], bool] | None = None
 
     @property
@@ -118,6 +120,7 @@ class Candidate:
     recompute: str
     memory: Memory
     step: StepTime
+    schedule: str = "1f1b"
 
 
 @dataclass
@@ -158,6 +161,7 @@ class Pricer:
             fused_attention=job.fused_attention,
             dropout=job.dropout,
             offload=job.offload,
+            schedule=job.schedule,
         )
 
     def price(
@@ -197,6 +201,7 @@ class Pricer:
             recompute=recompute,
             dtype=job.dtype,
             software=software,
+            schedule=job.schedule,
             offload=job.offload,
         )
         return Candidate(
@@ -206,6 +211,7 @@ class Pricer:
             recompute=recompute,
             memory=memory,
             step=step,
+            schedule=job.schedule,
         )
 
 
@@ -226,12 +232,12 @@ def _replicas(node: Node, p: ParallelismConfig) -> list[int]:
     return found
 
 
-def _chunks(model: Transformer, p: ParallelismConfig, m: int) -> list[int]:
+def _chunks(job: Job, p: ParallelismConfig, m: int) -> list[int]:
     """Chunks per stage: 1, and with m a multiple of pp every divisor of the layers per stage."""
-    if p.pp == 1 or m % p.pp:
+    if p.pp == 1 or m % p.pp or job.schedule != "1f1b":
         return [1]
-    most = -(-model.num_layers // p.pp)
-    return [v for v in divisors(most) if p.pp * v <= model.num_layers + 2]
+    most = -(-job.model.num_layers // p.pp)
+    return [v for v in divisors(most) if p.pp * v <= job.model.num_layers + 2]
 
 
 def candidates(job: Job, refused: Counter[str]) -> Iterator[tuple[ParallelismConfig, int, int]]:
@@ -254,7 +260,7 @@ def candidates(job: Job, refused: Counter[str]) -> Iterator[tuple[ParallelismCon
                 )
                 refused.update(found[:1])
                 continue
-            for chunks in _chunks(job.model, base, m):
+            for chunks in _chunks(job, base, m):
                 for ep in _expert_groups(job.model, base):
                     for replicas in _replicas(job.node, base) if ep == 1 else [1]:
                         changes = {"virtual_stages": chunks, "ep": ep, "replicas": replicas}

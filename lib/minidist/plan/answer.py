@@ -48,6 +48,7 @@ def name_of(candidate: Candidate) -> str:
     words += [f"ZeRO-{p.zero_stage}"] if p.zero_stage else []
     words += [f"{p.replicas} replicas"] if p.replicas > 1 else []
     words += [f"{p.virtual_stages} chunks"] if p.virtual_stages > 1 else []
+    words += [candidate.schedule] if candidate.schedule != "1f1b" and p.pp > 1 else []
     words.append(f"micro-batch {candidate.micro_batch} x {candidate.num_microbatches}")
     words += [] if candidate.recompute == "none" else [f"{candidate.recompute} recomputation"]
     return ", ".join(words)
@@ -191,6 +192,7 @@ def priced(job: Job, layout: Layout) -> Candidate:
     if found:
         raise InputError(f"--layout {layout.text!r}: " + "; ".join(found))
     m = p.num_microbatches(global_batch=job.global_batch, micro_batch=layout.micro_batch)
+    job = dataclasses.replace(job, schedule=layout.schedule or job.schedule)
     return Pricer(job).price(p, layout.micro_batch, m, layout.recompute)
 
 
@@ -205,6 +207,7 @@ def as_dict(option: Option, job: Job, *, tokens: float | None, price: float | No
             "replicas": p.replicas,
             "sequence_parallel": p.sequence_parallel,
             "chunks": p.virtual_stages,
+            "schedule": candidate.schedule,
             "micro_batch": candidate.micro_batch,
             "micro_batches": candidate.num_microbatches,
             "recompute": candidate.recompute,

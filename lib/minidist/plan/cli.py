@@ -14,6 +14,7 @@ from minidist.cost.memory import state_bytes
 from minidist.cost.recommend import NothingFitsError
 from minidist.cost.search import Job
 from minidist.cost.software import SOFTWARE
+from minidist.cost.step import STEP_SCHEDULES
 from minidist.plan.answer import RESERVE, Option, as_dict, options_of, plan, priced
 from minidist.plan.inputs import (
     CLUSTERS,
@@ -65,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         help="fp32: 18 bytes per parameter, 6 + 12/d with ZeRO-1; bf16: 16 bytes",
     )
     job.add_argument("--software", choices=tuple(SOFTWARE), help="if not what is usual today")
+    job.add_argument(
+        "--schedule", choices=STEP_SCHEDULES, default="1f1b", help="of the pipeline (1f1b)"
+    )
     job.add_argument("--offload", action="store_true", help="the optimiser's states on the host")
     job.add_argument("--unfused-attention", action="store_true", help="without FlashAttention")
     job.add_argument("--max-cp", help="largest context-parallel degree (16 from 32k tokens on)")
@@ -143,6 +147,8 @@ def _job(options: argparse.Namespace) -> tuple[Job, float | None, list[str]]:
             f"sequences of {_LONGEST:,} of the model's {model.context:,}; --seq changes it"
         )
         model = dataclasses.replace(model, context=_LONGEST)
+    if model.num_experts:
+        notes.append("experts get equally many tokens; with uneven routing steps take longer")
     node, price = cluster_of(options.gpu, options.cluster)
     if options.price:
         price = amount(options.price, "--price")
@@ -164,6 +170,7 @@ def _job(options: argparse.Namespace) -> tuple[Job, float | None, list[str]]:
         dtype=options.precision,
         software=SOFTWARE[options.software] if options.software else None,
         offload=options.offload,
+        schedule=options.schedule,
         even_stages=False,
         allowed=(lambda p: all(test(p) for test in constraints)) if constraints else None,
     )

@@ -22,6 +22,7 @@ from minidist import cost
 from minidist.cost.hardware import GB, Link, Node, network
 from minidist.cost.memory import RECOMPUTE
 from minidist.cost.parallelism import ParallelismConfig
+from minidist.cost.step import STEP_SCHEDULES
 from minidist.cost.transformer import Transformer
 from minidist.plan.models import MODELS
 
@@ -290,6 +291,7 @@ class Layout:
     micro_batch: int
     recompute: str
     text: str
+    schedule: str | None = None
 
 
 def layout_of(text: str) -> Layout:
@@ -299,11 +301,13 @@ def layout_of(text: str) -> Layout:
         InputError: an unknown word, or degrees that make no layout.
     """
     degrees: dict[str, int] = {}
-    micro_batch, recompute = 1, "none"
+    micro_batch, recompute, schedule = 1, "none", None
     for word in text.replace(",", " ").split():
         name, found, value = word.partition("=")
         if found and name == "recompute" and value in RECOMPUTE:
             recompute = value
+        elif found and name == "schedule" and value in STEP_SCHEDULES:
+            schedule = value
         elif found and value.isdecimal() and (name in _AXES or name == "micro"):
             if name == "micro":
                 micro_batch = max(1, int(value))
@@ -312,10 +316,14 @@ def layout_of(text: str) -> Layout:
         else:
             raise InputError(
                 f"--layout: expected words such as dp=8, with {', '.join(_AXES)}, micro, "
-                f"recompute=none|selective|full, got {word!r}"
+                f"recompute=none|selective|full, schedule={'|'.join(STEP_SCHEDULES)}, got {word!r}"
             )
     try:
         p = ParallelismConfig(**degrees, sequence_parallel=degrees.get("tp", 1) > 1)
     except ValueError as error:
         raise InputError(f"--layout {text!r}: {error}") from None
-    return Layout(parallelism=p, micro_batch=micro_batch, recompute=recompute, text=text)
+    if schedule not in (None, "1f1b") and p.virtual_stages > 1:
+        raise InputError(f"--layout {text!r}: {schedule} has one chunk per stage")
+    return Layout(
+        parallelism=p, micro_batch=micro_batch, recompute=recompute, text=text, schedule=schedule
+    )
