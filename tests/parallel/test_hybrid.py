@@ -246,7 +246,10 @@ def wrong_configurations():
         (case(dp=3, tp=2), "dp 3 x pp 1 x cp 1 x tp 2 = 6 ranks, but there are 4"),
         (case(tp=4), "6 heads do not divide by tp = 4: 6 / 4 = 1.5"),
         (case(pp=4), "2 layers do not divide by pp = 4: 2 / 4 = 0.5"),
-        (case(cp=4, model={"context": 12}), "12 tokens of context do not divide by 2 x cp = 8: 12 / 8 = 1.5"),
+        (
+            case(cp=4, model={"context": 12}),
+            "12 tokens of context do not divide by 2 x cp = 8: 12 / 8 = 1.5",
+        ),
         (case(dp=2, pp=2, zero_stage=2), "ZeRO-2 with pp 2: it would reduce or gather again"),
         (case(dp=2, pp=2, zero_stage=3), "ZeRO-3 with pp 2: it would reduce or gather again"),
         (
@@ -261,6 +264,9 @@ def wrong_configurations():
     mesh = make_mesh(dp=2, tp=2)
     with pytest.raises(ValueError, match=r"the mesh is dp 2 .* the configuration dp 4"):
         HybridTrainer(GPT(GPTConfig(**MODEL)), mesh, ParallelismConfig(dp=4))
+    copies = ParallelismConfig(dp=2, tp=2, zero_stage=1, replicas=2)
+    with pytest.raises(ValueError, match=r"2 copies of them are a plan of minidist.cost only"):
+        HybridTrainer(GPT(GPTConfig(**MODEL)), mesh, copies)
     spec = case(dp=2, tp=2)
     trainer = make_trainer(spec)
     with pytest.raises(ValueError, match=r"2 micro-batches x 1 .*\(2, 8\).*got \(3, 8\)"):

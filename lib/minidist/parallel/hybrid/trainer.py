@@ -101,6 +101,11 @@ class HybridTrainer(HybridState):
         # Validate.
         if mesh.sizes != {axis: getattr(config, axis) for axis in mesh.sizes}:
             raise ValueError(f"HybridTrainer: the mesh is {mesh.shape}, the configuration {config}")
+        if config.replicas > 1:
+            raise ValueError(
+                f"HybridTrainer: shards go over all dp x cp ranks; {config.replicas} copies of "
+                "them are a plan of minidist.cost only"
+            )
         config.validate(
             world_size=mesh.world_size,
             model=Transformer.from_config(model.config),
