@@ -174,12 +174,18 @@ class GradeCommand:
             submissions, records = [s for s, _ in graded], [r for _, r in graded]
             before = self.regrading.before
             settled = find_settled(self.course, self.lab.name, submissions, records, before)
-            feedback = fill.fill_gradebook(
-                submissions, records, self.class_run, settled, self.nbgrader
-            )
+            nbgrader, self.nbgrader = self.nbgrader, None  # which ends with the filling
+            feedback = fill.fill_gradebook(submissions, records, self.class_run, settled, nbgrader)
             students = [submission.student for submission in submissions]
             self.late = late_students(self.course, self.lab.name, students)
         self.files += [feedback, self.course.build / "nbgrader" / "gradebook.db"]
+
+    def close(self) -> None:
+        """Ends nbgrader's process, if it was begun and nothing was filled in."""
+        nbgrader, self.nbgrader = self.nbgrader, None
+        if nbgrader is not None:
+            with nbgrader:
+                return
 
     def say_what_is_left(self) -> int:
         """Names the written files and the students with INFRA; returns the exit code."""

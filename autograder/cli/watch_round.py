@@ -170,9 +170,12 @@ class LabWatch:
             command = self._command(batch)
             known = self._known(command)
             command.choose_runner()
-            command.grade()
-            self._count(command.records, known)
-            command.fill_gradebook()
+            try:
+                command.grade()
+                self._count(command.records, known)
+                command.fill_gradebook()
+            finally:
+                command.close()
             graded = {r.student for r in command.records if not r.infra}
             failed = self.outbox.give_back([e for e in batch if e.student in graded])
         except Exception as error:

@@ -26,6 +26,18 @@ from autograder.gradebook.watching import DAY_S, Known, only_watch
 OTHER = "lab2_accumulation"
 
 
+class NbGrader:
+    """Stands for nbgrader's process."""
+
+    ended = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.ended = True
+
+
 class Class:
     """A course whose grading is a stand-in, and a folder that students hand in to."""
 
@@ -39,8 +51,13 @@ class Class:
         self.filled: list[str] = []
         self.fails: set[str] = set()
         monkeypatch.setattr(GradeCommand, "fill_gradebook", lambda command: self.fill(command))
-        monkeypatch.setattr("autograder.gradebook.fill.begin_nbgrader", lambda *_: None)
+        self.begun: list[NbGrader] = []
+        monkeypatch.setattr("autograder.gradebook.fill.begin_nbgrader", self.begin)
         monkeypatch.setattr(GradeCommand, "_look_for_copies", lambda *_: None)  # half of the time
+
+    def begin(self, course, lab):
+        self.begun.append(NbGrader())
+        return self.begun[-1]
 
     def fill(self, command):
         for record in command.records:
@@ -189,6 +206,7 @@ def test_a_failing_gradebook_costs_only_whose_it_is_and_is_tried_again(term, cap
     assert not term.page("bob", "waiting")
     assert sorted(term.pool.asked) == ["ada", "bob", "kim"]  # nobody was run twice
     assert len(term.state()["bob"]["graded_at"]) == 1
+    assert all(nbgrader.ended for nbgrader in term.begun)  # a watch lasts for a term
 
 
 def test_our_failure_is_told_and_not_counted(term, monkeypatch, capsys):
