@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -52,6 +53,9 @@ def test_explain_and_compare(capsys: pytest.CaptureFixture[str], tmp_path):
     assert code == 0
     for word in ("computing", "tensor parallelism", "optimizer", "activations", "error bar"):
         assert word in out
+    assert re.search(r"Beside the planner's, this layout (loses|ties): ", out)
+    code, out, _ = run(capsys, "explain", *ARGUMENTS, "--layout", layout, "--json")
+    assert any(note.startswith("Beside the planner's") for note in json.loads(out)["notes"])
     figure = tmp_path / "figure.png"
     code, out, _ = run(
         capsys,

@@ -15,6 +15,7 @@ from minidist.cost.recommend import NothingFitsError
 from minidist.cost.search import Job
 from minidist.cost.software import SOFTWARE
 from minidist.cost.step import STEP_SCHEDULES
+from minidist.plan.against import challenge
 from minidist.plan.answer import RESERVE, Option, as_dict, options_of, plan, priced
 from minidist.plan.inputs import (
     CLUSTERS,
@@ -195,8 +196,12 @@ def _run(options: argparse.Namespace) -> None:
     else:
         texts = [options.layout] if isinstance(options.layout, str) else options.layout
         shown = options_of(job, [priced(job, layout_of(text)) for text in texts])
-        if not options.json and options.command == "explain":
-            show_parts(console, job, shown[0])
+        if options.command == "explain":
+            verdict = f"Beside the planner's, this layout {challenge(job, texts[0]).verdict}."
+            told = (verdict,)
+            if not options.json:
+                show_parts(console, job, shown[0])
+                console.print(verdict, soft_wrap=True)
         elif not options.json:
             show_comparison(console, job, shown, tokens=tokens, price=price)
     if options.json:
